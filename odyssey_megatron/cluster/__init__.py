@@ -1,0 +1,1 @@
+"""Who is there: ids, events, and the pure state machine of membership. Standard library only."""

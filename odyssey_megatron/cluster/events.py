@@ -1,0 +1,69 @@
+"""What can happen to a job, as data. The coordinator is the only one to act on these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from odyssey_megatron.codec import from_jsonable, to_jsonable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankDied:
+    """Seen by the agent of the rank's node. ``cause`` is ``killed``, ``exit``, ``hang`` or ``node``."""
+
+    rank: int
+    code: int
+    """Exit code; ``-9`` is SIGKILL."""
+    cause: str
+    t_s: float
+    """When the agent saw it, on the node's monotonic clock."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLost:
+    """The agent of ``node`` has been silent for longer than its lease."""
+
+    node: int
+    t_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationLive:
+    """``rank`` holds all its state of ``generation`` and is about to run a step in it."""
+
+    rank: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retry:
+    """A message failed on ``rank`` although nobody is known to have died: it asks for fresh groups."""
+
+    rank: int
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFinished:
+    """``rank`` ended with exit code 0."""
+
+    rank: int
+
+
+Event = RankDied | NodeLost | GenerationLive | Retry | RankFinished
+_KINDS = {kind.__name__: kind for kind in (RankDied, NodeLost, GenerationLive, Retry, RankFinished)}
+
+
+def event_to_jsonable(event: Event) -> dict[str, Any]:
+    """The event with its kind."""
+    return {"kind": type(event).__name__, **to_jsonable(event)}
+
+
+def event_from_jsonable(value: dict[str, Any]) -> Event:
+    """Inverse of :func:`event_to_jsonable`. Raises ValueError for anything that is not an event."""
+    if not isinstance(value, dict) or value.get("kind") not in _KINDS:
+        raise ValueError(f"not an event: {str(value)[:80]!r}")
+    fields = {key: item for key, item in value.items() if key != "kind"}
+    return from_jsonable(_KINDS[value["kind"]], fields)

@@ -1,0 +1,52 @@
+"""What the coordinator must know of the job in order to plan for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from odyssey_megatron.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSpec:
+    """The shape of one training job; posted by its ranks at start, equal on all of them.
+
+    "Layers" are numbered as the planner sees them: 0 is the embedding, 1..n the transformer layers,
+    n+1 the head (final norm, output layer, loss). ``num_layers`` counts all n+2.
+    """
+
+    num_layers: int
+    pipeline_model_parallel_size: int
+    tensor_model_parallel_size: int
+    num_microbatches: int
+    """Microbatches of one global batch, over all pipelines."""
+    tokens_per_step: int
+    train_steps: int
+
+    def check(self, world_size: int) -> None:
+        """Raises ConfigError if ``world_size`` ranks cannot form the initial layout."""
+        pp, tp = self.pipeline_model_parallel_size, self.tensor_model_parallel_size
+        if tp != 1:
+            raise ConfigError(
+                f"--tensor-model-parallel-size {tp} is not supported yet (a worker is one rank). "
+                "Use --tensor-model-parallel-size 1; see 'Not yet' in the README."
+            )
+        if pp < 1 or world_size % pp:
+            raise ConfigError(
+                f"the world size ({world_size} ranks) is not divisible by "
+                f"--pipeline-model-parallel-size {pp}. Start a multiple of {max(pp, 1)} ranks "
+                "(--nproc-per-node times --nnodes) or change the pipeline size."
+            )
+        blocks = self.num_layers - 2
+        if pp > blocks:
+            raise ConfigError(
+                f"--pipeline-model-parallel-size {pp} exceeds --num-layers {blocks}: each stage "
+                f"needs at least one transformer layer. Use at most {blocks} stages."
+            )
+        dp = world_size // pp
+        if self.num_microbatches < dp:
+            raise ConfigError(
+                f"{self.num_microbatches} microbatch(es) per global batch cannot feed {dp} "
+                f"pipelines ({world_size} ranks / {pp} stages). Raise --global-batch-size, lower "
+                "--micro-batch-size, or start fewer ranks."
+            )

@@ -1,0 +1,112 @@
+"""``ClusterState`` and ``apply(state, event)``: membership as a pure function of what happened."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from odyssey_megatron.cluster.events import (
+    Event,
+    GenerationLive,
+    NodeLost,
+    RankDied,
+    RankFinished,
+    Retry,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerState:
+    """One worker: the cell of ranks that hosts a pipeline stage. Its ranks live and die together."""
+
+    worker: int
+    node: int
+    ranks: tuple[int, ...]
+    alive: bool = True
+    speed: float = 1.0
+    """Relative to a healthy worker; 0.5 needs twice the time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterState:
+    """Everything about the cluster that a decision may depend on. Worker ids are never renumbered."""
+
+    workers: tuple[WorkerState, ...]
+    started_s: float = 0.0
+    failure_times_s: tuple[float, ...] = ()
+    live: frozenset[int] = frozenset()
+    """Ranks that reported the current generation live."""
+    finished: frozenset[int] = frozenset()
+    generation: int = 0
+
+    @property
+    def alive(self) -> tuple[int, ...]:
+        """Ids of the living workers, ascending."""
+        return tuple(w.worker for w in self.workers if w.alive)
+
+    @property
+    def dead(self) -> tuple[int, ...]:
+        """Ids of the dead workers, ascending."""
+        return tuple(w.worker for w in self.workers if not w.alive)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks of the living workers, ascending."""
+        return tuple(sorted(rank for w in self.workers if w.alive for rank in w.ranks))
+
+    @property
+    def is_live(self) -> bool:
+        """True once every member reported the current generation live.
+
+        Only then can a step have been committed in it: a rank reports before it enters the step's
+        agreement, and the agreement needs all of them. Until then the previous layout's holders
+        are still complete and current, and recovery starts from those.
+        """
+        return set(self.ranks) <= self.live
+
+    def worker_of(self, rank: int) -> WorkerState:
+        """The worker that ``rank`` belongs to. Raises KeyError."""
+        for worker in self.workers:
+            if rank in worker.ranks:
+                return worker
+        raise KeyError(rank)
+
+
+def initial_state(*, nodes: tuple[int, ...], started_s: float = 0.0) -> ClusterState:
+    """All ranks alive, one rank a worker; ``nodes[r]`` is the node of rank r."""
+    workers = tuple(
+        WorkerState(worker=rank, node=node, ranks=(rank,)) for rank, node in enumerate(nodes)
+    )
+    return ClusterState(workers=workers, started_s=started_s)
+
+
+def apply(state: ClusterState, event: Event) -> ClusterState:
+    """The state after ``event``. Events that say nothing new return ``state`` itself."""
+    match event:
+        case RankDied(rank=rank, t_s=t_s):
+            return _kill(state, {rank}, t_s)
+        case NodeLost(node=node, t_s=t_s):
+            return _kill(state, {r for w in state.workers if w.node == node for r in w.ranks}, t_s)
+        case GenerationLive(rank=rank, generation=generation):
+            if generation != state.generation or rank in state.live:
+                return state
+            return replace(state, live=state.live | {rank})
+        case RankFinished(rank=rank):
+            return replace(state, finished=state.finished | {rank})
+        case Retry():
+            return state
+
+
+def next_generation(state: ClusterState) -> ClusterState:
+    """The same members in a new generation that nobody has reported live yet."""
+    return replace(state, generation=state.generation + 1, live=frozenset())
+
+
+def _kill(state: ClusterState, ranks: set[int], t_s: float) -> ClusterState:
+    hit = {w.worker for w in state.workers if w.alive and ranks & set(w.ranks)}
+    hit -= {w.worker for w in state.workers if set(w.ranks) <= state.finished}
+    if not hit:
+        return state
+    workers = tuple(replace(w, alive=False) if w.worker in hit else w for w in state.workers)
+    return replace(
+        state, workers=workers, failure_times_s=state.failure_times_s + (t_s,) * len(hit)
+    )

@@ -1,0 +1,122 @@
+"""Records to and from JSON: the only wire and file format (nothing is ever unpickled).
+
+Supported in a record: ``int float str bool None``, tuples, ``dict[str, T]``, enums, nested dataclasses
+and optional values. Unknown fields, missing fields and wrong types raise ``ValueError``, so
+that a malformed message is refused as a whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import json
+import types
+import typing
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def to_jsonable(value: Any) -> Any:
+    """``value`` as plain dicts, lists and scalars."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_jsonable(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, (tuple, list)):
+        return [to_jsonable(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(to_jsonable(item) for item in value)
+    if isinstance(value, dict):
+        return {str(key): to_jsonable(item) for key, item in value.items()}
+    return value
+
+
+def to_json(value: Any) -> str:
+    """Canonical JSON (sorted keys, no spaces): equal records give equal text, so it can be hashed."""
+    return json.dumps(to_jsonable(value), sort_keys=True, separators=(",", ":"))
+
+
+def from_json(cls: type[T], text: str | bytes) -> T:
+    """Parses and checks ``text`` against the annotations of dataclass ``cls``.
+
+    Raises:
+        ValueError: not JSON, or not a ``cls``.
+    """
+    return from_jsonable(cls, json.loads(text))
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def from_jsonable(kind: Any, value: Any) -> Any:
+    """``value`` (as parsed by ``json``) as an instance of the annotation ``kind``."""
+    if dataclasses.is_dataclass(kind):
+        return _record(kind, value)
+    origin = typing.get_origin(kind)
+    if origin in (typing.Union, types.UnionType):
+        return _union(kind, value)
+    if origin is tuple:
+        return _tuple(kind, value)
+    if origin is frozenset:
+        (item,) = typing.get_args(kind)
+        return frozenset(from_jsonable(item, one) for one in _expect(list, value, kind))
+    if origin is dict:
+        _, item = typing.get_args(kind)
+        return {key: from_jsonable(item, one) for key, one in _expect(dict, value, kind).items()}
+    if kind is Any:
+        return value
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return kind(value)
+    kind = getattr(kind, "__supertype__", kind)  # NewType
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if kind is int and isinstance(value, bool):
+        raise ValueError(f"expected int, found {value!r}")
+    return _expect(kind, value, kind)
+
+
+def _expect(kind: type, value: Any, shown: Any) -> Any:
+    if not isinstance(value, kind):
+        raise ValueError(f"expected {shown}, found {str(value)[:80]!r}")
+    return value
+
+
+def _record(cls: Any, value: Any) -> Any:
+    _expect(dict, value, cls.__name__)
+    hints = _hints(cls)
+    names = {f.name for f in dataclasses.fields(cls)}
+    unknown = set(value) - names
+    if unknown:
+        raise ValueError(f"{cls.__name__}: unknown field(s) {sorted(unknown)}")
+    try:
+        return cls(**{name: from_jsonable(hints[name], one) for name, one in value.items()})
+    except TypeError as error:
+        raise ValueError(f"{cls.__name__}: {error}") from error
+
+
+def _union(kind: Any, value: Any) -> Any:
+    failures = []
+    for option in typing.get_args(kind):
+        if option is type(None):
+            if value is None:
+                return None
+            continue
+        try:
+            return from_jsonable(option, value)
+        except ValueError as error:
+            failures.append(str(error))
+    raise ValueError("; ".join(failures) or f"expected {kind}, found {value!r}")
+
+
+def _tuple(kind: Any, value: Any) -> Any:
+    _expect(list, value, kind)
+    args = typing.get_args(kind)
+    if len(args) == 2 and args[1] is Ellipsis:
+        return tuple(from_jsonable(args[0], one) for one in value)
+    if len(args) != len(value):
+        raise ValueError(f"expected {len(args)} items, found {len(value)}")
+    return tuple(from_jsonable(item, one) for item, one in zip(args, value, strict=True))

@@ -1,0 +1,189 @@
+"""``OdysseyConfig``: the one source of every flag, environment variable, default and help text."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from odyssey_megatron.errors import ConfigError
+
+POLICIES = ("auto", "reroute", "replan")
+DEVICES = ("cuda", "cpu")
+INJECTION_POINTS = (
+    "forward",
+    "backward",
+    "weight_grad",
+    "reduce",
+    "agreement",
+    "optimizer",
+    "commit",
+    "groups",
+    "transfer",
+)
+SIGNALS = ("KILL", "STOP")
+
+
+def _flag(default: Any, help_text: str, **extra: Any) -> Any:
+    return field(default=default, metadata={"help": help_text, **extra})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OdysseyConfig:
+    """All settings. ``field`` is the flag ``--odyssey-field`` and the variable ``ODYSSEY_FIELD``; the flag wins."""
+
+    policy: str = _flag("auto", "recovery policy", choices=POLICIES)
+    device: str = _flag("cuda", "cpu runs Megatron on CPU tensors and gloo", choices=DEVICES)
+    run_dir: str = _flag("odyssey-run", "folder for the journal, the profile and the report")
+    inject: str = _flag(
+        "",
+        "faults to inject, ';'-separated: 'rank=5,step=7,at=backward[,signal=STOP][,microbatch=3]"
+        "[,generation=2]'; at is one of " + ", ".join(INJECTION_POINTS),
+    )
+    profile: str = _flag("", "start from this profile (JSON) in place of estimated layer costs")
+    profile_steps: int = _flag(5, "publish measured costs every so many steps")
+    trace_steps: int = _flag(2, "journal the executed schedule for so many steps a generation")
+    horizon_s: float = _flag(3600.0, "score plans by the tokens expected within this time (in seconds)")
+    mtbf_s: float = _flag(21600.0, "prior mean time between failures of the whole job (in seconds)")
+    heartbeat_s: float = _flag(0.05, "interval of the heartbeat of each rank (in seconds)")
+    hang_s: float = _flag(5.0, "a rank without a heartbeat for this long is killed (in seconds)")
+    node_lease_s: float = _flag(3.0, "a node whose agent is silent for this long is lost (in seconds)")
+    build_timeout_s: float = _flag(5.0, "limit for connecting the groups of a generation (in seconds)")
+    op_timeout_s: float = _flag(60.0, "limit for one message or collective (in seconds)")
+    recovery_timeout_s: float = _flag(30.0, "limit for agreeing on a new generation (in seconds)")
+    store_timeout_s: float = _flag(120.0, "limit for the first contact of all ranks (in seconds)")
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @property
+    def injections(self) -> tuple[Injection, ...]:
+        """The parsed ``inject``."""
+        return parse_injections(self.inject)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Injection:
+    """Send ``signal`` to ``rank`` when it reaches point ``at`` of ``step``."""
+
+    rank: int
+    step: int
+    at: str
+    signal: str = "KILL"
+    microbatch: int = -1
+    """-1: the first one that comes by."""
+    generation: int = -1
+    """-1: any; 2 means only in the second generation, e.g. during the redone step."""
+
+
+def parse_injections(text: str) -> tuple[Injection, ...]:
+    """Parses the value of ``--odyssey-inject``. Raises ConfigError."""
+    return tuple(_parse_injection(one.strip()) for one in text.split(";") if one.strip())
+
+
+def _parse_injection(text: str) -> Injection:
+    known = {f.name for f in fields(Injection)}
+    values: dict[str, Any] = {}
+    for item in text.split(","):
+        key, equals, value = (part.strip() for part in item.partition("="))
+        if not equals or key not in known or key in values:
+            raise ConfigError(
+                f"--odyssey-inject {text!r}: cannot read {item!r}. Write "
+                "'rank=5,step=7,at=backward'; the keys are " + ", ".join(sorted(known)) + "."
+            )
+        try:
+            values[key] = value if key in ("at", "signal") else int(value)
+        except ValueError:
+            raise ConfigError(
+                f"--odyssey-inject {text!r}: {key} must be a whole number, found {value!r}."
+            ) from None
+    missing = {"rank", "step", "at"} - set(values)
+    if missing:
+        raise ConfigError(f"--odyssey-inject {text!r}: {', '.join(sorted(missing))} is missing.")
+    for key, allowed in (("at", INJECTION_POINTS), ("signal", SIGNALS)):
+        if values.get(key, allowed[0]) not in allowed:
+            raise ConfigError(
+                f"--odyssey-inject {text!r}: {key}={values[key]} is unknown; use one of "
+                + ", ".join(allowed) + "."
+            )
+    return Injection(**values)
+
+
+def _check(config: OdysseyConfig) -> None:
+    for one in fields(config):
+        value, choices = getattr(config, one.name), one.metadata.get("choices")
+        if choices and value not in choices:
+            raise ConfigError(
+                f"--odyssey-{one.name.replace('_', '-')} {value!r} is unknown; use one of "
+                + ", ".join(choices) + "."
+            )
+        if isinstance(value, (int, float)) and value <= 0 and one.name != "trace_steps":
+            raise ConfigError(f"--odyssey-{one.name.replace('_', '-')} must be positive, found {value}.")
+    # The order of the limits: each must be able to expire before the one that would hide it.
+    chain = ("heartbeat_s", "hang_s", "op_timeout_s")
+    for shorter, longer in zip(chain, chain[1:], strict=False):
+        low, high = getattr(config, shorter), getattr(config, longer)
+        if low >= high:
+            raise ConfigError(
+                f"--odyssey-{shorter.replace('_', '-')} ({low} s) must be below "
+                f"--odyssey-{longer.replace('_', '-')} ({high} s)."
+            )
+    parse_injections(config.inject)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the ``--odyssey-…`` group. Defaults are left out, so that a variable can supply them."""
+    group = parser.add_argument_group("odyssey")
+    for one in fields(OdysseyConfig):
+        kind = type(one.default)
+        default = one.default if one.default != "" else "none"
+        group.add_argument(
+            "--odyssey-" + one.name.replace("_", "-"),
+            type=kind,
+            default=argparse.SUPPRESS,
+            metavar="|".join(one.metadata["choices"]) if "choices" in one.metadata else None,
+            help=f"{one.metadata['help']} (default: {default})".replace("%", "%%"),
+        )
+
+
+def config_from(namespace: argparse.Namespace, environ: Mapping[str, str] | None = None) -> OdysseyConfig:
+    """The settings from parsed flags, else from ``ODYSSEY_…`` variables, else defaults. Raises ConfigError."""
+    environ = os.environ if environ is None else environ
+    values: dict[str, Any] = {}
+    for one in fields(OdysseyConfig):
+        variable = "ODYSSEY_" + one.name.upper()
+        if hasattr(namespace, "odyssey_" + one.name):
+            values[one.name] = getattr(namespace, "odyssey_" + one.name)
+        elif variable in environ:
+            try:
+                values[one.name] = type(one.default)(environ[variable])
+            except ValueError:
+                raise ConfigError(
+                    f"{variable}={environ[variable]!r} is not a {type(one.default).__name__}."
+                ) from None
+    return OdysseyConfig(**values)
+
+
+def config_from_argv(argv: Sequence[str]) -> OdysseyConfig:
+    """The settings found among the arguments of a training script, whose other flags are not ours.
+
+    Raises:
+        ConfigError: also for a misspelled ``--odyssey-…`` flag.
+    """
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    add_arguments(parser)
+    namespace, rest = parser.parse_known_args(list(argv))
+    unknown = [one for one in rest if one.startswith("--odyssey-")]
+    if unknown:
+        raise ConfigError(
+            f"unknown flag {unknown[0]}; known: "
+            + ", ".join("--odyssey-" + f.name.replace("_", "-") for f in fields(OdysseyConfig)) + "."
+        )
+    return config_from(namespace)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        raise ConfigError(message + ".")

@@ -1,0 +1,65 @@
+"""The exception tree and the exit codes of the ``odyssey`` commands.
+
+Every message says three things: what happened, the numbers, and what to do about it.
+"""
+
+from __future__ import annotations
+
+EXIT_BAD_INPUT = 2
+"""The command line, the data or the layout is wrong; nothing was trained."""
+
+EXIT_LAYERS_LOST = 93
+"""The last holder of some layer is gone (I9); the job stopped at its last committed step."""
+
+
+class OdysseyError(Exception):
+    """Base of everything that this package raises on purpose."""
+
+
+class ConfigError(OdysseyError):
+    """The user's input cannot work. Raised before training starts; exit code 2."""
+
+
+class LayoutInvalid(OdysseyError):
+    """A layout breaks an invariant of design section 2 (every microbatch through every layer)."""
+
+
+class ScheduleInvalid(OdysseyError):
+    """A schedule fails ``verify()``: something missing, twice, unmatched or deadlocked."""
+
+
+class PlanInfeasible(OdysseyError):
+    """A candidate cannot be built; carries the binding constraint and the nearest feasible value."""
+
+
+class LayersLost(OdysseyError):
+    """No holder is left for some layers (I9). Exit code 93."""
+
+    def __init__(self, layers: tuple[int, ...], ranks: tuple[int, ...]):
+        self.layers, self.ranks = layers, ranks
+        super().__init__(
+            f"no holder is left of layer(s) {list(layers)}: rank(s) {list(ranks)} held them and are "
+            "dead. Nothing can be trained without them; the job stops at its last committed step. "
+            "Restart from the last checkpoint, and raise data parallelism (or, once available, "
+            "--odyssey-redundancy) so that each layer has a second holder."
+        )
+
+
+class Superseded(OdysseyError):
+    """A newer generation exists, so the operation under way is void. Caught by the recovery loop."""
+
+
+class PeerFailed(OdysseyError):
+    """A message to or from a peer failed; the recovery loop waits for the generation that says why."""
+
+
+class Fenced(OdysseyError):
+    """This rank was declared dead (I8): it must stop and may only come back as a new one."""
+
+
+class ControlPlaneLost(OdysseyError):
+    """The coordinator's store is gone; the job ends cleanly."""
+
+
+class MegatronIncompatible(OdysseyError):
+    """A seam of the installed Megatron is missing or changed: found, expected, tested versions."""

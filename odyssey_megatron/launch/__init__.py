@@ -1,0 +1,1 @@
+"""Launcher, coordinator, agent, heartbeat and fault injection."""

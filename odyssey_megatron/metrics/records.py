@@ -1,0 +1,42 @@
+"""The events of a run, as they stand in the journal. One source for their names and fields."""
+
+from __future__ import annotations
+
+SCHEMA_VERSION = 1
+"""Raised when a field changes its meaning or goes away; new fields and events do not raise it."""
+
+COMMON_FIELDS = ("schema_version", "event", "t_s", "wall_s", "source", "generation", "step", "rank")
+"""On every line. ``t_s``: monotonic clock of the node; ``wall_s``: seconds since the epoch; ``source``:
+``rank3`` or ``agent0``; ``step``: the step being worked on, counted from 0; -1 where there is none."""
+
+EVENTS: dict[str, tuple[str, ...]] = {
+    # -- agents and coordinator
+    "job_started": ("world_size", "nodes"),
+    "rank_started": ("target", "pid"),
+    "failure_detected": ("dead", "code", "cause"),
+    "decision": ("dead", "why", "policy", "plan_hash", "candidates", "decide_s", "schedule", "layout"),
+    "job_finished": ("verdict", "exit_code"),
+    # -- ranks
+    "injected": ("at", "signal", "microbatch"),
+    "generation_started": ("members", "plan_hash", "policy"),
+    "recovered": (
+        "dead", "policy", "plan_hash", "detected_s", "decide_s", "abort_s", "agree_s", "groups_s",
+        "transfer_s", "in_groups_s", "resumed_s", "outcome",
+    ),
+    "redone": ("redo_s",),
+    "step_committed": ("loss", "grad_norm", "lr", "step_s", "tokens", "num_microbatches"),
+    "samples": ("microbatches", "samples"),
+    "trace": ("instructions",),
+    "profile": ("observations",),
+    "weights": ("digest",),
+    "fenced": ("why",),
+    "stopped": ("why", "exit_code"),
+}
+"""Event name -> its own fields.
+
+``recovered`` (one line a surviving rank): ``detected_s`` = ``t_s`` of the agent's notice; ``in_groups_s`` and
+``resumed_s`` = ``t_s`` when the rank was in all its new groups, and when it ran the first instruction of the next
+step; the other ``*_s`` are durations; ``outcome`` is ``redo`` or ``finish`` (the step had been agreed on). ``redone``: how
+long the redone step took until it was committed. ``samples`` (the rank that ran a microbatch through the head):
+``samples`` holds the global sample indices of each of ``microbatches``. ``trace``: [[text, start_s, end_s], ...] on
+the monotonic clock."""

@@ -1,0 +1,1 @@
+"""Layouts, schedules and plans as data, and the pure functions over them."""

@@ -1,0 +1,38 @@
+"""What the layers cost: the numbers that the simulator and the search work with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCost:
+    """One layer, one microbatch, on a worker of speed 1."""
+
+    forward_s: float
+    input_grad_s: float
+    weight_grad_s: float
+    activation_bytes: int
+    """Kept from the forward until the weight gradient has run."""
+    parameter_bytes: int
+    """Weights and gradients: what holding the layer costs besides ``optimizer_bytes``."""
+    optimizer_bytes: int
+    state_bytes: int
+    """Weights and optimizer state: what a new holder must be sent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """A job's costs, per layer and per message."""
+
+    layers: tuple[LayerCost, ...]
+    message_bytes: int
+    """One activation (or its gradient) between two layers."""
+    link_latency_s: float
+    link_bytes_per_s: float
+    memory_bytes: int | None = None
+    """Of one worker, for weights, gradients, optimizer and activations; None = not known, no limit."""
+
+    def message_s(self) -> float:
+        """Time of one activation message."""
+        return self.link_latency_s + self.message_bytes / self.link_bytes_per_s

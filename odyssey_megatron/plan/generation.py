@@ -1,0 +1,46 @@
+"""What the coordinator publishes when membership changes: who is in, why, and the plan to carry out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from odyssey_megatron.plan.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CandidateRow:
+    """One line of the decision table."""
+
+    name: str
+    step_s: float | None
+    transition_s: float | None
+    score: float | None
+    """Expected tokens to the horizon."""
+    chosen: bool
+    reason: str
+    """Why it was chosen or rejected, with the numbers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """One membership of the job. Anything that carries a smaller number is refused (I7)."""
+
+    number: int
+    members: tuple[int, ...]
+    """Ranks, ascending."""
+    dead: tuple[int, ...]
+    """Ranks lost since the previous generation."""
+    why: str
+    previous: Plan | None
+    """The plan whose holders are complete and current, i.e. of the last live generation."""
+    plan: Plan | None
+    plan_hash: str
+    candidates: tuple[CandidateRow, ...]
+    stop: str = ""
+    """Not empty: the job cannot go on, and this says why (I9)."""
+    stop_code: int = 0
+    detected_s: float = 0.0
+    """When the agent saw the failure, monotonic clock."""
+    decide_s: float = 0.0
+    """How long deciding took."""
+    published_s: float = 0.0

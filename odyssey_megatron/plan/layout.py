@@ -1,0 +1,150 @@
+"""Layouts: which workers hold which layers, and which route each microbatch takes (design section 2).
+
+Layers are the planner's: 0 the embedding, 1..n transformer layers, n+1 the head. Spans are half open.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from odyssey_megatron.errors import LayoutInvalid
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hop:
+    """One visit of a microbatch: ``worker`` computes layers ``[first, last)``."""
+
+    worker: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """The path of some microbatches (ids within the step, ascending) through all layers."""
+
+    microbatches: tuple[int, ...]
+    hops: tuple[Hop, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """Consecutive layers ``[first, last)`` with one holder set: a model chunk with its own group."""
+
+    first: int
+    last: int
+    holders: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Holders plus routes. Every holder of a layer takes part in its gradient reduction, every step."""
+
+    holders: tuple[tuple[int, ...], ...]
+    """``holders[layer]``: worker ids, ascending."""
+    routes: tuple[Route, ...]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.holders)
+
+    @property
+    def num_microbatches(self) -> int:
+        return sum(len(route.microbatches) for route in self.routes)
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """Every worker that holds anything, ascending."""
+        return tuple(sorted({worker for holders in self.holders for worker in holders}))
+
+    def blocks(self) -> tuple[Block, ...]:
+        """The coarsest cut of all layers such that holders agree within a block and no hop ends inside one."""
+        cuts = {0, self.num_layers}
+        cuts |= {i for i in range(1, self.num_layers) if self.holders[i] != self.holders[i - 1]}
+        cuts |= {end for route in self.routes for hop in route.hops for end in (hop.first, hop.last)}
+        return tuple(
+            Block(first=a, last=b, holders=self.holders[a]) for a, b in pairwise(sorted(cuts))
+        )
+
+    def held_by(self, worker: int) -> tuple[int, ...]:
+        """The layers that ``worker`` holds, ascending."""
+        return tuple(i for i, holders in enumerate(self.holders) if worker in holders)
+
+    def check(self) -> Layout:
+        """Returns self if every microbatch 0..M-1 has exactly one route, through every layer once, in order,
+        and only through holders.
+
+        Raises:
+            LayoutInvalid
+        """
+        for layer, holders in enumerate(self.holders):
+            if not holders or list(holders) != sorted(set(holders)):
+                raise LayoutInvalid(f"layer {layer}: holders {holders} must be non-empty, ascending")
+        seen = sorted(m for route in self.routes for m in route.microbatches)
+        if seen != list(range(len(seen))):
+            raise LayoutInvalid(f"microbatches {seen} are not 0..{len(seen) - 1}, each once")
+        for route in self.routes:
+            self._check_route(route)
+        return self
+
+    def _check_route(self, route: Route) -> None:
+        at = 0
+        for hop in route.hops:
+            if hop.first != at or hop.last <= hop.first:
+                raise LayoutInvalid(f"{hop} does not go on from layer {at} in {route}")
+            for layer in range(hop.first, hop.last):
+                if layer >= self.num_layers or hop.worker not in self.holders[layer]:
+                    raise LayoutInvalid(f"worker {hop.worker} does not hold layer {layer} ({hop})")
+            at = hop.last
+        if at != self.num_layers:
+            raise LayoutInvalid(f"{route} ends at layer {at} of {self.num_layers}")
+
+
+def layout_from_routes(num_layers: int, routes: tuple[Route, ...]) -> Layout:
+    """The layout in which exactly the workers that compute a layer hold it."""
+    holders: list[set[int]] = [set() for _ in range(num_layers)]
+    for route in routes:
+        for hop in route.hops:
+            for layer in range(hop.first, hop.last):
+                holders[layer].add(hop.worker)
+    return Layout(holders=tuple(tuple(sorted(h)) for h in holders), routes=routes).check()
+
+
+def pipeline_route(
+    workers: tuple[int, ...], ends: tuple[int, ...], microbatches: tuple[int, ...]
+) -> Route:
+    """A pipeline over ``workers``; stage i computes ``[ends[i-1], ends[i])``, from layer 0."""
+    spans = pairwise((0, *ends))
+    hops = tuple(
+        Hop(worker=worker, first=a, last=b) for worker, (a, b) in zip(workers, spans, strict=True)
+    )
+    return Route(microbatches=microbatches, hops=hops)
+
+
+def megatron_layout(
+    *, num_layers: int, pipeline_size: int, num_workers: int, num_microbatches: int
+) -> Layout:
+    """The failure-free layout, as Megatron places it: worker = stage * dp + replica.
+
+    Transformer layers are split evenly (remainder to the middle stages, away from embedding and head),
+    microbatches round-robin over replicas. Source: megatron core_v0.16.1 parallel_state.py, default order
+    ``tp-cp-ep-dp-pp``.
+    """
+    dp, blocks = num_workers // pipeline_size, num_layers - 2
+    share, extra = divmod(blocks, pipeline_size)
+    # Middle stages first: the first also runs the embedding and the last the head.
+    by_room = sorted(range(pipeline_size), key=lambda s: (s == pipeline_size - 1, s == 0, s))
+    counts = [share + (stage in by_room[:extra]) for stage in range(pipeline_size)]
+    counts[0] += 1
+    counts[-1] += 1
+    ends = tuple(sum(counts[: stage + 1]) for stage in range(pipeline_size))
+    routes = tuple(
+        pipeline_route(
+            tuple(stage * dp + replica for stage in range(pipeline_size)),
+            ends,
+            tuple(range(replica, num_microbatches, dp)),
+        )
+        for replica in range(dp)
+    )
+    return layout_from_routes(num_layers, routes)

@@ -1,0 +1,52 @@
+"""A plan: layout + schedule + the transfers that lead there, with what is expected of it."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from odyssey_megatron.codec import from_json, to_json
+from odyssey_megatron.plan.layout import Layout
+from odyssey_megatron.plan.schedule import Schedule, schedule_from_text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """``source`` sends the whole state (weights, optimizer) of ``layer`` to ``target``."""
+
+    layer: int
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What all survivors carry out. Equal plans have equal hashes."""
+
+    policy: str
+    """``initial``, ``reroute`` or ``replan`` so far."""
+    layout: Layout
+    schedule_text: str
+    """The schedule in text form, so that a plan in a journal can be read."""
+    transfers: tuple[Transfer, ...]
+    """In order; the i-th transfers of all pairs may run at the same time."""
+    step_s: float
+    """Simulated time of one step."""
+    bound_s: float
+    """No schedule of this layout can be faster."""
+    transition_s: float
+    peak_bytes: tuple[tuple[int, int], ...]
+    """(worker, bytes) at the simulated peak."""
+
+    @property
+    def schedule(self) -> Schedule:
+        return schedule_from_text(self.schedule_text)
+
+    def hash(self) -> str:
+        """Twelve hex digits of SHA-256 over the canonical JSON: what survivors compare before acting."""
+        return hashlib.sha256(to_json(self).encode()).hexdigest()[:12]
+
+
+def plan_from_json(text: str | bytes) -> Plan:
+    """Raises ValueError if ``text`` is not a plan."""
+    return from_json(Plan, text)

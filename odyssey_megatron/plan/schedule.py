@@ -1,0 +1,126 @@
+"""Schedules are data: for each worker the ordered instructions that carry out the routes.
+
+The text form round-trips and reads like torch.distributed.pipelining's, with layer spans in place of
+stage numbers (a span is unambiguous where pipelines are ragged)::
+
+    F3[0:4]          forward of microbatch 3 through layers 0, 1, 2, 3
+    I3[0:4]          its input gradient          W3[0:4]  its weight gradient
+    B3[0:4]          both at once (fused backward)
+    SEND_F3[4]>5     the activation that enters layer 4 goes to worker 5
+    RECV_F3[4]<2     ... and comes from worker 2
+    SEND_B3[4]>2     its gradient goes back      RECV_B3[4]<5
+    REDUCE_GRAD[0:4] sum of the block's gradients over its holders
+    STEP             agreement, then the optimizer step
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from dataclasses import dataclass
+
+from odyssey_megatron.errors import ScheduleInvalid
+
+
+class Op(enum.Enum):
+    """The instruction set. Values are the text form's names."""
+
+    FORWARD = "F"
+    INPUT_GRAD = "I"
+    WEIGHT_GRAD = "W"
+    BACKWARD = "B"
+    SEND_FORWARD = "SEND_F"
+    RECV_FORWARD = "RECV_F"
+    SEND_BACKWARD = "SEND_B"
+    RECV_BACKWARD = "RECV_B"
+    REDUCE_GRAD = "REDUCE_GRAD"
+    STEP = "STEP"
+
+
+COMPUTE = frozenset({Op.FORWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD, Op.BACKWARD})
+SEND = frozenset({Op.SEND_FORWARD, Op.SEND_BACKWARD})
+RECV = frozenset({Op.RECV_FORWARD, Op.RECV_BACKWARD})
+MESSAGE = SEND | RECV
+
+
+@dataclass(frozen=True, slots=True)
+class Instr:
+    """One instruction of one worker. Fields that the op does not have are -1.
+
+    A message's ``first`` is the boundary: the activation enters layer ``first``, and its gradient leaves
+    it. ``peer`` is the worker at the other end.
+    """
+
+    op: Op
+    microbatch: int = -1
+    first: int = -1
+    last: int = -1
+    peer: int = -1
+
+    def __str__(self) -> str:
+        if self.op is Op.STEP:
+            return "STEP"
+        if self.op is Op.REDUCE_GRAD:
+            return f"REDUCE_GRAD[{self.first}:{self.last}]"
+        if self.op in COMPUTE:
+            return f"{self.op.value}{self.microbatch}[{self.first}:{self.last}]"
+        arrow = ">" if self.op in SEND else "<"
+        return f"{self.op.value}{self.microbatch}[{self.first}]{arrow}{self.peer}"
+
+
+_TEXT = re.compile(
+    r"(?P<step>STEP)"
+    r"|REDUCE_GRAD\[(?P<rf>\d+):(?P<rl>\d+)\]"
+    r"|(?P<op>[FIWB])(?P<mb>\d+)\[(?P<first>\d+):(?P<last>\d+)\]"
+    r"|(?P<send>SEND_[FB])(?P<smb>\d+)\[(?P<sat>\d+)\]>(?P<to>\d+)"
+    r"|(?P<recv>RECV_[FB])(?P<rmb>\d+)\[(?P<rat>\d+)\]<(?P<frm>\d+)"
+)
+
+
+def parse_instr(text: str) -> Instr:
+    """Inverse of ``str(instr)``; the whole of ``text`` must match. Raises ScheduleInvalid."""
+    match = _TEXT.fullmatch(text)
+    if match is None:
+        raise ScheduleInvalid(f"not an instruction: {text!r}")
+    got = match.groupdict()
+    if got["step"]:
+        return Instr(Op.STEP)
+    if got["rf"] is not None:
+        return Instr(Op.REDUCE_GRAD, first=int(got["rf"]), last=int(got["rl"]))
+    if got["op"]:
+        return Instr(Op(got["op"]), int(got["mb"]), int(got["first"]), int(got["last"]))
+    if got["send"]:
+        return Instr(Op(got["send"]), int(got["smb"]), int(got["sat"]), peer=int(got["to"]))
+    return Instr(Op(got["recv"]), int(got["rmb"]), int(got["rat"]), peer=int(got["frm"]))
+
+
+Program = tuple[Instr, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """The programs of all workers, ascending by worker id."""
+
+    programs: tuple[tuple[int, Program], ...]
+
+    def program(self, worker: int) -> Program:
+        """The program of ``worker``. Raises KeyError."""
+        for one, program in self.programs:
+            if one == worker:
+                return program
+        raise KeyError(worker)
+
+    def to_text(self) -> str:
+        """One line a worker: ``worker: instr instr ...``."""
+        return "\n".join(f"{w}: {' '.join(map(str, program))}" for w, program in self.programs)
+
+
+def schedule_from_text(text: str) -> Schedule:
+    """Inverse of :meth:`Schedule.to_text`. Raises ScheduleInvalid."""
+    programs = []
+    for line in text.splitlines():
+        worker, colon, rest = line.partition(":")
+        if not colon or not worker.isdigit():
+            raise ScheduleInvalid(f"a line must start with 'worker:', found {line[:40]!r}")
+        programs.append((int(worker), tuple(parse_instr(one) for one in rest.split())))
+    return Schedule(programs=tuple(programs))

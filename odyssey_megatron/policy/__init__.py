@@ -1,0 +1,1 @@
+"""Deciding: candidates, search and score. Pure: no torch, no clock, no environment."""
