@@ -1,0 +1,104 @@
+"""The journal: one JSON object a line, one file a process, readable while the job runs and after it is shot."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from odyssey_megatron.metrics.records import EVENTS, SCHEMA_VERSION
+
+_ECHO_WIDTH = 120
+
+
+class Journal:
+    """Appends events of one process to ``run_dir/journal/<source>.jsonl``.
+
+    Each line is written by a single ``write(2)`` in append mode, so that a process killed at any moment leaves
+    whole lines only, and forked children may share nothing.
+    """
+
+    def __init__(self, run_dir: str | Path, *, source: str, rank: int = -1):
+        folder = Path(run_dir) / "journal"
+        folder.mkdir(parents=True, exist_ok=True)
+        self._fd = os.open(
+            folder / f"{source}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644
+        )
+        self._source, self._rank = source, rank
+
+    def event(
+        self, name: str, *, generation: int = -1, step: int = -1, echo: bool = False, **values: Any
+    ) -> None:
+        """Writes one event; with ``echo`` also one line for people on stderr.
+
+        Raises:
+            KeyError: the event or one of its fields is not in ``records.EVENTS``.
+        """
+        unknown = set(values) - set(EVENTS[name])
+        if unknown:
+            raise KeyError(f"event {name} has no field(s) {sorted(unknown)}")
+        line = {
+            "schema_version": SCHEMA_VERSION,
+            "event": name,
+            "t_s": time.monotonic(),
+            "wall_s": time.time(),
+            "source": self._source,
+            "generation": generation,
+            "step": step,
+            "rank": self._rank,
+            **values,
+        }
+        os.write(self._fd, (json.dumps(line, separators=(",", ":")) + "\n").encode())
+        if echo:
+            print(_one_line(name, generation, step, self._rank, values), file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def _one_line(name: str, generation: int, step: int, rank: int, values: dict[str, Any]) -> str:
+    where = " ".join(
+        f"{key}={value}"
+        for key, value in (("gen", generation), ("step", step), ("rank", rank))
+        if value >= 0
+    )
+    shown = " ".join(
+        f"{key}={_short(value)}"
+        for key, value in values.items()
+        if not isinstance(value, dict) and len(_short(value)) <= _ECHO_WIDTH
+    )
+    return f"[odyssey {where}]".replace(" ]", "]") + f" event={name} {shown}"
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, (list, tuple)):
+        return ",".join(map(_short, value)) or "-"
+    return str(value)
+
+
+def read_journal(run_dir: str | Path) -> Iterator[dict[str, Any]]:
+    """All events of a run, in order of ``wall_s``. A torn last line (power loss) is left out.
+
+    Raises:
+        ValueError: the journal was written by a newer, incompatible version.
+    """
+    events = []
+    for path in sorted((Path(run_dir) / "journal").glob("*.jsonl")):
+        for line in path.read_text().splitlines():
+            try:
+                event = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if event.get("schema_version", 0) > SCHEMA_VERSION:
+                raise ValueError(
+                    f"{path} has schema_version {event['schema_version']}, this odyssey reads up to "
+                    f"{SCHEMA_VERSION}: use the version that wrote it."
+                )
+            events.append(event)
+    return iter(sorted(events, key=lambda event: event["wall_s"]))
