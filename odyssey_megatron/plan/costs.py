@@ -20,6 +20,11 @@ class LayerCost:
     state_bytes: int
     """Weights and optimizer state: what a new holder must be sent."""
 
+    @property
+    def compute_s(self) -> float:
+        """Forward and both gradients."""
+        return self.forward_s + self.input_grad_s + self.weight_grad_s
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
@@ -32,6 +37,8 @@ class Costs:
     link_bytes_per_s: float
     memory_bytes: int | None = None
     """Of one worker, for weights, gradients, optimizer and activations; None = not known, no limit."""
+    optimizer_s: float = 0.0
+    """The step's end: agreement and optimizer, on the worker that takes longest."""
 
     def message_s(self) -> float:
         """Time of one activation message."""

@@ -59,7 +59,7 @@ class Layout:
         return tuple(sorted({worker for holders in self.holders for worker in holders}))
 
     def blocks(self) -> tuple[Block, ...]:
-        """The coarsest cut of all layers such that holders agree within a block and no hop ends inside one."""
+        """The coarsest cut of the layers such that holders agree within a block and no hop ends inside."""
         cuts = {0, self.num_layers}
         cuts |= {i for i in range(1, self.num_layers) if self.holders[i] != self.holders[i - 1]}
         cuts |= {end for route in self.routes for hop in route.hops for end in (hop.first, hop.last)}

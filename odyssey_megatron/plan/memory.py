@@ -1,0 +1,73 @@
+"""Bytes: what a worker keeps for the layers it holds, and what 1F1B would keep in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from odyssey_megatron.plan.costs import Costs
+from odyssey_megatron.plan.layout import Hop, Layout
+
+
+def state_bytes(layout: Layout, costs: Costs) -> dict[int, int]:
+    """Worker -> bytes of weights, gradients and optimizer of everything that it holds."""
+    total = dict.fromkeys(layout.workers, 0)
+    for holders, layer in zip(layout.holders, costs.layers, strict=True):
+        for worker in holders:
+            total[worker] += layer.parameter_bytes + layer.optimizer_bytes
+    return total
+
+
+def hop_bytes(hop: Hop, costs: Costs) -> int:
+    """Activations that one microbatch leaves on ``hop.worker``, from forward to weight gradient."""
+    return sum(layer.activation_bytes for layer in costs.layers[hop.first : hop.last])
+
+
+def one_f_one_b_bytes(layout: Layout, costs: Costs, extra: int = 0) -> dict[int, int]:
+    """Worker -> bytes of activations that 1F1B keeps there at its peak, plus ``extra`` microbatches.
+
+    A stage with k stages behind it keeps ``min(microbatches, k + 1)`` in flight. Source: papers.md §8.3,
+    Eq. 14 corrected. A worker on several routes gets the largest of their needs, not the sum: rerouting
+    does not raise the cap.
+    """
+    passing: dict[int, int] = {}
+    for route in layout.routes:
+        for hop in route.hops:
+            passing[hop.worker] = passing.get(hop.worker, 0) + len(route.microbatches)
+    caps = dict.fromkeys(layout.workers, 0)
+    for route in layout.routes:
+        for behind, hop in enumerate(reversed(route.hops)):
+            in_flight = min(passing[hop.worker], behind + 1 + extra)
+            caps[hop.worker] = max(caps[hop.worker], in_flight * hop_bytes(hop, costs))
+    return caps
+
+
+def minimum_bytes(layout: Layout, costs: Costs) -> dict[int, int]:
+    """Worker -> bytes of activations below which some order of the routes cannot finish.
+
+    One microbatch at each distinct depth that the worker is visited at: while it holds a shallow visit it
+    must still be able to admit the deeper ones that the shallow one waits for.
+    """
+    needs: dict[int, dict[int, int]] = {worker: {} for worker in layout.workers}
+    for route in layout.routes:
+        for hop in route.hops:
+            at = needs[hop.worker]
+            at[hop.first] = max(at.get(hop.first, 0), hop_bytes(hop, costs))
+    return {worker: sum(at.values()) for worker, at in needs.items()}
+
+
+def activation_caps(
+    layout: Layout, costs: Costs, *, extra: int = 0, budget_bytes: int | None = None
+) -> dict[int, int]:
+    """Worker -> bytes of activations that a schedule may keep there.
+
+    Args:
+        extra: microbatches above 1F1B's in-flight number.
+        budget_bytes: what one worker has for state and activations; then all of it that the state leaves
+            may be used, wherever in the pipeline the worker sits, and ``extra`` does not matter.
+    """
+    floor = minimum_bytes(layout, costs)
+    if budget_bytes is None:
+        wanted: Mapping[int, int] = one_f_one_b_bytes(layout, costs, extra)
+        return {worker: max(floor[worker], wanted[worker]) for worker in floor}
+    state = state_bytes(layout, costs)
+    return {worker: budget_bytes - state[worker] for worker in floor}

@@ -1,0 +1,117 @@
+"""Passes ``Schedule -> Schedule`` that lower a compute order to what the interpreter runs."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from odyssey_megatron.plan.layout import Layout
+from odyssey_megatron.plan.schedule import COMPUTE, Instr, Op, Program, Schedule
+
+Neighbours = dict[tuple[int, int], tuple[int, int]]
+"""(microbatch, first layer of a hop) -> (worker before, worker behind); -1 where there is none."""
+
+
+def neighbours(layout: Layout) -> Neighbours:
+    """Where each visit's activation comes from and goes to."""
+    table: Neighbours = {}
+    for route in layout.routes:
+        workers = (-1, *(hop.worker for hop in route.hops), -1)
+        ends = [(hop.first, workers[i], workers[i + 2]) for i, hop in enumerate(route.hops)]
+        for microbatch in route.microbatches:
+            for first, before, behind in ends:
+                table[microbatch, first] = (before, behind)
+    return table
+
+
+def add_messages(schedule: Schedule, layout: Layout) -> Schedule:
+    """Inserts sends right after their producer and receives one compute instruction before their consumer.
+
+    Sends do not block, and receives are only posted: the consumer waits. So the one thing that order
+    decides is matching: a channel (sender, receiver, kind) is FIFO, as NCCL's are. The receiver may consume
+    in another order than the sender produces; then it posts the receives of the messages in between early,
+    in the sender's order.
+    """
+    table = neighbours(layout)
+    sending = {worker: _with_sends(program, table) for worker, program in schedule.programs}
+    channels: dict[tuple[int, int, Op], deque[Instr]] = {}
+    for worker, program in sending.items():
+        for instr in program:
+            if instr.peer >= 0:
+                channels.setdefault((worker, instr.peer, instr.op), deque()).append(instr)
+    return Schedule(
+        programs=tuple(
+            (worker, _with_receives(worker, program, table, channels))
+            for worker, program in sending.items()
+        )
+    )
+
+
+def _with_sends(program: Program, table: Neighbours) -> list[Instr]:
+    out: list[Instr] = []
+    for instr in program:
+        out.append(instr)
+        op = instr.op
+        if op is Op.FORWARD:
+            peer = table[instr.microbatch, instr.first][1]
+            if peer >= 0:
+                out.append(Instr(Op.SEND_FORWARD, instr.microbatch, instr.last, peer=peer))
+        elif op is Op.INPUT_GRAD or op is Op.BACKWARD:
+            peer = table[instr.microbatch, instr.first][0]
+            if peer >= 0:
+                out.append(Instr(Op.SEND_BACKWARD, instr.microbatch, instr.first, peer=peer))
+    return out
+
+
+def _with_receives(
+    worker: int,
+    program: list[Instr],
+    table: Neighbours,
+    channels: dict[tuple[int, int, Op], deque[Instr]],
+) -> Program:
+    out: list[Instr] = []
+    posted: set[tuple[Op, int, int]] = set()
+    previous = 0  # where the compute instruction before the current one stands in ``out``
+    for instr in program:
+        if instr.op not in COMPUTE:
+            out.append(instr)
+            continue
+        before, behind = table[instr.microbatch, instr.first]
+        here = len(out)
+        if instr.op is Op.FORWARD:
+            peer, sent, kind, at = before, Op.SEND_FORWARD, Op.RECV_FORWARD, instr.first
+        elif instr.op is not Op.WEIGHT_GRAD:
+            peer, sent, kind, at = behind, Op.SEND_BACKWARD, Op.RECV_BACKWARD, instr.last
+        else:
+            peer = -1
+        if peer >= 0 and (kind, instr.microbatch, at) not in posted:
+            queue, posts = channels[peer, worker, sent], []
+            while (kind, instr.microbatch, at) not in posted:
+                one = queue.popleft()
+                posted.add((kind, one.microbatch, one.first))
+                posts.append(Instr(kind, one.microbatch, one.first, peer=peer))
+            out[previous:previous] = posts
+            here += len(posts)
+        out.append(instr)
+        previous = here
+    return tuple(out)
+
+
+def add_reductions(schedule: Schedule, layout: Layout) -> Schedule:
+    """Appends each block's gradient reduction to the programs of all its holders, then ``STEP``.
+
+    Also for holders without a microbatch (their gradient is zero) and for single holders. Everybody
+    goes from the last block to the first, so that these blocking collectives cannot wait for each other in
+    a circle; the last layers' gradients are also the first to be complete.
+    """
+    tails: dict[int, list[Instr]] = {worker: [] for worker in layout.workers}
+    for block in reversed(layout.blocks()):
+        instr = Instr(Op.REDUCE_GRAD, first=block.first, last=block.last)
+        for worker in block.holders:
+            tails[worker].append(instr)
+    programs = dict(schedule.programs)
+    step = Instr(Op.STEP)
+    return Schedule(
+        programs=tuple(
+            (worker, (*programs.get(worker, ()), *tail, step)) for worker, tail in tails.items()
+        )
+    )

@@ -1,0 +1,211 @@
+"""The clock: when each instruction of a schedule runs, and what it keeps in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from odyssey_megatron.errors import ScheduleInvalid
+from odyssey_megatron.plan.costs import Costs
+from odyssey_megatron.plan.layout import Layout
+from odyssey_megatron.plan.memory import state_bytes
+from odyssey_megatron.plan.messages import neighbours
+from odyssey_megatron.plan.schedule import COMPUTE, RECV, SEND, Instr, Op, Program, Schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """One simulated step. Times are seconds since its start."""
+
+    spans: tuple[tuple[int, tuple[tuple[float, float], ...]], ...]
+    """(worker, ((start, end) of each instruction of its program, ...)), as the schedule's programs."""
+    step_s: float
+    peak_bytes: tuple[tuple[int, int], ...]
+    """(worker, bytes): state of all it holds plus the most activations that are live at once."""
+    bubble: float
+    """Share of worker time without compute, over the workers that compute."""
+
+
+def reduce_s(costs: Costs, first: int, last: int, holders: int) -> float:
+    """Ring all-reduce of a block's gradients: 2 (k - 1) / k of its bytes. Source: papers.md §8.5.
+
+    ``parameter_bytes`` counts weights and gradients; the gradients are half of it.
+    """
+    if holders < 2:
+        return 0.0
+    size = sum(layer.parameter_bytes for layer in costs.layers[first:last]) / 2
+    hops = 2 * (holders - 1)
+    return hops * costs.link_latency_s + hops / holders * size / costs.link_bytes_per_s
+
+
+def simulate(
+    schedule: Schedule,
+    layout: Layout,
+    costs: Costs,
+    speeds: Mapping[int, float] | None = None,
+) -> Timeline:
+    """Runs ``schedule`` with the interpreter's semantics.
+
+    A send takes the sender no time and arrives ``costs.message_s()`` later; a receive is only posted, and
+    the forward or input gradient that needs it waits; a reduction starts when all holders have come and
+    ends for all at once; so does ``STEP``.
+
+    Raises:
+        ScheduleInvalid: some workers wait for ever; names one, its position and what it waits for.
+    """
+    return _Clock(schedule, layout, costs, speeds or {}).run()
+
+
+class _Clock:
+    def __init__(
+        self, schedule: Schedule, layout: Layout, costs: Costs, speeds: Mapping[int, float]
+    ) -> None:
+        self.schedule, self.layout, self.costs, self.speeds = schedule, layout, costs, speeds
+        self.programs: dict[int, Program] = dict(schedule.programs)
+        self.table = neighbours(layout)
+        self.lag = costs.message_s()
+        self.position = dict.fromkeys(self.programs, 0)
+        self.now = dict.fromkeys(self.programs, 0.0)
+        self.spans: dict[int, list[tuple[float, float]]] = {w: [] for w in self.programs}
+        self.arrival: dict[tuple[Op, int, int], float] = {}
+        self.sleeping: dict[tuple[Op, int, int], int] = {}
+        self.gathering: dict[tuple[int, int], list[int]] = {}
+        self.holders = {(block.first, block.last): block.holders for block in layout.blocks()}
+        self.durations: dict[tuple[int, Op, int, int], float] = {}
+
+    def run(self) -> Timeline:
+        runnable = list(self.programs)
+        while runnable:
+            runnable += self._advance(runnable.pop())
+        stuck = [w for w, program in self.programs.items() if self.position[w] < len(program)]
+        if stuck:
+            raise ScheduleInvalid(self._deadlock(stuck))
+        return self._timeline()
+
+    def _advance(self, worker: int) -> list[int]:
+        """Runs ``worker`` until it must wait; returns whom that has woken."""
+        program, spans, woken = self.programs[worker], self.spans[worker], []
+        at, now = self.position[worker], self.now[worker]
+        while at < len(program):
+            instr = program[at]
+            op, start = instr.op, now
+            if op in COMPUTE:
+                key = self._waits_for(instr)
+                if key is not None:
+                    if key not in self.arrival:
+                        self.sleeping[key] = worker
+                        break
+                    start = max(now, self.arrival[key])
+                now = start + self._duration(worker, instr)
+            elif op in SEND:
+                key = (op, instr.microbatch, instr.first)
+                self.arrival[key] = now + self.lag
+                if key in self.sleeping:
+                    woken.append(self.sleeping.pop(key))
+            elif op not in RECV:
+                self.position[worker], self.now[worker] = at, now
+                ready = self._gather(worker, instr)
+                woken += ready
+                return woken
+            spans.append((start, now))
+            at += 1
+        self.position[worker], self.now[worker] = at, now
+        return woken
+
+    def _waits_for(self, instr: Instr) -> tuple[Op, int, int] | None:
+        """The message that ``instr`` consumes, named by its send."""
+        if instr.op is Op.WEIGHT_GRAD:
+            return None
+        before, behind = self.table.get((instr.microbatch, instr.first), (-1, -1))
+        if instr.op is Op.FORWARD:
+            return (Op.SEND_FORWARD, instr.microbatch, instr.first) if before >= 0 else None
+        return (Op.SEND_BACKWARD, instr.microbatch, instr.last) if behind >= 0 else None
+
+    def _duration(self, worker: int, instr: Instr) -> float:
+        key = (worker, instr.op, instr.first, instr.last)
+        if key not in self.durations:
+            layers = self.costs.layers[instr.first : instr.last]
+            total = 0.0
+            if instr.op is Op.FORWARD:
+                total = sum(layer.forward_s for layer in layers)
+            if instr.op in (Op.INPUT_GRAD, Op.BACKWARD):
+                total += sum(layer.input_grad_s for layer in layers)
+            if instr.op in (Op.WEIGHT_GRAD, Op.BACKWARD):
+                total += sum(layer.weight_grad_s for layer in layers)
+            self.durations[key] = total / self.speeds.get(worker, 1.0)
+        return self.durations[key]
+
+    def _gather(self, worker: int, instr: Instr) -> list[int]:
+        """``worker`` has come to a collective; once all have, they go on together."""
+        key = (instr.first, instr.last)
+        members = self.programs.keys() if instr.op is Op.STEP else self.holders.get(key, (worker,))
+        here = self.gathering.setdefault(key, [])
+        here.append(worker)
+        if len(here) < len(members):
+            return []
+        del self.gathering[key]
+        start = max(self.now[member] for member in here)
+        if instr.op is Op.STEP:
+            end = start + self.costs.optimizer_s
+        else:
+            end = start + reduce_s(self.costs, instr.first, instr.last, len(members))
+        for member in here:
+            self.spans[member].append((start, end))
+            self.position[member] += 1
+            self.now[member] = end
+        return here
+
+    def _deadlock(self, stuck: list[int]) -> str:
+        worker = stuck[0]
+        at = self.position[worker]
+        program = self.programs[worker]
+        excerpt = " ".join(map(str, program[max(0, at - 3) : at + 3]))
+        return (
+            f"deadlock: worker(s) {stuck} never finish; worker {worker} waits at position {at} for "
+            f"{program[at]} (… {excerpt} …). This is a bug of the generator: report the schedule."
+        )
+
+    def _timeline(self) -> Timeline:
+        step_s = max(self.now.values(), default=0.0)
+        busy, computing = 0.0, 0
+        for worker, program in self.programs.items():
+            spans = self.spans[worker]
+            mine = sum(
+                end - start
+                for instr, (start, end) in zip(program, spans, strict=True)
+                if instr.op in COMPUTE
+            )
+            busy, computing = busy + mine, computing + (mine > 0)
+        return Timeline(
+            spans=tuple((worker, tuple(spans)) for worker, spans in self.spans.items()),
+            step_s=step_s,
+            peak_bytes=peak_bytes(self.schedule, self.layout, self.costs),
+            bubble=1 - busy / (computing * step_s) if computing and step_s else 0.0,
+        )
+
+
+def peak_bytes(schedule: Schedule, layout: Layout, costs: Costs) -> tuple[tuple[int, int], ...]:
+    """(worker, bytes) at the peak: state plus live activations. Depends on the order only, not on time."""
+    state = state_bytes(layout, costs)
+    return tuple(
+        (worker, state.get(worker, 0) + peak_activation_bytes(program, costs))
+        for worker, program in schedule.programs
+    )
+
+
+def peak_activation_bytes(program: Program, costs: Costs) -> int:
+    """The most activation bytes live at once: from a forward to its weight gradient."""
+    sizes: dict[tuple[int, int], int] = {}
+    live = peak = 0
+    for instr in program:
+        op = instr.op
+        if op is Op.FORWARD or op is Op.WEIGHT_GRAD or op is Op.BACKWARD:
+            span = (instr.first, instr.last)
+            if span not in sizes:
+                sizes[span] = sum(one.activation_bytes for one in costs.layers[span[0] : span[1]])
+            if op is Op.FORWARD:
+                live += sizes[span]
+                peak = max(peak, live)
+            else:
+                live -= sizes[span]
+    return peak
