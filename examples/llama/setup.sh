@@ -51,9 +51,9 @@ PYTHON
 
 if ! _why="$(_in_place 2>&1)"; then
   echo "== installing ${_pins##*/} into ${VIRTUAL_ENV:-$CONDA_PREFIX} ($_why)"
-  python -m pip install --quiet --disable-pip-version-check -r "$_pins"
+  python -m pip install -qq --disable-pip-version-check -r "$_pins"
   # The pins are met, so nothing may be resolved again; setuptools is among them, so no network either.
-  python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e "$_checkout"
+  python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e "$_checkout"
 fi
 unset _checkout _pins _why
 unset -f _in_place

@@ -1,4 +1,4 @@
-"""The journal: one JSON object a line, one file a process, readable while the job runs and after it is shot."""
+"""The journal: one JSON object a line, one file a process, readable while the job runs and after it died."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _ECHO_WIDTH = 120
 class Journal:
     """Appends events of one process to ``run_dir/journal/<source>.jsonl``.
 
-    Each line is written by a single ``write(2)`` in append mode, so that a process killed at any moment leaves
-    whole lines only, and forked children may share nothing.
+    Each line is written by a single ``write(2)`` in append mode, so that a process killed at any moment
+    leaves whole lines only.
     """
 
     def __init__(self, run_dir: str | Path, *, source: str, rank: int = -1):
@@ -62,9 +62,7 @@ class Journal:
 
 def _one_line(name: str, generation: int, step: int, rank: int, values: dict[str, Any]) -> str:
     where = " ".join(
-        f"{key}={value}"
-        for key, value in (("gen", generation), ("step", step), ("rank", rank))
-        if value >= 0
+        f"{key}={value}" for key, value in (("gen", generation), ("step", step), ("rank", rank)) if value >= 0
     )
     shown = " ".join(
         f"{key}={_short(value)}"

@@ -20,8 +20,18 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "injected": ("at", "signal", "microbatch"),
     "generation_started": ("members", "plan_hash", "policy"),
     "recovered": (
-        "dead", "policy", "plan_hash", "detected_s", "decide_s", "abort_s", "agree_s", "groups_s",
-        "transfer_s", "in_groups_s", "resumed_s", "outcome",
+        "dead",
+        "policy",
+        "plan_hash",
+        "detected_s",
+        "decide_s",
+        "abort_s",
+        "agree_s",
+        "groups_s",
+        "transfer_s",
+        "in_groups_s",
+        "resumed_s",
+        "outcome",
     ),
     "redone": ("redo_s",),
     "step_committed": ("loss", "grad_norm", "lr", "step_s", "tokens", "num_microbatches"),
@@ -35,8 +45,9 @@ EVENTS: dict[str, tuple[str, ...]] = {
 """Event name -> its own fields.
 
 ``recovered`` (one line a surviving rank): ``detected_s`` = ``t_s`` of the agent's notice; ``in_groups_s`` and
-``resumed_s`` = ``t_s`` when the rank was in all its new groups, and when it ran the first instruction of the next
-step; the other ``*_s`` are durations; ``outcome`` is ``redo`` or ``finish`` (the step had been agreed on). ``redone``: how
-long the redone step took until it was committed. ``samples`` (the rank that ran a microbatch through the head):
-``samples`` holds the global sample indices of each of ``microbatches``. ``trace``: [[text, start_s, end_s], ...] on
-the monotonic clock."""
+``resumed_s`` = ``t_s`` when the rank was in all its new groups, and when it ran the first instruction of the
+next step; the other ``*_s`` are durations; ``outcome`` is ``redo`` or ``finish`` (the step had been agreed
+on). ``redone``: how long the redone step took until it was committed. ``samples`` (the rank that ran a microbatch
+through the head): ``samples`` holds, for each of ``microbatches``, the list of its global sample indices.
+``trace``: [[text, start_s, end_s], ...] on the monotonic clock. ``dead`` is a list of ranks everywhere.
+"""

@@ -1,0 +1,365 @@
+"""The report's pictures. Each is drawn twice, for light and for dark pages; the PNG files are the light ones."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+
+from odyssey_megatron.metrics.recoveries import Recovery
+from odyssey_megatron.metrics.run import Run, lost, milliseconds
+from odyssey_megatron.metrics.traces import Box, ExecutedStep, before_and_after
+
+_DPI = 160
+_LABELS_UP_TO = 6
+"""With more recoveries than this their marks carry only the number that the table has too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Theme:
+    """Colours of one background."""
+
+    surface: str
+    ink: str
+    muted: str
+    grid: str
+    run: str
+    reference: str
+    failure: str
+
+
+LIGHT = Theme(
+    surface="#ffffff",
+    ink="#1b2330",
+    muted="#667085",
+    grid="#e4e7ec",
+    run="#1f5fbf",
+    reference="#f2a33a",
+    failure="#c8322b",
+)
+DARK = Theme(
+    surface="#161b22",
+    ink="#e6e9ee",
+    muted="#98a2b3",
+    grid="#2b323d",
+    run="#6aa5ff",
+    reference="#d98a1f",
+    failure="#ff6b61",
+)
+
+KIND_COLOURS = {
+    "F": "#3f78c6",
+    "B": "#d9703a",
+    "I": "#e09a3e",
+    "W": "#4a9f86",
+    "REDUCE_GRAD": "#8a63b8",
+    "STEP": "#c2457a",
+    "COMM": "#9aa4b2",
+    "OTHER": "#6b7280",
+}
+_HEIGHTS = {"COMM": 0.22, "OTHER": 0.22, "REDUCE_GRAD": 0.45}
+"""Of a row; what is mostly waiting is drawn thin."""
+KIND_NAMES = {
+    "F": "F forward",
+    "B": "B backward",
+    "I": "I input gradient",
+    "W": "W weight gradient",
+    "REDUCE_GRAD": "gradient reduction (with its wait)",
+    "STEP": "agreement + optimizer",
+    "COMM": "send / receive (with its wait)",
+    "OTHER": "other",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """A named figure as PNG bytes in both themes."""
+
+    name: str
+    title: str
+    caption: str
+    light: bytes
+    dark: bytes
+
+
+def all_figures(run: Run, reference: Run | None) -> tuple[Picture, ...]:
+    """Loss, step time, and one schedule picture per recovery that has traces."""
+    pictures = [
+        _picture(
+            "loss",
+            "Loss",
+            "Training loss of every committed step; numbered marks are failures."
+            + (" Below: the distance to the failure-free run." if reference else ""),
+            lambda theme: loss_figure(run, reference, theme),
+        ),
+        _picture(
+            "step_time",
+            "Step time",
+            "From commit to commit, so that an interrupted step carries its aborted attempt and its recovery.",
+            lambda theme: step_time_figure(run, reference, theme),
+        ),
+    ]
+    for number, recovery in enumerate(run.recoveries, 1):
+        before, after = before_and_after(recovery, run.traced, run.steps)
+        if before and after:
+            pictures.append(_schedule_picture(number, recovery, before, after))
+    return tuple(pictures)
+
+
+def _schedule_picture(number: int, recovery: Recovery, before: ExecutedStep, after: ExecutedStep) -> Picture:
+    return _picture(
+        f"schedule_{number}",
+        f"Schedule before and after failure {number} ({lost(recovery)}, {recovery.policy})",
+        f"As executed, step {before.step} above and step {after.step} below, on one time scale. One row a worker, "
+        "numbers are microbatches.",
+        lambda theme: schedule_figure(recovery, before, after, theme),
+    )
+
+
+def _picture(name: str, title: str, caption: str, draw: Callable[[Theme], Figure]) -> Picture:
+    light, dark = (_png(draw, theme) for theme in (LIGHT, DARK))
+    return Picture(name=name, title=title, caption=caption, light=light, dark=dark)
+
+
+def _png(draw: Callable[[Theme], Figure], theme: Theme) -> bytes:
+    style: dict[str, Any] = {
+        "font.family": "sans-serif",
+        "font.size": 9.5,
+        "figure.facecolor": theme.surface,
+        "axes.facecolor": theme.surface,
+        "axes.edgecolor": theme.grid,
+        "axes.labelcolor": theme.muted,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "grid.color": theme.grid,
+        "grid.linewidth": 0.8,
+        "text.color": theme.ink,
+        "xtick.color": theme.muted,
+        "ytick.color": theme.muted,
+        "xtick.major.size": 0,
+        "ytick.major.size": 0,
+        "legend.frameon": False,
+    }
+    with mpl.rc_context(style):
+        figure = draw(theme)
+        buffer = io.BytesIO()
+        FigureCanvasAgg(figure)
+        figure.savefig(buffer, format="png", dpi=_DPI, bbox_inches="tight", pad_inches=0.15)
+    return buffer.getvalue()
+
+
+def loss_figure(run: Run, reference: Run | None, theme: Theme) -> Figure:
+    """Both runs on one plot; with a reference, their difference below on a logarithmic scale."""
+    figure = Figure(figsize=(9, 5.2 if reference else 3.9), layout="constrained")
+    if reference:
+        top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+        _series(
+            top,
+            [(row.step, row.loss) for row in reference.steps],
+            theme.reference,
+            "no failures",
+            linewidth=5,
+            alpha=0.55,
+        )
+        _difference_panel(bottom, run, reference, theme)
+    else:
+        top = bottom = figure.subplots()
+    _series(top, [(row.step, row.loss) for row in run.steps], theme.run, "with failures", linewidth=1.6)
+    top.set_ylabel("loss")
+    bottom.set_xlabel("step")
+    bottom.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _mark_failures(top, run.recoveries, theme)
+    top.legend(loc="upper right")
+    return figure
+
+
+def _difference_panel(axes: Any, run: Run, reference: Run, theme: Theme) -> None:
+    theirs = {row.step: row.loss for row in reference.steps}
+    gaps = [(row.step, abs(row.loss - theirs[row.step])) for row in run.steps if row.step in theirs]
+    visible = [(step, gap) for step, gap in gaps if gap > 0]
+    axes.set_ylabel("|difference|")
+    if not visible:
+        axes.text(0.5, 0.5, "0 in every step", ha="center", va="center", transform=axes.transAxes)
+        axes.set_yticks([])
+        return
+    axes.set_yscale("log")
+    axes.plot(*zip(*visible, strict=True), ".", color=theme.run, markersize=5)
+    low, high = min(gap for _, gap in visible), max(gap for _, gap in visible)
+    axes.set_ylim(low / 5, high * 5)
+    if len(visible) < len(gaps):
+        axes.set_title(
+            f"exactly 0 in the other {len(gaps) - len(visible)} steps",
+            loc="right",
+            fontsize=8,
+            color=theme.muted,
+        )
+
+
+def step_time_figure(run: Run, reference: Run | None, theme: Theme) -> Figure:
+    """Milliseconds from commit to commit."""
+    figure = Figure(figsize=(9, 3.9), layout="constrained")
+    axes = figure.subplots()
+    shown: list[float] = []
+    for one, colour, label, width in (
+        (reference, theme.reference, "no failures", 3.5),
+        (run, theme.run, "with failures", 1.6),
+    ):
+        if one is not None:
+            points = [(row.step, row.interval_s * 1e3) for row in one.steps if row.interval_s is not None]
+            _series(axes, points, colour, label, linewidth=width)
+            shown += [value for _, value in points]
+    axes.set_ylim(0, 1.3 * max(shown, default=1.0))
+    axes.set_xlabel("step")
+    axes.set_ylabel("step time (ms)")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    notes = [f"stall {milliseconds(row.stall_s)} ms" if row.stall_s else "" for row in run.recoveries]
+    _mark_failures(axes, run.recoveries, theme, notes)
+    axes.legend(loc="lower right", ncols=2)
+    return figure
+
+
+def _series(axes: Any, points: Sequence[tuple[int, float]], colour: str, label: str, **style: Any) -> None:
+    xs, ys = [step for step, _ in points], [value for _, value in points]
+    axes.plot(xs, ys, color=colour, label=label, solid_capstyle="round", solid_joinstyle="round", **style)
+
+
+def _mark_failures(
+    axes: Any, recoveries: Sequence[Recovery], theme: Theme, notes: Sequence[str] = ()
+) -> None:
+    """A dashed line at each failure's step, with its number (and, where there is room, what was lost)."""
+    by_step: dict[int, list[int]] = {}
+    for i, row in enumerate(recoveries):
+        by_step.setdefault(row.step, []).append(i)
+    above = axes.get_xaxis_transform()
+    for step, struck in by_step.items():
+        if step < 0:
+            continue
+        axes.axvline(step, color=theme.failure, linewidth=1, linestyle=(0, (4, 3)), alpha=0.8)
+        box = {"boxstyle": "circle,pad=0.28" if len(struck) == 1 else "round,pad=0.3,rounding_size=0.8"}
+        axes.text(
+            step,
+            1.045,
+            ", ".join(str(i + 1) for i in struck),
+            transform=above,
+            ha="center",
+            va="center",
+            fontsize=8,
+            fontweight="bold",
+            color=theme.surface,
+            bbox=box | {"facecolor": theme.failure, "edgecolor": "none"},
+        )
+        if len(by_step) > _LABELS_UP_TO:
+            continue
+        lines = [f"{lost(recoveries[i])} lost" for i in struck] + [recoveries[struck[-1]].policy]
+        axes.annotate(
+            "\n".join(lines + [notes[i] for i in struck if notes and notes[i]]),
+            (step, 0.985),
+            xycoords=above,
+            xytext=(5, 0),
+            textcoords="offset points",
+            ha="left",
+            va="top",
+            fontsize=8,
+            linespacing=1.25,
+            color=theme.failure,
+        )
+
+
+def schedule_figure(recovery: Recovery, before: ExecutedStep, after: ExecutedStep, theme: Theme) -> Figure:
+    """Two Gantt charts on one time scale: a step before the failure and one after it."""
+    rows = len(before.ranks) + max(len(after.ranks), 1)
+    figure = Figure(figsize=(13, 1.6 + 0.34 * rows), layout="constrained")
+    gone = tuple(rank for rank in before.ranks if rank not in after.ranks)
+    heights = (len(before.ranks), len(after.ranks) + len(gone))
+    panels = figure.subplots(2, 1, sharex=True, height_ratios=heights)
+    end_ms = 1e3 * max(before.end_s, after.end_s)
+    for axes, executed, lost_ranks, when in (
+        (panels[0], before, (), "before"),
+        (panels[1], after, gone, "after"),
+    ):
+        _gantt(axes, executed, lost_ranks, end_ms, theme)
+        title = (
+            f"{when}: step {executed.step}, {len(executed.ranks)} workers, {milliseconds(executed.end_s)} ms"
+        )
+        axes.set_title(title, loc="left", fontsize=10, fontweight="bold", color=theme.ink)
+    panels[1].set_xlabel("time in the step (ms)")
+    present = {box.kind for box in (*before.boxes, *after.boxes)}
+    handles = [
+        Patch(color=KIND_COLOURS[kind], label=KIND_NAMES[kind]) for kind in KIND_NAMES if kind in present
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8.5)
+    return figure
+
+
+def _gantt(
+    axes: Any, executed: ExecutedStep, lost_ranks: tuple[int, ...], end_ms: float, theme: Theme
+) -> None:
+    """One row a worker, the first on top; a lost worker keeps an empty row at the bottom."""
+    rows = (*executed.ranks, *lost_ranks)
+    for y, rank in enumerate(rows):
+        if rank in lost_ranks:
+            axes.axhspan(y - 0.4, y + 0.4, color=theme.failure, alpha=0.13, linewidth=0)
+            axes.text(end_ms / 2, y, "lost", ha="center", va="center", color=theme.failure, fontsize=8.5)
+            continue
+        _row(axes, y, [box for box in executed.boxes if box.rank == rank], end_ms, theme)
+    axes.set_yticks(range(len(rows)), [_row_label(executed, rank) for rank in rows], fontsize=8.5)
+    axes.set_ylim(len(rows) - 0.45, -0.55)
+    axes.set_xlim(-0.004 * end_ms, 1.004 * end_ms)
+    axes.grid(visible=False, axis="y")
+    axes.spines["left"].set_visible(False)
+
+
+def _row(axes: Any, y: int, boxes: Sequence[Box], end_ms: float, theme: Theme) -> None:
+    for kind, colour in KIND_COLOURS.items():
+        mine = [box for box in boxes if box.kind == kind]
+        height = _HEIGHTS.get(kind, 0.8)
+        spans = [(box.start_s * 1e3, max((box.end_s - box.start_s) * 1e3, end_ms / 4000)) for box in mine]
+        axes.broken_barh(
+            spans,
+            (y - height / 2, height),
+            facecolor=colour,
+            edgecolor=theme.surface,
+            linewidth=0.5,
+            zorder=2 if height < 0.5 else 3,
+        )
+        for box, (start, width) in zip(mine, spans, strict=True):
+            # A digit at this size is about 1/160 of the plot's width.
+            if box.microbatch >= 0 and height > 0.5 and width > end_ms * len(str(box.microbatch)) / 160:
+                axes.text(
+                    start + width / 2,
+                    y,
+                    str(box.microbatch),
+                    ha="center",
+                    va="center_baseline",
+                    fontsize=7.5,
+                    color="white",
+                    zorder=4,
+                    in_layout=False,  # inside the axes: measuring hundreds of them would take seconds
+                )
+
+
+def _row_label(executed: ExecutedStep, rank: int) -> str:
+    spans = executed.layers_of(rank)
+    if not spans:
+        return f"rank {rank}"
+    layers = ", ".join(f"{a}" if b == a + 1 else f"{a}–{b - 1}" for a, b in _merged(spans))
+    return f"rank {rank}  L{layers}"
+
+
+def _merged(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
+    for first, last in spans:
+        if merged and first <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
+        else:
+            merged.append((first, last))
+    return merged

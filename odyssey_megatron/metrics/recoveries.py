@@ -1,0 +1,171 @@
+"""Recoveries out of a journal: what each one cost, from the failure to the first instruction that ran after it.
+
+Times of one event are compared on its node's monotonic clock; between processes on the common time base
+``wall_s`` (each line carries both, so a monotonic time converts exactly at the moment of its line).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+JournalEvent = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovery:
+    """One generation after the first. Durations are the slowest surviving rank's; None = not in the journal."""
+
+    generation: int
+    step: int
+    dead: tuple[int, ...]
+    cause: str
+    policy: str
+    plan_hash: str
+    outcome: str
+    """``redo``, ``finish``, or ``superseded``: the next failure came before this recovery was through."""
+    failed_wall_s: float
+    """When the fault was injected, else when it was detected."""
+    detect_s: float | None
+    """Only where the fault was injected: from then to the agent's notice."""
+    decide_s: float | None
+    abort_s: float | None
+    agree_s: float | None
+    groups_s: float | None
+    transfer_s: float | None
+    redo_s: float | None
+    """The redone step, until it was committed; training, not stall."""
+    in_groups_s: float | None
+    """From the failure until the last survivor was in all its new groups."""
+    stall_s: float | None
+    """From the failure (of the earliest superseded recovery, if any) to the last survivor's next instruction."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """Why a generation got the plan it has. ``candidates`` are ``plan.generation.CandidateRow`` as JSON."""
+
+    generation: int
+    dead: tuple[int, ...]
+    why: str
+    policy: str
+    plan_hash: str
+    candidates: tuple[dict[str, Any], ...]
+
+
+def on_wall(event: JournalEvent, monotonic_s: float) -> float:
+    """A monotonic time of ``event``'s process as seconds since the epoch."""
+    return float(monotonic_s + event["wall_s"] - event["t_s"])
+
+
+def ranks_of(value: Any) -> tuple[int, ...]:
+    """A ``dead`` field: one rank or several."""
+    return tuple(sorted(value)) if isinstance(value, (list, tuple)) else (int(value),)
+
+
+def named(events: Iterable[JournalEvent], name: str) -> list[JournalEvent]:
+    return [event for event in events if event["event"] == name]
+
+
+def decisions(events: Sequence[JournalEvent]) -> tuple[Decision, ...]:
+    """All decisions, by generation; the first is the plan that the job starts with."""
+    found = [
+        Decision(
+            generation=event["generation"],
+            dead=ranks_of(event.get("dead", ())),
+            why=event.get("why", ""),
+            policy=event.get("policy", ""),
+            plan_hash=event.get("plan_hash", ""),
+            candidates=tuple(event.get("candidates") or ()),
+        )
+        for event in named(events, "decision")
+    ]
+    return tuple(sorted(found, key=lambda decision: decision.generation))
+
+
+def recoveries(events: Sequence[JournalEvent]) -> tuple[Recovery, ...]:
+    """One row per generation after the first."""
+    decided = {event["generation"]: event for event in named(events, "decision")}
+    recovered: dict[int, list[JournalEvent]] = {}
+    for event in named(events, "recovered"):
+        recovered.setdefault(event["generation"], []).append(event)
+    generations = sorted(set(decided) | set(recovered))
+    first = min(
+        (event["generation"] for event in events if event["event"] in ("decision", "generation_started")),
+        default=0,
+    )
+    rows = []
+    waiting_since: float | None = None  # failure of a recovery that was superseded
+    for generation in generations:
+        if generation <= first:
+            continue
+        row = _recovery(
+            events, generation, decided.get(generation), recovered.get(generation, []), waiting_since
+        )
+        superseded = row.stall_s is None
+        waiting_since = (waiting_since or row.failed_wall_s) if superseded else None
+        rows.append(row)
+    return tuple(rows)
+
+
+def _recovery(
+    events: Sequence[JournalEvent],
+    generation: int,
+    decided: JournalEvent | None,
+    recovered: list[JournalEvent],
+    waiting_since: float | None,
+) -> Recovery:
+    head = recovered[0] if recovered else decided
+    assert head is not None, "a generation is known from one of the two"
+    dead = ranks_of(head.get("dead", ()))
+    injected = _by_dead(events, "injected", dead)
+    noticed = _by_dead(events, "failure_detected", dead)
+    failures = [event["wall_s"] for event in (injected or noticed).values()]
+    failed = min(failures, default=_detected_wall_s(head))
+    since = min(failed, waiting_since) if waiting_since else failed
+    redone = [one["redo_s"] for one in named(events, "redone") if one["generation"] == generation]
+    return Recovery(
+        generation=generation,
+        step=max(event["step"] for event in (head, *injected.values(), *noticed.values())),
+        dead=dead,
+        cause=", ".join(sorted({str(event.get("cause", "")) for event in noticed.values()})),
+        policy=str(head.get("policy", "")),
+        plan_hash=str(head.get("plan_hash", "")),
+        outcome=str(head.get("outcome", "superseded")) if recovered else "superseded",
+        failed_wall_s=failed,
+        detect_s=max(
+            (noticed[rank]["wall_s"] - injected[rank]["wall_s"] for rank in set(injected) & set(noticed)),
+            default=None,
+        ),
+        decide_s=head.get("decide_s"),
+        abort_s=_slowest(recovered, "abort_s"),
+        agree_s=_slowest(recovered, "agree_s"),
+        groups_s=_slowest(recovered, "groups_s"),
+        transfer_s=_slowest(recovered, "transfer_s"),
+        redo_s=max(redone, default=None),
+        in_groups_s=_until(recovered, "in_groups_s", since),
+        stall_s=_until(recovered, "resumed_s", since),
+    )
+
+
+def _by_dead(events: Sequence[JournalEvent], name: str, dead: tuple[int, ...]) -> dict[int, JournalEvent]:
+    """The last event ``name`` about each dead rank (``injected`` is written by the victim itself)."""
+    found: dict[int, JournalEvent] = {}
+    for event in named(events, name):
+        about = (event["rank"],) if name == "injected" else ranks_of(event["dead"])
+        found.update({rank: event for rank in about if rank in dead})
+    return found
+
+
+def _detected_wall_s(event: JournalEvent) -> float:
+    return on_wall(event, event["detected_s"]) if event.get("detected_s") else float(event["wall_s"])
+
+
+def _slowest(recovered: list[JournalEvent], field: str) -> float | None:
+    return max((event[field] for event in recovered if event.get(field) is not None), default=None)
+
+
+def _until(recovered: list[JournalEvent], field: str, since_wall_s: float) -> float | None:
+    ends = [on_wall(event, event[field]) for event in recovered if event.get(field)]
+    return max(ends) - since_wall_s if ends else None

@@ -1,0 +1,195 @@
+"""A finished (or killed) run, read back from its folder, and its summary as JSON and as text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from odyssey_megatron.codec import to_jsonable
+from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.metrics.journal import read_journal
+from odyssey_megatron.metrics.recoveries import Decision, Recovery, decisions, named, recoveries
+from odyssey_megatron.metrics.steps import (
+    CommittedStep,
+    LossDifference,
+    SampleCheck,
+    check_samples,
+    committed_steps,
+    loss_difference,
+)
+from odyssey_megatron.metrics.traces import ExecutedStep, executed_steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Everything the report shows of one run."""
+
+    name: str
+    world_size: int
+    verdict: str
+    steps: tuple[CommittedStep, ...]
+    recoveries: tuple[Recovery, ...]
+    decisions: tuple[Decision, ...]
+    traced: tuple[ExecutedStep, ...]
+    samples: SampleCheck
+
+
+def read_run(run_dir: str | Path) -> Run:
+    """Raises ConfigError if there is no usable journal in ``run_dir``."""
+    folder = Path(run_dir)
+    if not (folder / "journal").is_dir():
+        raise ConfigError(
+            f"{folder} has no journal folder, so it is not a run's folder. Give the folder that the job was "
+            "started with (--odyssey-run-dir)."
+        )
+    try:
+        events = list(read_journal(folder))
+        steps = committed_steps(events)
+        run = Run(
+            name=folder.name,
+            world_size=max((event["world_size"] for event in named(events, "job_started")), default=0),
+            verdict=next((e["verdict"] for e in reversed(named(events, "job_finished"))), "not finished"),
+            steps=steps,
+            recoveries=recoveries(events),
+            decisions=decisions(events),
+            traced=executed_steps(events),
+            samples=check_samples(events, steps),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"the journal in {folder} cannot be read: {type(error).__name__} {error}. Report it with the "
+            "version of odyssey that wrote it."
+        ) from error
+    if not steps:
+        raise ConfigError(
+            f"the journal in {folder} holds {len(events)} event(s) and no committed step: the job ended "
+            "before its first step, so there is nothing to report. Its output says why."
+        )
+    return run
+
+
+def summary(run: Run, reference: Run | None) -> dict[str, Any]:
+    """What ``odyssey report --json`` prints. Infinite and undefined numbers become null."""
+    difference = loss_difference(run.steps, reference.steps) if reference else None
+    return _finite(
+        {
+            "run": run.name,
+            "reference": reference.name if reference else None,
+            "world_size": run.world_size,
+            "verdict": run.verdict,
+            "steps": len(run.steps),
+            "final_loss": run.steps[-1].loss,
+            "median_step_s": median(row.step_s for row in run.steps),
+            "recoveries": to_jsonable(run.recoveries),
+            "median_stall_s": median(row.stall_s for row in run.recoveries if row.stall_s is not None),
+            "loss_difference": to_jsonable(difference),
+            "samples": {**to_jsonable(run.samples), "ok": run.samples.ok},
+            "losses": [[row.step, row.loss] for row in run.steps],
+        }
+    )
+
+
+def median(values: Iterable[float]) -> float | None:
+    ordered = sorted(values)
+    if not ordered:
+        return None
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+RECOVERY_COLUMNS = (
+    "#", "step", "lost", "cause", "policy", "plan", "outcome", "detect", "decide", "abort", "agree",
+    "groups", "transfer", "stall", "redo",
+)  # fmt: skip
+"""Of the table of recoveries; the durations are in milliseconds."""
+
+
+def recovery_cells(number: int, row: Recovery) -> tuple[str, ...]:
+    """One line of the table of recoveries, as text."""
+    durations = (row.detect_s, row.decide_s, row.abort_s, row.agree_s, row.groups_s, row.transfer_s)
+    return (
+        str(number),
+        str(row.step) if row.step >= 0 else "–",
+        lost(row),
+        row.cause or "–",
+        row.policy or "–",
+        row.plan_hash[:8] or "–",
+        row.outcome,
+        *(milliseconds(one) for one in durations),
+        milliseconds(row.stall_s),
+        milliseconds(row.redo_s),
+    )
+
+
+def lost(row: Recovery) -> str:
+    return (
+        ("rank " if len(row.dead) == 1 else "ranks ") + ",".join(map(str, row.dead)) if row.dead else "none"
+    )
+
+
+def milliseconds(value_s: float | None) -> str:
+    if value_s is None:
+        return "–"
+    return f"{value_s * 1e3:.1f}" if value_s < 0.1 else f"{value_s * 1e3:.0f}"
+
+
+def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns padded to their widest cell; numbers to the right."""
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+    right = [all(row[i][:1].isdigit() or row[i] == "–" for row in rows) for i in range(len(header))]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if to_right else cell.ljust(width)
+            for cell, width, to_right in zip(row, widths, right, strict=True)
+        ).rstrip()
+        for row in (header, tuple("-" * width for width in widths), *rows)
+    ]
+    return "\n".join(lines)
+
+
+def text_summary(run: Run, reference: Run | None) -> str:
+    """The table of recoveries and one line each on losses and samples."""
+    rows = [recovery_cells(i, row) for i, row in enumerate(run.recoveries, 1)]
+    table = text_table(RECOVERY_COLUMNS, rows) if rows else "no recoveries: nothing failed"
+    lines = [
+        f"{len(run.steps)} steps on {run.world_size} ranks, final loss {run.steps[-1].loss:.6f}, {run.verdict}",
+        "",
+        f"recoveries ({len(rows)}; durations in ms, of the slowest survivor; stall = failure to next instruction)",
+        table,
+        "",
+        samples_line(run.samples),
+    ]
+    if reference:
+        lines.append(difference_line(loss_difference(run.steps, reference.steps)))
+    return "\n".join(lines)
+
+
+def samples_line(check: SampleCheck) -> str:
+    if check.ok:
+        return f"samples: each of {check.first} to {check.last} ({check.samples}) was consumed exactly once, in order"
+    return "samples: NOT exactly once: " + ("; ".join(check.problems) or "none in the journal")
+
+
+def difference_line(difference: LossDifference) -> str:
+    text = (
+        f"largest loss difference to the failure-free run over {difference.steps} steps: "
+        f"{difference.max_absolute:.3g} absolute, {difference.max_relative:.3g} relative"
+    )
+    if difference.max_relative:
+        text += f" (step {difference.at_step})"
+    for steps, where in ((difference.only_in_reference, "missing here"), (difference.only_here, "only here")):
+        if steps:
+            text += f"; {len(steps)} step(s) {where}, first {steps[0]}"
+    return text
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity and no NaN."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

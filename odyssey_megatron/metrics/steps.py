@@ -1,0 +1,151 @@
+"""Committed steps out of a journal: losses, pace, and the proof that every sample was used exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from odyssey_megatron.metrics.recoveries import JournalEvent, named
+
+_PROBLEMS_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommittedStep:
+    """One optimizer step that took effect, in the last generation in which it was committed."""
+
+    step: int
+    generation: int
+    loss: float
+    grad_norm: float | None
+    step_s: float
+    """The committed attempt alone."""
+    interval_s: float | None
+    """Since the previous step's commit: includes aborted attempts and recovery."""
+    committed_wall_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossDifference:
+    """How far a run's losses are from a failure-free run's."""
+
+    steps: int
+    """Steps that both runs committed."""
+    max_absolute: float
+    max_relative: float
+    at_step: int
+    """Of ``max_relative``."""
+    only_here: tuple[int, ...]
+    only_in_reference: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleCheck:
+    """Invariant I1 on what the committed attempts really consumed."""
+
+    samples: int
+    first: int
+    last: int
+    problems: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems and self.samples > 0
+
+
+def committed_steps(events: Sequence[JournalEvent]) -> tuple[CommittedStep, ...]:
+    """Ascending by step. A step may be reported by several ranks; the time of its commit is the last report's."""
+    latest: dict[int, list[JournalEvent]] = {}
+    for event in named(events, "step_committed"):
+        known = latest.setdefault(event["step"], [])
+        if known and event["generation"] > known[0]["generation"]:
+            known.clear()
+        if not known or event["generation"] == known[0]["generation"]:
+            known.append(event)
+    rows: list[CommittedStep] = []
+    for step, reports in sorted(latest.items()):
+        wall_s = max(event["wall_s"] for event in reports)
+        follows = rows and rows[-1].step == step - 1
+        rows.append(
+            CommittedStep(
+                step=step,
+                generation=reports[0]["generation"],
+                loss=reports[0]["loss"],
+                grad_norm=reports[0].get("grad_norm"),
+                step_s=max(event["step_s"] for event in reports),
+                interval_s=wall_s - rows[-1].committed_wall_s if follows else None,
+                committed_wall_s=wall_s,
+            )
+        )
+    return tuple(rows)
+
+
+def loss_difference(run: Sequence[CommittedStep], reference: Sequence[CommittedStep]) -> LossDifference:
+    """Over the steps that both committed; NaN in only one of them counts as an infinite difference."""
+    ours, theirs = ({row.step: row.loss for row in rows} for rows in (run, reference))
+    absolute: dict[int, float] = {}
+    relative: dict[int, float] = {}
+    for step in sorted(set(ours) & set(theirs)):
+        a, b = ours[step], theirs[step]
+        gap = 0.0 if a == b or (a != a and b != b) else abs(a - b)
+        absolute[step] = float("inf") if gap != gap else gap
+        relative[step] = absolute[step] / max(abs(b), 1e-300) if absolute[step] else 0.0
+    return LossDifference(
+        steps=len(absolute),
+        max_absolute=max(absolute.values(), default=0.0),
+        max_relative=max(relative.values(), default=0.0),
+        at_step=max(relative, key=lambda step: relative[step], default=-1),
+        only_here=tuple(sorted(set(ours) - set(theirs))),
+        only_in_reference=tuple(sorted(set(theirs) - set(ours))),
+    )
+
+
+def check_samples(events: Sequence[JournalEvent], steps: Sequence[CommittedStep]) -> SampleCheck:
+    """Are the samples of the committed steps, in order of step and microbatch, consecutive from the first on?
+
+    An aborted attempt may have fetched samples too: what counts is the last generation, up to that of the
+    commit, that fetched any for the step. (A step that was agreed on before the failure is finished, not
+    redone, so its commit may carry a later generation than its samples.)
+    """
+    problems: list[str] = []
+    consumed: list[int] = []
+    fetched: dict[int, dict[int, list[JournalEvent]]] = {}
+    for event in named(events, "samples"):
+        fetched.setdefault(event["step"], {}).setdefault(event["generation"], []).append(event)
+    for before, row in zip((None, *steps), steps, strict=False):
+        if before is not None and row.step != before.step + 1:
+            problems.append(f"steps {before.step + 1} to {row.step - 1} were never committed")
+        attempts = {g: e for g, e in fetched.get(row.step, {}).items() if g <= row.generation}
+        if not attempts:
+            problems.append(f"step {row.step}: no samples in the journal")
+            continue
+        consumed += _one_step(row.step, attempts[max(attempts)], problems)
+    expected = range(consumed[0], consumed[0] + len(consumed)) if consumed else range(0)
+    wrong = [(want, got) for want, got in zip(expected, consumed, strict=True) if want != got]
+    if wrong:
+        want, got = wrong[0]
+        problems.append(f"sample {got} stands where {want} should ({len(wrong)} out of place)")
+    return SampleCheck(
+        samples=len(consumed),
+        first=min(consumed, default=-1),
+        last=max(consumed, default=-1),
+        problems=_shortened(problems),
+    )
+
+
+def _one_step(step: int, events: list[JournalEvent], problems: list[str]) -> list[int]:
+    by_microbatch: dict[int, list[int]] = {}
+    for event in events:
+        for microbatch, samples in zip(event["microbatches"], event["samples"], strict=True):
+            if microbatch in by_microbatch:
+                problems.append(f"step {step}: microbatch {microbatch} was used twice")
+            by_microbatch[microbatch] = list(samples)
+    if sorted(by_microbatch) != list(range(len(by_microbatch))):
+        problems.append(f"step {step}: microbatches {sorted(by_microbatch)} are not 0, 1, 2, …")
+    return [sample for _, samples in sorted(by_microbatch.items()) for sample in samples]
+
+
+def _shortened(problems: list[str]) -> tuple[str, ...]:
+    if len(problems) <= _PROBLEMS_SHOWN:
+        return tuple(problems)
+    return (*problems[:_PROBLEMS_SHOWN], f"… and {len(problems) - _PROBLEMS_SHOWN} more")

@@ -1,0 +1,102 @@
+"""Executed schedules out of a journal: which instruction ran where and when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from odyssey_megatron.errors import ScheduleInvalid
+from odyssey_megatron.metrics.recoveries import JournalEvent, Recovery, named, on_wall
+from odyssey_megatron.metrics.steps import CommittedStep
+from odyssey_megatron.plan.schedule import MESSAGE, parse_instr
+
+KINDS = ("F", "B", "I", "W", "COMM", "REDUCE_GRAD", "STEP", "OTHER")
+"""What a box can be; sends and receives are one kind."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Box:
+    """One instruction as it ran; seconds from the start of the step on any worker."""
+
+    rank: int
+    kind: str
+    microbatch: int
+    first: int
+    last: int
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutedStep:
+    """All traced instructions of one attempt at a step."""
+
+    step: int
+    generation: int
+    boxes: tuple[Box, ...]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Pipeline by pipeline and along each pipeline, as far as the microbatches tell."""
+        keys = {box.rank: (1 << 30, 1 << 30) for box in self.boxes}
+        for box in self.boxes:
+            if box.kind == "F":
+                keys[box.rank] = min(keys[box.rank], (box.microbatch, box.first))
+        return tuple(sorted(keys, key=lambda rank: (*keys[rank], rank)))
+
+    @property
+    def end_s(self) -> float:
+        return max(box.end_s for box in self.boxes)
+
+    def layers_of(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """The spans that ``rank`` ran forwards of, ascending."""
+        return tuple(sorted({(b.first, b.last) for b in self.boxes if b.rank == rank and b.kind == "F"}))
+
+
+def executed_steps(events: Sequence[JournalEvent]) -> tuple[ExecutedStep, ...]:
+    """All traced attempts, by generation and step."""
+    attempts: dict[tuple[int, int], list[JournalEvent]] = {}
+    for event in named(events, "trace"):
+        if event["instructions"]:
+            attempts.setdefault((event["generation"], event["step"]), []).append(event)
+    return tuple(
+        ExecutedStep(step=step, generation=generation, boxes=_boxes(traces))
+        for (generation, step), traces in sorted(attempts.items())
+    )
+
+
+def before_and_after(
+    recovery: Recovery, traced: Sequence[ExecutedStep], steps: Sequence[CommittedStep]
+) -> tuple[ExecutedStep | None, ExecutedStep | None]:
+    """The last committed traced step before ``recovery`` and the last one in its generation.
+
+    The last: the first step of a generation also warms up caches and connections.
+    """
+    committed = {(row.generation, row.step) for row in steps}
+    whole = [one for one in traced if (one.generation, one.step) in committed]
+    before = [one for one in whole if one.generation < recovery.generation]
+    after = [one for one in whole if one.generation == recovery.generation]
+    return (before[-1] if before else None, after[-1] if after else None)
+
+
+def _boxes(traces: Sequence[JournalEvent]) -> tuple[Box, ...]:
+    start_s = min(on_wall(event, one[1]) for event in traces for one in event["instructions"])
+    return tuple(
+        _box(event["rank"], text, on_wall(event, a) - start_s, on_wall(event, b) - start_s)
+        for event in traces
+        for text, a, b in event["instructions"]
+    )
+
+
+def _box(rank: int, text: str, start_s: float, end_s: float) -> Box:
+    kind, microbatch, first, last = "OTHER", -1, -1, -1
+    try:
+        instr = parse_instr(text)
+    except ScheduleInvalid:
+        pass  # a journal may hold more than instructions; it is drawn all the same
+    else:
+        microbatch, first, last = instr.microbatch, instr.first, instr.last
+        kind = "COMM" if instr.op in MESSAGE else instr.op.value
+    return Box(
+        rank=rank, kind=kind, microbatch=microbatch, first=first, last=last, start_s=start_s, end_s=end_s
+    )

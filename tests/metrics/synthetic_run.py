@@ -1,0 +1,231 @@
+"""A run that never happened, written through the real Journal with a scripted clock.
+
+8 ranks, 4 stages x 2 pipelines, 12 microbatches of 1 sample. Rank 5 is killed in step 6 (rerouted) and rank 0
+in step 13; while the job recovers from that, rank 3 is killed too, so that generation 3 is superseded.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+from odyssey_megatron.metrics.journal import Journal
+
+RANKS, STAGES, MICROBATCHES, STEPS = 8, 4, 12, 20
+STEP_S = 0.5
+FIRST, SECOND = 6, 13
+"""The steps in which failures strike."""
+WALL_OFFSET_S = 1.7e9
+
+
+class Clock:
+    """Stands for the module ``time`` in the journal."""
+
+    def __init__(self):
+        self.now_s = 1000.0
+
+    def monotonic(self):
+        return self.now_s
+
+    def time(self):
+        return self.now_s + WALL_OFFSET_S
+
+
+def loss(step: int) -> float:
+    return 2.2 + 3.3 * math.exp(-step / 5) + 0.03 * math.sin(3.0 * step)
+
+
+class SyntheticRun:
+    """``write()`` gives the folder; ``with_failures=False`` is the reference run."""
+
+    def __init__(self, run_dir, clock: Clock, *, with_failures: bool):
+        self.clock, self.with_failures = clock, with_failures
+        self.agent = Journal(run_dir, source="agent0")
+        self.ranks = {rank: Journal(run_dir, source=f"rank{rank}", rank=rank) for rank in range(RANKS)}
+        self.alive = list(range(RANKS))
+        self.generation = 1
+
+    def write(self) -> None:
+        self.agent.event("job_started", world_size=RANKS, nodes=[0] * RANKS)
+        self._decide((), "initial", "start", superseded=False)
+        for step in range(STEPS):
+            if self.with_failures and step == FIRST:
+                self._attempt(step, until=5)
+                self._fail(step, 5, detect_s=0.012)
+                self._decide((5,), "reroute", "rank 5 was killed", superseded=False)
+                self._recover(step, (5,), "reroute")
+            if self.with_failures and step == SECOND:
+                self._attempt(step, until=12)
+                self._fail(step, 0, detect_s=0.010)
+                self._decide((0,), "reroute", "rank 0 was killed", superseded=True)
+                self.clock.now_s += 0.030
+                self._fail(step, 3, detect_s=0.020)
+                self._decide((3,), "replan", "rank 3 was killed", superseded=False)
+                self._recover(step, (3,), "replan")
+            self._attempt(step, until=MICROBATCHES)
+            self._commit(step, redone=self.with_failures and step in (FIRST, SECOND))
+        self.agent.event("job_finished", verdict="trained", exit_code=0)
+
+    def _fail(self, step: int, rank: int, *, detect_s: float) -> None:
+        self.ranks[rank].event(
+            "injected", generation=self.generation, step=step, at="backward", signal="KILL"
+        )
+        self.alive.remove(rank)
+        self.clock.now_s += detect_s
+        self.agent.event("failure_detected", generation=self.generation, dead=[rank], code=-9, cause="killed")
+        self.detected_s = self.clock.now_s
+
+    def _decide(self, dead, policy, why, *, superseded: bool) -> None:
+        if dead:
+            self.generation += 1
+        table = [
+            {
+                "name": name,
+                "step_s": step_s,
+                "transition_s": transition_s,
+                "score": score,
+                "chosen": name == policy,
+                "reason": reason,
+            }
+            for name, step_s, transition_s, score, reason in (
+                (
+                    "reroute",
+                    0.61,
+                    0.09,
+                    3.1e6,
+                    "no state to move; the busiest worker runs 12 of 12 microbatches",
+                ),
+                ("replan", 0.55, 0.48, 3.3e6, "pipelines of 4 and 3 stages; moves 14.2 MiB in 2 rounds"),
+                ("replan 2+5", None, None, None, "rejected: worker 4 would need 210 MiB, the cap is 160 MiB"),
+            )
+        ]
+        self.clock.now_s += 0.004
+        self.agent.event(
+            "decision",
+            generation=self.generation,
+            dead=list(dead),
+            why=why,
+            policy=policy,
+            plan_hash=f"{self.generation:012x}",
+            candidates=table if dead else [],
+            decide_s=0.004,
+        )
+
+    def _recover(self, step: int, dead, policy: str) -> None:
+        """Rank r is 1 ms later than rank r-1, so that 'the slowest' is a definite one."""
+        start_s = self.clock.now_s
+        for rank in self.alive:
+            self.clock.now_s = start_s + 0.100
+            late_s = rank / 1000
+            self.ranks[rank].event(
+                "recovered",
+                generation=self.generation,
+                step=step,
+                dead=list(dead),
+                policy=policy,
+                plan_hash=f"{self.generation:012x}",
+                detected_s=self.detected_s,
+                decide_s=0.004,
+                abort_s=0.002 + late_s,
+                agree_s=0.003,
+                groups_s=0.020 + late_s,
+                transfer_s=0.0 if policy == "reroute" else 0.040,
+                in_groups_s=start_s + 0.030 + late_s,
+                resumed_s=start_s + 0.090 + late_s,
+                outcome="redo",
+            )
+
+    def _attempt(self, step: int, *, until: int) -> None:
+        """The heads log their samples; only a whole attempt takes the whole time and is traced."""
+        routes = self._routes()
+        for head in sorted({route[-1][0] for route in routes}):
+            mine = [m for m in range(until) if routes[m][-1][0] == head]
+            self.ranks[head].event(
+                "samples",
+                generation=self.generation,
+                step=step,
+                microbatches=mine,
+                samples=[[step * MICROBATCHES + m] for m in mine],
+            )
+        self.clock.now_s += STEP_S * until / MICROBATCHES
+        if until == MICROBATCHES:
+            start_s = self.clock.now_s - STEP_S
+            for rank, program in trace(routes).items():
+                shifted = [[text, start_s + a, start_s + b] for text, a, b in program]
+                self.ranks[rank].event("trace", generation=self.generation, step=step, instructions=shifted)
+
+    def _commit(self, step: int, *, redone: bool) -> None:
+        for rank in self.alive[-2:]:
+            drift = 1e-13 if self.with_failures and step > FIRST else 0.0
+            self.ranks[rank].event(
+                "step_committed",
+                generation=self.generation,
+                step=step,
+                loss=loss(step) * (1 + drift * (step % 3)),
+                grad_norm=1.0,
+                lr=1e-3,
+                step_s=STEP_S,
+                tokens=MICROBATCHES * 64,
+                num_microbatches=MICROBATCHES,
+            )
+            if redone:
+                self.ranks[rank].event("redone", generation=self.generation, step=step, redo_s=STEP_S)
+
+    def _routes(self) -> tuple:
+        """Of each microbatch: (rank, first layer, last layer) hops over 10 layers."""
+        ends = (0, 3, 5, 7, 10)
+        pipelines = [
+            [(stage * 2 + replica, ends[stage], ends[stage + 1]) for stage in range(STAGES)]
+            for replica in range(2)
+        ]
+        if len(self.alive) == 5:  # replanned: pipelines of 3 and 2 stages
+            pipelines = [
+                [(1, 0, 4), (2, 4, 7), (6, 7, 10)],
+                [(4, 0, 5), (7, 5, 10)],
+            ]
+        routes = []
+        for m in range(MICROBATCHES):
+            hops = pipelines[m % 2]
+            routes.append(tuple((r if r in self.alive else r ^ 1, a, b) for r, a, b in hops))
+        return tuple(routes)
+
+
+@functools.cache
+def trace(routes) -> dict[int, list]:
+    """A greedy execution: backward before forward before weight gradient, whatever is ready first."""
+    forward_s, done, free, programs = 0.01, {}, {}, {}
+    todo = [("F", m, i) for m, hops in enumerate(routes) for i in range(len(hops))]
+    todo += [("I", m, i) for m, hops in enumerate(routes) for i in range(len(hops))]
+    todo += [("W", m, i) for m, hops in enumerate(routes) for i in range(len(hops))]
+
+    def ready_s(task):
+        kind, m, i = task
+        last = len(routes[m]) - 1
+        needs = {
+            "F": [("F", m, i - 1)] if i else [],
+            "I": [("I", m, i + 1)] if i < last else [("F", m, i)],
+            "W": [("I", m, i)],
+        }[kind]
+        return max((done.get(one, math.inf) for one in needs), default=0.0)
+
+    while todo:
+
+        def start(task):
+            rank = routes[task[1]][task[2]][0]
+            return (max(ready_s(task), free.get(rank, 0.0)), "IFW".index(task[0]), task[1])
+
+        task = min(todo, key=start)
+        kind, m, i = task
+        rank, first, last = routes[m][i]
+        begin = start(task)[0]
+        end = begin + forward_s * (last - first) / 3
+        program = programs.setdefault(rank, [])
+        if kind == "F" and i:
+            program.append([f"RECV_F{m}[{first}]<{routes[m][i - 1][0]}", free.get(rank, 0.0), begin])
+        program.append([f"{kind}{m}[{first}:{last}]", begin, end])
+        done[task], free[rank] = end, end
+        todo.remove(task)
+    end = max(free.values())
+    for rank, program in programs.items():
+        program += [["REDUCE_GRAD[0:10]", free[rank], end + 0.01], ["STEP", end + 0.01, end + 0.02]]
+    return programs

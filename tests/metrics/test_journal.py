@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import pytest
+
+from odyssey_megatron.metrics.journal import Journal, read_journal
+from odyssey_megatron.metrics.records import COMMON_FIELDS, EVENTS, SCHEMA_VERSION
+
+
+def test_events_come_back_in_order_with_the_common_fields(tmp_path):
+    first, second = Journal(tmp_path, source="agent0"), Journal(tmp_path, source="rank3", rank=3)
+    first.event("job_started", world_size=4, nodes=[0, 0, 0, 0])
+    second.event("step_committed", generation=1, step=0, loss=2.5, step_s=0.1)
+    first.event("job_finished", verdict="trained", exit_code=0)
+    events = list(read_journal(tmp_path))
+    assert [event["event"] for event in events] == ["job_started", "step_committed", "job_finished"]
+    assert all(set(COMMON_FIELDS) <= set(event) for event in events)
+    assert events[1] | {"rank": 3, "source": "rank3", "generation": 1, "loss": 2.5} == events[1]
+
+
+def test_unknown_events_and_fields_are_refused(tmp_path):
+    journal = Journal(tmp_path, source="rank0", rank=0)
+    with pytest.raises(KeyError):
+        journal.event("tea_break")
+    with pytest.raises(KeyError, match="los"):
+        journal.event("step_committed", los=1.0)
+
+
+def test_no_event_uses_the_name_of_a_common_field():
+    assert not {field for fields in EVENTS.values() for field in fields} & set(COMMON_FIELDS)
+
+
+def test_a_killed_writer_leaves_whole_lines(tmp_path):
+    writer = os.fork()
+    if writer == 0:
+        journal = Journal(tmp_path, source="rank0", rank=0)
+        while True:
+            journal.event("profile", observations={"layer": list(range(200))})
+    try:
+        path = tmp_path / "journal" / "rank0.jsonl"
+        while not path.exists() or path.stat().st_size < 100_000:
+            os.sched_yield()
+    finally:
+        os.kill(writer, signal.SIGKILL)
+        os.waitpid(writer, 0)
+    lines = path.read_text().splitlines()
+    assert len(list(read_journal(tmp_path))) == len(lines) > 10
+
+
+def test_a_torn_last_line_is_left_out(tmp_path):
+    Journal(tmp_path, source="rank0", rank=0).event("fenced", why="late")
+    with (tmp_path / "journal" / "rank0.jsonl").open("a") as file:
+        file.write('{"event": "fen')
+    assert [event["why"] for event in read_journal(tmp_path)] == ["late"]
+
+
+def test_a_newer_schema_is_refused(tmp_path):
+    folder = tmp_path / "journal"
+    folder.mkdir()
+    (folder / "rank0.jsonl").write_text(json.dumps({"schema_version": SCHEMA_VERSION + 1, "wall_s": 0}))
+    with pytest.raises(ValueError, match=f"schema_version {SCHEMA_VERSION + 1}"):
+        list(read_journal(tmp_path))
+
+
+def test_the_echo_is_one_line_for_people(tmp_path, capsys):
+    journal = Journal(tmp_path, source="agent0")
+    journal.event("failure_detected", generation=2, dead=[5], code=-9, cause="killed", echo=True)
+    assert capsys.readouterr().err == "[odyssey gen=2] event=failure_detected dead=5 code=-9 cause=killed\n"

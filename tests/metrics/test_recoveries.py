@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import pytest
+
+from odyssey_megatron.metrics.run import read_run
+
+from .synthetic_run import FIRST, SECOND, STEP_S
+
+
+@pytest.fixture(scope="module")
+def rows(runs):
+    return read_run(runs["shot_at"]).recoveries
+
+
+def test_one_row_per_generation_after_the_first(rows):
+    assert [(row.generation, row.step, row.dead, row.policy, row.outcome) for row in rows] == [
+        (2, FIRST, (5,), "reroute", "redo"),
+        (3, SECOND, (0,), "reroute", "superseded"),
+        (4, SECOND, (3,), "replan", "redo"),
+    ]
+    assert [row.plan_hash for row in rows] == [f"{g:012x}" for g in (2, 3, 4)]
+    assert {row.cause for row in rows} == {"killed"}
+
+
+def test_durations_are_the_slowest_survivor_s(rows):
+    row = rows[0]
+    seconds = (row.detect_s, row.decide_s, row.abort_s, row.agree_s, row.groups_s, row.transfer_s, row.redo_s)
+    # Rank 7, the last survivor, aborted 7 ms later than rank 0 and took 7 ms longer for its groups.
+    assert seconds == pytest.approx((0.012, 0.004, 0.009, 0.003, 0.027, 0.0, STEP_S), abs=1e-6)
+
+
+def test_the_stall_is_from_the_kill_to_the_last_survivor_s_next_instruction(rows):
+    assert rows[0].in_groups_s == pytest.approx(0.012 + 0.004 + 0.030 + 0.007, abs=1e-6)
+    assert rows[0].stall_s == pytest.approx(0.012 + 0.004 + 0.090 + 0.007, abs=1e-6)
+
+
+def test_a_superseded_recovery_counts_into_the_stall_of_the_next(rows):
+    assert rows[1].stall_s is None
+    before_s = 0.010 + 0.004 + 0.030
+    assert rows[2].stall_s == pytest.approx(before_s + 0.020 + 0.004 + 0.090 + 0.007, abs=1e-6)
+    assert rows[2].transfer_s == pytest.approx(0.040)
+
+
+def test_without_failures_there_are_none(runs):
+    assert read_run(runs["undisturbed"]).recoveries == ()
+
+
+def test_decisions_keep_every_candidate_and_its_reason(runs):
+    initial, first, *_ = read_run(runs["shot_at"]).decisions
+    assert (initial.policy, initial.candidates) == ("initial", ())
+    assert first.dead == (5,)
+    assert [row["name"] for row in first.candidates if row["chosen"]] == ["reroute"]
+    assert any("rejected" in row["reason"] for row in first.candidates)

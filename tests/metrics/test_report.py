@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+
+import matplotlib.image
+import pytest
+
+from odyssey_megatron.metrics.journal import Journal
+from odyssey_megatron.metrics.report import main
+
+from .synthetic_run import STEPS
+
+
+@pytest.fixture(scope="module")
+def report(runs, tmp_path_factory):
+    """The folder of a report on the run that was shot at."""
+    out = tmp_path_factory.mktemp("report") / "new"
+    assert main([str(runs["shot_at"]), "--reference", str(runs["undisturbed"]), "--out", str(out)]) == 0
+    return out
+
+
+def test_the_pictures_are_pictures(report):
+    names = {path.name for path in report.glob("*.png")}
+    assert names == {"loss.png", "step_time.png", "schedule_1.png", "schedule_3.png"}
+    for path in report.glob("*.png"):
+        pixels = matplotlib.image.imread(io.BytesIO(path.read_bytes()))
+        assert pixels.shape[0] > 300
+        assert pixels.shape[1] > 1000
+        assert pixels.std() > 0.02, f"{path.name} is blank"
+
+
+def test_the_page_is_self_contained_and_has_the_numbers(report):
+    page = (report / "index.html").read_text()
+    assert not re.search(r'(src|href|srcset)="(?!data:)', page)
+    assert "http" not in page
+    assert page.count("<picture>") == 4
+    for text in ("rank 5", "superseded", "rejected: worker 4 would need 210 MiB", "exactly once", "2e-13"):
+        assert text in page
+
+
+def test_the_json_is_the_summary(runs, report, capsys):
+    assert main([str(runs["shot_at"]), "--reference", str(runs["undisturbed"]), "--json"]) == 0
+    got = json.loads(capsys.readouterr().out)
+    assert got == json.loads((report / "summary.json").read_text())
+    assert (got["steps"], got["world_size"], got["verdict"]) == (STEPS, 8, "trained")
+    assert [row["dead"] for row in got["recoveries"]] == [[5], [0], [3]]
+    assert got["samples"]["ok"] is True
+    assert got["loss_difference"]["max_relative"] == pytest.approx(2e-13, rel=0.01)
+
+
+def test_the_terminal_gets_the_table_and_the_path(runs, capsys, tmp_path):
+    assert main([str(runs["undisturbed"]), "--out", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "nothing failed" in text
+    assert text.rstrip().endswith(f"report: {tmp_path / 'index.html'}")
+
+
+def test_bad_input_is_one_paragraph_and_exit_code_2(runs, tmp_path, capsys):
+    Journal(tmp_path / "empty", source="agent0").event("job_started", world_size=2, nodes=[0, 0])
+    broken = tmp_path / "broken"
+    shutil.copytree(runs["undisturbed"], broken)
+    with (broken / "journal" / "rank0.jsonl").open("a") as file:
+        file.write('{"event": "samples", "wall_s": 1e12}\n')
+    for folder, reason in ((tmp_path / "none", "has no journal"), (tmp_path / "empty", "no committed step"),
+                           (broken, "cannot be read")):  # fmt: skip
+        assert main([str(folder)]) == 2
+        error = capsys.readouterr().err
+        assert reason in error
+        assert error.count("\n") == 1
+    assert main([str(runs["undisturbed"]), "--out", "/proc/nowhere"]) == 2
+    assert "cannot write" in capsys.readouterr().err
