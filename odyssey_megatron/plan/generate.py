@@ -8,7 +8,7 @@ reached, and each further forward must wait for a weight gradient. Passes then a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import pairwise
@@ -18,10 +18,14 @@ from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Layout, Route
 from odyssey_megatron.plan.memory import activation_caps, minimum_bytes
 from odyssey_megatron.plan.messages import add_messages, add_reductions
-from odyssey_megatron.plan.schedule import Instr, Op, Program, Schedule
+from odyssey_megatron.plan.schedule import Instr, Op, Schedule
 
 TICKS_PER_S = 10**9
 """Scheduling counts in whole nanoseconds, so that equal times compare equal on every machine."""
+
+
+_Code = tuple[Op, int, int, int]
+"""(op, microbatch, first, last), microbatches counted within the group of routes that share workers."""
 
 
 def build_schedule(
@@ -41,34 +45,58 @@ def build_schedule(
         LayoutInvalid: two hops in a row on one worker (they must be one hop).
         PlanInfeasible: a cap is below what any order needs.
     """
-    order = compute_order(layout, costs, in_flight_cap=in_flight_cap, speeds=speeds)
-    return add_reductions(add_messages(order, layout), layout)
+    order = order_routes(layout, costs, in_flight_cap=in_flight_cap, speeds=speeds)
+    return lower(order, layout)
 
 
-def compute_order(
+def lower(order: Order, layout: Layout) -> Schedule:
+    """The passes from a compute order to what the interpreter runs."""
+    return add_reductions(add_messages(order.schedule(), layout), layout)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What each worker computes and in which order. Cheap to make; instructions are only made on demand."""
+
+    makespan_s: float
+    """From the first forward to the last weight gradient; no reductions."""
+    codes: tuple[tuple[int, tuple[int, ...], Sequence[_Code]], ...]
+    """(worker, the microbatch ids that its codes count in, codes), ascending by worker."""
+
+    def schedule(self) -> Schedule:
+        """Compute instructions only."""
+        programs = []
+        for worker, ids, codes in self.codes:
+            program = tuple(Instr(op, ids[m], first, last) for op, m, first, last in codes)
+            programs.append((worker, program))
+        return Schedule(programs=tuple(programs))
+
+
+def order_routes(
     layout: Layout,
     costs: Costs,
     *,
     in_flight_cap: Mapping[int, int] | None = None,
     speeds: Mapping[int, float] | None = None,
-) -> Schedule:
-    """As :func:`build_schedule`, compute instructions only."""
+) -> Order:
+    """The scheduling itself; arguments and errors as :func:`build_schedule`."""
     caps = activation_caps(layout, costs) if in_flight_cap is None else in_flight_cap
     _check_caps(layout, costs, caps)
     speeds = speeds or {}
-    programs: dict[int, Program] = {worker: () for worker in layout.workers}
-    known: dict[_Shape, tuple[list[_Code], ...]] = {}
+    found: dict[int, tuple[tuple[int, ...], Sequence[_Code]]] = dict.fromkeys(layout.workers, ((), ()))
+    known: dict[_Shape, tuple[int, tuple[list[_Code], ...]]] = {}
     for routes in independent(layout.routes):
         workers = sorted({hop.worker for route in routes for hop in route.hops})
-        microbatches = sorted(m for route in routes for m in route.microbatches)
+        microbatches = tuple(sorted(m for route in routes for m in route.microbatches))
         shape = _shape(routes, workers, microbatches, caps, speeds)
         if shape not in known:
             known[shape] = _list_schedule(_tasks(shape, costs), len(workers))
-        for worker, codes in zip(workers, known[shape], strict=True):
-            programs[worker] = tuple(
-                Instr(op, microbatches[m], first, last) for op, m, first, last in codes
-            )
-    return Schedule(programs=tuple(programs.items()))
+        for worker, codes in zip(workers, known[shape][1], strict=True):
+            found[worker] = (microbatches, codes)
+    return Order(
+        makespan_s=max((ticks for ticks, _ in known.values()), default=0) / TICKS_PER_S,
+        codes=tuple((worker, *order) for worker, order in found.items()),
+    )
 
 
 def independent(routes: tuple[Route, ...]) -> list[list[Route]]:
@@ -89,10 +117,6 @@ def independent(routes: tuple[Route, ...]) -> list[list[Route]]:
     return list(groups.values())
 
 
-_Code = tuple[Op, int, int, int]
-"""(op, microbatch, first, last), microbatches counted within the group."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Shape:
     """A group of routes with workers and microbatches numbered from 0: equal shapes, equal orders."""
@@ -105,7 +129,7 @@ class _Shape:
 def _shape(
     routes: list[Route],
     workers: list[int],
-    microbatches: list[int],
+    microbatches: tuple[int, ...],
     caps: Mapping[int, int],
     speeds: Mapping[int, float],
 ) -> _Shape:
@@ -196,8 +220,8 @@ def _span(costs: Costs, first: int, last: int, speed: float) -> tuple[int, int, 
     )
 
 
-def _list_schedule(tasks: _Tasks, num_workers: int) -> tuple[list[_Code], ...]:
-    """Runs the clock over the tasks; returns each worker's order.
+def _list_schedule(tasks: _Tasks, num_workers: int) -> tuple[int, tuple[list[_Code], ...]]:
+    """Runs the clock over the tasks; returns when all are done, and each worker's order.
 
     No deadlock: a forward is admitted only if one microbatch at each deeper visit to the same worker still
     fits, so the deepest forward that is pending anywhere can always run.
@@ -211,6 +235,7 @@ def _list_schedule(tasks: _Tasks, num_workers: int) -> tuple[list[_Code], ...]:
     # Events: (time, what). what < count: the forward of that visit is ready; < 2 count: its input gradient;
     # else: a worker is free.
     events = [(0, visit) for visit in range(count) if tasks.starts[visit]]
+    now = 0
     while events:
         now = events[0][0]
         touched = set()
@@ -249,7 +274,7 @@ def _list_schedule(tasks: _Tasks, num_workers: int) -> tuple[list[_Code], ...]:
             free[seat] = False
             orders[seat].append((op, *tasks.codes[visit]))
             heappush(events, (end, 2 * count + seat))
-    return tuple(orders)
+    return now, tuple(orders)
 
 
 def _admit(ready: list[tuple[int, int]], live: int, room: list[int]) -> int:

@@ -38,6 +38,16 @@ def reduce_s(costs: Costs, first: int, last: int, holders: int) -> float:
     return hops * costs.link_latency_s + hops / holders * size / costs.link_bytes_per_s
 
 
+def reductions_s(layout: Layout, costs: Costs) -> dict[int, float]:
+    """Worker -> seconds in gradient reductions of all its blocks, without waiting."""
+    total = dict.fromkeys(layout.workers, 0.0)
+    for block in layout.blocks():
+        seconds = reduce_s(costs, block.first, block.last, len(block.holders))
+        for worker in block.holders:
+            total[worker] += seconds
+    return total
+
+
 def simulate(
     schedule: Schedule,
     layout: Layout,

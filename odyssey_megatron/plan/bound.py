@@ -1,0 +1,82 @@
+"""Lower bounds on the step time: how good a plan could be at all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from odyssey_megatron.plan.costs import Costs
+from odyssey_megatron.plan.layout import Layout, Route
+from odyssey_megatron.plan.simulate import reductions_s
+
+
+def lower_bound_s(
+    layout: Layout, costs: Costs, speeds: Mapping[int, float] | None = None
+) -> float:
+    """No schedule of ``layout`` has a shorter step.
+
+    Terms, maximised over workers and routes. *Work*: a worker cannot start before the first activation can
+    reach it, and has all its forwards, input and weight gradients to do. *Drain*: all its forwards and
+    input gradients come before the last gradient leaves it, which then goes up to the first stage.
+    *Path*: a microbatch goes down, up again and ends with a weight gradient. Each worker then reduces its
+    blocks, and all step. Memory is not a term, so the bound holds for any cap.
+    """
+    speeds = speeds or {}
+    work = _Work(layout, costs, speeds)
+    reducing = reductions_s(layout, costs)
+    longest = max(reducing.values(), default=0.0)
+    path = max((work.path_s(route) for route in layout.routes), default=0.0)
+    each = (work.worker_s(worker, reducing[worker]) for worker in layout.workers)
+    return max(path, longest, *each) + costs.optimizer_s
+
+
+class _Work:
+    """Per worker: what it has to do, the earliest it can start, and the shortest way on after it."""
+
+    def __init__(self, layout: Layout, costs: Costs, speeds: Mapping[int, float]) -> None:
+        self.costs, self.speeds, self.lag = costs, speeds, costs.message_s()
+        self.head: dict[int, float] = {}
+        self.tail: dict[int, float] = {}
+        self.until_drain: dict[int, float] = {}
+        self.weight_grads: dict[int, float] = {}
+        for route in layout.routes:
+            if route.microbatches:
+                self._add(route)
+
+    def times(self, route: Route) -> list[tuple[float, float, float]]:
+        """(forward, input gradient, weight gradient) of each hop, at its worker's speed."""
+        out = []
+        for hop in route.hops:
+            layers, speed = self.costs.layers[hop.first : hop.last], self.speeds.get(hop.worker, 1.0)
+            out.append(
+                (
+                    sum(layer.forward_s for layer in layers) / speed,
+                    sum(layer.input_grad_s for layer in layers) / speed,
+                    sum(layer.weight_grad_s for layer in layers) / speed,
+                )
+            )
+        return out
+
+    def _add(self, route: Route) -> None:
+        count, head, tail = len(route.microbatches), 0.0, 0.0
+        for hop, (forward, input_grad, weight_grad) in zip(route.hops, self.times(route), strict=True):
+            worker = hop.worker
+            self.head[worker] = min(self.head.get(worker, head), head)
+            self.tail[worker] = min(self.tail.get(worker, tail), tail)
+            drain = self.until_drain.get(worker, 0.0)
+            self.until_drain[worker] = drain + count * (forward + input_grad)
+            self.weight_grads[worker] = self.weight_grads.get(worker, 0.0) + count * weight_grad
+            head += forward + self.lag
+            # Behind this worker's last input gradient comes that of the hop before, and so on; the hop that
+            # ends the way still owes a weight gradient.
+            tail = self.lag + input_grad + max(tail, weight_grad)
+
+    def worker_s(self, worker: int, reducing_s: float) -> float:
+        if worker not in self.head:
+            return reducing_s
+        done = self.head[worker] + self.until_drain[worker]
+        return max(done + self.weight_grads[worker] + reducing_s, done + self.tail[worker])
+
+    def path_s(self, route: Route) -> float:
+        times = self.times(route)
+        lags = 2 * self.lag * (len(times) - 1)
+        return sum(forward + input_grad for forward, input_grad, _ in times) + times[0][2] + lags

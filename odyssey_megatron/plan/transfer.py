@@ -1,0 +1,110 @@
+"""State transfers: who sends which layers to whom, and which worker takes which seat of a new layout."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from odyssey_megatron.errors import LayersLost
+from odyssey_megatron.plan.costs import Costs
+from odyssey_megatron.plan.layout import Layout
+from odyssey_megatron.plan.plan import Transfer
+
+
+def living_holders(previous: Layout, alive: Collection[int]) -> tuple[tuple[int, ...], ...]:
+    """Per layer, the workers that still have it.
+
+    Raises:
+        LayersLost: some layer has none; names the layers and the workers that held them.
+    """
+    there = set(alive)
+    left = tuple(tuple(w for w in holders if w in there) for holders in previous.holders)
+    lost = tuple(layer for layer, holders in enumerate(left) if not holders)
+    if lost:
+        raise LayersLost(lost, tuple(sorted({w for layer in lost for w in previous.holders[layer]})))
+    return left
+
+
+def plan_transfers(
+    previous: Layout, target: Layout, alive: Collection[int], costs: Costs
+) -> tuple[Transfer, ...]:
+    """Every layer that a holder of ``target`` lacks, from the living holder of ``previous`` that sends least.
+
+    Layers go out in order of size, the largest first (longest processing time first balances to 4/3 of the
+    optimum: Graham 1969).
+
+    Raises:
+        LayersLost: see :func:`living_holders`.
+    """
+    sources = living_holders(previous, alive)
+    missing = [
+        (layer, worker)
+        for layer, holders in enumerate(target.holders)
+        for worker in holders
+        if worker not in previous.holders[layer]
+    ]
+    missing.sort(key=lambda item: (-costs.layers[item[0]].state_bytes, item))
+    sent: dict[int, int] = {}
+    transfers = []
+    for layer, worker in missing:
+        source = min(sources[layer], key=lambda w: (sent.get(w, 0), w))
+        sent[source] = sent.get(source, 0) + costs.layers[layer].state_bytes
+        transfers.append(Transfer(layer=layer, source=source, target=worker))
+    return tuple(transfers)
+
+
+def transfer_s(transfers: Sequence[Transfer], costs: Costs) -> float:
+    """Time until all have arrived: a worker sends one at a time, and receives one at a time meanwhile."""
+    sent: dict[int, float] = {}
+    received: dict[int, float] = {}
+    for one in transfers:
+        seconds = costs.link_latency_s + costs.layers[one.layer].state_bytes / costs.link_bytes_per_s
+        sent[one.source] = sent.get(one.source, 0.0) + seconds
+        received[one.target] = received.get(one.target, 0.0) + seconds
+    return max((*sent.values(), *received.values()), default=0.0)
+
+
+def assign_seats(
+    seats: Sequence[Collection[int]],
+    workers: Sequence[int],
+    held: Mapping[int, Collection[int]],
+    costs: Costs,
+) -> tuple[int, ...]:
+    """The worker for each seat such that the fewest bytes move.
+
+    A seat is the set of layers that its worker must hold; ``held`` is what each worker has. Needs at least
+    as many workers as seats.
+
+    A worker that has all a seat needs and nothing else takes it outright. That loses nothing: missing bytes
+    obey the triangle inequality, so swapping it in makes no assignment worse. The rest is a linear
+    assignment problem (Kuhn-Munkres; the papers' choice, papers.md §1.5).
+    """
+    taken: dict[int, int] = {}
+    by_layers: dict[frozenset[int], list[int]] = {}
+    for worker in sorted(workers, reverse=True):
+        by_layers.setdefault(frozenset(held.get(worker, ())), []).append(worker)
+    for seat, layers in enumerate(seats):
+        exact = by_layers.get(frozenset(layers))
+        if exact:
+            taken[seat] = exact.pop()
+    open_seats = [seat for seat in range(len(seats)) if seat not in taken]
+    left = sorted(worker for group in by_layers.values() for worker in group)
+    sizes = [layer.state_bytes for layer in costs.layers]
+    missing = [
+        [sum(sizes[layer] for layer in set(seats[seat]) - set(held.get(worker, ()))) for worker in left]
+        for seat in open_seats
+    ]
+    for row, column in enumerate(cheapest_assignment(missing)):
+        taken[open_seats[row]] = left[column]
+    return tuple(taken[seat] for seat in range(len(seats)))
+
+
+def cheapest_assignment(cost: Sequence[Sequence[float]]) -> tuple[int, ...]:
+    """The column of each row such that the sum is least; needs at least as many columns as rows."""
+    if not cost:
+        return ()
+    if len(cost) == 1:
+        return (min(range(len(cost[0])), key=lambda column: (cost[0][column], column)),)
+    # SciPy takes a while to import, and most decisions never get here.
+    from scipy.optimize import linear_sum_assignment
+
+    return tuple(int(column) for column in linear_sum_assignment(cost)[1])

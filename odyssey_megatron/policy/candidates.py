@@ -1,0 +1,104 @@
+"""Candidates: the layouts that a recovery may lead to."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from odyssey_megatron.errors import PlanInfeasible
+from odyssey_megatron.plan.costs import Costs
+from odyssey_megatron.plan.layout import Hop, Layout, Route
+
+
+def reroute(
+    previous: Layout,
+    alive: Collection[int],
+    costs: Costs,
+    speeds: Mapping[int, float] | None = None,
+) -> Layout:
+    """``previous`` without the dead: their microbatches go through other holders of the same layers.
+
+    No state moves. Each microbatch of a dead worker is given, in order, to the holder that is done first
+    with what it has so far. Source: ReCycle's adaptive pipelining (papers.md §2.2), here for any holders.
+
+    Raises:
+        PlanInfeasible: some layer has no other holder.
+    """
+    there = set(alive)
+    holders = tuple(tuple(w for w in held if w in there) for held in previous.holders)
+    orphans = [layer for layer, left in enumerate(holders) if not left]
+    if orphans:
+        dead = sorted({w for layer in orphans for w in previous.holders[layer]})
+        raise PlanInfeasible(f"no other holder of layer(s) {_span_text(orphans)} of worker(s) {dead}")
+    spread = _Spread(holders, costs, speeds or {})
+    for route in previous.routes:
+        for hop in route.hops:
+            if hop.worker in there:
+                spread.add_load(hop, len(route.microbatches))
+    # Microbatch by microbatch over all broken routes, so that the first ones do not take the best holders.
+    paths: dict[int, tuple[Hop, ...]] = {}
+    for route in previous.routes:
+        broken = any(hop.worker not in there for hop in route.hops)
+        for microbatch in route.microbatches:
+            paths[microbatch] = () if broken else route.hops
+    by_microbatch = {m: route.hops for route in previous.routes for m in route.microbatches}
+    for microbatch in sorted(m for m, path in paths.items() if not path):
+        hops: list[Hop] = []
+        for hop in by_microbatch[microbatch]:
+            hops += [hop] if hop.worker in there else spread.cover(hop.first, hop.last)
+        paths[microbatch] = merge_hops(hops)
+    return Layout(holders=holders, routes=group_routes(paths)).check()
+
+
+def group_routes(paths: Mapping[int, tuple[Hop, ...]]) -> tuple[Route, ...]:
+    """Microbatch -> path, as routes: equal paths share one; ascending by first microbatch."""
+    members: dict[tuple[Hop, ...], list[int]] = {}
+    for microbatch in sorted(paths):
+        members.setdefault(paths[microbatch], []).append(microbatch)
+    return tuple(Route(microbatches=tuple(ids), hops=hops) for hops, ids in members.items())
+
+
+def merge_hops(hops: Sequence[Hop]) -> tuple[Hop, ...]:
+    """The same path with neighbouring visits to one worker made one."""
+    merged: list[Hop] = []
+    for hop in hops:
+        if merged and merged[-1].worker == hop.worker:
+            hop = Hop(worker=hop.worker, first=merged.pop().first, last=hop.last)
+        merged.append(hop)
+    return tuple(merged)
+
+
+class _Spread:
+    """Hands visits to the holder that would finish first; keeps each worker's load in seconds."""
+
+    def __init__(
+        self, holders: tuple[tuple[int, ...], ...], costs: Costs, speeds: Mapping[int, float]
+    ) -> None:
+        self.holders, self.speeds = holders, speeds
+        self.work = [layer.compute_s for layer in costs.layers]
+        self.load: dict[int, float] = {}
+
+    def add_load(self, hop: Hop, count: int = 1) -> None:
+        seconds = sum(self.work[hop.first : hop.last]) / self.speeds.get(hop.worker, 1.0)
+        self.load[hop.worker] = self.load.get(hop.worker, 0.0) + count * seconds
+
+    def cover(self, first: int, last: int) -> list[Hop]:
+        """Hops over ``[first, last)``: as few as the holders allow, then the least loaded."""
+        hops = []
+        while first < last:
+            options = []
+            for worker in self.holders[first]:
+                end = first + 1
+                while end < last and worker in self.holders[end]:
+                    end += 1
+                hop = Hop(worker=worker, first=first, last=end)
+                seconds = sum(self.work[first:end]) / self.speeds.get(worker, 1.0)
+                options.append((-end, self.load.get(worker, 0.0) + seconds, worker, hop))
+            hop = min(options, key=lambda option: option[:3])[3]
+            self.add_load(hop)
+            hops.append(hop)
+            first = hop.last
+        return hops
+
+
+def _span_text(layers: Sequence[int]) -> str:
+    return f"{layers[0]}..{layers[-1]}" if len(layers) > 1 else str(layers[0])

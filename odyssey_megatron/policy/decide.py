@@ -1,0 +1,274 @@
+"""``decide()``: from the state of the cluster to a verified plan. Pure: the same arguments, the same plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from odyssey_megatron.cluster.job import JobSpec
+from odyssey_megatron.cluster.state import ClusterState
+from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.errors import LayersLost, PlanInfeasible
+from odyssey_megatron.plan.bound import lower_bound_s
+from odyssey_megatron.plan.generate import Order, lower, order_routes
+from odyssey_megatron.plan.generation import CandidateRow
+from odyssey_megatron.plan.layout import Layout, megatron_layout
+from odyssey_megatron.plan.memory import activation_caps
+from odyssey_megatron.plan.plan import Plan, Transfer
+from odyssey_megatron.plan.simulate import reductions_s
+from odyssey_megatron.plan.transfer import living_holders, plan_transfers, transfer_s
+from odyssey_megatron.plan.verify import verify
+from odyssey_megatron.policy.candidates import reroute
+from odyssey_megatron.policy.profile import Profile
+from odyssey_megatron.policy.score import expected_tokens, mean_time_between_failures_s
+from odyssey_megatron.policy.search import Shape, place, shapes
+
+_FINALISTS = 3
+"""Shapes of a replan that are scheduled in full; the others only get the closed-form estimate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """The plan, and everything that was considered on the way to it."""
+
+    plan: Plan
+    candidates: tuple[CandidateRow, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Candidate:
+    """A layout worked out far enough to be scored."""
+
+    name: str
+    layout: Layout
+    order: Order
+    transfers: tuple[Transfer, ...]
+    step_s: float
+    transition_s: float
+    score: float
+    note: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Case:
+    """The arguments of one decision, and what follows from them."""
+
+    job: JobSpec
+    state: ClusterState
+    previous: Layout
+    profile: Profile
+    horizon_s: float
+    mtbf_s: float
+
+    @property
+    def speeds(self) -> dict[int, float]:
+        return {w.worker: w.speed for w in self.state.workers if w.speed != 1.0}
+
+
+def initial_plan(job: JobSpec, state: ClusterState, profile: Profile) -> Plan:
+    """The failure-free plan: Megatron's own layout.
+
+    Raises:
+        PlanInfeasible: it does not fit the profile's memory.
+    """
+    layout = megatron_layout(
+        num_layers=job.num_layers,
+        pipeline_size=job.pipeline_model_parallel_size,
+        num_workers=len(state.workers),
+        num_microbatches=job.num_microbatches,
+    )
+    speeds = {w.worker: w.speed for w in state.workers if w.speed != 1.0}
+    caps = _caps(layout, profile)
+    order = order_routes(layout, profile.costs, in_flight_cap=caps, speeds=speeds)
+    return _plan("initial", layout, order, (), 0.0, profile, caps, speeds)
+
+
+def decide(
+    *,
+    job: JobSpec,
+    state: ClusterState,
+    previous: Plan,
+    profile: Profile,
+    config: OdysseyConfig,
+    now_s: float,
+) -> Decision:
+    """The best plan for the workers that are alive.
+
+    Args:
+        previous: the plan whose holders are complete and current.
+        now_s: on the clock of ``state``'s times.
+
+    Raises:
+        LayersLost: some layer has no living holder (I9); names ranks.
+        PlanInfeasible: no candidate fits.
+    """
+    case = _Case(
+        job=job,
+        state=state,
+        previous=previous.layout,
+        profile=profile,
+        horizon_s=config.horizon_s,
+        mtbf_s=mean_time_between_failures_s(state, config.mtbf_s, now_s),
+    )
+    _check_holders(case)
+    found, rows = _candidates(case)
+    if not found:
+        raise PlanInfeasible(
+            f"no plan for {len(state.alive)} living worker(s): " + "; ".join(row.reason for row in rows)
+        )
+    chosen, why = _choose(found, config.policy, rows)
+    rows += [_row(one, one is chosen, why if one is chosen else _lost(one, chosen)) for one in found]
+    policy = previous.policy if chosen.name == "keep" else chosen.name
+    plan = _plan(
+        policy,
+        chosen.layout,
+        chosen.order,
+        chosen.transfers,
+        chosen.transition_s,
+        profile,
+        _caps(chosen.layout, profile),
+        case.speeds,
+    )
+    rows.sort(key=lambda row: (not row.chosen, row.score is None, -(row.score or 0.0), row.name))
+    return Decision(plan=plan, candidates=tuple(rows))
+
+
+def _check_holders(case: _Case) -> None:
+    """Raises LayersLost in terms of ranks, which is what people can look for."""
+    try:
+        living_holders(case.previous, case.state.alive)
+    except LayersLost as lost:
+        ranks = {w.worker: w.ranks for w in case.state.workers}
+        named = tuple(sorted(rank for worker in lost.ranks for rank in ranks.get(worker, (worker,))))
+        raise LayersLost(lost.layers, named) from None
+
+
+def _candidates(case: _Case) -> tuple[list[_Candidate], list[CandidateRow]]:
+    """Everything worth scoring, and a row for each thing that cannot be had."""
+    alive = case.state.alive
+    if set(case.previous.workers) <= set(alive):
+        return [_work_out(case, "keep", case.previous, "no member of the layout is lost")], []
+    found, rows = [], []
+    try:
+        layout = reroute(case.previous, alive, case.profile.costs, case.speeds)
+        found.append(_work_out(case, "reroute", layout, "layout kept"))
+    except PlanInfeasible as error:
+        rows.append(_rejected("reroute", error))
+    costs = case.profile.costs
+    ragged = shapes(len(alive), case.job.num_microbatches, costs)
+    for number, shape in enumerate(ragged):
+        lengths = "+".join(str(len(ends)) for ends in shape.ends)
+        if number >= _FINALISTS and any(one.name == "replan" for one in found):
+            rows.append(_unscheduled(shape, lengths, len(ragged) - number))
+            break
+        try:
+            layout = place(shape, alive, case.previous, costs, case.speeds)
+            found.append(_work_out(case, "replan", layout, f"pipelines {lengths}"))
+        except PlanInfeasible as error:
+            rows.append(_rejected("replan", error, f"pipelines {lengths}: "))
+    return found, rows
+
+
+def _work_out(case: _Case, name: str, layout: Layout, note: str) -> _Candidate:
+    profile, costs = case.profile, case.profile.costs
+    caps = _caps(layout, profile)
+    order = order_routes(layout, costs, in_flight_cap=caps, speeds=case.speeds)
+    transfers = plan_transfers(case.previous, layout, case.state.alive, costs)
+    step_s = order.makespan_s + max(reductions_s(layout, costs).values()) + costs.optimizer_s
+    transition_s = profile.group_build_s + transfer_s(transfers, costs)
+    return _Candidate(
+        name=name,
+        layout=layout,
+        order=order,
+        transfers=transfers,
+        step_s=step_s,
+        transition_s=transition_s,
+        score=expected_tokens(
+            tokens_per_step=case.job.tokens_per_step,
+            step_s=step_s,
+            transition_s=transition_s,
+            mtbf_s=case.mtbf_s,
+            horizon_s=case.horizon_s,
+        ),
+        note=note,
+    )
+
+
+def _caps(layout: Layout, profile: Profile) -> dict[int, int]:
+    return activation_caps(layout, profile.costs, budget_bytes=profile.costs.memory_bytes)
+
+
+def _choose(
+    found: list[_Candidate], policy: str, rejected: list[CandidateRow]
+) -> tuple[_Candidate, str]:
+    """The best score; a forced policy narrows the choice, unless it has nothing to offer."""
+    best = max(found, key=lambda one: (one.score, -one.transition_s))
+    if policy == "auto" or best.name == "keep":
+        return best, f"{best.note}; best score"
+    wanted = [one for one in found if one.name == policy]
+    if not wanted:
+        reasons = "; ".join(row.reason for row in rejected if row.name == policy)
+        return best, f"{best.note}; --odyssey-policy {policy} is impossible: {reasons}"
+    forced = max(wanted, key=lambda one: (one.score, -one.transition_s))
+    return forced, f"{forced.note}; --odyssey-policy {policy}"
+
+
+def _row(one: _Candidate, chosen: bool, reason: str) -> CandidateRow:
+    return CandidateRow(
+        name=one.name,
+        step_s=one.step_s,
+        transition_s=one.transition_s,
+        score=one.score,
+        chosen=chosen,
+        reason=reason,
+    )
+
+
+def _lost(one: _Candidate, chosen: _Candidate) -> str:
+    less = 1 - one.score / chosen.score if chosen.score else 0.0
+    if less < 0:
+        return f"{one.note}; {-less:.1%} more tokens, but not the policy asked for"
+    return f"{one.note}; {less:.1%} fewer tokens"
+
+
+def _unscheduled(shape: Shape, lengths: str, count: int) -> CandidateRow:
+    """One row for all the shapes that only got the closed-form estimate; ``shape`` is the best of them."""
+    return CandidateRow(
+        name="replan",
+        step_s=shape.estimate_s,
+        transition_s=None,
+        score=None,
+        chosen=False,
+        reason=f"{count} more shape(s), not scheduled: slower by estimate, the best is {lengths}",
+    )
+
+
+def _rejected(name: str, error: PlanInfeasible, prefix: str = "") -> CandidateRow:
+    return CandidateRow(
+        name=name, step_s=None, transition_s=None, score=None, chosen=False, reason=f"{prefix}{error}"
+    )
+
+
+def _plan(
+    policy: str,
+    layout: Layout,
+    order: Order,
+    transfers: tuple[Transfer, ...],
+    transition_s: float,
+    profile: Profile,
+    caps: Mapping[int, int],
+    speeds: Mapping[int, float],
+) -> Plan:
+    """Lowers, verifies and simulates: no plan leaves here unverified (I7)."""
+    schedule = lower(order, layout)
+    timeline = verify(layout, schedule, profile.costs, in_flight_cap=caps, speeds=speeds)
+    return Plan(
+        policy=policy,
+        layout=layout,
+        schedule_text=schedule.to_text(),
+        transfers=transfers,
+        step_s=timeline.step_s,
+        bound_s=lower_bound_s(layout, profile.costs, speeds),
+        transition_s=transition_s,
+        peak_bytes=timeline.peak_bytes,
+    )

@@ -1,0 +1,225 @@
+"""What a job costs, estimated before it runs and corrected by what it measures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from odyssey_megatron.codec import from_json, to_json
+from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.plan.costs import Costs, LayerCost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """Means measured by a running job: one microbatch through layers ``[first, last)``, in seconds."""
+
+    first: int
+    last: int
+    samples: int
+    forward_s: float
+    input_grad_s: float
+    weight_grad_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Costs of the job and of changing its layout."""
+
+    costs: Costs
+    source: str = "estimated"
+    """``estimated`` (from FLOPs) or ``measured``."""
+    samples: int = 0
+    """Microbatches behind the measured times."""
+    detect_s: float = 0.02
+    """From a death to the decision's start. Source: inprocess.md, 12 ms at 8 ranks by pidfd."""
+    group_build_s: float = 0.1
+    """Abort, agree and new groups; paid by every change of membership."""
+
+    def save(self, path: str | Path) -> None:
+        """Writes JSON."""
+        Path(path).write_text(to_json(self) + "\n")
+
+
+def load_profile(path: str | Path) -> Profile:
+    """Reads what :meth:`Profile.save` wrote.
+
+    Raises:
+        ConfigError: missing, or not a profile.
+    """
+    try:
+        return from_json(Profile, Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--odyssey-profile {path}: {error}. Give a profile.json that a run has written."
+        ) from error
+
+
+_PRIOR_WEIGHT = 1e-3
+"""Of the scaled prior against one mean observation: it decides only what nobody measured."""
+
+_SPREAD = 0.1
+"""A span whose time differs by more than this from what shared layer costs explain gets its own."""
+
+_KINDS = ("forward_s", "input_grad_s", "weight_grad_s")
+
+
+def calibrate(profile: Profile, observations: Sequence[Observation]) -> Profile:
+    """``profile`` with layer times fitted to what was measured; bytes and links stay.
+
+    Unknowns are the embedding, one transformer layer and the head, for each kind of work: non-negative least
+    squares on the spans, weighted by samples and pulled weakly to the old times (scaled, since an estimate
+    may be off by a common factor). What a span still deviates by more than 10 % goes to its own layers.
+    Deterministic; without observations the profile itself.
+    """
+    useful = [one for one in observations if one.samples > 0 and one.last > one.first]
+    if not useful:
+        return profile
+    times = {kind: _fit(profile.costs, useful, kind) for kind in _KINDS}
+    layers = tuple(
+        replace(layer, **{kind: times[kind][i] for kind in _KINDS})
+        for i, layer in enumerate(profile.costs.layers)
+    )
+    return replace(
+        profile,
+        costs=replace(profile.costs, layers=layers),
+        source="measured",
+        samples=sum(one.samples for one in useful),
+    )
+
+
+def _fit(costs: Costs, observations: Sequence[Observation], kind: str) -> list[float]:
+    """Seconds of each layer for one ``kind`` of work."""
+    prior = [float(getattr(layer, kind)) for layer in costs.layers]
+    total = sum(one.samples for one in observations)
+    weights = [one.samples / total for one in observations]
+    seen = [max(0.0, float(getattr(one, kind))) for one in observations]
+    expected = [sum(prior[one.first : one.last]) for one in observations]
+    explained = sum(w * e for w, e in zip(weights, expected, strict=True))
+    measured = sum(w * s for w, s in zip(weights, seen, strict=True))
+    if explained > 0:
+        prior = [value * measured / explained for value in prior]
+    last = len(prior) - 1
+    groups = [[0], list(range(1, last)), [last]] if last > 1 else [[i] for i in range(len(prior))]
+    start = [sum(prior[i] for i in group) / len(group) for group in groups]
+    counts = [
+        [float(sum(one.first <= layer < one.last for layer in group)) for group in groups]
+        for one in observations
+    ]
+    shared = _least_squares(counts, seen, weights, start)
+    fitted = [0.0] * len(prior)
+    for group, value in zip(groups, shared, strict=True):
+        for layer in group:
+            fitted[layer] = value
+    return _spread(fitted, observations, seen)
+
+
+def _least_squares(
+    rows: list[list[float]], seen: list[float], weights: list[float], start: list[float]
+) -> list[float]:
+    """The argmin over x >= 0 of sum w (row x - seen)^2 + prior weight * |x - start|^2, by coordinate descent.
+
+    A handful of unknowns: each pass solves one exactly; the problem is strictly convex, so this converges.
+    """
+    x = list(start)
+    for _ in range(200):
+        change = 0.0
+        for j in range(len(x)):
+            top, bottom = _PRIOR_WEIGHT * start[j], _PRIOR_WEIGHT
+            for row, value, weight in zip(rows, seen, weights, strict=True):
+                others = sum(row[k] * x[k] for k in range(len(x)) if k != j)
+                top += weight * row[j] * (value - others)
+                bottom += weight * row[j] ** 2
+            new = max(0.0, top / bottom)
+            change, x[j] = max(change, abs(new - x[j])), new
+        if change <= 1e-12 * max(x, default=0.0):
+            break
+    return x
+
+
+def _spread(fitted: list[float], observations: Sequence[Observation], seen: list[float]) -> list[float]:
+    """Scales the layers of spans that the shared costs explain badly; overlapping spans share by samples."""
+    factors = [[0.0, 0.0] for _ in fitted]
+    for one, value in zip(observations, seen, strict=True):
+        model = sum(fitted[one.first : one.last])
+        ratio = value / model if model > 0 else 1.0
+        ratio = ratio if abs(ratio - 1) > _SPREAD else 1.0
+        for layer in range(one.first, one.last):
+            factors[layer][0] += ratio * one.samples
+            factors[layer][1] += one.samples
+    return [
+        value * (total / samples if samples else 1.0)
+        for value, (total, samples) in zip(fitted, factors, strict=True)
+    ]
+
+
+def estimated_profile(
+    *,
+    num_transformer_layers: int,
+    hidden_size: int,
+    ffn_hidden_size: int,
+    num_attention_heads: int,
+    num_query_groups: int,
+    seq_length: int,
+    micro_batch_size: int,
+    vocab_size: int,
+    dtype_bytes: int = 2,
+    flops_per_s: float = 2e14,
+    link_latency_s: float = 2e-5,
+    link_bytes_per_s: float = 2.5e10,
+    memory_bytes: int | None = None,
+    tensor_parallel_size: int = 1,
+) -> Profile:
+    """Costs of a Llama-shaped model (SwiGLU, grouped-query attention, untied embedding) from FLOPs.
+
+    A matrix product costs 2 FLOPs per weight and token, its two gradients the same each; attention scores
+    cost ``2 * 2 * seq / 2`` per token and hidden unit (causal: half), twice that in the input gradient, nothing
+    in the weight gradient. Activations count what a fused attention keeps. Adam has two float32
+    moments, and a float32 master copy where weights are shorter. ``flops_per_s`` is the achieved rate of one GPU; a
+    worker has ``tensor_parallel_size`` of them.
+    """
+    tokens = seq_length * micro_batch_size
+    kv_size = hidden_size // num_attention_heads * num_query_groups
+    attention = 2 * hidden_size * hidden_size + 2 * hidden_size * kv_size
+    weights = attention + 3 * hidden_size * ffn_hidden_size
+    scores = 2 * tokens * seq_length * hidden_size
+    rate, tp = flops_per_s * tensor_parallel_size, tensor_parallel_size
+    matmul_s = 2 * tokens * weights / rate
+    kept = tokens * (4 * hidden_size + 2 * hidden_size + 2 * kv_size + 3 * ffn_hidden_size)
+    head_s = 2 * tokens * vocab_size * hidden_size / rate
+    copy_s = tokens * hidden_size * dtype_bytes / 1e12 / tp
+
+    def layer(
+        forward_s: float, input_grad_s: float, weight_grad_s: float, activations: int, parameters: int
+    ) -> LayerCost:
+        optimizer = 8 if dtype_bytes >= 4 else 12
+        return LayerCost(
+            forward_s=forward_s,
+            input_grad_s=input_grad_s,
+            weight_grad_s=weight_grad_s,
+            activation_bytes=activations * dtype_bytes // tp,
+            parameter_bytes=2 * dtype_bytes * parameters // tp,
+            optimizer_bytes=optimizer * parameters // tp,
+            state_bytes=(dtype_bytes + optimizer) * parameters // tp,
+        )
+
+    transformer = layer(
+        matmul_s + scores / rate,
+        matmul_s + 2 * scores / rate,
+        matmul_s,
+        kept,
+        weights + 2 * hidden_size,
+    )
+    embedding = layer(copy_s, 0.0, copy_s, tokens, vocab_size * hidden_size)
+    head = layer(
+        head_s, head_s, head_s, tokens * (2 * hidden_size + vocab_size), vocab_size * hidden_size + hidden_size
+    )
+    costs = Costs(
+        layers=(embedding, *(transformer,) * num_transformer_layers, head),
+        message_bytes=tokens * hidden_size * dtype_bytes // tp,
+        link_latency_s=link_latency_s,
+        link_bytes_per_s=link_bytes_per_s,
+        memory_bytes=memory_bytes,
+    )
+    return Profile(costs=costs)

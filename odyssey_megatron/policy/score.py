@@ -1,0 +1,43 @@
+"""The objective: tokens expected to the horizon."""
+
+from __future__ import annotations
+
+import math
+
+from odyssey_megatron.cluster.state import ClusterState
+
+_PRIOR_FAILURES = 1.0
+"""Weight of the configured mean time between failures, in failures seen."""
+
+
+def mean_time_between_failures_s(state: ClusterState, mtbf_s: float, now_s: float) -> float:
+    """Posterior mean of the time between failures: (observed time + b0) / (failures + a0).
+
+    Exponential gaps with a Gamma prior of shape a0 = 1 and rate b0 = ``mtbf_s``. Source: papers.md §8.7.
+    Deaths at one moment (a node, a switch) count as one failure.
+    """
+    moments = len({round(t, 1) for t in state.failure_times_s})
+    observed_s = max(0.0, now_s - state.started_s)
+    return (observed_s + mtbf_s * _PRIOR_FAILURES) / (moments + _PRIOR_FAILURES)
+
+
+def expected_tokens(
+    *, tokens_per_step: int, step_s: float, transition_s: float, mtbf_s: float, horizon_s: float
+) -> float:
+    """Tokens trained until the next failure or the horizon, whichever is first.
+
+    (tokens / step_s) * E[(min(D, H) - T)+] with D exponential of mean M, T the transition, H the horizon:
+    E = M (e^(-T/M) - e^(-H/M)). For H -> infinity this is papers.md §8.7's (B/t) e^(-T/M), and D fixed instead
+    of exponential gives Chameleon's Eq. 8. Zero where the transition outlasts the horizon.
+    """
+    if transition_s >= horizon_s:
+        return 0.0
+    useful_s = mtbf_s * (math.exp(-transition_s / mtbf_s) - math.exp(-horizon_s / mtbf_s))
+    return tokens_per_step / step_s * useful_s
+
+
+def break_even_s(slow_step_s: float, fast_step_s: float, transition_s: float) -> float:
+    """How long a layout must last before the faster one has repaid its transition. Source: papers.md §8.7."""
+    if fast_step_s >= slow_step_s:
+        return math.inf
+    return transition_s * slow_step_s / (slow_step_s - fast_step_s)

@@ -1,0 +1,37 @@
+"""The decision as people read it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from odyssey_megatron.plan.generation import CandidateRow
+
+
+def candidates_table(rows: Sequence[CandidateRow]) -> str:
+    """An aligned text table, the chosen row marked with ``*``."""
+    cells = [("", "candidate", "step", "transition", "tokens to horizon", "reason")]
+    for row in rows:
+        cells.append(
+            (
+                "*" if row.chosen else "",
+                row.name,
+                _seconds(row.step_s),
+                _seconds(row.transition_s),
+                "-" if row.score is None else f"{row.score:,.0f}",
+                row.reason,
+            )
+        )
+    widths = [max(len(line[i]) for line in cells) for i in range(5)]
+    lines = []
+    for mark, name, step, transition, score, reason in cells:
+        lines.append(
+            f"{mark:<{widths[0]}} {name:<{widths[1]}}  {step:>{widths[2]}}  "
+            f"{transition:>{widths[3]}}  {score:>{widths[4]}}  {reason}".rstrip()
+        )
+    return "\n".join(lines)
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value * 1e3:.2f} ms" if value < 1 else f"{value:.3f} s"
