@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Layout, Route
-from odyssey_megatron.plan.simulate import reductions_s
+from odyssey_megatron.plan.simulate import reduce_s
 
 
 def lower_bound_s(
@@ -22,11 +22,20 @@ def lower_bound_s(
     """
     speeds = speeds or {}
     work = _Work(layout, costs, speeds)
-    reducing = reductions_s(layout, costs)
+    reducing = _reductions_s(layout, costs)
     longest = max(reducing.values(), default=0.0)
     path = max((work.path_s(route) for route in layout.routes), default=0.0)
     each = (work.worker_s(worker, reducing[worker]) for worker in layout.workers)
     return max(path, longest, *each) + costs.optimizer_s
+
+
+def _reductions_s(layout: Layout, costs: Costs) -> dict[int, float]:
+    total = dict.fromkeys(layout.workers, 0.0)
+    for block in layout.blocks():
+        seconds = reduce_s(costs, block.first, block.last, len(block.holders))
+        for worker in block.holders:
+            total[worker] += seconds
+    return total
 
 
 class _Work:

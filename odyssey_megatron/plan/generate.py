@@ -58,8 +58,8 @@ def lower(order: Order, layout: Layout) -> Schedule:
 class Order:
     """What each worker computes and in which order. Cheap to make; instructions are only made on demand."""
 
-    makespan_s: float
-    """From the first forward to the last weight gradient; no reductions."""
+    done_s: dict[int, float]
+    """Worker -> when its last weight gradient ends."""
     codes: tuple[tuple[int, tuple[int, ...], Sequence[_Code]], ...]
     """(worker, the microbatch ids that its codes count in, codes), ascending by worker."""
 
@@ -84,17 +84,19 @@ def order_routes(
     _check_caps(layout, costs, caps)
     speeds = speeds or {}
     found: dict[int, tuple[tuple[int, ...], Sequence[_Code]]] = dict.fromkeys(layout.workers, ((), ()))
-    known: dict[_Shape, tuple[int, tuple[list[_Code], ...]]] = {}
+    known: dict[_Shape, tuple[list[int], tuple[list[_Code], ...]]] = {}
+    done_s = dict.fromkeys(layout.workers, 0.0)
     for routes in independent(layout.routes):
         workers = sorted({hop.worker for route in routes for hop in route.hops})
         microbatches = tuple(sorted(m for route in routes for m in route.microbatches))
         shape = _shape(routes, workers, microbatches, caps, speeds)
         if shape not in known:
             known[shape] = _list_schedule(_tasks(shape, costs), len(workers))
-        for worker, codes in zip(workers, known[shape][1], strict=True):
+        for worker, ticks, codes in zip(workers, *known[shape], strict=True):
             found[worker] = (microbatches, codes)
+            done_s[worker] = ticks / TICKS_PER_S
     return Order(
-        makespan_s=max((ticks for ticks, _ in known.values()), default=0) / TICKS_PER_S,
+        done_s=done_s,
         codes=tuple((worker, *order) for worker, order in found.items()),
     )
 
@@ -220,8 +222,8 @@ def _span(costs: Costs, first: int, last: int, speed: float) -> tuple[int, int, 
     )
 
 
-def _list_schedule(tasks: _Tasks, num_workers: int) -> tuple[int, tuple[list[_Code], ...]]:
-    """Runs the clock over the tasks; returns when all are done, and each worker's order.
+def _list_schedule(tasks: _Tasks, num_workers: int) -> tuple[list[int], tuple[list[_Code], ...]]:
+    """Runs the clock over the tasks; returns when each worker is done, and its order.
 
     No deadlock: a forward is admitted only if one microbatch at each deeper visit to the same worker still
     fits, so the deepest forward that is pending anywhere can always run.
@@ -231,11 +233,11 @@ def _list_schedule(tasks: _Tasks, num_workers: int) -> tuple[int, tuple[list[_Co
     input_grads: list[list[tuple[int, int]]] = [[] for _ in range(num_workers)]
     weight_grads: list[list[tuple[int, int]]] = [[] for _ in range(num_workers)]
     live, free = [0] * num_workers, [True] * num_workers
+    done = [0] * num_workers
     orders: list[list[_Code]] = [[] for _ in range(num_workers)]
     # Events: (time, what). what < count: the forward of that visit is ready; < 2 count: its input gradient;
     # else: a worker is free.
     events = [(0, visit) for visit in range(count) if tasks.starts[visit]]
-    now = 0
     while events:
         now = events[0][0]
         touched = set()
@@ -271,10 +273,10 @@ def _list_schedule(tasks: _Tasks, num_workers: int) -> tuple[int, tuple[list[_Co
                 end, op = now + tasks.weight_grad[visit], Op.WEIGHT_GRAD
             else:
                 continue
-            free[seat] = False
+            free[seat], done[seat] = False, end
             orders[seat].append((op, *tasks.codes[visit]))
             heappush(events, (end, 2 * count + seat))
-    return now, tuple(orders)
+    return done, tuple(orders)
 
 
 def _admit(ready: list[tuple[int, int]], live: int, room: list[int]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from odyssey_megatron.plan.layout import Layout
+from odyssey_megatron.plan.layout import Block, Layout
 from odyssey_megatron.plan.schedule import COMPUTE, Instr, Op, Program, Schedule
 
 Neighbours = dict[tuple[int, int], tuple[int, int]]
@@ -96,15 +96,33 @@ def _with_receives(
     return tuple(out)
 
 
+def reduction_order(layout: Layout) -> tuple[Block, ...]:
+    """All blocks in the order in which everybody reduces them.
+
+    In ragged layouts neighbouring blocks share workers, so going through them in layer order would make one
+    chain of them all. Blocks without a common holder get one colour and run at the same time, colour after
+    colour. Source: Chameleon's colouring of the conflict graph (papers.md §1.5); a worker's layers are
+    mostly one span, and on such interval graphs the greedy colouring in layer order is optimal.
+    """
+    colours: list[tuple[int, Block]] = []
+    used: dict[int, set[int]] = {worker: set() for worker in layout.workers}
+    for block in reversed(layout.blocks()):
+        taken = set().union(*(used[worker] for worker in block.holders))
+        colour = next(c for c in range(len(taken) + 1) if c not in taken)
+        for worker in block.holders:
+            used[worker].add(colour)
+        colours.append((colour, block))
+    return tuple(block for _, block in sorted(colours, key=lambda item: item[0]))
+
+
 def add_reductions(schedule: Schedule, layout: Layout) -> Schedule:
     """Appends each block's gradient reduction to the programs of all its holders, then ``STEP``.
 
-    Also for holders without a microbatch (their gradient is zero) and for single holders. Everybody
-    goes from the last block to the first, so that these blocking collectives cannot wait for each other in
-    a circle; the last layers' gradients are also the first to be complete.
+    Also for holders without a microbatch (their gradient is zero) and for single holders. Everybody keeps
+    to one order of all blocks, so these blocking collectives cannot wait for each other in a circle.
     """
     tails: dict[int, list[Instr]] = {worker: [] for worker in layout.workers}
-    for block in reversed(layout.blocks()):
+    for block in reduction_order(layout):
         instr = Instr(Op.REDUCE_GRAD, first=block.first, last=block.last)
         for worker in block.holders:
             tails[worker].append(instr)

@@ -9,7 +9,7 @@ from odyssey_megatron.errors import ScheduleInvalid
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.memory import state_bytes
-from odyssey_megatron.plan.messages import neighbours
+from odyssey_megatron.plan.messages import neighbours, reduction_order
 from odyssey_megatron.plan.schedule import COMPUTE, RECV, SEND, Instr, Op, Program, Schedule
 
 
@@ -38,14 +38,14 @@ def reduce_s(costs: Costs, first: int, last: int, holders: int) -> float:
     return hops * costs.link_latency_s + hops / holders * size / costs.link_bytes_per_s
 
 
-def reductions_s(layout: Layout, costs: Costs) -> dict[int, float]:
-    """Worker -> seconds in gradient reductions of all its blocks, without waiting."""
-    total = dict.fromkeys(layout.workers, 0.0)
-    for block in layout.blocks():
-        seconds = reduce_s(costs, block.first, block.last, len(block.holders))
-        for worker in block.holders:
-            total[worker] += seconds
-    return total
+def step_end_s(layout: Layout, costs: Costs, done_s: Mapping[int, float]) -> float:
+    """When the step ends, given when each worker has computed: reductions in their order, then ``STEP``."""
+    now = dict(done_s)
+    for block in reduction_order(layout):
+        end = max(now[worker] for worker in block.holders)
+        end += reduce_s(costs, block.first, block.last, len(block.holders))
+        now.update(dict.fromkeys(block.holders, end))
+    return max(now.values()) + costs.optimizer_s
 
 
 def simulate(

@@ -15,7 +15,7 @@ from odyssey_megatron.plan.generation import CandidateRow
 from odyssey_megatron.plan.layout import Layout, megatron_layout
 from odyssey_megatron.plan.memory import activation_caps
 from odyssey_megatron.plan.plan import Plan, Transfer
-from odyssey_megatron.plan.simulate import reductions_s
+from odyssey_megatron.plan.simulate import step_end_s
 from odyssey_megatron.plan.transfer import living_holders, plan_transfers, transfer_s
 from odyssey_megatron.plan.verify import verify
 from odyssey_megatron.policy.candidates import reroute
@@ -174,7 +174,7 @@ def _work_out(case: _Case, name: str, layout: Layout, note: str) -> _Candidate:
     caps = _caps(layout, profile)
     order = order_routes(layout, costs, in_flight_cap=caps, speeds=case.speeds)
     transfers = plan_transfers(case.previous, layout, case.state.alive, costs)
-    step_s = order.makespan_s + max(reductions_s(layout, costs).values()) + costs.optimizer_s
+    step_s = step_end_s(layout, costs, order.done_s)
     transition_s = profile.group_build_s + transfer_s(transfers, costs)
     return _Candidate(
         name=name,

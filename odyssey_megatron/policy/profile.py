@@ -78,7 +78,12 @@ def calibrate(profile: Profile, observations: Sequence[Observation]) -> Profile:
         return profile
     times = {kind: _fit(profile.costs, useful, kind) for kind in _KINDS}
     layers = tuple(
-        replace(layer, **{kind: times[kind][i] for kind in _KINDS})
+        replace(
+            layer,
+            forward_s=times["forward_s"][i],
+            input_grad_s=times["input_grad_s"][i],
+            weight_grad_s=times["weight_grad_s"][i],
+        )
         for i, layer in enumerate(profile.costs.layers)
     )
     return replace(
