@@ -1,0 +1,27 @@
+"""Costs with round numbers and a few layouts, for the tests of the pure packages."""
+
+from odyssey_megatron.plan.costs import Costs, LayerCost
+
+
+def layer(forward_s=1.0, input_grad_s=1.0, weight_grad_s=1.0, activation_bytes=1, state_bytes=1):
+    return LayerCost(
+        forward_s=forward_s,
+        input_grad_s=input_grad_s,
+        weight_grad_s=weight_grad_s,
+        activation_bytes=activation_bytes,
+        parameter_bytes=2,
+        optimizer_bytes=2,
+        state_bytes=state_bytes,
+    )
+
+
+def uniform_costs(num_layers, *, ends=False, message_s=0.0, **times):
+    """``num_layers`` equal layers; with ``ends`` an embedding and a head that cost nothing come on top."""
+    middle = (layer(**times),) * num_layers
+    free = layer(0.0, 0.0, 0.0, 0, 0)
+    return Costs(
+        layers=(free, *middle, free) if ends else middle,
+        message_bytes=0,
+        link_latency_s=message_s,
+        link_bytes_per_s=float("inf"),
+    )

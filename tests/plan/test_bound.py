@@ -1,0 +1,37 @@
+from odyssey_megatron.plan.bound import lower_bound_s
+from odyssey_megatron.plan.generate import build_schedule
+from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
+from odyssey_megatron.plan.render import render
+from odyssey_megatron.plan.simulate import simulate
+from tests.plan.samples import uniform_costs
+
+
+def test_one_worker_is_bound_by_its_work():
+    layout = layout_from_routes(1, (pipeline_route((0,), (1,), (0, 1, 2)),))
+    assert lower_bound_s(layout, uniform_costs(1)) == 9
+    assert lower_bound_s(layout, uniform_costs(1), {0: 0.5}) == 18
+
+
+def test_one_microbatch_is_bound_by_its_path():
+    layout = layout_from_routes(4, (pipeline_route((0, 1, 2, 3), (1, 2, 3, 4), (0,)),))
+    costs = uniform_costs(4, message_s=0.25)
+    assert lower_bound_s(layout, costs) == 4 + 4 + 1 + 6 * 0.25
+    assert simulate(build_schedule(layout, costs), layout, costs).step_s == lower_bound_s(layout, costs)
+
+
+def test_last_stage_starts_late():
+    layout = layout_from_routes(4, (pipeline_route((0, 1, 2, 3), (1, 2, 3, 4), tuple(range(8))),))
+    assert lower_bound_s(layout, uniform_costs(4)) == 3 + 8 * 3
+
+
+def test_grid():
+    layout = layout_from_routes(2, (pipeline_route((0, 1), (1, 2), (0, 1)),))
+    costs = uniform_costs(2)
+    schedule = build_schedule(layout, costs)
+    timeline = simulate(schedule, layout, costs)
+    assert timeline.step_s == 8
+    assert render(schedule, timeline, width=24).splitlines() == [
+        "0 F0-F1-...I0-W0-...I1-W1-",
+        "1 ...F0-I0-W0-F1-I1-W1-...",
+    ]
+    assert round(timeline.bubble, 3) == 0.25
