@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -185,10 +186,10 @@ def loss_figure(run: Run, reference: Run | None, theme: Theme) -> Figure:
 def _difference_panel(axes: Any, run: Run, reference: Run, theme: Theme) -> None:
     theirs = {row.step: row.loss for row in reference.steps}
     gaps = [(row.step, abs(row.loss - theirs[row.step])) for row in run.steps if row.step in theirs]
-    visible = [(step, gap) for step, gap in gaps if gap > 0]
+    visible = [(step, gap) for step, gap in gaps if 0 < gap < math.inf]
     axes.set_ylabel("|difference|")
     if not visible:
-        axes.text(0.5, 0.5, "0 in every step", ha="center", va="center", transform=axes.transAxes)
+        axes.text(0.5, 0.5, "none in any step", ha="center", va="center", transform=axes.transAxes)
         axes.set_yticks([])
         return
     axes.set_yscale("log")
@@ -197,7 +198,7 @@ def _difference_panel(axes: Any, run: Run, reference: Run, theme: Theme) -> None
     axes.set_ylim(low / 5, high * 5)
     if len(visible) < len(gaps):
         axes.set_title(
-            f"exactly 0 in the other {len(gaps) - len(visible)} steps",
+            f"none in the other {len(gaps) - len(visible)} steps",
             loc="right",
             fontsize=8,
             color=theme.muted,

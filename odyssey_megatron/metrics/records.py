@@ -49,5 +49,6 @@ EVENTS: dict[str, tuple[str, ...]] = {
 next step; the other ``*_s`` are durations; ``outcome`` is ``redo`` or ``finish`` (the step had been agreed
 on). ``redone``: how long the redone step took until it was committed. ``samples`` (the rank that ran a microbatch
 through the head): ``samples`` holds, for each of ``microbatches``, the list of its global sample indices.
-``trace``: [[text, start_s, end_s], ...] on the monotonic clock. ``dead`` is a list of ranks everywhere.
+``step_committed``: ``loss`` is a dict of named losses; ``step_s`` is -1 where it was not timed. ``trace``:
+[[text, start_s, end_s], ...] on the monotonic clock. ``dead`` is a list of ranks everywhere.
 """

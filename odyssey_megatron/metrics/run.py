@@ -82,7 +82,7 @@ def summary(run: Run, reference: Run | None) -> dict[str, Any]:
             "verdict": run.verdict,
             "steps": len(run.steps),
             "final_loss": run.steps[-1].loss,
-            "median_step_s": median(row.step_s for row in run.steps),
+            "median_step_s": median(row.step_s for row in run.steps if row.step_s is not None),
             "recoveries": to_jsonable(run.recoveries),
             "median_stall_s": median(row.stall_s for row in run.recoveries if row.stall_s is not None),
             "loss_difference": to_jsonable(difference),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,18 +17,23 @@ class CommittedStep:
 
     step: int
     generation: int
-    loss: float
+    losses: dict[str, float]
+    """By the names that the user's loss function gives them; the first is the one that is drawn."""
     grad_norm: float | None
-    step_s: float
-    """The committed attempt alone."""
+    step_s: float | None
+    """The committed attempt alone; None if nobody who timed it lived to tell."""
     interval_s: float | None
     """Since the previous step's commit: includes aborted attempts and recovery."""
     committed_wall_s: float
 
+    @property
+    def loss(self) -> float:
+        return next(iter(self.losses.values()))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossDifference:
-    """How far a run's losses are from a failure-free run's."""
+    """How far a run's losses (all that are named) are from a failure-free run's."""
 
     steps: int
     """Steps that both runs committed."""
@@ -70,9 +76,9 @@ def committed_steps(events: Sequence[JournalEvent]) -> tuple[CommittedStep, ...]
             CommittedStep(
                 step=step,
                 generation=reports[0]["generation"],
-                loss=reports[0]["loss"],
+                losses=reports[0]["loss"],
                 grad_norm=reports[0].get("grad_norm"),
-                step_s=max(event["step_s"] for event in reports),
+                step_s=max((event["step_s"] for event in reports if event["step_s"] >= 0), default=None),
                 interval_s=wall_s - rows[-1].committed_wall_s if follows else None,
                 committed_wall_s=wall_s,
             )
@@ -82,14 +88,12 @@ def committed_steps(events: Sequence[JournalEvent]) -> tuple[CommittedStep, ...]
 
 def loss_difference(run: Sequence[CommittedStep], reference: Sequence[CommittedStep]) -> LossDifference:
     """Over the steps that both committed; NaN in only one of them counts as an infinite difference."""
-    ours, theirs = ({row.step: row.loss for row in rows} for rows in (run, reference))
+    ours, theirs = ({row.step: row.losses for row in rows} for rows in (run, reference))
     absolute: dict[int, float] = {}
     relative: dict[int, float] = {}
     for step in sorted(set(ours) & set(theirs)):
-        a, b = ours[step], theirs[step]
-        gap = 0.0 if a == b or (a != a and b != b) else abs(a - b)
-        absolute[step] = float("inf") if gap != gap else gap
-        relative[step] = absolute[step] / max(abs(b), 1e-300) if absolute[step] else 0.0
+        gaps = [_gap(ours[step].get(name, math.nan), value) for name, value in theirs[step].items()]
+        absolute[step], relative[step] = (max(one) for one in zip(*gaps, strict=True))
     return LossDifference(
         steps=len(absolute),
         max_absolute=max(absolute.values(), default=0.0),
@@ -98,6 +102,14 @@ def loss_difference(run: Sequence[CommittedStep], reference: Sequence[CommittedS
         only_here=tuple(sorted(set(ours) - set(theirs))),
         only_in_reference=tuple(sorted(set(theirs) - set(ours))),
     )
+
+
+def _gap(ours: float, theirs: float) -> tuple[float, float]:
+    """Absolute and relative difference."""
+    if ours == theirs or (math.isnan(ours) and math.isnan(theirs)):
+        return 0.0, 0.0
+    gap = abs(ours - theirs)
+    return (math.inf, math.inf) if math.isnan(gap) else (gap, gap / max(abs(theirs), 1e-300))
 
 
 def check_samples(events: Sequence[JournalEvent], steps: Sequence[CommittedStep]) -> SampleCheck:

@@ -161,7 +161,7 @@ class SyntheticRun:
                 "step_committed",
                 generation=self.generation,
                 step=step,
-                loss=loss(step) * (1 + drift * (step % 3)),
+                loss={"lm loss": loss(step) * (1 + drift * (step % 3))},
                 grad_norm=1.0,
                 lr=1e-3,
                 step_s=STEP_S,

@@ -13,12 +13,12 @@ from odyssey_megatron.metrics.records import COMMON_FIELDS, EVENTS, SCHEMA_VERSI
 def test_events_come_back_in_order_with_the_common_fields(tmp_path):
     first, second = Journal(tmp_path, source="agent0"), Journal(tmp_path, source="rank3", rank=3)
     first.event("job_started", world_size=4, nodes=[0, 0, 0, 0])
-    second.event("step_committed", generation=1, step=0, loss=2.5, step_s=0.1)
+    second.event("step_committed", generation=1, step=0, loss={"lm loss": 2.5}, step_s=0.1)
     first.event("job_finished", verdict="trained", exit_code=0)
     events = list(read_journal(tmp_path))
     assert [event["event"] for event in events] == ["job_started", "step_committed", "job_finished"]
     assert all(set(COMMON_FIELDS) <= set(event) for event in events)
-    assert events[1] | {"rank": 3, "source": "rank3", "generation": 1, "loss": 2.5} == events[1]
+    assert events[1] | {"rank": 3, "source": "rank3", "generation": 1, "loss": {"lm loss": 2.5}} == events[1]
 
 
 def test_unknown_events_and_fields_are_refused(tmp_path):

@@ -54,7 +54,7 @@ def test_the_loss_difference_is_the_largest_one(events, undisturbed):
 def test_a_nan_in_one_run_only_is_an_infinite_difference(events, undisturbed):
     for event in events:
         if event["event"] == "step_committed" and event["step"] == 4:
-            event["loss"] = math.nan
+            event["loss"] = {"lm loss": math.nan}
     difference = loss_difference(committed_steps(events), undisturbed)
     assert (difference.max_relative, difference.at_step) == (math.inf, 4)
 
