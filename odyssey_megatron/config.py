@@ -36,6 +36,7 @@ class OdysseyConfig:
 
     policy: str = _flag("auto", "recovery policy", choices=POLICIES)
     device: str = _flag("cuda", "cpu runs Megatron on CPU tensors and gloo", choices=DEVICES)
+    float64: str = _flag("off", "train in float64, to prove exactness", choices=("off", "on"))
     run_dir: str = _flag("odyssey-run", "folder for the journal, the profile and the report")
     inject: str = _flag(
         "",

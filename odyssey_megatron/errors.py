@@ -63,3 +63,19 @@ class ControlPlaneLost(OdysseyError):
 
 class MegatronIncompatible(OdysseyError):
     """A seam of the installed Megatron is missing or changed: found, expected, tested versions."""
+
+
+class TransferIncomplete(OdysseyError):
+    """A layer that the plan gives to this worker did not arrive: a bug in the plan or the transfer."""
+
+
+class NotFinite(OdysseyError):
+    """The loss or the gradient norm is not finite; raised by all ranks alike, with the weights unchanged."""
+
+
+class JobStopped(OdysseyError):
+    """The coordinator ended the job; ``exit_code`` says how (93: layers lost)."""
+
+    def __init__(self, why: str, exit_code: int):
+        self.exit_code = exit_code
+        super().__init__(why)

@@ -1,0 +1,228 @@
+"""Pretrains a small Llama on real text with Megatron-Core, surviving the loss of ranks.
+
+    odyssey run --nproc-per-node 8 examples/llama/pretrain_llama.py --pipeline-model-parallel-size 4 \
+        --odyssey-device cpu --odyssey-inject "rank=5,step=7,at=backward"
+
+Flags are spelled as Megatron-LM's. The model is what Megatron-LM builds for --normalization RMSNorm --swiglu
+--position-embedding-type rope --group-query-attention --untie-embeddings-and-output-weights --disable-bias-linear.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import corpus
+
+from odyssey_megatron.config import add_arguments, config_from
+from odyssey_megatron.errors import EXIT_BAD_INPUT, ConfigError
+from odyssey_megatron.mcore.plugin import Session, TrainingJob
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    whole, real = {"type": int}, {"type": float}
+    for name, default, kind in (
+        ("num-layers", 8, whole), ("hidden-size", 64, whole), ("ffn-hidden-size", 192, whole),
+        ("num-attention-heads", 4, whole), ("num-query-groups", 2, whole), ("seq-length", 64, whole),
+        ("micro-batch-size", 1, whole), ("global-batch-size", 16, whole), ("train-iters", 40, whole),
+        ("pipeline-model-parallel-size", 1, whole), ("tensor-model-parallel-size", 1, whole), ("seed", 1234, whole),
+        ("lr", 3e-3, real), ("min-lr", 3e-4, real), ("lr-warmup-iters", 4, whole), ("weight-decay", 0.1, real),
+        ("clip-grad", 1.0, real), ("attention-dropout", 0.0, real), ("hidden-dropout", 0.0, real),
+    ):  # fmt: skip
+        parser.add_argument(f"--{name}", default=default, **kind)
+    parser.add_argument("--data-path", default="", help="prefix of a Megatron dataset; default: built here")
+    parser.add_argument("--data-cache-path", default="", help="where dataset indices are kept; default: in run dir")
+    parser.add_argument("--bf16", action="store_true", help="train in bfloat16 with float32 main parameters")
+    parser.add_argument("--save-weights", default="", help="folder for the final weights, a file a layer")
+    add_arguments(parser)
+    return parser.parse_args()
+
+
+def model_spec(args: argparse.Namespace, float64: bool) -> Any:
+    import torch
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    from odyssey_megatron.mcore.layers import ModelSpec
+
+    dtype = torch.bfloat16 if args.bf16 else torch.float64 if float64 else torch.float32
+    try:
+        config = TransformerConfig(
+            num_layers=args.num_layers,
+            hidden_size=args.hidden_size,
+            ffn_hidden_size=args.ffn_hidden_size,
+            num_attention_heads=args.num_attention_heads,
+            num_query_groups=args.num_query_groups,
+            attention_dropout=args.attention_dropout,
+            hidden_dropout=args.hidden_dropout,
+            normalization="RMSNorm",
+            gated_linear_unit=True,
+            activation_func=torch.nn.functional.silu,
+            add_bias_linear=False,
+            params_dtype=dtype,
+            pipeline_dtype=dtype,
+            bf16=args.bf16,
+            calculate_per_token_loss=True,
+            deallocate_pipeline_outputs=True,
+            gradient_accumulation_fusion=False,
+            masked_softmax_fusion=False,
+            persist_layer_norm=False,
+            bias_activation_fusion=False,
+            bias_dropout_fusion=False,
+            apply_rope_fusion=False,
+        )
+    except (AssertionError, ValueError) as error:
+        raise ConfigError(f"Megatron refuses this model: {error}") from error
+
+    def shell(pre_process: bool, post_process: bool, pg_collection: Any) -> GPTModel:
+        return GPTModel(
+            config,
+            TransformerBlockSubmodules(layer_specs=[], layer_norm=WrappedTorchNorm),
+            vocab_size=corpus.VOCAB_SIZE,
+            max_sequence_length=args.seq_length,
+            pre_process=pre_process,
+            post_process=post_process,
+            share_embeddings_and_output_weights=False,
+            position_embedding_type="rope",
+            pg_collection=pg_collection,
+        )
+
+    return ModelSpec(
+        config=config,
+        layer_spec=get_gpt_layer_local_spec(normalization="RMSNorm"),
+        shell_provider=shell,
+        optimizer_config=OptimizerConfig(
+            optimizer="adam",
+            lr=args.lr,
+            min_lr=args.min_lr,
+            weight_decay=args.weight_decay,
+            clip_grad=args.clip_grad,
+            bf16=args.bf16,
+            params_dtype=dtype,
+        ),
+        ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=args.bf16),
+        seed=args.seed,
+    )
+
+
+def forward_step(data_iterator: Any, model: Any) -> tuple[Any, Any]:
+    """Megatron's: one microbatch through one model chunk."""
+    import torch
+    from megatron.core.utils import get_attr_wrapped_model
+
+    first = get_attr_wrapped_model(model, "pre_process")
+    last = get_attr_wrapped_model(model, "post_process")
+    if not (first or last):  # the chunk's input comes from the previous stage
+        return model(None, None, None), None
+    device = torch.cuda.current_device()
+    batch = {name: value.to(device) for name, value in next(data_iterator).items()}
+    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"] if last else None)
+    return output, partial(loss_function, batch["loss_mask"])
+
+
+def loss_function(loss_mask: Any, losses: Any) -> tuple[Any, Any, dict[str, Any]]:
+    """Sum of the losses, number of tokens, and what is reported: with per-token loss, as in pretrain_gpt.py."""
+    import torch
+
+    loss_mask = loss_mask.reshape(-1).to(losses.dtype)
+    total = (losses.reshape(-1) * loss_mask).sum()
+    num_tokens = loss_mask.sum()
+    return total, num_tokens.to(torch.int), {"lm loss": torch.stack([total.detach(), num_tokens])}
+
+
+def build_dataset(args: argparse.Namespace, run_dir: str) -> Any:
+    for suffix in (".bin", ".idx") if args.data_path else ():
+        if not Path(args.data_path + suffix).is_file():
+            raise ConfigError(
+                f"--data-path {args.data_path}: there is no file {args.data_path + suffix}. Give the prefix of a "
+                "dataset made with Megatron's tools/preprocess_data.py (PREFIX.bin and PREFIX.idx), or leave the "
+                "flag out to train on the built-in text."
+            )
+    prefix = args.data_path or corpus.build(Path(run_dir) / "corpus" / "topics")
+    return corpus.dataset(
+        prefix,
+        seq_length=args.seq_length,
+        num_samples=args.train_iters * args.global_batch_size,
+        seed=args.seed,
+        cache=Path(args.data_cache_path or Path(run_dir) / "corpus" / "cache"),
+    )
+
+
+def scheduler_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """As Megatron-LM computes them from the flags, in samples."""
+    samples = args.train_iters * args.global_batch_size
+    return {
+        "init_lr": 0.0,
+        "max_lr": args.lr,
+        "min_lr": args.min_lr,
+        "lr_warmup_steps": args.lr_warmup_iters * args.global_batch_size,
+        "lr_decay_steps": samples,
+        "lr_decay_style": "cosine",
+        "start_wd": args.weight_decay,
+        "end_wd": args.weight_decay,
+        "wd_incr_steps": samples,
+        "wd_incr_style": "constant",
+    }
+
+
+def save_weights(model: Any, folder: Path) -> None:
+    """A file a layer, from whoever holds it; all holders have the same bytes."""
+    import torch
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for layer, weights in model.weights().items():
+        torch.save(weights, folder / f"layer_{layer:03d}.pt")
+
+
+def main() -> None:
+    args = parse_arguments()
+    config = config_from(args)
+    with Session.start(config) as session:
+        spec = model_spec(args, float64=config.float64 == "on")
+        with session.rank_zero_first():
+            dataset = build_dataset(args, config.run_dir)
+        model = session.train(
+            TrainingJob(
+                model=spec,
+                forward_step=forward_step,
+                dataset=dataset,
+                train_iters=args.train_iters,
+                global_batch_size=args.global_batch_size,
+                micro_batch_size=args.micro_batch_size,
+                seq_length=args.seq_length,
+                vocab_size=corpus.VOCAB_SIZE,
+                pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+                tensor_model_parallel_size=args.tensor_model_parallel_size,
+                scheduler=scheduler_arguments(args),
+                on_step=partial(print_step, args.train_iters),
+            )
+        )
+        if args.save_weights:
+            save_weights(model, Path(args.save_weights))
+
+
+def print_step(train_iters: int, step: int, outcome: Any) -> None:
+    """A progress line now and then."""
+    if step % 10 == 0 or step == train_iters - 1:
+        print(
+            f"step {step:5d}/{train_iters} | lm loss {outcome.losses['lm loss']:.6f} | grad norm "
+            f"{outcome.grad_norm:.3f} | lr {outcome.lr:.3e}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(EXIT_BAD_INPUT)

@@ -1,0 +1,92 @@
+"""Messages between workers.
+
+A message is named by (kind, microbatch, boundary). On gloo all go through the generation's world group, told apart by
+their tag. NCCL knows no tags: there, one group of two for each (sender, receiver, kind) keeps every channel first-in
+first-out, which is the order ``verify()`` has checked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from odyssey_megatron.errors import PeerFailed
+from odyssey_megatron.plan.schedule import MESSAGE, SEND, Instr, Op, Schedule
+
+WORLD = "world"
+
+
+def channel_name(instr: Instr, worker: int) -> str:
+    """The directed channel of a message instruction of ``worker``, e.g. ``forward:3>5``."""
+    source, target = (worker, instr.peer) if instr.op in SEND else (instr.peer, worker)
+    kind = "forward" if instr.op in (Op.SEND_FORWARD, Op.RECV_FORWARD) else "backward"
+    return f"{kind}:{source}>{target}"
+
+
+def channel_groups(schedule: Schedule) -> dict[str, tuple[int, ...]]:
+    """Every directed channel that ``schedule`` uses, with its two workers."""
+    return {
+        channel_name(instr, worker): tuple(sorted((worker, instr.peer)))
+        for worker, program in schedule.programs
+        for instr in program
+        if instr.op in MESSAGE
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A message on its way here."""
+
+    work: Any
+    tensor: torch.Tensor
+
+    def wait(self) -> torch.Tensor:
+        self.work.wait()
+        return self.tensor
+
+
+class NamedGroups(Protocol):
+    """Groups by name."""
+
+    def __getitem__(self, name: str) -> dist.ProcessGroup: ...
+
+
+class Channels:
+    """The messages of one worker in one generation. ``groups`` as built for it (see :func:`channel_groups`)."""
+
+    def __init__(
+        self, groups: NamedGroups, *, worker: int, num_layers: int, tagged: bool
+    ):
+        self._groups, self._worker, self._num_layers, self._tagged = groups, worker, num_layers, tagged
+        self._sent: list[Any] = []
+
+    def send(self, instr: Instr, tensor: torch.Tensor) -> None:
+        """Starts sending; the storage is kept alive by an alias until :meth:`wait_sent`."""
+        work = dist.isend(tensor.detach().contiguous(), instr.peer, **self._where(instr))
+        self._sent.append(self._checked(work, instr))
+
+    def receive(self, instr: Instr, room: torch.Tensor) -> Pending:
+        """Starts receiving into ``room``."""
+        work = dist.irecv(room, instr.peer, **self._where(instr))
+        return Pending(self._checked(work, instr), room)
+
+    def wait_sent(self) -> None:
+        """Returns when every message sent so far has left."""
+        for work in self._sent:
+            work.wait()
+        self._sent.clear()
+
+    def _where(self, instr: Instr) -> dict[str, Any]:
+        if not self._tagged:
+            return {"group": self._groups[channel_name(instr, self._worker)]}
+        forward = instr.op in (Op.SEND_FORWARD, Op.RECV_FORWARD)
+        tag = (instr.microbatch * (self._num_layers + 1) + instr.first) * 2 + forward
+        return {"group": self._groups[WORLD], "tag": tag}
+
+    def _checked(self, work: Any, instr: Instr) -> Any:
+        if work is None:
+            raise PeerFailed(f"{instr}: this rank is not a member of the message's group")
+        return work

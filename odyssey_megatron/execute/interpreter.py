@@ -1,0 +1,135 @@
+"""The interpreter: a handler table and a loop. It carries out one worker's program and has no opinions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from odyssey_megatron.errors import ScheduleInvalid
+from odyssey_megatron.execute.channels import Channels, Pending
+from odyssey_megatron.execute.timing import Trace
+from odyssey_megatron.plan.schedule import Instr, Op
+
+
+class Compute(Protocol):
+    """The model, as the interpreter sees it. Activations and their gradients are [s, b, h]."""
+
+    def forward(
+        self, microbatch: int, first: int, last: int, activation: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Layers ``[first, last)``; ``activation`` is None where ``first`` is the embedding."""
+        ...
+
+    def sent(self, microbatch: int, first: int, last: int) -> None:
+        """The output of that forward is on its way; its memory may go."""
+        ...
+
+    def input_grad(
+        self, microbatch: int, first: int, last: int, grad: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Gradient of the input; ``grad`` (of the output) is None where ``last`` is behind the head."""
+        ...
+
+    def weight_grad(self, microbatch: int, first: int, last: int) -> None:
+        """Adds the weight gradients of a microbatch whose input gradient has run."""
+        ...
+
+    def gradients(self, first: int, last: int) -> Sequence[torch.Tensor]:
+        """The 1-D gradient buffers of block ``[first, last)``, to be summed over its holders in place."""
+        ...
+
+    def empty_message(self) -> torch.Tensor:
+        """Room for one activation or gradient that arrives."""
+        ...
+
+
+class Interpreter:
+    """Runs programs over ``compute`` and ``channels``.
+
+    ``holder_group(first, last)`` is the group of a block's holders, None where this worker is the only one.
+    ``checkpoint(point, microbatch)`` is called before each instruction; it raises Superseded when the generation
+    has ended, and is where faults are injected.
+    """
+
+    def __init__(
+        self,
+        compute: Compute,
+        channels: Channels,
+        holder_group: Callable[[int, int], dist.ProcessGroup | None],
+        *,
+        num_layers: int,
+        checkpoint: Callable[[str, int], None],
+    ):
+        self._compute, self._channels, self._holder_group = compute, channels, holder_group
+        self._num_layers, self._checkpoint = num_layers, checkpoint
+        self._arriving: dict[tuple[Op, int, int], Pending] = {}
+        self._leaving: dict[tuple[Op, int, int], tuple[torch.Tensor, Instr]] = {}
+        self._handlers: dict[Op, tuple[str, Callable[[Instr], None]]] = {
+            Op.FORWARD: ("forward", self._forward),
+            Op.INPUT_GRAD: ("backward", self._input_grad),
+            Op.BACKWARD: ("backward", self._backward),
+            Op.WEIGHT_GRAD: ("weight_grad", self._weight_grad),
+            Op.SEND_FORWARD: ("", self._send),
+            Op.SEND_BACKWARD: ("", self._send),
+            Op.RECV_FORWARD: ("", self._receive),
+            Op.RECV_BACKWARD: ("", self._receive),
+            Op.REDUCE_GRAD: ("reduce", self._reduce),
+        }
+
+    def run(self, program: Sequence[Instr], trace: Trace) -> None:
+        """Everything up to STEP, which is the caller's: it spans all workers (see ``execute/step.py``)."""
+        for instr in program:
+            if instr.op is Op.STEP:
+                break
+            point, handler = self._handlers[instr.op]
+            self._checkpoint(point, instr.microbatch)
+            with trace.span(instr):
+                handler(instr)
+        self._channels.wait_sent()
+        if self._arriving or self._leaving:
+            raise ScheduleInvalid(
+                f"unused messages at the end of the program: {[*self._arriving, *self._leaving]}. The schedule "
+                "was not verified; please report it with the journal."
+            )
+
+    def _forward(self, instr: Instr) -> None:
+        key = (Op.RECV_FORWARD, instr.microbatch, instr.first)
+        activation = self._arriving.pop(key).wait() if instr.first else None
+        output = self._compute.forward(instr.microbatch, instr.first, instr.last, activation)
+        if instr.last < self._num_layers:
+            self._leaving[Op.SEND_FORWARD, instr.microbatch, instr.last] = (output, instr)
+
+    def _input_grad(self, instr: Instr) -> None:
+        key = (Op.RECV_BACKWARD, instr.microbatch, instr.last)
+        grad = self._arriving.pop(key).wait() if instr.last < self._num_layers else None
+        input_grad = self._compute.input_grad(instr.microbatch, instr.first, instr.last, grad)
+        if instr.first:
+            if input_grad is None:
+                raise ScheduleInvalid(f"{instr} gave no input gradient")
+            self._leaving[Op.SEND_BACKWARD, instr.microbatch, instr.first] = (input_grad, instr)
+
+    def _weight_grad(self, instr: Instr) -> None:
+        self._compute.weight_grad(instr.microbatch, instr.first, instr.last)
+
+    def _backward(self, instr: Instr) -> None:
+        self._input_grad(instr)
+        self._weight_grad(instr)
+
+    def _send(self, instr: Instr) -> None:
+        tensor, source = self._leaving.pop((instr.op, instr.microbatch, instr.first))
+        self._channels.send(instr, tensor)
+        if instr.op is Op.SEND_FORWARD:
+            self._compute.sent(source.microbatch, source.first, source.last)
+
+    def _receive(self, instr: Instr) -> None:
+        room = self._compute.empty_message()
+        self._arriving[instr.op, instr.microbatch, instr.first] = self._channels.receive(instr, room)
+
+    def _reduce(self, instr: Instr) -> None:
+        group = self._holder_group(instr.first, instr.last)
+        if group is not None:
+            for buffer in self._compute.gradients(instr.first, instr.last):
+                dist.all_reduce(buffer, group=group)

@@ -1,0 +1,310 @@
+"""What a rank does in each phase of a generation: the doing behind ``recover.py``. No Megatron, no opinions."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.errors import OdysseyError, Superseded
+from odyssey_megatron.execute.channels import WORLD, Channels, channel_groups
+from odyssey_megatron.execute.interpreter import Compute, Interpreter
+from odyssey_megatron.execute.timing import ComputeTimes, Trace
+from odyssey_megatron.metrics.journal import Journal
+from odyssey_megatron.plan.generation import Generation
+from odyssey_megatron.plan.layout import Layout
+from odyssey_megatron.plan.plan import Plan
+from odyssey_megatron.plan.verify import verify
+from odyssey_megatron.rebuild import agree, transfer
+from odyssey_megatron.recover import NEXT, Phase
+
+
+class Model(Compute, Protocol):
+    """A model whose layers can move (``mcore/model.py``)."""
+
+    num_totals: int
+
+    def create_layers(self, layers: tuple[int, ...]) -> None: ...
+    def tensors_to_send(self, layer: int) -> list[torch.Tensor]: ...
+    def tensors_to_fill(self, layer: int) -> list[torch.Tensor]: ...
+    def discard_incoming(self) -> None: ...
+    def take_layout(self, layout: Layout, worker: int) -> None: ...
+    def begin_step(self, step: int) -> None: ...
+    def local_totals(self) -> torch.Tensor: ...
+    def apply(self, totals: torch.Tensor, checkpoint: Callable[[], None]) -> Any: ...
+    def samples_of_losses(self) -> dict[int, list[int]]: ...
+
+
+class Member(Protocol):
+    """The part of ``launch/member.py`` that steps need."""
+
+    rank: int
+
+    def newer_than(self, number: int) -> bool: ...
+    def publish_observations(self, text: str) -> None: ...
+
+
+class Groups(Protocol):
+    """The groups of one generation by name (``rebuild/groups.py``)."""
+
+    def __getitem__(self, name: str) -> dist.ProcessGroup: ...
+    def __contains__(self, name: object) -> bool: ...
+    def abort(self) -> None: ...
+    def close(self) -> None: ...
+
+
+GroupBuilder = Callable[[Generation, Mapping[str, tuple[int, ...]]], Groups]
+FaultPoint = Callable[..., None]
+"""(point, *, step, generation, microbatch): where faults are injected."""
+
+
+def block_group_name(first: int, last: int) -> str:
+    """The group of a block's holders."""
+    return f"block:{first}:{last}"
+
+
+def group_members(plan: Plan, members: tuple[int, ...], *, tagged: bool) -> dict[str, tuple[int, ...]]:
+    """Every group that ``plan`` needs, with its ranks (a worker is one rank)."""
+    groups = {WORLD: members}
+    for block in plan.layout.blocks():
+        if len(block.holders) > 1:
+            groups[block_group_name(block.first, block.last)] = block.holders
+    return groups if tagged else groups | channel_groups(plan.schedule)
+
+
+class RankRuntime:
+    """Implements ``recover.Rank``."""
+
+    def __init__(
+        self,
+        *,
+        config: OdysseyConfig,
+        member: Member,
+        model: Model,
+        build: GroupBuilder,
+        tagged_messages: bool,
+        fault_point: FaultPoint,
+        journal: Journal,
+        on_commit: Callable[[int, Any], None],
+    ):
+        self._config, self._member, self._model, self._build = config, member, model, build
+        self._tagged, self._fault_point, self._journal, self._on_commit = (
+            tagged_messages, fault_point, journal, on_commit,
+        )
+        self.committed = 0
+        self._reduced = False
+        self._totals = torch.zeros(model.num_totals, dtype=torch.float64)
+        self._outcome: Any = None
+        self._outcome_logged = True
+        self._groups: Groups | None = None
+        self._interpreter: Interpreter | None = None
+        self._plan: Plan | None = None
+        self._generation = 0
+        self._worker = member.rank
+        self._times = ComputeTimes()
+        self._phase = Phase.ABORT
+        self._phase_began_s = time.monotonic()
+        self._durations: dict[str, float] = {}
+        self._in_groups_s = 0.0
+        self._resume: dict[str, Any] | None = None
+        self._steps_here = 0
+
+    # -- phases ---------------------------------------------------------------------------------------------------
+
+    def enter_phase(self, phase: Phase) -> None:
+        if phase not in NEXT[self._phase]:
+            raise OdysseyError(f"{self._phase} does not lead to {phase}: a bug in recover.py")
+        now_s = time.monotonic()
+        if phase is Phase.ABORT:
+            self._durations = {}
+        elif self._phase is not Phase.ABORT:
+            self._durations[self._phase.value] = now_s - self._phase_began_s
+        self._phase, self._phase_began_s = phase, now_s
+
+    def abort(self, why: Exception) -> None:
+        if self._groups is not None:
+            self._groups.abort()
+            self._groups.close()
+            self._groups = None
+        self._model.discard_incoming()
+
+    def build_groups(self, generation: Generation) -> None:
+        plan = generation.plan
+        if plan is None or plan.hash() != generation.plan_hash:
+            raise OdysseyError(f"generation {generation.number} has no plan, or its hash differs")
+        verify(plan.layout, plan.schedule)
+        if generation.previous is not None:
+            # How long the old step held on after the news was out; 0 for a rank that was waiting already.
+            self._durations["abort"] = max(0.0, self._phase_began_s - generation.published_s)
+        self._generation, self._plan, self._steps_here = generation.number, plan, 0
+        self._fault_point("groups", step=self.committed, generation=self._generation, microbatch=-1)
+        mine = {
+            name: ranks
+            for name, ranks in group_members(plan, generation.members, tagged=self._tagged).items()
+            if self._member.rank in ranks
+        }
+        self._groups = self._build(generation, mine)
+        self._in_groups_s = time.monotonic()
+
+    def agree(self, generation: Generation) -> None:
+        standing = agree.Standing(committed=self.committed, reduced=self._reduced)
+        fingerprint = int(generation.plan_hash, 16) % 2**40 + generation.number
+        standings, totals = agree.exchange(self._world, standing, fingerprint, self._totals)
+        step = agree.step_to_finish(standings)
+        self._durations["finished"] = float(step is not None)
+        if step is not None and step == self.committed:
+            ahead = next(i for i, one in enumerate(standings) if one.committed > step)
+            self._commit(totals[ahead])
+        self._reduced = False  # nobody is ahead any more, and the blocks with these gradients may go
+        if self._logs and not self._outcome_logged:
+            self._log_outcome()
+
+    def transfer(self, generation: Generation) -> None:
+        plan, model = self._require_plan(), self._model
+        if generation.previous is None:
+            model.create_layers(plan.layout.held_by(self._worker))
+
+        def checkpoint() -> None:
+            self._check("transfer", -1)
+
+        transfer.carry_out(
+            plan.transfers,
+            worker=self._worker,
+            group=self._world,
+            tensors_to_send=model.tensors_to_send,
+            tensors_to_fill=model.tensors_to_fill,
+            checkpoint=checkpoint,
+        )
+        model.take_layout(plan.layout, self._worker)
+        groups, num_layers = self._groups, plan.layout.num_layers
+        assert groups is not None
+
+        def holder_group(first: int, last: int) -> dist.ProcessGroup | None:
+            name = block_group_name(first, last)
+            return groups[name] if name in groups else None
+
+        self._interpreter = Interpreter(
+            model,
+            Channels(groups, worker=self._worker, num_layers=num_layers, tagged=self._tagged),
+            holder_group,
+            num_layers=num_layers,
+            checkpoint=self._check,
+        )
+        self._resume = self._recovery_record(generation)
+        self._journal.event(
+            "generation_started", generation=self._generation, step=self.committed, echo=self._logs,
+            members=list(generation.members), plan_hash=generation.plan_hash, policy=plan.policy,
+        )
+
+    def run_step(self, generation: Generation) -> None:
+        step, plan = self.committed, self._require_plan()
+        began_s, self._reduced = time.monotonic(), False
+        trace = Trace()
+        self._model.begin_step(step)
+        assert self._interpreter is not None
+        program = plan.schedule.program(self._worker) if self._worker in plan.layout.workers else ()
+        self._interpreter.run(program, trace)
+        self._log_samples(step)
+        self._reduced = True
+        self._check("agreement", -1)
+        totals = self._model.local_totals()
+        dist.all_reduce(totals, group=self._world)
+        self._commit(totals)
+        self._steps_here += 1
+        self._measure(step, trace, time.monotonic() - began_s)
+
+    # -- inside a step --------------------------------------------------------------------------------------------
+
+    def _check(self, point: str, microbatch: int) -> None:
+        """Before every instruction: has the generation ended? Is a fault due?"""
+        if self._member.newer_than(self._generation):
+            raise Superseded(f"generation {self._generation} has ended")
+        if self._resume is not None and self._phase is Phase.TRAIN:
+            self._log_recovery()
+        if point:
+            self._fault_point(point, step=self.committed, generation=self._generation, microbatch=microbatch)
+
+    def _commit(self, totals: torch.Tensor) -> None:
+        """From here to the end nothing is sent and nothing can be cut short: whoever has the totals finishes (I5)."""
+        step = self.committed
+
+        def checkpoint() -> None:
+            self._fault_point("optimizer", step=step, generation=self._generation, microbatch=-1)
+
+        self._outcome = self._model.apply(totals, checkpoint)
+        self._totals, self.committed, self._reduced = totals.clone(), step + 1, False
+        self._outcome_logged = False
+        self._fault_point("commit", step=step, generation=self._generation, microbatch=-1)
+
+    @property
+    def _world(self) -> dist.ProcessGroup:
+        if self._groups is None:
+            raise Superseded("no groups")
+        return self._groups[WORLD]
+
+    def _require_plan(self) -> Plan:
+        assert self._plan is not None
+        return self._plan
+
+    # -- what is written down -------------------------------------------------------------------------------------
+
+    @property
+    def _logs(self) -> bool:
+        """True on the member with the lowest rank, which speaks for all."""
+        return self._groups is not None and dist.get_rank(self._world) == 0
+
+    def _event(self, name: str, step: int, **values: Any) -> None:
+        self._journal.event(name, generation=self._generation, step=step, **values)
+
+    def _log_samples(self, step: int) -> None:
+        # Before the agreement, since a rank may die right behind it. The attempt that counts is a step's last.
+        samples = self._model.samples_of_losses()
+        if samples:
+            self._event("samples", step, microbatches=list(samples), samples=list(samples.values()))
+
+    def _log_outcome(self, step_s: float = -1.0) -> None:
+        out = self._outcome
+        self._event(
+            "step_committed", self.committed - 1, loss=out.losses, grad_norm=out.grad_norm, lr=out.lr, step_s=step_s,
+            tokens=out.tokens, num_microbatches=out.num_microbatches,
+        )
+        self._outcome_logged = True
+        self._on_commit(self.committed - 1, out)
+
+    def _measure(self, step: int, trace: Trace, step_s: float) -> None:
+        if self._logs:
+            self._log_outcome(step_s)
+        if self._generation > 1 and self._steps_here == 1:
+            self._event("redone", step, redo_s=step_s)
+        if self._steps_here <= self._config.trace_steps:
+            self._event("trace", step, instructions=trace.to_jsonable())
+        self._times.add(trace)
+        if self.committed % self._config.profile_steps == 0 or self.committed == 2:
+            observations = self._times.take()
+            self._member.publish_observations(json.dumps(observations))
+
+    def _recovery_record(self, generation: Generation) -> dict[str, Any] | None:
+        if generation.previous is None:
+            return None
+        return {
+            "dead": list(generation.dead),
+            "policy": self._require_plan().policy,
+            "plan_hash": generation.plan_hash,
+            "detected_s": generation.detected_s,
+            "decide_s": generation.decide_s,
+        }
+
+    def _log_recovery(self) -> None:
+        durations, record, self._resume = self._durations, self._resume or {}, None
+        self._event(
+            "recovered", self.committed, **record,
+            abort_s=durations.get("abort", 0.0), agree_s=durations.get("agree", 0.0),
+            groups_s=durations.get("groups", 0.0), transfer_s=durations.get("transfer", 0.0),
+            in_groups_s=self._in_groups_s, resumed_s=time.monotonic(),
+            outcome="finish" if durations.get("finished") else "redo", echo=self._logs,
+        )

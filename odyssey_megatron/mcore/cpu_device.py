@@ -1,0 +1,208 @@
+"""Megatron on CPU tensors and gloo, unedited: its ``torch.cuda`` and NCCL calls are redirected (design section 8).
+
+All redirects are on torch, none on Megatron. ``install()`` must run before anything of Megatron is imported.
+What it cannot give: streams (ordering bugs that need a GPU stay invisible) and meaningful absolute times.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import resource
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+CPU = torch.device("cpu")
+
+_FACTORIES = (
+    "tensor as_tensor empty zeros ones full rand randn randint randperm arange linspace eye empty_like zeros_like "
+    "ones_like full_like rand_like randn_like empty_strided"
+).split()
+_NEW = "new_tensor new_empty new_zeros new_ones new_full".split()
+
+
+def install() -> None:
+    """Redirects once; a second call does nothing."""
+    if getattr(torch, "_odyssey_cpu_device", False):
+        return
+    torch._odyssey_cpu_device = True  # type: ignore[attr-defined]
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    # Megatron's jit_fuser is torch.compile, which costs minutes here and changes the arithmetic.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    torch._dynamo.config.disable = True
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    _redirect_factories()
+    _redirect_tensor_methods()
+    _redirect_cuda()
+    _stub_missing_helpers()
+    # One generator stands for both devices' here, so "CPU RNG state changed" is always a false alarm.
+    logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
+
+
+def _on_cuda(device: Any) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    if isinstance(device, str):
+        return device.startswith("cuda")
+    return isinstance(device, int) and not isinstance(device, bool)
+
+
+def _redirected(factory: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(factory)
+    def on_cpu(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("device") is not None and _on_cuda(kwargs["device"]):
+            kwargs["device"] = CPU
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return factory(*args, **kwargs)
+
+    return on_cpu
+
+
+def _redirect_factories() -> None:
+    for name in _FACTORIES:
+        setattr(torch, name, _redirected(getattr(torch, name)))
+    for name in _NEW:
+        setattr(torch.Tensor, name, _redirected(getattr(torch.Tensor, name)))
+
+
+def _redirect_tensor_methods() -> None:
+    original_to, original_type = torch.Tensor.to, torch.Tensor.type
+
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if args and _on_cuda(args[0]):
+            args = (CPU, *args[1:])
+        if kwargs.get("device") is not None and _on_cuda(kwargs["device"]):
+            kwargs["device"] = CPU
+        return original_to(self, *args, **kwargs)
+
+    def type_(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False) -> Any:
+        if dtype is None:  # Megatron compares the name, e.g. with "torch.cuda.FloatTensor"
+            return original_type(self).replace("torch.", "torch.cuda.", 1)
+        if isinstance(dtype, str):
+            dtype = dtype.replace("torch.cuda.", "torch.")
+        return original_type(self, dtype, non_blocking)
+
+    def stays(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+    torch.Tensor.to, torch.Tensor.type = to, type_  # type: ignore[method-assign, assignment]
+    torch.Tensor.cuda = torch.Tensor.pin_memory = stays  # type: ignore[method-assign, assignment]
+    torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign]
+    torch.nn.Module.cuda = stays  # type: ignore[method-assign, assignment]
+
+
+class _Stream:
+    """Everything runs in program order, so a stream has nothing to do."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.device, self.cuda_stream, self.stream_id = CPU, 0, 0
+
+    def nothing(self, *args: Any, **kwargs: Any) -> None: ...
+
+    wait_stream = wait_event = synchronize = nothing
+
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or _Event()
+
+
+class _Event:
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def nothing(self, *args: Any, **kwargs: Any) -> None: ...
+
+    record = wait = synchronize = nothing
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: Any) -> float:
+        raise NotImplementedError("CUDA events do not measure time on the CPU device")
+
+
+class _OneGenerator:
+    """``torch.cuda.default_generators``: the CPU generator stands for every device's."""
+
+    def __getitem__(self, index: Any) -> torch.Generator:
+        return torch.default_generator
+
+    def __len__(self) -> int:
+        return 1
+
+
+def _resident_bytes(*args: Any, **kwargs: Any) -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _peak_bytes(*args: Any, **kwargs: Any) -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _cuda_functions() -> dict[str, Any]:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    properties = types.SimpleNamespace(name="cpu", major=8, minor=0, total_memory=total, multi_processor_count=1)
+    stream = _Stream()
+
+    def context(*args: Any, **kwargs: Any) -> Any:
+        return contextlib.nullcontext()
+
+    def seed(value: int) -> None:
+        torch.default_generator.manual_seed(int(value))
+
+    return {
+        "current_device": lambda: CPU,
+        "device_count": lambda: 1,
+        "current_stream": lambda device=None: stream,
+        "default_stream": lambda device=None: stream,
+        "stream": context,
+        "device": context,
+        "Stream": _Stream,
+        "Event": _Event,
+        "default_generators": _OneGenerator(),
+        "manual_seed": seed,
+        "manual_seed_all": seed,
+        "get_rng_state": lambda device=None: torch.default_generator.get_state(),
+        "set_rng_state": lambda state, device=None: torch.default_generator.set_state(state) and None,
+        "_lazy_call": lambda call, **kwargs: call(),
+        "memory_allocated": _resident_bytes,
+        "memory_reserved": _resident_bytes,
+        "max_memory_allocated": _peak_bytes,
+        "max_memory_reserved": _peak_bytes,
+        "mem_get_info": lambda device=None: (total - _resident_bytes(), total),
+        "get_device_properties": lambda device=None: properties,
+        "get_device_capability": lambda device=None: (8, 0),
+        "get_device_name": lambda device=None: "cpu",
+        "is_current_stream_capturing": lambda: False,
+    }
+
+
+def _redirect_cuda() -> None:
+    for name, value in _cuda_functions().items():
+        setattr(torch.cuda, name, value)
+        if hasattr(torch.cuda.random, name):  # Megatron reaches for both
+            setattr(torch.cuda.random, name, value)
+    for name in "set_device synchronize empty_cache init _lazy_init reset_peak_memory_stats set_stream".split():
+        # One function object a name: torch._dynamo refuses an object that it finds under two names.
+        setattr(torch.cuda, name, lambda *args, **kwargs: None)
+    for name in ("range_push", "range_pop"):
+        setattr(torch.cuda.nvtx, name, lambda *args, **kwargs: None)
+
+
+def _stub_missing_helpers() -> None:
+    """The wheel ships its compiled dataset helpers without their Makefile, and Megatron runs ``make`` regardless."""
+    import megatron.core.datasets.utils as dataset_utils
+
+    try:
+        import megatron.core.datasets.helpers_cpp  # noqa: F401
+    except ImportError:
+        return
+    dataset_utils.compile_helpers = lambda: None

@@ -1,0 +1,28 @@
+"""Training in float64, for proofs of exactness: where Megatron drops to float32 regardless, and what is done about it.
+
+Found by reading megatron core_v0.16.1 on the path of a local-spec GPTModel:
+
+- ``tensor_parallel/cross_entropy.py`` ``calculate_logits_max`` casts the logits with ``.float()``: kept in float64 here.
+- ``models/common/embeddings/rotary_pos_embedding.py`` computes the angles in float32: left, since they depend on
+  positions only and are the same numbers on every worker.
+- norms are created in torch's default dtype, not ``params_dtype``: converted with the rest of the chunk (``layers.py``).
+- ``optimizer/clip_grads.py`` accepts float32 gradients only and sums the norm in float32: not used, see ``optimizer.py``.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def install() -> None:
+    """Keeps float64 logits in float64. Float32 and 16-bit logits are treated as before."""
+    from megatron.core.tensor_parallel.cross_entropy import VocabParallelCrossEntropy
+
+    original = VocabParallelCrossEntropy.calculate_logits_max
+
+    def calculate_logits_max(vocab_parallel_logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if vocab_parallel_logits.dtype != torch.float64:
+            return original(vocab_parallel_logits)
+        return vocab_parallel_logits, vocab_parallel_logits.max(dim=-1)[0]
+
+    VocabParallelCrossEntropy.calculate_logits_max = staticmethod(calculate_logits_max)

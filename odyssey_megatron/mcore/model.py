@@ -1,0 +1,271 @@
+"""The Megatron model of one rank: what the interpreter computes with, and what the recovery moves."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import schedules
+
+from odyssey_megatron.errors import NotFinite, TransferIncomplete
+from odyssey_megatron.mcore import compat, groups, rng
+from odyssey_megatron.mcore.data import MicrobatchSource
+from odyssey_megatron.mcore.layers import HeldLayer, LayerBlock, ModelSpec
+from odyssey_megatron.mcore.optimizer import LearningRate
+from odyssey_megatron.mcore.wgrad import WeightGrads
+from odyssey_megatron.plan.layout import Layout
+
+ForwardStep = Callable[[Any, Any], tuple[torch.Tensor, Callable[..., Any] | None]]
+"""Megatron's: (data_iterator, model) -> (output, loss_func)."""
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A microbatch between its forward and its weight gradient."""
+
+    activation: torch.Tensor | None
+    output: torch.Tensor
+    weight_grads: WeightGrads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutcome:
+    """What a committed step is logged with."""
+
+    losses: dict[str, float]
+    grad_norm: float
+    lr: float
+    tokens: int
+    num_microbatches: int
+
+
+class MegatronModel:
+    """Held layers, the blocks made of them, and the step's state. Implements ``execute.interpreter.Compute``."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        forward_step: ForwardStep,
+        source: MicrobatchSource,
+        learning_rate: LearningRate,
+        num_microbatches: int,
+        message_shape: tuple[int, ...],
+        loss_names: Sequence[str] = ("lm loss",),
+    ):
+        self.spec, self.source = spec, source
+        self._forward_step, self._learning_rate = forward_step, learning_rate
+        self._num_microbatches, self._message_shape = num_microbatches, message_shape
+        self._loss_names = tuple(loss_names)
+        self._groups = groups.initialize()
+        rng.initialize(spec.seed)
+        self._seeds = rng.LayerSeeds(spec.seed)
+        self._held: dict[int, HeldLayer] = {}
+        self._incoming: dict[int, HeldLayer] = {}
+        self._blocks: dict[tuple[int, int], LayerBlock] = {}
+        self._flights: dict[tuple[int, int], _Flight] = {}
+        self._step, self._worker, self._layout = -1, -1, Layout(holders=(), routes=())
+        self._tokens = 0.0
+        self._losses: dict[int, dict[str, torch.Tensor]] = {}
+
+    # -- layout ---------------------------------------------------------------------------------------------------
+
+    def create_layers(self, layers: Sequence[int]) -> None:
+        """Initial weights of ``layers``; those held already stay."""
+        for layer in layers:
+            if layer not in self._held:
+                self._held[layer] = HeldLayer(self.spec, layer, self._groups, self._seeds)
+
+    def tensors_to_send(self, layer: int) -> list[torch.Tensor]:
+        """The current state of a held layer."""
+        return self._held[layer].moved_tensors()
+
+    def tensors_to_fill(self, layer: int) -> list[torch.Tensor]:
+        """Room for the state of ``layer``; it counts as held only from :meth:`take_layout` on."""
+        self._incoming[layer] = HeldLayer(self.spec, layer, self._groups, self._seeds)
+        return self._incoming[layer].moved_tensors()
+
+    def discard_incoming(self) -> None:
+        """Forgets half-received layers of a generation that has ended."""
+        self._incoming.clear()
+
+    def take_layout(self, layout: Layout, worker: int) -> None:
+        """Assembles this worker's blocks; blocks whose span stays the same are kept.
+
+        Raises:
+            TransferIncomplete: a layer is neither held nor received.
+        """
+        self._held.update(self._incoming)
+        self._incoming.clear()
+        missing = [layer for layer in layout.held_by(worker) if layer not in self._held]
+        if missing:
+            raise TransferIncomplete(f"worker {worker} was not sent layer(s) {missing}")
+        kept, self._blocks = self._blocks, {}
+        for block in layout.blocks():
+            if worker not in block.holders:
+                continue
+            layers = [self._held[layer] for layer in range(block.first, block.last)]
+            old = kept.pop((block.first, block.last), None)
+            same = old is not None and all(a is b for a, b in zip(old.layers, layers, strict=True))
+            self._blocks[block.first, block.last] = (
+                old if same and old is not None else LayerBlock(self.spec, layers, self._groups)
+            )
+        self._layout, self._worker = layout, worker
+
+    # -- one step -------------------------------------------------------------------------------------------------
+
+    def begin_step(self, step: int) -> None:
+        """Forgets whatever an earlier attempt left, and zeroes the gradients."""
+        self._step = self._seeds.step = step
+        self._flights.clear()
+        self._losses.clear()
+        self._tokens = 0.0
+        self.source.begin_step()
+        for block in self._blocks.values():
+            block.zero_gradients()
+
+    def _go_to(self, microbatch: int) -> None:
+        self._seeds.microbatch = microbatch
+        self.source.go_to(step=self._step, microbatch=microbatch)
+
+    def forward(
+        self, microbatch: int, first: int, last: int, activation: torch.Tensor | None
+    ) -> torch.Tensor:
+        self._go_to(microbatch)
+        if activation is not None:
+            activation.requires_grad_()
+        tensor, reported = activation, []
+        for block in self._span(first, last):
+            tensor, tokens = schedules.forward_step(
+                self._forward_step,
+                self.source,
+                block.model,
+                self._num_microbatches,
+                tensor,
+                reported,
+                self.spec.config,
+                cp_group_size=1,
+                current_microbatch=microbatch,
+                is_last_stage=block.last == self.spec.num_layers,
+            )
+            self._tokens += float(tokens)
+        if reported:
+            self._losses[microbatch] = reported[-1]
+        assert tensor is not None
+        self._flights[microbatch, first] = _Flight(activation, tensor, WeightGrads())
+        return tensor
+
+    def sent(self, microbatch: int, first: int, last: int) -> None:
+        output = self._flights[microbatch, first].output
+        schedules.deallocate_output_tensor(output, self.spec.config.deallocate_pipeline_outputs)
+
+    def input_grad(
+        self, microbatch: int, first: int, last: int, grad: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        self._go_to(microbatch)
+        flight = self._flights[microbatch, first]
+        with flight.weight_grads:
+            return compat.backward_step(flight.activation, flight.output, grad, self.spec.config)
+
+    def weight_grad(self, microbatch: int, first: int, last: int) -> None:
+        self._flights.pop((microbatch, first)).weight_grads.flush()
+
+    def gradients(self, first: int, last: int) -> Sequence[torch.Tensor]:
+        return self._blocks[first, last].gradients
+
+    def empty_message(self) -> torch.Tensor:
+        return torch.empty(
+            self._message_shape, dtype=self.spec.config.pipeline_dtype, device=torch.cuda.current_device()
+        )
+
+    def _span(self, first: int, last: int) -> list[LayerBlock]:
+        blocks = [b for (a, z), b in sorted(self._blocks.items()) if first <= a and z <= last]
+        assert blocks and blocks[0].first == first and blocks[-1].last == last
+        return blocks
+
+    # -- the step's end (I3, I4) ----------------------------------------------------------------------------------
+
+    @property
+    def num_totals(self) -> int:
+        return 3 + 2 * len(self._loss_names)
+
+    def local_totals(self) -> torch.Tensor:
+        """This rank's share of [squared gradient norm, tokens, microbatches, (loss sum, loss count)...], float64.
+
+        Each block's norm is counted by its first holder only, each microbatch by the rank that ran its head.
+        """
+        squares = [
+            torch.linalg.vector_norm(buffer, dtype=torch.float64).square()
+            for block in self._layout.blocks()
+            if block.holders[0] == self._worker
+            for buffer in self._blocks[block.first, block.last].gradients
+        ]
+        totals = torch.zeros(self.num_totals, dtype=torch.float64, device=torch.cuda.current_device())
+        totals[0] = sum(squares) if squares else 0.0
+        totals[1], totals[2] = self._tokens, len(self._losses)
+        for _, losses in sorted(self._losses.items()):
+            for index, name in enumerate(self._loss_names):
+                value = losses[name].detach().to(torch.float64)
+                pair = value if value.numel() == 2 else torch.stack([value, torch.ones_like(value)])
+                totals[3 + 2 * index : 5 + 2 * index] += pair
+        return totals
+
+    def apply(self, totals: torch.Tensor, checkpoint: Callable[[], None]) -> StepOutcome:
+        """The optimizer step from reduced gradients and everyone's totals; sends nothing.
+
+        Clipping: megatron core_v0.16.1 optimizer/clip_grads.py, ``max_norm / (total_norm + 1e-6)``.
+
+        Raises:
+            NotFinite: the same on every rank, before any weight has changed.
+        """
+        squared_norm, tokens, microbatches, *losses = totals.tolist()
+        config = self.spec.config
+        scale = 1.0 / tokens if config.calculate_per_token_loss else 1.0
+        grad_norm = math.sqrt(squared_norm) * scale if squared_norm >= 0.0 else math.nan
+        if not math.isfinite(grad_norm):
+            raise NotFinite(
+                f"step {self._step}: the gradient norm is {grad_norm}. No weight was changed. Lower --lr, or look at "
+                "the samples of this step in the journal."
+            )
+        clip = self.spec.optimizer_config.clip_grad
+        if clip > 0.0 and grad_norm > 0.0:
+            scale *= min(1.0, clip / (grad_norm + 1.0e-6))
+        layers = [layer for block in self._blocks.values() for layer in block.layers]
+        lr = self._learning_rate.set([layer.optimizer for layer in layers], self._step)
+        for layer in layers:
+            layer.optimizer.apply(scale)
+            checkpoint()
+        self._held = {layer.index: layer for layer in layers}
+        named = {
+            name: losses[2 * i] / losses[2 * i + 1] if losses[2 * i + 1] else math.nan
+            for i, name in enumerate(self._loss_names)
+        }
+        return StepOutcome(
+            losses=named, grad_norm=grad_norm, lr=lr, tokens=int(tokens), num_microbatches=int(microbatches)
+        )
+
+    def samples_of_losses(self) -> dict[int, list[int]]:
+        """Microbatch -> samples, for the microbatches whose loss this rank computed in the current step."""
+        return {microbatch: self.source.fetched[microbatch] for microbatch in sorted(self._losses)}
+
+    def digests(self) -> dict[str, str]:
+        """Held layer -> SHA-256 of all its moved tensors: equal on all holders."""
+        result = {}
+        for index, layer in sorted(self._held.items()):
+            digest = hashlib.sha256()
+            for tensor in layer.moved_tensors():
+                digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            result[str(index)] = digest.hexdigest()[:16]
+        return result
+
+    def weights(self) -> dict[int, dict[str, torch.Tensor]]:
+        """Layer -> its weights by name, for the layers of which this rank is the first holder."""
+        return {
+            index: {name: parameter.detach().cpu() for name, parameter in layer.named_parameters()}
+            for index, layer in sorted(self._held.items())
+            if self._layout.holders[index][0] == self._worker
+        }

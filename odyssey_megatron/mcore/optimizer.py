@@ -1,0 +1,85 @@
+"""Megatron's optimizer, one for each layer, driven by a norm and a count that Odyssey's agreement provides.
+
+Clipping is done here and not by ``optimizer/clip_grads.py``: the norm must count each layer once whatever the number of
+its holders (I4), and Megatron's code takes float32 gradients only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from odyssey_megatron.errors import ConfigError
+
+
+class LayerOptimizer:
+    """The optimizer of one layer; its state moves with the layer."""
+
+    def __init__(self, module: Any, config: OptimizerConfig, groups: ProcessGroupCollection):
+        if config.use_distributed_optimizer:
+            raise ConfigError(
+                "--use-distributed-optimizer is not supported yet: a lost rank would take its optimizer shard with "
+                "it. Leave the flag out; see 'Not yet' in the README."
+            )
+        chained = get_megatron_optimizer(config, [module], use_gloo_process_groups=False, pg_collection=groups)
+        (self._megatron,) = chained.chained_optimizers
+        self._model_parameters = set(module.parameters())
+        for _, state in self._states():
+            # What torch's Adam would do lazily at its first step; a layer may have to move before that.
+            if "exp_avg" not in state:
+                state["step"] = torch.zeros((), dtype=torch.float32)
+        for parameter, state in self._states():
+            for name in ("exp_avg", "exp_avg_sq"):
+                state.setdefault(name, torch.zeros_like(parameter))
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self._megatron.param_groups
+
+    def _states(self) -> list[tuple[torch.Tensor, dict[str, Any]]]:
+        inner = self._megatron.optimizer
+        return [(p, inner.state[p]) for group in inner.param_groups for p in group["params"]]
+
+    def state_tensors(self) -> list[torch.Tensor]:
+        """Adam's state, and the main parameters where they are not the model's own (16-bit training)."""
+        tensors = []
+        for parameter, state in self._states():
+            if parameter not in self._model_parameters:
+                tensors.append(parameter.data)
+            tensors += [state[name] for name in sorted(state)]
+        return tensors
+
+    def apply(self, scale: float) -> None:
+        """One step with the gradients in ``main_grad`` times ``scale``. Local: no message is sent."""
+        self._megatron.prepare_grads()
+        gradients = [p.grad for group in self._megatron.param_groups for p in group["params"]]
+        torch._foreach_mul_(gradients, scale)
+        self._megatron.step_with_ready_grads()
+        self._megatron.zero_grad()
+
+
+class _ParamGroups:
+    """What OptimizerParamScheduler wants of an optimizer: the parameter groups of all layers held here."""
+
+    def __init__(self, optimizers: list[LayerOptimizer]):
+        self.param_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+
+
+class LearningRate:
+    """Megatron's scheduler as a function of the step alone, so that it survives any change of layers."""
+
+    def __init__(self, samples_per_step: int, **scheduler_arguments: Any):
+        self._samples_per_step, self._arguments = samples_per_step, scheduler_arguments
+
+    def set(self, optimizers: list[LayerOptimizer], step: int) -> float:
+        """Sets learning rate and weight decay of ``step`` (from 0) everywhere; returns the learning rate."""
+        groups = _ParamGroups(optimizers)
+        if not groups.param_groups:
+            return 0.0
+        scheduler = OptimizerParamScheduler(groups, **self._arguments)
+        scheduler.step(increment=step * self._samples_per_step)
+        return float(groups.param_groups[0]["lr"])

@@ -1,0 +1,182 @@
+"""The door for a training script: connect to the job, describe the model, train.
+
+    with Session.start(config) as session:        # after parsing the flags, before importing Megatron
+        with session.rank_zero_first():
+            dataset = ...
+        session.train(TrainingJob(...))
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from odyssey_megatron import recover
+from odyssey_megatron.cluster.job import JobSpec
+from odyssey_megatron.codec import to_json
+from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.errors import ConfigError, Fenced, JobStopped
+from odyssey_megatron.launch.inject import Injector
+from odyssey_megatron.launch.member import Member
+from odyssey_megatron.mcore import compat, device
+from odyssey_megatron.metrics.journal import Journal
+from odyssey_megatron.policy.profile import Profile, estimated_profile, load_profile
+
+if TYPE_CHECKING:
+    from odyssey_megatron.mcore.layers import ModelSpec
+    from odyssey_megatron.mcore.model import ForwardStep, MegatronModel, StepOutcome
+
+
+_CPU_GUESS = {"flops_per_s": 1e10, "link_latency_s": 2e-4, "link_bytes_per_s": 1e9}
+"""One core and loopback, until the job has measured itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingJob:
+    """Everything that a training run is made of. Sizes as in Megatron's arguments of the same name."""
+
+    model: ModelSpec
+    forward_step: ForwardStep
+    """Megatron's forward step; called with the iterator over the plan's microbatches, and a model chunk."""
+    dataset: Sequence[Any]
+    """Indexed by global sample; equal on all ranks."""
+    train_iters: int
+    global_batch_size: int
+    micro_batch_size: int
+    seq_length: int
+    vocab_size: int
+    pipeline_model_parallel_size: int
+    tensor_model_parallel_size: int = 1
+    scheduler: dict[str, Any] = field(default_factory=dict)
+    """Arguments of Megatron's OptimizerParamScheduler, besides the optimizer."""
+    loss_names: Sequence[str] = ("lm loss",)
+    on_step: Callable[[int, StepOutcome], None] = lambda step, outcome: None
+    """Called after each committed step on the lowest living rank, e.g. to print."""
+
+
+class Session:
+    """This process as a rank of the job. Use as a context manager."""
+
+    def __init__(self, config: OdysseyConfig, member: Member, journal: Journal):
+        self.config, self.member, self._journal = config, member, journal
+        self.rank, self.world_size = member.rank, member.world_size
+
+    @classmethod
+    @contextmanager
+    def start(cls, config: OdysseyConfig) -> Iterator[Session]:
+        """Joins the job; turns what ends it into exit codes (README, "Exit codes").
+
+        Raises:
+            ConfigError: not started by ``odyssey run``.
+            SystemExit: with the job's exit code.
+        """
+        member = Member.connect(config)
+        journal = Journal(config.run_dir, source=f"rank{member.rank}", rank=member.rank)
+        member.journal = journal
+        try:
+            device.install(config)
+            compat.check_version()
+            from odyssey_megatron.rebuild.groups import init_default_group
+
+            init_default_group(member)
+            yield cls(config, member, journal)
+        except ConfigError as error:
+            member.refuse(error)
+        except JobStopped as stop:
+            journal.event("stopped", why=str(stop), exit_code=stop.exit_code)
+            raise SystemExit(stop.exit_code) from None
+        except Fenced as fenced:
+            print(f"[odyssey] rank {member.rank} stops: {fenced}", file=sys.stderr)
+            raise SystemExit(1) from None
+
+    def rank_zero_first(self) -> AbstractContextManager[None]:
+        """The body runs on rank 0, then on all others: for index files that Megatron's datasets cache."""
+        return self.member.rank_zero_first()
+
+    def train(self, job: TrainingJob) -> MegatronModel:
+        """Trains to the last step, through failures; returns the model with the final weights.
+
+        Raises:
+            ConfigError: before anything was trained.
+            JobStopped: no holder of some layer is left.
+        """
+        from odyssey_megatron.execute.rank import RankRuntime
+        from odyssey_megatron.rebuild.groups import build_groups
+
+        spec = self._job_spec(job)
+        spec.check(self.world_size)
+        profile = self._profile(job)
+        self.member.post_job(spec, to_json(profile))
+        model = self._model(job, spec.num_microbatches)
+        self.member.wait_all("model-built")
+        rank = RankRuntime(
+            config=self.config,
+            member=self.member,
+            model=model,
+            build=lambda generation, named: build_groups(self.member, generation, named, self.config),
+            tagged_messages=self.config.device == "cpu",
+            fault_point=Injector(self.config.injections, self.rank, self._journal).at,
+            journal=self._journal,
+            on_commit=job.on_step,
+        )
+        recover.train(self.member, rank, train_steps=job.train_iters)
+        self._journal.event("weights", step=job.train_iters, digest=model.digests())
+        return model
+
+    def _job_spec(self, job: TrainingJob) -> JobSpec:
+        if job.global_batch_size % job.micro_batch_size:
+            raise ConfigError(
+                f"--global-batch-size {job.global_batch_size} is not divisible by --micro-batch-size "
+                f"{job.micro_batch_size}. Choose a multiple of it."
+            )
+        return JobSpec(
+            num_layers=job.model.num_layers,
+            pipeline_model_parallel_size=job.pipeline_model_parallel_size,
+            tensor_model_parallel_size=job.tensor_model_parallel_size,
+            num_microbatches=job.global_batch_size // job.micro_batch_size,
+            tokens_per_step=job.global_batch_size * job.seq_length,
+            train_steps=job.train_iters,
+        )
+
+    def _profile(self, job: TrainingJob) -> Profile:
+        if self.config.profile:
+            return load_profile(self.config.profile)
+        config = job.model.config
+        return estimated_profile(
+            num_transformer_layers=config.num_layers,
+            hidden_size=config.hidden_size,
+            ffn_hidden_size=config.ffn_hidden_size,
+            num_attention_heads=config.num_attention_heads,
+            num_query_groups=config.num_query_groups or config.num_attention_heads,
+            seq_length=job.seq_length,
+            micro_batch_size=job.micro_batch_size,
+            vocab_size=job.vocab_size,
+            dtype_bytes=config.params_dtype.itemsize,
+            **(_CPU_GUESS if self.config.device == "cpu" else {}),
+        )
+
+    def _model(self, job: TrainingJob, num_microbatches: int) -> MegatronModel:
+        from odyssey_megatron.mcore import float64, wgrad
+        from odyssey_megatron.mcore.data import MicrobatchSource
+        from odyssey_megatron.mcore.model import MegatronModel
+        from odyssey_megatron.mcore.optimizer import LearningRate
+
+        wgrad.install()
+        if job.model.config.params_dtype == torch.float64:
+            float64.install()
+        return MegatronModel(
+            job.model,
+            forward_step=job.forward_step,
+            source=MicrobatchSource(
+                job.dataset, global_batch_size=job.global_batch_size, micro_batch_size=job.micro_batch_size
+            ),
+            learning_rate=LearningRate(job.global_batch_size, **job.scheduler),
+            num_microbatches=num_microbatches,
+            message_shape=(job.seq_length, job.micro_batch_size, job.model.config.hidden_size),
+            loss_names=job.loss_names,
+        )

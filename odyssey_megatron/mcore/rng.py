@@ -1,0 +1,52 @@
+"""Randomness as a function of (seed, step, microbatch, layer), never of who runs it or what ran before (I2)."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+
+INITIAL = -1
+"""The "step" and "microbatch" under which weights are initialised."""
+
+
+def derive_seed(*parts: int) -> int:
+    """A 63-bit seed from whole numbers; equal parts give equal seeds on every machine."""
+    digest = hashlib.blake2b(",".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def initialize(seed: int) -> None:
+    """Creates Megatron's generator states; their contents are set again for each layer."""
+    model_parallel_cuda_manual_seed(seed, tp_rank=0, ep_rank=0, etp_rank=0)
+
+
+def set_state(seed: int, *, step: int, microbatch: int, layer: int, tp_rank: int = 0) -> None:
+    """Seeds the default generators (equal over the cell) and each of Megatron's states (apart for each tp rank)."""
+    tracker = get_cuda_rng_tracker()
+    base = derive_seed(seed, step, microbatch, layer)
+    states = {}
+    for index, name in enumerate(sorted(tracker.get_states())):
+        torch.cuda.manual_seed(derive_seed(base, index, tp_rank))
+        states[name] = torch.cuda.get_rng_state()
+    tracker.set_states(states)
+    torch.manual_seed(base)
+
+
+class LayerSeeds:
+    """Reseeds before each layer's forward. The engine names the (step, microbatch) at hand, also for recomputation."""
+
+    def __init__(self, seed: int):
+        self._seed = seed
+        self.step, self.microbatch = INITIAL, INITIAL
+
+    def attach(self, module: torch.nn.Module, layer: int) -> None:
+        """From now on ``module`` draws the numbers of ``layer``."""
+
+        def reseed(module: torch.nn.Module, args: Any) -> None:
+            if module.training:
+                set_state(self._seed, step=self.step, microbatch=self.microbatch, layer=layer)
+
+        module.register_forward_pre_hook(reseed)

@@ -1,0 +1,117 @@
+"""The whole flow on one screen. Read this file first.
+
+    failure event -> ClusterState -> decide() -> Plan -> rebuild -> execute -> measurements -> Profile -> (decide)
+       launch/        cluster/       policy/     plan/   rebuild/   execute/     metrics/      policy/
+
+The coordinator (``launch/coordinator.py``) runs :func:`next_generation` when something has happened; it is the only one
+who decides. Every rank runs :func:`train`: it enters the newest generation, trains until that generation ends, and enters
+the next. Starting a job and recovering from a failure are the same code.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Protocol
+
+from odyssey_megatron.errors import JobStopped, PeerFailed, Superseded
+from odyssey_megatron.plan.generation import Generation
+
+
+class Phase(enum.Enum):
+    """Where a rank stands. Each phase can be cut short by a newer generation, which leads back to ABORT."""
+
+    ABORT = "abort"
+    GROUPS = "groups"
+    AGREE = "agree"
+    TRANSFER = "transfer"
+    TRAIN = "train"
+
+
+NEXT: dict[Phase, tuple[Phase, ...]] = {
+    Phase.ABORT: (Phase.GROUPS,),
+    Phase.GROUPS: (Phase.AGREE, Phase.ABORT),
+    Phase.AGREE: (Phase.TRANSFER, Phase.ABORT),
+    Phase.TRANSFER: (Phase.TRAIN, Phase.ABORT),
+    Phase.TRAIN: (Phase.ABORT,),
+}
+"""The legal transitions. After TRAIN a rank may also be done."""
+
+
+class Control(Protocol):
+    """This rank's line to the coordinator (``launch/member.py``)."""
+
+    def next_generation(self, after: int, timeout_s: float | None = None) -> Generation:
+        """Waits for a generation newer than ``after``. Raises Fenced if this rank is not in it."""
+        ...
+
+    def report_live(self, number: int) -> None:
+        """All state of the plan is here; must return before the first step's agreement is entered."""
+        ...
+
+    def finish(self, number: int) -> None:
+        """All steps are committed here; returns when they are everywhere. Raises Superseded if one must help."""
+        ...
+
+
+class Rank(Protocol):
+    """What a rank does in each phase (``execute/rank.py``). Every method raises Superseded or PeerFailed at need."""
+
+    @property
+    def committed(self) -> int:
+        """Steps committed so far; the next step's number."""
+        ...
+
+    def enter_phase(self, phase: Phase) -> None:
+        """Notes the time. Raises if the transition is not in NEXT."""
+        ...
+
+    def abort(self, why: Exception) -> None:
+        """Leaves every wait of the old generation, and makes neighbours leave theirs."""
+        ...
+
+    def build_groups(self, generation: Generation) -> None:
+        """Exactly the groups that the plan needs; raises ScheduleInvalid if the plan does not verify (I7)."""
+        ...
+
+    def agree(self, generation: Generation) -> None:
+        """All members carry out the same plan; a step that somebody has committed is finished by everybody (I5)."""
+        ...
+
+    def transfer(self, generation: Generation) -> None:
+        """Moves the missing layers and assembles this rank's blocks."""
+        ...
+
+    def run_step(self, generation: Generation) -> None:
+        """One training step; committed when it returns."""
+        ...
+
+
+def train(control: Control, rank: Rank, *, train_steps: int) -> None:
+    """Trains until ``train_steps`` are committed everywhere, through any number of generations.
+
+    Raises:
+        JobStopped: the coordinator says that the job cannot go on (I9).
+        Fenced: this rank was declared dead (I8).
+    """
+    number = 0
+    while True:
+        generation = control.next_generation(after=number)
+        number = generation.number
+        if generation.stop:
+            raise JobStopped(generation.stop, generation.stop_code)
+        try:
+            rank.enter_phase(Phase.GROUPS)
+            rank.build_groups(generation)
+            rank.enter_phase(Phase.AGREE)
+            rank.agree(generation)
+            rank.enter_phase(Phase.TRANSFER)
+            rank.transfer(generation)
+            control.report_live(number)
+            rank.enter_phase(Phase.TRAIN)
+            while rank.committed < train_steps:
+                rank.run_step(generation)
+            control.finish(number)
+            return
+        except (Superseded, PeerFailed) as why:
+            rank.enter_phase(Phase.ABORT)
+            rank.abort(why)
