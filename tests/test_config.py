@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+
+import pytest
+
+from odyssey_megatron.config import (
+    INJECTION_POINTS,
+    Injection,
+    OdysseyConfig,
+    add_arguments,
+    config_from,
+    config_from_argv,
+    parse_injections,
+)
+from odyssey_megatron.errors import ConfigError
+
+FROZEN = {
+    "policy": "auto",
+    "device": "cuda",
+    "float64": "off",
+    "run_dir": "odyssey-run",
+    "inject": "",
+    "profile": "",
+    "profile_steps": 5,
+    "trace_steps": 2,
+    "horizon_s": 3600.0,
+    "mtbf_s": 21600.0,
+    "heartbeat_s": 0.05,
+    "hang_s": 5.0,
+    "node_lease_s": 3.0,
+    "build_timeout_s": 5.0,
+    "op_timeout_s": 60.0,
+    "recovery_timeout_s": 30.0,
+    "store_timeout_s": 120.0,
+}
+"""Launch lines depend on these: a flag may be added, never renamed, and a default not changed silently."""
+
+
+def flag_of(name: str) -> str:
+    return "--odyssey-" + name.replace("_", "-")
+
+
+def test_flags_and_defaults_are_frozen():
+    assert {one.name: one.default for one in fields(OdysseyConfig)} == FROZEN
+
+
+def test_every_number_of_seconds_says_so_in_its_name_and_help():
+    for one in fields(OdysseyConfig):
+        if type(one.default) is float:
+            assert one.name.endswith("_s")
+            assert "seconds" in one.metadata["help"]
+
+
+def test_the_parser_offers_every_flag_with_help():
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    text = parser.format_help()
+    assert all(flag_of(one.name) in text for one in fields(OdysseyConfig))
+    assert config_from(parser.parse_args([]), {}) == OdysseyConfig()
+
+
+def test_a_flag_beats_the_variable_which_beats_the_default():
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    environ = {"ODYSSEY_POLICY": "reroute", "ODYSSEY_HANG_S": "7.5", "ODYSSEY_PROFILE_STEPS": "9"}
+    config = config_from(parser.parse_args(["--odyssey-policy", "replan"]), environ)
+    assert (config.policy, config.hang_s, config.profile_steps) == ("replan", 7.5, 9)
+
+
+def test_settings_are_found_among_another_program_s_flags(monkeypatch):
+    monkeypatch.delenv("ODYSSEY_DEVICE", raising=False)
+    argv = ["--num-layers", "8", "--odyssey-device", "cpu", "--lr=3e-3", "--odyssey-hang-s=2", "-x"]
+    config = config_from_argv(argv)
+    assert (config.device, config.hang_s) == ("cpu", 2.0)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--odyssey-policy", "pray"], "'pray' is unknown; use one of auto, reroute, replan"),
+        (["--odyssey-polcy", "auto"], "unknown flag --odyssey-polcy; known: --odyssey-policy"),
+        (["--odyssey-hang-s", "soon"], "--odyssey-hang-s"),
+        (["--odyssey-hang-s", "-1"], "--odyssey-hang-s must be positive, found -1"),
+        (["--odyssey-heartbeat-s", "9"], "--odyssey-heartbeat-s (9.0 s) must be below --odyssey-hang-s"),
+        (["--odyssey-hang-s", "61"], "--odyssey-hang-s (61.0 s) must be below --odyssey-op-timeout-s"),
+        (["--odyssey-inject", "rank=1"], "at, step is missing"),
+    ],
+)
+def test_bad_input_is_one_paragraph_that_names_the_flag(argv, message):
+    with pytest.raises(ConfigError) as caught:
+        config_from_argv(argv)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_bad_variable_is_named():
+    with pytest.raises(ConfigError, match="ODYSSEY_HANG_S='soon' is not a float"):
+        config_from(argparse.Namespace(), {"ODYSSEY_HANG_S": "soon"})
+
+
+def test_injections_are_parsed():
+    text = "rank=5,step=7,at=backward; rank=0, step=9, at=reduce, signal=STOP, microbatch=3, generation=2;"
+    assert parse_injections(text) == (
+        Injection(rank=5, step=7, at="backward"),
+        Injection(rank=0, step=9, at="reduce", signal="STOP", microbatch=3, generation=2),
+    )
+    assert parse_injections("") == ()
+    for point in INJECTION_POINTS:
+        assert parse_injections(f"rank=0,step=0,at={point}")[0].at == point
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("rank=5,step=7", "at is missing"),
+        ("rank=5,step=7,at=lunch", "at=lunch is unknown; use one of forward"),
+        ("rank=5,step=7,at=forward,signal=HUP", "signal=HUP is unknown; use one of KILL, STOP"),
+        ("rank=five,step=7,at=forward", "rank must be a whole number, found 'five'"),
+        ("rank=5,rank=6,step=7,at=forward", "cannot read 'rank=6'"),
+        ("rank=5,step=7,at=forward,when=now", "cannot read 'when=now'"),
+        ("5:7:forward", "cannot read '5:7:forward'"),
+    ],
+)
+def test_bad_injections_say_what_is_wrong(text, message):
+    with pytest.raises(ConfigError, match="--odyssey-inject") as caught:
+        OdysseyConfig(inject=text)
+    assert message in str(caught.value)
