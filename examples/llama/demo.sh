@@ -15,7 +15,7 @@ rm -rf "$out/undisturbed" "$out/shot-at" "$out/report"
 train() { # run-dir, then further flags
   local run_dir="$1"
   shift
-  odyssey run --nproc-per-node 8 --preload megatron.core.models.gpt \
+  odyssey run --nproc-per-node 8 --preload odyssey_megatron.mcore.cpu_preload \
     "$checkout/examples/llama/pretrain_llama.py" \
     --pipeline-model-parallel-size 4 \
     --num-layers 8 --hidden-size 64 --ffn-hidden-size 192 \

@@ -1,0 +1,61 @@
+"""Bars that a benchmark must clear, and how every benchmark prints its result.
+
+    bars = [at_most("detect_ms", median(detect_ms), 50), at_least("restart_over_stall", ratio, 20)]
+    sys.exit(finish({"ranks": 8, "kills": 12, "detect_ms": summarize(detect_ms)}, bars, as_json=args.json))
+
+The JSON is one object on the last line of stdout, with ``"bars": [{"name", "value", "bar", "ok"}]`` last.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """One measured value beside the value that it is held to. The unit is in the name."""
+
+    name: str
+    value: float
+    bar: str
+    ok: bool
+
+
+def at_most(name: str, value: float, limit: float) -> Bar:
+    """NaN does not clear a bar."""
+    return Bar(name=name, value=value, bar=f"<= {limit:g}", ok=value <= limit)
+
+
+def at_least(name: str, value: float, limit: float) -> Bar:
+    return Bar(name=name, value=value, bar=f">= {limit:g}", ok=value >= limit)
+
+
+def summarize(values: Sequence[float]) -> dict[str, float]:
+    """Median and spread: a median alone hides the tail."""
+    if not values:
+        return {"count": 0, "median": math.nan, "min": math.nan, "max": math.nan}
+    return {
+        "count": len(values),
+        "median": statistics.median(values),
+        "min": min(values),
+        "max": max(values),
+    }
+
+
+def finish(measurements: Mapping[str, Any], bars: Sequence[Bar], *, as_json: bool) -> int:
+    """Prints everything; the exit code is 1 if a bar is missed, or if there was none."""
+    machine = {"cpus": os.cpu_count(), "load_1min": round(os.getloadavg()[0], 2)}
+    if as_json:
+        print(json.dumps({**measurements, "machine": machine, "bars": [asdict(bar) for bar in bars]}))
+    else:
+        for name, value in {**measurements, "machine": machine}.items():
+            print(f"{name}: {value}")
+        for bar in bars:
+            print(f"{'ok    ' if bar.ok else 'MISSED'} {bar.name} = {bar.value:.4g} ({bar.bar})")
+    return 0 if bars and all(bar.ok for bar in bars) else 1

@@ -1,0 +1,152 @@
+"""The example's model under Megatron-Core alone: its own groups, 1F1B, DDP, optimizer. Nothing of Odyssey runs in a step.
+
+Started like the example (same flags, same initial weights, same samples in each microbatch), as plain processes:
+
+    stock_megatron.py --world-size 8 --out steps.json [flags of pretrain_llama.py]
+
+Writes {"loss": [...], "step_s": [...]} of the steps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "llama"))
+
+from odyssey_megatron.mcore import cpu_preload  # isort: skip  # noqa: F401 - the CPU device first
+import corpus
+import pretrain_llama
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_attr_wrapped_model
+
+from odyssey_megatron.mcore import rng
+from odyssey_megatron.mcore.layers import HeldLayer
+
+
+class ReplicaBatches:
+    """The microbatches that Odyssey's failure-free layout gives to this replica, in its order."""
+
+    def __init__(self, dataset: Any, args: Any):
+        self._dataset, self._args, self._sample = dataset, args, 0
+        self._replica, self._replicas = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+
+    def __next__(self) -> Any:
+        args = self._args
+        per_step = args.global_batch_size // args.micro_batch_size // self._replicas
+        step, index = divmod(self._sample, per_step)
+        self._sample += 1
+        microbatch = index * self._replicas + self._replica
+        first = step * args.global_batch_size + microbatch * args.micro_batch_size
+        return torch.utils.data.default_collate(
+            [self._dataset[sample] for sample in range(first, first + args.micro_batch_size)]
+        )
+
+
+def build_model(args: Any, spec: Any) -> Any:
+    """A stage as GPTModel itself builds it, with Odyssey's initial weights."""
+    config, groups = spec.config, ProcessGroupCollection.use_mpu_process_groups()
+    config.pipeline_model_parallel_size = args.pipeline_model_parallel_size
+    config.finalize_model_grads_func = finalize_model_grads
+    first, last = mpu.is_pipeline_first_stage(), mpu.is_pipeline_last_stage()
+    model = GPTModel(
+        config, spec.layer_spec, vocab_size=corpus.VOCAB_SIZE, max_sequence_length=args.seq_length, pre_process=first,
+        post_process=last, share_embeddings_and_output_weights=False, position_embedding_type="rope",
+        pg_collection=groups,
+    )  # fmt: skip
+    model.model_type = ModelType.encoder_or_decoder
+    seeds = rng.LayerSeeds(spec.seed)
+
+    def copy(target: torch.nn.Module, layer: int, part: str) -> None:
+        target.load_state_dict(HeldLayer(spec, layer, groups, seeds).parts[part].state_dict())
+
+    if first:
+        copy(model.embedding, 0, "embedding")
+    for layer in model.decoder.layers:
+        copy(layer, layer.layer_number, "layer")
+    if last:
+        copy(model.decoder.final_layernorm, spec.head, "final_layernorm")
+        copy(model.output_layer, spec.head, "output_layer")
+    return DistributedDataParallel(config, spec.ddp_config, model, pg_collection=groups)
+
+
+def train(args: Any, dataset: Any) -> dict[str, list[float]]:
+    spec = pretrain_llama.model_spec(args, float64=False)
+    rng.initialize(args.seed)
+    model = build_model(args, spec)
+    optimizer = get_megatron_optimizer(spec.optimizer_config, [model])
+    scheduler = OptimizerParamScheduler(optimizer, **pretrain_llama.scheduler_arguments(args))
+    batches, step_function = ReplicaBatches(dataset, args), get_forward_backward_func()
+    result: dict[str, list[float]] = {"loss": [], "step_s": []}
+    for _ in range(args.train_iters):
+        began_s = time.monotonic()
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        losses = step_function(
+            forward_step_func=pretrain_llama.forward_step,
+            data_iterator=batches,
+            model=[model],
+            num_microbatches=args.global_batch_size
+            // args.micro_batch_size
+            // mpu.get_data_parallel_world_size(),
+            seq_length=args.seq_length,
+            micro_batch_size=args.micro_batch_size,
+            forward_only=False,
+        )
+        optimizer.step()
+        scheduler.step(args.global_batch_size)
+        total = sum((one["lm loss"] for one in losses), torch.zeros(2))
+        dist.all_reduce(total)
+        result["loss"].append(float(total[0] / total[1]))
+        result["step_s"].append(time.monotonic() - began_s)
+    return result
+
+
+def run_rank(rank: int, world_size: int, port: int, args: Any, run_dir: str, out: Path) -> None:
+    store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    mpu.initialize_model_parallel(1, args.pipeline_model_parallel_size)
+    for turn in (0, 1):
+        if (rank == 0) == (turn == 0):
+            dataset = pretrain_llama.build_dataset(args, run_dir)
+        dist.barrier()
+    result = train(args, dataset)
+    if rank == 0:
+        out.write_text(json.dumps(result))
+    dist.barrier()
+
+
+def main() -> None:
+    world_size, out = int(sys.argv[2]), Path(sys.argv[4])
+    sys.argv[1:5] = []
+    args = pretrain_llama.parse_arguments()
+    run_dir = pretrain_llama.config_from(args).run_dir
+    port = 20000 + os.getpid() % 20000
+    children = []
+    for rank in range(world_size):
+        child = os.fork()
+        if child == 0:
+            run_rank(rank, world_size, port, args, run_dir, out)
+            os._exit(0)
+        children.append(child)
+    statuses = [os.waitpid(child, 0)[1] for child in children]
+    sys.exit(1 if any(statuses) else 0)
+
+
+if __name__ == "__main__":
+    main()

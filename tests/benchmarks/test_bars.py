@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+import json
+import math
+
+from .bars import at_least, at_most, finish, summarize
+
+
+def test_bars_come_last_and_a_missed_one_is_exit_code_1(capsys):
+    bars = [at_most("detect_ms", 12.0, 50), at_least("restart_over_stall", 19.9, 20)]
+    assert finish({"ranks": 8, "detect_ms": summarize([10.0, 12.0, 40.0])}, bars, as_json=True) == 1
+    got = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert list(got)[-1] == "bars"
+    assert got["bars"][0] == {"name": "detect_ms", "value": 12.0, "bar": "<= 50", "ok": True}
+    assert got["bars"][1]["ok"] is False
+    assert got["detect_ms"] == {"count": 3, "median": 12.0, "min": 10.0, "max": 40.0}
+
+
+def test_all_cleared_is_0_and_nothing_measured_is_not(capsys):
+    assert finish({}, [at_most("x", 1.0, 1.0)], as_json=False) == 0
+    assert "ok     x = 1 (<= 1)" in capsys.readouterr().out
+    assert finish({}, [at_most("x", math.nan, 1.0)], as_json=False) == 1
+    assert finish({}, [], as_json=True) == 1

@@ -1,0 +1,44 @@
+"""What the documentation says about the code is true of the code."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+
+import pytest
+
+from odyssey_megatron.config import OdysseyConfig
+
+BEGIN, END = r"<!-- flags: begin[^>]*-->\n", r"<!-- flags: end -->"
+
+
+def flags_table() -> str:
+    lines = ["| flag | default | meaning |", "|---|---|---|"]
+    for one in fields(OdysseyConfig):
+        choices = one.metadata.get("choices")
+        meaning = (f"{', '.join(choices)}: " if choices else "") + one.metadata["help"]
+        default = f"`{one.default}`" if one.default != "" else ""
+        lines.append(
+            f"| `--odyssey-{one.name.replace('_', '-')}` | {default} | {meaning.replace('|', '/')} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def test_the_flags_table_is_the_dataclass(checkout):
+    match = re.search(BEGIN + "(.*?)" + END, (checkout / "README.md").read_text(), re.DOTALL)
+    assert match is not None
+    assert match.group(1) == flags_table(), "paste this into README.md:\n" + flags_table()
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
+def test_files_that_are_named_exist(checkout, document):
+    text = (checkout / document).read_text()
+    named = set(re.findall(r"\b(?:odyssey_megatron|tests|examples|\.ci)/[\w/.]*\w", text))
+    missing = sorted(name for name in named if not (checkout / name).exists())
+    assert not missing
+
+
+def test_the_first_screen_of_the_readme_says_what_to_type(checkout):
+    first = "\n".join((checkout / "README.md").read_text().splitlines()[:30])
+    for text in ("examples/llama/demo.sh", "tests/run.sh", "recover.py", "launch/"):
+        assert text in first
