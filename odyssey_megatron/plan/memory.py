@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Hop, Layout
 
@@ -41,6 +42,12 @@ def one_f_one_b_bytes(layout: Layout, costs: Costs, extra: int = 0) -> dict[int,
     return caps
 
 
+def fullest_bytes(layout: Layout, costs: Costs) -> int:
+    """What the worker that is fullest under 1F1B needs: a budget that all have where memory is not known."""
+    state, activations = state_bytes(layout, costs), one_f_one_b_bytes(layout, costs)
+    return max(state[worker] + activations[worker] for worker in state)
+
+
 def minimum_bytes(layout: Layout, costs: Costs) -> dict[int, int]:
     """Worker -> bytes of activations below which some order of the routes cannot finish.
 
@@ -64,10 +71,19 @@ def activation_caps(
         extra: microbatches above 1F1B's in-flight number.
         budget_bytes: what one worker has for state and activations; then all of it that the state leaves
             may be used, wherever in the pipeline the worker sits, and ``extra`` does not matter.
+
+    Raises:
+        PlanInfeasible: ``budget_bytes`` is too small for some worker; says what it needs at the least.
     """
     floor = minimum_bytes(layout, costs)
     if budget_bytes is None:
         wanted: Mapping[int, int] = one_f_one_b_bytes(layout, costs, extra)
         return {worker: max(floor[worker], wanted[worker]) for worker in floor}
     state = state_bytes(layout, costs)
+    for worker, least in floor.items():
+        if state[worker] + least > budget_bytes:
+            raise PlanInfeasible(
+                f"worker {worker} needs {state[worker] + least} bytes ({state[worker]} of state, {least} of "
+                f"activations at the least), {budget_bytes} are there"
+            )
     return {worker: budget_bytes - state[worker] for worker in floor}

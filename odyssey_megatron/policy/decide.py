@@ -13,7 +13,7 @@ from odyssey_megatron.plan.bound import lower_bound_s
 from odyssey_megatron.plan.generate import Order, lower, order_routes
 from odyssey_megatron.plan.generation import CandidateRow
 from odyssey_megatron.plan.layout import Layout, megatron_layout
-from odyssey_megatron.plan.memory import activation_caps
+from odyssey_megatron.plan.memory import activation_caps, fullest_bytes
 from odyssey_megatron.plan.plan import Plan, Transfer
 from odyssey_megatron.plan.simulate import step_end_s
 from odyssey_megatron.plan.transfer import living_holders, plan_transfers, transfer_s
@@ -195,7 +195,11 @@ def _work_out(case: _Case, name: str, layout: Layout, note: str) -> _Candidate:
 
 
 def _caps(layout: Layout, profile: Profile) -> dict[int, int]:
-    return activation_caps(layout, profile.costs, budget_bytes=profile.costs.memory_bytes)
+    """Workers are alike, so where memory is not known each may fill what 1F1B's fullest worker needs."""
+    budget = profile.costs.memory_bytes
+    if budget is None:
+        budget = fullest_bytes(layout, profile.costs)
+    return activation_caps(layout, profile.costs, budget_bytes=budget)
 
 
 def _choose(

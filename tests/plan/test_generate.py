@@ -2,7 +2,14 @@ import pytest
 
 from odyssey_megatron.errors import LayoutInvalid, PlanInfeasible
 from odyssey_megatron.plan.generate import build_schedule, independent, order_routes
-from odyssey_megatron.plan.layout import Hop, Layout, Route, layout_from_routes, megatron_layout, pipeline_route
+from odyssey_megatron.plan.layout import (
+    Hop,
+    Layout,
+    Route,
+    layout_from_routes,
+    megatron_layout,
+    pipeline_route,
+)
 from odyssey_megatron.plan.memory import activation_caps, one_f_one_b_bytes
 from odyssey_megatron.plan.schedule import COMPUTE, Op, schedule_from_text
 from odyssey_megatron.plan.simulate import simulate

@@ -1,0 +1,98 @@
+import pytest
+
+from odyssey_megatron.errors import PlanInfeasible
+from odyssey_megatron.plan.generate import build_schedule, order_routes
+from odyssey_megatron.plan.layout import Hop, layout_from_routes, pipeline_route
+from odyssey_megatron.plan.verify import verify
+from odyssey_megatron.policy.candidates import merge_hops, reroute
+from tests.plan.samples import uniform_costs
+from tests.plan.test_generate import pipelines
+
+
+def slots(layout, costs, in_flight):
+    caps = dict.fromkeys(layout.workers, in_flight)
+    schedule = build_schedule(layout, costs, in_flight_cap=caps)
+    return verify(layout, schedule, costs, in_flight_cap=caps).step_s
+
+
+def alive_without(layout, *dead):
+    return set(layout.workers) - set(dead)
+
+
+def test_slots_of_recycle():
+    """ReCycle's example (papers.md §7.2, 1): 3 pipelines, 4 stages, 6 microbatches, f = i = w = 1.
+
+    27 failure-free and 36 with a failed end stage, fused; the split backward brings the end stage to 30 and an
+    interior one to the exact optimum of 29 for a step that ends with a flush.
+    """
+    layout = pipelines(4, 3, 6)
+    fused = uniform_costs(4, input_grad_s=2.0, weight_grad_s=0.0)
+    assert slots(layout, fused, 4) == 27
+    assert slots(reroute(layout, alive_without(layout, 9), fused), fused, 6) == 36
+    split = uniform_costs(4)
+    assert slots(reroute(layout, alive_without(layout, 9), split), split, 5) == 30
+    assert slots(reroute(layout, alive_without(layout, 6), split), split, 5) == 29
+
+
+def test_work_of_the_dead_is_spread_evenly():
+    layout = pipelines(4, 3, 6)
+    after = reroute(layout, alive_without(layout, 3), uniform_costs(4))
+    load = dict.fromkeys(after.workers, 0)
+    for route in after.routes:
+        for hop in route.hops:
+            load[hop.worker] += len(route.microbatches)
+    assert (load[4], load[5]) == (9, 9)
+    assert all(load[worker] == 6 for worker in load if worker not in (4, 5))
+    assert after.holders[1] == (4, 5)
+
+
+def test_several_dead_also_in_one_pipeline_and_one_stage():
+    layout = pipelines(4, 4, 4)
+    after = reroute(layout, alive_without(layout, 0, 4, 5, 15), uniform_costs(4))
+    assert after.holders == ((1, 2, 3), (6, 7), (8, 9, 10, 11), (12, 13, 14))
+    verify(after, build_schedule(after, uniform_costs(4)))
+
+
+def test_a_second_failure_on_top_of_a_first():
+    layout = pipelines(2, 3, 6)
+    first = reroute(layout, alive_without(layout, 0), uniform_costs(2))
+    second = reroute(first, alive_without(layout, 0, 1), uniform_costs(2))
+    assert second.holders == ((2,), (3, 4, 5))
+    verify(second, build_schedule(second, uniform_costs(2)))
+
+
+def test_a_slow_holder_gets_less():
+    layout = pipelines(1, 3, 4)
+    after = reroute(layout, {1, 2}, uniform_costs(1), {1: 0.5})
+    shares = {route.hops[0].worker: len(route.microbatches) for route in after.routes}
+    assert order_routes(after, uniform_costs(1), speeds={1: 0.5}).done_s == {1: 24.0, 2: 24.0}
+    assert sum(shares.values()) == 12
+
+
+def test_ragged_holders_take_over_in_pieces():
+    ragged = layout_from_routes(
+        4,
+        (
+            pipeline_route((0, 1), (2, 4), (0,)),
+            pipeline_route((2, 3, 4), (1, 3, 4), (1,)),
+        ),
+    )
+    after = reroute(ragged, {0, 1, 2, 4}, uniform_costs(4))
+    assert after.routes[1].hops == (
+        Hop(worker=2, first=0, last=1),
+        Hop(worker=0, first=1, last=2),
+        Hop(worker=1, first=2, last=3),
+        Hop(worker=4, first=3, last=4),
+    )
+
+
+def test_no_other_holder_is_refused_with_the_reason():
+    layout = pipelines(2, 2, 2)
+    with pytest.raises(PlanInfeasible, match=r"no other holder of layer\(s\) 1 of worker\(s\) \[2, 3\]"):
+        reroute(layout, {0, 1}, uniform_costs(2))
+
+
+def test_neighbouring_visits_become_one():
+    a, b = Hop(worker=1, first=0, last=1), Hop(worker=1, first=1, last=3)
+    c = Hop(worker=2, first=3, last=4)
+    assert merge_hops([a, b, c]) == (Hop(worker=1, first=0, last=3), c)

@@ -1,0 +1,101 @@
+from dataclasses import replace
+
+import pytest
+
+from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.policy.profile import Observation, Profile, calibrate, estimated_profile, load_profile
+from tests.plan.samples import uniform_costs
+
+LLAMA = estimated_profile(
+    num_transformer_layers=8,
+    hidden_size=512,
+    ffn_hidden_size=1408,
+    num_attention_heads=8,
+    num_query_groups=2,
+    seq_length=256,
+    micro_batch_size=2,
+    vocab_size=1000,
+)
+
+
+def seen(first, last, forward_s, samples=10):
+    return Observation(
+        first=first,
+        last=last,
+        samples=samples,
+        forward_s=forward_s,
+        input_grad_s=forward_s,
+        weight_grad_s=2 * forward_s,
+    )
+
+
+def test_spans_give_layer_times():
+    """Embedding 0.1, transformer 1, head 0.5, from the three stages of a pipeline."""
+    profile = Profile(costs=uniform_costs(6, ends=True))
+    after = calibrate(profile, [seen(0, 3, 2.1), seen(3, 5, 2.0), seen(5, 8, 2.5)])
+    forward = [layer.forward_s for layer in after.costs.layers]
+    assert forward == pytest.approx([0.1, 1, 1, 1, 1, 1, 1, 0.5], abs=0.01)
+    assert [layer.weight_grad_s for layer in after.costs.layers] == pytest.approx(
+        [2 * value for value in forward]
+    )
+    assert (after.source, after.samples) == ("measured", 30)
+
+
+def test_one_span_scales_the_estimate():
+    after = calibrate(LLAMA, [seen(0, 10, 3.0)])
+    before = [layer.forward_s for layer in LLAMA.costs.layers]
+    ratio = 3.0 / sum(before)
+    assert [layer.forward_s for layer in after.costs.layers] == pytest.approx(
+        [value * ratio for value in before], rel=0.05
+    )
+
+
+def test_never_negative():
+    after = calibrate(Profile(costs=uniform_costs(2, ends=True)), [seen(0, 2, 0.1), seen(1, 2, 5.0)])
+    assert min(layer.forward_s for layer in after.costs.layers) >= 0
+
+
+def test_a_span_that_shared_costs_cannot_explain_gets_its_own():
+    profile = Profile(costs=uniform_costs(6, ends=True))
+    spans = [seen(0, 3, 2.0), seen(3, 5, 6.0), seen(5, 8, 2.0)]
+    layers = calibrate(profile, spans).costs.layers
+    assert sum(layer.forward_s for layer in layers[3:5]) == pytest.approx(6.0)
+    assert sum(layer.forward_s for layer in layers[0:3]) == pytest.approx(2.0)
+
+
+def test_nothing_measured_changes_nothing():
+    assert calibrate(LLAMA, []) is LLAMA
+    assert calibrate(LLAMA, [seen(0, 2, 1.0, samples=0)]) is LLAMA
+
+
+def test_file_round_trip(tmp_path):
+    path = tmp_path / "profile.json"
+    LLAMA.save(path)
+    assert load_profile(path) == LLAMA
+    path.write_text("{}")
+    with pytest.raises(ConfigError, match=r"--odyssey-profile .*profile\.json"):
+        load_profile(path)
+    with pytest.raises(ConfigError):
+        load_profile(tmp_path / "missing.json")
+
+
+def test_estimate_counts_parameters_and_flops():
+    transformer = LLAMA.costs.layers[1]
+    weights = 2 * 512 * 512 + 2 * 512 * 128 + 3 * 512 * 1408
+    assert transformer.parameter_bytes == 2 * 2 * (weights + 2 * 512)
+    assert transformer.weight_grad_s == pytest.approx(2 * 512 * weights / 2e14)
+    assert transformer.forward_s > transformer.weight_grad_s
+    assert LLAMA.costs.layers[-1].forward_s == pytest.approx(2 * 512 * 1000 * 512 / 2e14)
+    halved = estimated_profile(
+        num_transformer_layers=1,
+        hidden_size=512,
+        ffn_hidden_size=1408,
+        num_attention_heads=8,
+        num_query_groups=2,
+        seq_length=256,
+        micro_batch_size=2,
+        vocab_size=1000,
+        tensor_parallel_size=2,
+    )
+    assert halved.costs.layers[1].forward_s == pytest.approx(transformer.forward_s / 2)
+    assert replace(halved.costs, layers=()).message_bytes * 2 == LLAMA.costs.message_bytes
