@@ -6,6 +6,7 @@ import io
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import matplotlib as mpl
@@ -19,8 +20,8 @@ from odyssey_megatron.metrics.run import Run, lost, milliseconds
 from odyssey_megatron.metrics.traces import Box, ExecutedStep, before_and_after
 
 _DPI = 160
-_LABELS_UP_TO = 6
-"""With more recoveries than this their marks carry only the number that the table has too."""
+_LABEL_WIDTH = 0.14
+"""Of the plot. Where failures are closer, their marks carry only the number that the table has too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +180,7 @@ def loss_figure(run: Run, reference: Run | None, theme: Theme) -> Figure:
     bottom.set_xlabel("step")
     bottom.xaxis.set_major_locator(MaxNLocator(integer=True))
     _mark_failures(top, run.recoveries, theme)
-    top.legend(loc="upper right")
+    top.legend(loc="lower left")
     return figure
 
 
@@ -240,10 +241,12 @@ def _mark_failures(
     by_step: dict[int, list[int]] = {}
     for i, row in enumerate(recoveries):
         by_step.setdefault(row.step, []).append(i)
+    by_step.pop(-1, None)
     above = axes.get_xaxis_transform()
+    left, right = axes.get_xlim()
+    width = _LABEL_WIDTH * (right - left)
+    room = all(b - a > width for a, b in pairwise(sorted(by_step)))
     for step, struck in by_step.items():
-        if step < 0:
-            continue
         axes.axvline(step, color=theme.failure, linewidth=1, linestyle=(0, (4, 3)), alpha=0.8)
         box = {"boxstyle": "circle,pad=0.28" if len(struck) == 1 else "round,pad=0.3,rounding_size=0.8"}
         axes.text(
@@ -258,16 +261,17 @@ def _mark_failures(
             color=theme.surface,
             bbox=box | {"facecolor": theme.failure, "edgecolor": "none"},
         )
-        if len(by_step) > _LABELS_UP_TO:
+        if not room:
             continue
+        side = 1 if step + width < right else -1
         lines = [f"{lost(recoveries[i])} lost" for i in struck] + [recoveries[struck[-1]].policy]
         axes.annotate(
             "\n".join(lines + [notes[i] for i in struck if notes and notes[i]]),
             (step, 0.985),
             xycoords=above,
-            xytext=(5, 0),
+            xytext=(5 * side, 0),
             textcoords="offset points",
-            ha="left",
+            ha="left" if side > 0 else "right",
             va="top",
             fontsize=8,
             linespacing=1.25,
