@@ -11,7 +11,7 @@ from typing import Any
 from odyssey_megatron.codec import to_jsonable
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.metrics.journal import read_journal
-from odyssey_megatron.metrics.recoveries import Decision, Recovery, decisions, named, recoveries
+from odyssey_megatron.metrics.recoveries import Decision, JournalEvent, Recovery, decisions, named, recoveries
 from odyssey_megatron.metrics.steps import (
     CommittedStep,
     LossDifference,
@@ -46,7 +46,7 @@ def read_run(run_dir: str | Path) -> Run:
             "started with (--odyssey-run-dir)."
         )
     try:
-        events = list(read_journal(folder))
+        events = _last_job(list(read_journal(folder)))
         steps = committed_steps(events)
         run = Run(
             name=folder.name,
@@ -69,6 +69,12 @@ def read_run(run_dir: str | Path) -> Run:
             "before its first step, so there is nothing to report. Its output says why."
         )
     return run
+
+
+def _last_job(events: list[JournalEvent]) -> list[JournalEvent]:
+    """A folder may be used again; journals are appended to, and the report is on the latest job."""
+    starts = [i for i, event in enumerate(events) if event["event"] == "job_started"]
+    return events[starts[-1] :] if starts else events
 
 
 def summary(run: Run, reference: Run | None) -> dict[str, Any]:

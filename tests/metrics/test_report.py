@@ -58,6 +58,17 @@ def test_the_terminal_gets_the_table_and_the_path(runs, capsys, tmp_path):
     assert text.rstrip().endswith(f"report: {tmp_path / 'index.html'}")
 
 
+def test_a_folder_that_is_used_again_reports_on_the_latest_job(runs, tmp_path, capsys):
+    shutil.copytree(runs["shot_at"], tmp_path / "run")
+    for path in (runs["undisturbed"] / "journal").iterdir():
+        later = re.sub(r'"wall_s":1(?=\d{9}\.)', '"wall_s":2', path.read_text())
+        with (tmp_path / "run" / "journal" / path.name).open("a") as file:
+            file.write(later)
+    assert main([str(tmp_path / "run"), "--json"]) == 0
+    got = json.loads(capsys.readouterr().out)
+    assert (got["steps"], got["recoveries"], got["samples"]["ok"]) == (STEPS, [], True)
+
+
 def test_bad_input_is_one_paragraph_and_exit_code_2(runs, tmp_path, capsys):
     Journal(tmp_path / "empty", source="agent0").event("job_started", world_size=2, nodes=[0, 0])
     broken = tmp_path / "broken"
