@@ -1,0 +1,166 @@
+"""The wire of the control plane: one store, keys under the job's prefix, values sealed with its token.
+
+The store is torch's ``TCPStore``; it has no authentication of its own. Every value therefore carries a keyed
+digest over (key, text): what was not written by a holder of the job's token is refused. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from odyssey_megatron.cluster.events import Event, event_from_jsonable, event_to_jsonable
+from odyssey_megatron.codec import to_json
+from odyssey_megatron.errors import ControlPlaneLost
+
+EVENTS = "events"
+"""Queue of events, read by the coordinator only. FIFO: see ``Control.send``."""
+JOB = "job"
+REFUSED = "refused"
+"""The first rank's one-paragraph ConfigError."""
+ALL_FINISHED = "all-finished"
+VERDICT = "verdict"
+"""Exit code of the job, and why: the coordinator's last word to the agents."""
+
+_DIGEST_CHARS = 32
+_IDLE_TIMEOUT = timedelta(days=365)
+
+
+def generation_key(number: int) -> str:
+    return f"generation/{number}"
+
+
+def digest_key(rank: int) -> str:
+    return f"{JOB}/digest/{rank}"
+
+
+def observations_key(rank: int) -> str:
+    return f"observations/{rank}"
+
+
+def lease_key(node: int) -> str:
+    return f"lease/{node}"
+
+
+class Control:
+    """One connection to the store. Calls of several threads queue up behind each other.
+
+    Raises, from every method: ControlPlaneLost if the connection is gone.
+    """
+
+    def __init__(self, store: dist.Store, token: str):
+        self._key = hashlib.sha256(b"odyssey seal " + token.encode()).digest()
+        prefix = hashlib.sha256(b"odyssey prefix " + token.encode()).hexdigest()[:16]
+        self.store = dist.PrefixStore(f"odyssey/{prefix}", store)
+        """The raw store under the job's prefix: for counters and addresses, which are checked elsewhere."""
+
+    @classmethod
+    def connect(cls, host: str, port: int, token: str, *, timeout_s: float = 60.0) -> Control:
+        """A client of the store at ``host:port``; later waits are unlimited unless they name a limit."""
+        # Each connect makes a reverse lookup of the server's address; a resolver that drops bursts would
+        # cost seconds a rank.
+        os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+        try:
+            store = dist.TCPStore(
+                host, port, None, False, timedelta(seconds=timeout_s), wait_for_workers=False
+            )
+        except dist.DistError as error:
+            raise ControlPlaneLost(f"no store at {host}:{port} within {timeout_s} s: {error}") from error
+        store.set_timeout(_IDLE_TIMEOUT)
+        return cls(store, token)
+
+    def seal(self, key: str, text: str) -> str:
+        """``text`` with its keyed digest in front. The digest covers ``key``: no value works elsewhere."""
+        body = f"{key}\0{text}".encode()
+        return hmac.new(self._key, body, hashlib.sha256).hexdigest()[:_DIGEST_CHARS] + text
+
+    def unseal(self, key: str, value: bytes) -> str:
+        """Inverse of :meth:`seal`. Raises ValueError for what no holder of the token has sealed."""
+        sealed = value.decode()
+        text = sealed[_DIGEST_CHARS:]
+        if not hmac.compare_digest(self.seal(key, text).encode(), value):
+            raise ValueError(f"{key}: not sealed with this job's token")
+        return text
+
+    def put(self, key: str, text: str) -> None:
+        with _lost():
+            self.store.set(key, self.seal(key, text))
+
+    def put_first(self, key: str, text: str) -> bool:
+        """Sets ``key`` unless somebody has; True if this call did."""
+        sealed = self.seal(key, text)
+        with _lost():
+            return self.store.compare_set(key, "", sealed) == sealed.encode()
+
+    def get(self, key: str, *, timeout_s: float | None = None) -> str:
+        """The value, once there is one. Raises TimeoutError, or ValueError if it is not ours."""
+        self.wait([key], timeout_s)
+        with _lost():
+            return self.unseal(key, self.store.get(key))
+
+    def peek(self, key: str) -> str | None:
+        """The value, or None if there is none yet."""
+        with _lost():
+            return self.unseal(key, self.store.get(key)) if self.store.check([key]) else None
+
+    def wait(self, keys: Sequence[str], timeout_s: float | None = None) -> None:
+        """Until all ``keys`` are set. Raises TimeoutError."""
+        limit = _IDLE_TIMEOUT if timeout_s is None else timedelta(seconds=timeout_s)
+        with _lost():
+            self.store.wait(list(keys), limit)
+
+    def count(self, key: str) -> int:
+        """Adds one to a counter and returns it."""
+        with _lost():
+            return self.store.add(key, 1)
+
+    def send(self, event: Event, *, acknowledged: bool = False) -> None:
+        """Queues an event for the coordinator, in one atomic operation (the sender may die any moment).
+
+        Args:
+            acknowledged: return only when the store has it, so that nothing that another process sends
+                after this can be read before it.
+        """
+        text = to_json(event_to_jsonable(event))
+        with _lost():
+            self.store.queue_push(EVENTS, self.seal(EVENTS, text))
+            if acknowledged:
+                self.store.queue_len(EVENTS)  # answered in order on this connection
+
+    def events(self, timeout_s: float) -> list[Event | str]:
+        """All queued events, at least one unless ``timeout_s`` passes; a malformed one as a text about it."""
+        found: list[Event | str] = []
+        try:
+            self.wait([EVENTS], timeout_s)
+        except TimeoutError:
+            return found
+        with _lost():
+            while self.store.queue_len(EVENTS):
+                found.append(self._parse(self.store.queue_pop(EVENTS)))
+        return found
+
+    def _parse(self, value: bytes) -> Event | str:
+        try:
+            return event_from_jsonable(json.loads(self.unseal(EVENTS, value)))
+        except ValueError as error:
+            return f"{error}: {value[:80]!r}"
+
+
+class _lost:
+    """Turns torch's store errors into ours."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, dist.DistStoreError):
+            raise TimeoutError(str(error).splitlines()[0]) from error
+        if isinstance(error, dist.DistNetworkError):
+            first_line = str(error).splitlines()[0]
+            raise ControlPlaneLost(f"the coordinator's store is gone: {first_line}") from error

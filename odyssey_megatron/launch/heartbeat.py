@@ -1,0 +1,65 @@
+"""Heartbeats through shared memory: a slot a rank, written by a thread of the rank and read by its agent."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import threading
+import time
+from pathlib import Path
+
+_SLOT_BYTES = 64  # a cache line each: ranks do not disturb one another
+_LEAVING = -1.0
+
+
+class HeartbeatBoard:
+    """The agent's side: one slot for each of ``size`` local ranks."""
+
+    def __init__(self, size: int):
+        folder = "/dev/shm" if os.path.isdir("/dev/shm") else "/tmp"
+        self.path = Path(folder) / f"odyssey-{os.getpid()}-{time.monotonic_ns()}"
+        self.path.touch(mode=0o600)
+        os.truncate(self.path, _SLOT_BYTES * size)
+        self._memory = _map(self.path)
+
+    def silent_s(self, slot: int, now_s: float) -> float:
+        """Seconds since the last beat; 0.0 before the first one and once the rank is leaving."""
+        (beat_s,) = struct.unpack_from("d", self._memory, slot * _SLOT_BYTES)
+        return max(now_s - beat_s, 0.0) if beat_s > 0.0 else 0.0
+
+    def close(self) -> None:
+        self._memory.close()
+        self.path.unlink(missing_ok=True)
+
+
+class Heartbeat:
+    """The rank's side. A rank whose threads do not run (stopped, or never giving up the GIL) is silent."""
+
+    def __init__(self, path: str, slot: int, interval_s: float):
+        self._memory, self._offset, self._interval_s = _map(Path(path)), slot * _SLOT_BYTES, interval_s
+        self._leaving = threading.Event()
+        self._beat(time.monotonic())
+        self._thread = threading.Thread(target=self._run, name="odyssey-heartbeat", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """From now on silence means nothing: the rank is about to end."""
+        self._leaving.set()
+        self._thread.join()
+        self._beat(_LEAVING)
+
+    def _run(self) -> None:
+        while not self._leaving.wait(self._interval_s):
+            self._beat(time.monotonic())
+
+    def _beat(self, value: float) -> None:
+        struct.pack_into("d", self._memory, self._offset, value)
+
+
+def _map(path: Path) -> mmap.mmap:
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return mmap.mmap(fd, 0)
+    finally:
+        os.close(fd)

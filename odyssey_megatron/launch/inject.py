@@ -1,0 +1,43 @@
+"""Fault injection: a rank that sends itself the real signal at a chosen point of a chosen step."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from odyssey_megatron.config import Injection
+from odyssey_megatron.metrics.journal import Journal
+
+
+class Injector:
+    """Fires each armed injection of this rank once."""
+
+    def __init__(self, injections: tuple[Injection, ...], rank: int, journal: Journal | None = None):
+        self._armed = [one for one in injections if one.rank == rank]
+        self._journal = journal
+
+    def at(self, point: str, *, step: int, generation: int, microbatch: int = -1) -> None:
+        """Call at ``point``; does not return if a KILL was armed for it."""
+        if not self._armed:
+            return
+        for one in self._armed:
+            if (one.at, one.step) != (point, step):
+                continue
+            if one.microbatch not in (-1, microbatch) or one.generation not in (-1, generation):
+                continue
+            self._armed.remove(one)
+            self._fire(one, generation)
+            return
+
+    def _fire(self, one: Injection, generation: int) -> None:
+        if self._journal:
+            self._journal.event(
+                "injected",
+                generation=generation,
+                step=one.step,
+                echo=True,
+                at=one.at,
+                signal=one.signal,
+                microbatch=one.microbatch,
+            )
+        os.kill(os.getpid(), getattr(signal, "SIG" + one.signal))

@@ -1,0 +1,267 @@
+"""``Member``: a rank's side of the control plane. It hears of generations, and reports to the coordinator."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from odyssey_megatron.cluster.events import GenerationLive, RankFinished, Retry
+from odyssey_megatron.cluster.job import JobSpec
+from odyssey_megatron.codec import from_json, to_json
+from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.errors import (
+    EXIT_BAD_INPUT,
+    ConfigError,
+    ControlPlaneLost,
+    Fenced,
+    Superseded,
+)
+from odyssey_megatron.launch import control as keys
+from odyssey_megatron.launch.control import Control
+from odyssey_megatron.launch.heartbeat import Heartbeat
+from odyssey_megatron.metrics.journal import Journal
+from odyssey_megatron.plan.generation import Generation
+
+FINISHED = "finished"
+"""``Generation.why`` of the last one: every member has finished, there is nothing to recover."""
+
+_RETRY_AFTER_S = 0.5
+_PR_SET_PDEATHSIG = 1
+
+
+class Member:
+    """This process as a member of the job.
+
+    Two threads: one beats a slot of shared memory that the agent reads, one waits for generations on its own
+    connection. All methods are for the main thread. Methods that talk to the store raise ControlPlaneLost
+    when it is gone.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        control: Control,
+        watch: Control,
+        config: OdysseyConfig,
+        incarnation: int = 0,
+        heartbeat: Heartbeat | None = None,
+        journal: Journal | None = None,
+    ):
+        self.rank, self.world_size, self.incarnation, self.journal = rank, world_size, incarnation, journal
+        self._control, self._watch, self._config, self._heartbeat = control, watch, config, heartbeat
+        self._changed = threading.Condition()
+        self._newest, self._newest_text = 0, ""
+        self._lost: ControlPlaneLost | None = None
+        self._on_newer: Callable[[int], None] = lambda number: None
+        threading.Thread(target=self._run_watch, name="odyssey-watch", daemon=True).start()
+
+    @classmethod
+    def connect(cls, config: OdysseyConfig, *, journal: Journal | None = None) -> Member:
+        """Joins the job that started this process. Raises ConfigError if ``odyssey run`` did not."""
+        env = _launch_environment()
+        _die_with(int(env["ODYSSEY_AGENT_PID"]))
+        host, port, token = env["MASTER_ADDR"], int(env["MASTER_PORT"]), env["ODYSSEY_TOKEN"]
+        rank = int(env["RANK"])
+        # The first sign of life before the connects: from here on the agent notices a hang.
+        heartbeat = Heartbeat(env["ODYSSEY_HEARTBEAT"], int(env["ODYSSEY_SLOT"]), config.heartbeat_s)
+        control, watch = (
+            Control.connect(host, port, token, timeout_s=config.store_timeout_s) for _ in range(2)
+        )
+        return cls(
+            rank=rank,
+            world_size=int(env["WORLD_SIZE"]),
+            control=control,
+            watch=watch,
+            config=config,
+            incarnation=int(env.get("ODYSSEY_INCARNATION", "0")),
+            heartbeat=heartbeat,
+            journal=journal,
+        )
+
+    @property
+    def store(self) -> dist.Store:
+        """The raw store under the job's prefix, for the addresses of groups."""
+        return self._control.store
+
+    # -- before training ------------------------------------------------------------------------------
+
+    def post_job(self, job: JobSpec, profile_json: str) -> None:
+        """Tells the coordinator what to plan for. Collective.
+
+        Raises:
+            ConfigError: the ranks disagree, so they were not started with the same arguments.
+        """
+        text = to_json({"job": to_json(job), "profile": profile_json})
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        self._control.put(keys.observations_key(self.rank), "")
+        if self.rank == 0:
+            self._control.put(keys.JOB, text)
+        self._control.put(keys.digest_key(self.rank), digest)
+        everyone = [keys.digest_key(rank) for rank in range(self.world_size)]
+        self._wait(everyone, "posted its job")
+        differ = [rank for rank, key in enumerate(everyone) if self._control.get(key) != digest]
+        if differ:
+            raise ConfigError(
+                f"the ranks were not started for the same job: the model, batch and profile of rank(s) "
+                f"{differ} differ from those of rank {self.rank}. Use the same arguments and the same "
+                "--odyssey-profile file on all nodes."
+            )
+
+    def refuse(self, error: ConfigError) -> NoReturn:
+        """Ends this rank, and the job, with exit code 2. The launcher prints one rank's message, once."""
+        self._control.put_first(keys.REFUSED, str(error))
+        raise SystemExit(EXIT_BAD_INPUT)
+
+    def wait_all(self, name: str) -> None:
+        """A barrier over all ranks of the start, once a ``name``; not for use after the first generation."""
+        done = f"barrier/{name}"
+        if self._control.count(f"{done}/count") == self.world_size:
+            self._control.put(done, "")
+        self._wait([done], f"reached barrier {name!r}")
+
+    @contextlib.contextmanager
+    def rank_zero_first(self, name: str = "rank-zero-first") -> Iterator[None]:
+        """Runs the body on rank 0, then on all others: for what rank 0 leaves behind on disk."""
+        if self.rank != 0:
+            self._wait([name], "prepared the data set")
+        yield
+        if self.rank == 0:
+            self._control.put(name, "")
+
+    # -- generations ----------------------------------------------------------------------------------
+
+    def newer_than(self, number: int) -> bool:
+        """Whether a generation after ``number`` exists (or the control plane is lost). Reads a variable."""
+        return self._newest > number or self._lost is not None
+
+    def on_newer(self, callback: Callable[[int], None]) -> None:
+        """Makes the watcher call ``callback(number)`` for each new generation *before* anyone can see it.
+
+        One callback at a time: it aborts the one set of groups that is in use. Also called, with the last
+        number, when the control plane is lost.
+        """
+        with self._changed:
+            self._on_newer = callback
+
+    def next_generation(self, after: int, timeout_s: float | None = None) -> Generation:
+        """Blocks for the newest generation after ``after``, asking for one if none comes soon.
+
+        Args:
+            after: the last generation this rank was in; 0 before the first.
+            timeout_s: default ``recovery_timeout_s``; ``store_timeout_s`` for the first.
+
+        Raises:
+            Fenced: the others go on without this rank (I8).
+            ControlPlaneLost: also if no generation came in time.
+        """
+        if timeout_s is None:
+            timeout_s = self._config.recovery_timeout_s if after else self._config.store_timeout_s
+        ends_s = time.monotonic() + timeout_s
+        if after and not self._await_newer(after, min(_RETRY_AFTER_S, timeout_s)):
+            self.ask_retry(after, f"no newer generation within {_RETRY_AFTER_S} s")
+        if not self._await_newer(after, ends_s - time.monotonic()):
+            raise ControlPlaneLost(f"no generation after {after} within {timeout_s} s")
+        generation = from_json(Generation, self._newest_text)
+        if not generation.stop and self.rank not in generation.members:
+            if self.journal:
+                self.journal.event("fenced", generation=generation.number, why=generation.why)
+            raise Fenced(f"generation {generation.number} goes on without rank {self.rank}")
+        return generation
+
+    def report_live(self, number: int) -> None:
+        """Says that this rank holds all its state of generation ``number``. Returns once on record."""
+        self._control.send(GenerationLive(rank=self.rank, generation=number), acknowledged=True)
+
+    def ask_retry(self, number: int, reason: str) -> None:
+        """Asks for fresh groups, although nobody may have died. Ignored once ``number`` is outdated."""
+        self._control.send(Retry(rank=self.rank, generation=number, reason=reason))
+
+    def publish_observations(self, observations_json: str) -> None:
+        """Replaces what the coordinator knows of this rank's measured costs when it next decides."""
+        self._control.put(keys.observations_key(self.rank), observations_json)
+
+    def finish(self, number: int) -> None:
+        """Call after the last step: returns when every member of generation ``number`` got here.
+
+        Raises:
+            Superseded: somebody died first, and the others may need this rank to finish their step.
+        """
+        self.report_live(number)
+        self._control.send(RankFinished(rank=self.rank))
+        self._await_newer(number, None)
+        if self._lost is not None:
+            raise self._lost
+        if from_json(Generation, self._newest_text).why != FINISHED:
+            raise Superseded(f"generation {self._newest} came while rank {self.rank} was finishing")
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
+
+    # -- threads --------------------------------------------------------------------------------------
+
+    def _await_newer(self, after: int, timeout_s: float | None) -> bool:
+        with self._changed:
+            found = self._changed.wait_for(lambda: self.newer_than(after), timeout_s)
+        if self._lost is not None:
+            raise self._lost
+        return found
+
+    def _run_watch(self) -> None:
+        while True:
+            number = self._newest + 1
+            try:
+                text = self._watch.get(keys.generation_key(number))
+            except ControlPlaneLost as error:
+                with self._changed:
+                    self._lost = error
+                    self._on_newer(number)
+                    self._changed.notify_all()
+                return
+            except ValueError:  # not sealed by the coordinator, whose own write will replace it
+                time.sleep(0.01)
+                continue
+            with self._changed:
+                # Were the abort to come second, it would hit the groups that the main thread builds for it.
+                self._on_newer(number)
+                self._newest_text, self._newest = text, number
+                self._changed.notify_all()
+
+    def _wait(self, names: list[str], what: str) -> None:
+        try:
+            self._control.wait(names, self._config.store_timeout_s)
+        except TimeoutError:
+            raise ControlPlaneLost(
+                f"rank {self.rank} waited {self._config.store_timeout_s} s, but not every rank has {what}. "
+                "Look for the first error in the other ranks' logs, or raise --odyssey-store-timeout-s."
+            ) from None
+
+
+def _launch_environment() -> Mapping[str, str]:
+    needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ODYSSEY_TOKEN", "ODYSSEY_HEARTBEAT",
+              "ODYSSEY_SLOT", "ODYSSEY_AGENT_PID")  # fmt: skip
+    missing = [name for name in needed if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"this process was not started by 'odyssey run' (its environment lacks {', '.join(missing)}), "
+            "so nobody would notice when it dies. Start the job with 'odyssey run', which takes torchrun's "
+            "arguments: odyssey run --nproc-per-node 8 script.py ..."
+        )
+    return os.environ
+
+
+def _die_with(agent_pid: int) -> None:
+    """A rank must not outlive its agent: nobody would fence it."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != agent_pid:
+        sys.exit(1)

@@ -1,0 +1,300 @@
+"""Leaving operations that will never end, because a peer is gone.
+
+Behind one small interface, ``Abort``: what one generation's groups hang on. gloo has no abort that works
+(measured with torch 2.13: abort, shutdown and destroy of a group leave an operation in flight waiting for its
+timeout), so two things stand in for it. Its connections are shut down from outside, which frees most
+operations within milliseconds. But gloo does not signal an operation whose payload is already in flight, so
+every wait also runs in a helper thread, which the waiting thread can leave behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TypeVar
+
+import torch.distributed as dist
+
+from odyssey_megatron.errors import PeerFailed, Superseded
+
+T = TypeVar("T")
+
+
+class Abort(Protocol):
+    """The emergency exit of one generation's groups."""
+
+    fired: bool
+
+    def fire(self) -> None:
+        """Ends every operation of the generation with Superseded. Any thread, any number of times."""
+
+    def connecting(self) -> contextlib.AbstractContextManager[None]:
+        """Connections made in the body belong to this generation. Raises Superseded at its end if fired."""
+
+    def call(self, function: Callable[[], T]) -> T:
+        """``function()``; raises Superseded as soon as fired, PeerFailed for its RuntimeError."""
+
+    def close(self) -> None:
+        """No more operations will come."""
+
+
+class GlooAbort:
+    """Shuts the generation's sockets down, and waits where waiting can be left.
+
+    Any thread may wait. Each has its helper thread, which lives until ``close`` or, if it was left behind in
+    an operation, until that ends (at the latest by the operation's timeout).
+    """
+
+    def __init__(self) -> None:
+        self.fired = False
+        self._lock = threading.Lock()
+        self._sockets: set[str] = set()
+        self._calls: set[_Call] = set()
+        self._helpers: dict[int, _Helper] = {}
+
+    def fire(self) -> None:
+        with self._lock:
+            self.fired = True
+            sockets, self._sockets = self._sockets, set()
+            _shut_down(sockets)
+        for call in list(self._calls):
+            call.leave()
+
+    @contextlib.contextmanager
+    def connecting(self) -> Iterator[None]:
+        before = set(_open_sockets().values())
+        try:
+            yield
+        finally:
+            with self._lock:
+                opened = set(_open_sockets().values()) - before
+                if self.fired:
+                    _shut_down(opened)
+                else:
+                    self._sockets |= opened
+        self._check()
+
+    def call(self, function: Callable[[], T]) -> T:
+        self._check()
+        me = threading.get_ident()
+        helper = self._helpers.get(me) or self._helpers.setdefault(me, _Helper())
+        call = _Call(function)
+        self._calls.add(call)
+        helper.start(call)
+        if self.fired:  # between the check above and the moment from which ``fire`` can see the call
+            call.leave()
+        call.done.acquire()
+        self._calls.discard(call)
+        if not call.finished:
+            self._helpers.pop(me).stop()
+            raise Superseded("a newer generation exists; this operation was left behind")
+        if call.error is None:
+            return call.result
+        try:
+            self._check()
+            if isinstance(call.error, RuntimeError):  # all that gloo raises
+                raise PeerFailed(str(call.error)) from call.error
+            raise call.error
+        finally:
+            del call  # error -> traceback -> this frame -> call -> error would keep the group's threads
+
+    def close(self) -> None:
+        self.fire()
+        for me in list(self._helpers):
+            self._helpers.pop(me).stop()
+
+    def _check(self) -> None:
+        if self.fired:
+            raise Superseded("a newer generation exists")
+
+
+class NcclAbort:
+    """NCCL has an abort that works, also for the kernels on the device, so waiting needs no helper.
+
+    Not run in this project's tests (they have no GPU); the facts are those of PyTorch's documentation of
+    ``_abort_process_group`` and of libraries that abort in the same way.
+    """
+
+    def __init__(self) -> None:
+        self.fired = False
+        self._backends: list[Any] = []
+        self._lock = threading.Lock()
+
+    def adopt(self, backend: Any) -> None:
+        """``backend`` (a ProcessGroupNCCL) is to be aborted with this generation."""
+        with self._lock:
+            self._backends.append(backend)
+
+    def fire(self) -> None:
+        with self._lock:
+            self.fired = True
+            backends, self._backends = self._backends, []
+        # One thread each: an abort waits for its communicator's kernels, and they may wait for one another.
+        threads = [threading.Thread(target=backend.abort, daemon=True) for backend in backends]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    @contextlib.contextmanager
+    def connecting(self) -> Iterator[None]:
+        yield
+        if self.fired:
+            raise Superseded("a newer generation exists")
+
+    def call(self, function: Callable[[], T]) -> T:
+        if self.fired:
+            raise Superseded("a newer generation exists")
+        try:
+            return function()
+        except RuntimeError as error:
+            if self.fired:
+                raise Superseded("a newer generation exists") from error
+            raise PeerFailed(str(error)) from error
+
+    def close(self) -> None:
+        self.fire()
+
+
+class AbortableWork(dist._Work):
+    """A gloo or NCCL work whose wait goes through the generation's abort."""
+
+    def __init__(self, abort: Abort, work: Any):
+        super().__init__()
+        self._abort, self._work = abort, work
+
+    def wait(self, timeout: Any = None) -> bool:
+        return self._abort.call(self._work.wait)
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def result(self) -> Any:
+        return self._work.result()
+
+    def get_future(self) -> Any:
+        return self._work.get_future()
+
+
+class AbortableGroup(dist.ProcessGroup):
+    """A process group whose every operation ends with Superseded once its generation is over.
+
+    ``torch.distributed`` functions take it like any group: library code that waits needs no change.
+    """
+
+    def __init__(self, backend: Any, abort: Abort):
+        super().__init__(backend.rank(), backend.size())
+        self._backend: Any = backend
+        self._abort = abort
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        return self._backend.name() if self._backend is not None else "closed"
+
+    def detach(self) -> Any:
+        """Hands over the backend; from now on every operation raises Superseded."""
+        backend, self._backend = self._backend, None
+        return backend
+
+    def post(self, operation: str, *args: Any, **kwargs: Any) -> AbortableWork:
+        """Starts ``operation`` of the backend."""
+        backend = self._backend
+        if self._abort.fired or backend is None:
+            raise Superseded("the generation of this group is over")
+        try:
+            return AbortableWork(self._abort, getattr(backend, operation)(*args, **kwargs))
+        except RuntimeError as error:
+            if self._abort.fired:
+                raise Superseded("the generation of this group is over") from error
+            raise PeerFailed(f"{operation}: {error}") from error
+
+
+def _operation(name: str) -> Callable[..., AbortableWork]:
+    def operation(self: AbortableGroup, *args: Any, **kwargs: Any) -> AbortableWork:
+        return self.post(name, *args, **kwargs)
+
+    operation.__name__ = name
+    return operation
+
+
+for _name in (
+    "allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "allgather_coalesced",
+    "_allgather_base", "gather", "scatter", "reduce_scatter", "_reduce_scatter_base", "alltoall",
+    "alltoall_base", "barrier", "send", "recv", "recv_anysource",
+):  # fmt: skip
+    setattr(AbortableGroup, _name, _operation(_name))
+
+
+class _Call:
+    """A function call that runs elsewhere and can be left."""
+
+    __slots__ = ("done", "error", "finished", "function", "result")
+
+    def __init__(self, function: Callable[[], Any]):
+        self.function: Callable[[], Any] | None = function
+        self.done = threading.Lock()  # a bare lock wakes a waiter faster than an Event
+        self.done.acquire()
+        self.finished = False
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        function, self.function = self.function, None
+        done = self.done
+        try:
+            self.result = function() if function else None
+        except BaseException as error:  # noqa: BLE001 - handed to the caller's thread
+            self.error = error
+        self.finished = True
+        del self, function  # error -> traceback -> this frame -> self -> error: see GlooAbort.call
+        with contextlib.suppress(RuntimeError):
+            done.release()
+
+    def leave(self) -> None:
+        with contextlib.suppress(RuntimeError):  # released before
+            self.done.release()
+
+
+class _Helper:
+    """A thread that runs one call after the other."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="odyssey-wait", daemon=True).start()
+
+    def start(self, call: _Call) -> None:
+        self._calls.put(call)
+
+    def stop(self) -> None:
+        """Ends the thread, after the call that it may be busy with."""
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call.run()
+            del call  # it keeps tensors alive
+
+
+def _open_sockets() -> dict[int, str]:
+    """fd -> ``socket:[inode]``. An inode, unlike an fd, is not reused while anyone may mean the old one."""
+    found = {}
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            link = os.readlink(f"/proc/self/fd/{fd}")
+            if link.startswith("socket:"):
+                found[int(fd)] = link
+    return found
+
+
+def _shut_down(sockets: set[str]) -> None:
+    for fd, inode in _open_sockets().items():
+        if inode not in sockets:
+            continue
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as copy:
+            same = os.readlink(f"/proc/self/fd/{copy.fileno()}") == inode  # the fd may be another one by now
+            # gloo ends the process if accepting fails on its listening socket.
+            if same and not copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                copy.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,287 @@
+"""The process groups of one generation: built directly, in one go, and buried when the next one comes.
+
+Groups are not made by ``init_process_group``/``new_group`` (whose names come from a counter per process, and
+whose teardown needs everybody), but from their store, ranks and name. The default group is a placeholder of
+fixed world size, so ``torch.distributed``'s global rank space never changes.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FakeProcessGroup
+from torch.distributed import distributed_c10d as c10d
+
+from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.errors import PeerFailed, Superseded
+from odyssey_megatron.plan.generation import Generation
+from odyssey_megatron.rebuild.abort import AbortableGroup, GlooAbort, NcclAbort
+
+_POLL_S = (0.0003, 0.004)
+"""First and longest pause between two looks at the store."""
+
+
+class MemberLike(Protocol):
+    """What building groups needs of ``launch.member.Member``."""
+
+    rank: int
+    world_size: int
+    store: dist.Store
+
+    def newer_than(self, number: int) -> bool: ...
+
+    def on_newer(self, callback: Any) -> None: ...
+
+
+class GroupSet(Mapping[str, dist.ProcessGroup]):
+    """The groups of generation ``number`` that this rank is in, by name.
+
+    Each is registered with ``torch.distributed``: ``dist.all_reduce(tensor, group=groups["world"])``. Once a
+    newer generation exists every operation raises Superseded; if a peer is lost before that, PeerFailed.
+    """
+
+    def __init__(self, number: int, abort: GlooAbort | NcclAbort, bury_s: float):
+        self.number = number
+        self._abort, self._bury_s = abort, bury_s
+        self._groups: dict[str, dist.ProcessGroup] = {}
+
+    def __getitem__(self, name: str) -> dist.ProcessGroup:
+        return self._groups[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._groups)
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def abort(self) -> None:
+        """Ends every operation, as a newer generation would. Any thread."""
+        self._abort.fire()
+
+    def close(self) -> None:
+        """Takes the groups out of ``torch.distributed`` and ends their connections. Returns at once."""
+        self._abort.close()
+        backends = []
+        for group in self._groups.values():
+            c10d._cleanup_process_group_global_state(group)
+            if isinstance(group, AbortableGroup):
+                backends.append(group.detach())
+        self._groups = {}
+        _GRAVEYARD.bury(backends, self._bury_s)
+
+    def _register(self, name: str, backend: Any, ranks: tuple[int, ...], store: dist.Store) -> None:
+        device = "cuda" if isinstance(self._abort, NcclAbort) else "cpu"
+        kind = "fake" if len(ranks) == 1 else "nccl" if device == "cuda" else "gloo"
+        group = _alone(store, device) if kind == "fake" else AbortableGroup(backend, self._abort)
+        torch_name = f"{name}@{self.number}"
+        group._set_group_name(torch_name)
+        group._set_group_desc(torch_name)
+        c10d._register_pg_in_world(
+            group,
+            backend_name=kind,
+            store=store,
+            group_name=torch_name,
+            backend_config=f"{device}:{kind}",
+            rank_mapping={rank: index for index, rank in enumerate(ranks)},
+        )
+        self._groups[name] = group
+
+
+def init_default_group(member: MemberLike) -> None:
+    """``torch.distributed``'s world: ranks dense, size fixed, no connections. Never rebuilt, never used."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=member.rank, world_size=member.world_size)
+
+
+def build_groups(
+    member: MemberLike,
+    generation: Generation,
+    named: Mapping[str, tuple[int, ...]],
+    config: OdysseyConfig,
+) -> GroupSet:
+    """Builds those of ``named`` groups that this rank is in. Every rank of a group must do so.
+
+    Args:
+        named: name -> global ranks, ascending; equal on all members.
+
+    Raises:
+        Superseded: a newer generation exists; nothing of this one is left.
+        PeerFailed: a peer did not connect within ``build_timeout_s``.
+    """
+    number, cuda = generation.number, config.device == "cuda"
+    abort: GlooAbort | NcclAbort = NcclAbort() if cuda else GlooAbort()
+    groups = GroupSet(number, abort, config.op_timeout_s + 2.0)
+    member.on_newer(lambda _: abort.fire())
+    if member.newer_than(number):
+        abort.fire()  # it came before the callback was in place
+    mine = {name: ranks for name, ranks in named.items() if member.rank in ranks}
+    try:
+        with abort.connecting():
+            built = abort.call(lambda: _build_all(member, number, mine, config, abort))
+        for name, (backend, store) in built.items():
+            groups._register(name, backend, mine[name], store)
+        if abort.fired:
+            raise Superseded("a newer generation exists")
+    except BaseException:
+        groups.close()
+        raise
+    return groups
+
+
+def _build_all(
+    member: MemberLike,
+    number: int,
+    named: Mapping[str, tuple[int, ...]],
+    config: OdysseyConfig,
+    abort: GlooAbort | NcclAbort,
+) -> dict[str, tuple[Any, dist.Store]]:
+    """Connects group after group (side by side is no faster). Runs in a thread that can be left."""
+    # One device (a listening socket and a loop thread) for all groups of the generation.
+    shared = _gloo_device() if isinstance(abort, GlooAbort) else None
+
+    def build(name: str) -> tuple[Any, dist.Store]:
+        ranks = named[name]
+        index, size = ranks.index(member.rank), len(ranks)
+        store = _Rendezvous(member.store, f"groups/{number}/{name}", index, size, abort)
+        if size == 1:
+            return None, store
+        if isinstance(abort, NcclAbort):
+            return _nccl_backend(store, index, size, config, abort), store
+        return _gloo_backend(store, index, size, config, shared), store
+
+    # The same order everywhere, or ranks would wait for one another in different groups.
+    return {name: build(name) for name in sorted(named)}
+
+
+def _alone(store: dist.Store, device: str) -> dist.ProcessGroup:
+    """A group of one. The fake backend copies inputs to outputs, which for one rank is exact."""
+    group = dist.ProcessGroup(store, 0, 1)
+    group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+    group._register_backend(
+        torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, FakeProcessGroup._create_internal(0, 1)
+    )
+    return group
+
+
+def _gloo_device() -> Any:
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if interface:
+        return dist.ProcessGroupGloo.create_device(interface=interface.split(",")[0])
+    return dist.ProcessGroupGloo.create_default_device()
+
+
+def _gloo_backend(store: dist.Store, rank: int, size: int, config: OdysseyConfig, device: Any) -> Any:
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [device]
+    options._threads = 2
+    # The constructor waits five times this long for a peer that dies while it connects.
+    options._timeout = timedelta(seconds=config.build_timeout_s)
+    backend = dist.ProcessGroupGloo(store, rank, size, options)
+    backend._set_default_timeout(timedelta(seconds=config.op_timeout_s))
+    backend._set_sequence_number_for_group()
+    return backend
+
+
+def _nccl_backend(store: dist.Store, rank: int, size: int, config: OdysseyConfig, abort: NcclAbort) -> Any:
+    """Not run in this project's tests: they have no GPU."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=config.op_timeout_s)
+    backend = dist.ProcessGroupNCCL(store, rank, size, options)
+    abort.adopt(backend)
+    # Connect now, while the peers do, and not inside the first message of a step.
+    backend.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
+    return backend
+
+
+class _Rendezvous(dist.Store):
+    """The store that a group's constructor meets its peers through.
+
+    It asks for its peers' values one by one and waits in C++ for each. Here, a wait ends as soon as the
+    generation is superseded, and all peers' values come in one round trip: each rank publishes what it
+    sets under its index in the group.
+    """
+
+    def __init__(self, store: dist.Store, prefix: str, rank: int, size: int, abort: GlooAbort | NcclAbort):
+        super().__init__()
+        self._store, self._abort = store, abort
+        self._mine, self._all = f"{prefix}/{rank}", [f"{prefix}/{index}" for index in range(size)]
+        self._values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(self._mine, f"{key}\0{bytes(value).hex()}")
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._values[key]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        if not all(key in self._values for key in keys):
+            self._fetch(timeout.total_seconds() if timeout else 60.0)
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._values for key in keys)
+
+    def _fetch(self, timeout_s: float) -> None:
+        ends_s, (pause_s, longest_s) = time.monotonic() + timeout_s, _POLL_S
+        while not self._store.check(self._all):
+            if self._abort.fired:
+                raise Superseded("a newer generation exists")
+            if time.monotonic() > ends_s:
+                missing = [key for key in self._all if not self._store.check([key])]
+                raise PeerFailed(f"no address of {missing} within {timeout_s} s")
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, longest_s)
+        for entry in self._store.multi_get(self._all):
+            key, _, value = entry.decode().partition("\0")
+            self._values[key] = bytes.fromhex(value)
+
+
+class _Graveyard:
+    """Keeps backends of past generations until no operation can be left in them.
+
+    Whoever drops the last reference runs a destructor that joins the backend's threads, and so waits for
+    whatever was left behind in it: this thread, later, and not a training rank now.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._graves: list[tuple[float, list[Any]]] = []
+        self._thread: threading.Thread | None = None
+
+    def bury(self, backends: list[Any], for_s: float) -> None:
+        with self._changed:
+            self._graves.append((time.monotonic() + for_s, backends))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="odyssey-reaper", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def __len__(self) -> int:
+        return len(self._graves)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._graves)
+                due_s, backends = self._graves[0]
+                if due_s > time.monotonic():
+                    self._changed.wait(due_s - time.monotonic())
+                    continue
+                self._graves.pop(0)
+            del backends  # outside the lock: this may take long
+
+
+_GRAVEYARD = _Graveyard()
+
+
+def graveyard_size() -> int:
+    """Generations whose groups are not reclaimed yet."""
+    return len(_GRAVEYARD)
