@@ -33,6 +33,8 @@ class ClusterState:
     workers: tuple[WorkerState, ...]
     started_s: float = 0.0
     failure_times_s: tuple[float, ...] = ()
+    members: frozenset[int] = frozenset()
+    """Ranks that the current generation was published with; those that died since are still listed."""
     live: frozenset[int] = frozenset()
     """Ranks that reported the current generation live."""
     finished: frozenset[int] = frozenset()
@@ -55,13 +57,13 @@ class ClusterState:
 
     @property
     def is_live(self) -> bool:
-        """True once every member reported the current generation live.
+        """True once every member, those that died since included, reported the current generation live.
 
         Only then can a step have been committed in it: a rank reports before it enters the step's
         agreement, and the agreement needs all of them. Until then the previous layout's holders
         are still complete and current, and recovery starts from those.
         """
-        return set(self.ranks) <= self.live
+        return self.members <= self.live
 
     def worker_of(self, rank: int) -> WorkerState:
         """The worker that ``rank`` belongs to. Raises KeyError."""
@@ -98,7 +100,9 @@ def apply(state: ClusterState, event: Event) -> ClusterState:
 
 def next_generation(state: ClusterState) -> ClusterState:
     """The same members in a new generation that nobody has reported live yet."""
-    return replace(state, generation=state.generation + 1, live=frozenset())
+    return replace(
+        state, generation=state.generation + 1, members=frozenset(state.ranks), live=frozenset()
+    )
 
 
 def _kill(state: ClusterState, ranks: set[int], t_s: float) -> ClusterState:

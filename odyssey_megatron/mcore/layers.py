@@ -52,14 +52,12 @@ class ModelSpec:
 
 
 class HeldLayer(torch.nn.Module):
-    """One planner layer: its modules and its optimizer. Initial weights depend on (seed, layer) alone."""
+    """One planner layer: its modules and its optimizer."""
 
     def __init__(self, spec: ModelSpec, index: int, groups: ProcessGroupCollection, seeds: rng.LayerSeeds):
         super().__init__()
         self.index, self.config, self.ddp_config = index, spec.config, spec.ddp_config
-        rng.set_state(spec.seed, step=rng.INITIAL, microbatch=rng.INITIAL, layer=index)
-        self.parts = torch.nn.ModuleDict(_build_parts(spec, index, groups))
-        self.parts.to(device=torch.cuda.current_device(), dtype=spec.config.params_dtype)
+        self.parts = initial_parts(spec, index, groups)
         if index not in (0, spec.head):
             seeds.attach(self.parts["layer"], index)
         elif index == 0:
@@ -71,14 +69,18 @@ class HeldLayer(torch.nn.Module):
         return [*(p.data for _, p in sorted(self.named_parameters())), *self.optimizer.state_tensors()]
 
 
-def _build_parts(spec: ModelSpec, index: int, groups: ProcessGroupCollection) -> dict[str, torch.nn.Module]:
+def initial_parts(spec: ModelSpec, index: int, groups: ProcessGroupCollection) -> torch.nn.ModuleDict:
+    """The modules of planner layer ``index``; their initial weights depend on (seed, layer) alone."""
+    rng.set_state(spec.seed, step=rng.INITIAL, microbatch=rng.INITIAL, layer=index)
     if index == 0:
-        return {"embedding": spec.shell_provider(True, False, groups).embedding}
-    if index == spec.head:
+        parts = {"embedding": spec.shell_provider(True, False, groups).embedding}
+    elif index == spec.head:
         shell = spec.shell_provider(False, True, groups)
-        return {"final_layernorm": shell.decoder.final_layernorm, "output_layer": shell.output_layer}
-    layer = build_module(spec.layer_spec, config=spec.config, layer_number=index, pg_collection=groups)
-    return {"layer": layer}
+        parts = {"final_layernorm": shell.decoder.final_layernorm, "output_layer": shell.output_layer}
+    else:
+        layer = build_module(spec.layer_spec, config=spec.config, layer_number=index, pg_collection=groups)
+        parts = {"layer": layer}
+    return torch.nn.ModuleDict(parts).to(device=torch.cuda.current_device(), dtype=spec.config.params_dtype)
 
 
 class LayerBlock:

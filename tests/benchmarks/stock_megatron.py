@@ -36,7 +36,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model
 
 from odyssey_megatron.mcore import rng
-from odyssey_megatron.mcore.layers import HeldLayer
+from odyssey_megatron.mcore.layers import initial_parts
 
 
 class ReplicaBatches:
@@ -70,10 +70,9 @@ def build_model(args: Any, spec: Any) -> Any:
         pg_collection=groups,
     )  # fmt: skip
     model.model_type = ModelType.encoder_or_decoder
-    seeds = rng.LayerSeeds(spec.seed)
 
     def copy(target: torch.nn.Module, layer: int, part: str) -> None:
-        target.load_state_dict(HeldLayer(spec, layer, groups, seeds).parts[part].state_dict())
+        target.load_state_dict(initial_parts(spec, layer, groups)[part].state_dict())
 
     if first:
         copy(model.embedding, 0, "embedding")
@@ -117,14 +116,10 @@ def train(args: Any, dataset: Any) -> dict[str, list[float]]:
     return result
 
 
-def run_rank(rank: int, world_size: int, port: int, args: Any, run_dir: str, out: Path) -> None:
+def run_rank(rank: int, world_size: int, port: int, args: Any, dataset: Any, out: Path) -> None:
     store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     mpu.initialize_model_parallel(1, args.pipeline_model_parallel_size)
-    for turn in (0, 1):
-        if (rank == 0) == (turn == 0):
-            dataset = pretrain_llama.build_dataset(args, run_dir)
-        dist.barrier()
     result = train(args, dataset)
     if rank == 0:
         out.write_text(json.dumps(result))
@@ -135,13 +130,14 @@ def main() -> None:
     world_size, out = int(sys.argv[2]), Path(sys.argv[4])
     sys.argv[1:5] = []
     args = pretrain_llama.parse_arguments()
-    run_dir = pretrain_llama.config_from(args).run_dir
+    # Before the fork: its index files are then built once, and its pages shared.
+    dataset = pretrain_llama.build_dataset(args, pretrain_llama.config_from(args).run_dir)
     port = 20000 + os.getpid() % 20000
     children = []
     for rank in range(world_size):
         child = os.fork()
         if child == 0:
-            run_rank(rank, world_size, port, args, run_dir, out)
+            run_rank(rank, world_size, port, args, dataset, out)
             os._exit(0)
         children.append(child)
     statuses = [os.waitpid(child, 0)[1] for child in children]
