@@ -19,6 +19,8 @@ class LayerCost:
     optimizer_bytes: int
     state_bytes: int
     """Weights and optimizer state: what a new holder must be sent."""
+    early_bytes: int = 0
+    """Of ``activation_bytes``, what only the input gradient needs, so that it is free after it."""
 
     @property
     def compute_s(self) -> float:

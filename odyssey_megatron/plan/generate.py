@@ -1,16 +1,18 @@
 """The one generator of schedules: memory-bounded, deterministic list scheduling over any routes.
 
 The backward is split in input gradient (on the critical path) and weight gradient (fills bubbles). A worker
-that is free takes, in this order: an input gradient, a forward if its activations fit, a weight
-gradient. On uniform pipelines at 1F1B's memory that rule *is* 1F1B: warm-up stops when the cap is
-reached, and each further forward must wait for a weight gradient. Passes then add messages and reductions.
+that is free keeps as many microbatches between forward and input gradient as 1F1B would (one more than there
+are stages behind it): below that number a forward is due, and a weight gradient runs if it must make
+room for it. Otherwise input gradients go first, then forwards that fit, then weight gradients. At 1F1B's memory
+that *is* 1F1B; where all workers have the memory of 1F1B's first stage it is a zero-bubble schedule.
+Passes then add messages and reductions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import pairwise
 
 from odyssey_megatron.errors import LayoutInvalid, PlanInfeasible
@@ -22,10 +24,6 @@ from odyssey_megatron.plan.schedule import Instr, Op, Schedule
 
 TICKS_PER_S = 10**9
 """Scheduling counts in whole nanoseconds, so that equal times compare equal on every machine."""
-
-
-_Code = tuple[Op, int, int, int]
-"""(op, microbatch, first, last), microbatches counted within the group of routes that share workers."""
 
 
 def build_schedule(
@@ -60,15 +58,20 @@ class Order:
 
     done_s: dict[int, float]
     """Worker -> when its last weight gradient ends."""
-    codes: tuple[tuple[int, tuple[int, ...], Sequence[_Code]], ...]
-    """(worker, the microbatch ids that its codes count in, codes), ascending by worker."""
+    queues: tuple[tuple[int, tuple[int, ...], _Tasks | None, Sequence[int]], ...]
+    """(worker, ids of its group's microbatches, the group's tasks, what it runs), ascending by worker."""
 
     def schedule(self) -> Schedule:
         """Compute instructions only."""
         programs = []
-        for worker, ids, codes in self.codes:
-            program = tuple(Instr(op, ids[m], first, last) for op, m, first, last in codes)
-            programs.append((worker, program))
+        for worker, ids, tasks, queue in self.queues:
+            program = []
+            if tasks is not None:
+                visits, count = tasks.visits, len(tasks.visits)
+                for item in queue:
+                    microbatch, first, last = visits[item % count]
+                    program.append(Instr(_OPS[item // count], ids[microbatch], first, last))
+            programs.append((worker, tuple(program)))
         return Schedule(programs=tuple(programs))
 
 
@@ -83,21 +86,22 @@ def order_routes(
     caps = activation_caps(layout, costs) if in_flight_cap is None else in_flight_cap
     _check_caps(layout, costs, caps)
     speeds = speeds or {}
-    found: dict[int, tuple[tuple[int, ...], Sequence[_Code]]] = dict.fromkeys(layout.workers, ((), ()))
-    known: dict[_Shape, tuple[list[int], tuple[list[_Code], ...]]] = {}
+    queues: dict[int, tuple[tuple[int, ...], _Tasks | None, Sequence[int]]] = {}
     done_s = dict.fromkeys(layout.workers, 0.0)
+    known: dict[_Shape, tuple[_Tasks, list[int], list[list[int]]]] = {}
     for routes in independent(layout.routes):
         workers = sorted({hop.worker for route in routes for hop in route.hops})
         microbatches = tuple(sorted(m for route in routes for m in route.microbatches))
         shape = _shape(routes, workers, microbatches, caps, speeds)
         if shape not in known:
-            known[shape] = _list_schedule(_tasks(shape, costs), len(workers))
-        for worker, ticks, codes in zip(workers, *known[shape], strict=True):
-            found[worker] = (microbatches, codes)
+            known[shape] = _best(shape, costs)
+        tasks, done, found = known[shape]
+        for worker, ticks, queue in zip(workers, done, found, strict=True):
+            queues[worker] = (microbatches, tasks, queue)
             done_s[worker] = ticks / TICKS_PER_S
     return Order(
         done_s=done_s,
-        codes=tuple((worker, *order) for worker, order in found.items()),
+        queues=tuple((worker, *queues.get(worker, ((), None, ()))) for worker in layout.workers),
     )
 
 
@@ -161,57 +165,97 @@ def _check_caps(layout: Layout, costs: Costs, caps: Mapping[int, int]) -> None:
 
 @dataclass(slots=True)
 class _Tasks:
-    """One entry a visit (microbatch, hop), in parallel lists; visit i + 1 follows i unless ``ends[i]``."""
+    """One entry a visit (microbatch, hop), in parallel lists.
 
-    codes: list[tuple[int, int, int]]
+    The hops of a microbatch follow each other, and more urgent microbatches come first: a visit's index is
+    its priority.
+    """
+
+    visits: list[tuple[int, int, int]]
+    """(microbatch, first layer, last)."""
     worker: list[int]
     forward: list[int]
     input_grad: list[int]
     weight_grad: list[int]
     need: list[int]
+    """Bytes that stay from the forward on; ``early`` of them until the input gradient only."""
+    early: list[int]
     room: list[int]
-    """Activations that may be live when this visit's forward starts."""
-    urgency: list[int]
+    """Bytes that may be live when this visit's forward starts."""
+    behind: list[int]
+    """Hops after this one; 0 for the last."""
     starts: list[bool]
-    ends: list[bool]
     lag: int
 
 
-def _tasks(shape: _Shape, costs: Costs) -> _Tasks:
-    tasks = _Tasks([], [], [], [], [], [], [], [], [], [], round(costs.message_s() * TICKS_PER_S))
-    spans: dict[tuple[int, int, int], tuple[int, int, int, int]] = {}
+def _best(shape: _Shape, costs: Costs) -> tuple[_Tasks, list[int], list[list[int]]]:
+    """The better of two urgencies, where they differ: microbatches by number, or routes abreast."""
+    tries = [_run(shape, costs, _by_number(shape))]
+    if len(shape.routes) > 1:
+        abreast = _abreast(shape)
+        if abreast != _by_number(shape):
+            tries.append(_run(shape, costs, abreast))
+    return min(tries, key=lambda one: max(one[1]))
+
+
+def _by_number(shape: _Shape) -> list[tuple[int, int]]:
+    """(microbatch, its route), most urgent first."""
+    return sorted((m, route) for route, (ids, _) in enumerate(shape.routes) for m in ids)
+
+
+def _abreast(shape: _Shape) -> list[tuple[int, int]]:
+    """All routes advance in step: the i-th of a route's n microbatches stands at (i + 1/2) / n of the way."""
+    places = [
+        ((2 * i + 1) / len(ids), m, route)
+        for route, (ids, _) in enumerate(shape.routes)
+        for i, m in enumerate(ids)
+    ]
+    return [(m, route) for _, m, route in sorted(places)]
+
+
+def _run(
+    shape: _Shape, costs: Costs, urgency: list[tuple[int, int]]
+) -> tuple[_Tasks, list[int], list[list[int]]]:
+    tasks = _tasks(shape, costs, urgency)
+    return (tasks, *_list_schedule(tasks, len(shape.caps)))
+
+
+def _tasks(shape: _Shape, costs: Costs, urgency: list[tuple[int, int]]) -> _Tasks:
+    spans: dict[tuple[int, int, int], tuple[int, int, int, int, int]] = {}
     depths: list[dict[int, int]] = [{} for _ in shape.caps]
     for _, hops in shape.routes:
+        if any(a[0] == b[0] for a, b in pairwise(hops)):
+            raise LayoutInvalid(f"hops {hops}: two in a row on one worker must be one hop")
         for worker, first, last in hops:
             span = spans[worker, first, last] = _span(costs, first, last, shape.speeds[worker])
             depths[worker][first] = max(depths[worker].get(first, 0), span[3])
-    for microbatches, hops in shape.routes:
-        if any(a[0] == b[0] for a, b in pairwise(hops)):
-            raise LayoutInvalid(f"hops {hops}: two in a row on one worker must be one hop")
-        table = []
-        for worker, first, last in hops:
-            deeper = sum(need for depth, need in depths[worker].items() if depth > first)
+    rows = []
+    for _, hops in shape.routes:
+        row = []
+        for at, (worker, first, last) in enumerate(hops):
             span = spans[worker, first, last]
-            table.append((worker, first, last, *span, shape.caps[worker] - span[3] - deeper))
-        # Routes that share workers advance in step: the i-th of n stands at (i + 1/2) / n of the way.
-        count = len(microbatches)
-        for index, microbatch in enumerate(microbatches):
-            place = (2 * index + 1) * 10**6 // count * 10**6 + microbatch
-            for at, (worker, first, last, forward, input_grad, weight_grad, need, room) in enumerate(table):
-                tasks.codes.append((microbatch, first, last))
-                tasks.worker.append(worker)
-                tasks.forward.append(forward)
-                tasks.input_grad.append(input_grad)
-                tasks.weight_grad.append(weight_grad)
-                tasks.need.append(need)
-                tasks.room.append(room)
-                tasks.urgency.append(place)
-                tasks.starts.append(at == 0)
-                tasks.ends.append(at == len(table) - 1)
-    return tasks
+            deeper = sum(need for depth, need in depths[worker].items() if depth > first)
+            room = shape.caps[worker] - span[3] - deeper
+            row.append(((first, last), (worker, *span, room, len(hops) - 1 - at, at == 0)))
+        rows.append(row)
+    visits = [(m, *layers) for m, route in urgency for layers, _ in rows[route]]
+    values = [value for _, route in urgency for _, value in rows[route]]
+    return _Tasks(
+        visits=visits,
+        worker=[value[0] for value in values],
+        forward=[value[1] for value in values],
+        input_grad=[value[2] for value in values],
+        weight_grad=[value[3] for value in values],
+        need=[value[4] for value in values],
+        early=[value[5] for value in values],
+        room=[value[6] for value in values],
+        behind=[value[7] for value in values],
+        starts=[value[8] for value in values],
+        lag=round(costs.message_s() * TICKS_PER_S),
+    )
 
 
-def _span(costs: Costs, first: int, last: int, speed: float) -> tuple[int, int, int, int]:
+def _span(costs: Costs, first: int, last: int, speed: float) -> tuple[int, int, int, int, int]:
     layers = costs.layers[first:last]
     scale = TICKS_PER_S / speed
     return (
@@ -219,74 +263,85 @@ def _span(costs: Costs, first: int, last: int, speed: float) -> tuple[int, int, 
         round(sum(layer.input_grad_s for layer in layers) * scale),
         round(sum(layer.weight_grad_s for layer in layers) * scale),
         sum(layer.activation_bytes for layer in layers),
+        sum(layer.early_bytes for layer in layers),
     )
 
 
-def _list_schedule(tasks: _Tasks, num_workers: int) -> tuple[list[int], tuple[list[_Code], ...]]:
-    """Runs the clock over the tasks; returns when each worker is done, and its order.
+_OPS = (Op.FORWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD)
 
+
+def _list_schedule(tasks: _Tasks, num_workers: int) -> tuple[list[int], list[list[int]]]:
+    """Runs the clock over the tasks; returns when each worker is done, and what it runs.
+
+    What is run: visit + (0 forward, 1 input gradient, 2 weight gradient) * number of visits.
     No deadlock: a forward is admitted only if one microbatch at each deeper visit to the same worker still
     fits, so the deepest forward that is pending anywhere can always run.
     """
-    count, worker, lag = len(tasks.codes), tasks.worker, tasks.lag
-    forwards: list[list[tuple[int, int]]] = [[] for _ in range(num_workers)]
-    input_grads: list[list[tuple[int, int]]] = [[] for _ in range(num_workers)]
-    weight_grads: list[list[tuple[int, int]]] = [[] for _ in range(num_workers)]
-    live, free = [0] * num_workers, [True] * num_workers
-    done = [0] * num_workers
-    orders: list[list[_Code]] = [[] for _ in range(num_workers)]
-    # Events: (time, what). what < count: the forward of that visit is ready; < 2 count: its input gradient;
-    # else: a worker is free.
-    events = [(0, visit) for visit in range(count) if tasks.starts[visit]]
+    count, worker, lag, behind = len(tasks.visits), tasks.worker, tasks.lag, tasks.behind
+    need, early, room, starts = tasks.need, tasks.early, tasks.room, tasks.starts
+    forwards: list[list[int]] = [[] for _ in range(num_workers)]
+    input_grads: list[list[int]] = [[] for _ in range(num_workers)]
+    weight_grads: list[list[int]] = [[] for _ in range(num_workers)]
+    live, in_flight, done = [0] * num_workers, [0] * num_workers, [0] * num_workers
+    free, queues = [True] * num_workers, [[] for _ in range(num_workers)]  # type: list[bool], list[list[int]]
+    # An event is time << bits | what. what < count: the forward of that visit is ready; < 2 count: its
+    # input gradient; else: a worker is free.
+    bits = (2 * count + num_workers).bit_length()
+    mask = (1 << bits) - 1
+    events = [visit for visit in range(count) if starts[visit]]
     while events:
-        now = events[0][0]
+        now = events[0] >> bits
         touched = set()
-        while events and events[0][0] == now:
-            what = heappop(events)[1]
+        while events and events[0] >> bits == now:
+            what = heappop(events) & mask
             if what < count:
-                seat = worker[what]
-                heappush(forwards[seat], (tasks.urgency[what], what))
+                heappush(forwards[worker[what]], what)
+                touched.add(worker[what])
             elif what < 2 * count:
-                what -= count
-                seat = worker[what]
-                heappush(input_grads[seat], (tasks.urgency[what], what))
+                heappush(input_grads[worker[what - count]], what - count)
+                touched.add(worker[what - count])
             else:
-                seat = what - 2 * count
-                free[seat] = True
-            touched.add(seat)
+                free[what - 2 * count] = True
+                touched.add(what - 2 * count)
         for seat in touched:
             if not free[seat]:
                 continue
-            if input_grads[seat]:
-                urgency, visit = heappop(input_grads[seat])
-                heappush(weight_grads[seat], (urgency, visit))
-                end, op = now + tasks.input_grad[visit], Op.INPUT_GRAD
-                if not tasks.starts[visit]:
-                    heappush(events, (end + lag, count + visit - 1))
-            elif forwards[seat] and (visit := _admit(forwards[seat], live[seat], tasks.room)) >= 0:
-                live[seat] += tasks.need[visit]
-                end, op = now + tasks.forward[visit], Op.FORWARD
-                heappush(events, (end, count + visit) if tasks.ends[visit] else (end + lag, visit + 1))
-            elif weight_grads[seat]:
-                visit = heappop(weight_grads[seat])[1]
-                live[seat] -= tasks.need[visit]
-                end, op = now + tasks.weight_grad[visit], Op.WEIGHT_GRAD
+            forward, input_grad, weight_grad = forwards[seat], input_grads[seat], weight_grads[seat]
+            visit = _admissible(forward, live[seat], room) if forward else -1
+            due = bool(forward) and in_flight[seat] <= behind[forward[0] if visit < 0 else visit]
+            if visit >= 0 and (due or not input_grad):
+                forward.remove(visit)
+                heapify(forward)
+                live[seat] += need[visit]
+                in_flight[seat] += 1
+                queues[seat].append(visit)
+                end = now + tasks.forward[visit]
+                ready = (end + lag, visit + 1) if behind[visit] else (end, count + visit)
+                heappush(events, ready[0] << bits | ready[1])
+            elif input_grad and not (due and weight_grad):
+                visit = heappop(input_grad)
+                heappush(weight_grad, visit)
+                live[seat] -= early[visit]
+                in_flight[seat] -= 1
+                queues[seat].append(count + visit)
+                end = now + tasks.input_grad[visit]
+                if not starts[visit]:
+                    heappush(events, end + lag << bits | count + visit - 1)
+            elif weight_grad:
+                visit = heappop(weight_grad)
+                live[seat] -= need[visit] - early[visit]
+                queues[seat].append(2 * count + visit)
+                end = now + tasks.weight_grad[visit]
             else:
                 continue
             free[seat], done[seat] = False, end
-            orders[seat].append((op, *tasks.codes[visit]))
-            heappush(events, (end, 2 * count + seat))
-    return done, tuple(orders)
+            heappush(events, end << bits | 2 * count + seat)
+    return done, queues
 
 
-def _admit(ready: list[tuple[int, int]], live: int, room: list[int]) -> int:
-    """Takes the most urgent forward that fits out of ``ready``; -1 if none does."""
-    if live <= room[ready[0][1]]:
-        return heappop(ready)[1]
+def _admissible(ready: list[int], live: int, room: list[int]) -> int:
+    """The most urgent forward that fits, -1 if none does."""
+    if live <= room[ready[0]]:
+        return ready[0]
     # Only workers that are visited at several depths get further: their visits differ in room.
-    for item in sorted(ready)[1:]:
-        if live <= room[item[1]]:
-            ready.remove(item)
-            ready.sort()
-            return item[1]
-    return -1
+    return min((visit for visit in ready if live <= room[visit]), default=-1)

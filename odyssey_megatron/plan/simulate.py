@@ -205,17 +205,23 @@ def peak_bytes(schedule: Schedule, layout: Layout, costs: Costs) -> tuple[tuple[
 
 def peak_activation_bytes(program: Program, costs: Costs) -> int:
     """The most activation bytes live at once: from a forward to its weight gradient."""
-    sizes: dict[tuple[int, int], int] = {}
+    sizes: dict[tuple[int, int], tuple[int, int]] = {}
     live = peak = 0
     for instr in program:
         op = instr.op
-        if op is Op.FORWARD or op is Op.WEIGHT_GRAD or op is Op.BACKWARD:
-            span = (instr.first, instr.last)
-            if span not in sizes:
-                sizes[span] = sum(one.activation_bytes for one in costs.layers[span[0] : span[1]])
-            if op is Op.FORWARD:
-                live += sizes[span]
-                peak = max(peak, live)
-            else:
-                live -= sizes[span]
+        if op not in COMPUTE:
+            continue
+        span = (instr.first, instr.last)
+        if span not in sizes:
+            layers = costs.layers[span[0] : span[1]]
+            early = sum(layer.early_bytes for layer in layers)
+            sizes[span] = (early, sum(layer.activation_bytes for layer in layers) - early)
+        early, late = sizes[span]
+        if op is Op.FORWARD:
+            live += early + late
+            peak = max(peak, live)
+        elif op is Op.INPUT_GRAD:
+            live -= early
+        else:
+            live -= late if op is Op.WEIGHT_GRAD else early + late
     return peak

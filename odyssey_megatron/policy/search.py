@@ -121,19 +121,18 @@ class _Splitter:
         return best[len(self.costs.layers)][1]
 
     def rate(self, stages: int) -> tuple[float, float]:
-        """(seconds for one microbatch, seconds for each further one) of a pipeline.
+        """(seconds until the slowest stage has done one microbatch, its seconds for each further one).
 
-        Source: Eq. 9 of papers.md §1.3 with the backward split, whose weight gradients leave the critical path:
-        sum over stages of (forward + input gradient) plus the slowest stage's whole work for each further one.
+        With the backward split and 1F1B's memory the generator has no bubble but the warm-up: the slowest stage
+        starts when the first activation reaches it and then has all its work to do. (Chameleon's Eq. 9,
+        papers.md §1.3, counts the drain as well.) The last of equally slow stages starts latest.
         """
         if stages not in self._rates:
             starts = (0, *self.split(stages)[:-1])
             spans = list(zip(starts, self.split(stages), strict=True))
-            each = max(self.sums[b] - self.sums[a] for a, b in spans)
-            path = sum(layer.forward_s + layer.input_grad_s for layer in self.costs.layers)
-            owed = sum(layer.weight_grad_s for layer in self.costs.layers[: spans[0][1]])
-            once = path + owed + 2 * (stages - 1) * self.costs.message_s()
-            self._rates[stages] = (once, each)
+            each, start = max((self.sums[b] - self.sums[a], a) for a, b in spans)
+            head = sum(layer.forward_s for layer in self.costs.layers[:start])
+            self._rates[stages] = (head + each + (stages - 1) * self.costs.message_s(), each)
         return self._rates[stages]
 
 
