@@ -36,6 +36,9 @@ class Op(enum.Enum):
     REDUCE_GRAD = "REDUCE_GRAD"
     STEP = "STEP"
 
+    # Members are singletons; enum's own hash is a Python call, and deciding looks ops up by the thousand.
+    __hash__ = object.__hash__
+
 
 COMPUTE = frozenset({Op.FORWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD, Op.BACKWARD})
 SEND = frozenset({Op.SEND_FORWARD, Op.SEND_BACKWARD})

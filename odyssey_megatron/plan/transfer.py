@@ -89,10 +89,12 @@ def assign_seats(
     open_seats = [seat for seat in range(len(seats)) if seat not in taken]
     left = sorted(worker for group in by_layers.values() for worker in group)
     sizes = [layer.state_bytes for layer in costs.layers]
-    missing = [
-        [sum(sizes[layer] for layer in set(seats[seat]) - set(held.get(worker, ()))) for worker in left]
-        for seat in open_seats
-    ]
+    have = [frozenset(held.get(worker, ())) for worker in left]
+    missing = []
+    for seat in open_seats:
+        layers = frozenset(seats[seat])
+        lacks = {held: sum(sizes[layer] for layer in layers - held) for held in set(have)}
+        missing.append([lacks[held] for held in have])
     for row, column in enumerate(cheapest_assignment(missing)):
         taken[open_seats[row]] = left[column]
     return tuple(taken[seat] for seat in range(len(seats)))
