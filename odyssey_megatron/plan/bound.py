@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Layout, Route
@@ -27,6 +27,18 @@ def lower_bound_s(
     path = max((work.path_s(route) for route in layout.routes), default=0.0)
     each = (work.worker_s(worker, reducing[worker]) for worker in layout.workers)
     return max(path, longest, *each) + costs.optimizer_s
+
+
+def cluster_bound_s(
+    num_microbatches: int, costs: Costs, workers: Sequence[int], speeds: Mapping[int, float] | None = None
+) -> float:
+    """No layout over ``workers`` has a shorter step, however the layers are spread.
+
+    All work over all speeds; and one microbatch, start to end, on the fastest worker.
+    """
+    speed = [(speeds or {}).get(worker, 1.0) for worker in workers]
+    once = sum(layer.compute_s for layer in costs.layers)
+    return max(num_microbatches * once / sum(speed), once / max(speed)) + costs.optimizer_s
 
 
 def _reductions_s(layout: Layout, costs: Costs) -> dict[int, float]:

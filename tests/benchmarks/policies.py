@@ -1,0 +1,140 @@
+"""How fast a job with dead GPUs is beside the healthy job under Megatron's 1F1B.
+
+    python tests/benchmarks/policies.py --json
+
+32 workers, 32 transformer layers with forward = input gradient = weight gradient, no communication; M microbatches
+per pipeline. Memory counts activations: at 1F1B's (what its first stage keeps) and with one microbatch more.
+``ratio`` is the throughput beside healthy 1F1B; ``bound`` the lower bound of the chosen layout. The layout,
+its schedule and its step time are ``decide()``'s own, and ``verify()`` has passed them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from odyssey_megatron.cluster.events import RankDied
+from odyssey_megatron.cluster.job import JobSpec
+from odyssey_megatron.cluster.state import ClusterState, apply, initial_state
+from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.plan.costs import Costs, LayerCost
+from odyssey_megatron.policy.decide import Decision, decide, initial_plan
+from odyssey_megatron.policy.profile import Profile
+from tests.benchmarks.bars import Bar, at_least, at_most, finish
+
+WORKERS, LAYERS = 32, 32
+SETTINGS = ((4, 8, 16), (4, 8, 32), (8, 4, 16), (2, 16, 32))
+"""(data parallel, pipeline parallel, microbatches a pipeline)."""
+DEAD = {1: (5,), 2: (5, 18), 4: (5, 14, 18, 27), 8: (1, 5, 10, 14, 18, 22, 27, 30)}
+"""Number of dead -> who. No stage of any setting loses all its workers."""
+
+
+def costs(memory_bytes: int | None = None) -> Costs:
+    """One byte of activations a layer and microbatch; embedding and head cost nothing."""
+    middle = LayerCost(
+        forward_s=1.0,
+        input_grad_s=1.0,
+        weight_grad_s=1.0,
+        activation_bytes=1,
+        parameter_bytes=0,
+        optimizer_bytes=0,
+        state_bytes=1,
+    )
+    free = replace(
+        middle, forward_s=0.0, input_grad_s=0.0, weight_grad_s=0.0, activation_bytes=0, state_bytes=0
+    )
+    return Costs(
+        layers=(free, *(middle,) * LAYERS, free),
+        message_bytes=0,
+        link_latency_s=0.0,
+        link_bytes_per_s=1e12,
+        memory_bytes=memory_bytes,
+    )
+
+
+def one_f_one_b_s(stages: int, microbatches: int) -> float:
+    """Megatron's healthy step: (M + S - 1) of the fused slots. Source: papers.md §1.3, Eq. 9."""
+    return (microbatches + stages - 1) * 3.0 * LAYERS / stages
+
+
+def recover(dp: int, pp: int, microbatches: int, dead: tuple[int, ...], extra: int) -> tuple[float, Decision]:
+    """(healthy step under this planner, the decision after ``dead`` died)."""
+    job = JobSpec(
+        num_layers=LAYERS + 2,
+        pipeline_model_parallel_size=pp,
+        tensor_model_parallel_size=1,
+        num_microbatches=dp * microbatches,
+        tokens_per_step=dp * microbatches,
+        train_steps=1,
+    )
+    profile = Profile(costs=costs(LAYERS + extra * LAYERS // pp), group_build_s=0.0)
+    state: ClusterState = initial_state(nodes=tuple(worker // 8 for worker in range(WORKERS)))
+    healthy = initial_plan(job, state, profile)
+    for rank in dead:
+        state = apply(state, RankDied(rank=rank, code=-9, cause="killed", t_s=0.0))
+    config = OdysseyConfig(horizon_s=1e9, mtbf_s=1e9)
+    decision = decide(job=job, state=state, previous=healthy, profile=profile, config=config, now_s=0.0)
+    return healthy.step_s, decision
+
+
+def measure() -> tuple[list[dict[str, object]], list[Bar]]:
+    rows: list[dict[str, object]] = []
+    bars: list[Bar] = []
+    for dp, pp, microbatches in SETTINGS:
+        base = one_f_one_b_s(pp, microbatches)
+        for extra in (0, 1):
+            for count, dead in DEAD.items():
+                healthy, decision = recover(dp, pp, microbatches, dead, extra)
+                plan, chosen = decision.plan, decision.candidates[0]
+                ratio = base / plan.step_s
+                name = f"dp{dp}_pp{pp}_m{microbatches}_plus{extra}_dead{count}"
+                others = {
+                    row.name: round(base / row.step_s, 4)
+                    for row in reversed(decision.candidates)
+                    if row.score is not None and row.step_s
+                }
+                rows.append(
+                    {
+                        "setting": name,
+                        "one_f_one_b_s": base,
+                        "healthy_s": healthy,
+                        "step_s": plan.step_s,
+                        "bound_s": plan.bound_s,
+                        "ratio": round(ratio, 4),
+                        "fault_scaled": round(1 - count / WORKERS, 4),
+                        "ratio_by_policy": others,
+                        "policy": chosen.name,
+                        "layout": chosen.reason.split(";")[0],
+                        "most_layers_held": max(len(plan.layout.held_by(w)) for w in plan.layout.workers),
+                    }
+                )
+                bars.append(at_most(f"{name}_step_over_bound", plan.step_s / plan.bound_s, 1.05))
+                if count == 1:
+                    bars.append(at_least(f"{name}_ratio", ratio, 1.05 if extra else 1.0))
+                else:
+                    bars.append(at_least(f"{name}_ratio", ratio, 1 - count / WORKERS))
+    return rows, bars
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    rows, bars = measure()
+    if not options.json:
+        print(f"{'setting':<28} {'1F1B':>6} {'healthy':>8} {'step':>6} {'bound':>6} {'ratio':>6}  layout")
+        for row in rows:
+            print(
+                f"{row['setting']:<28} {row['one_f_one_b_s']:>6} {row['healthy_s']:>8} {row['step_s']:>6} "
+                f"{row['bound_s']:>6} {row['ratio']:>6}  {row['policy']} {row['layout']} {row['ratio_by_policy']}"
+            )
+    return finish({"settings": rows} if options.json else {}, bars, as_json=options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
