@@ -10,6 +10,8 @@ import hashlib
 import hmac
 import json
 import os
+import queue
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -24,7 +26,6 @@ EVENTS = "events"
 JOB = "job"
 REFUSED = "refused"
 """The first rank's one-paragraph ConfigError."""
-ALL_FINISHED = "all-finished"
 VERDICT = "verdict"
 """Exit code of the job, and why: the coordinator's last word to the agents."""
 
@@ -42,6 +43,11 @@ def digest_key(rank: int) -> str:
 
 def observations_key(rank: int) -> str:
     return f"observations/{rank}"
+
+
+def node_key(node: int) -> str:
+    """Where the agent of a node lists its ranks."""
+    return f"node/{node}"
 
 
 def lease_key(node: int) -> str:
@@ -109,6 +115,17 @@ class Control:
         with _lost():
             return self.unseal(key, self.store.get(key)) if self.store.check([key]) else None
 
+    def read(self, keys: Sequence[str]) -> list[str]:
+        """The values of keys that are all set, in one round trip."""
+        with _lost():
+            values = self.store.multi_get(list(keys))
+        return [self.unseal(key, value) for key, value in zip(keys, values, strict=True)]
+
+    def has(self, keys: Sequence[str]) -> bool:
+        """Whether all of ``keys`` are set."""
+        with _lost():
+            return self.store.check(list(keys))
+
     def wait(self, keys: Sequence[str], timeout_s: float | None = None) -> None:
         """Until all ``keys`` are set. Raises TimeoutError."""
         limit = _IDLE_TIMEOUT if timeout_s is None else timedelta(seconds=timeout_s)
@@ -133,23 +150,45 @@ class Control:
             if acknowledged:
                 self.store.queue_len(EVENTS)  # answered in order on this connection
 
-    def events(self, timeout_s: float) -> list[Event | str]:
-        """All queued events, at least one unless ``timeout_s`` passes; a malformed one as a text about it."""
-        found: list[Event | str] = []
-        try:
-            self.wait([EVENTS], timeout_s)
-        except TimeoutError:
-            return found
+    def next_event(self) -> Event | str:
+        """Blocks for the next event in the queue; a malformed one as a text about it."""
         with _lost():
-            while self.store.queue_len(EVENTS):
-                found.append(self._parse(self.store.queue_pop(EVENTS)))
-        return found
-
-    def _parse(self, value: bytes) -> Event | str:
+            value = self.store.queue_pop(EVENTS)
         try:
             return event_from_jsonable(json.loads(self.unseal(EVENTS, value)))
         except ValueError as error:
             return f"{error}: {value[:80]!r}"
+
+
+class EventReader:
+    """Reads the queue of events in a thread, on a connection of its own.
+
+    torch's store can wait with a limit too, but complains on stderr each time it is reached.
+    """
+
+    def __init__(self, control: Control):
+        self._control = control
+        self._events: queue.SimpleQueue[Event | str | ControlPlaneLost] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="odyssey-events", daemon=True).start()
+
+    def take(self, timeout_s: float) -> list[Event | str]:
+        """All events that are here, at least one unless ``timeout_s`` passes. Raises ControlPlaneLost."""
+        found: list[Event | str] = []
+        try:
+            while True:
+                event = self._events.get(timeout=0.0 if found else timeout_s)
+                if isinstance(event, ControlPlaneLost):
+                    raise event
+                found.append(event)
+        except queue.Empty:
+            return found
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._events.put(self._control.next_event())
+        except ControlPlaneLost as error:
+            self._events.put(error)
 
 
 class _lost:

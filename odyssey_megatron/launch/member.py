@@ -71,7 +71,7 @@ class Member:
     def connect(cls, config: OdysseyConfig, *, journal: Journal | None = None) -> Member:
         """Joins the job that started this process. Raises ConfigError if ``odyssey run`` did not."""
         env = _launch_environment()
-        _die_with(int(env["ODYSSEY_AGENT_PID"]))
+        _die_with(int(env["ODYSSEY_PARENT_PID"]))
         host, port, token = env["MASTER_ADDR"], int(env["MASTER_PORT"]), env["ODYSSEY_TOKEN"]
         rank = int(env["RANK"])
         # The first sign of life before the connects: from here on the agent notices a hang.
@@ -125,11 +125,16 @@ class Member:
         raise SystemExit(EXIT_BAD_INPUT)
 
     def wait_all(self, name: str) -> None:
-        """A barrier over all ranks of the start, once a ``name``; not for use after the first generation."""
-        done = f"barrier/{name}"
+        """A barrier over all ranks of the start, once a ``name``. Nobody waits for a rank that has died."""
+        done, ends_s = f"barrier/{name}", time.monotonic() + self._config.store_timeout_s
         if self._control.count(f"{done}/count") == self.world_size:
             self._control.put(done, "")
-        self._wait([done], f"reached barrier {name!r}")
+        while not self._control.has([done]):
+            if self.newer_than(1):
+                return
+            if time.monotonic() > ends_s:
+                self._wait([done], f"reached barrier {name!r}")
+            time.sleep(0.005)
 
     @contextlib.contextmanager
     def rank_zero_first(self, name: str = "rank-zero-first") -> Iterator[None]:
@@ -249,7 +254,7 @@ class Member:
 
 def _launch_environment() -> Mapping[str, str]:
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ODYSSEY_TOKEN", "ODYSSEY_HEARTBEAT",
-              "ODYSSEY_SLOT", "ODYSSEY_AGENT_PID")  # fmt: skip
+              "ODYSSEY_SLOT", "ODYSSEY_PARENT_PID")  # fmt: skip
     missing = [name for name in needed if name not in os.environ]
     if missing:
         raise ConfigError(
@@ -260,8 +265,8 @@ def _launch_environment() -> Mapping[str, str]:
     return os.environ
 
 
-def _die_with(agent_pid: int) -> None:
-    """A rank must not outlive its agent: nobody would fence it."""
+def _die_with(parent_pid: int) -> None:
+    """A rank must not outlive its agent (its parent, or the parent of that): nobody would fence it."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != agent_pid:
+    if os.getppid() != parent_pid:
         sys.exit(1)

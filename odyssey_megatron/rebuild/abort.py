@@ -191,7 +191,7 @@ class AbortableGroup(dist.ProcessGroup):
         self._backend: Any = backend
         self._abort = abort
 
-    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+    def getBackendName(self) -> str:  # torch's name
         return self._backend.name() if self._backend is not None else "closed"
 
     def detach(self) -> Any:
@@ -279,7 +279,7 @@ class _Helper:
 
 
 def _open_sockets() -> dict[int, str]:
-    """fd -> ``socket:[inode]``. An inode, unlike an fd, is not reused while anyone may mean the old one."""
+    """By fd, ``socket:[inode]``. An inode, unlike an fd, is not reused while anyone may mean the old one."""
     found = {}
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):

@@ -1,0 +1,97 @@
+"""The ``odyssey`` command. Each subcommand imports what it needs, so that ``report`` works without torch."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from odyssey_megatron.config import SIGNALS
+from odyssey_megatron.errors import EXIT_BAD_INPUT, ConfigError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a subcommand; returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    name, *rest = arguments or ["--help"]
+    if name in ("-h", "--help"):
+        print(_usage())
+        return 0
+    if name not in _COMMANDS:
+        print(f"odyssey: unknown command {name!r}.\n{_usage()}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    try:
+        return _COMMANDS[name][0](rest)
+    except ConfigError as error:
+        print(f"odyssey {name}: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+
+
+def _run(argv: list[str]) -> int:
+    from odyssey_megatron.launch import run
+
+    return run.main(argv)
+
+
+def _report(argv: list[str]) -> int:
+    from odyssey_megatron.metrics import report
+
+    return report.main(argv)
+
+
+def _inject(argv: list[str]) -> int:
+    """Sends a signal to a rank of a running job on this machine."""
+    from odyssey_megatron.metrics.journal import read_journal
+
+    parser = argparse.ArgumentParser(prog="odyssey inject", description=_inject.__doc__)
+    parser.add_argument("run_dir", type=Path, help="--odyssey-run-dir of the job")
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--signal", choices=SIGNALS, default="KILL")
+    args = parser.parse_args(argv)
+    started = [
+        event
+        for event in read_journal(args.run_dir)
+        if event["event"] == "rank_started" and event["target"] == args.rank
+    ]
+    if not started:
+        raise ConfigError(
+            f"{args.run_dir} has no record of a rank {args.rank}. Name the job's --odyssey-run-dir and one of "
+            "its ranks."
+        )
+    pid = started[-1]["pid"]
+    if _started_s(pid) > started[-1]["t_s"] + 0.1:  # ended, and the pid perhaps given to another process
+        raise ConfigError(f"rank {args.rank} of {args.run_dir} (pid {pid}) is not running on this machine.")
+    os.kill(pid, getattr(signal, "SIG" + args.signal))
+    print(f"sent SIG{args.signal} to rank {args.rank} (pid {pid})")
+    return 0
+
+
+def _started_s(pid: int) -> float:
+    """When process ``pid`` started, on the monotonic clock; infinity if there is none."""
+    try:
+        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return math.inf
+    since_boot_s = int(after_name[19]) / os.sysconf("SC_CLK_TCK")
+    return since_boot_s - time.clock_gettime(time.CLOCK_BOOTTIME) + time.monotonic()
+
+
+_COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
+    "run": (_run, "start a training job: torchrun's arguments, then the script and its own"),
+    "inject": (_inject, "send a signal to a rank of a running job, to see it recover"),
+    "report": (_report, "what happened in a run: page, plots and table from its journal"),
+}
+
+
+def _usage() -> str:
+    lines = [f"  {name:<8} {text}" for name, (_, text) in _COMMANDS.items()]
+    return "\n".join(["usage: odyssey COMMAND ...", "", *lines, "", "odyssey COMMAND --help says more."])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

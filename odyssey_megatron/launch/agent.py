@@ -1,0 +1,286 @@
+"""The agent of one node: torch elastic's agent, except that ranks live on when one of them dies.
+
+torch elastic does the rest: arguments, logs, rendezvous, the store, environment and start of the ranks. The seam
+is the name ``torch.distributed.launcher.api.LocalElasticAgent`` (torch 2.13; see ``run.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import api as multiprocessing_api
+
+from odyssey_megatron.cluster.events import RankDied
+from odyssey_megatron.codec import from_json
+from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.errors import ControlPlaneLost
+from odyssey_megatron.launch import control as keys
+from odyssey_megatron.launch.control import Control, EventReader
+from odyssey_megatron.launch.coordinator import Coordinator, Verdict
+from odyssey_megatron.launch.heartbeat import HeartbeatBoard
+from odyssey_megatron.launch.planner import Planner
+from odyssey_megatron.launch.zygote import ForkedProcess, Zygote
+from odyssey_megatron.metrics.journal import Journal
+
+_log = logging.getLogger(__name__)
+
+_TERMINATE_S = 5.0
+"""From SIGTERM to SIGKILL, for ranks that outlast the verdict."""
+_FAREWELL_S = 5.0
+"""How long the first agent keeps the store for the others to read the verdict."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What ``odyssey run`` hands to its agent."""
+
+    config: OdysseyConfig
+    token: str
+    planner: Planner
+    zygote: Zygote | None = None
+
+
+class OdysseyAgent(LocalElasticAgent):
+    """Starts the ranks of its node, reports and fences them; the first agent hosts the coordinator."""
+
+    def __init__(self, *, launch: Launch, **kwargs: Any):
+        super().__init__(**kwargs)
+        self._launch = launch
+
+    def _set_local_rank_env(self, worker_env: dict[str, Any], local_rank: int, spec: Any) -> None:
+        super()._set_local_rank_env(worker_env, local_rank, spec)
+        worker_env["ODYSSEY_SLOT"] = str(local_rank)
+
+    def _invoke_run(self, role: str = "default") -> RunResult:
+        group, launch = self._worker_group, self._launch
+        board = HeartbeatBoard(group.spec.local_world_size)
+        os.environ.update(
+            ODYSSEY_TOKEN=launch.token,
+            ODYSSEY_HEARTBEAT=str(board.path),
+            ODYSSEY_PARENT_PID=str(os.getpid()),
+        )
+        try:
+            with _forking(launch.zygote):
+                self._initialize_workers(group)
+            code = self._supervise(board)
+        finally:
+            board.close()
+        if code:
+            # Not a failed RunResult: torch would raise and print an error of its own for a verdict of ours.
+            raise SystemExit(code)
+        group.state = WorkerState.SUCCEEDED
+        return RunResult(
+            state=WorkerState.SUCCEEDED, return_values={w.global_rank: None for w in group.workers}
+        )
+
+    def _supervise(self, board: HeartbeatBoard) -> int:
+        group, launch = self._worker_group, self._launch
+        node = group.group_rank
+        journal = Journal(launch.config.run_dir, source=f"agent{node}")
+        control, watch, spare = (self._connect() for _ in range(3))
+        control.put(keys.node_key(node), json.dumps([w.global_rank for w in group.workers]))
+        control.put(keys.lease_key(node), "0")
+        handles = self._pcontext.subprocess_handlers
+        ranks = _Ranks(control, board, launch.config.hang_s)
+        for worker in group.workers:
+            process = handles[worker.local_rank].proc
+            ranks.add(worker.global_rank, worker.local_rank, process)
+            journal.event("rank_started", target=worker.global_rank, pid=process.pid)
+        verdict = _VerdictWatch(watch)
+        if node == 0:
+            journal.event(
+                "job_started", world_size=group.workers[0].world_size, nodes=group.group_world_size, echo=True
+            )
+            self._start_coordinator(spare, journal)
+        else:
+            threading.Thread(target=self._keep_lease, args=(spare, node), daemon=True).start()
+        try:
+            ranks.watch(verdict)
+        except ControlPlaneLost:
+            verdict.lost()
+        return self._conclude(verdict, ranks, control)
+
+    def _connect(self) -> Control:
+        group = self._worker_group
+        return Control.connect(group.master_addr, group.master_port, self._launch.token)
+
+    def _start_coordinator(self, control: Control, journal: Journal) -> None:
+        launch, count = self._launch, self._worker_group.group_world_size
+
+        def run() -> None:
+            control.wait([keys.node_key(node) for node in range(count)])
+            nodes = {
+                rank: node for node in range(count) for rank in json.loads(control.get(keys.node_key(node)))
+            }
+            control.wait([keys.lease_key(node) for node in range(count)])
+            Coordinator(
+                control=control,
+                events=EventReader(self._connect()),
+                config=launch.config,
+                nodes=nodes,
+                planner=launch.planner,
+                journal=journal,
+                say=_say,
+            ).run()
+
+        threading.Thread(target=run, name="odyssey-coordinator", daemon=True).start()
+
+    def _keep_lease(self, control: Control, node: int) -> None:
+        beat = 0
+        with contextlib.suppress(ControlPlaneLost):
+            while True:
+                beat += 1
+                control.put(keys.lease_key(node), str(beat))
+                time.sleep(self._launch.config.node_lease_s / 20)
+
+    def _conclude(self, verdict: _VerdictWatch, ranks: _Ranks, control: Control) -> int:
+        """Lets the ranks end, or ends them; returns the exit code of the job."""
+        group = self._worker_group
+        final = verdict.value or Verdict(code=1)
+        ranks.drain(final.grace_s)
+        ranks.end(_TERMINATE_S)
+        if verdict.value is None:
+            _say(
+                f"[odyssey] node {group.group_rank} stops: the first agent, which hosts the coordinator, is gone."
+            )
+            return final.code
+        with contextlib.suppress(ControlPlaneLost, TimeoutError):
+            control.put(f"bye/{group.group_rank}", "")
+            if group.group_rank == 0:  # the store goes with this process
+                control.wait([f"bye/{node}" for node in range(1, group.group_world_size)], _FAREWELL_S)
+        return final.code
+
+
+class _Ranks:
+    """The processes of this node: who has ended, who is silent."""
+
+    def __init__(self, control: Control, board: HeartbeatBoard, hang_s: float):
+        self._control, self._board, self._hang_s = control, board, hang_s
+        self._poll = select.poll()
+        self._living: dict[int, tuple[int, int, Any]] = {}  # pidfd -> rank, slot, process
+        self._fenced: set[int] = set()
+
+    def add(self, rank: int, slot: int, process: Any) -> None:
+        fd = os.pidfd_open(process.pid)
+        self._living[fd] = (rank, slot, process)
+        self._poll.register(fd, select.POLLIN)
+
+    def watch(self, verdict: _VerdictWatch) -> None:
+        """Reports deaths and fences the silent until the verdict is there. Raises ControlPlaneLost."""
+        self._poll.register(verdict.fd, select.POLLIN)
+        tick_ms = max(1, int(min(self._hang_s / 10, 0.2) * 1e3))
+        while not verdict.arrived:
+            self._reap(tick_ms, report=True)
+            self._fence_silent()
+        self._poll.unregister(verdict.fd)
+
+    def drain(self, limit_s: float) -> None:
+        """Waits until all have ended, at most ``limit_s``."""
+        ends_s = time.monotonic() + limit_s
+        while self._living and (left_s := ends_s - time.monotonic()) > 0:
+            self._reap(int(left_s * 1e3) + 1, report=False)
+
+    def end(self, limit_s: float) -> None:
+        """Ends those that still run."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for _, _, process in self._living.values():
+                _signal_session(process.pid, number)
+            self.drain(limit_s)
+
+    def _reap(self, timeout_ms: int, *, report: bool) -> None:
+        for fd, _ in self._poll.poll(timeout_ms):
+            if fd not in self._living:
+                continue
+            now_s = time.monotonic()
+            rank, _, process = self._living.pop(fd)
+            self._poll.unregister(fd)
+            os.close(fd)
+            # Its own children (data loaders) are in its session, which is known by its pid until it is reaped.
+            _signal_session(process.pid, signal.SIGKILL)
+            code = process.wait()
+            if report:
+                cause = "hang" if rank in self._fenced else "killed" if code < 0 else "exit"
+                self._control.send(RankDied(rank=rank, code=code, cause=cause, t_s=now_s))
+
+    def _fence_silent(self) -> None:
+        now_s = time.monotonic()
+        for rank, slot, process in self._living.values():
+            if rank not in self._fenced and self._board.silent_s(slot, now_s) > self._hang_s:
+                _say(f"[odyssey] rank {rank} has been silent for {self._hang_s} s: it is killed")
+                self._fenced.add(rank)
+                _signal_session(process.pid, signal.SIGKILL)
+
+
+class _VerdictWatch:
+    """Waits for the coordinator's last word in a thread, and wakes a poll."""
+
+    def __init__(self, control: Control):
+        self.value: Verdict | None = None
+        self.arrived = False
+        self.fd = os.eventfd(0)
+        threading.Thread(target=self._run, args=(control,), name="odyssey-verdict", daemon=True).start()
+
+    def lost(self) -> None:
+        self.arrived = True
+        os.eventfd_write(self.fd, 1)
+
+    def _run(self, control: Control) -> None:
+        try:
+            self.value = from_json(Verdict, control.get(keys.VERDICT))
+        except (ControlPlaneLost, ValueError) as error:
+            _log.info("no verdict: %s", error)
+        self.lost()
+
+
+@contextlib.contextmanager
+def _forking(zygote: Zygote | None) -> Any:
+    """Inside, torch elastic starts processes by forking them from ``zygote``."""
+    if zygote is None:
+        yield
+        return
+
+    def handler(
+        entrypoint: str, args: tuple[Any, ...], env: dict[str, str], stdout: Any, stderr: Any, **_: Any
+    ) -> _ForkedHandler:
+        whole = {**os.environ, **env}
+        argv = [str(one) for one in args]
+        return _ForkedHandler(zygote.run(argv, env=whole, stdout=stdout or None, stderr=stderr or None))
+
+    original = multiprocessing_api.get_subprocess_handler
+    multiprocessing_api.get_subprocess_handler = handler
+    try:
+        yield
+    finally:
+        multiprocessing_api.get_subprocess_handler = original
+
+
+class _ForkedHandler:
+    """What torch elastic expects of a started process."""
+
+    def __init__(self, proc: ForkedProcess):
+        self.proc = proc
+
+    def close(self, death_sig: signal.Signals | None = None) -> None:
+        self.proc.kill(death_sig or signal.SIGTERM)
+
+
+def _signal_session(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, number)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()

@@ -1,0 +1,360 @@
+"""The coordinator: the only writer of membership, generations and plans. A thread in the first agent.
+
+It reads one queue of events, applies them to the ``ClusterState``, and publishes a new generation whenever
+membership has changed or somebody asks for fresh groups.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from odyssey_megatron.cluster.events import (
+    Event,
+    GenerationLive,
+    NodeLost,
+    RankDied,
+    RankFinished,
+    Retry,
+)
+from odyssey_megatron.cluster.job import JobSpec
+from odyssey_megatron.cluster.state import apply, initial_state, next_generation
+from odyssey_megatron.codec import from_json, to_json, to_jsonable
+from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_LAYERS_LOST,
+    ConfigError,
+    ControlPlaneLost,
+    LayersLost,
+    OdysseyError,
+)
+from odyssey_megatron.launch import control as keys
+from odyssey_megatron.launch.control import Control, EventReader
+from odyssey_megatron.launch.member import FINISHED
+from odyssey_megatron.launch.planner import Planner
+from odyssey_megatron.metrics.journal import Journal
+from odyssey_megatron.plan.generation import CandidateRow, Generation
+from odyssey_megatron.plan.plan import Plan
+from odyssey_megatron.policy.table import candidates_table
+
+_log = logging.getLogger(__name__)
+
+_COALESCE_S = 0.003
+"""Deaths of one incident reach the queue within this time of each other: one generation for all of them."""
+_TICK_S = 0.1
+_STOP_GRACE_S = 15.0
+"""How long ranks may take to leave by themselves after a stop."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The coordinator's last word to all agents."""
+
+    code: int
+    """Exit code of the job."""
+    why: str = ""
+    grace_s: float = 0.0
+    """How long an agent lets its ranks go on, before it ends them."""
+
+
+class Coordinator:
+    """One job, from its ranks' first words to the verdict.
+
+    Args:
+        nodes: node of each rank.
+        say: shows a text to the user.
+    """
+
+    def __init__(
+        self,
+        *,
+        control: Control,
+        events: EventReader,
+        config: OdysseyConfig,
+        nodes: Mapping[int, int],
+        planner: Planner,
+        journal: Journal,
+        say: Callable[[str], None],
+    ):
+        self._control, self._queue, self._planner = control, events, planner
+        self._journal, self._say = journal, say
+        self._world_size = len(nodes)
+        self._state = initial_state(
+            nodes=tuple(nodes[rank] for rank in sorted(nodes)), started_s=time.monotonic()
+        )
+        self._leases = _Leases(control, sorted(set(nodes.values()) - {0}), config.node_lease_s)
+        self._exits: dict[int, int] = {}
+        self._current: Generation | None = None
+        self._live_plan: Plan | None = None
+        """Of the last generation that every member reported live; its holders are complete."""
+        self._start_plan: Plan | None = None
+
+    def run(self) -> Verdict | None:
+        """Until the job ends; publishes the verdict. None if the store is gone."""
+        try:
+            verdict = self._await_job() or self._start() or self._train()
+        except ControlPlaneLost:
+            return None
+        except Exception as error:  # noqa: BLE001 - whatever it is, agents and ranks must hear of an end
+            self._say(traceback.format_exc())
+            verdict = Verdict(code=1, why=f"the coordinator failed: {error!r}. Please report this.")
+        self._journal.event("job_finished", verdict=verdict.why or "done", exit_code=verdict.code)
+        if verdict.why:
+            self._say(verdict.why)
+        self._control.put(keys.VERDICT, to_json(verdict))
+        return verdict
+
+    # -- before training ------------------------------------------------------------------------------
+
+    def _await_job(self) -> Verdict | None:
+        """Until all ranks have posted the job; a verdict if one of them ends first."""
+        posted = [keys.digest_key(rank) for rank in range(self._world_size)]
+        while not self._control.has(posted):
+            for event in self._events(_TICK_S / 2):
+                if isinstance(event, NodeLost):
+                    return Verdict(code=1, why=f"node {event.node} was lost before training started.")
+                if isinstance(event, RankDied) and (verdict := self._early_exit(event)):
+                    return verdict
+        return None
+
+    def _early_exit(self, event: RankDied) -> Verdict | None:
+        self._exits[event.rank] = event.code
+        if event.code == 0:  # a script that never joins a job: torchrun's rules
+            return Verdict(code=0) if len(self._exits) == self._world_size else None
+        refused = self._control.peek(keys.REFUSED)
+        if event.code == EXIT_BAD_INPUT:
+            return Verdict(code=EXIT_BAD_INPUT, why=refused or "")
+        return Verdict(
+            code=event.code if event.code > 0 else 1,
+            why=f"rank {event.rank} ended with exit code {event.code} before training started; its log says "
+            "why. Nothing was trained.",
+        )
+
+    def _start(self) -> Verdict | None:
+        try:
+            posted = json.loads(self._control.get(keys.JOB))
+            job = from_json(JobSpec, posted["job"])
+            plan = self._planner.start(job, self._state, posted["profile"])
+        except (OdysseyError, ValueError) as error:
+            code = EXIT_BAD_INPUT if isinstance(error, ConfigError) else 1
+            return self._stop(str(error), code)
+        self._start_plan = plan
+        self._publish(plan, previous=None, why="start", dead=(), rows=(), began_s=time.monotonic())
+        return None
+
+    # -- training -------------------------------------------------------------------------------------
+
+    def _train(self) -> Verdict:
+        while True:
+            members, dead, wanted, codes, detected_s = set(self._state.ranks), [], "", {}, 0.0
+            for event in self._batch():
+                if isinstance(event, Retry) and event.generation == self._state.generation:
+                    wanted = f"rank {event.rank} asked for it: {event.reason}"
+                if isinstance(event, RankDied):
+                    self._exits[event.rank] = codes[event.rank] = event.code
+                if isinstance(event, (RankDied, NodeLost)):
+                    detected_s = detected_s or event.t_s
+                self._apply(event)
+            dead = sorted(members - set(self._state.ranks))
+            alive = set(self._state.ranks)
+            if dead:
+                self._note_deaths(dead, codes)
+            if dead and (verdict := self._hopeless(dead)):
+                return verdict
+            if alive <= self._state.finished:
+                return self._finish()
+            if dead or wanted:
+                verdict = self._recover(dead, wanted or "failure", detected_s or time.monotonic())
+                if verdict:
+                    return verdict
+
+    def _apply(self, event: Event) -> None:
+        if isinstance(event, RankFinished) and event.rank not in self._state.live:
+            return  # said in an earlier generation, before it had to help with the next one
+        self._state = apply(self._state, event)
+        if isinstance(event, GenerationLive) and self._state.is_live and self._current is not None:
+            self._live_plan = self._current.plan
+
+    def _note_deaths(self, dead: list[int], codes: Mapping[int, int]) -> None:
+        cause = "node" if any(rank not in codes for rank in dead) else "rank"
+        self._journal.event(
+            "failure_detected",
+            generation=self._state.generation,
+            echo=True,
+            dead=dead,
+            code=[codes.get(rank, -9) for rank in dead],
+            cause=cause,
+        )
+
+    def _hopeless(self, dead: list[int]) -> Verdict | None:
+        """A verdict if the ranks end by their own failure, all or before the first step."""
+        codes = {self._exits.get(rank, -9) for rank in dead}
+        own = len(codes) == 1 and min(codes) > 0
+        if own and (not self._state.ranks or self._live_plan is None):
+            (code,) = codes
+            refused = self._control.peek(keys.REFUSED) if code == EXIT_BAD_INPUT else None
+            text = f"rank(s) {dead} ended with exit code {code}; their logs say why."
+            return Verdict(code=code, why=refused or text)
+        if not self._state.ranks:
+            if not any(self._exits.get(rank, -9) for rank in range(self._world_size)):
+                return Verdict(code=0)  # all left with exit code 0, though without finishing the job
+            return Verdict(code=EXIT_LAYERS_LOST, why="no rank is left. Restart from the last checkpoint.")
+        return None
+
+    def _recover(self, dead: list[int], why: str, detected_s: float) -> Verdict | None:
+        began_s = time.monotonic()
+        known = self._live_plan or self._start_plan
+        assert known is not None
+        try:
+            plan, rows = self._planner.decide(self._state, known, self._observations(), began_s)
+        except LayersLost as error:
+            return self._layers_lost(error)
+        except OdysseyError as error:
+            return self._stop(f"no plan for the surviving ranks: {error}", 1)
+        if self._live_plan is None:
+            # Nobody has trained yet: every rank makes its layers, and there is nothing to send.
+            plan = replace(plan, transfers=(), transition_s=0.0)
+        self._publish(plan, self._live_plan, why, tuple(dead), rows, began_s, detected_s)
+        return None
+
+    def _layers_lost(self, error: LayersLost) -> Verdict:
+        gone = [rank for rank in range(self._world_size) if rank not in self._state.ranks]
+        codes = {self._exits.get(rank, -9) for rank in gone}
+        if len(codes) == 1 and min(codes) > 0:  # they failed by themselves, all alike: no lost hardware
+            (code,) = codes
+            return self._stop(f"rank(s) {gone} ended with exit code {code}; their logs say why.", code)
+        return self._stop(str(error), EXIT_LAYERS_LOST)
+
+    def _finish(self) -> Verdict:
+        """Tells the members that all have finished, and waits for their exit codes."""
+        members = set(self._state.ranks)
+        self._planner.finish(self._observations())
+        self._put(Generation(
+            number=self._state.generation + 1, members=(), dead=(), why=FINISHED, previous=None, plan=None,
+            plan_hash="", candidates=(), published_s=time.monotonic(),
+        ))  # fmt: skip
+        while members - set(self._exits):
+            for event in self._batch():
+                if isinstance(event, RankDied):
+                    self._exits[event.rank] = event.code
+                elif isinstance(event, NodeLost):
+                    members = {r for r in members if self._state.worker_of(r).node != event.node}
+        failed = {rank: self._exits[rank] for rank in sorted(members) if self._exits[rank] > 0}
+        if failed:
+            rank, code = next(iter(failed.items()))
+            return Verdict(
+                code=code, why=f"rank {rank} ended with exit code {code} after training; its log says why."
+            )
+        return Verdict(code=0)
+
+    def _stop(self, message: str, code: int) -> Verdict:
+        """Tells the members to stop; they leave with ``code`` by themselves."""
+        self._put(Generation(
+            number=self._state.generation + 1, members=self._state.ranks, dead=(), why="stop", previous=None,
+            plan=None, plan_hash="", candidates=(), stop=message, stop_code=code,
+            published_s=time.monotonic(),
+        ))  # fmt: skip
+        return Verdict(code=code, why=message, grace_s=_STOP_GRACE_S)
+
+    # -- publishing -----------------------------------------------------------------------------------
+
+    def _publish(
+        self,
+        plan: Plan,
+        previous: Plan | None,
+        why: str,
+        dead: tuple[int, ...],
+        rows: tuple[CandidateRow, ...],
+        began_s: float,
+        detected_s: float = 0.0,
+    ) -> None:
+        self._state = replace(next_generation(self._state), finished=frozenset())
+        now_s = time.monotonic()
+        generation = Generation(
+            number=self._state.generation,
+            members=self._state.ranks,
+            dead=dead,
+            why=why,
+            previous=previous,
+            plan=plan,
+            plan_hash=plan.hash(),
+            candidates=rows,
+            detected_s=detected_s,
+            decide_s=now_s - began_s,
+            published_s=now_s,
+        )
+        self._put(generation)
+        self._record(generation)
+
+    def _put(self, generation: Generation) -> None:
+        self._current = generation
+        self._control.put(keys.generation_key(generation.number), to_json(generation))
+
+    def _record(self, generation: Generation) -> None:
+        plan = generation.plan
+        assert plan is not None
+        self._journal.event(
+            "decision",
+            generation=generation.number,
+            echo=generation.number > 1,
+            dead=list(generation.dead),
+            why=generation.why,
+            policy=plan.policy,
+            plan_hash=generation.plan_hash,
+            candidates=to_jsonable(generation.candidates),
+            decide_s=generation.decide_s,
+            schedule=plan.schedule_text,
+            layout=to_jsonable(plan.layout),
+        )
+        if generation.candidates:
+            self._say(candidates_table(generation.candidates))
+
+    def _observations(self) -> list[str]:
+        return self._control.read([keys.observations_key(rank) for rank in range(self._world_size)])
+
+    # -- events ---------------------------------------------------------------------------------------
+
+    def _batch(self) -> list[Event]:
+        """The events of one incident."""
+        events = self._events(_TICK_S)
+        if events:
+            time.sleep(_COALESCE_S)
+            events += self._events(0.0)
+        return events
+
+    def _events(self, timeout_s: float) -> list[Event]:
+        found: list[Event] = []
+        for event in self._queue.take(timeout_s):
+            if isinstance(event, str):
+                _log.warning("dropped a malformed event: %s", event)
+            else:
+                found.append(event)
+        return found + self._leases.expired(time.monotonic())
+
+
+class _Leases:
+    """Notices agents that have fallen silent."""
+
+    def __init__(self, control: Control, nodes: list[int], limit_s: float):
+        self._control, self._limit_s = control, limit_s
+        self._nodes = nodes
+        self._seen: dict[int, tuple[str, float]] = {}
+
+    def expired(self, now_s: float) -> list[Event]:
+        if not self._nodes:
+            return []
+        lost: list[Event] = []
+        beats = self._control.read([keys.lease_key(node) for node in self._nodes])
+        for node, beat in zip(list(self._nodes), beats, strict=True):
+            before, since_s = self._seen.get(node, ("", now_s))
+            if beat != before:
+                self._seen[node] = (beat, now_s)
+            elif now_s - since_s > self._limit_s:
+                lost.append(NodeLost(node=node, t_s=now_s))
+                self._nodes.remove(node)
+        return lost

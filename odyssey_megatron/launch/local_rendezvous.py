@@ -1,0 +1,74 @@
+"""The rendezvous of a single node: nobody to meet, and a store that only this machine can reach.
+
+torch's ``c10d`` rendezvous, which ``torchrun --standalone`` uses, listens on all interfaces.
+"""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+
+BACKEND = "odyssey-local"
+_LOOPBACK = "127.0.0.1"
+
+
+class LocalRendezvous(RendezvousHandler):
+    """One node, whose agent hosts the store on loopback."""
+
+    def __init__(self, run_id: str):
+        self._run_id = run_id
+        listener = socket.create_server((_LOOPBACK, 0), backlog=1024)
+        port = listener.getsockname()[1]
+        self._store = dist.TCPStore(
+            _LOOPBACK,
+            port,
+            None,
+            True,
+            timedelta(seconds=300),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+        self._address = RendezvousStoreInfo(master_addr=_LOOPBACK, master_port=port)
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        return RendezvousInfo(self._store, 0, 1, self._address)
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def register() -> None:
+    """Makes ``--rdzv-backend odyssey-local`` known to torch."""
+
+    def create(parameters: RendezvousParameters) -> RendezvousHandler:
+        return LocalRendezvous(parameters.run_id)
+
+    rendezvous_handler_registry.register(BACKEND, create)

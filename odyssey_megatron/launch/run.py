@@ -1,0 +1,126 @@
+"""``odyssey run``: torchrun's command line around an agent whose ranks survive one another."""
+
+from __future__ import annotations
+
+import functools
+import os
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from odyssey_megatron.config import OdysseyConfig, config_from_argv
+from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.launch.zygote import Zygote, prepare_environment
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs a job; returns its exit code.
+
+    Args:
+        argv: ``[--preload MODULE,...] [torchrun arguments] script [script arguments]``.
+
+    Raises:
+        ConfigError: before any rank was started.
+    """
+    prepare_environment(os.environ)
+    args = _parse(argv)
+    config = config_from_argv(args.training_script_args)
+    nodes = _number_of_nodes(args)
+    _check_injections(config, nodes, args.nproc_per_node)
+    token = _token(nodes)
+    modules = [one for one in args.preload.split(",") if one]
+    if modules and config.device != "cpu":
+        raise ConfigError(
+            "--preload forks the ranks from one process, and CUDA does not survive a fork. Leave it out, or "
+            "train on the CPU with --odyssey-device cpu."
+        )
+    zygote = Zygote.start(modules) if modules else None  # while this process has a single thread
+    try:
+        return _launch(args, config, nodes, token, zygote)
+    finally:
+        if zygote is not None:
+            zygote.close()
+
+
+def _parse(argv: Sequence[str]) -> Any:
+    from torch.distributed.run import get_args_parser
+
+    parser = get_args_parser()
+    parser.prog = "odyssey run"
+    parser.add_argument(
+        "--preload",
+        default=os.environ.get("ODYSSEY_PRELOAD", ""),
+        metavar="MODULE[,MODULE...]",
+        help="import these once and fork the ranks from there (CPU only): seconds less to start each",
+    )
+    return parser.parse_args(list(argv))
+
+
+def _launch(args: Any, config: OdysseyConfig, nodes: int, token: str, zygote: Zygote | None) -> int:
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.launcher import api
+
+    from odyssey_megatron.launch import local_rendezvous
+    from odyssey_megatron.launch.agent import Launch, OdysseyAgent
+    from odyssey_megatron.launch.planner import PolicyPlanner
+
+    if nodes == 1:
+        local_rendezvous.register()
+        _use_local_rendezvous(args, local_rendezvous.BACKEND)
+    launch = Launch(config=config, token=token, planner=PolicyPlanner(config), zygote=zygote)
+    original = api.LocalElasticAgent
+    api.LocalElasticAgent = functools.partial(OdysseyAgent, launch=launch)
+    try:
+        torchrun.run(args)
+    except SystemExit as verdict:
+        return int(verdict.code or 0)
+    except SignalException as stopped:
+        return 128 + int(stopped.sigval)
+    finally:
+        api.LocalElasticAgent = original
+    return 0
+
+
+def _number_of_nodes(args: Any) -> int:
+    """The number of nodes. Raises ConfigError for a range: membership starts complete."""
+    least, _, most = str(args.nnodes).partition(":")
+    if most and most != least:
+        raise ConfigError(
+            f"--nnodes {args.nnodes}: the job starts with a fixed number of nodes. Give one number; nodes "
+            "lost later are survived."
+        )
+    return int(least)
+
+
+def _check_injections(config: OdysseyConfig, nodes: int, per_node: str) -> None:
+    if not per_node.isdigit():
+        return  # "gpu", "auto": torchrun counts devices
+    world_size = nodes * int(per_node)
+    for one in config.injections:
+        if not 0 <= one.rank < world_size:
+            raise ConfigError(
+                f"--odyssey-inject names rank {one.rank}, but the job has ranks 0 to {world_size - 1} "
+                f"({nodes} node(s) of {per_node}). Name one of those."
+            )
+
+
+def _use_local_rendezvous(args: Any, backend: str) -> None:
+    """Unless the user chose a rendezvous: a store on loopback, as nobody else needs to reach it."""
+    chosen = args.rdzv_endpoint or args.master_port is not None or args.rdzv_backend != "static"
+    if args.standalone or not chosen:
+        args.standalone, args.rdzv_backend, args.rdzv_endpoint = False, backend, "127.0.0.1:0"
+        args.rdzv_id = "odyssey"
+        # gloo resolves the host's name otherwise, and may listen on an outside address.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def _token(nodes: int) -> str:
+    """The job's secret: who does not have it is not listened to."""
+    token = os.environ.get("ODYSSEY_TOKEN", "")
+    if not token and nodes > 1:
+        raise ConfigError(
+            f"a job of {nodes} nodes needs a secret that its agents know each other by. Set the variable "
+            'ODYSSEY_TOKEN to the same value on all nodes, e.g. the output of "openssl rand -hex 16".'
+        )
+    return token or secrets.token_hex(16)

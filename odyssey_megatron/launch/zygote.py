@@ -1,0 +1,292 @@
+"""Start-up by forking: one process imports the heavy modules, and ranks (or whole jobs) are forked from it.
+
+Importing torch and megatron costs seconds of CPU; a fork costs milliseconds, and the memory is shared. Only for
+CPU jobs: a CUDA context does not survive a fork. The zygote has a single thread, as forking needs, and knows
+nothing of jobs: it takes requests, one JSON object a line, and reports pids and exit codes the same way.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import importlib
+import io
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any, NoReturn
+
+from odyssey_megatron.errors import ConfigError, OdysseyError
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Zygote:
+    """The client's end. Not thread-safe."""
+
+    def __init__(self, pid: int, connection: socket.socket):
+        self.pid, self._connection = pid, connection
+        self._pending = b""
+        self._exits: dict[int, int] = {}
+
+    @classmethod
+    def start(cls, modules: Sequence[str]) -> Zygote:
+        """Forks the zygote off this process, which must have one thread; returns when it has imported all.
+
+        Raises:
+            ConfigError: a module cannot be imported, or leaves threads behind.
+        """
+        prepare_environment(os.environ)
+        _check_single_thread()
+        ours, theirs = socket.socketpair()
+        parent, pid = os.getpid(), os.fork()
+        if pid == 0:
+            ours.close()
+            _exit_with(lambda: _Server(theirs, modules, parent).serve())
+        theirs.close()
+        return cls(pid, ours)._greet(modules)
+
+    @classmethod
+    def spawn(cls, modules: Sequence[str]) -> Zygote:
+        """The same in a fresh interpreter, for a process that has threads already."""
+        ours, theirs = socket.socketpair()
+        env = dict(os.environ)
+        prepare_environment(env)
+        command = [sys.executable, "-m", __name__, str(theirs.fileno()), ",".join(modules)]
+        process = subprocess.Popen(command, env=env, pass_fds=[theirs.fileno()])
+        theirs.close()
+        return cls(process.pid, ours)._greet(modules)
+
+    def _greet(self, modules: Sequence[str]) -> Zygote:
+        answer = self._read(None)
+        if answer is None or "error" in answer:
+            raise ConfigError(f"--preload {','.join(modules)}: {(answer or {}).get('error')}")
+        return self
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        stdout: str | None = None,
+        stderr: str | None = None,
+    ) -> ForkedProcess:
+        """Runs ``argv``, the arguments of a Python interpreter, in a fork in a session of its own.
+
+        Args:
+            env: the whole environment.
+            stdout: path of a file to write; None is the zygote's.
+        """
+        request = {"argv": list(argv), "env": dict(env), "stdout": stdout, "stderr": stderr}
+        self._connection.sendall((json.dumps(request) + "\n").encode())
+        while "pid" not in (answer := self._read(None) or {}):
+            self._note(answer)
+        return ForkedProcess(answer["pid"], self)
+
+    def close(self) -> None:
+        """Ends the zygote and all that it has forked."""
+        self._connection.close()
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
+
+    def exit_code(self, pid: int, timeout_s: float | None) -> int | None:
+        """None if ``pid`` has not ended within ``timeout_s``."""
+        ends_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while pid not in self._exits:
+            answer = self._read(None if ends_s is None else max(ends_s - time.monotonic(), 0.0))
+            if answer is None:
+                return None
+            self._note(answer)
+        return self._exits[pid]
+
+    def _note(self, answer: dict[str, Any]) -> None:
+        self._exits[answer["exited"]] = answer["code"]
+
+    def _read(self, timeout_s: float | None) -> dict[str, Any] | None:
+        while b"\n" not in self._pending:
+            if not select.select([self._connection], [], [], timeout_s)[0]:
+                return None
+            data = self._connection.recv(1 << 16)
+            if not data:
+                raise OdysseyError("the zygote, from which processes are forked, has died")
+            self._pending += data
+        line, _, self._pending = self._pending.partition(b"\n")
+        return json.loads(line)
+
+
+class ForkedProcess:
+    """What ``subprocess.Popen`` offers, as far as it is needed, for a process forked by a zygote."""
+
+    def __init__(self, pid: int, zygote: Zygote):
+        self.pid, self._zygote = pid, zygote
+
+    def poll(self) -> int | None:
+        """The exit code (negative: signal), or None while it runs."""
+        return self._zygote.exit_code(self.pid, 0.0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Raises subprocess.TimeoutExpired after ``timeout`` seconds."""
+        code = self._zygote.exit_code(self.pid, timeout)
+        if code is None:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+        return code
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        """Signals the process's whole session, unless it is gone."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+
+class _Server:
+    """The zygote itself."""
+
+    def __init__(self, connection: socket.socket, modules: Sequence[str], parent: int):
+        self._connection, self._modules, self._parent = connection, modules, parent
+        self._pending = b""
+        self._children: dict[int, int] = {}  # pidfd -> pid
+
+    def serve(self) -> int:
+        _die_with(self._parent)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's business
+        try:
+            for module in self._modules:
+                importlib.import_module(module)
+            _check_single_thread()
+        except Exception as error:  # noqa: BLE001 - a foreign module may raise anything; the launcher reports it
+            self._send(error=f"{type(error).__name__}: {error}")
+            return 1
+        gc.collect()
+        gc.freeze()  # or a collection in a child would copy the pages that it marks
+        self._send(ready=True)
+        while self._step():
+            pass
+        return 0
+
+    def _step(self) -> bool:
+        ready, _, _ = select.select([self._connection, *self._children], [], [])
+        for fd in ready:
+            if fd is self._connection:
+                data = self._connection.recv(1 << 16)
+                if not data:
+                    return False
+                *lines, self._pending = (self._pending + data).split(b"\n")
+                for line in lines:
+                    self._fork(json.loads(line))
+            else:
+                pid = self._children.pop(fd)
+                os.close(fd)
+                _, status = os.waitpid(pid, 0)
+                self._send(exited=pid, code=os.waitstatus_to_exitcode(status))
+        return True
+
+    def _fork(self, request: dict[str, Any]) -> None:
+        parent, pid = os.getpid(), os.fork()
+        if pid == 0:
+            self._connection.close()
+            for fd in self._children:
+                os.close(fd)
+            _exit_with(lambda: _run_python(request, parent))
+        self._children[os.pidfd_open(pid)] = pid
+        self._send(pid=pid)
+
+    def _send(self, **message: Any) -> None:
+        with contextlib.suppress(BrokenPipeError):  # the next read sees the end
+            self._connection.sendall((json.dumps(message) + "\n").encode())
+
+
+def _run_python(request: dict[str, Any], parent: int) -> int:
+    """Becomes, as far as a fork can, a fresh interpreter with the requested arguments."""
+    os.setsid()
+    _die_with(parent)
+    for fd, path in ((1, request["stdout"]), (2, request["stderr"])):
+        if path:
+            target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.dup2(target, fd)
+            os.close(target)
+    sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", 0, closefd=False), write_through=True)
+    sys.stderr = io.TextIOWrapper(os.fdopen(2, "wb", 0, closefd=False), write_through=True)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.environ["ODYSSEY_PARENT_PID"] = str(parent)
+    _reseed()
+    arguments = [one for one in request["argv"] if one != "-u"]
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        sys.path[0:1] = [os.getcwd()]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        sys.path[0:1] = [os.path.dirname(os.path.abspath(arguments[0]))]
+        runpy.run_path(arguments[0], run_name="__main__")
+    return 0
+
+
+def _reseed() -> None:
+    """All forks share their parent's random state; a fresh interpreter would not. Python reseeds its own."""
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()
+    if torch := sys.modules.get("torch"):
+        torch.seed()
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+
+
+def prepare_environment(env: MutableMapping[str, str]) -> None:
+    """What must be set before torch and numpy are imported; the user's own values win."""
+    # Numerical libraries start threads when they are imported, unless told not to. Also torchrun's default.
+    env.setdefault("OMP_NUM_THREADS", "1")
+    env.setdefault("OPENBLAS_NUM_THREADS", env["OMP_NUM_THREADS"])
+    # torch's store client complains, with a C++ stack, of every connection that ends.
+    env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+def _check_single_thread() -> None:
+    threads = len(os.listdir("/proc/self/task"))
+    if threads != 1:
+        raise ConfigError(
+            f"{threads} threads are running, and only one survives a fork. Set OMP_NUM_THREADS=1, and preload "
+            "only modules that start no threads when imported."
+        )
+
+
+def _die_with(parent: int) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _exit_with(function: Any) -> NoReturn:
+    """Runs ``function`` and ends this fork like an interpreter ends, without its parent's cleanup."""
+    code = 1
+    try:
+        code = function()
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+        if isinstance(error.code, str):
+            sys.stderr.write(error.code + "\n")
+    except BaseException:  # noqa: BLE001 - as the interpreter does
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            threading._shutdown()  # type: ignore[attr-defined]  # waits for non-daemon threads
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code & 0xFF)
+
+
+if __name__ == "__main__":
+    _connection = socket.socket(fileno=int(sys.argv[1]))
+    sys.exit(_Server(_connection, [one for one in sys.argv[2].split(",") if one], os.getppid()).serve())

@@ -1,0 +1,191 @@
+"""A toy training job without Megatron: a ring of messages and an all-reduce a step, and a count that must come out.
+
+    odyssey run [...] toy.py --steps 50 --step-s 0.01 --odyssey-device cpu ...
+
+The state is a counter that every committed step raises by exactly one on every rank. The recovery loop is the
+product's, in miniature: agree on the newest committed step, and go on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+from odyssey_megatron.cluster.job import JobSpec
+from odyssey_megatron.codec import to_json
+from odyssey_megatron.config import add_arguments, config_from
+from odyssey_megatron.errors import ConfigError, Fenced, JobStopped, PeerFailed, Superseded
+from odyssey_megatron.launch.inject import Injector
+from odyssey_megatron.launch.member import Member
+from odyssey_megatron.metrics.journal import Journal
+from odyssey_megatron.policy.profile import estimated_profile
+from odyssey_megatron.rebuild.groups import build_groups, graveyard_size, init_default_group
+
+MESSAGE = 4096
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--step-s", type=float, default=0.01)
+    parser.add_argument("--pipeline", type=int, default=2)
+    parser.add_argument("--retry-every", type=int, default=0, help="rank 0 asks for fresh groups so often")
+    parser.add_argument("--refuse", default="", help="all ranks refuse the job with this message")
+    parser.add_argument("--differ", action="store_true", help="rank 1 posts another job")
+    parser.add_argument("--exit-at", default="", help="RANK:STEP:CODE, or all:STEP:CODE")
+    parser.add_argument("--stats", default="", help="write resource counts to this file, per generation")
+    add_arguments(parser)
+    return parser.parse_args()
+
+
+class Toy:
+    def __init__(self, args: argparse.Namespace):
+        self.args, self.config = args, config_from(args)
+        self.member = Member.connect(self.config)
+        self.rank = self.member.rank
+        self.journal = Journal(self.config.run_dir, source=f"rank{self.rank}", rank=self.rank)
+        self.member.journal = self.journal
+        self.inject = Injector(self.config.injections, self.rank, self.journal)
+        self.step = 0
+        self.groups = None
+        init_default_group(self.member)
+
+    def post(self) -> None:
+        if self.args.refuse:
+            raise ConfigError(self.args.refuse)
+        pipeline = 1 if self.args.differ and self.rank == 1 else self.args.pipeline
+        job = JobSpec(num_layers=10, pipeline_model_parallel_size=pipeline, tensor_model_parallel_size=1,
+                      num_microbatches=8, tokens_per_step=1024, train_steps=self.args.steps)  # fmt: skip
+        profile = estimated_profile(num_transformer_layers=8, hidden_size=32, ffn_hidden_size=64,
+                                    num_attention_heads=2, num_query_groups=2, seq_length=16,
+                                    micro_batch_size=1, vocab_size=64, dtype_bytes=4)  # fmt: skip
+        with self.member.rank_zero_first():
+            pass
+        self.member.post_job(job, to_json(profile))
+        self.member.wait_all("ready")
+
+    def enter(self, generation) -> None:
+        number, members = generation.number, generation.members
+        self.number, self.began = number, self.step
+        self.inject.at("groups", step=self.step, generation=number)
+        if self.groups is not None:
+            self.groups.close()
+            self.groups = None
+        named = {"world": members}
+        for layer_ranks in {tuple(h) for h in generation.plan.layout.holders}:
+            named["block:" + "-".join(map(str, layer_ranks))] = layer_ranks
+        self.groups = build_groups(self.member, generation, named, self.config)
+        in_groups_s = time.monotonic()
+        newest = torch.tensor([self.step])
+        dist.all_reduce(newest, op=dist.ReduceOp.MAX, group=self.groups["world"])
+        self.step = int(newest)
+        self.member.report_live(number)
+        self.journal.event("recovered", generation=number, step=self.step, dead=list(generation.dead),
+                           detected_s=generation.detected_s, decide_s=generation.decide_s,
+                           in_groups_s=in_groups_s, resumed_s=time.monotonic())  # fmt: skip
+
+    def run_step(self, members: tuple[int, ...]) -> None:
+        group, at = self.groups["world"], members.index(self.rank)
+        size, x, y = len(members), torch.full((MESSAGE,), float(self.step)), torch.zeros(MESSAGE)
+        self.inject.at("forward", step=self.step, generation=self.number)
+        if size > 1:
+            sent = dist.isend(x, group=group, group_dst=(at + 1) % size, tag=self.step)
+            dist.irecv(y, group=group, group_src=(at - 1) % size, tag=self.step).wait()
+            sent.wait()
+            assert float(y[-1]) == self.step, f"a message of step {float(y[-1])} in step {self.step}"
+        time.sleep(self.args.step_s)
+        self.inject.at("backward", step=self.step, generation=self.number)
+        total = torch.ones(4)
+        self.inject.at("reduce", step=self.step, generation=self.number)
+        dist.all_reduce(total, group=group)
+        assert int(total[0]) == size
+        self.leave_early()
+        self.step += 1
+        if (
+            self.args.retry_every
+            and self.rank == members[0]
+            and self.step - self.began == self.args.retry_every
+        ):
+            self.member.ask_retry(self.number, "the test wants it")
+
+    def leave_early(self) -> None:
+        if self.args.exit_at:
+            who, step, code = self.args.exit_at.split(":")
+            if who in ("all", str(self.rank)) and self.step == int(step):
+                print(f"rank {self.rank} leaves with {code}", file=sys.stderr)
+                sys.exit(int(code))
+
+    def train(self) -> None:
+        number = 0
+        while True:
+            generation = self.member.next_generation(number)
+            number = generation.number
+            if generation.stop:
+                raise JobStopped(generation.stop, generation.stop_code)
+            try:
+                self.enter(generation)
+                self.record_stats(number)
+                while self.step < self.args.steps:
+                    self.run_step(generation.members)
+                    if len(generation.members) == 1 and self.member.newer_than(number):
+                        raise Superseded("alone")
+                self.member.finish(number)
+                return
+            except (Superseded, PeerFailed):
+                if self.groups is not None:
+                    self.groups.abort()
+
+    def record_stats(self, number: int) -> None:
+        if self.args.stats and self.rank == 0:
+            with open(self.args.stats, "a") as out:
+                out.write(
+                    json.dumps({"generation": number, "graveyard": graveyard_size(), **resources()}) + "\n"
+                )
+
+
+def resources() -> dict[str, int]:
+    status = dict(line.split(":", 1) for line in open("/proc/self/status") if ":" in line)
+    links = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            links.append(os.readlink(f"/proc/self/fd/{fd}"))
+        except OSError:
+            pass
+    return {
+        "rss_kib": int(status["VmRSS"].split()[0]),
+        "threads": int(status["Threads"]),
+        "fds": len(links),
+        "sockets": sum(link.startswith("socket:") for link in links),
+        "groups": len(dist.distributed_c10d._world.pg_map),
+    }
+
+
+def main() -> None:
+    toy = Toy(arguments())
+    try:
+        toy.post()
+        toy.train()
+    except ConfigError as error:
+        toy.member.refuse(error)
+    except JobStopped as stop:
+        toy.journal.event("stopped", why=str(stop), exit_code=stop.exit_code)
+        sys.exit(stop.exit_code)
+    except Fenced:
+        sys.exit(1)
+    if toy.args.stats:
+        toy.groups.close()
+        while graveyard_size():
+            time.sleep(0.2)
+        time.sleep(0.5)
+        toy.record_stats(-1)
+    toy.journal.event("step_committed", step=toy.step)
+
+
+if __name__ == "__main__":
+    main()
