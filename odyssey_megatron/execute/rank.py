@@ -204,7 +204,7 @@ class RankRuntime:
     def run_step(self, generation: Generation) -> None:
         step, plan = self.committed, self._require_plan()
         began_s, self._reduced = time.monotonic(), False
-        trace = Trace()
+        trace = Trace(measured=step == 1 or step % self._config.profile_steps == 0)
         self._model.begin_step(step)
         assert self._interpreter is not None
         program = plan.schedule.program(self._worker) if self._worker in plan.layout.workers else ()
@@ -283,10 +283,9 @@ class RankRuntime:
             self._event("redone", step, redo_s=step_s)
         if self._steps_here <= self._config.trace_steps:
             self._event("trace", step, instructions=trace.to_jsonable())
-        self._times.add(trace)
-        if self.committed % self._config.profile_steps == 0 or self.committed == 2:
-            observations = self._times.take()
-            self._member.publish_observations(json.dumps(observations))
+        if trace.measured:
+            self._times.add(trace)
+            self._member.publish_observations(json.dumps(self._times.means()))
 
     def _recovery_record(self, generation: Generation) -> dict[str, Any] | None:
         if generation.previous is None:

@@ -12,17 +12,22 @@ from odyssey_megatron.plan.schedule import COMPUTE, Instr, Op
 
 @dataclass(slots=True)
 class Trace:
-    """The instructions of one step with their start and end (monotonic clock, seconds) and their compute time."""
+    """The instructions of one step with their start and end (monotonic clock, seconds).
 
+    ``measured`` steps also take the thread's own time of each compute instruction: waiting for a core that another
+    rank has is not the layer's cost. Not every step, since on some systems that clock is slow (0.6 ms seen).
+    """
+
+    measured: bool = False
     entries: list[tuple[Instr, float, float]] = field(default_factory=list)
     compute_s: list[tuple[Instr, float]] = field(default_factory=list)
 
     @contextlib.contextmanager
     def span(self, instr: Instr) -> Iterator[None]:
-        start_s, busy_s = time.monotonic(), time.thread_time()
+        measured = self.measured and instr.op in COMPUTE
+        start_s, busy_s = time.monotonic(), time.thread_time() if measured else 0.0
         yield
-        if instr.op in COMPUTE:
-            # The thread's own time: waiting for a message, or for a core that another rank has, is not the layer's cost.
+        if measured:
             self.compute_s.append((instr, time.thread_time() - busy_s))
         self.entries.append((instr, start_s, time.monotonic()))
 
@@ -42,7 +47,7 @@ class SpanTimes:
 
 
 class ComputeTimes:
-    """Mean compute times per layer span since they were last taken."""
+    """Mean compute times per layer span, over all measured steps so far."""
 
     def __init__(self) -> None:
         self._spans: dict[tuple[int, int], SpanTimes] = {}
@@ -58,9 +63,9 @@ class ComputeTimes:
             else:
                 span.input_grad_s += seconds
 
-    def take(self) -> list[dict[str, float]]:
-        """The means as records of ``policy.profile.Observation``'s fields; starts anew."""
-        means = [
+    def means(self) -> list[dict[str, float]]:
+        """Records with the fields of ``policy.profile.Observation``."""
+        return [
             {
                 "first": first,
                 "last": last,
@@ -72,5 +77,3 @@ class ComputeTimes:
             for (first, last), span in sorted(self._spans.items())
             if span.samples
         ]
-        self._spans.clear()
-        return means

@@ -58,10 +58,10 @@ class HeldLayer(torch.nn.Module):
         super().__init__()
         self.index, self.config, self.ddp_config = index, spec.config, spec.ddp_config
         self.parts = initial_parts(spec, index, groups)
-        if index not in (0, spec.head):
-            seeds.attach(self.parts["layer"], index)
-        elif index == 0:
-            seeds.attach(self.parts["embedding"], index)
+        if spec.config.attention_dropout or spec.config.hidden_dropout:
+            for name in ("embedding", "layer"):
+                if name in self.parts:
+                    seeds.attach(self.parts[name], index)
         self.optimizer = LayerOptimizer(self, spec.optimizer_config, groups)
 
     def moved_tensors(self) -> list[torch.Tensor]:

@@ -74,6 +74,13 @@ class LearningRate:
 
     def __init__(self, samples_per_step: int, **scheduler_arguments: Any):
         self._samples_per_step, self._arguments = samples_per_step, scheduler_arguments
+        try:
+            OptimizerParamScheduler(_ParamGroups([]), **scheduler_arguments)
+        except (AssertionError, TypeError) as error:
+            raise ConfigError(
+                f"Megatron refuses this learning rate schedule {error} {scheduler_arguments}. The warm-up must be "
+                "shorter than the decay (--lr-warmup-iters below --train-iters), and --min-lr at most --lr."
+            ) from error
 
     def set(self, optimizers: list[LayerOptimizer], step: int) -> float:
         """Sets learning rate and weight decay of ``step`` (from 0) everywhere; returns the learning rate."""

@@ -32,7 +32,9 @@ def set_state(seed: int, *, step: int, microbatch: int, layer: int, tp_rank: int
         torch.cuda.manual_seed(derive_seed(base, index, tp_rank))
         states[name] = torch.cuda.get_rng_state()
     tracker.set_states(states)
-    torch.manual_seed(base)
+    # Not torch.manual_seed(): it seeds every kind of device and formats two stack traces on the way.
+    torch.default_generator.manual_seed(base)
+    torch.cuda.manual_seed(base)
 
 
 class LayerSeeds:

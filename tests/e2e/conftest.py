@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.jobs import Jobs, Outcome
+
+
+@pytest.fixture(scope="session")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
+    """One process imports torch and Megatron; every job of the session is forked from it."""
+    from odyssey_megatron.launch.zygote import JobServer
+
+    server = JobServer.start(["odyssey_megatron.mcore.cpu_preload"])
+    yield Jobs(server=server, folder=tmp_path_factory.mktemp("jobs"))
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def undisturbed(jobs: Jobs) -> Callable[[int, int], Outcome]:
+    """(ranks, stages) -> that job without failures; run once."""
+    known: dict[tuple[int, int], Outcome] = {}
+
+    def run(ranks: int, stages: int) -> Outcome:
+        if (ranks, stages) not in known:
+            outcome = jobs.run(f"undisturbed-{ranks}-{stages}", ranks=ranks, stages=stages)
+            assert outcome.exit_code == 0, outcome.log[-4000:]
+            known[ranks, stages] = outcome
+        return known[ranks, stages]
+
+    return run
+
+
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> str:
+    """A folder name for the test at hand."""
+    return Path(request.node.name.replace("[", "-").replace("]", "").replace("/", "-")).name

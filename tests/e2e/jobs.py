@@ -1,0 +1,109 @@
+"""Runs real jobs for the tests: real processes, real Megatron modules, real SIGKILL; and reads what they wrote."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from odyssey_megatron.launch.zygote import JobServer
+from odyssey_megatron.metrics.journal import read_journal
+from odyssey_megatron.metrics.run import Run, read_run
+from odyssey_megatron.metrics.steps import check_samples, loss_difference
+
+CHECKOUT = Path(__file__).parents[2]
+SCRIPT = CHECKOUT / "examples" / "llama" / "pretrain_llama.py"
+SMALL = (
+    "--num-layers 6 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --num-query-groups 2 "
+    "--seq-length 16 --micro-batch-size 1 --global-batch-size 12 --train-iters 6 --lr-warmup-iters 1 "
+    "--odyssey-device cpu --odyssey-float64 on --odyssey-hang-s 1.0"
+).split()
+TOLERANCE = 1e-10
+"""Relative, float64: the project's bar for a run with failures against a run without."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """A job that has ended."""
+
+    exit_code: int
+    run_dir: Path
+    log: str
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        return list(read_journal(self.run_dir))
+
+    def named(self, name: str) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["event"] == name]
+
+    @property
+    def run(self) -> Run:
+        return read_run(self.run_dir)
+
+    def weights(self) -> dict[int, dict[str, torch.Tensor]]:
+        return {
+            int(path.stem.split("_")[1]): torch.load(path, weights_only=True)
+            for path in sorted((self.run_dir / "weights").glob("layer_*.pt"))
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Jobs:
+    """Starts jobs from one preloaded process. ``cache`` holds what all of them share: corpus and indices."""
+
+    server: JobServer
+    folder: Path
+
+    def run(self, name: str, *, ranks: int, stages: int, flags: str = "", timeout_s: float = 60.0) -> Outcome:
+        run_dir = self.folder / name
+        argv = [
+            "--nproc-per-node", str(ranks), "--preload", "odyssey_megatron.mcore.cpu_preload", str(SCRIPT), *SMALL,
+            "--pipeline-model-parallel-size", str(stages), "--odyssey-run-dir", str(run_dir),
+            "--save-weights", str(run_dir / "weights"), *flags.split(),
+        ]  # fmt: skip
+        log = self.folder / f"{name}.log"
+        job = self.server.run(argv, env={"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}, log_path=log)
+        try:
+            exit_code = job.wait(timeout_s)
+        finally:
+            job.kill()
+        return Outcome(exit_code=exit_code, run_dir=run_dir, log=log.read_text())
+
+
+def assert_equal_runs(shot: Outcome, reference: Outcome, *, kills: int) -> None:
+    """The whole claim of exactness: losses, weights, samples, steps; and that the failures really happened."""
+    assert shot.exit_code == 0, shot.log[-4000:]
+    assert len(shot.named("injected")) == kills, "the faults that the test is about did not happen"
+    ours, theirs = shot.run.steps, reference.run.steps
+    assert [one.step for one in ours] == [one.step for one in theirs], "a step was skipped"
+    difference = loss_difference(ours, theirs)
+    assert difference.max_relative <= TOLERANCE, difference
+    samples = check_samples(shot.events, ours)
+    assert samples.ok, samples.problems
+    assert_equal_weights(shot.weights(), reference.weights())
+    assert_holders_agree(shot)
+
+
+def assert_equal_weights(
+    ours: dict[int, dict[str, torch.Tensor]], theirs: dict[int, dict[str, torch.Tensor]]
+) -> None:
+    """Relative to the largest entry of each tensor."""
+    assert ours.keys() == theirs.keys()
+    for layer, weights in theirs.items():
+        for name, weight in weights.items():
+            assert weight.dtype == torch.float64
+            gap = (ours[layer][name] - weight).abs().max() / weight.abs().max()
+            assert gap <= TOLERANCE, f"layer {layer} {name}: {gap:.3e}"
+
+
+def assert_holders_agree(outcome: Outcome) -> None:
+    """All holders of a layer end with the same bytes, optimizer state included."""
+    digests: dict[str, set[str]] = {}
+    for event in outcome.named("weights"):
+        for layer, digest in event["digest"].items():
+            digests.setdefault(layer, set()).add(digest)
+    assert digests
+    assert all(len(found) == 1 for found in digests.values()), digests

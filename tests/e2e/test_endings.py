@@ -1,0 +1,41 @@
+"""How a job ends when it cannot go on, or should not begin."""
+
+from __future__ import annotations
+
+import pytest
+
+from odyssey_megatron.errors import EXIT_BAD_INPUT, EXIT_LAYERS_LOST
+
+
+def test_losing_the_last_holder_stops_the_job(jobs, name):
+    """I9: both holders of the first stage die; what was committed stands, nothing is trained on."""
+    outcome = jobs.run(
+        name, ranks=8, stages=4, flags="--odyssey-inject rank=0,step=2,at=forward;rank=1,step=2,at=forward"
+    )
+    assert outcome.exit_code == EXIT_LAYERS_LOST, outcome.log[-3000:]
+    assert [step.step for step in outcome.run.steps] == [0, 1]
+    assert "no holder is left of layer(s) [0, 1, 2]" in outcome.log
+    assert "rank(s) [0, 1]" in outcome.log
+    assert outcome.named("job_finished")[-1]["exit_code"] == EXIT_LAYERS_LOST
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stages", "flags", "message"),
+    [
+        (8, 8, "", "--pipeline-model-parallel-size 8 exceeds --num-layers 6"),
+        (6, 4, "", "the world size (6 ranks) is not divisible by --pipeline-model-parallel-size 4"),
+        (2, 1, "--odyssey-policy best", "--odyssey-policy 'best' is unknown; use one of auto, reroute, replan"),
+        (2, 1, "--odyssey-inject rank=2,step=1,at=forward", "rank=2"),
+        (2, 1, "--odyssey-inject rank=1,step=1,at=lunch", "at=lunch is unknown"),
+        (2, 1, "--data-path nowhere/text", "there is no file nowhere/text.bin"),
+        (2, 1, "--micro-batch-size 5", "--global-batch-size 12 is not divisible by --micro-batch-size 5"),
+        (2, 1, "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2 is not supported yet"),
+        (2, 1, "--num-query-groups 3", "Megatron refuses this model"),
+    ],
+)
+def test_bad_input_is_refused_in_one_paragraph(jobs, name, ranks, stages, flags, message):
+    outcome = jobs.run(name, ranks=ranks, stages=stages, flags=flags)
+    assert outcome.exit_code == EXIT_BAD_INPUT, outcome.log[-3000:]
+    assert outcome.log.count(message) == 1, outcome.log[-3000:]
+    assert "Traceback" not in outcome.log
+    assert not outcome.run_dir.exists() or not outcome.named("step_committed")

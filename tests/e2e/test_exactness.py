@@ -1,0 +1,72 @@
+"""A run with failures equals a run without (I1-I6): losses, weights, samples, to 1e-10 in float64."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e.jobs import TOLERANCE, assert_equal_runs, assert_equal_weights
+
+# Ranks are placed stage by stage: with PP4 x DP2, ranks 0 and 1 hold the first stage, 6 and 7 the last.
+PP4_DP2, PP2_DP4, PP2_DP3 = (8, 4), (8, 2), (6, 2)
+
+CASES = {
+    # every point of a step, on the first, a middle and the last stage, and on rank 0
+    "forward-first": (PP4_DP2, "auto", "rank=1,step=2,at=forward"),
+    "forward-rank0": (PP4_DP2, "reroute", "rank=0,step=2,at=forward,microbatch=4"),
+    "backward-middle": (PP4_DP2, "reroute", "rank=5,step=2,at=backward,microbatch=5"),
+    "backward-last": (PP4_DP2, "replan", "rank=6,step=2,at=backward,microbatch=4"),
+    "weight-grad-middle": (PP4_DP2, "auto", "rank=2,step=2,at=weight_grad"),
+    "reduce-rank0": (PP4_DP2, "replan", "rank=0,step=2,at=reduce"),
+    "reduce-last": (PP4_DP2, "reroute", "rank=7,step=2,at=reduce"),
+    "agreement-middle": (PP4_DP2, "auto", "rank=3,step=2,at=agreement"),
+    "optimizer-rank0": (PP4_DP2, "reroute", "rank=0,step=2,at=optimizer"),
+    "optimizer-middle": (PP4_DP2, "replan", "rank=4,step=2,at=optimizer"),
+    "commit-last": (PP4_DP2, "auto", "rank=7,step=2,at=commit"),
+    "first-step": (PP4_DP2, "replan", "rank=4,step=0,at=backward"),
+    "last-step": (PP4_DP2, "auto", "rank=0,step=5,at=optimizer"),
+    "hang": (PP4_DP2, "auto", "rank=5,step=2,at=backward,signal=STOP"),
+    # several
+    "two-at-once": (PP2_DP4, "auto", "rank=1,step=2,at=forward;rank=6,step=2,at=forward"),
+    "two-at-once-same-stage": (PP2_DP4, "reroute", "rank=0,step=2,at=reduce;rank=2,step=2,at=reduce"),
+    "in-a-row-reroute": (PP2_DP4, "reroute", "rank=0,step=1,at=backward;rank=5,step=2,at=optimizer;rank=2,step=4,at=reduce"),
+    "in-a-row-replan": (PP2_DP4, "replan", "rank=7,step=1,at=forward;rank=0,step=2,at=reduce;rank=3,step=4,at=agreement"),
+    "in-a-row-auto": (PP2_DP3, "auto", "rank=0,step=1,at=reduce;rank=4,step=3,at=optimizer"),
+    "same-step-again": (PP2_DP3, "replan", "rank=5,step=2,at=backward;rank=1,step=2,at=forward,generation=2"),
+    # during the recovery itself
+    "while-building-groups": (PP2_DP4, "reroute", "rank=3,step=2,at=forward;rank=4,step=2,at=groups,generation=2"),
+    "while-moving-layers": (PP4_DP2, "replan", "rank=6,step=2,at=forward;rank=1,step=2,at=transfer,generation=2"),
+    "down-to-one-pipeline": (PP2_DP3, "replan", "rank=0,step=1,at=forward;rank=1,step=2,at=backward;rank=3,step=3,at=reduce"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_with_failures_equals_one_without(jobs, undisturbed, name, case):
+    (ranks, stages), policy, inject = CASES[case]
+    reference = undisturbed(ranks, stages)
+    shot = jobs.run(
+        name, ranks=ranks, stages=stages, flags=f"--odyssey-policy {policy} --odyssey-inject {inject}"
+    )
+    assert_equal_runs(shot, reference, kills=inject.count("rank="))
+
+
+def test_the_layout_does_not_matter(undisturbed):
+    """PP4 x DP2, PP2 x DP4 and PP2 x DP3 train the same model on the same samples."""
+    runs = [undisturbed(*layout) for layout in (PP4_DP2, PP2_DP4, PP2_DP3)]
+    losses = [[one.loss for one in outcome.run.steps] for outcome in runs]
+    for other in losses[1:]:
+        assert other == pytest.approx(losses[0], rel=TOLERANCE)
+    for outcome in runs[1:]:
+        assert_equal_weights(outcome.weights(), runs[0].weights())
+
+
+def test_dropout_follows_the_microbatch_and_not_the_rank(jobs, name):
+    """I2: a rerouted microbatch draws the numbers that it would have drawn at home."""
+    dropout = "--attention-dropout 0.1 --hidden-dropout 0.1"
+    reference = jobs.run(f"{name}-reference", ranks=6, stages=2, flags=dropout)
+    plain = jobs.run(f"{name}-plain", ranks=6, stages=2)
+    shot = jobs.run(
+        name, ranks=6, stages=2,
+        flags=f"{dropout} --odyssey-policy reroute --odyssey-inject rank=1,step=2,at=backward",
+    )  # fmt: skip
+    assert_equal_runs(shot, reference, kills=1)
+    assert plain.run.steps[-1].loss != pytest.approx(reference.run.steps[-1].loss, rel=1e-6), "dropout did nothing"
