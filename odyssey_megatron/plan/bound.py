@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import gcd
 
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Layout, Route
@@ -10,7 +11,10 @@ from odyssey_megatron.plan.simulate import reduce_s
 
 
 def lower_bound_s(
-    layout: Layout, costs: Costs, speeds: Mapping[int, float] | None = None
+    layout: Layout,
+    costs: Costs,
+    speeds: Mapping[int, float] | None = None,
+    in_flight_cap: Mapping[int, int] | None = None,
 ) -> float:
     """No schedule of ``layout`` has a shorter step.
 
@@ -18,10 +22,11 @@ def lower_bound_s(
     reach it, and has all its forwards, input and weight gradients to do. *Drain*: all its forwards and
     input gradients come before the last gradient leaves it, which then goes up to the first stage.
     *Path*: a microbatch goes down, up again and ends with a weight gradient. Each worker then reduces its
-    blocks, and all step. Memory is not a term, so the bound holds for any cap.
+    blocks, and all step. *Memory*, if ``in_flight_cap`` (worker -> bytes of activations) is given: each
+    microbatch keeps its bytes on a worker at least while it goes down to the head and up again, and bytes times
+    seconds fit into the cap times the step (Little's law).
     """
-    speeds = speeds or {}
-    work = _Work(layout, costs, speeds)
+    work = _Work(layout, costs, speeds or {}, in_flight_cap or {})
     reducing = _reductions_s(layout, costs)
     longest = max(reducing.values(), default=0.0)
     path = max((work.path_s(route) for route in layout.routes), default=0.0)
@@ -53,8 +58,15 @@ def _reductions_s(layout: Layout, costs: Costs) -> dict[int, float]:
 class _Work:
     """Per worker: what it has to do, the earliest it can start, and the shortest way on after it."""
 
-    def __init__(self, layout: Layout, costs: Costs, speeds: Mapping[int, float]) -> None:
+    def __init__(
+        self, layout: Layout, costs: Costs, speeds: Mapping[int, float], caps: Mapping[int, int]
+    ) -> None:
         self.costs, self.speeds, self.lag = costs, speeds, costs.message_s()
+        self.caps = caps
+        self.byte_s: dict[int, float] = {}
+        """Worker -> bytes of activations times the seconds that they stay at the least."""
+        self.portion: dict[int, int] = {}
+        """Worker -> greatest common divisor of its visits' bytes: what is left of a cap below it is of no use."""
         self.head: dict[int, float] = {}
         self.tail: dict[int, float] = {}
         self.until_drain: dict[int, float] = {}
@@ -79,8 +91,18 @@ class _Work:
 
     def _add(self, route: Route) -> None:
         count, head, tail = len(route.microbatches), 0.0, 0.0
-        for hop, (forward, input_grad, weight_grad) in zip(route.hops, self.times(route), strict=True):
+        times = self.times(route)
+        down_and_up = sum(f + i + 2 * self.lag for f, i, _ in times) - 2 * self.lag
+        for hop, (forward, input_grad, weight_grad) in zip(route.hops, times, strict=True):
             worker = hop.worker
+            layers = self.costs.layers[hop.first : hop.last]
+            late = sum(layer.activation_bytes - layer.early_bytes for layer in layers)
+            early = sum(layer.early_bytes for layer in layers)
+            self.byte_s[worker] = self.byte_s.get(worker, 0.0) + count * (
+                early * down_and_up + late * (down_and_up + weight_grad)
+            )
+            self.portion[worker] = gcd(self.portion.get(worker, 0), early, late)
+            down_and_up -= forward + input_grad + 2 * self.lag
             self.head[worker] = min(self.head.get(worker, head), head)
             self.tail[worker] = min(self.tail.get(worker, tail), tail)
             drain = self.until_drain.get(worker, 0.0)
@@ -95,7 +117,12 @@ class _Work:
         if worker not in self.head:
             return reducing_s
         done = self.head[worker] + self.until_drain[worker]
-        return max(done + self.weight_grads[worker] + reducing_s, done + self.tail[worker])
+        cap, portion = self.caps.get(worker, 0), self.portion[worker]
+        cap -= cap % portion if portion else cap
+        memory_s = self.head[worker] + self.byte_s[worker] / cap if cap else 0.0
+        return max(
+            max(done + self.weight_grads[worker], memory_s) + reducing_s, done + self.tail[worker]
+        )
 
     def path_s(self, route: Route) -> float:
         times = self.times(route)

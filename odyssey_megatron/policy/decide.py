@@ -21,7 +21,7 @@ from odyssey_megatron.plan.verify import verify
 from odyssey_megatron.policy.candidates import reroute
 from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.score import expected_tokens, mean_time_between_failures_s
-from odyssey_megatron.policy.search import Shape, place, shapes
+from odyssey_megatron.policy.search import Search, Shape, place
 
 _FINALISTS = 6
 """At most so many shapes of a replan are scheduled in full; the others only get the closed-form estimate."""
@@ -163,22 +163,32 @@ def _candidates(case: _Case) -> tuple[list[_Candidate], list[CandidateRow]]:
         found.append(_work_out(case, "reroute", layout, "layout kept"))
     except PlanInfeasible as error:
         rows.append(_rejected("reroute", error))
-    costs = case.profile.costs
-    ragged = shapes(len(alive), case.job.num_microbatches, costs)
-    for number, shape in enumerate(ragged):
-        lengths = "+".join(str(len(ends)) for ends in shape.ends)
-        # The estimate leaves out what memory and messages cost: whoever loses by it has lost.
-        least = case.score(shape.estimate_s, case.profile.group_build_s)
-        scores = [one.score for one in found if one.name == "replan"]
-        if scores and (number >= _FINALISTS or least <= max(scores)):
-            rows.append(_unscheduled(shape, lengths, len(ragged) - number))
+    _add_replans(case, found, rows)
+    return found, rows
+
+
+def _add_replans(case: _Case, found: list[_Candidate], rows: list[CandidateRow]) -> None:
+    """Ragged pipelines, best estimate first, until no estimate can win any more."""
+    costs, alive = case.profile.costs, case.state.alive
+    search = Search(costs, costs.memory_bytes)
+    ranked = search.ranked(len(alive), case.job.num_microbatches)
+    if not ranked:
+        rows.append(_rejected("replan", PlanInfeasible(search.why_not(len(alive)))))
+    best, tried = 0.0, 0
+    for number, (estimate_s, pipelines) in enumerate(ranked):
+        shape = search.shape(len(alive), case.job.num_microbatches, pipelines)
+        # The estimate leaves out what reductions in colours and messages cost: whoever loses by it has lost.
+        if tried and (tried >= _FINALISTS or case.score(estimate_s, case.profile.group_build_s) <= best):
+            rows.append(_unscheduled(shape, len(ranked) - number))
             break
         try:
-            layout = place(shape, alive, case.previous, costs, case.speeds)
-            found.append(_work_out(case, "replan", layout, f"pipelines {lengths}"))
+            layout = place(shape, alive, case.previous, costs)
+            candidate = _work_out(case, "replan", layout, f"pipelines {shape.lengths}")
         except PlanInfeasible as error:
-            rows.append(_rejected("replan", error, f"pipelines {lengths}: "))
-    return found, rows
+            rows.append(_rejected("replan", error, f"pipelines {shape.lengths}: "))
+            continue
+        found.append(candidate)
+        best, tried = max(best, candidate.score), tried + 1
 
 
 def _work_out(case: _Case, name: str, layout: Layout, note: str) -> _Candidate:
@@ -241,7 +251,7 @@ def _lost(one: _Candidate, chosen: _Candidate) -> str:
     return f"{one.note}; {less:.1%} fewer tokens"
 
 
-def _unscheduled(shape: Shape, lengths: str, count: int) -> CandidateRow:
+def _unscheduled(shape: Shape, count: int) -> CandidateRow:
     """One row for all the shapes that only got the closed-form estimate; ``shape`` is the best of them."""
     return CandidateRow(
         name="replan",
@@ -249,7 +259,7 @@ def _unscheduled(shape: Shape, lengths: str, count: int) -> CandidateRow:
         transition_s=None,
         score=None,
         chosen=False,
-        reason=f"{count} more shape(s), not scheduled: slower by estimate, the best is {lengths}",
+        reason=f"{count} more shape(s), not scheduled: slower by estimate, the best is {shape.lengths}",
     )
 
 
@@ -278,7 +288,7 @@ def _plan(
         schedule_text=schedule.to_text(),
         transfers=transfers,
         step_s=timeline.step_s,
-        bound_s=lower_bound_s(layout, profile.costs, speeds),
+        bound_s=lower_bound_s(layout, profile.costs, speeds, caps),
         transition_s=transition_s,
         peak_bytes=timeline.peak_bytes,
     )

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from heapq import heapify, heapreplace
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from math import inf
 
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Layout, layout_from_routes, pipeline_route
 from odyssey_megatron.plan.simulate import reduce_s
 from odyssey_megatron.plan.transfer import assign_seats
+
+_SLACK = 1 + 1e-9
+"""Sums of floats that are equal on paper must compare equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,78 +28,160 @@ class Shape:
     """Per pipeline, its number of microbatches."""
     estimate_s: float
 
+    @property
+    def lengths(self) -> str:
+        """Stages of each pipeline: ``8+8+7``; ``125x8+3x7`` where there are many."""
+        counts: dict[int, int] = {}
+        for ends in self.ends:
+            counts[len(ends)] = counts.get(len(ends), 0) + 1
+        if len(self.ends) > 16:
+            return "+".join(f"{count}x{length}" for length, count in counts.items())
+        return "+".join(str(len(ends)) for ends in self.ends)
 
-def shapes(num_workers: int, num_microbatches: int, costs: Costs) -> tuple[Shape, ...]:
-    """For each number of pipelines the balanced shape, fastest estimate first.
 
-    Lengths differ by one at most, layers are split min-max, microbatches go to the pipeline that would finish
-    first. Chameleon's Algorithm 1 (papers.md §1.4) enumerates far more; on layers of equal cost these win there too.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rate:
+    """How fast a pipeline is: a microbatch each ``each_s``, after a warm-up of ``head_s``."""
+
+    head_s: float
+    each_s: float
+
+    def finish_s(self, microbatches: int) -> float:
+        return self.head_s + microbatches * self.each_s
+
+
+class Search:
+    """Layer splits and rates for one job, kept for all the shapes that share them.
+
+    Chameleon's Algorithm 1 (papers.md §1.4) enumerates integer partitions of the workers, remainders of the
+    microbatches and remainders of the layers, and simulates each. Here the splits are min-max by construction,
+    the shares exact for the rates, and only lengths that differ by one are looked at: on layers of like
+    cost a more uneven partition has a slower slowest stage.
     """
-    splitter = _Splitter(costs)
-    found = []
-    for pipelines in range(1, min(num_workers, num_microbatches) + 1):
+
+    def __init__(self, costs: Costs, budget_bytes: int | None = None) -> None:
+        self.costs, self.budget = costs, budget_bytes
+        self.last = len(costs.layers)
+        self.most_stages = max(1, self.last - 2)
+        layers = costs.layers
+        self._work = [0.0, *accumulate(layer.compute_s for layer in layers)]
+        self._forward = [0.0, *accumulate(layer.forward_s for layer in layers)]
+        self._path = [0.0, *accumulate(layer.forward_s + layer.input_grad_s for layer in layers)]
+        self._state = [0, *accumulate(layer.parameter_bytes + layer.optimizer_bytes for layer in layers)]
+        self._activations = [0, *accumulate(layer.activation_bytes for layer in layers)]
+        self._stage_s = [
+            [self._one_stage_s(a, b) if a < b else 0.0 for b in range(self.last + 1)] for a in range(self.last)
+        ]
+        self._limits = sorted({s for row in self._stage_s for s in row if 0.0 < s < inf})
+        self._splits: dict[int, tuple[int, ...] | None] = {}
+
+    def _one_stage_s(self, first: int, last: int) -> float:
+        """Seconds a microbatch that a stage of these layers can sustain; infinite if they do not fit.
+
+        Its work, or, with room for k microbatches, a k-th of the time that one stays: down to the head, up
+        again, and through its own weight gradient (Little's law).
+        """
+        work = self._work[last] - self._work[first]
+        if self.budget is None:
+            return work
+        room = self.budget - (self._state[last] - self._state[first])
+        each = self._activations[last] - self._activations[first]
+        if room < each:
+            return inf
+        own_path = self._path[last] - self._path[first]
+        stay = self._path[self.last] - self._path[first] + work - own_path
+        return max(work, stay / (room // each)) if each else work
+
+    def ranked(self, num_workers: int, num_microbatches: int) -> list[tuple[float, int]]:
+        """(estimated step, number of pipelines) of every balanced shape that fits, fastest first."""
+        found = []
+        for pipelines in range(1, min(num_workers, num_microbatches) + 1):
+            rates = self._rates(num_workers, pipelines)
+            if rates is not None:
+                found.append((self._estimate_s(rates, num_microbatches, pipelines), pipelines))
+        return sorted(found)
+
+    def shape(self, num_workers: int, num_microbatches: int, pipelines: int) -> Shape:
+        """The balanced shape of so many pipelines.
+
+        Raises:
+            PlanInfeasible: a stage would not fit; says how much memory the leanest split needs.
+        """
+        rates = self._rates(num_workers, pipelines)
+        if rates is None:
+            raise PlanInfeasible(self.why_not(num_workers // pipelines))
+        ends: list[tuple[int, ...]] = []
+        for length, _, count in rates:
+            split = self.split(length)
+            ends += [split] * count if split else []
+        each = [rate for _, rate, count in rates for _ in range(count)]
+        return Shape(
+            ends=tuple(ends),
+            shares=min_max_shares(num_microbatches, each),
+            estimate_s=self._estimate_s(rates, num_microbatches, pipelines),
+        )
+
+    def why_not(self, stages: int) -> str:
+        """What keeps a pipeline of ``stages`` from fitting, and the nearest memory that would do."""
+        stages = min(stages, self.most_stages)
+        ends = Search(self.costs).split(stages) or ()
+        need = max(
+            self._state[b] - self._state[a] + self._activations[b] - self._activations[a]
+            for a, b in pairwise((0, *ends))
+        )
+        return f"a pipeline of {stages} stage(s) needs {need} bytes a worker, {self.budget} are there"
+
+    def _rates(self, num_workers: int, pipelines: int) -> list[tuple[int, Rate, int]] | None:
+        """(stages, rate, how many pipelines): the longer ones first. None if one does not fit."""
         short, longer = divmod(num_workers, pipelines)
-        lengths = [min(short + (i < longer), splitter.most_stages) for i in range(pipelines)]
-        rates = [splitter.rate(length) for length in lengths]
-        shares = min_max_shares(num_microbatches, rates)
-        estimate = max(once + (m - 1) * each for m, (once, each) in zip(shares, rates, strict=True))
-        estimate += max(splitter.reduction_s(length, pipelines) for length in set(lengths))
-        ends = tuple(splitter.split(length) for length in lengths)
-        found.append(Shape(ends=ends, shares=shares, estimate_s=estimate))
-    return tuple(sorted(found, key=lambda shape: (shape.estimate_s, len(shape.shares))))
+        found = []
+        for length, count in ((short + 1, longer), (short, pipelines - longer)):
+            if count:
+                length = min(length, self.most_stages)
+                rate = self.rate(length)
+                if rate is None:
+                    return None
+                found.append((length, rate, count))
+        return found
 
+    def _estimate_s(self, rates: list[tuple[int, Rate, int]], microbatches: int, pipelines: int) -> float:
+        step = finish_s(microbatches, [(rate, count) for _, rate, count in rates])
+        return step + max(self._reduction_s(length, pipelines) for length, _, _ in rates)
 
-def min_max_shares(count: int, rates: Sequence[tuple[float, float]]) -> tuple[int, ...]:
-    """Splits ``count`` microbatches so that the slowest pipeline finishes earliest; each gets at least one.
+    def _reduction_s(self, stages: int, pipelines: int) -> float:
+        """Gradient reduction of the stage with the most parameters, as one block over all pipelines."""
+        ends = self.split(stages) or ()
+        return max(reduce_s(self.costs, first, last, pipelines) for first, last in pairwise((0, *ends)))
 
-    ``rates``: per pipeline, (seconds for the first, seconds for each further one). Giving the next one to whoever
-    would then finish first is exact (papers.md §8.3).
-    """
-    shares = [1] * len(rates)
-    heap = [(once + each, i) for i, (once, each) in enumerate(rates)]
-    heapify(heap)
-    for _ in range(count - len(rates)):
-        finish, i = heap[0]
-        shares[i] += 1
-        heapreplace(heap, (finish + rates[i][1], i))
-    return tuple(shares)
-
-
-class _Splitter:
-    """Min-max splits of the layers, one for each number of stages; each stage has a transformer layer."""
-
-    def __init__(self, costs: Costs) -> None:
-        self.costs = costs
-        self.sums = [0.0, *accumulate(layer.compute_s for layer in costs.layers)]
-        self.most_stages = max(1, len(costs.layers) - 2)
-        last = len(costs.layers)
-        self.bottlenecks = sorted({self.sums[b] - self.sums[a] for a in range(last) for b in range(a + 1, last + 1)})
-        self._splits: dict[int, tuple[int, ...]] = {}
-        self._rates: dict[int, tuple[float, float]] = {}
-
-    def split(self, stages: int) -> tuple[int, ...]:
+    def split(self, stages: int) -> tuple[int, ...] | None:
         """Stage ends such that the slowest stage is as fast as possible, then the others as equal as possible.
 
-        The slowest stage is the sum of some span of layers, so the sorted sums are bisected; whether one is
-        enough is seen by filling stages greedily. Few stages at the limit leave the scheduler slack.
+        The slowest stage is one of all spans of layers, so their sorted times are bisected; whether a limit is
+        enough is seen by filling stages greedily, which is exact because a longer span is never faster. Few
+        stages at the limit leave the scheduler slack. None if nothing fits the memory.
         """
         if stages not in self._splits:
-            at = bisect_left(self.bottlenecks, True, key=lambda limit: self._fits(stages, limit))
-            self._splits[stages] = self._even(stages, self.bottlenecks[at] * (1 + 1e-9))
+            at = bisect_left(self._limits, True, key=lambda limit: self._fits(stages, limit))
+            fits = at < len(self._limits)
+            self._splits[stages] = self._even(stages, self._limits[at] * _SLACK) if fits else None
         return self._splits[stages]
 
     def _window(self, stage: int, stages: int) -> tuple[int, int]:
         """Where ``stage`` may end: each stage needs a transformer layer, the last one also the head."""
-        last = len(self.costs.layers)
-        return (last, last) if stage == stages - 1 else (stage + 2, last - (stages - stage))
+        if stage == stages - 1:
+            return self.last, self.last
+        return stage + 2, self.last - (stages - stage)
 
     def _fits(self, stages: int, limit: float) -> bool:
-        start, sums = 0, self.sums
+        start, limit = 0, limit * _SLACK
         for stage in range(stages):
             low, high = self._window(stage, stages)
-            if sums[low] - sums[start] > limit * (1 + 1e-9):
+            times = self._stage_s[start]
+            if times[low] > limit:
                 return False
-            start = max(low, bisect_right(sums, sums[start] + limit * (1 + 1e-9), low, high + 1) - 1)
+            start = low
+            while start < high and times[start + 1] <= limit:
+                start += 1
         return True
 
     def _even(self, stages: int, limit: float) -> tuple[int, ...]:
@@ -104,70 +189,82 @@ class _Splitter:
 
         First stages keep the most microbatches in flight, so what is uneven should not burden them.
         """
-        sums = self.sums
         best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
         for stage in range(stages):
             low, high = self._window(stage, stages)
             reached: dict[int, tuple[float, tuple[int, ...]]] = {}
             for start, (squares, ends) in best.items():
+                times = self._stage_s[start]
                 for end in range(max(low, start + 1), high + 1):
-                    load = sums[end] - sums[start]
+                    load = times[end]
                     if load > limit:
                         break
                     option = (squares + load * load, (*ends, end))
                     if end not in reached or option < reached[end]:
                         reached[end] = option
             best = reached
-        return best[len(self.costs.layers)][1]
+        return best[self.last][1]
 
-    def rate(self, stages: int) -> tuple[float, float]:
-        """(seconds until the slowest stage has done one microbatch, its seconds for each further one).
+    def rate(self, stages: int) -> Rate | None:
+        """Warm-up and pace of a pipeline of ``stages``; None if it does not fit.
 
         With the backward split and 1F1B's memory the generator has no bubble but the warm-up: the slowest stage
         starts when the first activation reaches it and then has all its work to do. (Chameleon's Eq. 9,
         papers.md §1.3, counts the drain as well.) The last of equally slow stages starts latest.
         """
-        if stages not in self._rates:
-            starts = (0, *self.split(stages)[:-1])
-            spans = list(zip(starts, self.split(stages), strict=True))
-            each, start = max((self.sums[b] - self.sums[a], a) for a, b in spans)
-            head = sum(layer.forward_s for layer in self.costs.layers[:start])
-            self._rates[stages] = (head + each + (stages - 1) * self.costs.message_s(), each)
-        return self._rates[stages]
-
-
-    def reduction_s(self, stages: int, pipelines: int) -> float:
-        """Gradient reduction of the stage with the most parameters, as one block over all pipelines."""
         ends = self.split(stages)
-        spans = zip((0, *ends[:-1]), ends, strict=True)
-        return max(reduce_s(self.costs, first, last, pipelines) for first, last in spans)
+        if ends is None:
+            return None
+        each, start = max((self._stage_s[a][b], a) for a, b in pairwise((0, *ends)))
+        return Rate(head_s=self._forward[start] + (stages - 1) * self.costs.message_s(), each_s=each)
 
 
-def place(
-    shape: Shape,
-    workers: Collection[int],
-    previous: Layout,
-    costs: Costs,
-    speeds: Mapping[int, float] | None = None,
-) -> Layout:
+def finish_s(count: int, rates: Sequence[tuple[Rate, int]]) -> float:
+    """The least time in which pipelines, given as (rate, how many), can do ``count`` microbatches."""
+    low, high = 0.0, max(rate.finish_s(count) for rate, _ in rates)
+    for _ in range(60):
+        middle = (low + high) / 2
+        done = sum(n * max(1, _done_by(middle, rate)) for rate, n in rates)
+        low, high = (low, middle) if done >= count else (middle, high)
+    return max(high, *(rate.finish_s(1) for rate, _ in rates))
+
+
+def _done_by(time_s: float, rate: Rate) -> int:
+    return int((time_s * _SLACK - rate.head_s) / rate.each_s) if rate.each_s else 10**9
+
+
+def min_max_shares(count: int, rates: Sequence[Rate]) -> tuple[int, ...]:
+    """Splits ``count`` microbatches so that the slowest pipeline finishes earliest; each gets at least one.
+
+    Min-max with integer shares is exact when each pipeline gets what it can finish in the least time that
+    suffices, and surplus is taken from whoever finishes last (papers.md §8.3).
+    """
+    least = finish_s(count, [(rate, 1) for rate in rates])
+    shares = [max(1, min(count, _done_by(least, rate))) for rate in rates]
+    for _ in range(sum(shares) - count):
+        last = max((i for i in range(len(rates)) if shares[i] > 1), key=lambda i: rates[i].finish_s(shares[i]))
+        shares[last] -= 1
+    return tuple(shares)
+
+
+def place(shape: Shape, workers: Collection[int], previous: Layout, costs: Costs) -> Layout:
     """``shape`` on actual workers, so that the fewest bytes move; microbatches dealt out evenly in order.
 
     Raises:
         PlanInfeasible: fewer workers than stages.
     """
-    seats = [
-        tuple(range(first, last))
-        for ends in shape.ends
-        for first, last in zip((0, *ends[:-1]), ends, strict=True)
-    ]
+    seats = [tuple(range(first, last)) for ends in shape.ends for first, last in pairwise((0, *ends))]
     if len(seats) > len(workers):
         raise PlanInfeasible(f"{len(seats)} stages need as many workers, {len(workers)} are alive")
-    held = {worker: previous.held_by(worker) for worker in workers}
+    held: dict[int, list[int]] = {worker: [] for worker in workers}
+    for layer, holders in enumerate(previous.holders):
+        for worker in holders:
+            if worker in held:
+                held[worker].append(layer)
     seated = iter(assign_seats(seats, sorted(workers), held, costs))
-    dealt = deal(shape.shares)
     routes = tuple(
         pipeline_route(tuple(next(seated) for _ in ends), ends, microbatches)
-        for ends, microbatches in zip(shape.ends, dealt, strict=True)
+        for ends, microbatches in zip(shape.ends, deal(shape.shares), strict=True)
     )
     return layout_from_routes(len(costs.layers), routes)
 
@@ -183,3 +280,4 @@ def deal(shares: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     for microbatch, (_, pipeline) in enumerate(order):
         ids[pipeline].append(microbatch)
     return tuple(tuple(one) for one in ids)
+

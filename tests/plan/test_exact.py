@@ -31,8 +31,8 @@ def test_scheduler_is_near_the_optimum():
 
 def test_bound_is_below_every_optimum():
     for name, best in KNOWN.items():
-        layout, costs, _, speeds = CASES[name]
-        assert lower_bound_s(layout, costs, speeds) <= best + 1e-9, name
+        layout, costs, caps, speeds = CASES[name]
+        assert lower_bound_s(layout, costs, speeds, caps) <= best + 1e-9, name
 
 
 def test_schedules_of_all_cases_verify_within_memory():
