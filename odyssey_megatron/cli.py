@@ -91,7 +91,3 @@ _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
 def _usage() -> str:
     lines = [f"  {name:<8} {text}" for name, (_, text) in _COMMANDS.items()]
     return "\n".join(["usage: odyssey COMMAND ...", "", *lines, "", "odyssey COMMAND --help says more."])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

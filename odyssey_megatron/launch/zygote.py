@@ -58,10 +58,10 @@ class Zygote:
         return cls(pid, ours)._greet(modules)
 
     @classmethod
-    def spawn(cls, modules: Sequence[str]) -> Zygote:
-        """The same in a fresh interpreter, for a process that has threads already."""
+    def spawn(cls, modules: Sequence[str], env: Mapping[str, str]) -> Zygote:
+        """The same in a fresh interpreter with environment ``env``, for a process that has threads already."""
         ours, theirs = socket.socketpair()
-        env = dict(os.environ)
+        env = dict(env)
         prepare_environment(env)
         command = [sys.executable, "-m", __name__, str(theirs.fileno()), ",".join(modules)]
         process = subprocess.Popen(command, env=env, pass_fds=[theirs.fileno()])

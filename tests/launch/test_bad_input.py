@@ -1,0 +1,107 @@
+"""What cannot work is said in one paragraph, with exit code 2, before anything is trained."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from odyssey_megatron import cli
+from tests.launch.jobserver import events
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--odyssey-policy", "guess"], "--odyssey-policy 'guess' is unknown"),
+        (["--odyssey-polcy", "auto"], "unknown flag --odyssey-polcy"),
+        (["--odyssey-inject", "rank=4,step=1,at=forward"], "names rank 4, but the job has ranks 0 to 3"),
+        (["--odyssey-inject", "rank=1,step=1,at=lunch"], "at=lunch is unknown"),
+        (["--odyssey-hang-s", "0"], "must be positive"),
+    ],
+)
+def test_flags(toy, arguments, message):
+    job = toy(4, *arguments)
+    assert job.wait(20) == 2, job.log()
+    assert message in job.log()
+    assert "Traceback" not in job.log()
+    assert len(job.log().strip().splitlines()) == 1
+
+
+def test_preloading_for_cuda(capsys):
+    assert cli.main(["run", "--preload", "torch", "script.py", "--odyssey-device", "cuda"]) == 2
+    assert "CUDA does not survive a fork" in capsys.readouterr().err
+
+
+def test_several_nodes_need_a_secret(capsys, monkeypatch):
+    monkeypatch.delenv("ODYSSEY_TOKEN", raising=False)
+    assert cli.main(["run", "--nnodes", "2", "script.py"]) == 2
+    assert "ODYSSEY_TOKEN" in capsys.readouterr().err
+
+
+def test_a_range_of_nodes(capsys):
+    assert cli.main(["run", "--nnodes", "1:4", "script.py"]) == 2
+    assert "fixed number of nodes" in capsys.readouterr().err
+
+
+def test_all_ranks_refuse_and_one_message_is_shown(toy, tmp_path):
+    job = toy(4, "--refuse", "no such dataset: give another --data-path.")
+    assert job.wait(20) == 2, job.log()
+    assert job.log().count("no such dataset") == 1
+    assert "Traceback" not in job.log()
+    assert not events(tmp_path / "run", "decision")
+
+
+def test_ranks_that_were_started_for_different_jobs(toy):
+    job = toy(4, "--differ")
+    assert job.wait(20) == 2, job.log()
+    assert job.log().count("the ranks were not started for the same job") == 1
+
+
+def test_a_world_that_does_not_divide(toy):
+    job = toy(3, "--pipeline", 2)
+    assert job.wait(20) == 2, job.log()
+    assert job.log().count("not divisible by --pipeline-model-parallel-size 2") == 1
+
+
+def test_a_script_that_fails_before_it_joins(server, tmp_path):
+    script = tmp_path / "fails.py"
+    script.write_text("import os, sys\nsys.exit(5 if os.environ['RANK'] == '1' else 0)\n")
+    job = server.run(["--nproc-per-node", 3, script, "--odyssey-device", "cpu",
+                      "--odyssey-run-dir", tmp_path / "run"], log=tmp_path / "log")  # fmt: skip
+    assert job.wait(20) == 5, job.log()
+    assert "rank 1 ended with exit code 5 before training started" in job.log()
+
+
+def test_a_script_that_never_joins(server, tmp_path):
+    """As under torchrun: all exit with 0, so does the job."""
+    script = tmp_path / "plain.py"
+    script.write_text(
+        "import os, sys\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], sys.argv[1])\n"
+    )
+    job = server.run(["--nproc-per-node", 2, script, "hello", "--odyssey-device", "cpu",
+                      "--odyssey-run-dir", tmp_path / "run"], log=tmp_path / "log")  # fmt: skip
+    assert job.wait(20) == 0, job.log()
+    assert sorted(line for line in job.log().splitlines() if line.startswith("rank")) == [
+        "rank 0 of 2 hello",
+        "rank 1 of 2 hello",
+    ]
+
+
+def test_a_script_that_was_not_started_by_odyssey(tmp_path):
+    toy = Path(__file__).parent / "toy.py"
+    run = subprocess.run(
+        [sys.executable, "-c", f"import runpy; runpy.run_path({str(toy)!r}, run_name='__main__')"],
+        capture_output=True, text=True, env={"PYTHONPATH": str(toy.parents[2]), "PATH": "/usr/bin"}, timeout=60,
+    )  # fmt: skip
+    assert run.returncode != 0
+    assert "this process was not started by 'odyssey run'" in run.stderr
+
+
+def test_unknown_command(capsys):
+    assert cli.main(["fly"]) == 2
+    assert "unknown command 'fly'" in capsys.readouterr().err
+    assert cli.main([]) == 0
+    assert "usage: odyssey COMMAND" in capsys.readouterr().out

@@ -1,0 +1,33 @@
+"""``odyssey inject`` on a running job."""
+
+from __future__ import annotations
+
+import pytest
+
+from odyssey_megatron import cli
+from odyssey_megatron.metrics.journal import Journal
+from tests.launch.jobserver import events, wait_for
+from tests.launch.test_survival import check
+
+
+@pytest.mark.parametrize("name", ["KILL", "STOP"])
+def test_inject_into_a_running_job(toy, tmp_path, name, capsys):
+    job = toy(4, "--steps", 60, "--odyssey-hang-s", 0.8)
+    wait_for(lambda: len(events(tmp_path / "run", "recovered")) == 4, 20, "all ranks in their groups")
+    assert cli.main(["inject", str(tmp_path / "run"), "--rank", "2", "--signal", name]) == 0
+    assert f"sent SIG{name} to rank 2" in capsys.readouterr().out
+    check(job, tmp_path, steps=60, survivors={0, 1, 3})
+    assert cli.main(["inject", str(tmp_path / "run"), "--rank", "2"]) == 2
+    assert "is not running" in capsys.readouterr().err
+
+
+def test_inject_into_an_unknown_rank(tmp_path, capsys):
+    assert cli.main(["inject", str(tmp_path / "run"), "--rank", "9"]) == 2
+    assert "no record of a rank 9" in capsys.readouterr().err
+
+
+def test_inject_spares_a_process_that_got_the_pid_later(tmp_path, capsys, monkeypatch):
+    Journal(tmp_path / "run", source="agent0").event("rank_started", target=0, pid=1)
+    monkeypatch.setattr(cli, "_started_s", lambda pid: float("inf"))
+    assert cli.main(["inject", str(tmp_path / "run"), "--rank", "0"]) == 2
+    assert "is not running" in capsys.readouterr().err

@@ -1,0 +1,68 @@
+"""Two agents on loopback play two nodes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+
+import pytest
+
+from tests.launch.jobserver import CHECKOUT, events, pid_of, wait_for
+from tests.launch.test_survival import committed, is_running
+
+pytestmark = pytest.mark.usefixtures("server")
+
+STEPS = 120
+
+
+@pytest.fixture
+def nodes(server, tmp_path):
+    """Two agents of two ranks each; the first of the list hosts the coordinator."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    script = [CHECKOUT / "tests/launch/toy.py", "--steps", STEPS, "--step-s", 0.02, "--odyssey-device", "cpu",
+              "--odyssey-run-dir", tmp_path / "run", "--odyssey-node-lease-s", 0.8]  # fmt: skip
+    jobs = [
+        server.run(
+            ["--nnodes", 2, "--node-rank", node, "--nproc-per-node", 2, "--master-addr", "127.0.0.1",
+             "--master-port", port, *script],
+            log=tmp_path / f"node{node}",
+            env={"ODYSSEY_TOKEN": "two nodes", "GLOO_SOCKET_IFNAME": "lo"},
+        )
+        for node in range(2)
+    ]  # fmt: skip
+    wait_for(lambda: len(events(tmp_path / "run", "recovered")) == 4, 30, "all ranks in their groups")
+    yield jobs
+    for job in jobs:
+        if job.process.poll() is None:
+            job.kill()
+
+
+def test_a_rank_of_the_other_node_dies(nodes, tmp_path):
+    os.kill(pid_of(tmp_path / "run", 3), signal.SIGKILL)
+    assert [job.wait(30) for job in nodes] == [0, 0], nodes[0].log() + nodes[1].log()
+    assert committed(tmp_path) == dict.fromkeys((0, 1, 2), STEPS)
+    (found,) = events(tmp_path / "run", "failure_detected")
+    assert found["dead"] == [3]
+
+
+def test_the_other_agent_is_killed_with_its_ranks(nodes, tmp_path):
+    pids = [pid_of(tmp_path / "run", rank) for rank in (2, 3)]
+    nodes[1].kill()
+    assert nodes[0].wait(30) == 0, nodes[0].log()
+    assert committed(tmp_path) == dict.fromkeys((0, 1), STEPS)
+    assert not any(map(is_running, pids))
+    assert [e["dead"] for e in events(tmp_path / "run", "failure_detected")] == [[2, 3]]
+
+
+def test_the_first_agent_is_killed(nodes, tmp_path):
+    pids = [pid_of(tmp_path / "run", rank) for rank in range(4)]
+    began_s = time.monotonic()
+    nodes[0].kill()
+    assert nodes[1].wait(15) == 1, nodes[1].log()
+    assert time.monotonic() - began_s < 10
+    assert "the first agent, which hosts the coordinator, is gone" in nodes[1].log()
+    wait_for(lambda: not any(map(is_running, pids)), 5, "all ranks end")
