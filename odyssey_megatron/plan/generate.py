@@ -189,13 +189,29 @@ class _Tasks:
 
 
 def _best(shape: _Shape, costs: Costs) -> tuple[_Tasks, list[int], list[list[int]]]:
-    """The better of two urgencies, where they differ: microbatches by number, or routes abreast."""
-    tries = [_run(shape, costs, _by_number(shape))]
-    if len(shape.routes) > 1:
-        abreast = _abreast(shape)
-        if abreast != _by_number(shape):
-            tries.append(_run(shape, costs, abreast))
+    """The best of a few rules: which microbatches are urgent, and how many forwards are due.
+
+    Routes that share workers are tried by number and abreast. With less memory than 1F1B needs its number in
+    flight cannot be kept; then a number in proportion, and none (input gradients always first), are tried too.
+    """
+    by_number, abreast = _by_number(shape), _abreast(shape)
+    tries = []
+    for urgency in (by_number, abreast) if abreast != by_number else (by_number,):
+        tasks = _tasks(shape, costs, urgency)
+        scaled = _scaled(tasks)
+        targets = [tasks.behind] if scaled == tasks.behind else [tasks.behind, scaled, [-1] * len(scaled)]
+        tries += [(tasks, *_list_schedule(tasks, target, len(shape.caps))) for target in targets]
     return min(tries, key=lambda one: max(one[1]))
+
+
+def _scaled(tasks: _Tasks) -> list[int]:
+    """``behind``, scaled down by what fits where the route starts over what 1F1B would keep there."""
+    scaled, share = [], 1.0
+    for behind, starts, room, need in zip(tasks.behind, tasks.starts, tasks.room, tasks.need, strict=True):
+        if starts:
+            share = min(1.0, ((room + need) // need) / (behind + 1)) if need else 1.0
+        scaled.append(min(behind, max(0, round((behind + 1) * share) - 1)))
+    return scaled
 
 
 def _by_number(shape: _Shape) -> list[tuple[int, int]]:
@@ -211,13 +227,6 @@ def _abreast(shape: _Shape) -> list[tuple[int, int]]:
         for i, m in enumerate(ids)
     ]
     return [(m, route) for _, m, route in sorted(places)]
-
-
-def _run(
-    shape: _Shape, costs: Costs, urgency: list[tuple[int, int]]
-) -> tuple[_Tasks, list[int], list[list[int]]]:
-    tasks = _tasks(shape, costs, urgency)
-    return (tasks, *_list_schedule(tasks, len(shape.caps)))
 
 
 def _tasks(shape: _Shape, costs: Costs, urgency: list[tuple[int, int]]) -> _Tasks:
@@ -270,9 +279,12 @@ def _span(costs: Costs, first: int, last: int, speed: float) -> tuple[int, int, 
 _OPS = (Op.FORWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD)
 
 
-def _list_schedule(tasks: _Tasks, num_workers: int) -> tuple[list[int], list[list[int]]]:
+def _list_schedule(
+    tasks: _Tasks, target: list[int], num_workers: int
+) -> tuple[list[int], list[list[int]]]:
     """Runs the clock over the tasks; returns when each worker is done, and what it runs.
 
+    A forward is due while the worker has at most ``target[visit]`` microbatches in flight.
     What is run: visit + (0 forward, 1 input gradient, 2 weight gradient) * number of visits.
     No deadlock: a forward is admitted only if one microbatch at each deeper visit to the same worker still
     fits, so the deepest forward that is pending anywhere can always run.
@@ -308,7 +320,7 @@ def _list_schedule(tasks: _Tasks, num_workers: int) -> tuple[list[int], list[lis
                 continue
             forward, input_grad, weight_grad = forwards[seat], input_grads[seat], weight_grads[seat]
             visit = _admissible(forward, live[seat], room) if forward else -1
-            due = bool(forward) and in_flight[seat] <= behind[forward[0] if visit < 0 else visit]
+            due = bool(forward) and in_flight[seat] <= target[forward[0] if visit < 0 else visit]
             if visit >= 0 and (due or not input_grad):
                 forward.remove(visit)
                 heapify(forward)
