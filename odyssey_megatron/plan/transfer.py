@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 from odyssey_megatron.errors import LayersLost
 from odyssey_megatron.plan.costs import Costs
@@ -106,7 +107,17 @@ def cheapest_assignment(cost: Sequence[Sequence[float]]) -> tuple[int, ...]:
         return ()
     if len(cost) == 1:
         return (min(range(len(cost[0])), key=lambda column: (cost[0][column], column)),)
-    # SciPy takes a while to import, and most decisions never get here.
+    return tuple(int(column) for column in _solver()(cost)[1])
+
+
+def warm_up() -> None:
+    """Imports the assignment solver (half a second) before a recovery has to wait for it."""
+    _solver()
+
+
+def _solver() -> Callable[[Sequence[Sequence[float]]], tuple[Any, Any]]:
+    # Imported here, so that the package imports fast and without SciPy where nothing is assigned.
     from scipy.optimize import linear_sum_assignment
 
-    return tuple(int(column) for column in linear_sum_assignment(cost)[1])
+    solver: Callable[[Sequence[Sequence[float]]], tuple[Any, Any]] = linear_sum_assignment
+    return solver

@@ -16,7 +16,7 @@ from odyssey_megatron.plan.layout import Layout, megatron_layout
 from odyssey_megatron.plan.memory import activation_caps, fullest_bytes
 from odyssey_megatron.plan.plan import Plan, Transfer
 from odyssey_megatron.plan.simulate import step_end_s
-from odyssey_megatron.plan.transfer import living_holders, plan_transfers, transfer_s
+from odyssey_megatron.plan.transfer import living_holders, plan_transfers, transfer_s, warm_up
 from odyssey_megatron.plan.verify import verify
 from odyssey_megatron.policy.candidates import reroute
 from odyssey_megatron.policy.profile import Profile
@@ -75,7 +75,7 @@ class _Case:
 
 
 def initial_plan(job: JobSpec, state: ClusterState, profile: Profile) -> Plan:
-    """The failure-free plan: Megatron's own layout.
+    """The failure-free plan: Megatron's own layout. Called once, before training, when there is time.
 
     Raises:
         PlanInfeasible: it does not fit the profile's memory.
@@ -86,6 +86,7 @@ def initial_plan(job: JobSpec, state: ClusterState, profile: Profile) -> Plan:
         num_workers=len(state.workers),
         num_microbatches=job.num_microbatches,
     )
+    warm_up()
     speeds = {w.worker: w.speed for w in state.workers if w.speed != 1.0}
     caps = _caps(layout, profile)
     order = order_routes(layout, profile.costs, in_flight_cap=caps, speeds=speeds)

@@ -1,0 +1,206 @@
+"""``odyssey plan``: what would happen if these GPUs died. Needs no GPU, no torch and no running job."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from odyssey_megatron.cluster.events import RankDied
+from odyssey_megatron.cluster.job import JobSpec
+from odyssey_megatron.cluster.state import ClusterState, WorkerState, apply
+from odyssey_megatron.codec import to_json
+from odyssey_megatron.config import POLICIES, OdysseyConfig
+from odyssey_megatron.errors import EXIT_LAYERS_LOST, ConfigError, LayersLost, PlanInfeasible
+from odyssey_megatron.plan.plan import Plan
+from odyssey_megatron.plan.render import render
+from odyssey_megatron.plan.simulate import simulate
+from odyssey_megatron.policy.decide import Decision, decide, initial_plan
+from odyssey_megatron.policy.presets import ACCELERATORS, GIB, MODELS, preset_profile
+from odyssey_megatron.policy.profile import Profile, load_profile
+from odyssey_megatron.policy.table import candidates_table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """A job on a cluster, as the command line describes it."""
+
+    job: JobSpec
+    state: ClusterState
+    profile: Profile
+    gpus_per_node: int
+    tensor_parallel_size: int
+
+    def rank(self, place: str) -> int:
+        """``node:gpu`` or a rank. Raises ConfigError."""
+        node, colon, gpu = place.partition(":")
+        try:
+            rank = int(node) * self.gpus_per_node + int(gpu) if colon else int(node)
+        except ValueError:
+            rank = -1
+        in_node = not colon or rank < 0 or int(gpu) < self.gpus_per_node
+        if not in_node or rank not in self.state.ranks:
+            raise ConfigError(
+                f"--kill {place}: no such GPU. Write NODE:GPU or a rank, 0..{max(self.state.ranks)}."
+            )
+        return rank
+
+
+def add_scenario_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags that describe cluster, model and job; shared by ``plan`` and ``simulate``."""
+    parser.add_argument("--cluster", default="4x8", metavar="NODESxGPUS", help="default: 4x8")
+    parser.add_argument("--model", default="llama2-7b", help=f"one of {', '.join(MODELS)} (default: llama2-7b)")
+    parser.add_argument(
+        "--accelerator", default="h100", help=f"one of {', '.join(ACCELERATORS)} (default: h100)"
+    )
+    parser.add_argument("--profile", default="", help="a running job's profile.json in place of model and accelerator")
+    parser.add_argument("--pipeline-model-parallel-size", type=int, default=4, metavar="PP")
+    parser.add_argument("--tensor-model-parallel-size", type=int, default=1, metavar="TP")
+    parser.add_argument("--micro-batch-size", type=int, default=1)
+    parser.add_argument(
+        "--num-microbatches", type=int, default=0, help="of one pipeline (default: twice the pipeline size)"
+    )
+
+
+def scenario_from(options: argparse.Namespace) -> Scenario:
+    """Raises ConfigError if the job cannot be laid out on the cluster."""
+    nodes, _, gpus = options.cluster.partition("x")
+    if not (nodes.isdigit() and gpus.isdigit() and int(nodes) * int(gpus)):
+        raise ConfigError(f"--cluster {options.cluster}: write NODESxGPUS, as in 4x8.")
+    pp, tp = options.pipeline_model_parallel_size, options.tensor_model_parallel_size
+    world = int(nodes) * int(gpus)
+    if pp < 1 or tp < 1 or world % (pp * tp):
+        raise ConfigError(
+            f"{world} GPUs are not divisible by pipeline size {pp} times tensor size {tp}: change one of them."
+        )
+    profile = (
+        load_profile(options.profile)
+        if options.profile
+        else preset_profile(
+            options.model, options.accelerator, tensor_parallel_size=tp, micro_batch_size=options.micro_batch_size
+        )
+    )
+    workers, dp = world // tp, world // (pp * tp)
+    num_microbatches = dp * (options.num_microbatches or 2 * pp)
+    job = JobSpec(
+        num_layers=len(profile.costs.layers),
+        pipeline_model_parallel_size=pp,
+        tensor_model_parallel_size=1,  # a worker is one tensor-parallel cell, and the planner sees workers only
+        num_microbatches=num_microbatches,
+        tokens_per_step=num_microbatches * options.micro_batch_size * _seq_length(options),
+        train_steps=1,
+    )
+    job.check(workers)
+    state = ClusterState(
+        workers=tuple(
+            WorkerState(
+                worker=worker, node=worker * tp // int(gpus), ranks=tuple(range(worker * tp, worker * tp + tp))
+            )
+            for worker in range(workers)
+        )
+    )
+    return Scenario(
+        job=job, state=state, profile=profile, gpus_per_node=int(gpus), tensor_parallel_size=tp
+    )
+
+
+def _seq_length(options: argparse.Namespace) -> int:
+    """A profile does not say how long its sequences are; then tokens are counted in sequences."""
+    return 1 if options.profile else MODELS[options.model].seq_length
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of ``odyssey plan``."""
+    add_scenario_arguments(parser)
+    parser.add_argument("--kill", action="append", default=[], metavar="NODE:GPU", help="may be repeated")
+    parser.add_argument("--policy", choices=POLICIES, default="auto")
+    parser.add_argument("--mtbf-s", type=float, default=21600.0, help="mean time between failures (in seconds)")
+    parser.add_argument("--horizon-s", type=float, default=3600.0, help="score to this horizon (in seconds)")
+    parser.add_argument("--width", type=int, default=110, help="columns of the grids; 0 leaves them out")
+    parser.add_argument("--json", action="store_true")
+
+
+def main_plan(argv: Sequence[str]) -> int:
+    """Runs ``odyssey plan``; returns the exit code.
+
+    Raises:
+        ConfigError: bad input.
+    """
+    parser = argparse.ArgumentParser(prog="odyssey plan", description=__doc__)
+    add_plan_arguments(parser)
+    options = parser.parse_args(list(argv))
+    scenario = scenario_from(options)
+    try:
+        before = initial_plan(scenario.job, scenario.state, scenario.profile)
+    except PlanInfeasible as error:
+        raise ConfigError(f"the healthy job does not fit: {error}.") from error
+    try:
+        decision, seconds = _decide(options, scenario, before)
+    except LayersLost as lost:
+        sys.stdout.write(f"{lost}\n")
+        return EXIT_LAYERS_LOST
+    sys.stdout.write(
+        _as_json(before, decision, seconds) if options.json else _as_text(options, scenario, before, decision, seconds)
+    )
+    return 0
+
+
+def _decide(options: argparse.Namespace, scenario: Scenario, before: Plan) -> tuple[Decision, float]:
+    state = scenario.state
+    for place in options.kill:
+        event = RankDied(rank=scenario.rank(place), code=-9, cause="killed", t_s=0.0)
+        state = apply(state, event)
+    config = OdysseyConfig(policy=options.policy, mtbf_s=options.mtbf_s, horizon_s=options.horizon_s)
+    start = time.perf_counter()
+    decision = decide(
+        job=scenario.job, state=state, previous=before, profile=scenario.profile, config=config, now_s=0.0
+    )
+    return decision, time.perf_counter() - start
+
+
+def _as_json(before: Plan, decision: Decision, seconds: float) -> str:
+    candidates = ",".join(to_json(row) for row in decision.candidates)
+    return (
+        f'{{"before":{to_json(before)},"candidates":[{candidates}],"decide_s":{seconds:.6f},'
+        f'"after":{to_json(decision.plan)}}}\n'
+    )
+
+
+def _as_text(
+    options: argparse.Namespace, scenario: Scenario, before: Plan, decision: Decision, seconds: float
+) -> str:
+    after = decision.plan
+    lines = [
+        f"{options.profile or options.model + ' on ' + options.accelerator}, cluster {options.cluster}, "
+        f"{len(scenario.state.workers)} workers, {scenario.job.num_microbatches} microbatches a step",
+        "",
+        _summary("before", before, scenario),
+        *_grid(options, scenario, before),
+        "",
+        f"killed: {', '.join(options.kill) or 'nobody'}; decided in {seconds * 1e3:.1f} ms",
+        candidates_table(decision.candidates),
+        "",
+        _summary("after", after, scenario),
+        *_grid(options, scenario, after),
+        "",
+        f"throughput after / before: {before.step_s / after.step_s:.1%}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _summary(name: str, plan: Plan, scenario: Scenario) -> str:
+    fullest = max(size for _, size in plan.peak_bytes) / GIB
+    return (
+        f"{name}: {plan.policy}, step {plan.step_s * 1e3:.1f} ms ({plan.step_s / plan.bound_s - 1:.1%} above the "
+        f"bound), {scenario.job.tokens_per_step / plan.step_s:,.0f} tokens/s, fullest worker {fullest:.1f} GiB"
+    )
+
+
+def _grid(options: argparse.Namespace, scenario: Scenario, plan: Plan) -> list[str]:
+    if options.width <= 0:
+        return []
+    schedule = plan.schedule
+    timeline = simulate(schedule, plan.layout, scenario.profile.costs)
+    return [render(schedule, timeline, width=options.width)]

@@ -1,0 +1,76 @@
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from odyssey_megatron.errors import EXIT_LAYERS_LOST, ConfigError
+from odyssey_megatron.plan.plan import plan_from_json
+from odyssey_megatron.plan.verify import verify
+from odyssey_megatron.policy.presets import MODELS, preset_profile
+from odyssey_megatron.policy.whatif import main_plan
+
+
+def test_shows_candidates_and_grids(capsys):
+    assert main_plan(["--cluster", "4x8", "--model", "llama2-7b", "--kill", "2:3", "--width", "80"]) == 0
+    text = capsys.readouterr().out
+    assert "32 workers, 64 microbatches a step" in text
+    assert "* re" in text
+    assert len(re.findall(r"^ ?\d+ [.FIW].{79}$", text, re.MULTILINE)) == 32 + 31
+    assert "throughput after / before:" in text
+
+
+def test_json_is_whole(capsys):
+    assert main_plan(["--kill", "0:1", "--kill", "3:7", "--json"]) == 0
+    got = json.loads(capsys.readouterr().out)
+    after = plan_from_json(json.dumps(got["after"]))
+    verify(after.layout, after.schedule)
+    assert [row["chosen"] for row in got["candidates"]].count(True) == 1
+    assert not set(after.layout.workers) & {1, 31}
+
+
+def test_tensor_parallel_cells_die_together(capsys):
+    flags = ["--model", "llama2-70b", "--tensor-model-parallel-size", "8", "--cluster", "16x8", "--width", "0"]
+    assert main_plan([*flags, "--kill", "5:3"]) == 0
+    assert "16 workers" in capsys.readouterr().out
+
+
+def test_lost_layers_are_said(capsys):
+    flags = ["--cluster", "1x4", "--pipeline-model-parallel-size", "4", "--model", "llama2-7b"]
+    assert main_plan([*flags, "--kill", "0:1"]) == EXIT_LAYERS_LOST
+    assert "no holder is left of layer(s)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--cluster", "four"], "write NODESxGPUS"),
+        (["--model", "llama9"], "use one of llama2-7b"),
+        (["--cluster", "1x6"], "not divisible"),
+        (["--kill", "9:0"], "no such GPU"),
+        (["--kill", "0:8"], "no such GPU"),
+        (["--model", "llama3-70b", "--cluster", "1x4"], "does not fit"),
+        (["--profile", "missing.json"], "missing.json"),
+    ],
+)
+def test_bad_input_is_explained(flags, message):
+    with pytest.raises(ConfigError, match=message):
+        main_plan(flags)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_presets_have_the_published_number_of_parameters(model):
+    costs = preset_profile(model, "h100").costs
+    parameters = sum(layer.parameter_bytes for layer in costs.layers) / 4
+    billions = float(model.split("-")[1].removesuffix("b"))
+    assert parameters / 1e9 == pytest.approx(billions, rel=0.05)
+
+
+def test_runs_without_torch():
+    code = (
+        "import sys; sys.modules['torch'] = sys.modules['megatron'] = None\n"
+        "from odyssey_megatron.policy.whatif import main_plan\n"
+        "raise SystemExit(main_plan(['--kill', '2:3', '--width', '0']))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, stdout=subprocess.DEVNULL).returncode == 0
