@@ -54,6 +54,10 @@ def model_spec(args: argparse.Namespace, float64: bool) -> Any:
 
     from odyssey_megatron.mcore.layers import ModelSpec
 
+    for whole, part in (("num_attention_heads", "num_query_groups"), ("hidden_size", "num_attention_heads")):
+        if getattr(args, whole) % getattr(args, part):
+            flags = [f"--{name.replace('_', '-')} {getattr(args, name)}" for name in (whole, part)]
+            raise ConfigError(f"{flags[0]} is not divisible by {flags[1]}. Choose a divisor.")
     dtype = torch.bfloat16 if args.bf16 else torch.float64 if float64 else torch.float32
     try:
         config = TransformerConfig(

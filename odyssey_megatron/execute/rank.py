@@ -161,8 +161,8 @@ class RankRuntime:
             ahead = next(i for i, one in enumerate(standings) if one.committed > step)
             self._commit(totals[ahead])
         self._reduced = False  # nobody is ahead any more, and the blocks with these gradients may go
-        if self._logs and not self._outcome_logged:
-            self._log_outcome()
+        if self._logs:
+            self.log_last_step()
 
     def transfer(self, generation: Generation) -> None:
         plan, model = self._require_plan(), self._model
@@ -267,7 +267,10 @@ class RankRuntime:
         if samples:
             self._event("samples", step, microbatches=list(samples), samples=list(samples.values()))
 
-    def _log_outcome(self, step_s: float = -1.0) -> None:
+    def log_last_step(self, step_s: float = -1.0) -> None:
+        """Writes down the last committed step, unless this rank has; the one that usually does may have died."""
+        if self._outcome_logged:
+            return
         out = self._outcome
         self._event(
             "step_committed", self.committed - 1, loss=out.losses, grad_norm=out.grad_norm, lr=out.lr, step_s=step_s,
@@ -278,7 +281,7 @@ class RankRuntime:
 
     def _measure(self, step: int, trace: Trace, step_s: float) -> None:
         if self._logs:
-            self._log_outcome(step_s)
+            self.log_last_step(step_s)
         if self._generation > 1 and self._steps_here == 1:
             self._event("redone", step, redo_s=step_s)
         if self._steps_here <= self._config.trace_steps:

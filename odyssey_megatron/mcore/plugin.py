@@ -124,7 +124,10 @@ class Session:
             journal=self._journal,
             on_commit=job.on_step,
         )
-        recover.train(self.member, rank, train_steps=job.train_iters)
+        try:
+            recover.train(self.member, rank, train_steps=job.train_iters)
+        finally:
+            rank.log_last_step()
         self._journal.event("weights", step=job.train_iters, digest=model.digests())
         return model
 

@@ -60,7 +60,7 @@ class SampleCheck:
 
 
 def committed_steps(events: Sequence[JournalEvent]) -> tuple[CommittedStep, ...]:
-    """Ascending by step. A step may be reported by several ranks; the time of its commit is the last report's."""
+    """Ascending by step. A step may be reported by several ranks; the time of its commit is the first report's."""
     latest: dict[int, list[JournalEvent]] = {}
     for event in named(events, "step_committed"):
         known = latest.setdefault(event["step"], [])
@@ -70,7 +70,7 @@ def committed_steps(events: Sequence[JournalEvent]) -> tuple[CommittedStep, ...]
             known.append(event)
     rows: list[CommittedStep] = []
     for step, reports in sorted(latest.items()):
-        wall_s = max(event["wall_s"] for event in reports)
+        wall_s = min(event["wall_s"] for event in reports)
         follows = rows and rows[-1].step == step - 1
         rows.append(
             CommittedStep(

@@ -6,14 +6,13 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.jobs import Jobs, Outcome
+from tests.launch.jobserver import JobServer
 
 
 @pytest.fixture(scope="session")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
     """One process imports torch and Megatron; every job of the session is forked from it."""
-    from odyssey_megatron.launch.zygote import JobServer
-
-    server = JobServer.start(["odyssey_megatron.mcore.cpu_preload"])
+    server = JobServer.start(["tests.e2e.preload"])
     yield Jobs(server=server, folder=tmp_path_factory.mktemp("jobs"))
     server.close()
 

@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 
-from odyssey_megatron.launch.zygote import JobServer
 from odyssey_megatron.metrics.journal import read_journal
 from odyssey_megatron.metrics.run import Run, read_run
 from odyssey_megatron.metrics.steps import check_samples, loss_difference
+from tests.launch.jobserver import CHECKOUT, JobServer
 
-CHECKOUT = Path(__file__).parents[2]
 SCRIPT = CHECKOUT / "examples" / "llama" / "pretrain_llama.py"
 SMALL = (
     "--num-layers 6 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --num-query-groups 2 "
@@ -57,20 +56,16 @@ class Jobs:
     server: JobServer
     folder: Path
 
-    def run(self, name: str, *, ranks: int, stages: int, flags: str = "", timeout_s: float = 60.0) -> Outcome:
+    def run(self, name: str, *, ranks: int, stages: int, flags: str = "", timeout_s: float = 60.0, **env: str) -> Outcome:
         run_dir = self.folder / name
         argv = [
-            "--nproc-per-node", str(ranks), "--preload", "odyssey_megatron.mcore.cpu_preload", str(SCRIPT), *SMALL,
+            "--nproc-per-node", str(ranks), str(SCRIPT), *SMALL,
             "--pipeline-model-parallel-size", str(stages), "--odyssey-run-dir", str(run_dir),
             "--save-weights", str(run_dir / "weights"), *flags.split(),
         ]  # fmt: skip
-        log = self.folder / f"{name}.log"
-        job = self.server.run(argv, env={"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}, log_path=log)
-        try:
-            exit_code = job.wait(timeout_s)
-        finally:
-            job.kill()
-        return Outcome(exit_code=exit_code, run_dir=run_dir, log=log.read_text())
+        job = self.server.run(argv, log=self.folder / f"{name}.log", env=env)
+        exit_code = job.wait(timeout_s)
+        return Outcome(exit_code=exit_code, run_dir=run_dir, log=job.log())
 
 
 def assert_equal_runs(shot: Outcome, reference: Outcome, *, kills: int) -> None:
