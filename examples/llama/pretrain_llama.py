@@ -10,6 +10,7 @@ Flags are spelled as Megatron-LM's. The model is what Megatron-LM builds for --n
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -179,12 +180,14 @@ def scheduler_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def save_weights(model: Any, folder: Path) -> None:
-    """A file a layer, from whoever holds it; all holders have the same bytes."""
+    """A file a layer. All holders have the same bytes, and any of them may have been the last to live."""
     import torch
 
     folder.mkdir(parents=True, exist_ok=True)
     for layer, weights in model.weights().items():
-        torch.save(weights, folder / f"layer_{layer:03d}.pt")
+        unfinished = folder / f"layer_{layer:03d}.{os.getpid()}"
+        torch.save(weights, unfinished)
+        unfinished.rename(folder / f"layer_{layer:03d}.pt")
 
 
 def main() -> None:

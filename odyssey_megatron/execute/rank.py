@@ -162,7 +162,7 @@ class RankRuntime:
             self._commit(totals[ahead])
         self._reduced = False  # nobody is ahead any more, and the blocks with these gradients may go
         if self._logs:
-            self.log_last_step()
+            self._speak()
 
     def transfer(self, generation: Generation) -> None:
         plan, model = self._require_plan(), self._model
@@ -277,11 +277,15 @@ class RankRuntime:
             tokens=out.tokens, num_microbatches=out.num_microbatches,
         )
         self._outcome_logged = True
-        self._on_commit(self.committed - 1, out)
+
+    def _speak(self, step_s: float = -1.0) -> None:
+        if not self._outcome_logged:
+            self.log_last_step(step_s)
+            self._on_commit(self.committed - 1, self._outcome)
 
     def _measure(self, step: int, trace: Trace, step_s: float) -> None:
         if self._logs:
-            self.log_last_step(step_s)
+            self._speak(step_s)
         if self._generation > 1 and self._steps_here == 1:
             self._event("redone", step, redo_s=step_s)
         if self._steps_here <= self._config.trace_steps:

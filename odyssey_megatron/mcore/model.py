@@ -263,9 +263,8 @@ class MegatronModel:
         return result
 
     def weights(self) -> dict[int, dict[str, torch.Tensor]]:
-        """Layer -> its weights by name, for the layers of which this rank is the first holder."""
+        """Held layer -> its weights by name."""
         return {
             index: {name: parameter.detach().cpu() for name, parameter in layer.named_parameters()}
             for index, layer in sorted(self._held.items())
-            if self._layout.holders[index][0] == self._worker
         }
