@@ -158,8 +158,8 @@ class OdysseyAgent(LocalElasticAgent):
             return final.code
         with contextlib.suppress(ControlPlaneLost, TimeoutError):
             control.put(f"bye/{group.group_rank}", "")
-            if group.group_rank == 0:  # the store goes with this process
-                control.wait([f"bye/{node}" for node in range(1, group.group_world_size)], _FAREWELL_S)
+            if group.group_rank == 0 and final.nodes:  # the store goes with this process
+                control.wait([f"bye/{node}" for node in final.nodes], _FAREWELL_S)
         return final.code
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-import os
 import queue
 import threading
 from collections.abc import Sequence
@@ -69,9 +68,6 @@ class Control:
     @classmethod
     def connect(cls, host: str, port: int, token: str, *, timeout_s: float = 60.0) -> Control:
         """A client of the store at ``host:port``; later waits are unlimited unless they name a limit."""
-        # Each connect makes a reverse lookup of the server's address; a resolver that drops bursts would
-        # cost seconds a rank.
-        os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
         try:
             store = dist.TCPStore(
                 host, port, None, False, timedelta(seconds=timeout_s), wait_for_workers=False

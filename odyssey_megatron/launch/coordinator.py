@@ -61,6 +61,8 @@ class Verdict:
     why: str = ""
     grace_s: float = 0.0
     """How long an agent lets its ranks go on, before it ends them."""
+    nodes: tuple[int, ...] = ()
+    """Nodes that are still there, besides the first."""
 
 
 class Coordinator:
@@ -106,7 +108,8 @@ class Coordinator:
             verdict = Verdict(code=1, why=f"the coordinator failed: {error!r}. Please report this.")
         self._journal.event("job_finished", verdict=verdict.why or "done", exit_code=verdict.code)
         if verdict.why:
-            self._say(verdict.why)
+            self._say(f"[odyssey] {verdict.why}")
+        verdict = replace(verdict, nodes=tuple(self._leases.nodes))
         self._control.put(keys.VERDICT, to_json(verdict))
         return verdict
 
@@ -352,19 +355,19 @@ class _Leases:
 
     def __init__(self, control: Control, nodes: list[int], limit_s: float):
         self._control, self._limit_s = control, limit_s
-        self._nodes = nodes
+        self.nodes = nodes
         self._seen: dict[int, tuple[str, float]] = {}
 
     def expired(self, now_s: float) -> list[Event]:
-        if not self._nodes:
+        if not self.nodes:
             return []
         lost: list[Event] = []
-        beats = self._control.read([keys.lease_key(node) for node in self._nodes])
-        for node, beat in zip(list(self._nodes), beats, strict=True):
+        beats = self._control.read([keys.lease_key(node) for node in self.nodes])
+        for node, beat in zip(list(self.nodes), beats, strict=True):
             before, since_s = self._seen.get(node, ("", now_s))
             if beat != before:
                 self._seen[node] = (beat, now_s)
             elif now_s - since_s > self._limit_s:
                 lost.append(NodeLost(node=node, t_s=now_s))
-                self._nodes.remove(node)
+                self.nodes.remove(node)
         return lost

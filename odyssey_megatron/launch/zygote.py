@@ -250,6 +250,9 @@ def prepare_environment(env: MutableMapping[str, str]) -> None:
     env.setdefault("OPENBLAS_NUM_THREADS", env["OMP_NUM_THREADS"])
     # torch's store client complains, with a C++ stack, of every connection that ends.
     env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # Each of its connects makes a reverse lookup of the server's address, and a resolver that drops bursts
+    # would cost seconds a rank.
+    env.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 def _check_single_thread() -> None:

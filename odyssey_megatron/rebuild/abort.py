@@ -186,26 +186,26 @@ class AbortableGroup(dist.ProcessGroup):
     ``torch.distributed`` functions take it like any group: library code that waits needs no change.
     """
 
-    def __init__(self, backend: Any, abort: Abort):
-        super().__init__(backend.rank(), backend.size())
-        self._backend: Any = backend
+    def __init__(self, inner: dist.ProcessGroup, abort: Abort):
+        super().__init__(inner.rank(), inner.size())
+        self._inner: dist.ProcessGroup | None = inner
         self._abort = abort
 
     def getBackendName(self) -> str:  # torch's name
-        return self._backend.name() if self._backend is not None else "closed"
+        return "odyssey"  # by "gloo", DDP would look for a ProcessGroupGloo in this very object
 
-    def detach(self) -> Any:
-        """Hands over the backend; from now on every operation raises Superseded."""
-        backend, self._backend = self._backend, None
-        return backend
+    def detach(self) -> dist.ProcessGroup | None:
+        """Hands over the inner group; from now on every operation raises Superseded."""
+        inner, self._inner = self._inner, None
+        return inner
 
     def post(self, operation: str, *args: Any, **kwargs: Any) -> AbortableWork:
-        """Starts ``operation`` of the backend."""
-        backend = self._backend
-        if self._abort.fired or backend is None:
+        """Starts ``operation`` of the inner group."""
+        inner = self._inner
+        if self._abort.fired or inner is None:
             raise Superseded("the generation of this group is over")
         try:
-            return AbortableWork(self._abort, getattr(backend, operation)(*args, **kwargs))
+            return AbortableWork(self._abort, getattr(inner, operation)(*args, **kwargs))
         except RuntimeError as error:
             if self._abort.fired:
                 raise Superseded("the generation of this group is over") from error
@@ -222,10 +222,12 @@ def _operation(name: str) -> Callable[..., AbortableWork]:
 
 for _name in (
     "allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "allgather_coalesced",
-    "_allgather_base", "gather", "scatter", "reduce_scatter", "_reduce_scatter_base", "alltoall",
-    "alltoall_base", "barrier", "send", "recv", "recv_anysource",
+    "_allgather_base", "all_gather_single", "allgather_into_tensor_coalesced", "gather", "scatter",
+    "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single", "reduce_scatter_tensor_coalesced",
+    "alltoall", "alltoall_base", "all_to_all_single", "barrier", "send", "recv", "recv_anysource",
 ):  # fmt: skip
-    setattr(AbortableGroup, _name, _operation(_name))
+    if hasattr(dist.ProcessGroup, _name):  # some are newer than others
+        setattr(AbortableGroup, _name, _operation(_name))
 
 
 class _Call:

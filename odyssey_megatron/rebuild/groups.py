@@ -68,18 +68,24 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
     def close(self) -> None:
         """Takes the groups out of ``torch.distributed`` and ends their connections. Returns at once."""
         self._abort.close()
-        backends = []
+        remains = []
         for group in self._groups.values():
             c10d._cleanup_process_group_global_state(group)
             if isinstance(group, AbortableGroup):
-                backends.append(group.detach())
+                remains.append(group.detach())
         self._groups = {}
-        _GRAVEYARD.bury(backends, self._bury_s)
+        _GRAVEYARD.bury(remains, self._bury_s)
 
-    def _register(self, name: str, backend: Any, ranks: tuple[int, ...], store: dist.Store) -> None:
-        device = "cuda" if isinstance(self._abort, NcclAbort) else "cpu"
-        kind = "fake" if len(ranks) == 1 else "nccl" if device == "cuda" else "gloo"
-        group = _alone(store, device) if kind == "fake" else AbortableGroup(backend, self._abort)
+    def _register(
+        self, name: str, backend: Any, ranks: tuple[int, ...], rank: int, store: dist.Store
+    ) -> None:
+        kinds, device = dist.ProcessGroup.BackendType, "cpu" if isinstance(self._abort, GlooAbort) else "cuda"
+        type_, kind = (kinds.GLOO, "gloo") if device == "cpu" else (kinds.NCCL, "nccl")
+        if len(ranks) == 1:
+            type_, kind = kinds.CUSTOM, "fake"
+        group = _plain_group(store, ranks.index(rank), len(ranks), type_, device, backend)
+        if len(ranks) > 1:
+            group = AbortableGroup(group, self._abort)
         torch_name = f"{name}@{self.number}"
         group._set_group_name(torch_name)
         group._set_group_desc(torch_name)
@@ -127,7 +133,7 @@ def build_groups(
         with abort.connecting():
             built = abort.call(lambda: _build_all(member, number, mine, config, abort))
         for name, (backend, store) in built.items():
-            groups._register(name, backend, mine[name], store)
+            groups._register(name, backend, mine[name], member.rank, store)
         if abort.fired:
             raise Superseded("a newer generation exists")
     except BaseException:
@@ -152,7 +158,8 @@ def _build_all(
         index, size = ranks.index(member.rank), len(ranks)
         store = _Rendezvous(member.store, f"groups/{number}/{name}", index, size, abort)
         if size == 1:
-            return None, store
+            # It copies inputs to outputs, which for one rank is exact.
+            return FakeProcessGroup._create_internal(0, 1), store
         if isinstance(abort, NcclAbort):
             return _nccl_backend(store, index, size, config, abort), store
         return _gloo_backend(store, index, size, config, shared), store
@@ -161,13 +168,12 @@ def _build_all(
     return {name: build(name) for name in sorted(named)}
 
 
-def _alone(store: dist.Store, device: str) -> dist.ProcessGroup:
-    """A group of one. The fake backend copies inputs to outputs, which for one rank is exact."""
-    group = dist.ProcessGroup(store, 0, 1)
-    group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
-    group._register_backend(
-        torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, FakeProcessGroup._create_internal(0, 1)
-    )
+def _plain_group(
+    store: dist.Store, rank: int, size: int, kind: dist.ProcessGroup.BackendType, device: str, backend: Any
+) -> dist.ProcessGroup:
+    group = dist.ProcessGroup(store, rank, size)
+    group._set_default_backend(kind)
+    group._register_backend(torch.device(device), kind, backend)
     return group
 
 
@@ -245,9 +251,9 @@ class _Rendezvous(dist.Store):
 
 
 class _Graveyard:
-    """Keeps backends of past generations until no operation can be left in them.
+    """Keeps groups of past generations until no operation can be left in them.
 
-    Whoever drops the last reference runs a destructor that joins the backend's threads, and so waits for
+    Whoever drops the last reference runs a destructor that joins the group's threads, and so waits for
     whatever was left behind in it: this thread, later, and not a training rank now.
     """
 
@@ -256,9 +262,9 @@ class _Graveyard:
         self._graves: list[tuple[float, list[Any]]] = []
         self._thread: threading.Thread | None = None
 
-    def bury(self, backends: list[Any], for_s: float) -> None:
+    def bury(self, groups: list[Any], for_s: float) -> None:
         with self._changed:
-            self._graves.append((time.monotonic() + for_s, backends))
+            self._graves.append((time.monotonic() + for_s, groups))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="odyssey-reaper", daemon=True)
                 self._thread.start()
@@ -271,12 +277,12 @@ class _Graveyard:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._graves)
-                due_s, backends = self._graves[0]
+                due_s, groups = self._graves[0]
                 if due_s > time.monotonic():
                     self._changed.wait(due_s - time.monotonic())
                     continue
                 self._graves.pop(0)
-            del backends  # outside the lock: this may take long
+            del groups  # outside the lock: this may take long
 
 
 _GRAVEYARD = _Graveyard()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ class Job:
         """The exit code. A job that does not end is killed, and fails the test with its log."""
         try:
             return self.process.wait(timeout_s)
-        except Exception:
+        except subprocess.TimeoutExpired:
             self.kill()
             raise AssertionError(f"the job did not end within {timeout_s} s:\n{self.log()}") from None
 

@@ -23,8 +23,11 @@ def nodes(server, tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    script = [CHECKOUT / "tests/launch/toy.py", "--steps", STEPS, "--step-s", 0.02, "--odyssey-device", "cpu",
-              "--odyssey-run-dir", tmp_path / "run", "--odyssey-node-lease-s", 0.8]  # fmt: skip
+    # One stage: Megatron puts a stage's replicas side by side, and so a stage of two on one node.
+    script = [
+        *(CHECKOUT / "tests/launch/toy.py", "--steps", STEPS, "--step-s", 0.02, "--pipeline", 1),
+        *("--odyssey-device", "cpu", "--odyssey-run-dir", tmp_path / "run", "--odyssey-node-lease-s", 0.8),
+    ]
     jobs = [
         server.run(
             ["--nnodes", 2, "--node-rank", node, "--nproc-per-node", 2, "--master-addr", "127.0.0.1",

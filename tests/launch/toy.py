@@ -44,6 +44,30 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def posted_job(*, pipeline: int, steps: int) -> tuple[JobSpec, str]:
+    """The job that the coordinator plans for; nothing of it is carried out but the holders of its layers."""
+    job = JobSpec(
+        num_layers=10,
+        pipeline_model_parallel_size=pipeline,
+        tensor_model_parallel_size=1,
+        num_microbatches=8,
+        tokens_per_step=1024,
+        train_steps=steps,
+    )
+    profile = estimated_profile(
+        num_transformer_layers=8,
+        hidden_size=32,
+        ffn_hidden_size=64,
+        num_attention_heads=2,
+        num_query_groups=2,
+        seq_length=16,
+        micro_batch_size=1,
+        vocab_size=64,
+        dtype_bytes=4,
+    )
+    return job, to_json(profile)
+
+
 class Toy:
     def __init__(self, args: argparse.Namespace):
         self.args, self.config = args, config_from(args)
@@ -60,14 +84,9 @@ class Toy:
         if self.args.refuse:
             raise ConfigError(self.args.refuse)
         pipeline = 1 if self.args.differ and self.rank == 1 else self.args.pipeline
-        job = JobSpec(num_layers=10, pipeline_model_parallel_size=pipeline, tensor_model_parallel_size=1,
-                      num_microbatches=8, tokens_per_step=1024, train_steps=self.args.steps)  # fmt: skip
-        profile = estimated_profile(num_transformer_layers=8, hidden_size=32, ffn_hidden_size=64,
-                                    num_attention_heads=2, num_query_groups=2, seq_length=16,
-                                    micro_batch_size=1, vocab_size=64, dtype_bytes=4)  # fmt: skip
         with self.member.rank_zero_first():
             pass
-        self.member.post_job(job, to_json(profile))
+        self.member.post_job(*posted_job(pipeline=pipeline, steps=self.args.steps))
         self.member.wait_all("ready")
 
     def enter(self, generation) -> None:
