@@ -84,17 +84,18 @@ class Layout:
         seen = sorted(m for route in self.routes for m in route.microbatches)
         if seen != list(range(len(seen))):
             raise LayoutInvalid(f"microbatches {seen} are not 0..{len(seen) - 1}, each once")
+        holders_of = [frozenset(holders) for holders in self.holders]
         for route in self.routes:
-            self._check_route(route)
+            self._check_route(route, holders_of)
         return self
 
-    def _check_route(self, route: Route) -> None:
+    def _check_route(self, route: Route, holders_of: list[frozenset[int]]) -> None:
         at = 0
         for hop in route.hops:
             if hop.first != at or hop.last <= hop.first:
                 raise LayoutInvalid(f"{hop} does not go on from layer {at} in {route}")
             for layer in range(hop.first, hop.last):
-                if layer >= self.num_layers or hop.worker not in self.holders[layer]:
+                if layer >= self.num_layers or hop.worker not in holders_of[layer]:
                     raise LayoutInvalid(f"worker {hop.worker} does not hold layer {layer} ({hop})")
             at = hop.last
         if at != self.num_layers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from heapq import heapreplace
 from typing import Any
 
 from odyssey_megatron.errors import LayersLost
@@ -18,7 +19,7 @@ def living_holders(previous: Layout, alive: Collection[int]) -> tuple[tuple[int,
         LayersLost: some layer has none; names the layers and the workers that held them.
     """
     there = set(alive)
-    left = tuple(tuple(w for w in holders if w in there) for holders in previous.holders)
+    left = tuple(tuple(filter(there.__contains__, holders)) for holders in previous.holders)
     lost = tuple(layer for layer, holders in enumerate(left) if not holders)
     if lost:
         raise LayersLost(lost, tuple(sorted({w for layer in lost for w in previous.holders[layer]})))
@@ -39,16 +40,20 @@ def plan_transfers(
     sources = living_holders(previous, alive)
     missing = [
         (layer, worker)
-        for layer, holders in enumerate(target.holders)
-        for worker in holders
-        if worker not in previous.holders[layer]
+        for layer, (before, after) in enumerate(zip(previous.holders, target.holders, strict=True))
+        for worker in sorted(set(after) - set(before))
     ]
     missing.sort(key=lambda item: (-costs.layers[item[0]].state_bytes, item))
-    sent: dict[int, int] = {}
+    sent = dict.fromkeys((worker for holders in sources for worker in holders), 0)
+    # (bytes when last looked at, worker): bytes only grow, so an entry that is still true is the least.
+    least = [[(0, worker) for worker in holders] for holders in sources]
     transfers = []
     for layer, worker in missing:
-        source = min(sources[layer], key=lambda w: (sent.get(w, 0), w))
-        sent[source] = sent.get(source, 0) + costs.layers[layer].state_bytes
+        heap = least[layer]
+        while sent[heap[0][1]] != heap[0][0]:
+            heapreplace(heap, (sent[heap[0][1]], heap[0][1]))
+        source = heap[0][1]
+        sent[source] += costs.layers[layer].state_bytes
         transfers.append(Transfer(layer=layer, source=source, target=worker))
     return tuple(transfers)
 
@@ -92,10 +97,13 @@ def assign_seats(
     sizes = [layer.state_bytes for layer in costs.layers]
     have = [frozenset(held.get(worker, ())) for worker in left]
     missing = []
+    lacks: dict[frozenset[int], list[int]] = {}
     for seat in open_seats:
         layers = frozenset(seats[seat])
-        lacks = {held: sum(sizes[layer] for layer in layers - held) for held in set(have)}
-        missing.append([lacks[held] for held in have])
+        if layers not in lacks:
+            each = {held: sum(sizes[layer] for layer in layers - held) for held in set(have)}
+            lacks[layers] = [each[held] for held in have]
+        missing.append(lacks[layers])
     for row, column in enumerate(cheapest_assignment(missing)):
         taken[open_seats[row]] = left[column]
     return tuple(taken[seat] for seat in range(len(seats)))

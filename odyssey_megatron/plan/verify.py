@@ -80,10 +80,10 @@ class _Check:
         """(worker, microbatch) -> layers."""
         self.before: dict[tuple[int, int], int] = {}
         """(microbatch, layer) -> worker that the activation comes from, where it changes worker."""
-        self.reductions = {
-            worker: {(b.first, b.last) for b in layout.blocks() if worker in b.holders}
-            for worker in layout.workers
-        }
+        self.reductions: dict[int, set[tuple[int, int]]] = {worker: set() for worker in layout.workers}
+        for block in layout.blocks():
+            for worker in block.holders:
+                self.reductions[worker].add((block.first, block.last))
         self.crossings = {}
         for route in layout.routes:
             for microbatch in route.microbatches:

@@ -9,15 +9,15 @@ from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import ClusterState
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import LayersLost, PlanInfeasible
+from odyssey_megatron.plan.assemble import assemble
 from odyssey_megatron.plan.bound import lower_bound_s
-from odyssey_megatron.plan.generate import Order, lower, order_routes
 from odyssey_megatron.plan.generation import CandidateRow
 from odyssey_megatron.plan.layout import Layout, megatron_layout
 from odyssey_megatron.plan.memory import activation_caps, fullest_bytes
+from odyssey_megatron.plan.order import Order, order_routes
 from odyssey_megatron.plan.plan import Plan, Transfer
 from odyssey_megatron.plan.simulate import step_end_s
 from odyssey_megatron.plan.transfer import living_holders, plan_transfers, transfer_s, warm_up
-from odyssey_megatron.plan.verify import verify
 from odyssey_megatron.policy.candidates import reroute
 from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.score import expected_tokens, mean_time_between_failures_s
@@ -281,15 +281,14 @@ def _plan(
     speeds: Mapping[int, float],
 ) -> Plan:
     """Lowers, verifies and simulates: no plan leaves here unverified (I7)."""
-    schedule = lower(order, layout)
-    timeline = verify(layout, schedule, profile.costs, in_flight_cap=caps, speeds=speeds)
+    assembled = assemble(order, layout, profile.costs)
     return Plan(
         policy=policy,
         layout=layout,
-        schedule_text=schedule.to_text(),
+        schedule_text=assembled.text,
         transfers=transfers,
-        step_s=timeline.step_s,
+        step_s=step_end_s(layout, profile.costs, order.done_s),
         bound_s=lower_bound_s(layout, profile.costs, speeds, caps),
         transition_s=transition_s,
-        peak_bytes=timeline.peak_bytes,
+        peak_bytes=assembled.peak_bytes,
     )

@@ -1,0 +1,125 @@
+"""From routes to the compute order of every worker, group by group of routes that share workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from odyssey_megatron.errors import PlanInfeasible
+from odyssey_megatron.plan.costs import Costs
+from odyssey_megatron.plan.layout import Layout, Route
+from odyssey_megatron.plan.list_schedule import Shape, Solved, best_order
+from odyssey_megatron.plan.memory import activation_caps, minimum_bytes
+from odyssey_megatron.plan.schedule import Instr, Program, Schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Routes that share no worker with any other: the order of their shape, on these workers."""
+
+    workers: tuple[int, ...]
+    microbatches: tuple[int, ...]
+    solved: Solved
+    """Counts workers and microbatches by their place in the two tuples."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What each worker computes and in which order. Equal groups share one ``Solved``."""
+
+    groups: tuple[Group, ...]
+    done_s: dict[int, float]
+    """Worker -> when its last weight gradient ends; ascending by worker, also those without a route."""
+
+    def schedule(self) -> Schedule:
+        """Compute instructions only."""
+        programs: dict[int, Program] = dict.fromkeys(self.done_s, ())
+        for group in self.groups:
+            ids = group.microbatches
+            for worker, queue in zip(group.workers, group.solved.queues, strict=True):
+                programs[worker] = tuple(Instr(op, ids[m], first, last) for op, m, first, last in queue)
+        return Schedule(programs=tuple(programs.items()))
+
+
+def order_routes(
+    layout: Layout,
+    costs: Costs,
+    *,
+    in_flight_cap: Mapping[int, int] | None = None,
+    speeds: Mapping[int, float] | None = None,
+) -> Order:
+    """Schedules each group of routes; equal groups only once.
+
+    Args:
+        in_flight_cap: worker -> bytes of activations it may keep; None = what 1F1B keeps at its place.
+        speeds: worker -> relative speed; 1.0 where missing.
+
+    Raises:
+        LayoutInvalid: two hops in a row on one worker (they must be one hop).
+        PlanInfeasible: a cap is below what any order needs.
+    """
+    caps = activation_caps(layout, costs) if in_flight_cap is None else in_flight_cap
+    _check_caps(layout, costs, caps)
+    done_s = dict.fromkeys(layout.workers, 0.0)
+    known: dict[Shape, Solved] = {}
+    groups = []
+    for routes in independent(layout.routes):
+        # In order of appearance, so that equal pipelines look equal whichever workers they have.
+        workers = tuple(dict.fromkeys(hop.worker for route in routes for hop in route.hops))
+        microbatches = tuple(sorted(m for route in routes for m in route.microbatches))
+        shape = _shape(routes, workers, microbatches, caps, speeds or {})
+        if shape not in known:
+            known[shape] = best_order(shape, costs)
+        solved = known[shape]
+        groups.append(Group(workers=workers, microbatches=microbatches, solved=solved))
+        done_s.update(zip(workers, solved.done_s, strict=True))
+    return Order(groups=tuple(groups), done_s=done_s)
+
+
+def independent(routes: tuple[Route, ...]) -> list[list[Route]]:
+    """The routes in groups that share no worker, each ascending by microbatches."""
+    parent: dict[int, int] = {}
+
+    def root(worker: int) -> int:
+        while parent.setdefault(worker, worker) != worker:
+            parent[worker] = worker = parent[parent[worker]]
+        return worker
+
+    for route in routes:
+        for hop in route.hops:
+            parent[root(hop.worker)] = root(route.hops[0].worker)
+    groups: dict[int, list[Route]] = {}
+    for route in sorted(routes, key=lambda route: route.microbatches):
+        groups.setdefault(root(route.hops[0].worker), []).append(route)
+    return list(groups.values())
+
+
+def _shape(
+    routes: list[Route],
+    workers: tuple[int, ...],
+    microbatches: tuple[int, ...],
+    caps: Mapping[int, int],
+    speeds: Mapping[int, float],
+) -> Shape:
+    seat = {worker: i for i, worker in enumerate(workers)}
+    number = {microbatch: i for i, microbatch in enumerate(microbatches)}
+    return Shape(
+        routes=tuple(
+            (
+                tuple(number[m] for m in route.microbatches),
+                tuple((seat[hop.worker], hop.first, hop.last) for hop in route.hops),
+            )
+            for route in routes
+        ),
+        caps=tuple(caps[worker] for worker in workers),
+        speeds=tuple(speeds.get(worker, 1.0) for worker in workers),
+    )
+
+
+def _check_caps(layout: Layout, costs: Costs, caps: Mapping[int, int]) -> None:
+    for worker, need in minimum_bytes(layout, costs).items():
+        if caps[worker] < need:
+            raise PlanInfeasible(
+                f"worker {worker} may keep {caps[worker]} bytes of activations, its routes need at "
+                f"least {need}. Allow that much, or give the worker fewer layers."
+            )
