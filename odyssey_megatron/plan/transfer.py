@@ -104,9 +104,34 @@ def assign_seats(
             each = {held: sum(sizes[layer] for layer in layers - held) for held in set(have)}
             lacks[layers] = [each[held] for held in have]
         missing.append(lacks[layers])
-    for row, column in enumerate(cheapest_assignment(missing)):
+    solve = cheapest_assignment if len(open_seats) <= _EXACT_SEATS else greedy_assignment
+    for row, column in enumerate(solve(missing)):
         taken[open_seats[row]] = left[column]
     return tuple(taken[seat] for seat in range(len(seats)))
+
+
+_EXACT_SEATS = 256
+"""Above this the cubic solver takes too long to decide within a second."""
+
+
+def greedy_assignment(cost: Sequence[Sequence[float]]) -> tuple[int, ...]:
+    """A cheap assignment: pairs in order of cost, where alike rows and alike columns are taken together."""
+    rows: dict[int, list[int]] = {}
+    for row in range(len(cost) - 1, -1, -1):
+        rows.setdefault(id(cost[row]), []).append(row)
+    kinds = [cost[alike[0]] for alike in rows.values()]
+    columns: dict[tuple[float, ...], list[int]] = {}
+    for column in range(len(cost[0]) - 1, -1, -1):
+        columns.setdefault(tuple(kind[column] for kind in kinds), []).append(column)
+    pairs = sorted(
+        (price, i, j) for j, prices in enumerate(columns) for i, price in enumerate(prices)
+    )
+    row_lists, column_lists = list(rows.values()), list(columns.values())
+    taken = [-1] * len(cost)
+    for _, i, j in pairs:
+        while row_lists[i] and column_lists[j]:
+            taken[row_lists[i].pop()] = column_lists[j].pop()
+    return tuple(taken)
 
 
 def cheapest_assignment(cost: Sequence[Sequence[float]]) -> tuple[int, ...]:

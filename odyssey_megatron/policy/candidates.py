@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate
 
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.costs import Costs
@@ -47,6 +48,89 @@ def reroute(
             hops += [hop] if hop.worker in there else spread.cover(hop.first, hop.last)
         paths[microbatch] = merge_hops(hops)
     return Layout(holders=holders, routes=group_routes(paths)).check()
+
+
+def drop_pipelines(previous: Layout, alive: Collection[int]) -> Layout:
+    """``previous`` without the broken routes: the whole ones share their microbatches.
+
+    No state moves and no microbatch changes pipeline in the middle. What is left of a broken pipeline holds
+    on, without microbatches, so that it stays current. Source: ReCoVer and TorchFT drop replicas like this
+    (papers.md §5).
+
+    Raises:
+        PlanInfeasible: no route is whole.
+    """
+    there = set(alive)
+    whole = [route for route in previous.routes if all(hop.worker in there for hop in route.hops)]
+    if not whole:
+        raise PlanInfeasible("every pipeline has lost a worker")
+    paths: dict[int, tuple[Hop, ...]] = {m: route.hops for route in whole for m in route.microbatches}
+    shares = [len(route.microbatches) for route in whole]
+    for microbatch in range(previous.num_microbatches):
+        if microbatch not in paths:
+            least = min(range(len(whole)), key=lambda i: (shares[i], i))
+            shares[least] += 1
+            paths[microbatch] = whole[least].hops
+    holders = tuple(tuple(w for w in held if w in there) for held in previous.holders)
+    return Layout(holders=holders, routes=group_routes(paths)).check()
+
+
+def shift_layers(
+    rerouted: Layout, costs: Costs, speeds: Mapping[int, float] | None = None
+) -> Layout:
+    """``rerouted`` with its stage boundaries moved, away from the stages that lost workers.
+
+    The routes stay, so only boundary layers are sent, to the workers of the neighbouring stage. Boundaries are
+    min-max over stages of work / living speed, then as near as possible to where they are. Source: ResiHP's
+    layer repartition (papers.md §4.2), on top of rerouting.
+
+    Raises:
+        PlanInfeasible: the stages are not the same on all routes, or the boundaries are where they should be.
+    """
+    cuts = {tuple(hop.last for hop in route.hops) for route in rerouted.routes}
+    if len(cuts) != 1:
+        raise PlanInfeasible("the pipelines are cut differently, so there are no common boundaries to move")
+    (ends,) = cuts
+    stages = [rerouted.holders[end - 1] for end in ends]
+    if len({worker for holders in stages for worker in holders}) < sum(map(len, stages)):
+        raise PlanInfeasible("some worker holds several stages")
+    capacity = [sum((speeds or {}).get(worker, 1.0) for worker in holders) for holders in stages]
+    moved = _recut([layer.compute_s for layer in costs.layers], capacity, ends)
+    if moved == ends:
+        raise PlanInfeasible("no boundary is better elsewhere")
+    starts = (0, *moved[:-1])
+    routes = tuple(
+        Route(
+            microbatches=route.microbatches,
+            hops=tuple(
+                Hop(worker=hop.worker, first=first, last=last)
+                for hop, first, last in zip(route.hops, starts, moved, strict=True)
+            ),
+        )
+        for route in rerouted.routes
+    )
+    holders = tuple(
+        stages[stage] for stage, (first, last) in enumerate(zip(starts, moved, strict=True)) for _ in range(first, last)
+    )
+    return Layout(holders=holders, routes=routes).check()
+
+
+def _recut(work: Sequence[float], capacity: Sequence[float], ends: tuple[int, ...]) -> tuple[int, ...]:
+    """New stage ends: least maximum of work / capacity, then least movement; a transformer layer a stage."""
+    last, stages = len(work), len(ends)
+    sums = [0.0, *accumulate(work)]
+    best: dict[int, tuple[float, int, tuple[int, ...]]] = {0: (0.0, 0, ())}
+    for stage in range(stages):
+        low, high = (last, last) if stage == stages - 1 else (stage + 2, last - (stages - stage))
+        reached: dict[int, tuple[float, int, tuple[int, ...]]] = {}
+        for start, (slowest, moved, path) in best.items():
+            for end in range(max(low, start + 1), high + 1):
+                load = round((sums[end] - sums[start]) / capacity[stage], 12)
+                option = (max(slowest, load), moved + abs(end - ends[stage]), (*path, end))
+                if end not in reached or option < reached[end]:
+                    reached[end] = option
+        best = reached
+    return best[last][2] if last in best else ends
 
 
 def group_routes(paths: Mapping[int, tuple[Hop, ...]]) -> tuple[Route, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from odyssey_megatron.cluster.job import JobSpec
@@ -13,18 +13,17 @@ from odyssey_megatron.plan.assemble import assemble
 from odyssey_megatron.plan.bound import lower_bound_s
 from odyssey_megatron.plan.generation import CandidateRow
 from odyssey_megatron.plan.layout import Layout, megatron_layout
-from odyssey_megatron.plan.memory import activation_caps, fullest_bytes
 from odyssey_megatron.plan.order import Order, order_routes
 from odyssey_megatron.plan.plan import Plan, Transfer
 from odyssey_megatron.plan.simulate import step_end_s
 from odyssey_megatron.plan.transfer import living_holders, plan_transfers, transfer_s, warm_up
-from odyssey_megatron.policy.candidates import reroute
+from odyssey_megatron.policy.options import Case, Option, caps_for, options, worker_speeds
 from odyssey_megatron.policy.profile import Profile
-from odyssey_megatron.policy.score import expected_tokens, mean_time_between_failures_s
-from odyssey_megatron.policy.search import Search, Shape, place
+from odyssey_megatron.policy.score import mean_time_between_failures_s
+from odyssey_megatron.policy.search import search_for
 
 _FINALISTS = 6
-"""At most so many shapes of a replan are scheduled in full; the others only get the closed-form estimate."""
+"""At most so many shapes of a replan are scheduled in full; the others only get an estimate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,31 +48,6 @@ class _Candidate:
     note: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Case:
-    """The arguments of one decision, and what follows from them."""
-
-    job: JobSpec
-    state: ClusterState
-    previous: Layout
-    profile: Profile
-    horizon_s: float
-    mtbf_s: float
-
-    def score(self, step_s: float, transition_s: float) -> float:
-        return expected_tokens(
-            tokens_per_step=self.job.tokens_per_step,
-            step_s=step_s,
-            transition_s=transition_s,
-            mtbf_s=self.mtbf_s,
-            horizon_s=self.horizon_s,
-        )
-
-    @property
-    def speeds(self) -> dict[int, float]:
-        return {w.worker: w.speed for w in self.state.workers if w.speed != 1.0}
-
-
 def initial_plan(job: JobSpec, state: ClusterState, profile: Profile) -> Plan:
     """The failure-free plan: Megatron's own layout. Called once, before training, when there is time.
 
@@ -86,11 +60,22 @@ def initial_plan(job: JobSpec, state: ClusterState, profile: Profile) -> Plan:
         num_workers=len(state.workers),
         num_microbatches=job.num_microbatches,
     )
-    warm_up()
-    speeds = {w.worker: w.speed for w in state.workers if w.speed != 1.0}
-    caps = _caps(layout, profile)
+    prepare(job, state, profile)
+    speeds = worker_speeds(state)
+    caps = caps_for(layout, profile)
     order = order_routes(layout, profile.costs, in_flight_cap=caps, speeds=speeds)
-    return _plan("initial", layout, order, (), 0.0, profile, caps, speeds)
+    return _plan("initial", layout, order, (), 0.0, profile, speeds)
+
+
+def prepare(job: JobSpec, state: ClusterState, profile: Profile) -> None:
+    """Works out what the next decision will look up, so that a recovery does not wait for it.
+
+    Optional; worth calling after each change of the profile or of the membership, off the critical path.
+    """
+    warm_up()
+    search = search_for(profile.costs, profile.costs.memory_bytes)
+    for workers in range(max(1, len(state.alive) - 2), len(state.alive)):
+        search.ranked(workers, job.num_microbatches)
 
 
 def decide(
@@ -112,7 +97,7 @@ def decide(
         LayersLost: some layer has no living holder (I9); names ranks.
         PlanInfeasible: no candidate fits.
     """
-    case = _Case(
+    case = Case(
         job=job,
         state=state,
         previous=previous.layout,
@@ -121,29 +106,27 @@ def decide(
         mtbf_s=mean_time_between_failures_s(state, config.mtbf_s, now_s),
     )
     _check_holders(case)
-    found, rows = _candidates(case)
-    if not found:
-        raise PlanInfeasible(
-            f"no plan for {len(state.alive)} living worker(s): " + "; ".join(row.reason for row in rows)
-        )
-    chosen, why = _choose(found, config.policy, rows)
-    rows += [_row(one, one is chosen, why if one is chosen else _lost(one, chosen)) for one in found]
-    policy = previous.policy if chosen.name == "keep" else chosen.name
+    found, impossible = options(case)
+    best, rows = _search(case, found, config.policy)
+    rows += [_unscored(name, None, reason) for name, reason in impossible]
+    if best is None:
+        reasons = "; ".join(dict.fromkeys(row.reason for row in rows))
+        raise PlanInfeasible(f"no plan for {len(state.alive)} living worker(s): {reasons}")
+    rows.append(_row(best, True, _why(best, config.policy, rows)))
+    rows.sort(key=lambda row: (not row.chosen, row.score is None, -(row.score or 0.0), row.name))
     plan = _plan(
-        policy,
-        chosen.layout,
-        chosen.order,
-        chosen.transfers,
-        chosen.transition_s,
+        previous.policy if best.name == "keep" else best.name,
+        best.layout,
+        best.order,
+        best.transfers,
+        best.transition_s,
         profile,
-        _caps(chosen.layout, profile),
         case.speeds,
     )
-    rows.sort(key=lambda row: (not row.chosen, row.score is None, -(row.score or 0.0), row.name))
     return Decision(plan=plan, candidates=tuple(rows))
 
 
-def _check_holders(case: _Case) -> None:
+def _check_holders(case: Case) -> None:
     """Raises LayersLost in terms of ranks, which is what people can look for."""
     try:
         living_holders(case.previous, case.state.alive)
@@ -153,85 +136,87 @@ def _check_holders(case: _Case) -> None:
         raise LayersLost(lost.layers, named) from None
 
 
-def _candidates(case: _Case) -> tuple[list[_Candidate], list[CandidateRow]]:
-    """Everything worth scoring, and a row for each thing that cannot be had."""
-    alive = case.state.alive
-    if set(case.previous.workers) <= set(alive):
-        return [_work_out(case, "keep", case.previous, "no member of the layout is lost")], []
-    found, rows = [], []
-    try:
-        layout = reroute(case.previous, alive, case.profile.costs, case.speeds)
-        found.append(_work_out(case, "reroute", layout, "layout kept"))
-    except PlanInfeasible as error:
-        rows.append(_rejected("reroute", error))
-    _add_replans(case, found, rows)
-    return found, rows
+def _search(
+    case: Case, found: list[Option], policy: str
+) -> tuple[_Candidate | None, list[CandidateRow]]:
+    """Branch and bound: options in order of the best score they could have, until nobody can win any more.
 
+    An option of the policy asked for comes before all others, and ends the search if it can be had. Returns
+    the winner, and a row for everything else.
+    """
+    def promise(option: Option) -> float:
+        return case.score(option.least_step_s, option.least_transition_s)
 
-def _add_replans(case: _Case, found: list[_Candidate], rows: list[CandidateRow]) -> None:
-    """Ragged pipelines, best estimate first, until no estimate can win any more."""
-    costs, alive = case.profile.costs, case.state.alive
-    search = Search(costs, costs.memory_bytes)
-    ranked = search.ranked(len(alive), case.job.num_microbatches)
-    if not ranked:
-        rows.append(_rejected("replan", PlanInfeasible(search.why_not(len(alive)))))
-    best, tried = 0.0, 0
-    for number, (estimate_s, pipelines) in enumerate(ranked):
-        shape = search.shape(len(alive), case.job.num_microbatches, pipelines)
-        # The estimate leaves out what reductions in colours and messages cost: whoever loses by it has lost.
-        if tried and (tried >= _FINALISTS or case.score(estimate_s, case.profile.group_build_s) <= best):
-            rows.append(_unscheduled(shape, len(ranked) - number))
-            break
-        try:
-            layout = place(shape, alive, case.previous, costs)
-            candidate = _work_out(case, "replan", layout, f"pipelines {shape.lengths}")
-        except PlanInfeasible as error:
-            rows.append(_rejected("replan", error, f"pipelines {shape.lengths}: "))
+    def wanted(option: Option) -> bool:
+        return policy == "auto" or option.name in (policy, "keep")
+
+    queue = sorted(found, key=lambda option: (not wanted(option), -promise(option)))
+    worked: list[_Candidate] = []
+    rows: list[CandidateRow] = []
+    left: list[Option] = []
+    for option in queue:
+        best = max((one.score for one in worked), default=-1.0)
+        settled = any(wanted(o) for o in queue) and not wanted(option)
+        full = option.name == "replan" and sum(one.name == "replan" for one in worked) >= _FINALISTS
+        if worked and (settled or full or promise(option) <= best):
+            left.append(option)
             continue
-        found.append(candidate)
-        best, tried = max(best, candidate.score), tried + 1
+        try:
+            worked.append(_work_out(case, option))
+        except PlanInfeasible as error:
+            rows.append(_unscored(option.name, None, f"{option.note}: {error}"))
+    if not worked:
+        return None, rows
+    best_one = max(worked, key=lambda one: (one.score, -one.transition_s))
+    rows += [_row(one, False, _lost(one, best_one)) for one in worked if one is not best_one]
+    return best_one, rows + _left_over(case, left, best_one, wanted)
 
 
-def _work_out(case: _Case, name: str, layout: Layout, note: str) -> _Candidate:
+def _left_over(
+    case: Case, left: list[Option], best: _Candidate, wanted: Callable[[Option], bool]
+) -> list[CandidateRow]:
+    """Rows of what was not scheduled: one each, but a single one for all shapes of a replan."""
+    rows, replans = [], [option for option in left if option.name == "replan"]
+    for option in [*(o for o in left if o.name != "replan"), *replans[:1]]:
+        count = len(replans) - 1 if option.name == "replan" else 0
+        more = f" (and {count} more shapes)" if count else ""
+        promise = case.score(option.least_step_s, option.least_transition_s)
+        if not wanted(option):
+            reason = "not the policy asked for"
+        elif promise <= best.score:
+            reason = f"not scheduled: at best {1 - promise / best.score:.1%} fewer tokens"
+        else:
+            reason = f"not scheduled: behind {_FINALISTS} others by its estimate"
+        rows.append(_unscored(option.name, option.least_step_s, f"{option.note}{more}; {reason}"))
+    return rows
+
+
+def _work_out(case: Case, option: Option) -> _Candidate:
     profile, costs = case.profile, case.profile.costs
-    caps = _caps(layout, profile)
-    order = order_routes(layout, costs, in_flight_cap=caps, speeds=case.speeds)
+    layout = option.layout()
+    order = order_routes(layout, costs, in_flight_cap=caps_for(layout, profile), speeds=case.speeds)
     transfers = plan_transfers(case.previous, layout, case.state.alive, costs)
     step_s = step_end_s(layout, costs, order.done_s)
     transition_s = profile.group_build_s + transfer_s(transfers, costs)
     return _Candidate(
-        name=name,
+        name=option.name,
         layout=layout,
         order=order,
         transfers=transfers,
         step_s=step_s,
         transition_s=transition_s,
         score=case.score(step_s, transition_s),
-        note=note,
+        note=option.note,
     )
 
 
-def _caps(layout: Layout, profile: Profile) -> dict[int, int]:
-    """Workers are alike, so where memory is not known each may fill what 1F1B's fullest worker needs."""
-    budget = profile.costs.memory_bytes
-    if budget is None:
-        budget = fullest_bytes(layout, profile.costs)
-    return activation_caps(layout, profile.costs, budget_bytes=budget)
-
-
-def _choose(
-    found: list[_Candidate], policy: str, rejected: list[CandidateRow]
-) -> tuple[_Candidate, str]:
-    """The best score; a forced policy narrows the choice, unless it has nothing to offer."""
-    best = max(found, key=lambda one: (one.score, -one.transition_s))
+def _why(best: _Candidate, policy: str, rows: list[CandidateRow]) -> str:
     if policy == "auto" or best.name == "keep":
-        return best, f"{best.note}; best score"
-    wanted = [one for one in found if one.name == policy]
-    if not wanted:
-        reasons = "; ".join(row.reason for row in rejected if row.name == policy)
-        return best, f"{best.note}; --odyssey-policy {policy} is impossible: {reasons}"
-    forced = max(wanted, key=lambda one: (one.score, -one.transition_s))
-    return forced, f"{forced.note}; --odyssey-policy {policy}"
+        return f"{best.note}; best score"
+    if best.name == policy:
+        return f"{best.note}; --odyssey-policy {policy}"
+    reasons = "; ".join(row.reason for row in rows if row.name == policy)
+    return f"{best.note}; --odyssey-policy {policy} is impossible: {reasons}"
 
 
 def _row(one: _Candidate, chosen: bool, reason: str) -> CandidateRow:
@@ -246,27 +231,12 @@ def _row(one: _Candidate, chosen: bool, reason: str) -> CandidateRow:
 
 
 def _lost(one: _Candidate, chosen: _Candidate) -> str:
-    less = 1 - one.score / chosen.score if chosen.score else 0.0
-    if less < 0:
-        return f"{one.note}; {-less:.1%} more tokens, but not the policy asked for"
-    return f"{one.note}; {less:.1%} fewer tokens"
+    return f"{one.note}; {1 - one.score / chosen.score if chosen.score else 0.0:.1%} fewer tokens"
 
 
-def _unscheduled(shape: Shape, count: int) -> CandidateRow:
-    """One row for all the shapes that only got the closed-form estimate; ``shape`` is the best of them."""
+def _unscored(name: str, step_s: float | None, reason: str) -> CandidateRow:
     return CandidateRow(
-        name="replan",
-        step_s=shape.estimate_s,
-        transition_s=None,
-        score=None,
-        chosen=False,
-        reason=f"{count} more shape(s), not scheduled: slower by estimate, the best is {shape.lengths}",
-    )
-
-
-def _rejected(name: str, error: PlanInfeasible, prefix: str = "") -> CandidateRow:
-    return CandidateRow(
-        name=name, step_s=None, transition_s=None, score=None, chosen=False, reason=f"{prefix}{error}"
+        name=name, step_s=step_s, transition_s=None, score=None, chosen=False, reason=reason
     )
 
 
@@ -277,7 +247,6 @@ def _plan(
     transfers: tuple[Transfer, ...],
     transition_s: float,
     profile: Profile,
-    caps: Mapping[int, int],
     speeds: Mapping[int, float],
 ) -> Plan:
     """Lowers, verifies and simulates: no plan leaves here unverified (I7)."""
@@ -288,7 +257,7 @@ def _plan(
         schedule_text=assembled.text,
         transfers=transfers,
         step_s=step_end_s(layout, profile.costs, order.done_s),
-        bound_s=lower_bound_s(layout, profile.costs, speeds, caps),
+        bound_s=lower_bound_s(layout, profile.costs, speeds, caps_for(layout, profile)),
         transition_s=transition_s,
         peak_bytes=assembled.peak_bytes,
     )

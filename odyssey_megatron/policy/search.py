@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import inf
 
@@ -18,6 +19,10 @@ _SLACK = 1 + 1e-9
 """Sums of floats that are equal on paper must compare equal."""
 
 
+_MANY_WORKERS = 128
+"""From here on not every number of pipelines is looked at."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
     """Pipelines without workers: what a replan chooses among."""
@@ -28,15 +33,11 @@ class Shape:
     """Per pipeline, its number of microbatches."""
     estimate_s: float
 
-    @property
-    def lengths(self) -> str:
-        """Stages of each pipeline: ``8+8+7``; ``125x8+3x7`` where there are many."""
-        counts: dict[int, int] = {}
-        for ends in self.ends:
-            counts[len(ends)] = counts.get(len(ends), 0) + 1
-        if len(self.ends) > 16:
-            return "+".join(f"{count}x{length}" for length, count in counts.items())
-        return "+".join(str(len(ends)) for ends in self.ends)
+
+@lru_cache(maxsize=8)
+def search_for(costs: Costs, budget_bytes: int | None) -> Search:
+    """The search of these costs, with what it has worked out so far: the next decision reuses it."""
+    return Search(costs, budget_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,9 +94,17 @@ class Search:
         return max(work, stay / (room // each)) if each else work
 
     def ranked(self, num_workers: int, num_microbatches: int) -> list[tuple[float, int]]:
-        """(estimated step, number of pipelines) of every balanced shape that fits, fastest first."""
+        """(estimated step, number of pipelines) of every balanced shape that fits, fastest first.
+
+        Large clusters: of all numbers of pipelines with the same lengths only the least and the greatest.
+        """
         found = []
-        for pipelines in range(1, min(num_workers, num_microbatches) + 1):
+        most = min(num_workers, num_microbatches)
+        numbers = set(range(1, most + 1))
+        if num_workers > _MANY_WORKERS:
+            lengths = range(1, min(num_workers, self.most_stages) + 1)
+            numbers = {n for a in lengths for n in (num_workers // a, num_workers // a + 1) if n <= most}
+        for pipelines in sorted(numbers):
             rates = self._rates(num_workers, pipelines)
             if rates is not None:
                 found.append((self._estimate_s(rates, num_microbatches, pipelines), pipelines))
@@ -121,6 +130,13 @@ class Search:
             estimate_s=self._estimate_s(rates, num_microbatches, pipelines),
         )
 
+    def lengths(self, num_workers: int, pipelines: int) -> str:
+        """Stages of each pipeline: ``8+8+7``; ``125x8+3x7`` where there are many."""
+        counts = self._lengths(num_workers, pipelines)
+        if pipelines > 16:
+            return "+".join(f"{count}x{length}" for length, count in counts)
+        return "+".join(str(length) for length, count in counts for _ in range(count))
+
     def why_not(self, stages: int) -> str:
         """What keeps a pipeline of ``stages`` from fitting, and the nearest memory that would do."""
         stages = min(stages, self.most_stages)
@@ -133,16 +149,19 @@ class Search:
 
     def _rates(self, num_workers: int, pipelines: int) -> list[tuple[int, Rate, int]] | None:
         """(stages, rate, how many pipelines): the longer ones first. None if one does not fit."""
-        short, longer = divmod(num_workers, pipelines)
         found = []
-        for length, count in ((short + 1, longer), (short, pipelines - longer)):
-            if count:
-                length = min(length, self.most_stages)
-                rate = self.rate(length)
-                if rate is None:
-                    return None
-                found.append((length, rate, count))
+        for length, count in self._lengths(num_workers, pipelines):
+            rate = self.rate(length)
+            if rate is None:
+                return None
+            found.append((length, rate, count))
         return found
+
+    def _lengths(self, num_workers: int, pipelines: int) -> list[tuple[int, int]]:
+        """(stages, how many pipelines): the longer ones first."""
+        short, longer = divmod(num_workers, pipelines)
+        both = ((short + 1, longer), (short, pipelines - longer))
+        return [(min(length, self.most_stages), count) for length, count in both if count]
 
     def _estimate_s(self, rates: list[tuple[int, Rate, int]], microbatches: int, pipelines: int) -> float:
         step = finish_s(microbatches, [(rate, count) for _, rate, count in rates])

@@ -95,7 +95,7 @@ def test_pp4_dp2_survives(policy, dead):
         assert decision.plan.policy == policy
     if decision.plan.policy == "replan":
         assert set(decision.plan.layout.workers) == alive
-    else:
+    elif decision.plan.policy != "shift":
         assert decision.plan.transfers == ()
     assert {"reroute", "replan"} <= {row.name for row in decision.candidates}
 

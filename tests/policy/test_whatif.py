@@ -16,7 +16,7 @@ def test_shows_candidates_and_grids(capsys):
     assert main_plan(["--cluster", "4x8", "--model", "llama2-7b", "--kill", "2:3", "--width", "80"]) == 0
     text = capsys.readouterr().out
     assert "32 workers, 64 microbatches a step" in text
-    assert "* re" in text
+    assert "\n* " in text
     assert len(re.findall(r"^ ?\d+ [.FIW].{79}$", text, re.MULTILINE)) == 32 + 31
     assert "throughput after / before:" in text
 

@@ -1,0 +1,149 @@
+"""What a recovery could do: each option with the least it can cost, before it is worked out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from odyssey_megatron.cluster.job import JobSpec
+from odyssey_megatron.cluster.state import ClusterState
+from odyssey_megatron.errors import PlanInfeasible
+from odyssey_megatron.plan.bound import lower_bound_s
+from odyssey_megatron.plan.layout import Layout
+from odyssey_megatron.plan.memory import activation_caps, fullest_bytes
+from odyssey_megatron.plan.transfer import plan_transfers, transfer_s
+from odyssey_megatron.policy.candidates import drop_pipelines, reroute, shift_layers
+from odyssey_megatron.policy.profile import Profile
+from odyssey_megatron.policy.score import expected_tokens
+from odyssey_megatron.policy.search import place, search_for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """The arguments of one decision, and what follows from them."""
+
+    job: JobSpec
+    state: ClusterState
+    previous: Layout
+    profile: Profile
+    horizon_s: float
+    mtbf_s: float
+
+    @property
+    def speeds(self) -> dict[int, float]:
+        """Only of workers that differ from a healthy one."""
+        return worker_speeds(self.state)
+
+    def score(self, step_s: float, transition_s: float) -> float:
+        return expected_tokens(
+            tokens_per_step=self.job.tokens_per_step,
+            step_s=step_s,
+            transition_s=transition_s,
+            mtbf_s=self.mtbf_s,
+            horizon_s=self.horizon_s,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """A candidate that has not been scheduled yet."""
+
+    name: str
+    note: str
+    least_step_s: float
+    """A bound, or for a replan an estimate that leaves out what messages and many small reductions cost."""
+    least_transition_s: float
+    layout: Callable[[], Layout]
+    """May raise PlanInfeasible."""
+
+
+def worker_speeds(state: ClusterState) -> dict[int, float]:
+    """Worker -> speed, where it differs from a healthy worker's."""
+    return {w.worker: w.speed for w in state.workers if w.speed != 1.0}
+
+
+def caps_for(layout: Layout, profile: Profile) -> dict[int, int]:
+    """Bytes of activations for each worker. Raises PlanInfeasible if the state alone does not fit.
+
+    Workers are alike, so where memory is not known each may fill what 1F1B's fullest worker needs.
+    """
+    budget = profile.costs.memory_bytes
+    if budget is None:
+        budget = fullest_bytes(layout, profile.costs)
+    return activation_caps(layout, profile.costs, budget_bytes=budget)
+
+
+def options(case: Case) -> tuple[list[Option], list[tuple[str, str]]]:
+    """All options, and (name, reason) of what cannot be had at all."""
+    found: list[Option] = []
+    impossible: list[tuple[str, str]] = []
+    alive, costs = case.state.alive, case.profile.costs
+    if set(case.previous.workers) <= set(alive):
+        found.append(_kept(case, "keep", "no member of the layout is lost", case.previous))
+        spare = len(set(alive) - set(case.previous.workers))
+        if spare:
+            _add_replans(case, found, impossible)
+        return found, impossible
+    rerouted: Layout | None = None
+    try:
+        rerouted = reroute(case.previous, alive, costs, case.speeds)
+        found.append(_kept(case, "reroute", "layout kept", rerouted))
+    except PlanInfeasible as error:
+        impossible.append(("reroute", str(error)))
+    try:
+        dropped = drop_pipelines(case.previous, alive)
+        found.append(_kept(case, "drop", "broken pipelines dropped", dropped))
+    except PlanInfeasible as error:
+        impossible.append(("drop", str(error)))
+    if rerouted is not None:
+        try:
+            shifted = shift_layers(rerouted, costs, case.speeds)
+            found.append(_kept(case, "shift", "rerouted, stage boundaries moved", shifted))
+        except PlanInfeasible as error:
+            impossible.append(("shift", str(error)))
+    _add_replans(case, found, impossible)
+    return found, impossible
+
+
+def _kept(case: Case, name: str, note: str, layout: Layout) -> Option:
+    """An option whose layout is at hand. Raises PlanInfeasible if it does not fit."""
+    profile, costs = case.profile, case.profile.costs
+    transfers = plan_transfers(case.previous, layout, case.state.alive, costs)
+    return Option(
+        name=name,
+        note=note,
+        least_step_s=lower_bound_s(layout, costs, case.speeds, caps_for(layout, profile)),
+        least_transition_s=profile.group_build_s + transfer_s(transfers, costs),
+        layout=lambda: layout,
+    )
+
+
+def _add_replans(case: Case, found: list[Option], impossible: list[tuple[str, str]]) -> None:
+    """Balanced shapes over all living workers and, if some are slow, over the others alone."""
+    alive, speeds = case.state.alive, case.speeds
+    groups = {alive, tuple(worker for worker in alive if speeds.get(worker, 1.0) >= 1.0)}
+    search = search_for(case.profile.costs, case.profile.costs.memory_bytes)
+    before = len(found)
+    for workers in sorted(filter(None, groups), reverse=True):
+        without = f" without {len(alive) - len(workers)} slow" if len(workers) < len(alive) else ""
+        for estimate_s, pipelines in search.ranked(len(workers), case.job.num_microbatches):
+            found.append(_replan(case, workers, pipelines, estimate_s, without))
+    if len(found) == before:
+        impossible.append(("replan", search.why_not(len(alive))))
+
+
+def _replan(case: Case, workers: tuple[int, ...], pipelines: int, estimate_s: float, without: str) -> Option:
+    costs = case.profile.costs
+    search = search_for(costs, costs.memory_bytes)
+
+    def layout() -> Layout:
+        shape = search.shape(len(workers), case.job.num_microbatches, pipelines)
+        return place(shape, workers, case.previous, costs)
+
+    return Option(
+        name="replan",
+        note=f"pipelines {search.lengths(len(workers), pipelines)}{without}",
+        least_step_s=estimate_s,
+        least_transition_s=case.profile.group_build_s,
+        layout=layout,
+    )
