@@ -43,14 +43,15 @@ class ReplicaBatches:
     """The microbatches that Odyssey's failure-free layout gives to this replica, in its order."""
 
     def __init__(self, dataset: Any, args: Any):
-        self._dataset, self._args, self._sample = dataset, args, 0
+        self._dataset, self._args = dataset, args
         self._replica, self._replicas = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+        self.per_step = args.global_batch_size // args.micro_batch_size // self._replicas
+        self.consumed = 0
 
     def __next__(self) -> Any:
         args = self._args
-        per_step = args.global_batch_size // args.micro_batch_size // self._replicas
-        step, index = divmod(self._sample, per_step)
-        self._sample += 1
+        step, index = divmod(self.consumed, self.per_step)
+        self.consumed += 1
         microbatch = index * self._replicas + self._replica
         first = step * args.global_batch_size + microbatch * args.micro_batch_size
         return torch.utils.data.default_collate(
@@ -84,34 +85,63 @@ def build_model(args: Any, spec: Any) -> Any:
     return DistributedDataParallel(config, spec.ddp_config, model, pg_collection=groups)
 
 
-def train(args: Any, dataset: Any) -> dict[str, list[float]]:
-    spec = pretrain_llama.model_spec(args, float64=False)
-    rng.initialize(args.seed)
-    model = build_model(args, spec)
-    optimizer = get_megatron_optimizer(spec.optimizer_config, [model])
-    scheduler = OptimizerParamScheduler(optimizer, **pretrain_llama.scheduler_arguments(args))
-    batches, step_function = ReplicaBatches(dataset, args), get_forward_backward_func()
-    result: dict[str, list[float]] = {"loss": [], "step_s": []}
-    for _ in range(args.train_iters):
-        began_s = time.monotonic()
-        model.zero_grad_buffer()
-        optimizer.zero_grad()
-        losses = step_function(
+class StockTrainer:
+    """One rank's stage, its optimizer and its data; ``parallel_state`` must be initialised."""
+
+    def __init__(self, args: Any, dataset: Any):
+        spec = pretrain_llama.model_spec(args, float64=False)
+        rng.initialize(args.seed)
+        self._args, self._model = args, build_model(args, spec)
+        self._optimizer = get_megatron_optimizer(spec.optimizer_config, [self._model])
+        self._scheduler = OptimizerParamScheduler(
+            self._optimizer, **pretrain_llama.scheduler_arguments(args)
+        )
+        self._batches, self._forward_backward = ReplicaBatches(dataset, args), get_forward_backward_func()
+
+    def step(self) -> float:
+        """One training step; the mean loss of the global batch."""
+        args = self._args
+        self._model.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        losses = self._forward_backward(
             forward_step_func=pretrain_llama.forward_step,
-            data_iterator=batches,
-            model=[model],
-            num_microbatches=args.global_batch_size
-            // args.micro_batch_size
-            // mpu.get_data_parallel_world_size(),
+            data_iterator=self._batches,
+            model=[self._model],
+            num_microbatches=self._batches.per_step,
             seq_length=args.seq_length,
             micro_batch_size=args.micro_batch_size,
             forward_only=False,
         )
-        optimizer.step()
-        scheduler.step(args.global_batch_size)
+        self._optimizer.step()
+        self._scheduler.step(args.global_batch_size)
         total = sum((one["lm loss"] for one in losses), torch.zeros(2))
         dist.all_reduce(total)
-        result["loss"].append(float(total[0] / total[1]))
+        return float(total[0] / total[1])
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint of this rank holds."""
+        (inner,) = self._optimizer.chained_optimizers
+        return {
+            "model": self._model.state_dict(),
+            "optimizer": inner.optimizer.state_dict(),
+            "scheduler": self._scheduler.state_dict(),
+            "microbatches": self._batches.consumed,
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        (inner,) = self._optimizer.chained_optimizers
+        self._model.load_state_dict(state["model"])
+        inner.optimizer.load_state_dict(state["optimizer"])
+        self._scheduler.load_state_dict(state["scheduler"])
+        self._batches.consumed = state["microbatches"]
+
+
+def train(args: Any, dataset: Any) -> dict[str, list[float]]:
+    trainer = StockTrainer(args, dataset)
+    result: dict[str, list[float]] = {"loss": [], "step_s": []}
+    for _ in range(args.train_iters):
+        began_s = time.monotonic()
+        result["loss"].append(trainer.step())
         result["step_s"].append(time.monotonic() - began_s)
     return result
 

@@ -1,0 +1,113 @@
+"""What Odyssey costs while nothing fails: its iteration time over Megatron-Core's own, on the same model.
+
+Both sides train the example's model from the same weights on the same microbatches, 8 CPU ranks as PP4 x DP2; the
+baseline is ``stock_megatron.py`` (Megatron's 1F1B, DDP and optimizer on plain gloo). Runs alternate, so that whatever
+else the machine does falls on both. The losses are compared too: a fast wrong step is no step.
+
+    python tests/benchmarks/overhead.py [--json] [--rounds 3] [--steps 12]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(CHECKOUT), str(Path(__file__).parent)]
+
+from bars import at_most, finish, summarize
+
+from odyssey_megatron.metrics.run import read_run
+
+RANKS, WARM_UP_STEPS, BAR = 8, 3, 1.03
+PRELOAD = "odyssey_megatron.mcore.cpu_preload"
+
+
+def flags(steps: int, run_dir: Path) -> list[str]:
+    return (
+        f"--pipeline-model-parallel-size 4 --num-layers 8 --hidden-size 128 --ffn-hidden-size 384 "
+        f"--num-attention-heads 8 --num-query-groups 4 --seq-length 128 --micro-batch-size 1 --global-batch-size 16 "
+        f"--train-iters {steps} --odyssey-device cpu --odyssey-run-dir {run_dir}"
+    ).split()
+
+
+def environment() -> dict[str, str]:
+    return {
+        **os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(CHECKOUT),
+        "PYTHONWARNINGS": "ignore",
+    }  # fmt: skip
+
+
+def carry_out(command: list[str], folder: Path) -> None:
+    """Raises with the end of the log if ``command`` fails."""
+    log = folder / "log"
+    with log.open("w") as file:
+        code = subprocess.run(command, env=environment(), stdout=file, stderr=file, check=False).returncode
+    if code:
+        raise RuntimeError(f"{command} ended with exit code {code}:\n{log.read_text()[-3000:]}")
+
+
+def odyssey(steps: int, folder: Path) -> tuple[list[float], list[float]]:
+    """(step times in seconds, losses) under ``odyssey run``, with its defaults."""
+    script = CHECKOUT / "examples" / "llama" / "pretrain_llama.py"
+    command = [sys.executable, "-m", "odyssey_megatron", "run", "--nproc-per-node", str(RANKS)]
+    command += ["--preload", PRELOAD, str(script), *flags(steps, folder / "run")]
+    carry_out(command, folder)
+    committed = read_run(folder / "run").steps
+    return [one.step_s or 0.0 for one in committed], [one.loss for one in committed]
+
+
+def stock(steps: int, folder: Path) -> tuple[list[float], list[float]]:
+    """The same under Megatron-Core alone."""
+    out = folder / "stock.json"
+    command = [sys.executable, str(Path(__file__).parent / "stock_megatron.py")]
+    command += ["--world-size", str(RANKS), "--out", str(out), *flags(steps, folder / "stock")]
+    carry_out(command, folder)
+    result = json.loads(out.read_text())
+    return result["step_s"], result["loss"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=12)
+    args = parser.parse_args()
+    times: dict[str, list[float]] = {"odyssey": [], "megatron": []}
+    medians: dict[str, list[float]] = {"odyssey": [], "megatron": []}
+    worst_gap = 0.0
+    for number in range(args.rounds):
+        losses = {}
+        # Each second round the other way round: a slow drift of the machine cancels.
+        order = [("odyssey", odyssey), ("megatron", stock)]
+        for name, run in order if number % 2 == 0 else reversed(order):
+            with tempfile.TemporaryDirectory() as folder:
+                step_s, losses[name] = run(args.steps, Path(folder))
+            times[name] += step_s[WARM_UP_STEPS:]
+            medians[name].append(statistics.median(step_s[WARM_UP_STEPS:]))
+        pairs = zip(losses["odyssey"], losses["megatron"], strict=True)
+        worst_gap = max(worst_gap, max(abs(a - b) / b for a, b in pairs))
+        print(f"round {number + 1}: median step " + ", ".join(f"{n} {m[-1]:.4f} s" for n, m in medians.items()),
+              file=sys.stderr, flush=True)  # fmt: skip
+    result = {
+        "ranks": RANKS,
+        "layout": "PP4 x DP2",
+        "odyssey_step_s": summarize(times["odyssey"]),
+        "megatron_step_s": summarize(times["megatron"]),
+        "ratio_of_each_round": [a / b for a, b in zip(medians["odyssey"], medians["megatron"], strict=True)],
+    }
+    bars = [
+        at_most("overhead", statistics.median(times["odyssey"]) / statistics.median(times["megatron"]), BAR),
+        at_most("largest relative loss difference (float32)", worst_gap, 1e-5),
+    ]
+    return finish(result, bars, as_json=args.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""How long ``decide()`` takes, up to 16,384 GPUs.
+
+    python tests/benchmarks/planner.py --json
+
+TP8 throughout (a worker is one TP cell of a node); Llama-2-70B on H100s by its preset; 2 x PP microbatches a pipeline.
+The bars are CPU seconds of this one process, since other processes' load is not the planner's; wall time is
+printed beside them. Each decision starts from the healthy plan, after ``prepare()``, as in a running job.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from odyssey_megatron.cluster.events import RankDied
+from odyssey_megatron.cluster.job import JobSpec
+from odyssey_megatron.cluster.state import apply, initial_state
+from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.policy.decide import decide, initial_plan
+from odyssey_megatron.policy.presets import preset_profile
+from tests.benchmarks.bars import at_most, finish
+
+TP = 8
+CLUSTERS = ((32, 2, 20.0), (256, 16, 100.0), (16384, 16, 1000.0))
+"""(GPUs, pipeline size, bar in milliseconds)."""
+DEAD = (1, 8, 64)
+
+
+def measure(gpus: int, pp: int, dead: int, repeats: int) -> dict[str, object]:
+    workers = gpus // TP
+    dp = workers // pp
+    model = "llama2-70b" if workers > 4 else "llama2-13b"
+    profile = preset_profile(model, "h100", tensor_parallel_size=TP)
+    job = JobSpec(
+        num_layers=len(profile.costs.layers),
+        pipeline_model_parallel_size=pp,
+        tensor_model_parallel_size=1,
+        num_microbatches=dp * 2 * pp,
+        tokens_per_step=4096 * dp * 2 * pp,
+        train_steps=1,
+    )
+    state = initial_state(nodes=tuple(range(workers)))
+    healthy = initial_plan(job, state, profile)
+    for i in range(dead):
+        # Spread over pipelines and stages; coprime steps, so that no stage loses all its replicas.
+        state = apply(state, RankDied(rank=(3 + i * 37) % workers, code=-9, cause="killed", t_s=0.0))
+    cpu_ms, wall_ms = [], []
+    for _ in range(repeats):
+        wall, cpu = time.perf_counter(), time.process_time()
+        decision = decide(
+            job=job, state=state, previous=healthy, profile=profile, config=OdysseyConfig(), now_s=0.0
+        )
+        cpu_ms.append((time.process_time() - cpu) * 1e3)
+        wall_ms.append((time.perf_counter() - wall) * 1e3)
+    return {
+        "gpus": gpus,
+        "workers": workers,
+        "dp": dp,
+        "pp": pp,
+        "dead": len(state.dead),
+        "cpu_ms": round(statistics.median(cpu_ms), 2),
+        "wall_ms": round(statistics.median(wall_ms), 2),
+        "policy": decision.plan.policy,
+        "throughput_after": round(healthy.step_s / decision.plan.step_s, 4),
+        "above_bound": round(decision.plan.step_s / decision.plan.bound_s - 1, 4),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    rows, bars = [], []
+    for gpus, pp, limit_ms in CLUSTERS:
+        for dead in DEAD:
+            if dead * 4 <= gpus // TP:
+                row = measure(gpus, pp, dead, options.repeats if gpus < 1000 else 1)
+                rows.append(row)
+                bars.append(at_most(f"{gpus}_gpus_{dead}_dead_cpu_ms", float(str(row["cpu_ms"])), limit_ms))
+                if not options.json:
+                    print(row, flush=True)
+    return finish({"decisions": rows} if options.json else {}, bars, as_json=options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
