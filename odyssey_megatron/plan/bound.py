@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from math import gcd
 
 from odyssey_megatron.plan.costs import Costs
-from odyssey_megatron.plan.layout import Layout, Route
+from odyssey_megatron.plan.layout import Hop, Layout, Route
 from odyssey_megatron.plan.simulate import reduce_s
 
 
@@ -63,6 +63,7 @@ class _Work:
     ) -> None:
         self.costs, self.speeds, self.lag = costs, speeds, costs.message_s()
         self.caps = caps
+        self.spans: dict[tuple[int, int], tuple[float, float, float, int, int]] = {}
         self.byte_s: dict[int, float] = {}
         """Worker -> bytes of activations times the seconds that they stay at the least."""
         self.portion: dict[int, int] = {}
@@ -79,15 +80,24 @@ class _Work:
         """(forward, input gradient, weight gradient) of each hop, at its worker's speed."""
         out = []
         for hop in route.hops:
-            layers, speed = self.costs.layers[hop.first : hop.last], self.speeds.get(hop.worker, 1.0)
-            out.append(
-                (
-                    sum(layer.forward_s for layer in layers) / speed,
-                    sum(layer.input_grad_s for layer in layers) / speed,
-                    sum(layer.weight_grad_s for layer in layers) / speed,
-                )
-            )
+            forward, input_grad, weight_grad, _, _ = self._span(hop)
+            speed = self.speeds.get(hop.worker, 1.0)
+            out.append((forward / speed, input_grad / speed, weight_grad / speed))
         return out
+
+    def _span(self, hop: Hop) -> tuple[float, float, float, int, int]:
+        """Sums over the hop's layers: three times, bytes until the input gradient, bytes beyond."""
+        key = (hop.first, hop.last)
+        if key not in self.spans:
+            layers = self.costs.layers[hop.first : hop.last]
+            self.spans[key] = (
+                sum(layer.forward_s for layer in layers),
+                sum(layer.input_grad_s for layer in layers),
+                sum(layer.weight_grad_s for layer in layers),
+                sum(layer.early_bytes for layer in layers),
+                sum(layer.activation_bytes - layer.early_bytes for layer in layers),
+            )
+        return self.spans[key]
 
     def _add(self, route: Route) -> None:
         count, head, tail = len(route.microbatches), 0.0, 0.0
@@ -95,9 +105,7 @@ class _Work:
         down_and_up = sum(f + i + 2 * self.lag for f, i, _ in times) - 2 * self.lag
         for hop, (forward, input_grad, weight_grad) in zip(route.hops, times, strict=True):
             worker = hop.worker
-            layers = self.costs.layers[hop.first : hop.last]
-            late = sum(layer.activation_bytes - layer.early_bytes for layer in layers)
-            early = sum(layer.early_bytes for layer in layers)
+            *_, early, late = self._span(hop)
             self.byte_s[worker] = self.byte_s.get(worker, 0.0) + count * (
                 early * down_and_up + late * (down_and_up + weight_grad)
             )

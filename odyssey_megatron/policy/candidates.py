@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from itertools import accumulate
+from heapq import heapify, heapreplace
+from itertools import accumulate, pairwise
 
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.costs import Costs
@@ -119,13 +120,18 @@ def _recut(work: Sequence[float], capacity: Sequence[float], ends: tuple[int, ..
     """New stage ends: least maximum of work / capacity, then least movement; a transformer layer a stage."""
     last, stages = len(work), len(ends)
     sums = [0.0, *accumulate(work)]
+    spans = pairwise((0, *ends))
+    limit = max((sums[b] - sums[a]) / capacity[i] for i, (a, b) in enumerate(spans)) * (1 + 1e-9)
     best: dict[int, tuple[float, int, tuple[int, ...]]] = {0: (0.0, 0, ())}
     for stage in range(stages):
         low, high = (last, last) if stage == stages - 1 else (stage + 2, last - (stages - stage))
         reached: dict[int, tuple[float, int, tuple[int, ...]]] = {}
         for start, (slowest, moved, path) in best.items():
             for end in range(max(low, start + 1), high + 1):
-                load = round((sums[end] - sums[start]) / capacity[stage], 12)
+                load = (sums[end] - sums[start]) / capacity[stage]
+                if load > limit:
+                    break
+                load = round(load / limit, 9)  # equal on paper must compare equal
                 option = (max(slowest, load), moved + abs(end - ends[stage]), (*path, end))
                 if end not in reached or option < reached[end]:
                     reached[end] = option
@@ -158,30 +164,48 @@ class _Spread:
         self, holders: tuple[tuple[int, ...], ...], costs: Costs, speeds: Mapping[int, float]
     ) -> None:
         self.holders, self.speeds = holders, speeds
-        self.work = [layer.compute_s for layer in costs.layers]
+        self.before = [0.0, *accumulate(layer.compute_s for layer in costs.layers)]
         self.load: dict[int, float] = {}
+        self.choices: dict[tuple[int, int], tuple[int, list[tuple[float, int]]]] = {}
 
-    def add_load(self, hop: Hop, count: int = 1) -> None:
-        seconds = sum(self.work[hop.first : hop.last]) / self.speeds.get(hop.worker, 1.0)
+    def add_load(self, hop: Hop, count: int) -> None:
+        seconds = self._seconds(hop.first, hop.last, hop.worker)
         self.load[hop.worker] = self.load.get(hop.worker, 0.0) + count * seconds
 
     def cover(self, first: int, last: int) -> list[Hop]:
-        """Hops over ``[first, last)``: as few as the holders allow, then the least loaded."""
+        """Hops over ``[first, last)``: as few as the holders allow, then whoever would be done first."""
         hops = []
         while first < last:
-            options = []
-            for worker in self.holders[first]:
-                end = first + 1
-                while end < last and worker in self.holders[end]:
-                    end += 1
-                hop = Hop(worker=worker, first=first, last=end)
-                seconds = sum(self.work[first:end]) / self.speeds.get(worker, 1.0)
-                options.append((-end, self.load.get(worker, 0.0) + seconds, worker, hop))
-            hop = min(options, key=lambda option: option[:3])[3]
-            self.add_load(hop)
-            hops.append(hop)
-            first = hop.last
+            if (first, last) not in self.choices:
+                self.choices[first, last] = self._choices(first, last)
+            end, heap = self.choices[first, last]
+            # Loads only grow, so an entry that is still true is the least.
+            while True:
+                finish, worker = heap[0]
+                now = self.load.get(worker, 0.0) + self._seconds(first, end, worker)
+                if now == finish:
+                    break
+                heapreplace(heap, (now, worker))
+            self.load[worker] = finish
+            hops.append(Hop(worker=worker, first=first, last=end))
+            first = end
         return hops
+
+    def _choices(self, first: int, last: int) -> tuple[int, list[tuple[float, int]]]:
+        """How far the furthest-reaching holders of layer ``first`` go, and (when done, worker) of each."""
+        reach: dict[int, list[int]] = {}
+        for worker in self.holders[first]:
+            end = first + 1
+            while end < last and worker in self.holders[end]:
+                end += 1
+            reach.setdefault(end, []).append(worker)
+        end = max(reach)
+        heap = [(self.load.get(w, 0.0) + self._seconds(first, end, w), w) for w in reach[end]]
+        heapify(heap)
+        return end, heap
+
+    def _seconds(self, first: int, last: int, worker: int) -> float:
+        return (self.before[last] - self.before[first]) / self.speeds.get(worker, 1.0)
 
 
 def _span_text(layers: Sequence[int]) -> str:

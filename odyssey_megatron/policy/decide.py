@@ -25,6 +25,9 @@ from odyssey_megatron.policy.search import search_for
 _FINALISTS = 6
 """At most so many shapes of a replan are scheduled in full; the others only get an estimate."""
 
+_MANY_WORKERS = 256
+"""Above this two shapes are, first, as their pipelines are alike; the rest only if it may win by 0.5 %."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
@@ -150,15 +153,19 @@ def _search(
     def wanted(option: Option) -> bool:
         return policy == "auto" or option.name in (policy, "keep")
 
-    queue = sorted(found, key=lambda option: (not wanted(option), -promise(option)))
+    many = len(case.state.workers) > _MANY_WORKERS
+    finalists, margin = (2, 1.005) if many else (_FINALISTS, 1.0)
+    queue = sorted(
+        found, key=lambda option: (not wanted(option), many and option.name != "replan", -promise(option))
+    )
     worked: list[_Candidate] = []
     rows: list[CandidateRow] = []
     left: list[Option] = []
     for option in queue:
         best = max((one.score for one in worked), default=-1.0)
         settled = any(wanted(o) for o in queue) and not wanted(option)
-        full = option.name == "replan" and sum(one.name == "replan" for one in worked) >= _FINALISTS
-        if worked and (settled or full or promise(option) <= best):
+        full = option.name == "replan" and sum(one.name == "replan" for one in worked) >= finalists
+        if worked and (settled or full or promise(option) <= best * margin):
             left.append(option)
             continue
         try:
@@ -185,8 +192,10 @@ def _left_over(
             reason = "not the policy asked for"
         elif promise <= best.score:
             reason = f"not scheduled: at best {1 - promise / best.score:.1%} fewer tokens"
+        elif option.name != "replan":
+            reason = f"not scheduled: at best {promise / best.score - 1:.1%} more tokens"
         else:
-            reason = f"not scheduled: behind {_FINALISTS} others by its estimate"
+            reason = "not scheduled: behind others by its estimate"
         rows.append(_unscored(option.name, option.least_step_s, f"{option.note}{more}; {reason}"))
     return rows
 
