@@ -88,8 +88,7 @@ class Zygote:
             env: the whole environment.
             stdout: path of a file to write; None is the zygote's.
         """
-        request = {"argv": list(argv), "env": dict(env), "stdout": stdout, "stderr": stderr}
-        self._connection.sendall((json.dumps(request) + "\n").encode())
+        self._send(argv=list(argv), env=dict(env), stdout=stdout, stderr=stderr)
         while "pid" not in (answer := self._read(None) or {}):
             self._note(answer)
         return ForkedProcess(answer["pid"], self)
@@ -113,6 +112,13 @@ class Zygote:
     def _note(self, answer: dict[str, Any]) -> None:
         self._exits[answer["exited"]] = answer["code"]
 
+    def reap(self, pid: int) -> None:
+        """Lets go of an ended process; until then its pid is not given to another one."""
+        self._send(reap=pid)
+
+    def _send(self, **message: Any) -> None:
+        self._connection.sendall((json.dumps(message) + "\n").encode())
+
     def _read(self, timeout_s: float | None) -> dict[str, Any] | None:
         while b"\n" not in self._pending:
             if not select.select([self._connection], [], [], timeout_s)[0]:
@@ -130,20 +136,30 @@ class ForkedProcess:
 
     def __init__(self, pid: int, zygote: Zygote):
         self.pid, self._zygote = pid, zygote
+        self._code: int | None = None
 
     def poll(self) -> int | None:
         """The exit code (negative: signal), or None while it runs."""
-        return self._zygote.exit_code(self.pid, 0.0)
+        return self._end(0.0)
 
     def wait(self, timeout: float | None = None) -> int:
         """Raises subprocess.TimeoutExpired after ``timeout`` seconds."""
-        code = self._zygote.exit_code(self.pid, timeout)
+        code = self._end(timeout)
         if code is None:
             raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
         return code
 
+    def _end(self, timeout_s: float | None) -> int | None:
+        if self._code is None:
+            self._code = self._zygote.exit_code(self.pid, timeout_s)
+            if self._code is not None:
+                self._zygote.reap(self.pid)
+        return self._code
+
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
         """Signals the process's whole session, unless it is gone."""
+        if self._code is not None:
+            return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, number)
 
@@ -182,13 +198,21 @@ class _Server:
                     return False
                 *lines, self._pending = (self._pending + data).split(b"\n")
                 for line in lines:
-                    self._fork(json.loads(line))
+                    self._answer(json.loads(line))
             else:
                 pid = self._children.pop(fd)
                 os.close(fd)
-                _, status = os.waitpid(pid, 0)
-                self._send(exited=pid, code=os.waitstatus_to_exitcode(status))
+                # Not reaped yet: the client may be about to open a pidfd, or to signal its session.
+                ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+                exited = ended.si_code == os.CLD_EXITED
+                self._send(exited=pid, code=ended.si_status if exited else -ended.si_status)
         return True
+
+    def _answer(self, request: dict[str, Any]) -> None:
+        if "reap" in request:
+            os.waitpid(request["reap"], 0)
+        else:
+            self._fork(request)
 
     def _fork(self, request: dict[str, Any]) -> None:
         parent, pid = os.getpid(), os.fork()

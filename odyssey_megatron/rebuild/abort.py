@@ -14,7 +14,7 @@ import os
 import queue
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
@@ -45,8 +45,8 @@ class Abort(Protocol):
 class GlooAbort:
     """Shuts the generation's sockets down, and waits where waiting can be left.
 
-    Any thread may wait. Each has its helper thread, which lives until ``close`` or, if it was left behind in
-    an operation, until that ends (at the latest by the operation's timeout).
+    Any thread may wait. Helpers are reused; one that was left behind in an operation lives until that ends, at
+    the latest by the operation's timeout.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class GlooAbort:
         self._lock = threading.Lock()
         self._sockets: set[str] = set()
         self._calls: set[_Call] = set()
-        self._helpers: dict[int, _Helper] = {}
+        self._helpers = _Helpers()
 
     def fire(self) -> None:
         with self._lock:
@@ -80,17 +80,14 @@ class GlooAbort:
 
     def call(self, function: Callable[[], T]) -> T:
         self._check()
-        me = threading.get_ident()
-        helper = self._helpers.get(me) or self._helpers.setdefault(me, _Helper())
         call = _Call(function)
         self._calls.add(call)
-        helper.start(call)
+        self._helpers.start(call)
         if self.fired:  # between the check above and the moment from which ``fire`` can see the call
             call.leave()
         call.done.acquire()
         self._calls.discard(call)
         if not call.finished:
-            self._helpers.pop(me).stop()
             raise Superseded("a newer generation exists; this operation was left behind")
         if call.error is None:
             return call.result
@@ -104,8 +101,7 @@ class GlooAbort:
 
     def close(self) -> None:
         self.fire()
-        for me in list(self._helpers):
-            self._helpers.pop(me).stop()
+        self._helpers.close()
 
     def _check(self) -> None:
         if self.fired:
@@ -165,19 +161,30 @@ class AbortableWork(dist._Work):
 
     def __init__(self, abort: Abort, work: Any):
         super().__init__()
-        self._abort, self._work = abort, work
+        self._abort, self._work, self._waited = abort, work, False
 
     def wait(self, timeout: Any = None) -> bool:
-        return self._abort.call(self._work.wait)
+        wait_all([self])
+        return True
 
     def is_completed(self) -> bool:
-        return self._work.is_completed()
+        return self._waited or self._work.is_completed()
 
     def result(self) -> Any:
         return self._work.result()
 
     def get_future(self) -> Any:
         return self._work.get_future()
+
+
+def wait_all(works: Sequence[AbortableWork]) -> None:
+    """Waits for all of ``works``, of one generation; one hop to a helper thread for all of them."""
+    waiting = [work for work in works if not work._waited]
+    if waiting:
+        waits = [work._work.wait for work in waiting]
+        waiting[0]._abort.call(lambda: [wait() for wait in waits])
+        for work in waiting:
+            work._waited = True
 
 
 class AbortableGroup(dist.ProcessGroup):
@@ -243,7 +250,7 @@ class _Call:
         self.result: Any = None
         self.error: BaseException | None = None
 
-    def run(self) -> None:
+    def run(self, before_done: Callable[[], None]) -> None:
         function, self.function = self.function, None
         done = self.done
         try:
@@ -252,6 +259,7 @@ class _Call:
             self.error = error
         self.finished = True
         del self, function  # error -> traceback -> this frame -> self -> error: see GlooAbort.call
+        before_done()
         with contextlib.suppress(RuntimeError):
             done.release()
 
@@ -260,24 +268,40 @@ class _Call:
             self.done.release()
 
 
-class _Helper:
-    """A thread that runs one call after the other."""
+class _Helpers:
+    """Threads that run calls: as many as there are calls at a time."""
 
     def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="odyssey-wait", daemon=True).start()
+        self._lock = threading.Lock()
+        self._idle: list[queue.SimpleQueue[_Call | None]] = []
+        self._closed = False
 
     def start(self, call: _Call) -> None:
-        self._calls.put(call)
+        with self._lock:
+            calls = self._idle.pop() if self._idle else None
+        if calls is None:
+            calls = queue.SimpleQueue()
+            threading.Thread(target=self._run, args=(calls,), name="odyssey-wait", daemon=True).start()
+        calls.put(call)
 
-    def stop(self) -> None:
-        """Ends the thread, after the call that it may be busy with."""
-        self._calls.put(None)
+    def close(self) -> None:
+        """Ends the threads, each after the call that it may be busy with."""
+        with self._lock:
+            self._closed, idle, self._idle = True, self._idle, []
+        for calls in idle:
+            calls.put(None)
 
-    def _run(self) -> None:
-        while (call := self._calls.get()) is not None:
-            call.run()
+    def _run(self, calls: queue.SimpleQueue[_Call | None]) -> None:
+        while (call := calls.get()) is not None:
+            # Free again before the caller goes on, who may have the next call for it.
+            call.run(before_done=lambda: self._release(calls))
             del call  # it keeps tensors alive
+
+    def _release(self, calls: queue.SimpleQueue[_Call | None]) -> None:
+        with self._lock:
+            if not self._closed:
+                return self._idle.append(calls)
+        calls.put(None)
 
 
 def _open_sockets() -> dict[int, str]:

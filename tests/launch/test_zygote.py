@@ -1,0 +1,113 @@
+"""Forking from a preloaded process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+
+from odyssey_megatron.errors import ConfigError, OdysseyError
+from odyssey_megatron.launch.zygote import Zygote
+from tests.launch.jobserver import CHECKOUT
+from tests.launch.test_survival import is_running
+
+
+@pytest.fixture
+def zygote():
+    zygote = Zygote.spawn(["decimal"], {**os.environ, "PYTHONPATH": str(CHECKOUT)})
+    yield zygote
+    zygote.close()
+
+
+def run(zygote, tmp_path, text, *arguments, **env):
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    out = tmp_path / "out"
+    out.unlink(missing_ok=True)
+    process = zygote.run(["-u", str(script), *arguments], env=env, stdout=str(out), stderr=str(out))
+    return process, out
+
+
+def test_a_script_sees_its_own_arguments_environment_and_modules(zygote, tmp_path):
+    (tmp_path / "neighbour.py").write_text("NAME = 'next to the script'\n")
+    text = (
+        "import sys, os, neighbour\nprint(sys.argv[1:], sorted(k for k in os.environ if 'PID' not in k), __name__)\n"
+        "print(neighbour.NAME, 'decimal' in sys.modules, os.getpgid(0) == os.getpid())\n"
+    )
+    process, out = run(zygote, tmp_path, text, "a", "b", ONLY="this")
+    assert process.wait(10) == 0, out.read_text()
+    assert out.read_text().splitlines() == ["['a', 'b'] ['ONLY'] __main__", "next to the script True True"]
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "shown"),
+    [
+        ("import sys; sys.exit(7)", 7, ""),
+        ("import sys; sys.exit('sorry')", 1, "sorry"),
+        ("raise ValueError('no')", 1, "ValueError: no"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -9, ""),
+        ("import atexit; atexit.register(lambda: print('bye'))", 0, "bye"),
+        (
+            "import threading, time; threading.Thread(target=lambda: (time.sleep(.1), print('late'))).start()",
+            0,
+            "late",
+        ),
+    ],
+)
+def test_endings(zygote, tmp_path, text, code, shown):
+    process, out = run(zygote, tmp_path, text)
+    assert process.wait(10) == code
+    assert shown in out.read_text()
+
+
+def test_modules(zygote, tmp_path):
+    process = zygote.run(
+        ["-m", "json.tool", os.devnull], env=dict(os.environ), stdout=str(tmp_path / "out"), stderr=os.devnull
+    )
+    assert process.wait(10) == 1  # an empty file is not JSON
+
+
+def test_a_process_that_has_ended_keeps_its_pid_until_it_is_waited_for(zygote, tmp_path):
+    process, _ = run(zygote, tmp_path, "pass")
+    time.sleep(0.3)
+    os.close(os.pidfd_open(process.pid))
+    assert process.wait(10) == 0
+    time.sleep(0.1)
+    with pytest.raises(ProcessLookupError):
+        os.pidfd_open(process.pid)
+
+
+def test_waiting_with_a_limit(zygote, tmp_path):
+    process, _ = run(zygote, tmp_path, "import time; time.sleep(30)")
+    assert process.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.05)
+    process.kill()
+    assert process.wait(10) == -signal.SIGKILL
+
+
+def test_children_end_with_the_zygote(zygote, tmp_path):
+    process, _ = run(zygote, tmp_path, "import time; time.sleep(30)")
+    os.kill(zygote.pid, signal.SIGKILL)
+    ends_s = time.monotonic() + 5
+    while is_running(process.pid):
+        assert time.monotonic() < ends_s
+        time.sleep(0.01)
+    with pytest.raises(OdysseyError, match="zygote"):
+        process.wait(5)
+
+
+def test_a_module_that_cannot_be_imported():
+    with pytest.raises(ConfigError, match="--preload no.such.module: ModuleNotFoundError"):
+        Zygote.spawn(["no.such.module"], {**os.environ, "PYTHONPATH": str(CHECKOUT)})
+
+
+def test_a_module_that_starts_threads(tmp_path):
+    (tmp_path / "threads.py").write_text(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(30,), daemon=True).start()\n"
+    )
+    with pytest.raises(ConfigError, match="2 threads are running"):
+        Zygote.spawn(["threads"], {**os.environ, "PYTHONPATH": f"{CHECKOUT}:{tmp_path}"})
