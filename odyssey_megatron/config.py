@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
+from itertools import pairwise
 from typing import Any
 
 from odyssey_megatron.errors import ConfigError
@@ -107,7 +108,8 @@ def _parse_injection(text: str) -> Injection:
         if values.get(key, allowed[0]) not in allowed:
             raise ConfigError(
                 f"--odyssey-inject {text!r}: {key}={values[key]} is unknown; use one of "
-                + ", ".join(allowed) + "."
+                + ", ".join(allowed)
+                + "."
             )
     return Injection(**values)
 
@@ -118,13 +120,14 @@ def _check(config: OdysseyConfig) -> None:
         if choices and value not in choices:
             raise ConfigError(
                 f"--odyssey-{one.name.replace('_', '-')} {value!r} is unknown; use one of "
-                + ", ".join(choices) + "."
+                + ", ".join(choices)
+                + "."
             )
         if isinstance(value, (int, float)) and value <= 0 and one.name != "trace_steps":
             raise ConfigError(f"--odyssey-{one.name.replace('_', '-')} must be positive, found {value}.")
     # The order of the limits: each must be able to expire before the one that would hide it.
     chain = ("heartbeat_s", "hang_s", "op_timeout_s")
-    for shorter, longer in zip(chain, chain[1:], strict=False):
+    for shorter, longer in pairwise(chain):
         low, high = getattr(config, shorter), getattr(config, longer)
         if low >= high:
             raise ConfigError(
@@ -138,15 +141,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the ``--odyssey-…`` group. Defaults are left out, so that a variable can supply them."""
     group = parser.add_argument_group("odyssey")
     for one in fields(OdysseyConfig):
-        kind = type(one.default)
         default = one.default if one.default != "" else "none"
         group.add_argument(
             "--odyssey-" + one.name.replace("_", "-"),
-            type=kind,
+            type=_kind(one),
             default=argparse.SUPPRESS,
             metavar="|".join(one.metadata["choices"]) if "choices" in one.metadata else None,
             help=f"{one.metadata['help']} (default: {default})".replace("%", "%%"),
         )
+
+
+def _kind(setting: Field[Any]) -> Any:
+    """The type of a setting's values."""
+    return type(setting.default)
 
 
 def config_from(namespace: argparse.Namespace, environ: Mapping[str, str] | None = None) -> OdysseyConfig:
@@ -154,16 +161,14 @@ def config_from(namespace: argparse.Namespace, environ: Mapping[str, str] | None
     environ = os.environ if environ is None else environ
     values: dict[str, Any] = {}
     for one in fields(OdysseyConfig):
-        variable = "ODYSSEY_" + one.name.upper()
+        variable, kind = "ODYSSEY_" + one.name.upper(), _kind(one)
         if hasattr(namespace, "odyssey_" + one.name):
             values[one.name] = getattr(namespace, "odyssey_" + one.name)
         elif variable in environ:
             try:
-                values[one.name] = type(one.default)(environ[variable])
+                values[one.name] = kind(environ[variable])
             except ValueError:
-                raise ConfigError(
-                    f"{variable}={environ[variable]!r} is not a {type(one.default).__name__}."
-                ) from None
+                raise ConfigError(f"{variable}={environ[variable]!r} is not a {kind.__name__}.") from None
     return OdysseyConfig(**values)
 
 
@@ -180,7 +185,8 @@ def config_from_argv(argv: Sequence[str]) -> OdysseyConfig:
     if unknown:
         raise ConfigError(
             f"unknown flag {unknown[0]}; known: "
-            + ", ".join("--odyssey-" + f.name.replace("_", "-") for f in fields(OdysseyConfig)) + "."
+            + ", ".join("--odyssey-" + f.name.replace("_", "-") for f in fields(OdysseyConfig))
+            + "."
         )
     return config_from(namespace)
 

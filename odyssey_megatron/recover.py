@@ -3,9 +3,9 @@
     failure event -> ClusterState -> decide() -> Plan -> rebuild -> execute -> measurements -> Profile -> (decide)
        launch/        cluster/       policy/     plan/   rebuild/   execute/     metrics/      policy/
 
-The coordinator (``launch/coordinator.py``) runs :func:`next_generation` when something has happened; it is the only one
-who decides. Every rank runs :func:`train`: it enters the newest generation, trains until that generation ends, and enters
-the next. Starting a job and recovering from a failure are the same code.
+The coordinator (``launch/coordinator.py``) runs :func:`next_generation` when something has happened; it is
+the only one who decides. Every rank runs :func:`train`: it enters the newest generation, trains until that
+generation ends, and enters the next. Starting a job and recovering from a failure are the same code.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ class ByteTokenizer:
     """What Megatron's datasets ask of a tokenizer, for text that is bytes already."""
 
     vocab_size = VOCAB_SIZE
-    eod = pad = END_OF_DOCUMENT
+    eod, pad = END_OF_DOCUMENT, END_OF_DOCUMENT + 1
 
     @property
     def unique_identifiers(self) -> dict[str, Any]:
@@ -23,10 +23,11 @@ class ByteTokenizer:
 
 def build(prefix: Path) -> str:
     """Writes the standard library's help topics to ``prefix``.bin and .idx, unless they are there."""
+    from pydoc_data.topics import topics
+
     import numpy
     import torch
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-    from pydoc_data.topics import topics
 
     if not prefix.with_suffix(".idx").exists():
         prefix.parent.mkdir(parents=True, exist_ok=True)

@@ -24,7 +24,9 @@ from odyssey_megatron.mcore.plugin import Session, TrainingJob
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     whole, real = {"type": int}, {"type": float}
     for name, default, kind in (
         ("num-layers", 8, whole), ("hidden-size", 64, whole), ("ffn-hidden-size", 192, whole),
@@ -36,32 +38,30 @@ def parse_arguments() -> argparse.Namespace:
     ):  # fmt: skip
         parser.add_argument(f"--{name}", default=default, **kind)
     parser.add_argument("--data-path", default="", help="prefix of a Megatron dataset; default: built here")
-    parser.add_argument("--data-cache-path", default="", help="where dataset indices are kept; default: in run dir")
+    parser.add_argument(
+        "--data-cache-path", default="", help="where dataset indices are kept; default: in run dir"
+    )
     parser.add_argument("--bf16", action="store_true", help="train in bfloat16 with float32 main parameters")
     parser.add_argument("--save-weights", default="", help="folder for the final weights, a file a layer")
     add_arguments(parser)
     return parser.parse_args()
 
 
-def model_spec(args: argparse.Namespace, float64: bool) -> Any:
-    import torch
-    from megatron.core.distributed import DistributedDataParallelConfig
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.optimizer import OptimizerConfig
-    from megatron.core.transformer import TransformerConfig
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-
-    from odyssey_megatron.mcore.layers import ModelSpec
-
+def check_model(args: argparse.Namespace) -> None:
+    """What Megatron would only notice in the first forward. Raises ConfigError."""
     for whole, part in (("num_attention_heads", "num_query_groups"), ("hidden_size", "num_attention_heads")):
         if getattr(args, whole) % getattr(args, part):
             flags = [f"--{name.replace('_', '-')} {getattr(args, name)}" for name in (whole, part)]
             raise ConfigError(f"{flags[0]} is not divisible by {flags[1]}. Choose a divisor.")
-    dtype = torch.bfloat16 if args.bf16 else torch.float64 if float64 else torch.float32
+
+
+def transformer_config(args: argparse.Namespace, dtype: Any) -> Any:
+    """Megatron's configuration of the model; fusions that need a GPU are off."""
+    import torch
+    from megatron.core.transformer import TransformerConfig
+
     try:
-        config = TransformerConfig(
+        return TransformerConfig(
             num_layers=args.num_layers,
             hidden_size=args.hidden_size,
             ffn_hidden_size=args.ffn_hidden_size,
@@ -88,6 +88,23 @@ def model_spec(args: argparse.Namespace, float64: bool) -> Any:
     except (AssertionError, ValueError) as error:
         raise ConfigError(f"Megatron refuses this model: {error}") from error
 
+
+def model_spec(args: argparse.Namespace, float64: bool) -> Any:
+    """How to build any part of the model, and how to train it."""
+    import torch
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    from odyssey_megatron.mcore.layers import ModelSpec
+
+    check_model(args)
+    dtype = torch.bfloat16 if args.bf16 else torch.float64 if float64 else torch.float32
+    config = transformer_config(args, dtype)
+
     def shell(pre_process: bool, post_process: bool, pg_collection: Any) -> GPTModel:
         return GPTModel(
             config,
@@ -101,19 +118,20 @@ def model_spec(args: argparse.Namespace, float64: bool) -> Any:
             pg_collection=pg_collection,
         )
 
+    optimizer = OptimizerConfig(
+        optimizer="adam",
+        lr=args.lr,
+        min_lr=args.min_lr,
+        weight_decay=args.weight_decay,
+        clip_grad=args.clip_grad,
+        bf16=args.bf16,
+        params_dtype=dtype,
+    )
     return ModelSpec(
         config=config,
         layer_spec=get_gpt_layer_local_spec(normalization="RMSNorm"),
         shell_provider=shell,
-        optimizer_config=OptimizerConfig(
-            optimizer="adam",
-            lr=args.lr,
-            min_lr=args.min_lr,
-            weight_decay=args.weight_decay,
-            clip_grad=args.clip_grad,
-            bf16=args.bf16,
-            params_dtype=dtype,
-        ),
+        optimizer_config=optimizer,
         ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=args.bf16),
         seed=args.seed,
     )

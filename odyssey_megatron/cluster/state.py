@@ -75,9 +75,7 @@ class ClusterState:
 
 def initial_state(*, nodes: tuple[int, ...], started_s: float = 0.0) -> ClusterState:
     """All ranks alive, one rank a worker; ``nodes[r]`` is the node of rank r."""
-    workers = tuple(
-        WorkerState(worker=rank, node=node, ranks=(rank,)) for rank, node in enumerate(nodes)
-    )
+    workers = tuple(WorkerState(worker=rank, node=node, ranks=(rank,)) for rank, node in enumerate(nodes))
     return ClusterState(workers=workers, started_s=started_s)
 
 
@@ -100,9 +98,7 @@ def apply(state: ClusterState, event: Event) -> ClusterState:
 
 def next_generation(state: ClusterState) -> ClusterState:
     """The same members in a new generation that nobody has reported live yet."""
-    return replace(
-        state, generation=state.generation + 1, members=frozenset(state.ranks), live=frozenset()
-    )
+    return replace(state, generation=state.generation + 1, members=frozenset(state.ranks), live=frozenset())
 
 
 def _kill(state: ClusterState, ranks: set[int], t_s: float) -> ClusterState:
@@ -111,6 +107,4 @@ def _kill(state: ClusterState, ranks: set[int], t_s: float) -> ClusterState:
     if not hit:
         return state
     workers = tuple(replace(w, alive=False) if w.worker in hit else w for w in state.workers)
-    return replace(
-        state, workers=workers, failure_times_s=state.failure_times_s + (t_s,) * len(hit)
-    )
+    return replace(state, workers=workers, failure_times_s=state.failure_times_s + (t_s,) * len(hit))

@@ -57,9 +57,7 @@ class NamedGroups(Protocol):
 class Channels:
     """The messages of one worker in one generation. ``groups`` as built for it (see :func:`channel_groups`)."""
 
-    def __init__(
-        self, groups: NamedGroups, *, worker: int, num_layers: int, tagged: bool
-    ):
+    def __init__(self, groups: NamedGroups, *, worker: int, num_layers: int, tagged: bool):
         self._groups, self._worker, self._num_layers, self._tagged = groups, worker, num_layers, tagged
         self._sent: list[Any] = []
 

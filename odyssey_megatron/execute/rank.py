@@ -94,7 +94,10 @@ class RankRuntime:
     ):
         self._config, self._member, self._model, self._build = config, member, model, build
         self._tagged, self._fault_point, self._journal, self._on_commit = (
-            tagged_messages, fault_point, journal, on_commit,
+            tagged_messages,
+            fault_point,
+            journal,
+            on_commit,
         )
         self.committed = 0
         self._reduced = False
@@ -197,8 +200,13 @@ class RankRuntime:
         )
         self._resume = self._recovery_record(generation)
         self._journal.event(
-            "generation_started", generation=self._generation, step=self.committed, echo=self._logs,
-            members=list(generation.members), plan_hash=generation.plan_hash, policy=plan.policy,
+            "generation_started",
+            generation=self._generation,
+            step=self.committed,
+            echo=self._logs,
+            members=list(generation.members),
+            plan_hash=generation.plan_hash,
+            policy=plan.policy,
         )
 
     def run_step(self, generation: Generation) -> None:
@@ -273,8 +281,14 @@ class RankRuntime:
             return
         out = self._outcome
         self._event(
-            "step_committed", self.committed - 1, loss=out.losses, grad_norm=out.grad_norm, lr=out.lr, step_s=step_s,
-            tokens=out.tokens, num_microbatches=out.num_microbatches,
+            "step_committed",
+            self.committed - 1,
+            loss=out.losses,
+            grad_norm=out.grad_norm,
+            lr=out.lr,
+            step_s=step_s,
+            tokens=out.tokens,
+            num_microbatches=out.num_microbatches,
         )
         self._outcome_logged = True
 
@@ -308,9 +322,15 @@ class RankRuntime:
     def _log_recovery(self) -> None:
         durations, record, self._resume = self._durations, self._resume or {}, None
         self._event(
-            "recovered", self.committed, **record,
-            abort_s=durations.get("abort", 0.0), agree_s=durations.get("agree", 0.0),
-            groups_s=durations.get("groups", 0.0), transfer_s=durations.get("transfer", 0.0),
-            in_groups_s=self._in_groups_s, resumed_s=time.monotonic(),
-            outcome="finish" if durations.get("finished") else "redo", echo=self._logs,
+            "recovered",
+            self.committed,
+            **record,
+            abort_s=durations.get("abort", 0.0),
+            agree_s=durations.get("agree", 0.0),
+            groups_s=durations.get("groups", 0.0),
+            transfer_s=durations.get("transfer", 0.0),
+            in_groups_s=self._in_groups_s,
+            resumed_s=time.monotonic(),
+            outcome="finish" if durations.get("finished") else "redo",
+            echo=self._logs,
         )

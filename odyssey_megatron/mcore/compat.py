@@ -21,7 +21,8 @@ def check_version() -> str:
     if tuple(map(int, found.split(".")[:2])) < (0, 16):
         raise MegatronIncompatible(
             f"megatron-core {found} is too old: ProcessGroupCollection-based models need 0.16; tested with "
-            + ", ".join(TESTED) + "."
+            + ", ".join(TESTED)
+            + "."
         )
     return found
 

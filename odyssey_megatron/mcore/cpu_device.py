@@ -154,7 +154,9 @@ def _peak_bytes(*args: Any, **kwargs: Any) -> int:
 
 def _cuda_functions() -> dict[str, Any]:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    properties = types.SimpleNamespace(name="cpu", major=8, minor=0, total_memory=total, multi_processor_count=1)
+    properties = types.SimpleNamespace(
+        name="cpu", major=8, minor=0, total_memory=total, multi_processor_count=1
+    )
     stream = _Stream()
 
     def context(*args: Any, **kwargs: Any) -> Any:
@@ -195,7 +197,9 @@ def _redirect_cuda() -> None:
         setattr(torch.cuda, name, value)
         if hasattr(torch.cuda.random, name):  # Megatron reaches for both
             setattr(torch.cuda.random, name, value)
-    for name in "set_device synchronize empty_cache init _lazy_init reset_peak_memory_stats set_stream".split():
+    for (
+        name
+    ) in "set_device synchronize empty_cache init _lazy_init reset_peak_memory_stats set_stream".split():
         # One function object a name: torch._dynamo refuses an object that it finds under two names.
         setattr(torch.cuda, name, lambda *args, **kwargs: None)
     for name in ("range_push", "range_pop"):

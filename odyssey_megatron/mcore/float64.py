@@ -1,12 +1,16 @@
-"""Training in float64, for proofs of exactness: where Megatron drops to float32 regardless, and what is done about it.
+"""Training in float64, for proofs of exactness: where Megatron drops to float32 regardless, and what is
+done about it.
 
 Found by reading megatron core_v0.16.1 on the path of a local-spec GPTModel:
 
-- ``tensor_parallel/cross_entropy.py`` ``calculate_logits_max`` casts the logits with ``.float()``: kept in float64 here.
-- ``models/common/embeddings/rotary_pos_embedding.py`` computes the angles in float32: left, since they depend on
-  positions only and are the same numbers on every worker.
-- norms are created in torch's default dtype, not ``params_dtype``: converted with the rest of the chunk (``layers.py``).
-- ``optimizer/clip_grads.py`` accepts float32 gradients only and sums the norm in float32: not used, see ``optimizer.py``.
+- ``tensor_parallel/cross_entropy.py`` ``calculate_logits_max`` casts the logits with ``.float()``: kept in
+  float64 here.
+- ``models/common/embeddings/rotary_pos_embedding.py`` computes the angles in float32: left, since they
+  depend on positions only and are the same numbers on every worker.
+- norms are created in torch's default dtype, not ``params_dtype``: converted with the rest of the chunk
+  (``layers.py``).
+- ``optimizer/clip_grads.py`` accepts float32 gradients only and sums the norm in float32: not used, see
+  ``optimizer.py``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The layers that this rank holds, and the blocks (model chunks) that it assembles from them.
 
-A :class:`HeldLayer` is one planner layer (0 embedding, 1..n transformer layers, n+1 head) with its optimizer: what moves
-when a layer moves. A :class:`LayerBlock` is an ordinary Megatron model chunk with its own DDP wrapper, put together from
-held layers for the layout at hand and thrown away with it; its layers live on.
+A :class:`HeldLayer` is one planner layer (0 embedding, 1..n transformer layers, n+1 head) with its
+optimizer: what moves when a layer moves. A :class:`LayerBlock` is an ordinary Megatron model chunk with its
+own DDP wrapper, put together from held layers for the layout at hand and thrown away with it; its layers
+live on.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from odyssey_megatron.mcore import rng
@@ -103,9 +103,9 @@ class LayerBlock:
         inner = [layer.parts["layer"] for layer in layers if layer.index not in (0, spec.head)]
         chunk.decoder.layers = torch.nn.ModuleList(inner)
         chunk.decoder.num_layers_per_pipeline_rank = len(inner)
+        # The parts have the model's dtype already. Megatron's Float16Module would ask parallel_state which stage this
+        # is, and every chunk of a cell of one is the last there.
         chunk.to(device=torch.cuda.current_device())
-        if spec.config.bf16 or spec.config.fp16:
-            chunk = Float16Module(spec.config, chunk)
         self.model = DistributedDataParallel(
             spec.config, spec.ddp_config, chunk, disable_bucketing=True, pg_collection=groups
         )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from megatron.core.pipeline_parallel import schedules
 
-from odyssey_megatron.errors import NotFinite, TransferIncomplete
+from odyssey_megatron.errors import ConfigError, NotFinite, TransferIncomplete
 from odyssey_megatron.mcore import compat, groups, rng
 from odyssey_megatron.mcore.data import MicrobatchSource
 from odyssey_megatron.mcore.layers import HeldLayer, LayerBlock, ModelSpec
@@ -57,6 +57,10 @@ class MegatronModel:
         message_shape: tuple[int, ...],
         loss_names: Sequence[str] = ("lm loss",),
     ):
+        if spec.config.fp16:
+            raise ConfigError(
+                "--fp16 is not supported yet: its loss scale would have to be agreed on over generations. Use --bf16."
+            )
         self.spec, self.source = spec, source
         self._forward_step, self._learning_rate = forward_step, learning_rate
         self._num_microbatches, self._message_shape = num_microbatches, message_shape
@@ -184,7 +188,8 @@ class MegatronModel:
 
     def _span(self, first: int, last: int) -> list[LayerBlock]:
         blocks = [b for (a, z), b in sorted(self._blocks.items()) if first <= a and z <= last]
-        assert blocks and blocks[0].first == first and blocks[-1].last == last
+        assert blocks, (first, last)
+        assert (blocks[0].first, blocks[-1].last) == (first, last)
         return blocks
 
     # -- the step's end (I3, I4) ----------------------------------------------------------------------------------
@@ -258,7 +263,9 @@ class MegatronModel:
         for index, layer in sorted(self._held.items()):
             digest = hashlib.sha256()
             for tensor in layer.moved_tensors():
-                digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+                digest.update(
+                    tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+                )
             result[str(index)] = digest.hexdigest()[:16]
         return result
 

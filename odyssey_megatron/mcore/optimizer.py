@@ -25,7 +25,9 @@ class LayerOptimizer:
                 "--use-distributed-optimizer is not supported yet: a lost rank would take its optimizer shard with "
                 "it. Leave the flag out; see 'Not yet' in the README."
             )
-        chained = get_megatron_optimizer(config, [module], use_gloo_process_groups=False, pg_collection=groups)
+        chained = get_megatron_optimizer(
+            config, [module], use_gloo_process_groups=False, pg_collection=groups
+        )
         (self._megatron,) = chained.chained_optimizers
         self._model_parameters = set(module.parameters())
         for _, state in self._states():
@@ -63,14 +65,23 @@ class LayerOptimizer:
 
 
 class _ParamGroups:
-    """What OptimizerParamScheduler wants of an optimizer: the parameter groups of all layers held here."""
+    """What OptimizerParamScheduler wants of an optimizer: the parameter groups of all layers held here.
+
+    One more group, without parameters, tells the learning rate on a rank that holds no layer.
+    """
 
     def __init__(self, optimizers: list[LayerOptimizer]):
+        self.none: dict[str, Any] = {"params": [], "lr": 0.0}
         self.param_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        self.param_groups.append(self.none)
 
 
 class LearningRate:
-    """Megatron's scheduler as a function of the step alone, so that it survives any change of layers."""
+    """Megatron's scheduler as a function of the step alone, so that it survives any change of layers.
+
+    Raises:
+        ConfigError: Megatron refuses the schedule.
+    """
 
     def __init__(self, samples_per_step: int, **scheduler_arguments: Any):
         self._samples_per_step, self._arguments = samples_per_step, scheduler_arguments
@@ -78,15 +89,13 @@ class LearningRate:
             OptimizerParamScheduler(_ParamGroups([]), **scheduler_arguments)
         except (AssertionError, TypeError) as error:
             raise ConfigError(
-                f"Megatron refuses this learning rate schedule {error} {scheduler_arguments}. The warm-up must be "
+                f"Megatron refuses this learning rate schedule: {error} {scheduler_arguments}. The warm-up must be "
                 "shorter than the decay (--lr-warmup-iters below --train-iters), and --min-lr at most --lr."
             ) from error
 
     def set(self, optimizers: list[LayerOptimizer], step: int) -> float:
         """Sets learning rate and weight decay of ``step`` (from 0) everywhere; returns the learning rate."""
         groups = _ParamGroups(optimizers)
-        if not groups.param_groups:
-            return 0.0
         scheduler = OptimizerParamScheduler(groups, **self._arguments)
         scheduler.step(increment=step * self._samples_per_step)
-        return float(groups.param_groups[0]["lr"])
+        return float(groups.none["lr"])

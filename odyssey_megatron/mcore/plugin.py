@@ -1,9 +1,9 @@
 """The door for a training script: connect to the job, describe the model, train.
 
-    with Session.start(config) as session:        # after parsing the flags, before importing Megatron
-        with session.rank_zero_first():
-            dataset = ...
-        session.train(TrainingJob(...))
+with Session.start(config) as session:        # after parsing the flags, before importing Megatron
+with session.rank_zero_first():
+dataset = ...
+session.train(TrainingJob(...))
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Session:
             journal.event("stopped", why=str(stop), exit_code=stop.exit_code)
             raise SystemExit(stop.exit_code) from None
         except Fenced as fenced:
-            print(f"[odyssey] rank {member.rank} stops: {fenced}", file=sys.stderr)
+            sys.stderr.write(f"[odyssey] rank {member.rank} stops: {fenced}\n")
             raise SystemExit(1) from None
 
     def rank_zero_first(self) -> AbstractContextManager[None]:

@@ -1,8 +1,8 @@
 """The survivors' agreement on where the interrupted step stands (I5).
 
-A rank enters a step's agreement (one all-reduce over all members) only when all its gradients are reduced. So if anyone
-came out of it, everyone had entered it, holds complete gradients, and can finish the step alone with the totals that the
-one who came out has. If nobody came out, everyone does the step again.
+A rank enters a step's agreement (one all-reduce over all members) only when all its gradients are reduced.
+So if anyone came out of it, everyone had entered it, holds complete gradients, and can finish the step
+alone with the totals that the one who came out has. If nobody came out, everyone does the step again.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """Moving layers: the state that new holders lack, from those who have it. Old holders keep theirs until a step is
-committed in the new generation, so an interrupted transfer loses nothing."""
+committed in the new generation, so an interrupted transfer loses nothing.
+"""
 
 from __future__ import annotations
 

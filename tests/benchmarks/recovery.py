@@ -1,8 +1,10 @@
-"""How long a failure stops the job: kill a rank for real, many times; beside, restart the whole job from a checkpoint.
+"""How long a failure stops the job: kill a rank for real, many times; beside, restart the whole job from a
+checkpoint.
 
-8 CPU ranks (PP4 x DP2) train the example's Llama; in each run one rank is killed by SIGKILL at a point of a step, and the
-journal says when each survivor noticed, was in its new groups, and ran the next instruction. Then the same model under
-Megatron-Core and torchrun: one rank killed, everything restarted from the checkpoint of the step before.
+8 CPU ranks (PP4 x DP2) train the example's Llama; in each run one rank is killed by SIGKILL at a point of a
+step, and the journal says when each survivor noticed, was in its new groups, and ran the next instruction.
+Then the same model under Megatron-Core and torchrun: one rank killed, everything restarted from the
+checkpoint of the step before.
 
     python tests/benchmarks/recovery.py [--ranks 8] [--kills 12] [--json]
 """
@@ -39,7 +41,16 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNIN
 def shoot(server: JobServer, folder: Path, ranks: int, policy: str, victim: int, point: str) -> Recovery:
     """One job, one kill; what the recovery took."""
     script = CHECKOUT / "examples" / "llama" / "pretrain_llama.py"
-    argv = ["--nproc-per-node", ranks, script, *MODEL, "--odyssey-policy", policy, "--odyssey-run-dir", folder]
+    argv = [
+        "--nproc-per-node",
+        ranks,
+        script,
+        *MODEL,
+        "--odyssey-policy",
+        policy,
+        "--odyssey-run-dir",
+        folder,
+    ]
     argv += ["--odyssey-inject", f"rank={victim},step={STEP},at={point}"]
     job = server.run(argv, log=folder.with_suffix(".log"), env=ENVIRONMENT)
     if job.wait(120) != 0:
@@ -52,7 +63,13 @@ def restart_s(folder: Path, ranks: int, victim: int) -> float:
     """SIGKILL -> first instruction of the step done again, under torchrun with a checkpoint after every step."""
     folder.mkdir()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += ["--max-restarts", "1", "--monitor-interval", "0.1", str(Path(__file__).parent / "restart_job.py")]
+    command += [
+        "--max-restarts",
+        "1",
+        "--monitor-interval",
+        "0.1",
+        str(Path(__file__).parent / "restart_job.py"),
+    ]
     command += [str(folder), str(STEP), str(victim), *MODEL]
     env = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(CHECKOUT)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
@@ -63,10 +80,14 @@ def restart_s(folder: Path, ranks: int, victim: int) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--kills", type=int, default=12, help="with the layout kept (reroute); half as many replan")
+    parser.add_argument(
+        "--kills", type=int, default=12, help="with the layout kept (reroute); half as many replan"
+    )
     parser.add_argument("--restarts", type=int, default=2)
     args = parser.parse_args()
     found: dict[str, list[Recovery]] = {"reroute": [], "replan": []}
@@ -82,14 +103,25 @@ def main() -> int:
         restarts = [restart_s(folder / f"restart{i}", args.ranks, 5) for i in range(args.restarts)]
     result = {"ranks": args.ranks, "restart_s": summarize(restarts)}
     for policy, rows in found.items():
-        for field in ("detect_s", "decide_s", "abort_s", "groups_s", "agree_s", "transfer_s", "in_groups_s", "stall_s"):
+        for field in (
+            "detect_s",
+            "decide_s",
+            "abort_s",
+            "groups_s",
+            "agree_s",
+            "transfer_s",
+            "in_groups_s",
+            "stall_s",
+        ):
             values = [getattr(one, field) for one in rows]
             result[f"{policy}_{field}"] = summarize([value for value in values if value is not None])
     stall_s = result["reroute_stall_s"]["median"]
     bars = [
         at_least("kills", len(found["reroute"]), 10),
         at_most("detect_s (median)", result["reroute_detect_s"]["median"], 0.05),
-        at_most("all survivors in their new groups, s (median)", result["reroute_in_groups_s"]["median"], 0.15),
+        at_most(
+            "all survivors in their new groups, s (median)", result["reroute_in_groups_s"]["median"], 0.15
+        ),
         at_most("reroute stall, s (median)", stall_s, 0.5),
         at_least("restart / reroute stall", statistics.median(restarts) / stall_s, 20),
     ]

@@ -1,9 +1,11 @@
-"""What a failure costs without Odyssey: the stock job under torchrun, shot once, restarted from its last checkpoint.
+"""What a failure costs without Odyssey: the stock job under torchrun, shot once, restarted from its last
+checkpoint.
 
     torchrun --nproc-per-node 8 --max-restarts 1 restart_job.py FOLDER STEP RANK [flags of pretrain_llama.py]
 
-Every rank saves after every step (so no work is lost: the kindest case for a restart). RANK kills itself in STEP. Writes
-``killed`` and ``resumed`` (monotonic seconds: the SIGKILL, and the first instruction of the step done again) to FOLDER.
+Every rank saves after every step (so no work is lost: the kindest case for a restart). RANK kills itself in
+STEP. Writes ``killed`` and ``resumed`` (monotonic seconds: the SIGKILL, and the first instruction of the
+step done again) to FOLDER.
 """
 
 from __future__ import annotations

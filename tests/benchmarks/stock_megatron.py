@@ -1,6 +1,7 @@
-"""The example's model under Megatron-Core alone: its own groups, 1F1B, DDP, optimizer. Nothing of Odyssey runs in a step.
+"""The example's model under Megatron-Core alone: its own groups, 1F1B, DDP, optimizer; nothing of Odyssey.
 
-Started like the example (same flags, same initial weights, same samples in each microbatch), as plain processes:
+Started like the example (same flags, same initial weights, same samples in each microbatch), as plain
+processes:
 
     stock_megatron.py --world-size 8 --out steps.json [flags of pretrain_llama.py]
 
@@ -14,7 +15,6 @@ import os
 import sys
 import time
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,6 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_attr_wrapped_model
 
 from odyssey_megatron.mcore import rng
 from odyssey_megatron.mcore.layers import initial_parts
@@ -93,9 +92,7 @@ class StockTrainer:
         rng.initialize(args.seed)
         self._args, self._model = args, build_model(args, spec)
         self._optimizer = get_megatron_optimizer(spec.optimizer_config, [self._model])
-        self._scheduler = OptimizerParamScheduler(
-            self._optimizer, **pretrain_llama.scheduler_arguments(args)
-        )
+        self._scheduler = OptimizerParamScheduler(self._optimizer, **pretrain_llama.scheduler_arguments(args))
         self._batches, self._forward_backward = ReplicaBatches(dataset, args), get_forward_backward_func()
 
     def step(self) -> float:

@@ -56,7 +56,9 @@ class Jobs:
     server: JobServer
     folder: Path
 
-    def run(self, name: str, *, ranks: int, stages: int, flags: str = "", timeout_s: float = 60.0, **env: str) -> Outcome:
+    def run(
+        self, name: str, *, ranks: int, stages: int, flags: str = "", timeout_s: float = 60.0, **env: str
+    ) -> Outcome:
         run_dir = self.folder / name
         argv = [
             "--nproc-per-node", str(ranks), str(SCRIPT), *SMALL,

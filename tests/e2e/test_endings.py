@@ -24,7 +24,12 @@ def test_losing_the_last_holder_stops_the_job(jobs, name):
     [
         (8, 8, "", "--pipeline-model-parallel-size 8 exceeds --num-layers 6"),
         (6, 4, "", "the world size (6 ranks) is not divisible by --pipeline-model-parallel-size 4"),
-        (2, 1, "--odyssey-policy best", "--odyssey-policy 'best' is unknown; use one of auto, reroute, replan"),
+        (
+            2,
+            1,
+            "--odyssey-policy best",
+            "--odyssey-policy 'best' is unknown; use one of auto, reroute, replan",
+        ),
         (2, 1, "--odyssey-inject rank=2,step=1,at=forward", "names rank 2, but the job has ranks 0 to 1"),
         (2, 1, "--odyssey-inject rank=1,step=1,at=lunch", "at=lunch is unknown"),
         (2, 1, "--data-path nowhere/text", "there is no file nowhere/text.bin"),

@@ -28,14 +28,29 @@ CASES = {
     # several
     "two-at-once": (PP2_DP4, "auto", "rank=1,step=2,at=forward;rank=6,step=2,at=forward"),
     "two-at-once-same-stage": (PP2_DP4, "reroute", "rank=0,step=2,at=reduce;rank=2,step=2,at=reduce"),
-    "in-a-row-reroute": (PP2_DP4, "reroute", "rank=0,step=1,at=backward;rank=5,step=2,at=optimizer;rank=2,step=4,at=reduce"),
-    "in-a-row-replan": (PP2_DP4, "replan", "rank=7,step=1,at=forward;rank=0,step=2,at=reduce;rank=3,step=4,at=agreement"),
+    "in-a-row-reroute": (
+        PP2_DP4, "reroute",
+        "rank=0,step=1,at=backward;rank=5,step=2,at=optimizer;rank=2,step=4,at=reduce",
+    ),
+    "in-a-row-replan": (
+        PP2_DP4, "replan",
+        "rank=7,step=1,at=forward;rank=0,step=2,at=reduce;rank=3,step=4,at=agreement",
+    ),
     "in-a-row-auto": (PP2_DP3, "auto", "rank=0,step=1,at=reduce;rank=4,step=3,at=optimizer"),
     "same-step-again": (PP2_DP3, "replan", "rank=5,step=2,at=backward;rank=1,step=2,at=forward,generation=2"),
     # during the recovery itself
-    "while-building-groups": (PP2_DP4, "reroute", "rank=3,step=2,at=forward;rank=4,step=2,at=groups,generation=2"),
-    "while-moving-layers": (PP4_DP2, "replan", "rank=6,step=2,at=forward;rank=1,step=2,at=transfer,generation=2"),
-    "down-to-one-pipeline": (PP2_DP3, "replan", "rank=0,step=1,at=forward;rank=1,step=2,at=backward;rank=3,step=3,at=reduce"),
+    "while-building-groups": (
+        PP2_DP4, "reroute",
+        "rank=3,step=2,at=forward;rank=4,step=2,at=groups,generation=2",
+    ),
+    "while-moving-layers": (
+        PP4_DP2, "replan",
+        "rank=6,step=2,at=forward;rank=1,step=2,at=transfer,generation=2",
+    ),
+    "down-to-one-pipeline": (
+        PP2_DP3, "replan",
+        "rank=0,step=1,at=forward;rank=1,step=2,at=backward;rank=3,step=3,at=reduce",
+    ),
 }  # fmt: skip
 
 
@@ -69,4 +84,6 @@ def test_dropout_follows_the_microbatch_and_not_the_rank(jobs, name):
         flags=f"{dropout} --odyssey-policy reroute --odyssey-inject rank=1,step=2,at=backward",
     )  # fmt: skip
     assert_equal_runs(shot, reference, kills=1)
-    assert plain.run.steps[-1].loss != pytest.approx(reference.run.steps[-1].loss, rel=1e-6), "dropout did nothing"
+    assert plain.run.steps[-1].loss != pytest.approx(reference.run.steps[-1].loss, rel=1e-6), (
+        "dropout did nothing"
+    )

@@ -1,0 +1,174 @@
+"""Layers, blocks, split weight gradients, seeds and the learning rate of one rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+
+def held(spec: Any, groups: Any) -> list[Any]:
+    from odyssey_megatron.mcore import rng
+    from odyssey_megatron.mcore.layers import HeldLayer
+
+    seeds = rng.LayerSeeds(spec.seed)
+    return [HeldLayer(spec, index, groups, seeds) for index in range(spec.num_layers)]
+
+
+def batch(seq_length: int = 16) -> tuple[Any, Any]:
+    tokens = torch.arange(seq_length)[None] % 11
+    return tokens, torch.arange(seq_length)[None]
+
+
+def run(blocks: list[Any]) -> Any:
+    """Sum of the losses through a chain of blocks."""
+    from megatron.core.utils import get_attr_wrapped_model
+
+    tokens, positions = batch()
+    tensor = None
+    for block in blocks:
+        get_attr_wrapped_model(block.model, "set_input_tensor")([tensor])
+        last = block is blocks[-1]
+        tensor = block.model(tokens, positions, None, labels=tokens if last else None)
+    return tensor.sum()
+
+
+def gradients(layers: list[Any]) -> dict[str, Any]:
+    return {
+        f"{layer.index}.{name}": parameter.main_grad.clone()
+        for layer in layers
+        for name, parameter in layer.named_parameters()
+    }
+
+
+def blocks_of(spec: Any, layers: list[Any], groups: Any, *ends: int) -> list[Any]:
+    from odyssey_megatron.mcore.layers import LayerBlock
+
+    return [LayerBlock(spec, layers[a:b], groups) for a, b in zip((0, *ends), ends, strict=False)]
+
+
+def test_initial_weights_depend_on_the_layer_alone(spec, megatron):
+    from odyssey_megatron.mcore.layers import initial_parts
+
+    model = spec()
+    first = initial_parts(model, 2, megatron).state_dict()
+    initial_parts(model, 0, megatron)  # other layers built in between draw other numbers
+    again = initial_parts(model, 2, megatron).state_dict()
+    other = initial_parts(model, 1, megatron).state_dict()
+    weight = "layer.mlp.linear_fc1.weight"
+    assert torch.equal(first[weight], again[weight])
+    assert not torch.equal(first[weight], other[weight])
+
+
+@pytest.mark.parametrize("ends", [(4,), (1, 4), (2, 3, 4), (1, 2, 3, 4)])
+def test_any_cut_into_blocks_computes_the_same(spec, megatron, ends):
+    model = spec()
+    layers = held(model, megatron)
+    run(blocks_of(model, layers, megatron, 4)).backward()
+    whole = gradients(layers)
+    blocks = blocks_of(model, layers, megatron, *ends)
+    assert all(float(grad.abs().sum()) == 0.0 for grad in gradients(layers).values()), "fresh buffers"
+    run(blocks).backward()
+    assert gradients(layers).keys() == whole.keys()
+    for name, grad in gradients(layers).items():
+        assert torch.equal(grad, whole[name]), name
+
+
+def test_split_weight_gradients_are_the_fused_ones(spec, megatron):
+    from odyssey_megatron.mcore.wgrad import WeightGrads
+
+    model = spec()
+    layers = held(model, megatron)
+    blocks = blocks_of(model, layers, megatron, 4)
+    run(blocks).backward()
+    fused = gradients(layers)
+    blocks[0].zero_gradients()
+    later = WeightGrads()
+    loss = run(blocks)
+    with later:
+        loss.backward()
+    name = "1.parts.layer.mlp.linear_fc1.weight"
+    assert float(gradients(layers)[name].abs().sum()) == 0.0, "left for later"
+    later.flush()
+    for name, grad in gradients(layers).items():
+        assert torch.equal(grad, fused[name]), name
+
+
+def test_a_moved_layer_is_the_same_layer(spec, megatron):
+    """Weights and Adam's state, also after steps; equal further steps on both."""
+    model = spec()
+    layers, copies = held(model, megatron), held(model, megatron)
+    for _ in range(2):
+        blocks = blocks_of(model, layers, megatron, 4)
+        run(blocks).backward()
+        for layer in layers:
+            layer.optimizer.apply(0.5)
+    for source, target in zip(layers, copies, strict=True):
+        assert not all(map(torch.equal, source.moved_tensors(), target.moved_tensors()))
+        for theirs, ours in zip(source.moved_tensors(), target.moved_tensors(), strict=True):
+            ours.copy_(theirs)
+    for group in (layers, copies):
+        run(blocks_of(model, group, megatron, 4)).backward()
+        for layer in group:
+            layer.optimizer.apply(0.5)
+    for source, target in zip(layers, copies, strict=True):
+        assert all(map(torch.equal, source.moved_tensors(), target.moved_tensors()))
+
+
+def test_dropout_is_a_function_of_step_microbatch_and_layer(spec, megatron):
+    from odyssey_megatron.mcore import rng
+    from odyssey_megatron.mcore.layers import HeldLayer
+
+    model = spec(attention_dropout=0.2, hidden_dropout=0.2)
+    seeds = rng.LayerSeeds(model.seed)
+    layers = [HeldLayer(model, index, megatron, seeds) for index in range(model.num_layers)]
+    whole = blocks_of(model, layers, megatron, 4)
+
+    def loss(step: int, microbatch: int, blocks: list[Any]) -> float:
+        seeds.step, seeds.microbatch = step, microbatch
+        return float(run(blocks).detach())
+
+    first = loss(3, 5, whole)
+    assert loss(3, 6, whole) != first
+    assert loss(4, 5, whole) != first
+    torch.rand(17)  # whatever was drawn before does not matter
+    assert loss(3, 5, whole) == first
+    assert loss(3, 5, blocks_of(model, layers, megatron, 1, 3, 4)) == first, "nor do the blocks"
+
+
+def test_learning_rate_is_megatron_s(spec, megatron):
+    import pretrain_llama
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    from odyssey_megatron.mcore.optimizer import LearningRate
+
+    class Args:
+        train_iters, global_batch_size, lr, min_lr, lr_warmup_iters, weight_decay = 10, 8, 1e-3, 1e-4, 3, 0.1
+
+    class Plain:
+        param_groups = [{"params": [], "lr": 0.0}]
+
+    arguments = pretrain_llama.scheduler_arguments(Args)
+    scheduler, ours = OptimizerParamScheduler(Plain, **arguments), LearningRate(8, **arguments)
+    for step in range(10):
+        assert ours.set([], step) == Plain.param_groups[0]["lr"]
+        scheduler.step(increment=8)
+
+
+def test_float64_stays_float64(spec, megatron):
+    model = spec()
+    layers = held(model, megatron)
+    assert {p.dtype for layer in layers for p in layer.parameters()} == {torch.float64}
+    loss = run(blocks_of(model, layers, megatron, 4))
+    assert loss.dtype == torch.float64
+    as_float32 = float(loss.detach().to(torch.float32))
+    assert float(loss.detach()) != as_float32, "no float32 on the way"
+
+
+def test_collectives_on_groups_that_are_not_ours_fail_loudly(megatron):
+    from megatron.core import parallel_state
+
+    with pytest.raises(AssertionError):
+        parallel_state.get_data_parallel_group()
