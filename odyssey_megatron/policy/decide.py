@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -147,25 +148,22 @@ def _search(
     An option of the policy asked for comes before all others, and ends the search if it can be had. Returns
     the winner, and a row for everything else.
     """
-    def promise(option: Option) -> float:
-        return case.score(option.least_step_s, option.least_transition_s)
-
     def wanted(option: Option) -> bool:
         return policy == "auto" or option.name in (policy, "keep")
 
     many = len(case.state.workers) > _MANY_WORKERS
-    finalists, margin = (2, 1.005) if many else (_FINALISTS, 1.0)
+    finalists, margin = (2, 0.005) if many else (_FINALISTS, 0.0)
     queue = sorted(
-        found, key=lambda option: (not wanted(option), many and option.name != "replan", -promise(option))
+        found, key=lambda option: (not wanted(option), many and option.name != "replan", -case.promise(option))
     )
     worked: list[_Candidate] = []
     rows: list[CandidateRow] = []
     left: list[Option] = []
     for option in queue:
-        best = max((one.score for one in worked), default=-1.0)
+        best = max((one.score for one in worked), default=-math.inf)
         settled = any(wanted(o) for o in queue) and not wanted(option)
         full = option.name == "replan" and sum(one.name == "replan" for one in worked) >= finalists
-        if worked and (settled or full or promise(option) <= best * margin):
+        if worked and (settled or full or case.promise(option) <= best + margin * abs(best)):
             left.append(option)
             continue
         try:
@@ -187,13 +185,11 @@ def _left_over(
     for option in [*(o for o in left if o.name != "replan"), *replans[:1]]:
         count = len(replans) - 1 if option.name == "replan" else 0
         more = f" (and {count} more shapes)" if count else ""
-        promise = case.score(option.least_step_s, option.least_transition_s)
+        promise = case.promise(option)
         if not wanted(option):
             reason = "not the policy asked for"
-        elif promise <= best.score:
-            reason = f"not scheduled: at best {1 - promise / best.score:.1%} fewer tokens"
-        elif option.name != "replan":
-            reason = f"not scheduled: at best {promise / best.score - 1:.1%} more tokens"
+        elif promise <= best.score or option.name != "replan":
+            reason = f"not scheduled: at best {_beside(promise, best.score)}"
         else:
             reason = "not scheduled: behind others by its estimate"
         rows.append(_unscored(option.name, option.least_step_s, f"{option.note}{more}; {reason}"))
@@ -214,7 +210,7 @@ def _work_out(case: Case, option: Option) -> _Candidate:
         transfers=transfers,
         step_s=step_s,
         transition_s=transition_s,
-        score=case.score(step_s, transition_s),
+        score=case.score(step_s, transition_s, case.fatal_share(layout)),
         note=option.note,
     )
 
@@ -240,7 +236,14 @@ def _row(one: _Candidate, chosen: bool, reason: str) -> CandidateRow:
 
 
 def _lost(one: _Candidate, chosen: _Candidate) -> str:
-    return f"{one.note}; {1 - one.score / chosen.score if chosen.score else 0.0:.1%} fewer tokens"
+    return f"{one.note}; {_beside(one.score, chosen.score)}"
+
+
+def _beside(score: float, best: float) -> str:
+    """``score`` in words. Scores are negative where the next failure would cost more than can be gained."""
+    if best <= 0:
+        return f"score {score:,.0f}"
+    return f"{abs(1 - score / best):.1%} {'fewer' if score <= best else 'more'} tokens"
 
 
 def _unscored(name: str, step_s: float | None, reason: str) -> CandidateRow:

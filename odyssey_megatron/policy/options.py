@@ -34,14 +34,26 @@ class Case:
         """Only of workers that differ from a healthy one."""
         return worker_speeds(self.state)
 
-    def score(self, step_s: float, transition_s: float) -> float:
+    def score(self, step_s: float, transition_s: float, fatal_share: float = 0.0) -> float:
+        """See :func:`odyssey_megatron.policy.score.expected_tokens`."""
         return expected_tokens(
             tokens_per_step=self.job.tokens_per_step,
             step_s=step_s,
             transition_s=transition_s,
             mtbf_s=self.mtbf_s,
             horizon_s=self.horizon_s,
+            fatal_share=fatal_share,
+            restart_s=self.profile.restart_s,
         )
+
+    def promise(self, option: Option) -> float:
+        """The best score that ``option`` could have."""
+        return self.score(option.least_step_s, option.least_transition_s, option.fatal_share)
+
+    def fatal_share(self, layout: Layout) -> float:
+        """Share of the living workers whose death would leave some layer of ``layout`` without a holder."""
+        alone = {holders[0] for holders in layout.holders if len(holders) == 1}
+        return len(alone) / len(self.state.alive)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +65,7 @@ class Option:
     least_step_s: float
     """A bound, or for a replan an estimate that leaves out what messages and many small reductions cost."""
     least_transition_s: float
+    fatal_share: float
     layout: Callable[[], Layout]
     """May raise PlanInfeasible."""
 
@@ -114,6 +127,7 @@ def _kept(case: Case, name: str, note: str, layout: Layout) -> Option:
         note=note,
         least_step_s=lower_bound_s(layout, costs, case.speeds, caps_for(layout, profile)),
         least_transition_s=profile.group_build_s + transfer_s(transfers, costs),
+        fatal_share=case.fatal_share(layout),
         layout=lambda: layout,
     )
 
@@ -145,5 +159,6 @@ def _replan(case: Case, workers: tuple[int, ...], pipelines: int, estimate_s: fl
         note=f"pipelines {search.lengths(len(workers), pipelines)}{without}",
         least_step_s=estimate_s,
         least_transition_s=case.profile.group_build_s,
+        fatal_share=min(len(workers), search.most_stages) / len(case.state.alive) if pipelines == 1 else 0.0,
         layout=layout,
     )

@@ -36,6 +36,9 @@ class Profile:
     """From a death to the decision's start. Source: inprocess.md, 12 ms at 8 ranks by pidfd."""
     group_build_s: float = 0.1
     """Abort, agree and new groups; paid by every change of membership."""
+    restart_s: float = 300.0
+    """A restart from a checkpoint, with the work lost since: what losing a layer's last holder costs. Source:
+    papers.md §8.6, 100 s at 32 GPUs to 388 s at 8,192, and minutes of lost steps."""
 
     def save(self, path: str | Path) -> None:
         """Writes JSON."""

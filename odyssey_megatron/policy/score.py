@@ -22,18 +22,32 @@ def mean_time_between_failures_s(state: ClusterState, mtbf_s: float, now_s: floa
 
 
 def expected_tokens(
-    *, tokens_per_step: int, step_s: float, transition_s: float, mtbf_s: float, horizon_s: float
+    *,
+    tokens_per_step: int,
+    step_s: float,
+    transition_s: float,
+    mtbf_s: float,
+    horizon_s: float,
+    fatal_share: float = 0.0,
+    restart_s: float = 0.0,
 ) -> float:
     """Tokens trained until the next failure or the horizon, whichever is first.
 
     (tokens / step_s) * E[(min(D, H) - T)+] with D exponential of mean M, T the transition, H the horizon:
     E = M (e^(-T/M) - e^(-H/M)). For H -> infinity this is papers.md §8.7's (B/t) e^(-T/M), and D fixed instead
     of exponential gives Chameleon's Eq. 8. Zero where the transition outlasts the horizon.
+
+    ``fatal_share`` of the workers are the only holder of some layer. If the next failure hits one of them, a
+    restart from a checkpoint of ``restart_s`` = R follows, of which as much is charged to the layout that takes
+    the risk as fits before the horizon: E[min(R, (H - D)+)] = r - M e^(-(H-r)/M) (1 - e^(-r/M)), r = min(R, H).
+    A layout that risks more than it can gain has a negative score.
     """
     if transition_s >= horizon_s:
         return 0.0
     useful_s = mtbf_s * (math.exp(-transition_s / mtbf_s) - math.exp(-horizon_s / mtbf_s))
-    return tokens_per_step / step_s * useful_s
+    lost_s = min(restart_s, horizon_s)
+    risk_s = lost_s - mtbf_s * math.exp(-(horizon_s - lost_s) / mtbf_s) * -math.expm1(-lost_s / mtbf_s)
+    return tokens_per_step / step_s * (useful_s - fatal_share * risk_s)
 
 
 def break_even_s(slow_step_s: float, fast_step_s: float, transition_s: float) -> float:

@@ -45,3 +45,22 @@ def test_posterior_moves_from_prior_to_what_is_seen():
     for rank, t_s in ((0, 200.0), (1, 200.01), (2, 400.0)):
         state = apply(state, RankDied(rank=rank, code=-9, cause="killed", t_s=t_s))
     assert mean_time_between_failures_s(state, 3600.0, 400.0) == (300.0 + 3600.0) / 3
+
+
+def test_the_risk_of_a_lone_holder_is_charged():
+    """By simulation: D exponential of mean 100 s, R = 30 s, H = 200 s, a quarter of the workers hold alone."""
+    mean, restart, horizon, share = 100.0, 30.0, 200.0, 0.25
+    slices = 20_000
+    times = [horizon * (i + 0.5) / slices for i in range(slices)]
+    risk = sum(math.exp(-t / mean) / mean * min(restart, horizon - t) for t in times) * horizon / slices
+    safe = tokens(2.0, 0.0, mean, horizon)
+    risky = expected_tokens(
+        tokens_per_step=100,
+        step_s=2.0,
+        transition_s=0.0,
+        mtbf_s=mean,
+        horizon_s=horizon,
+        fatal_share=share,
+        restart_s=restart,
+    )
+    assert safe - risky == pytest.approx(100 / 2.0 * share * risk, rel=1e-3)
