@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch.distributed as dist
 
-torch = pytest.importorskip("torch")
-
-import torch.distributed as dist  # noqa: E402
-
-from odyssey_megatron.cluster.events import RankDied, Retry, event_to_jsonable  # noqa: E402
-from odyssey_megatron.codec import to_json  # noqa: E402
-from odyssey_megatron.errors import ControlPlaneLost  # noqa: E402
-from odyssey_megatron.launch.control import EVENTS, Control, EventReader  # noqa: E402
-from odyssey_megatron.launch.local_rendezvous import LocalRendezvous  # noqa: E402
+from odyssey_megatron.cluster.events import RankDied, Retry, event_to_jsonable
+from odyssey_megatron.codec import to_json
+from odyssey_megatron.errors import ControlPlaneLost
+from odyssey_megatron.launch.control import EVENTS, Control, EventReader
+from odyssey_megatron.launch.local_rendezvous import LocalRendezvous
 
 EVENT = Retry(rank=1, generation=2, reason="why")
 

@@ -129,6 +129,16 @@ def test_the_agent_is_killed(toy, tmp_path):
     wait_for(lambda: not any(map(is_running, pids)), 5, "its ranks end with it")
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_launcher_is_told_to_stop(toy, tmp_path, number):
+    job = toy(4, "--steps", 1000)
+    wait_for(lambda: len(events(tmp_path / "run", "recovered")) == 4, 20, "all ranks in their groups")
+    pids = [pid_of(tmp_path / "run", rank) for rank in range(4)]
+    os.kill(job.pid, number)
+    assert job.wait(10) == 128 + number, job.log()
+    assert not any(map(is_running, pids))
+
+
 def is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")

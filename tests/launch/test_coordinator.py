@@ -1,0 +1,296 @@
+"""The coordinator alone: events in, generations and a verdict out; its planner is the test's."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+
+from odyssey_megatron.cluster.events import (
+    GenerationLive,
+    RankDied,
+    RankFinished,
+    Retry,
+)
+from odyssey_megatron.codec import from_json, to_json
+from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.errors import ConfigError, LayersLost, PlanInfeasible
+from odyssey_megatron.launch import control as keys
+from odyssey_megatron.launch.control import EVENTS, Control, EventReader
+from odyssey_megatron.launch.coordinator import Coordinator
+from odyssey_megatron.launch.local_rendezvous import LocalRendezvous
+from odyssey_megatron.launch.member import FINISHED
+from odyssey_megatron.metrics.journal import Journal
+from odyssey_megatron.plan.generation import Generation
+from odyssey_megatron.plan.layout import Layout
+from odyssey_megatron.plan.plan import Plan, Transfer
+from tests.launch.toy import posted_job
+
+PLAN = Plan(
+    policy="initial",
+    layout=Layout(holders=((0,),), routes=()),
+    schedule_text="",
+    transfers=(),
+    step_s=1.0,
+    bound_s=1.0,
+    transition_s=0.0,
+    peak_bytes=(),
+)
+
+
+class FakePlanner:
+    """Counts: the n-th decision's plan has n as its step time."""
+
+    def __init__(self) -> None:
+        self.previous: list[Plan] = []
+        self.observations: list[tuple[str, ...]] = []
+        self.error: Exception | None = None
+        self.start_error: Exception | None = None
+
+    def start(self, job, state, profile_json):
+        if self.start_error:
+            raise self.start_error
+        return PLAN
+
+    def decide(self, state, previous, observations, now_s):
+        if not observations:  # the rehearsal
+            return PLAN, ()
+        self.previous.append(previous)
+        self.observations.append(tuple(observations))
+        if self.error:
+            raise self.error
+        transfers = (Transfer(layer=0, source=0, target=1),)
+        return replace(PLAN, policy="replan", step_s=1.0 + len(self.previous), transfers=transfers), ()
+
+    def finish(self, observations):
+        self.finished = True
+
+
+class Job:
+    """Four ranks on two nodes, played by the test."""
+
+    def __init__(self, folder):
+        self.rendezvous = LocalRendezvous("test")
+        self.control, self.planner, self.said = self.connect(), FakePlanner(), []
+        self.config = OdysseyConfig(device="cpu", node_lease_s=0.3, run_dir=str(folder))
+        self.control.put(keys.lease_key(1), "0")
+        self.coordinator = Coordinator(
+            control=self.connect(),
+            events=EventReader(self.connect()),
+            config=self.config,
+            nodes={0: 0, 1: 0, 2: 1, 3: 1},
+            planner=self.planner,
+            journal=Journal(folder, source="agent0"),
+            say=self.said.append,
+        )
+        self.verdict = None
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.beating = threading.Event()
+        threading.Thread(target=self._beat, daemon=True).start()
+        self.thread.start()
+
+    def connect(self) -> Control:
+        address = self.rendezvous.next_rendezvous().bootstrap_store_info
+        return Control.connect(address.master_addr, address.master_port, "token", timeout_s=5)
+
+    def _run(self):
+        self.verdict = self.coordinator.run()
+
+    def _beat(self):
+        control, beat = self.connect(), 0
+        while not self.beating.wait(0.05):
+            beat += 1
+            control.put(keys.lease_key(1), str(beat))
+
+    def post(self):
+        job, profile = posted_job(pipeline=2, steps=3)
+        self.control.put(keys.JOB, to_json({"job": to_json(job), "profile": profile}))
+        for rank in range(4):
+            self.control.put(keys.observations_key(rank), f"seen by {rank}")
+            self.control.put(keys.digest_key(rank), "digest")
+
+    def send(self, *events):
+        for event in events:
+            self.control.send(event, acknowledged=True)
+
+    def live(self, number, *ranks):
+        self.send(*(GenerationLive(rank=rank, generation=number) for rank in ranks))
+
+    def died(self, *ranks, code=-9):
+        self.send(*(RankDied(rank=rank, code=code, cause="killed", t_s=time.monotonic()) for rank in ranks))
+
+    def generation(self, number) -> Generation:
+        return from_json(Generation, self.control.get(keys.generation_key(number), timeout_s=5))
+
+    def absent(self, number) -> bool:
+        time.sleep(0.15)
+        return self.control.peek(keys.generation_key(number)) is None
+
+    def end(self):
+        self.thread.join(5)
+        assert not self.thread.is_alive()
+        return self.verdict
+
+
+@pytest.fixture
+def job(tmp_path):
+    job = Job(tmp_path)
+    yield job
+    job.beating.set()
+
+
+@pytest.fixture
+def started(job):
+    job.post()
+    assert job.generation(1).members == (0, 1, 2, 3)
+    return job
+
+
+def test_the_first_generation_waits_for_all_ranks(job):
+    assert job.absent(1)
+    job.post()
+    first = job.generation(1)
+    assert (first.plan, first.previous, first.dead, first.plan_hash) == (PLAN, None, (), PLAN.hash())
+
+
+def test_a_death_in_a_live_generation(started):
+    started.live(1, 0, 1, 2, 3)
+    started.died(2)
+    second = started.generation(2)
+    assert (second.members, second.dead, second.previous) == ((0, 1, 3), (2,), PLAN)
+    assert second.plan.step_s == 2.0
+    assert second.published_s >= second.detected_s > 0
+    assert started.planner.observations == [tuple(f"seen by {rank}" for rank in range(4))]
+
+
+def test_two_deaths_of_one_incident_are_one_decision(started):
+    started.live(1, 0, 1, 2, 3)
+    started.died(0, 3)
+    assert started.generation(2).dead == (0, 3)
+    assert started.absent(3)
+
+
+def test_until_all_report_live_the_last_live_plan_is_the_truth(started):
+    started.live(1, 0, 1, 2, 3)
+    started.died(3)
+    second = started.generation(2)
+    started.live(2, 0, 1)
+    started.died(2)
+    third = started.generation(3)
+    assert third.previous == PLAN
+    started.live(3, 0, 1)
+    started.died(1)
+    assert started.generation(4).previous == third.plan
+    assert started.planner.previous == [PLAN, PLAN, third.plan]
+    assert second.plan != third.plan
+
+
+def test_a_death_before_anybody_trained_needs_no_transfers(started):
+    started.live(1, 0, 1, 2)
+    started.died(3)
+    second = started.generation(2)
+    assert (second.previous, second.plan.transfers) == (None, ())
+    assert second.plan_hash == second.plan.hash()
+
+
+def test_retries_of_the_current_generation_only(started):
+    started.live(1, 0, 1, 2, 3)
+    started.send(Retry(rank=1, generation=1, reason="lost a message"))
+    second = started.generation(2)
+    assert second.members == (0, 1, 2, 3)
+    assert "rank 1 asked for it: lost a message" in second.why
+    started.send(Retry(rank=2, generation=1, reason="late"))
+    assert started.absent(3)
+
+
+def test_events_that_nobody_of_this_job_sent_are_dropped(started):
+    started.control.store.queue_push(EVENTS, "{}")
+    started.control.store.queue_push(EVENTS, started.control.seal(EVENTS, '{"kind":"RankDied"}'))
+    assert started.absent(2)
+    started.died(1)
+    assert started.generation(2).dead == (1,)
+
+
+def test_a_silent_agent(started):
+    started.live(1, 0, 1, 2, 3)
+    started.beating.set()
+    assert started.generation(2).members == (0, 1)
+
+
+def test_finish(started):
+    started.live(1, 0, 1, 2, 3)
+    started.send(*(RankFinished(rank=rank) for rank in range(3)))
+    assert started.absent(2)
+    started.send(RankFinished(rank=3))
+    assert started.generation(2).why == FINISHED
+    started.died(0, 1, 2, 3, code=0)
+    assert started.end().code == 0
+    assert started.planner.finished
+
+
+def test_a_death_sends_those_who_had_finished_back(started):
+    started.live(1, 0, 1, 2, 3)
+    started.send(RankFinished(rank=0), RankFinished(rank=1))
+    started.died(3)
+    assert started.generation(2).members == (0, 1, 2)
+    started.send(RankFinished(rank=0))  # still the old one, from before it heard of the new generation
+    started.live(2, 1, 2)
+    started.send(RankFinished(rank=1), RankFinished(rank=2))
+    assert started.absent(3)
+    started.live(2, 0)
+    started.send(RankFinished(rank=0))
+    assert started.generation(3).why == FINISHED
+
+
+def test_a_failing_exit_after_the_end_fails_the_job(started):
+    started.live(1, 0, 1, 2, 3)
+    started.send(*(RankFinished(rank=rank) for rank in range(4)))
+    started.died(0, 1, 2, code=0)
+    started.died(3, code=6)
+    assert started.end().code == 6
+
+
+def test_layers_lost(started):
+    started.live(1, 0, 1, 2, 3)
+    started.planner.error = LayersLost((4, 5), (2,))
+    started.died(2)
+    second = started.generation(2)
+    assert (second.stop_code, second.members, second.plan) == (93, (0, 1, 3), None)
+    assert "no holder is left of layer(s) [4, 5]" in second.stop
+    assert started.end().code == 93
+
+
+def test_no_plan(started):
+    started.live(1, 0, 1, 2, 3)
+    started.planner.error = PlanInfeasible("nothing fits")
+    started.died(2)
+    assert started.generation(2).stop_code == 1
+    assert started.end().code == 1
+
+
+def test_a_bug_in_the_planner_ends_the_job(started):
+    started.live(1, 0, 1, 2, 3)
+    started.planner.error = ZeroDivisionError("oops")
+    started.died(2)
+    assert started.end().code == 1
+    assert "ZeroDivisionError" in "".join(started.said)
+
+
+def test_a_job_that_cannot_be_planned(job):
+    job.planner.start_error = ConfigError("too many stages.")
+    job.post()
+    assert (job.generation(1).stop, job.generation(1).stop_code) == ("too many stages.", 2)
+    assert job.end().code == 2
+
+
+def test_a_rank_that_fails_before_the_job_is_posted(job):
+    job.died(1, code=4)
+    assert job.end().code == 4
+
+
+def test_all_ranks_fail_alike_in_training(started):
+    started.live(1, 0, 1, 2, 3)
+    started.died(0, 1, 2, 3, code=5)
+    assert started.end().code == 5
