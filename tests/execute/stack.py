@@ -1,0 +1,217 @@
+"""A job without Megatron: a stack of small matrices trained through the real rank runtime, groups and recovery.
+
+Run by ``odyssey run``. ``--messages pairs`` uses one group for each (sender, receiver, kind), as NCCL needs it.
+Journals the losses and the weights' digests; the test compares them with :func:`undisturbed`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from odyssey_megatron import recover
+from odyssey_megatron.cluster.job import JobSpec
+from odyssey_megatron.codec import to_json
+from odyssey_megatron.config import add_arguments, config_from
+from odyssey_megatron.errors import JobStopped
+from odyssey_megatron.execute.rank import RankRuntime
+from odyssey_megatron.launch.inject import Injector
+from odyssey_megatron.launch.member import Member
+from odyssey_megatron.metrics.journal import Journal
+from odyssey_megatron.plan.layout import Layout
+from odyssey_megatron.policy.profile import estimated_profile
+from odyssey_megatron.rebuild.groups import build_groups, init_default_group
+
+LAYERS, WIDTH, MICROBATCHES, STEPS = 6, 4, 8, 8
+
+
+def initial(layer: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(layer)
+    return torch.randn(WIDTH, WIDTH, dtype=torch.float64, generator=generator) / 2
+
+
+def sample(step: int, microbatch: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + microbatch)
+    return torch.randn(2, WIDTH, dtype=torch.float64, generator=generator)
+
+
+def apply_step(weight: torch.Tensor, momentum: torch.Tensor, gradient: torch.Tensor) -> None:
+    momentum.mul_(0.9).add_(gradient, alpha=1 / MICROBATCHES)
+    weight.sub_(momentum, alpha=0.05)
+
+
+@dataclass
+class Outcome:
+    losses: dict[str, float]
+    grad_norm: float = 0.0
+    lr: float = 0.05
+    tokens: int = MICROBATCHES
+    num_microbatches: int = MICROBATCHES
+
+
+class Stack:
+    """Implements ``execute.rank.Model``: layer i is x -> tanh(x W_i); the loss is the mean square of the output."""
+
+    num_totals = 2
+
+    def __init__(self) -> None:
+        self.held: dict[int, list[torch.Tensor]] = {}
+        self._incoming: dict[int, list[torch.Tensor]] = {}
+        self._flights: dict[tuple[int, int], tuple[Any, Any, Any]] = {}
+        self._spans: dict[tuple[int, int], torch.Tensor] = {}
+        self._losses: dict[int, float] = {}
+        self._step = 0
+
+    def create_layers(self, layers: tuple[int, ...]) -> None:
+        for layer in layers:
+            self.held.setdefault(layer, [initial(layer), torch.zeros(WIDTH, WIDTH, dtype=torch.float64)])
+
+    def tensors_to_send(self, layer: int) -> list[torch.Tensor]:
+        return self.held[layer]
+
+    def tensors_to_fill(self, layer: int) -> list[torch.Tensor]:
+        self._incoming[layer] = [torch.empty(WIDTH, WIDTH, dtype=torch.float64) for _ in range(2)]
+        return self._incoming[layer]
+
+    def discard_incoming(self) -> None:
+        self._incoming.clear()
+
+    def take_layout(self, layout: Layout, worker: int) -> None:
+        self.held.update(self._incoming)
+        self._incoming.clear()
+        blocks = [block for block in layout.blocks() if worker in block.holders]
+        size = WIDTH * WIDTH
+        self._spans = {
+            (b.first, b.last): torch.zeros((b.last - b.first) * size, dtype=torch.float64) for b in blocks
+        }
+        self._gradients = {
+            block.first + index: piece.view(WIDTH, WIDTH)
+            for block in blocks
+            for index, piece in enumerate(self._spans[block.first, block.last].split(size))
+        }
+
+    def begin_step(self, step: int) -> None:
+        self._step = step
+        self._flights.clear()
+        self._losses.clear()
+        for span in self._spans.values():
+            span.zero_()
+
+    def forward(
+        self, microbatch: int, first: int, last: int, activation: torch.Tensor | None
+    ) -> torch.Tensor:
+        x = sample(self._step, microbatch) if activation is None else activation
+        x = x.requires_grad_()
+        weights = [self.held[layer][0].detach().requires_grad_() for layer in range(first, last)]
+        out = x
+        for weight in weights:
+            out = torch.tanh(out @ weight)
+        if last == LAYERS:
+            out = out.square().mean()
+            self._losses[microbatch] = float(out.detach())
+        self._flights[microbatch, first] = (x, weights, out)
+        return out
+
+    def sent(self, microbatch: int, first: int, last: int) -> None: ...
+
+    def input_grad(
+        self, microbatch: int, first: int, last: int, grad: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        x, weights, out = self._flights[microbatch, first]
+        input_grad, *weight_grads = torch.autograd.grad(out, [x, *weights], grad)
+        self._flights[microbatch, first] = (None, weight_grads, None)
+        return input_grad
+
+    def weight_grad(self, microbatch: int, first: int, last: int) -> None:
+        _, weight_grads, _ = self._flights.pop((microbatch, first))
+        for layer, gradient in zip(range(first, last), weight_grads, strict=True):
+            self._gradients[layer] += gradient
+
+    def gradients(self, first: int, last: int) -> list[torch.Tensor]:
+        return [self._spans[first, last]]
+
+    def empty_message(self) -> torch.Tensor:
+        return torch.empty(2, WIDTH, dtype=torch.float64)
+
+    def local_totals(self) -> torch.Tensor:
+        return torch.tensor([sum(self._losses.values()), len(self._losses)], dtype=torch.float64)
+
+    def apply(self, totals: torch.Tensor, checkpoint: Any) -> Outcome:
+        for layer, gradient in self._gradients.items():
+            apply_step(*self.held[layer], gradient)
+            checkpoint()
+        self.held = {layer: self.held[layer] for layer in self._gradients}
+        return Outcome(losses={"loss": float(totals[0] / totals[1])})
+
+    def samples_of_losses(self) -> dict[int, list[int]]:
+        return {m: [self._step * MICROBATCHES + m] for m in self._losses}
+
+
+def undisturbed() -> tuple[list[float], dict[int, torch.Tensor]]:
+    """The same training in one process, without schedule or messages: losses and final weights."""
+    weights = {layer: initial(layer) for layer in range(LAYERS)}
+    momenta = {layer: torch.zeros(WIDTH, WIDTH, dtype=torch.float64) for layer in range(LAYERS)}
+    losses = []
+    for step in range(STEPS):
+        leaves = [weights[layer].detach().requires_grad_() for layer in range(LAYERS)]
+        total = torch.zeros((), dtype=torch.float64)
+        for microbatch in range(MICROBATCHES):
+            out = sample(step, microbatch)
+            for leaf in leaves:
+                out = torch.tanh(out @ leaf)
+            total = total + out.square().mean()
+        losses.append(float(total.detach()) / MICROBATCHES)
+        for layer, gradient in enumerate(torch.autograd.grad(total, leaves)):
+            apply_step(weights[layer], momenta[layer], gradient)
+    return losses, weights
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--messages", choices=("tags", "pairs"), default="tags")
+    parser.add_argument("--stages", type=int, default=2)
+    parser.add_argument("--out", required=True)
+    add_arguments(parser)
+    args = parser.parse_args()
+    config = config_from(args)
+    member = Member.connect(config)
+    journal = Journal(config.run_dir, source=f"rank{member.rank}", rank=member.rank)
+    init_default_group(member)
+    job = JobSpec(
+        num_layers=LAYERS, pipeline_model_parallel_size=args.stages, tensor_model_parallel_size=1,
+        num_microbatches=MICROBATCHES, tokens_per_step=MICROBATCHES, train_steps=STEPS,
+    )  # fmt: skip
+    profile = estimated_profile(
+        num_transformer_layers=LAYERS - 2, hidden_size=WIDTH, ffn_hidden_size=WIDTH, num_attention_heads=1,
+        num_query_groups=1, seq_length=2, micro_batch_size=1, vocab_size=WIDTH, dtype_bytes=8, flops_per_s=1e9,
+    )  # fmt: skip
+    member.post_job(job, to_json(profile))
+    model = Stack()
+    rank = RankRuntime(
+        config=config,
+        member=member,
+        model=model,
+        build=lambda generation, named: build_groups(member, generation, named, config),
+        tagged_messages=args.messages == "tags",
+        fault_point=Injector(config.injections, member.rank, journal).at,
+        journal=journal,
+        on_commit=lambda step, outcome: None,
+    )
+    try:
+        recover.train(member, rank, train_steps=STEPS)
+    except JobStopped as stop:
+        raise SystemExit(stop.exit_code) from None
+    torch.save({layer: state[0] for layer, state in model.held.items()}, f"{args.out}.{member.rank}")
+    digest = {
+        str(layer): hashlib.sha256(state[0].numpy().tobytes()).hexdigest()
+        for layer, state in model.held.items()
+    }
+    journal.event("weights", step=STEPS, digest=digest)
+
+
+if __name__ == "__main__":
+    main()
