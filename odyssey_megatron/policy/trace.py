@@ -1,0 +1,202 @@
+"""Failure traces, and what each system makes of them."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from odyssey_megatron.cluster.state import ClusterState, WorkerState
+from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.errors import LayersLost, PlanInfeasible
+from odyssey_megatron.plan.plan import Plan
+from odyssey_megatron.policy.baselines import Running, System, World, restarted
+from odyssey_megatron.policy.decide import decide, initial_plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """At ``t_s`` these workers die and those come back."""
+
+    t_s: float
+    died: tuple[int, ...] = ()
+    joined: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """Changes, ascending in time, over ``duration_s``."""
+
+    name: str
+    changes: tuple[Change, ...]
+    duration_s: float
+    mtbf_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    """How one system fared."""
+
+    system: str
+    tokens_per_s: float
+    """Average over the whole trace."""
+    downtime_s: float
+    history: tuple[tuple[float, float, str], ...]
+    """(since, tokens per second from then on, note)."""
+
+
+def monotone(workers: Sequence[int], interval_s: float, count: int, seed: int = 0) -> Trace:
+    """A worker dies every ``interval_s``, ``count`` of them, and nobody comes back."""
+    victims = random.Random(seed).sample(sorted(workers), count)
+    changes = tuple(Change(t_s=(i + 1) * interval_s, died=(victim,)) for i, victim in enumerate(victims))
+    return Trace(
+        name=f"one every {_duration(interval_s)}",
+        changes=changes,
+        duration_s=(count + 1) * interval_s,
+        mtbf_s=interval_s,
+    )
+
+
+def with_repairs(
+    workers: Sequence[int], *, mtbf_s: float, repair_s: float, duration_s: float, seed: int = 0
+) -> Trace:
+    """Exponential failures of the job, exponential repair times of each worker; at most half are down."""
+    rng = random.Random(seed)
+    events: list[tuple[float, int, bool]] = []
+    down: dict[int, float] = {}
+    now = rng.expovariate(1 / mtbf_s)
+    while now < duration_s:
+        down = {worker: until for worker, until in down.items() if until > now}
+        up = [worker for worker in sorted(workers) if worker not in down]
+        if 2 * len(up) > len(workers):
+            victim = rng.choice(up)
+            down[victim] = now + rng.expovariate(1 / repair_s)
+            events += [(now, victim, False), (down[victim], victim, True)]
+        now += rng.expovariate(1 / mtbf_s)
+    changes = tuple(
+        Change(t_s=t_s, died=() if back else (worker,), joined=(worker,) if back else ())
+        for t_s, worker, back in sorted(events)
+        if t_s < duration_s
+    )
+    name = f"random, mean {_duration(mtbf_s)}, repair {_duration(repair_s)}"
+    return Trace(name=name, changes=changes, duration_s=duration_s, mtbf_s=mtbf_s / 2)
+
+
+def read_trace(text: str, name: str = "file") -> Trace:
+    """Lines ``seconds kill|join WORKER``, then ``seconds end``; ``#`` starts a comment. Raises ValueError."""
+    changes, end = [], 0.0
+    for line in text.splitlines():
+        words = line.split("#")[0].split()
+        if not words:
+            continue
+        if len(words) == 2 and words[1] == "end":
+            end = float(words[0])
+        elif len(words) == 3 and words[1] in ("kill", "join"):
+            who = (int(words[2]),)
+            kill = words[1] == "kill"
+            changes.append(Change(t_s=float(words[0]), died=who if kill else (), joined=() if kill else who))
+        else:
+            raise ValueError(f"cannot read {line!r}: write 'SECONDS kill|join WORKER' or 'SECONDS end'")
+    changes.sort(key=lambda change: change.t_s)
+    if not end > (changes[-1].t_s if changes else 0.0):
+        raise ValueError("the trace must close with 'SECONDS end', after its last change")
+    return Trace(name=name, changes=tuple(changes), duration_s=end, mtbf_s=end / max(1, len(changes)))
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / 3600:g} h" if seconds >= 3600 else f"{seconds / 60:g} min"
+
+
+class Odyssey(System):
+    """This planner, free or held to one policy."""
+
+    def __init__(self, policy: str = "auto") -> None:
+        self.name = "odyssey" if policy == "auto" else f"only {policy}"
+        self.policy = policy
+        self.plan: Plan | None = None
+        self.state: ClusterState | None = None
+        self.failures: tuple[float, ...] = ()
+
+    def start(self, world: World) -> Running:
+        state = self._state(world, world.workers)
+        self.plan = initial_plan(world.job, state, world.profile)
+        return Running(layout=self.plan.layout, step_s=self.plan.step_s, downtime_s=0.0)
+
+    def change(self, world: World, running: Running, alive: tuple[int, ...]) -> Running:
+        if self.plan is None or running.layout is None:
+            return self._restart(world, alive)
+        config = OdysseyConfig(policy=self.policy, mtbf_s=world.mtbf_s, horizon_s=world.mtbf_s * 4)
+        previous = replace(self.plan, layout=running.layout)
+        try:
+            decision = decide(
+                job=world.job,
+                state=self._state(world, alive),
+                previous=previous,
+                profile=world.profile,
+                config=config,
+                now_s=0.0,
+            )
+        except (LayersLost, PlanInfeasible):
+            return self._restart(world, alive)
+        self.plan = decision.plan
+        return Running(
+            layout=self.plan.layout,
+            step_s=self.plan.step_s,
+            downtime_s=self.plan.transition_s,
+            note=decision.candidates[0].name,
+        )
+
+    def _restart(self, world: World, alive: tuple[int, ...]) -> Running:
+        return restarted(world, alive, "restart")
+
+    def _state(self, world: World, alive: Sequence[int]) -> ClusterState:
+        there = set(alive)
+        return ClusterState(
+            workers=tuple(
+                WorkerState(worker=worker, node=0, ranks=(worker,), alive=worker in there)
+                for worker in world.workers
+            )
+        )
+
+
+def play(system: System, world: World, trace: Trace) -> Played:
+    """Runs ``trace``: tokens are made whenever the system is not standing still.
+
+    A change in the middle of a step costs half a step on average (it is done again), and a change during a
+    downtime starts the next one.
+    """
+    running = system.start(world)
+    alive = set(world.workers)
+    now, ready, tokens, still = 0.0, 0.0, 0.0, 0.0
+    history = [(0.0, _rate(world, running), "healthy")]
+    for change in (*trace.changes, Change(t_s=trace.duration_s)):
+        tokens += max(0.0, change.t_s - max(now, ready)) * _rate(world, running)
+        still += max(0.0, min(change.t_s, ready) - now)
+        now = change.t_s
+        if now >= trace.duration_s:
+            break
+        alive = (alive - set(change.died)) | set(change.joined)
+        half_step_s = running.step_s / 2 if math.isfinite(running.step_s) else 0.0
+        running = system.change(world, running, tuple(sorted(alive)))
+        ready = now + running.downtime_s + (half_step_s if change.died else 0.0)
+        history.append((now, _rate(world, running), running.note))
+    return Played(
+        system=system.name,
+        tokens_per_s=tokens / trace.duration_s,
+        downtime_s=still,
+        history=tuple(history),
+    )
+
+
+def _rate(world: World, running: Running) -> float:
+    return world.job.tokens_per_step / running.step_s if math.isfinite(running.step_s) else 0.0
+
+
+def compare(
+    systems: Sequence[Callable[[], System]], world: World, trace: Trace
+) -> tuple[Played, ...]:
+    """Every system on the same trace, best first."""
+    told = replace(world, mtbf_s=trace.mtbf_s)
+    played = [play(make(), told, trace) for make in systems]
+    return tuple(sorted(played, key=lambda one: -one.tokens_per_s))

@@ -1,0 +1,127 @@
+"""``odyssey simulate``: plays failure traces and compares policies and systems. Needs no GPU and no torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.policy.baselines import Bamboo, Chameleon, Oobleck, ReCycle, Restart, System, World
+from odyssey_megatron.policy.trace import Odyssey, Played, Trace, compare, monotone, read_trace, with_repairs
+from odyssey_megatron.policy.whatif import add_scenario_arguments, scenario_from
+
+SYSTEMS: tuple[Callable[[], System], ...] = (
+    Odyssey,
+    lambda: Odyssey("reroute"),
+    lambda: Odyssey("replan"),
+    Chameleon,
+    ReCycle,
+    Oobleck,
+    Bamboo,
+    Restart,
+)
+"""Each makes a fresh one for each trace."""
+
+MONOTONE_S = (6 * 3600.0, 2 * 3600.0, 1800.0, 600.0)
+"""The published intervals between failures (papers.md §7.1)."""
+
+
+def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of ``odyssey simulate``."""
+    add_scenario_arguments(parser)
+    parser.add_argument(
+        "--trace", default="", help="a file of lines 'SECONDS kill|join WORKER', closed by 'SECONDS end'"
+    )
+    parser.add_argument(
+        "--interval-s", type=float, action="append", default=[], help="a worker dies this often; repeatable (in seconds)"
+    )
+    parser.add_argument("--mtbf-s", type=float, default=0.0, help="random failures with this mean (in seconds)")
+    parser.add_argument("--repair-s", type=float, default=3600.0, help="mean repair of random failures (in seconds)")
+    parser.add_argument("--duration-s", type=float, default=24 * 3600.0, help="of a random trace (in seconds)")
+    parser.add_argument("--losses", type=int, default=0, help="deaths in an --interval-s trace (default: half of all)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--group-build-s", type=float, default=2.0, help="new groups after a change (in seconds)")
+    parser.add_argument("--png", default="", help="write throughput over time of the first trace to this file")
+    parser.add_argument("--json", action="store_true")
+
+
+def main_simulate(argv: Sequence[str]) -> int:
+    """Runs ``odyssey simulate``; returns the exit code.
+
+    Raises:
+        ConfigError: bad input.
+    """
+    parser = argparse.ArgumentParser(prog="odyssey simulate", description=__doc__)
+    add_simulate_arguments(parser)
+    options = parser.parse_args(list(argv))
+    scenario = scenario_from(options)
+    world = World(
+        job=scenario.job,
+        profile=replace(scenario.profile, group_build_s=options.group_build_s),
+        workers=scenario.state.alive,
+        mtbf_s=0.0,
+    )
+    results = [(trace, compare(SYSTEMS, world, trace)) for trace in _traces(options, world)]
+    if options.png:
+        plot(results[0][0], results[0][1], options.png)
+    if options.json:
+        found = [{"trace": asdict(trace), "systems": [asdict(one) for one in played]} for trace, played in results]
+        sys.stdout.write(json.dumps({"traces": found}) + "\n")
+    else:
+        for trace, played in results:
+            sys.stdout.write(f"{trace.name}, {len(trace.changes)} changes\n{table(played)}\n\n")
+    return 0
+
+
+def _traces(options: argparse.Namespace, world: World) -> list[Trace]:
+    if options.trace:
+        try:
+            return [read_trace(Path(options.trace).read_text(), options.trace)]
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--trace {options.trace}: {error}.") from error
+    if options.mtbf_s > 0:
+        return [
+            with_repairs(
+                world.workers,
+                mtbf_s=options.mtbf_s,
+                repair_s=options.repair_s,
+                duration_s=options.duration_s,
+                seed=options.seed,
+            )
+        ]
+    losses = options.losses or len(world.workers) // 2
+    if not 0 < losses < len(world.workers):
+        raise ConfigError(f"--losses {losses}: must leave one of {len(world.workers)} workers.")
+    intervals = options.interval_s or MONOTONE_S
+    return [monotone(world.workers, interval_s, losses, options.seed) for interval_s in intervals]
+
+
+def table(played: Sequence[Played]) -> str:
+    """Average throughput of each system, best first, and how Odyssey compares."""
+    ours = next(one.tokens_per_s for one in played if one.system == "odyssey")
+    lines = [f"{'system':<14} {'tokens/s':>12} {'standing still':>15} {'odyssey is':>11}"]
+    for one in played:
+        ratio = f"{ours / one.tokens_per_s:.3f}x" if one.tokens_per_s else "-"
+        lines.append(f"{one.system:<14} {one.tokens_per_s:>12,.0f} {one.downtime_s:>13,.0f} s {ratio:>11}")
+    return "\n".join(lines)
+
+
+def plot(trace: Trace, played: Sequence[Played], path: str) -> None:
+    """Throughput over time, one step line a system. Raises ConfigError without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("--png needs matplotlib: pip install odyssey-megatron[report].") from error
+    figure = Figure(figsize=(10, 5), layout="constrained")
+    axes = figure.subplots()
+    for one in played:
+        times = [since / 3600 for since, _, _ in one.history] + [trace.duration_s / 3600]
+        rates = [rate for _, rate, _ in one.history]
+        axes.step(times, [*rates, rates[-1]], where="post", label=f"{one.system} ({one.tokens_per_s:,.0f})")
+    axes.set(xlabel="hours", ylabel="tokens per second", title=trace.name, ylim=(0, None))
+    axes.legend(title="average tokens/s", fontsize="small")
+    figure.savefig(path, dpi=120)

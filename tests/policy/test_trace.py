@@ -1,0 +1,169 @@
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from odyssey_megatron.cluster.job import JobSpec
+from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.plan.generate import order_routes
+from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
+from odyssey_megatron.policy.baselines import (
+    Bamboo,
+    Chameleon,
+    Oobleck,
+    ReCycle,
+    Restart,
+    Running,
+    System,
+    World,
+    fits,
+    one_f_one_b_step_s,
+    staggered_step_s,
+)
+from odyssey_megatron.policy.candidates import reroute
+from odyssey_megatron.policy.profile import Profile
+from odyssey_megatron.policy.trace import (
+    Change,
+    Odyssey,
+    Trace,
+    compare,
+    monotone,
+    play,
+    read_trace,
+    with_repairs,
+)
+from odyssey_megatron.policy.traceplay import main_simulate
+from tests.plan.samples import uniform_costs
+from tests.plan.test_generate import pipelines
+
+COSTS = uniform_costs(8, ends=True)
+WORLD = World(
+    job=JobSpec(
+        num_layers=10,
+        pipeline_model_parallel_size=4,
+        tensor_model_parallel_size=1,
+        num_microbatches=16,
+        tokens_per_step=1000,
+        train_steps=1,
+    ),
+    profile=Profile(costs=COSTS, group_build_s=2.0),
+    workers=tuple(range(8)),
+    mtbf_s=3600.0,
+)
+
+
+class Still(System):
+    """10 s a step; stands still for 100 s at each change."""
+
+    name = "still"
+
+    def start(self, world):
+        return Running(layout=None, step_s=10.0, downtime_s=0.0)
+
+    def change(self, world, running, alive):
+        return Running(layout=None, step_s=10.0 * 8 / len(alive), downtime_s=100.0)
+
+
+def test_play_adds_up():
+    trace = Trace(
+        name="one", changes=(Change(t_s=500.0, died=(0, 1, 2, 3)),), duration_s=1000.0, mtbf_s=500.0
+    )
+    played = play(Still(), WORLD, trace)
+    assert played.tokens_per_s * 1000 == pytest.approx(500 * 100 + (1000 - 500 - 105) * 50)
+    assert played.downtime_s == 105.0
+
+
+def test_a_change_during_a_downtime_starts_it_again():
+    changes = (Change(t_s=500.0, died=(0,)), Change(t_s=550.0, joined=(0,)))
+    played = play(Still(), WORLD, Trace(name="two", changes=changes, duration_s=1000.0, mtbf_s=500.0))
+    assert played.tokens_per_s * 1000 == pytest.approx(500 * 100 + (1000 - 650) * 100)
+
+
+def test_traces():
+    trace = monotone(range(8), 600.0, 4)
+    assert [change.t_s for change in trace.changes] == [600.0, 1200.0, 1800.0, 2400.0]
+    assert len({change.died for change in trace.changes}) == 4
+    assert trace == monotone(range(8), 600.0, 4)
+    random = with_repairs(range(8), mtbf_s=1000.0, repair_s=2000.0, duration_s=50_000.0, seed=3)
+    up = set(range(8))
+    for change in random.changes:
+        assert set(change.died) <= up
+        assert not set(change.joined) & up
+        up = (up - set(change.died)) | set(change.joined)
+        assert len(up) >= 4
+    text = "10 kill 3\n20 join 3  # repaired\n30 end\n"
+    assert read_trace(text).changes == (Change(t_s=10.0, died=(3,)), Change(t_s=20.0, joined=(3,)))
+    with pytest.raises(ValueError, match="cannot read"):
+        read_trace("10 explode 3\n20 end")
+    with pytest.raises(ValueError, match="must close"):
+        read_trace("10 kill 3")
+
+
+def test_one_f_one_b_is_equation_9():
+    layout = pipelines(4, 3, 6)
+    assert one_f_one_b_step_s(layout, uniform_costs(4)) == (4 + 6 - 1) * 3 == 27
+
+
+def test_staggering_hides_the_reroute():
+    """ReCycle's 27 slots (papers.md §7.2, 1): an interior failure costs nothing with six in flight."""
+    layout, costs = pipelines(4, 3, 6), uniform_costs(4)
+    after = reroute(layout, set(layout.workers) - {3}, costs)
+    order = order_routes(after, costs, in_flight_cap=dict.fromkeys(after.workers, 6))
+    assert 27 <= staggered_step_s(after, costs, order) <= 28
+
+
+def test_oobleck_keeps_borrows_and_merges():
+    oobleck = Oobleck()
+    assert oobleck._regroup([[0, 1], [2, 3, 4]], [], 2) == [[0, 1], [2, 3, 4]]
+    assert oobleck._regroup([[0], [2, 3, 4]], [], 2) == [[0, 4], [2, 3]]
+    assert oobleck._regroup([[0], [2, 3]], [], 2) == [[2, 3, 0]]
+    assert oobleck._regroup([[0]], [], 2) == []
+    assert oobleck._regroup([[0, 1], [2, 3, 4]], [9], 2) == [[0, 1, 9], [2, 3, 4]]
+
+
+def test_memory_rules_out():
+    state = 2 * 4  # two layers a stage
+    layout = layout_from_routes(10, (pipeline_route((0, 1, 2, 3), (3, 5, 7, 10), tuple(range(8))),))
+    assert fits(layout, replace(COSTS, memory_bytes=state + 4 + 2 * 4))
+    assert not fits(layout, replace(COSTS, memory_bytes=state + 4))
+    small = replace(WORLD, profile=Profile(costs=replace(COSTS, memory_bytes=20)))
+    assert math.isinf(Bamboo().start(small).step_s)
+
+
+def test_all_systems_survive_down_to_half():
+    systems = (Odyssey, Chameleon, ReCycle, Oobleck, Restart)
+    played = compare(systems, WORLD, monotone(WORLD.workers, 3600.0, 4, seed=1))
+    rates = {one.system: one.tokens_per_s for one in played}
+    assert min(rates.values()) > 0
+    assert played[0].system == "odyssey"
+    assert list(rates.values()) == sorted(rates.values(), reverse=True)
+
+
+def test_odyssey_is_never_below_one_policy_and_uses_repaired_workers():
+    trace = with_repairs(WORLD.workers, mtbf_s=4000.0, repair_s=6000.0, duration_s=80_000.0, seed=5)
+    systems = (Odyssey, lambda: Odyssey("reroute"), lambda: Odyssey("replan"))
+    rates = {one.system: one.tokens_per_s for one in compare(systems, WORLD, trace)}
+    assert rates["odyssey"] >= 0.999 * max(rates.values())
+    back = (Change(t_s=10.0, died=(1,)), Change(t_s=9000.0, joined=(1,)))
+    played = play(Odyssey(), WORLD, replace(trace, changes=back))
+    healthy, broken, repaired = (rate for _, rate, _ in played.history)
+    assert broken < repaired
+    assert repaired >= healthy
+
+
+def test_command(capsys, tmp_path):
+    png = tmp_path / "rates.png"
+    small = ["--cluster", "1x8", "--accelerator", "h200", "--model", "llama2-7b"]
+    assert main_simulate([*small, "--interval-s", "600", "--losses", "2", "--png", str(png)]) == 0
+    text = capsys.readouterr().out
+    assert "one every 10 min, 2 changes" in text
+    assert "recycle" in text
+    assert png.stat().st_size > 1000
+    trace = tmp_path / "trace"
+    trace.write_text("100 kill 1\n900 join 1\n2000 end\n")
+    assert main_simulate([*small, "--trace", str(trace), "--json"]) == 0
+    got = json.loads(capsys.readouterr().out)
+    assert len(got["traces"][0]["systems"]) == 8
+    with pytest.raises(ConfigError, match="missing"):
+        main_simulate([*small, "--trace", str(tmp_path / "missing")])
