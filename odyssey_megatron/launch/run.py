@@ -111,8 +111,6 @@ def _use_local_rendezvous(args: Any, backend: str) -> None:
     if args.standalone or not chosen:
         args.standalone, args.rdzv_backend, args.rdzv_endpoint = False, backend, "127.0.0.1:0"
         args.rdzv_id = "odyssey"
-        # gloo resolves the host's name otherwise, and may listen on an outside address.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 def _token(nodes: int) -> str:

@@ -178,9 +178,11 @@ def _plain_group(
 
 
 def _gloo_device() -> Any:
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if not interface and os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost", "::1"):
+        interface = "lo"  # by the host's name, as is gloo's default, it might listen on an outside address
     if interface:
-        return dist.ProcessGroupGloo.create_device(interface=interface.split(",")[0])
+        return dist.ProcessGroupGloo.create_device(interface=interface)
     return dist.ProcessGroupGloo.create_default_device()
 
 

@@ -68,6 +68,10 @@ class JobServer:
         command = ["-m", "odyssey_megatron", "run", *map(str, argv)]
         return Job(self._zygote.run(command, env=whole, stdout=str(log), stderr=str(log)), log)
 
+    def script(self, argv: Sequence[str], *, log: Path) -> Job:
+        """``python argv``, in a fork of the preloaded process."""
+        return Job(self._zygote.run(list(argv), env=self._env, stdout=str(log), stderr=str(log)), log)
+
     def close(self) -> None:
         self._zygote.close()
 

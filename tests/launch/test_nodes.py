@@ -33,7 +33,7 @@ def nodes(server, tmp_path):
             ["--nnodes", 2, "--node-rank", node, "--nproc-per-node", 2, "--master-addr", "127.0.0.1",
              "--master-port", port, *script],
             log=tmp_path / f"node{node}",
-            env={"ODYSSEY_TOKEN": "two nodes", "GLOO_SOCKET_IFNAME": "lo"},
+            env={"ODYSSEY_TOKEN": "two nodes"},
         )
         for node in range(2)
     ]  # fmt: skip
