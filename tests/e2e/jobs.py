@@ -56,18 +56,27 @@ class Jobs:
     server: JobServer
     folder: Path
 
-    def run(
-        self, name: str, *, ranks: int, stages: int, flags: str = "", timeout_s: float = 60.0, **env: str
-    ) -> Outcome:
+    def flags(self, name: str, *, stages: int) -> list[str]:
+        """What every job is given; its run folder is ``folder / name``."""
         run_dir = self.folder / name
-        argv = [
-            "--nproc-per-node", str(ranks), str(SCRIPT), *SMALL,
-            "--pipeline-model-parallel-size", str(stages), "--odyssey-run-dir", str(run_dir),
-            "--save-weights", str(run_dir / "weights"), *flags.split(),
+        return [
+            *SMALL, "--pipeline-model-parallel-size", str(stages), "--odyssey-run-dir", str(run_dir),
+            "--data-cache-path", str(self.folder / "cache"), "--save-weights", str(run_dir / "weights"),
         ]  # fmt: skip
-        job = self.server.run(argv, log=self.folder / f"{name}.log", env=env)
+
+    def run(self, name: str, *, ranks: int, stages: int, flags: str = "", timeout_s: float = 90.0) -> Outcome:
+        """One ``odyssey run``; flags given here win."""
+        argv = ["--nproc-per-node", str(ranks), str(SCRIPT), *self.flags(name, stages=stages), *flags.split()]
+        job = self.server.run(argv, log=self.folder / f"{name}.log")
         exit_code = job.wait(timeout_s)
-        return Outcome(exit_code=exit_code, run_dir=run_dir, log=job.log())
+        return self.outcome(name, exit_code=exit_code, log=job.log())
+
+    def outcome(self, name: str, *, exit_code: int, log: str) -> Outcome:
+        return Outcome(exit_code=exit_code, run_dir=self.folder / name, log=log)
+
+    def script(self, argv: list[str], *, log: Path, timeout_s: float = 90.0) -> None:
+        """A Python script in a fork of the preloaded process. Raises AssertionError if it fails."""
+        assert self.server.script(argv, log=log).wait(timeout_s) == 0, log.read_text()[-3000:]
 
 
 def assert_equal_runs(shot: Outcome, reference: Outcome, *, kills: int) -> None:

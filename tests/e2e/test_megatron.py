@@ -1,0 +1,41 @@
+"""Beside Megatron-Core itself, and in the precision that real jobs use."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.e2e.jobs import assert_holders_agree
+from tests.launch.jobserver import CHECKOUT
+
+FLOAT32 = "--odyssey-float64 off"
+
+
+def test_losses_are_those_of_megatron_core_alone(jobs, name):
+    """Stock 1F1B, DDP, clipping, optimizer and schedule, from the same weights: float32 summation order apart."""
+    shot = jobs.run(name, ranks=8, stages=2, flags=f"{FLOAT32} --odyssey-inject rank=2,step=2,at=backward")
+    assert shot.exit_code == 0, shot.log[-3000:]
+    out, script = jobs.folder / f"{name}.json", CHECKOUT / "tests" / "benchmarks" / "stock_megatron.py"
+    jobs.script(
+        [str(script), "--world-size", "8", "--out", str(out), *jobs.flags(f"{name}-stock", stages=2)],
+        log=jobs.folder / f"{name}-stock.log",
+    )
+    losses = [step.loss for step in shot.run.steps]
+    assert losses == pytest.approx(json.loads(out.read_text())["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("policy", ["reroute", "replan"])
+def test_bfloat16_with_float32_main_parameters(jobs, name, policy):
+    """All holders of a layer keep bitwise equal weights and optimizer state, whatever moved."""
+    flags = f"{FLOAT32} --bf16"
+    reference = jobs.run(f"{name}-reference", ranks=6, stages=2, flags=flags)
+    shot = jobs.run(
+        name, ranks=6, stages=2,
+        flags=f"{flags} --odyssey-policy {policy} --odyssey-inject rank=1,step=2,at=backward",
+    )  # fmt: skip
+    assert shot.exit_code == 0, shot.log[-3000:]
+    assert_holders_agree(shot)
+    ours, theirs = ([step.loss for step in one.run.steps] for one in (shot, reference))
+    assert ours[:3] == theirs[:3], "before the failure took effect"
+    assert ours == pytest.approx(theirs, rel=1e-3)
