@@ -37,7 +37,7 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
         "--trace", default="", help="a file of lines 'SECONDS kill|join WORKER', closed by 'SECONDS end'"
     )
     parser.add_argument(
-        "--interval-s", type=float, action="append", default=[], help="a worker dies this often; repeatable (in seconds)"
+        "--interval-s", type=float, action="append", default=[], help="a worker dies this often (in seconds)"
     )
     parser.add_argument("--mtbf-s", type=float, default=0.0, help="random failures with this mean (in seconds)")
     parser.add_argument("--repair-s", type=float, default=3600.0, help="mean repair of random failures (in seconds)")
