@@ -10,6 +10,7 @@ import hashlib
 import hmac
 import json
 import queue
+import re
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
@@ -51,6 +52,10 @@ def node_key(node: int) -> str:
 
 def lease_key(node: int) -> str:
     return f"lease/{node}"
+
+
+_OF_GENERATION = re.compile(r"(?:generation|groups)/(\d+)(?:/.*)?")
+"""Generations, and the addresses that their members exchange (``rebuild/groups.py``)."""
 
 
 class Control:
@@ -127,6 +132,14 @@ class Control:
         limit = _IDLE_TIMEOUT if timeout_s is None else timedelta(seconds=timeout_s)
         with _lost():
             self.store.wait(list(keys), limit)
+
+    def forget_before(self, number: int) -> None:
+        """Deletes what generations before ``number`` left: the store must not grow with recoveries (I10)."""
+        with _lost():
+            for key in self.store.list_keys():
+                found = _OF_GENERATION.fullmatch(key)
+                if found and int(found[1]) < number:
+                    self.store.delete_key(key)
 
     def count(self, key: str) -> int:
         """Adds one to a counter and returns it."""

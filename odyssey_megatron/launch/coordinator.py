@@ -48,6 +48,8 @@ _log = logging.getLogger(__name__)
 _COALESCE_S = 0.003
 """Deaths of one incident reach the queue within this time of each other: one generation for all of them."""
 _TICK_S = 0.1
+_MAX_FRUITLESS = 20
+"""So many requests for fresh groups in a row, without one generation that becomes live, end the job."""
 _STOP_GRACE_S = 15.0
 """How long ranks may take to leave by themselves after a stop."""
 
@@ -96,6 +98,7 @@ class Coordinator:
         self._live_plan: Plan | None = None
         """Of the last generation that every member reported live; its holders are complete."""
         self._start_plan: Plan | None = None
+        self._fruitless = 0
 
     def run(self) -> Verdict | None:
         """Until the job ends; publishes the verdict. None if the store is gone."""
@@ -181,6 +184,9 @@ class Coordinator:
                 return verdict
             if alive <= self._state.finished:
                 return self._finish()
+            self._fruitless += bool(wanted and not dead)
+            if self._fruitless > _MAX_FRUITLESS:
+                return self._stop(f"{_MAX_FRUITLESS} generations in a row failed: {wanted}", 1)
             if dead or wanted:
                 verdict = self._recover(dead, wanted or "failure", detected_s or time.monotonic())
                 if verdict:
@@ -191,7 +197,9 @@ class Coordinator:
             return  # said in an earlier generation, before it had to help with the next one
         self._state = apply(self._state, event)
         if isinstance(event, GenerationLive) and self._state.is_live and self._current is not None:
-            self._live_plan = self._current.plan
+            self._live_plan, self._fruitless = self._current.plan, 0
+            # Every member has read this generation, so nobody still waits for an earlier one.
+            self._control.forget_before(self._current.number)
 
     def _note_deaths(self, dead: list[int], codes: Mapping[int, int]) -> None:
         cause = "node" if any(rank not in codes for rank in dead) else "rank"

@@ -205,6 +205,30 @@ def test_retries_of_the_current_generation_only(started):
     assert started.absent(3)
 
 
+def test_fresh_groups_that_never_help(started):
+    started.live(1, 0, 1, 2, 3)
+    for number in range(1, 22):
+        assert started.generation(number).members == (0, 1, 2, 3)
+        started.send(Retry(rank=1, generation=number, reason="lost a message"))
+    assert started.generation(22).stop_code == 1
+    assert started.end().code == 1
+
+
+def test_what_a_generation_left_in_the_store_goes_when_the_next_one_is_live(started):
+    started.control.store.set("groups/1/world/0", "address")
+    started.live(1, 0, 1, 2, 3)
+    started.died(3)
+    started.generation(2)
+    started.control.store.set("groups/2/world/0", "address")
+    started.live(2, 0, 1)
+    assert started.control.has(["groups/1/world/0", keys.generation_key(1)])
+    started.live(2, 2)
+    time.sleep(0.15)
+    assert not started.control.store.check(["groups/1/world/0"])
+    assert not started.control.store.check([keys.generation_key(1)])
+    assert started.control.has(["groups/2/world/0", keys.generation_key(2), keys.JOB])
+
+
 def test_events_that_nobody_of_this_job_sent_are_dropped(started):
     started.control.store.queue_push(EVENTS, "{}")
     started.control.store.queue_push(EVENTS, started.control.seal(EVENTS, '{"kind":"RankDied"}'))
