@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import struct
@@ -11,14 +12,16 @@ from pathlib import Path
 
 _SLOT_BYTES = 64  # a cache line each: ranks do not disturb one another
 _LEAVING = -1.0
+_PREFIX = "odyssey-heartbeat-"
 
 
 class HeartbeatBoard:
     """The agent's side: one slot for each of ``size`` local ranks."""
 
     def __init__(self, size: int):
-        folder = "/dev/shm" if os.path.isdir("/dev/shm") else "/tmp"
-        self.path = Path(folder) / f"odyssey-{os.getpid()}-{time.monotonic_ns()}"
+        folder = Path("/dev/shm" if os.path.isdir("/dev/shm") else "/tmp")
+        _remove_orphans(folder)
+        self.path = folder / f"{_PREFIX}{os.getpid()}-{time.monotonic_ns()}"
         self.path.touch(mode=0o600)
         os.truncate(self.path, _SLOT_BYTES * size)
         self._memory = _map(self.path)
@@ -55,6 +58,15 @@ class Heartbeat:
 
     def _beat(self, value: float) -> None:
         struct.pack_into("d", self._memory, self._offset, value)
+
+
+def _remove_orphans(folder: Path) -> None:
+    """The boards of agents that were killed."""
+    for path in folder.glob(_PREFIX + "*"):
+        pid = path.name.removeprefix(_PREFIX).partition("-")[0]
+        if not Path("/proc", pid).exists():
+            with contextlib.suppress(OSError):  # another user's, or just gone
+                path.unlink()
 
 
 def _map(path: Path) -> mmap.mmap:

@@ -1,0 +1,58 @@
+"""Fault injection: once, at the named point only."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from odyssey_megatron.config import parse_injections
+from odyssey_megatron.launch import inject
+from odyssey_megatron.launch.inject import Injector
+from odyssey_megatron.metrics.journal import Journal, read_journal
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    signals = []
+    monkeypatch.setattr(inject.os, "kill", lambda pid, number: signals.append(number))
+    return signals
+
+
+def armed(text, rank=1, journal=None):
+    return Injector(parse_injections(text), rank, journal)
+
+
+def test_the_named_point_of_the_named_step(sent):
+    injector = armed("rank=1,step=3,at=forward")
+    injector.at("forward", step=2, generation=1, microbatch=0)
+    injector.at("backward", step=3, generation=1, microbatch=0)
+    assert sent == []
+    injector.at("forward", step=3, generation=1, microbatch=5)
+    injector.at("forward", step=3, generation=2, microbatch=0)
+    assert sent == [signal.SIGKILL], "once"
+
+
+def test_microbatch_and_generation(sent):
+    injector = armed("rank=1,step=3,at=forward,microbatch=2,signal=STOP;rank=1,step=3,at=groups,generation=2")
+    injector.at("forward", step=3, generation=1, microbatch=1)
+    injector.at("groups", step=3, generation=1)
+    assert sent == []
+    injector.at("forward", step=3, generation=1, microbatch=2)
+    injector.at("groups", step=3, generation=2)
+    assert sent == [signal.SIGSTOP, signal.SIGKILL]
+
+
+def test_another_rank(sent):
+    armed("rank=2,step=3,at=forward").at("forward", step=3, generation=1)
+    assert sent == []
+
+
+def test_it_is_written_down_before_the_signal(sent, tmp_path):
+    armed("rank=1,step=3,at=reduce", journal=Journal(tmp_path, source="rank1", rank=1)).at(
+        "reduce", step=3, generation=4
+    )
+    (event,) = read_journal(tmp_path)
+    assert (event["event"], event["at"], event["signal"], event["step"], event["generation"]) == (
+        "injected", "reduce", "KILL", 3, 4,
+    )  # fmt: skip
