@@ -20,7 +20,8 @@ def reroute(
     """``previous`` without the dead: their microbatches go through other holders of the same layers.
 
     No state moves. Each microbatch of a dead worker is given, in order, to the holder that is done first
-    with what it has so far. Source: ReCycle's adaptive pipelining (papers.md §2.2), here for any holders.
+    with what it has so far; so is each of a slow one, itself among the holders, which leaves it the share that its
+    speed allows. Source: ReCycle's adaptive pipelining (papers.md §2.2), here for any holders and speeds (§8.2).
 
     Raises:
         PlanInfeasible: some layer has no other holder.
@@ -32,21 +33,22 @@ def reroute(
         dead = sorted({w for layer in orphans for w in previous.holders[layer]})
         raise PlanInfeasible(f"no other holder of layer(s) {_span_text(orphans)} of worker(s) {dead}")
     spread = _Spread(holders, costs, speeds or {})
+    steady = {worker for worker in there if spread.speeds.get(worker, 1.0) >= 1.0}
     for route in previous.routes:
         for hop in route.hops:
-            if hop.worker in there:
+            if hop.worker in steady:
                 spread.add_load(hop, len(route.microbatches))
     # Microbatch by microbatch over all broken routes, so that the first ones do not take the best holders.
     paths: dict[int, tuple[Hop, ...]] = {}
     for route in previous.routes:
-        broken = any(hop.worker not in there for hop in route.hops)
+        broken = any(hop.worker not in steady for hop in route.hops)
         for microbatch in route.microbatches:
             paths[microbatch] = () if broken else route.hops
     by_microbatch = {m: route.hops for route in previous.routes for m in route.microbatches}
     for microbatch in sorted(m for m, path in paths.items() if not path):
         hops: list[Hop] = []
         for hop in by_microbatch[microbatch]:
-            hops += [hop] if hop.worker in there else spread.cover(hop.first, hop.last)
+            hops += [hop] if hop.worker in steady else spread.cover(hop.first, hop.last)
         paths[microbatch] = merge_hops(hops)
     return Layout(holders=holders, routes=group_routes(paths)).check()
 

@@ -105,6 +105,7 @@ def decide(
         job=job,
         state=state,
         previous=previous.layout,
+        usual_step_s=previous.step_s,
         profile=profile,
         horizon_s=config.horizon_s,
         mtbf_s=mean_time_between_failures_s(state, config.mtbf_s, now_s),
@@ -149,7 +150,7 @@ def _search(
     the winner, and a row for everything else.
     """
     def wanted(option: Option) -> bool:
-        return policy == "auto" or option.name in (policy, "keep")
+        return policy == "auto" or option.name in (policy, "keep", "rebalance")
 
     many = len(case.state.workers) > _MANY_WORKERS
     finalists, margin = (2, 0.005) if many else (_FINALISTS, 0.0)
@@ -216,7 +217,7 @@ def _work_out(case: Case, option: Option) -> _Candidate:
 
 
 def _why(best: _Candidate, policy: str, rows: list[CandidateRow]) -> str:
-    if policy == "auto" or best.name == "keep":
+    if policy == "auto" or best.name in ("keep", "rebalance"):
         return f"{best.note}; best score"
     if best.name == policy:
         return f"{best.note}; --odyssey-policy {policy}"

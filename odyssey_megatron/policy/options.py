@@ -25,6 +25,8 @@ class Case:
     job: JobSpec
     state: ClusterState
     previous: Layout
+    usual_step_s: float
+    """Of the previous plan."""
     profile: Profile
     horizon_s: float
     mtbf_s: float
@@ -44,6 +46,7 @@ class Case:
             horizon_s=self.horizon_s,
             fatal_share=fatal_share,
             restart_s=self.profile.restart_s,
+            usual_step_s=self.usual_step_s,
         )
 
     def promise(self, option: Option) -> float:
@@ -93,8 +96,10 @@ def options(case: Case) -> tuple[list[Option], list[tuple[str, str]]]:
     alive, costs = case.state.alive, case.profile.costs
     if set(case.previous.workers) <= set(alive):
         found.append(_kept(case, "keep", "no member of the layout is lost", case.previous))
-        spare = len(set(alive) - set(case.previous.workers))
-        if spare:
+        if case.speeds:
+            layout = reroute(case.previous, alive, costs, case.speeds)
+            found.append(_kept(case, "rebalance", "microbatches moved off slow workers", layout))
+        if case.speeds or len(alive) > len(case.previous.workers):
             _add_replans(case, found, impossible)
         return found, impossible
     rerouted: Layout | None = None

@@ -30,6 +30,7 @@ def expected_tokens(
     horizon_s: float,
     fatal_share: float = 0.0,
     restart_s: float = 0.0,
+    usual_step_s: float = 1.0,
 ) -> float:
     """Tokens trained until the next failure or the horizon, whichever is first.
 
@@ -39,7 +40,8 @@ def expected_tokens(
 
     ``fatal_share`` of the workers are the only holder of some layer. If the next failure hits one of them, a
     restart from a checkpoint of ``restart_s`` = R follows, of which as much is charged to the layout that takes
-    the risk as fits before the horizon: E[min(R, (H - D)+)] = r - M e^(-(H-r)/M) (1 - e^(-r/M)), r = min(R, H).
+    the risk as fits before the horizon: E[min(R, (H - D)+)] = r - M e^(-(H-r)/M) (1 - e^(-r/M)), r = min(R, H),
+    at ``usual_step_s``, which is the same for all layouts: a faster one must not pay more for the same wait.
     A layout that risks more than it can gain has a negative score.
     """
     if transition_s >= horizon_s:
@@ -47,7 +49,7 @@ def expected_tokens(
     useful_s = mtbf_s * (math.exp(-transition_s / mtbf_s) - math.exp(-horizon_s / mtbf_s))
     lost_s = min(restart_s, horizon_s)
     risk_s = lost_s - mtbf_s * math.exp(-(horizon_s - lost_s) / mtbf_s) * -math.expm1(-lost_s / mtbf_s)
-    return tokens_per_step / step_s * (useful_s - fatal_share * risk_s)
+    return tokens_per_step * (useful_s / step_s - fatal_share * risk_s / usual_step_s)
 
 
 def break_even_s(slow_step_s: float, fast_step_s: float, transition_s: float) -> float:

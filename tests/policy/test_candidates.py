@@ -2,9 +2,9 @@ import pytest
 
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.generate import build_schedule, order_routes
-from odyssey_megatron.plan.layout import Hop, layout_from_routes, pipeline_route
+from odyssey_megatron.plan.layout import Hop, layout_from_routes, megatron_layout, pipeline_route
 from odyssey_megatron.plan.verify import verify
-from odyssey_megatron.policy.candidates import merge_hops, reroute
+from odyssey_megatron.policy.candidates import drop_pipelines, merge_hops, reroute, shift_layers
 from tests.plan.samples import uniform_costs
 from tests.plan.test_generate import pipelines
 
@@ -67,6 +67,39 @@ def test_a_slow_holder_gets_less():
     shares = {route.hops[0].worker: len(route.microbatches) for route in after.routes}
     assert order_routes(after, uniform_costs(1), speeds={1: 0.5}).done_s == {1: 24.0, 2: 24.0}
     assert sum(shares.values()) == 12
+
+
+def test_a_slow_worker_keeps_the_share_of_its_speed():
+    """x = (1 - p) / (1 + p / (N - 1)) of its microbatches leave (papers.md §8.2): p = 1/2, N = 3, x = 0.4."""
+    layout = pipelines(1, 3, 15)
+    after = reroute(layout, {0, 1, 2}, uniform_costs(1), {1: 0.5})
+    shares = dict.fromkeys((0, 1, 2), 0)
+    for route in after.routes:
+        shares[route.hops[0].worker] += len(route.microbatches)
+    assert shares == {0: 18, 1: 9, 2: 18}
+
+
+def test_dropped_pipelines_leave_their_rest_as_holders():
+    layout = pipelines(2, 3, 2)
+    after = drop_pipelines(layout, alive_without(layout, 0))
+    assert after.holders == ((1, 2), (3, 4, 5))
+    assert [(len(r.microbatches), r.hops[0].worker) for r in after.routes] == [(3, 1), (3, 2)]
+    verify(after, build_schedule(after, uniform_costs(2)))
+    with pytest.raises(PlanInfeasible, match="every pipeline"):
+        drop_pipelines(layout, alive_without(layout, 0, 1, 5))
+
+
+def test_boundaries_move_away_from_the_damaged_stage():
+    """Three stages of four layers on three pipelines; the middle one loses a worker: 12 / 8 = 4 / 2.67 / 4 wide."""
+    before = megatron_layout(num_layers=14, pipeline_size=3, num_workers=9, num_microbatches=9)
+    costs = uniform_costs(12, ends=True)
+    kept = reroute(before, set(range(9)) - {4}, costs)
+    moved = shift_layers(kept, costs)
+    assert [hop.last for hop in kept.routes[0].hops] == [5, 9, 14]
+    assert [hop.last for hop in moved.routes[0].hops] in ([6, 9, 14], [5, 8, 14])
+    verify(moved, build_schedule(moved, costs))
+    with pytest.raises(PlanInfeasible, match="no boundary is better"):
+        shift_layers(before, costs)
 
 
 def test_ragged_holders_take_over_in_pieces():

@@ -221,3 +221,28 @@ def test_costs_without_bytes_still_decide():
     profile = Profile(costs=uniform_costs(8, ends=True))
     _, decision = recover(8, 4, (5,), profile=profile)
     check(decision.plan, set(range(8)) - {5})
+
+
+def test_a_slow_worker_alone_is_worth_a_new_plan():
+    spec, state = job(2), initial_state(nodes=(0,) * 8)
+    before = initial_plan(spec, state, PROFILE)
+    slow = tuple(replace(w, speed=0.4) if w.worker == 5 else w for w in state.workers)
+    state = replace(state, workers=slow)
+    decision = decide(
+        job=spec, state=state, previous=before, profile=PROFILE, config=OdysseyConfig(), now_s=1.0
+    )
+    assert {row.name for row in decision.candidates} == {"keep", "rebalance", "replan"}
+    keep = next(row for row in decision.candidates if row.name == "keep")
+    assert decision.plan.step_s < 0.8 * keep.step_s
+    verify(decision.plan.layout, decision.plan.schedule)
+
+
+def test_a_worker_that_comes_back_is_used():
+    _, first = recover(8, 4, (2,), policy="replan")
+    state = initial_state(nodes=(0,) * 8)
+    again = decide(
+        job=job(4), state=state, previous=first.plan, profile=PROFILE, config=OdysseyConfig(), now_s=1.0
+    )
+    assert 2 in again.plan.layout.workers
+    assert again.plan.step_s < first.plan.step_s
+    assert {one.target for one in again.plan.transfers} >= {2}

@@ -62,5 +62,6 @@ def test_the_risk_of_a_lone_holder_is_charged():
         horizon_s=horizon,
         fatal_share=share,
         restart_s=restart,
+        usual_step_s=4.0,
     )
-    assert safe - risky == pytest.approx(100 / 2.0 * share * risk, rel=1e-3)
+    assert safe - risky == pytest.approx(100 / 4.0 * share * risk, rel=1e-3)
