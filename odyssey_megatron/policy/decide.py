@@ -26,6 +26,9 @@ from odyssey_megatron.policy.search import search_for
 _FINALISTS = 6
 """At most so many shapes of a replan are scheduled in full; the others only get an estimate."""
 
+_ALIKE = 0.001
+"""A shape that could at best be this share better than another one is not worth scheduling."""
+
 _MANY_WORKERS = 256
 """Above this two shapes are, first, as their pipelines are alike; the rest only if it may win by 0.5 %."""
 
@@ -163,8 +166,12 @@ def _search(
     for option in queue:
         best = max((one.score for one in worked), default=-math.inf)
         settled = any(wanted(o) for o in queue) and not wanted(option)
-        full = option.name == "replan" and sum(one.name == "replan" for one in worked) >= finalists
-        if worked and (settled or full or case.promise(option) <= best + margin * abs(best)):
+        replans = [one.score for one in worked if one.name == "replan"]
+        if option.name == "replan" and replans:
+            full = len(replans) >= finalists or case.promise(option) <= max(replans) + _ALIKE * abs(best)
+        else:
+            full = case.promise(option) <= best + margin * abs(best)
+        if worked and (settled or full):
             left.append(option)
             continue
         try:
@@ -189,7 +196,7 @@ def _left_over(
         promise = case.promise(option)
         if not wanted(option):
             reason = "not the policy asked for"
-        elif promise <= best.score or option.name != "replan":
+        elif promise <= best.score * (1 + _ALIKE) or option.name != "replan":
             reason = f"not scheduled: at best {_beside(promise, best.score)}"
         else:
             reason = "not scheduled: behind others by its estimate"

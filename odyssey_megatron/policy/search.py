@@ -239,13 +239,26 @@ class Search:
 
 
 def finish_s(count: int, rates: Sequence[tuple[Rate, int]]) -> float:
-    """The least time in which pipelines, given as (rate, how many), can do ``count`` microbatches."""
-    low, high = 0.0, max(rate.finish_s(count) for rate, _ in rates)
-    for _ in range(60):
-        middle = (low + high) / 2
-        done = sum(n * max(1, _done_by(middle, rate)) for rate, n in rates)
-        low, high = (low, middle) if done >= count else (middle, high)
-    return max(high, *(rate.finish_s(1) for rate, _ in rates))
+    """The least time in which pipelines, given as (rate, how many), can do ``count`` microbatches.
+
+    The time is that of some pipeline's last microbatch. With fractions allowed it would be ``fluid``, and rounding
+    down loses each pipeline less than one, so the answer is within one microbatch of the slowest above it.
+    """
+    paced = [(rate, n) for rate, n in rates if rate.each_s > 0]
+    if not paced:
+        return max(rate.head_s for rate, _ in rates)
+    fluid = (count + sum(n * rate.head_s / rate.each_s for rate, n in paced)) / sum(
+        n / rate.each_s for rate, n in paced
+    )
+    least = max(rate.finish_s(1) for rate, _ in rates)
+    high = max(fluid + max(rate.each_s for rate, _ in paced), least)
+    times = {least}
+    for rate, _ in paced:
+        first = max(1, int((fluid - rate.head_s) / rate.each_s))
+        times |= {rate.finish_s(k) for k in range(first, int((high - rate.head_s) / rate.each_s) + 2)}
+    ascending = sorted(time for time in times if time >= least)
+    at = bisect_left(ascending, True, key=lambda t: sum(n * max(1, _done_by(t, r)) for r, n in rates) >= count)
+    return ascending[min(at, len(ascending) - 1)]
 
 
 def _done_by(time_s: float, rate: Rate) -> int:
