@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing import api as multiprocessing_api
 from odyssey_megatron.cluster.events import RankDied
 from odyssey_megatron.codec import from_json
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.errors import ControlPlaneLost
+from odyssey_megatron.errors import ConfigError, ControlPlaneLost
 from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch.control import Control, EventReader
 from odyssey_megatron.launch.coordinator import Coordinator, Verdict
@@ -62,6 +62,14 @@ class OdysseyAgent(LocalElasticAgent):
     def _set_local_rank_env(self, worker_env: dict[str, Any], local_rank: int, spec: Any) -> None:
         super()._set_local_rank_env(worker_env, local_rank, spec)
         worker_env["ODYSSEY_SLOT"] = str(local_rank)
+
+    def _rendezvous(self, worker_group: Any) -> None:
+        super()._rendezvous(worker_group)
+        if not self._connect().same_token():
+            raise ConfigError(
+                f"node {worker_group.group_rank} has another ODYSSEY_TOKEN than the rest of the job. Set it to "
+                "the same value on all nodes."
+            )
 
     def _invoke_run(self, role: str = "default") -> RunResult:
         group, launch = self._worker_group, self._launch

@@ -65,6 +65,7 @@ class Control:
     """
 
     def __init__(self, store: dist.Store, token: str):
+        self._base, self._fingerprint = store, hashlib.sha256(b"odyssey check " + token.encode()).hexdigest()
         self._key = hashlib.sha256(b"odyssey seal " + token.encode()).digest()
         prefix = hashlib.sha256(b"odyssey prefix " + token.encode()).hexdigest()[:16]
         self.store = dist.PrefixStore(f"odyssey/{prefix}", store)
@@ -81,6 +82,12 @@ class Control:
             raise ControlPlaneLost(f"no store at {host}:{port} within {timeout_s} s: {error}") from error
         store.set_timeout(_IDLE_TIMEOUT)
         return cls(store, token)
+
+    def same_token(self) -> bool:
+        """Whether all who have asked so far have the same token; who has another one sees none of their keys."""
+        with _lost():
+            known = self._base.compare_set("odyssey/token", "", self._fingerprint)
+        return known == self._fingerprint.encode()
 
     def seal(self, key: str, text: str) -> str:
         """``text`` with its keyed digest in front. The digest covers ``key``: no value works elsewhere."""

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tests.launch.jobserver import CHECKOUT, events, pid_of, wait_for
+from tests.launch.jobserver import CHECKOUT, Job, events, pid_of, wait_for
 from tests.launch.test_survival import committed, is_running
 
 pytestmark = pytest.mark.usefixtures("server")
@@ -17,9 +17,8 @@ pytestmark = pytest.mark.usefixtures("server")
 STEPS = 120
 
 
-@pytest.fixture
-def nodes(server, tmp_path):
-    """Two agents of two ranks each; the first of the list hosts the coordinator."""
+def start(server, tmp_path, tokens: tuple[str, str]) -> list[Job]:
+    """Two agents of two ranks each; the first one hosts the coordinator."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -28,15 +27,20 @@ def nodes(server, tmp_path):
         *(CHECKOUT / "tests/launch/toy.py", "--steps", STEPS, "--step-s", 0.02, "--pipeline", 1),
         *("--odyssey-device", "cpu", "--odyssey-run-dir", tmp_path / "run", "--odyssey-node-lease-s", 0.8),
     ]
-    jobs = [
+    address = ["--master-addr", "127.0.0.1", "--master-port", port]
+    return [
         server.run(
-            ["--nnodes", 2, "--node-rank", node, "--nproc-per-node", 2, "--master-addr", "127.0.0.1",
-             "--master-port", port, *script],
+            ["--nnodes", 2, "--node-rank", node, "--nproc-per-node", 2, *address, *script],
             log=tmp_path / f"node{node}",
-            env={"ODYSSEY_TOKEN": "two nodes"},
+            env={"ODYSSEY_TOKEN": token},
         )
-        for node in range(2)
-    ]  # fmt: skip
+        for node, token in enumerate(tokens)
+    ]
+
+
+@pytest.fixture
+def nodes(server, tmp_path):
+    jobs = start(server, tmp_path, ("two nodes", "two nodes"))
     wait_for(lambda: len(events(tmp_path / "run", "recovered")) == 4, 30, "all ranks in their groups")
     yield jobs
     for job in jobs:
@@ -69,3 +73,13 @@ def test_the_first_agent_is_killed(nodes, tmp_path):
     assert time.monotonic() - began_s < 10
     assert "the first agent, which hosts the coordinator, is gone" in nodes[1].log()
     wait_for(lambda: not any(map(is_running, pids)), 5, "all ranks end")
+
+
+def test_nodes_with_different_secrets(server, tmp_path):
+    jobs = start(server, tmp_path, ("one", "other"))
+    codes = [job.wait(30) for job in jobs]
+    logs = [job.log() for job in jobs]
+    assert 2 in codes, logs
+    assert 0 not in codes, logs
+    assert "has another ODYSSEY_TOKEN" in "".join(logs)
+    assert not (tmp_path / "run").exists() or not events(tmp_path / "run", "decision")

@@ -92,6 +92,13 @@ def test_a_hung_rank_is_fenced(toy, tmp_path):
     assert "rank 2 has been silent for 0.8 s" in job.log()
 
 
+def test_ranks_that_were_not_forked_from_a_preloaded_process(toy, tmp_path):
+    job = toy(
+        2, "--pipeline", 1, "--steps", 20, "--odyssey-inject", "rank=0,step=5,at=forward", ODYSSEY_PRELOAD=""
+    )
+    check(job, tmp_path, steps=20, survivors={1})
+
+
 def test_a_retry_gives_fresh_groups_to_the_same_members(toy, tmp_path):
     check(toy(4, "--steps", 20, "--retry-every", 8), tmp_path, steps=20, survivors={0, 1, 2, 3})
     assert decided(tmp_path) == [[], []]
