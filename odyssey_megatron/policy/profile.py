@@ -130,18 +130,18 @@ def _least_squares(
 
     A handful of unknowns: each pass solves one exactly; the problem is strictly convex, so this converges.
     """
+    size = range(len(start))
+    weighed = list(zip(rows, seen, weights, strict=True))
+    gram = [[sum(w * row[j] * row[k] for row, _, w in weighed) for k in size] for j in size]
+    aim = [sum(w * row[j] * value for row, value, w in weighed) + _PRIOR_WEIGHT * start[j] for j in size]
     x = list(start)
     for _ in range(200):
         change = 0.0
-        for j in range(len(x)):
-            top, bottom = _PRIOR_WEIGHT * start[j], _PRIOR_WEIGHT
-            for row, value, weight in zip(rows, seen, weights, strict=True):
-                others = sum(row[k] * x[k] for k in range(len(x)) if k != j)
-                top += weight * row[j] * (value - others)
-                bottom += weight * row[j] ** 2
-            new = max(0.0, top / bottom)
+        for j in size:
+            others = sum(gram[j][k] * x[k] for k in size if k != j)
+            new = max(0.0, (aim[j] - others) / (gram[j][j] + _PRIOR_WEIGHT))
             change, x[j] = max(change, abs(new - x[j])), new
-        if change <= 1e-12 * max(x, default=0.0):
+        if change <= 1e-9 * max(x):
             break
     return x
 
