@@ -23,9 +23,9 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import api as multiprocessing_api
 
 from odyssey_megatron.cluster.events import RankDied
-from odyssey_megatron.codec import from_json
+from odyssey_megatron.codec import from_json, to_json
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.errors import ConfigError, ControlPlaneLost
+from odyssey_megatron.errors import EXIT_BAD_INPUT, ConfigError, ControlPlaneLost
 from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch.control import Control, EventReader
 from odyssey_megatron.launch.coordinator import Coordinator, Verdict
@@ -38,6 +38,10 @@ _log = logging.getLogger(__name__)
 
 _TERMINATE_S = 5.0
 """From SIGTERM to SIGKILL, for ranks that outlast the verdict."""
+_OTHER_TOKEN = (
+    "the nodes have different secrets, so they cannot work together. Set the variable ODYSSEY_TOKEN to the same "
+    "value on all nodes."
+)
 _FAREWELL_S = 5.0
 """How long the first agent keeps the store for the others to read the verdict."""
 
@@ -66,10 +70,7 @@ class OdysseyAgent(LocalElasticAgent):
     def _rendezvous(self, worker_group: Any) -> None:
         super()._rendezvous(worker_group)
         if not self._connect().same_token():
-            raise ConfigError(
-                f"node {worker_group.group_rank} has another ODYSSEY_TOKEN than the rest of the job. Set it to "
-                "the same value on all nodes."
-            )
+            raise ConfigError(_OTHER_TOKEN)
 
     def _invoke_run(self, role: str = "default") -> RunResult:
         group, launch = self._worker_group, self._launch
@@ -128,11 +129,10 @@ class OdysseyAgent(LocalElasticAgent):
         launch, count = self._launch, self._worker_group.group_world_size
 
         def run() -> None:
-            control.wait([keys.node_key(node) for node in range(count)])
-            nodes = {
-                rank: node for node in range(count) for rank in json.loads(control.get(keys.node_key(node)))
-            }
-            control.wait([keys.lease_key(node) for node in range(count)])
+            nodes = self._await_nodes(control, count)
+            if isinstance(nodes, Verdict):
+                _say(f"[odyssey] {nodes.why}")
+                return control.put(keys.VERDICT, to_json(nodes))
             Coordinator(
                 control=control,
                 events=EventReader(self._connect()),
@@ -144,6 +144,20 @@ class OdysseyAgent(LocalElasticAgent):
             ).run()
 
         threading.Thread(target=run, name="odyssey-coordinator", daemon=True).start()
+
+    def _await_nodes(self, control: Control, count: int) -> dict[int, int] | Verdict:
+        """The node of each rank, once all agents have listed theirs."""
+        limit_s = self._launch.config.store_timeout_s
+        listed = [keys.node_key(node) for node in range(count)]
+        ends_s = time.monotonic() + limit_s
+        while not control.has([*listed, *(keys.lease_key(node) for node in range(count))]):
+            if control.other_token_seen():
+                return Verdict(code=EXIT_BAD_INPUT, why=_OTHER_TOKEN)
+            if time.monotonic() > ends_s:
+                return Verdict(code=1, why=f"not all of {count} nodes have joined within {limit_s} s.")
+            time.sleep(0.02)
+        ranks = {node: json.loads(text) for node, text in enumerate(control.read(listed))}
+        return {rank: node for node in ranks for rank in ranks[node]}
 
     def _keep_lease(self, control: Control, node: int) -> None:
         beat = 0

@@ -84,10 +84,18 @@ class Control:
         return cls(store, token)
 
     def same_token(self) -> bool:
-        """Whether all who have asked so far have the same token; who has another one sees none of their keys."""
+        """Whether the first one who asked has this token; who has another one sees none of its keys."""
         with _lost():
             known = self._base.compare_set("odyssey/token", "", self._fingerprint)
-        return known == self._fingerprint.encode()
+            if known != self._fingerprint.encode():
+                self._base.set("odyssey/other-token", "seen")
+                return False
+        return True
+
+    def other_token_seen(self) -> bool:
+        """Whether somebody came with another token."""
+        with _lost():
+            return self._base.check(["odyssey/other-token"])
 
     def seal(self, key: str, text: str) -> str:
         """``text`` with its keyed digest in front. The digest covers ``key``: no value works elsewhere."""

@@ -11,7 +11,7 @@ import json
 import logging
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from odyssey_megatron.cluster.events import (
@@ -167,49 +167,48 @@ class Coordinator:
     def _train(self) -> Verdict:
         self._rehearse()
         while True:
-            members, dead, wanted, codes, detected_s = set(self._state.ranks), [], "", {}, 0.0
+            before, wanted, deaths = self._state, "", []
             for event in self._batch():
-                if isinstance(event, Retry) and event.generation == self._state.generation:
+                if isinstance(event, Retry) and event.generation == before.generation:
                     wanted = f"rank {event.rank} asked for it: {event.reason}"
-                if isinstance(event, RankDied):
-                    self._exits[event.rank] = codes[event.rank] = event.code
                 if isinstance(event, (RankDied, NodeLost)):
-                    detected_s = detected_s or event.t_s
+                    deaths.append(event)
                 self._apply(event)
-            dead = sorted(members - set(self._state.ranks))
-            alive = set(self._state.ranks)
+            dead = sorted(set(before.ranks) - set(self._state.ranks))
             if dead:
-                self._note_deaths(dead, codes)
-            if dead and (verdict := self._hopeless(dead)):
-                return verdict
-            if alive <= self._state.finished:
+                self._note_deaths(dead, deaths)
+                if verdict := self._hopeless(dead):
+                    return verdict
+            if set(self._state.ranks) <= self._state.finished:
                 return self._finish()
             self._fruitless += bool(wanted and not dead)
             if self._fruitless > _MAX_FRUITLESS:
                 return self._stop(f"{_MAX_FRUITLESS} generations in a row failed: {wanted}", 1)
             if dead or wanted:
-                verdict = self._recover(dead, wanted or "failure", detected_s or time.monotonic())
-                if verdict:
+                detected_s = deaths[0].t_s if deaths else time.monotonic()
+                if verdict := self._recover(dead, wanted or "failure", detected_s):
                     return verdict
 
     def _apply(self, event: Event) -> None:
         if isinstance(event, RankFinished) and event.rank not in self._state.live:
             return  # said in an earlier generation, before it had to help with the next one
+        if isinstance(event, RankDied):
+            self._exits[event.rank] = event.code
         self._state = apply(self._state, event)
         if isinstance(event, GenerationLive) and self._state.is_live and self._current is not None:
             self._live_plan, self._fruitless = self._current.plan, 0
             # Every member has read this generation, so nobody still waits for an earlier one.
             self._control.forget_before(self._current.number)
 
-    def _note_deaths(self, dead: list[int], codes: Mapping[int, int]) -> None:
-        cause = "node" if any(rank not in codes for rank in dead) else "rank"
+    def _note_deaths(self, dead: list[int], deaths: Sequence[RankDied | NodeLost]) -> None:
+        reports = {one.rank: one for one in deaths if isinstance(one, RankDied)}
         self._journal.event(
             "failure_detected",
             generation=self._state.generation,
             echo=True,
             dead=dead,
-            code=[codes.get(rank, -9) for rank in dead],
-            cause=cause,
+            code=[reports[rank].code if rank in reports else -9 for rank in dead],
+            cause=",".join(sorted({reports[rank].cause if rank in reports else "node" for rank in dead})),
         )
 
     def _hopeless(self, dead: list[int]) -> Verdict | None:

@@ -81,5 +81,5 @@ def test_nodes_with_different_secrets(server, tmp_path):
     logs = [job.log() for job in jobs]
     assert 2 in codes, logs
     assert 0 not in codes, logs
-    assert "has another ODYSSEY_TOKEN" in "".join(logs)
+    assert "the nodes have different secrets" in "".join(logs)
     assert not (tmp_path / "run").exists() or not events(tmp_path / "run", "decision")
