@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from odyssey_megatron.cluster.job import JobSpec
@@ -93,12 +93,14 @@ def decide(
     profile: Profile,
     config: OdysseyConfig,
     now_s: float,
+    among: Collection[str] | None = None,
 ) -> Decision:
     """The best plan for the workers that are alive.
 
     Args:
         previous: the plan whose holders are complete and current.
         now_s: on the clock of ``state``'s times.
+        among: names of options to choose from; None = all.
 
     Raises:
         LayersLost: some layer has no living holder (I9); names ranks.
@@ -115,6 +117,8 @@ def decide(
     )
     _check_holders(case)
     found, impossible = options(case)
+    if among is not None:
+        found = [option for option in found if option.name in among]
     best, rows = _search(case, found, config.policy)
     rows += [_unscored(name, None, reason) for name, reason in impossible]
     if best is None:

@@ -17,6 +17,9 @@ from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.score import expected_tokens
 from odyssey_megatron.policy.search import place, search_for
 
+ZERO_TRANSFER = frozenset({"keep", "rebalance", "reroute", "drop"})
+"""Options that send no state."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:

@@ -21,6 +21,7 @@ from odyssey_megatron.policy.decide import Decision, decide, initial_plan
 from odyssey_megatron.policy.presets import ACCELERATORS, GIB, MODELS, preset_profile
 from odyssey_megatron.policy.profile import Profile, load_profile
 from odyssey_megatron.policy.table import candidates_table
+from odyssey_megatron.policy.two_speed import TwoSpeed, two_speed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,27 +138,33 @@ def main_plan(argv: Sequence[str]) -> int:
     except PlanInfeasible as error:
         raise ConfigError(f"the healthy job does not fit: {error}.") from error
     try:
-        decision, seconds = _decide(options, scenario, before)
+        decision, both, seconds = _decide(options, scenario, before)
     except LayersLost as lost:
         sys.stdout.write(f"{lost}\n")
         return EXIT_LAYERS_LOST
-    sys.stdout.write(
-        _as_json(before, decision, seconds) if options.json else _as_text(options, scenario, before, decision, seconds)
-    )
+    if options.json:
+        sys.stdout.write(_as_json(before, decision, seconds))
+    else:
+        sys.stdout.write(_as_text(options, scenario, before, decision, both, seconds))
     return 0
 
 
-def _decide(options: argparse.Namespace, scenario: Scenario, before: Plan) -> tuple[Decision, float]:
+def _decide(
+    options: argparse.Namespace, scenario: Scenario, before: Plan
+) -> tuple[Decision, TwoSpeed | None, float]:
     state = scenario.state
     for place in options.kill:
         event = RankDied(rank=scenario.rank(place), code=-9, cause="killed", t_s=0.0)
         state = apply(state, event)
     config = OdysseyConfig(policy=options.policy, mtbf_s=options.mtbf_s, horizon_s=options.horizon_s)
+    job, profile = scenario.job, scenario.profile
     start = time.perf_counter()
-    decision = decide(
-        job=scenario.job, state=state, previous=before, profile=scenario.profile, config=config, now_s=0.0
+    decision = decide(job=job, state=state, previous=before, profile=profile, config=config, now_s=0.0)
+    seconds = time.perf_counter() - start
+    both = two_speed(
+        job=job, state=state, previous=before, profile=profile, config=config, now_s=0.0, direct=decision
     )
-    return decision, time.perf_counter() - start
+    return decision, both, seconds
 
 
 def _as_json(before: Plan, decision: Decision, seconds: float) -> str:
@@ -169,7 +176,12 @@ def _as_json(before: Plan, decision: Decision, seconds: float) -> str:
 
 
 def _as_text(
-    options: argparse.Namespace, scenario: Scenario, before: Plan, decision: Decision, seconds: float
+    options: argparse.Namespace,
+    scenario: Scenario,
+    before: Plan,
+    decision: Decision,
+    both: TwoSpeed | None,
+    seconds: float,
 ) -> str:
     after = decision.plan
     lines = [
@@ -184,10 +196,19 @@ def _as_text(
         "",
         _summary("after", after, scenario),
         *_grid(options, scenario, after),
+        *([_two_speed_text(both)] if both else []),
         "",
         f"throughput after / before: {before.step_s / after.step_s:.1%}",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _two_speed_text(both: TwoSpeed) -> str:
+    gain = both.tokens / both.direct_tokens - 1 if both.direct_tokens > 0 else 0.0
+    return (
+        f"two-speed (not executed yet): {both.now.policy} at once, {len(both.then.transfers)} layers move behind "
+        f"{both.after_steps} step(s), then {both.then.policy}: {gain:+.2%} tokens beside moving first"
+    )
 
 
 def _summary(name: str, plan: Plan, scenario: Scenario) -> str:

@@ -3,7 +3,14 @@ import pytest
 from odyssey_megatron.errors import LayersLost
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.plan import Transfer
-from odyssey_megatron.plan.transfer import assign_seats, cheapest_assignment, plan_transfers, transfer_s
+from odyssey_megatron.plan.transfer import (
+    assign_seats,
+    cheapest_assignment,
+    greedy_assignment,
+    plan_transfers,
+    transfer_rounds,
+    transfer_s,
+)
 from tests.plan.samples import uniform_costs
 
 
@@ -17,6 +24,13 @@ def test_kuhn_munkres_of_the_paper():
     columns = cheapest_assignment(cost)
     assert sorted(columns) == [0, 1, 2, 3]
     assert sum(cost[row][column] for row, column in enumerate(columns)) == 2
+
+
+def test_greedy_assignment_covers_each_row_once():
+    alike, other = [0, 1, 2, 2], [2, 2, 0, 1]
+    columns = greedy_assignment([alike, alike, other])
+    assert len(set(columns)) == 3
+    assert columns == (0, 1, 2)
 
 
 def test_seats_move_the_fewest_bytes():
@@ -50,6 +64,25 @@ def test_lost_layers_are_named():
     with pytest.raises(LayersLost) as caught:
         plan_transfers(layout((0, 1), (2,), (2,)), layout((0,), (0,), (0,)), [0, 1], uniform_costs(3))
     assert (caught.value.layers, caught.value.ranks) == ((1, 2), (2,))
+
+
+def test_rounds_keep_both_ends_free():
+    moves = [(0, 0, 2), (1, 0, 3), (2, 1, 2), (3, 1, 3), (4, 2, 0)]
+    transfers = [Transfer(layer=layer, source=a, target=b) for layer, a, b in moves]
+    rounds = transfer_rounds(transfers)
+    assert len(rounds) == 2
+    assert sorted(t.layer for one in rounds for t in one) == [0, 1, 2, 3, 4]
+    for one in rounds:
+        assert len({t.source for t in one}) == len({t.target for t in one}) == len(one)
+
+
+def test_many_seats_are_assigned_by_kind():
+    """300 pipelines of two stages lose one worker; kinds are few, so the greedy assignment is exact here."""
+    held = {worker: (worker % 2,) for worker in range(600) if worker != 4}
+    seats = [(0,), (1,)] * 299 + [(0, 1)]
+    seated = assign_seats(seats, sorted(held), held, uniform_costs(2))
+    assert sorted(seated) == sorted(held)
+    assert sum(len(set(seat) - set(held[w])) for seat, w in zip(seats, seated, strict=True)) == 1
 
 
 def test_transfer_time_is_that_of_the_busiest_end():

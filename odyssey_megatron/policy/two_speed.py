@@ -1,0 +1,87 @@
+"""Two-speed recovery: go on at once by routes alone, and move layers behind the back of the next steps.
+
+Parameters and optimizer state do not change from the end of one optimizer step to the start of the next, so new
+holders can be filled while forwards and backwards run (design section 2). Only the second change of
+groups is then exposed, not the bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from odyssey_megatron.cluster.job import JobSpec
+from odyssey_megatron.cluster.state import ClusterState
+from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.errors import PlanInfeasible
+from odyssey_megatron.plan.plan import Plan
+from odyssey_megatron.plan.transfer import transfer_s
+from odyssey_megatron.policy.decide import Decision, decide
+from odyssey_megatron.policy.options import ZERO_TRANSFER
+from odyssey_megatron.policy.profile import Profile
+from odyssey_megatron.policy.score import mean_time_between_failures_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TwoSpeed:
+    """Two plans in a row."""
+
+    now: Plan
+    """Needs no transfers."""
+    after_steps: int
+    """So many steps of ``now`` hide the transfers of ``then``."""
+    then: Plan
+    tokens: float
+    """Expected to the horizon."""
+    direct_tokens: float
+    """The same for going to ``then`` at once."""
+
+
+def two_speed(
+    *,
+    job: JobSpec,
+    state: ClusterState,
+    previous: Plan,
+    profile: Profile,
+    config: OdysseyConfig,
+    now_s: float,
+    direct: Decision,
+) -> TwoSpeed | None:
+    """The two-speed form of ``direct``; None where it moves nothing, or nothing can go on without moving.
+
+    Expected tokens are integrals of the rate over the time that no failure has come, exponential with mean M as
+    in :mod:`odyssey_megatron.policy.score`. Source: papers.md §8.7, overlapped two-step policy.
+    """
+    if not direct.plan.transfers:
+        return None
+    try:
+        first = decide(
+            job=job,
+            state=state,
+            previous=previous,
+            profile=profile,
+            config=config,
+            now_s=now_s,
+            among=ZERO_TRANSFER,
+        ).plan
+    except PlanInfeasible:
+        return None
+    mean = mean_time_between_failures_s(state, config.mtbf_s, now_s)
+    hidden_s = transfer_s(direct.plan.transfers, profile.costs)
+    steps = max(1, math.ceil(hidden_s / first.step_s))
+    switch = profile.group_build_s + steps * first.step_s
+
+    def tokens(step_s: float, start: float, end: float) -> float:
+        lived = mean * (math.exp(-min(start, end) / mean) - math.exp(-end / mean))
+        return job.tokens_per_step / step_s * lived
+
+    horizon = config.horizon_s
+    then_s = direct.plan.step_s
+    return TwoSpeed(
+        now=first,
+        after_steps=steps,
+        then=direct.plan,
+        tokens=tokens(first.step_s, profile.group_build_s, min(switch, horizon))
+        + tokens(then_s, switch + profile.group_build_s, horizon),
+        direct_tokens=tokens(then_s, direct.plan.transition_s, horizon),
+    )

@@ -1,0 +1,49 @@
+import math
+from dataclasses import replace
+
+import pytest
+
+from odyssey_megatron.cluster.events import RankDied
+from odyssey_megatron.cluster.state import apply, initial_state
+from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.policy.decide import decide, initial_plan
+from odyssey_megatron.policy.two_speed import two_speed
+from tests.policy.test_decide import PROFILE, job
+
+
+def both(link_bytes_per_s):
+    profile = replace(PROFILE, costs=replace(PROFILE.costs, link_bytes_per_s=link_bytes_per_s))
+    state = initial_state(nodes=(0,) * 8)
+    before = initial_plan(job(4), state, profile)
+    state = apply(state, RankDied(rank=2, code=-9, cause="killed", t_s=0.0))
+    arguments = {
+        "job": job(4),
+        "state": state,
+        "previous": before,
+        "profile": profile,
+        "config": OdysseyConfig(mtbf_s=1e9, horizon_s=1e4),
+        "now_s": 0.0,
+    }
+    direct = decide(**arguments)
+    return direct, two_speed(**arguments, direct=direct), profile
+
+
+def test_bytes_hide_behind_steps():
+    """A slow link: moving takes seconds, in which the rerouted steps train on."""
+    direct, plans, profile = both(link_bytes_per_s=5e6)
+    moving_s = direct.plan.transition_s - profile.group_build_s
+    assert moving_s > 1.0
+    assert plans.now.transfers == ()
+    assert plans.then == direct.plan
+    assert plans.after_steps == math.ceil(moving_s / plans.now.step_s)
+    # Some steps more at first, for a second change of groups and the last of them outlasting the transfer.
+    later_s = profile.group_build_s + plans.after_steps * plans.now.step_s - moving_s
+    steps = (plans.tokens - plans.direct_tokens) / 4096
+    assert steps == pytest.approx(plans.after_steps - later_s / plans.then.step_s, rel=0.01)
+    assert steps > 0
+
+
+def test_a_fast_link_has_nothing_to_hide():
+    _, plans, _ = both(link_bytes_per_s=1e12)
+    assert plans.after_steps == 1
+    assert plans.tokens < plans.direct_tokens
