@@ -1,0 +1,51 @@
+"""The example with many generations: in some steps, whoever speaks asks for fresh groups.
+
+Quiet steps in between are slow, so that the groups of earlier generations get time to be buried; at the end of each
+such time a file tells the test to look at the processes, which go on.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "llama"))
+
+import pretrain_llama
+
+from odyssey_megatron.mcore.plugin import Session
+
+QUIET = (range(4, 24), range(46, 66))
+STEPS, SLOW_S = 66, 0.25
+
+
+def marker(run_dir: str | Path, quiet: range) -> Path:
+    return Path(run_dir) / f"quiet{quiet.start}"
+
+
+def main() -> None:
+    sessions: list[Session] = []
+    train = Session.train
+
+    def remember(session: Session, job: Any) -> Any:
+        sessions.append(session)
+        return train(session, job)
+
+    def after_step(train_iters: int, step: int, outcome: Any) -> None:
+        (session,) = sessions
+        for quiet in QUIET:
+            if step in quiet:
+                time.sleep(SLOW_S)
+                if step == quiet.stop - 3:
+                    marker(session.config.run_dir, quiet).touch()
+                return
+        session.member.ask_retry(session.member._newest, "the test wants another generation")
+
+    Session.train, pretrain_llama.print_step = remember, after_step
+    pretrain_llama.main()
+
+
+if __name__ == "__main__":
+    main()
