@@ -98,7 +98,7 @@ def shift_layers(
     if len({worker for holders in stages for worker in holders}) < sum(map(len, stages)):
         raise PlanInfeasible("some worker holds several stages")
     capacity = [sum((speeds or {}).get(worker, 1.0) for worker in holders) for holders in stages]
-    moved = _recut([layer.compute_s for layer in costs.layers], capacity, ends)
+    moved = recut([layer.compute_s for layer in costs.layers], capacity, ends)
     if moved == ends:
         raise PlanInfeasible("no boundary is better elsewhere")
     starts = (0, *moved[:-1])
@@ -118,7 +118,7 @@ def shift_layers(
     return Layout(holders=holders, routes=routes).check()
 
 
-def _recut(work: Sequence[float], capacity: Sequence[float], ends: tuple[int, ...]) -> tuple[int, ...]:
+def recut(work: Sequence[float], capacity: Sequence[float], ends: tuple[int, ...]) -> tuple[int, ...]:
     """New stage ends: least maximum of work / capacity, then least movement; a transformer layer a stage."""
     last, stages = len(work), len(ends)
     sums = [0.0, *accumulate(work)]

@@ -160,7 +160,7 @@ def _replan(case: Case, workers: tuple[int, ...], pipelines: int, estimate_s: fl
 
     def layout() -> Layout:
         shape = search.shape(len(workers), case.job.num_microbatches, pipelines)
-        return place(shape, workers, case.previous, costs)
+        return place(shape, workers, case.previous, costs, case.speeds)
 
     return Option(
         name="replan",

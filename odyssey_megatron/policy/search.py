@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -14,6 +14,7 @@ from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Layout, layout_from_routes, pipeline_route
 from odyssey_megatron.plan.simulate import reduce_s
 from odyssey_megatron.plan.transfer import assign_seats
+from odyssey_megatron.policy.candidates import recut
 
 _SLACK = 1 + 1e-9
 """Sums of floats that are equal on paper must compare equal."""
@@ -234,8 +235,9 @@ class Search:
         ends = self.split(stages)
         if ends is None:
             return None
-        each, start = max((self._stage_s[a][b], a) for a, b in pairwise((0, *ends)))
-        return Rate(head_s=self._forward[start] + (stages - 1) * self.costs.message_s(), each_s=each)
+        spans = pairwise((0, *ends))
+        each, start, stage = max((self._stage_s[a][b], a, stage) for stage, (a, b) in enumerate(spans))
+        return Rate(head_s=self._forward[start] + stage * self.costs.message_s(), each_s=each)
 
 
 def finish_s(count: int, rates: Sequence[tuple[Rate, int]]) -> float:
@@ -279,8 +281,16 @@ def min_max_shares(count: int, rates: Sequence[Rate]) -> tuple[int, ...]:
     return tuple(shares)
 
 
-def place(shape: Shape, workers: Collection[int], previous: Layout, costs: Costs) -> Layout:
+def place(
+    shape: Shape,
+    workers: Collection[int],
+    previous: Layout,
+    costs: Costs,
+    speeds: Mapping[int, float] | None = None,
+) -> Layout:
     """``shape`` on actual workers, so that the fewest bytes move; microbatches dealt out evenly in order.
+
+    Pipelines that got a slow worker are cut and loaded again, to what it can do.
 
     Raises:
         PlanInfeasible: fewer workers than stages.
@@ -294,11 +304,36 @@ def place(shape: Shape, workers: Collection[int], previous: Layout, costs: Costs
             if worker in held:
                 held[worker].append(layer)
     seated = iter(assign_seats(seats, sorted(workers), held, costs))
+    pipelines = [tuple(next(seated) for _ in ends) for ends in shape.ends]
+    if speeds:
+        shape = _at_speed(shape, pipelines, costs, speeds)
     routes = tuple(
-        pipeline_route(tuple(next(seated) for _ in ends), ends, microbatches)
-        for ends, microbatches in zip(shape.ends, deal(shape.shares), strict=True)
+        pipeline_route(pipeline, ends, microbatches)
+        for pipeline, ends, microbatches in zip(pipelines, shape.ends, deal(shape.shares), strict=True)
     )
     return layout_from_routes(len(costs.layers), routes)
+
+
+def _at_speed(
+    shape: Shape, pipelines: Sequence[tuple[int, ...]], costs: Costs, speeds: Mapping[int, float]
+) -> Shape:
+    """``shape`` with boundaries and shares for the speeds of the workers that have its seats."""
+    work = [layer.compute_s for layer in costs.layers]
+    cuts, rates = [], []
+    for pipeline, ends in zip(pipelines, shape.ends, strict=True):
+        capacity = [speeds.get(worker, 1.0) for worker in pipeline]
+        cut = recut(work, capacity, ends) if min(capacity) < 1.0 else ends
+        times = [sum(work[a:b]) / p for (a, b), p in zip(pairwise((0, *cut)), capacity, strict=True)]
+        at = times.index(max(times))
+        forwards = (sum(one.forward_s for one in costs.layers[a:b]) for a, b in pairwise((0, *cut[:at])))
+        head = sum(f / p for f, p in zip(forwards, capacity, strict=False))
+        cuts.append(cut)
+        rates.append(Rate(head_s=head, each_s=times[at]))
+    return Shape(
+        ends=tuple(cuts),
+        shares=min_max_shares(sum(shape.shares), rates),
+        estimate_s=shape.estimate_s,
+    )
 
 
 def deal(shares: Sequence[int]) -> tuple[tuple[int, ...], ...]:

@@ -213,9 +213,10 @@ def _two_speed_text(both: TwoSpeed) -> str:
 
 def _summary(name: str, plan: Plan, scenario: Scenario) -> str:
     fullest = max(size for _, size in plan.peak_bytes) / GIB
+    above = max(0.0, plan.step_s / plan.bound_s - 1)
     return (
-        f"{name}: {plan.policy}, step {plan.step_s * 1e3:.1f} ms ({plan.step_s / plan.bound_s - 1:.1%} above the "
-        f"bound), {scenario.job.tokens_per_step / plan.step_s:,.0f} tokens/s, fullest worker {fullest:.1f} GiB"
+        f"{name}: {plan.policy}, step {plan.step_s * 1e3:.1f} ms ({above:.1%} above the bound), "
+        f"{scenario.job.tokens_per_step / plan.step_s:,.0f} tokens/s, fullest worker {fullest:.1f} GiB"
     )
 
 

@@ -5,6 +5,7 @@ import pytest
 
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.generate import order_routes
+from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
 from odyssey_megatron.policy.search import Rate, Search, deal, finish_s, min_max_shares, place
 from tests.plan.samples import layer, uniform_costs
 from tests.plan.test_generate import pipelines
@@ -93,6 +94,18 @@ def test_little_memory_slows_the_estimate():
     assert Search(costs, 1000).rate(4).each_s == 3.0
     # Room for one microbatch: the first stage waits until it is back, 4 down, 4 up and its weight gradient.
     assert Search(costs, 4 + 4 + 1).rate(4).each_s == 9.0
+
+
+def test_a_slow_worker_gets_fewer_layers_and_its_pipeline_fewer_microbatches():
+    costs = uniform_costs(12, ends=True)
+    shape = Search(costs).shape(8, 16, 2)
+    previous = layout_from_routes(14, (pipeline_route((0, 2, 4, 6), (4, 7, 10, 14), (0,)),))
+    layout = place(shape, range(8), previous, costs, {2: 0.5})
+    slow, whole = sorted(layout.routes, key=lambda route: 2 not in [hop.worker for hop in route.hops])
+    spans = {hop.worker: hop.last - hop.first for hop in slow.hops}
+    assert spans[2] == 2
+    assert sorted(hop.last - hop.first for hop in whole.hops) == [3, 3, 4, 4]  # ends: embedding, head
+    assert (len(slow.microbatches), len(whole.microbatches)) == (7, 9)
 
 
 def test_one_worker_can_run_everything():
