@@ -95,7 +95,7 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
             store=store,
             group_name=torch_name,
             backend_config=f"{device}:{kind}",
-            rank_mapping={rank: index for index, rank in enumerate(ranks)},
+            rank_mapping={one: index for index, one in enumerate(ranks)},
         )
         self._groups[name] = group
 
