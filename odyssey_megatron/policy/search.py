@@ -166,12 +166,12 @@ class Search:
 
     def _estimate_s(self, rates: list[tuple[int, Rate, int]], microbatches: int, pipelines: int) -> float:
         step = finish_s(microbatches, [(rate, count) for _, rate, count in rates])
-        return step + max(self._reduction_s(length, pipelines) for length, _, _ in rates)
+        return step + min(self._reduction_s(length, pipelines) for length, _, _ in rates)
 
     def _reduction_s(self, stages: int, pipelines: int) -> float:
-        """Gradient reduction of the stage with the most parameters, as one block over all pipelines."""
-        ends = self.split(stages) or ()
-        return max(reduce_s(self.costs, first, last, pipelines) for first, last in pairwise((0, *ends)))
+        """Gradient reduction of the slowest stage, which comes after its work, over all pipelines."""
+        first, last, _ = self._slowest(stages)
+        return reduce_s(self.costs, first, last, pipelines)
 
     def split(self, stages: int) -> tuple[int, ...] | None:
         """Stage ends such that the slowest stage is as fast as possible, then the others as equal as possible.
@@ -232,12 +232,17 @@ class Search:
         starts when the first activation reaches it and then has all its work to do. (Chameleon's Eq. 9,
         papers.md §1.3, counts the drain as well.) The last of equally slow stages starts latest.
         """
-        ends = self.split(stages)
-        if ends is None:
+        if self.split(stages) is None:
             return None
-        spans = pairwise((0, *ends))
-        each, start, stage = max((self._stage_s[a][b], a, stage) for stage, (a, b) in enumerate(spans))
-        return Rate(head_s=self._forward[start] + stage * self.costs.message_s(), each_s=each)
+        first, last, stage = self._slowest(stages)
+        head_s = self._forward[first] + stage * self.costs.message_s()
+        return Rate(head_s=head_s, each_s=self._stage_s[first][last])
+
+    def _slowest(self, stages: int) -> tuple[int, int, int]:
+        """(first layer, last, stage) of the slowest stage of a split that fits; the last one if several are."""
+        spans = enumerate(pairwise((0, *(self.split(stages) or ()))))
+        _, stage, first, last = max((self._stage_s[a][b], stage, a, b) for stage, (a, b) in spans)
+        return first, last, stage
 
 
 def finish_s(count: int, rates: Sequence[tuple[Rate, int]]) -> float:
