@@ -201,11 +201,9 @@ def _list_schedule(
     """
     count, worker, lag, behind = len(tasks.visits), tasks.worker, tasks.lag, tasks.behind
     need, early, room, starts = tasks.need, tasks.early, tasks.room, tasks.starts
-    forwards: list[list[int]] = [[] for _ in range(num_workers)]
-    input_grads: list[list[int]] = [[] for _ in range(num_workers)]
-    weight_grads: list[list[int]] = [[] for _ in range(num_workers)]
+    forwards, input_grads, weight_grads = ([list[int]() for _ in range(num_workers)] for _ in range(3))
     live, in_flight, done = [0] * num_workers, [0] * num_workers, [0] * num_workers
-    free, queues = [True] * num_workers, [[] for _ in range(num_workers)]  # type: list[bool], list[list[int]]
+    free, queues = [True] * num_workers, [list[int]() for _ in range(num_workers)]
     # An event is time << bits | what. what < count: the forward of that visit is ready; < 2 count: its
     # input gradient; else: a worker is free.
     bits = (2 * count + num_workers).bit_length()
@@ -215,16 +213,13 @@ def _list_schedule(
         now = events[0] >> bits
         touched = set()
         while events and events[0] >> bits == now:
-            what = heappop(events) & mask
-            if what < count:
-                heappush(forwards[worker[what]], what)
-                touched.add(worker[what])
-            elif what < 2 * count:
-                heappush(input_grads[worker[what - count]], what - count)
-                touched.add(worker[what - count])
+            kind, what = divmod(heappop(events) & mask, count)
+            seat = worker[what] if kind < 2 else what + (kind - 2) * count
+            if kind < 2:
+                heappush((forwards, input_grads)[kind][seat], what)
             else:
-                free[what - 2 * count] = True
-                touched.add(what - 2 * count)
+                free[seat] = True
+            touched.add(seat)
         for seat in touched:
             if not free[seat]:
                 continue

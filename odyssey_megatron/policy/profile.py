@@ -198,19 +198,9 @@ def estimated_profile(
     head_s = 2 * tokens * vocab_size * hidden_size / rate
     copy_s = tokens * hidden_size * dtype_bytes / 1e12 / tp
 
-    def layer(
-        forward_s: float, input_grad_s: float, weight_grad_s: float, activations: int, parameters: int
-    ) -> LayerCost:
-        optimizer = 8 if dtype_bytes >= 4 else 12
-        return LayerCost(
-            forward_s=forward_s,
-            input_grad_s=input_grad_s,
-            weight_grad_s=weight_grad_s,
-            activation_bytes=activations * dtype_bytes // tp,
-            parameter_bytes=2 * dtype_bytes * parameters // tp,
-            optimizer_bytes=optimizer * parameters // tp,
-            state_bytes=(dtype_bytes + optimizer) * parameters // tp,
-        )
+    def layer(forward_s: float, input_grad_s: float, weight_grad_s: float, kept: int, weights: int) -> LayerCost:
+        times = (forward_s, input_grad_s, weight_grad_s)
+        return _layer_cost(times, kept // tp, weights // tp, dtype_bytes)
 
     transformer = layer(
         matmul_s + scores / rate,
@@ -231,3 +221,18 @@ def estimated_profile(
         memory_bytes=memory_bytes,
     )
     return Profile(costs=costs)
+
+
+def _layer_cost(times: tuple[float, float, float], kept: int, weights: int, dtype_bytes: int) -> LayerCost:
+    """A layer that keeps ``kept`` numbers of activations and has ``weights`` parameters, under Adam."""
+    optimizer = 8 if dtype_bytes >= 4 else 12
+    forward_s, input_grad_s, weight_grad_s = times
+    return LayerCost(
+        forward_s=forward_s,
+        input_grad_s=input_grad_s,
+        weight_grad_s=weight_grad_s,
+        activation_bytes=kept * dtype_bytes,
+        parameter_bytes=2 * dtype_bytes * weights,
+        optimizer_bytes=optimizer * weights,
+        state_bytes=(dtype_bytes + optimizer) * weights,
+    )

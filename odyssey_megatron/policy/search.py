@@ -165,8 +165,12 @@ class Search:
         return [(min(length, self.most_stages), count) for length, count in both if count]
 
     def _estimate_s(self, rates: list[tuple[int, Rate, int]], microbatches: int, pipelines: int) -> float:
-        step = finish_s(microbatches, [(rate, count) for _, rate, count in rates])
-        return step + min(self._reduction_s(length, pipelines) for length, _, _ in rates)
+        """The least end of all pipelines' work and, after it, the reduction of their slowest stage."""
+        whole = [
+            (Rate(head_s=rate.head_s + self._reduction_s(length, pipelines), each_s=rate.each_s), count)
+            for length, rate, count in rates
+        ]
+        return finish_s(microbatches, whole)
 
     def _reduction_s(self, stages: int, pipelines: int) -> float:
         """Gradient reduction of the slowest stage, which comes after its work, over all pipelines."""

@@ -1,4 +1,8 @@
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -246,3 +250,22 @@ def test_a_worker_that_comes_back_is_used():
     assert 2 in again.plan.layout.workers
     assert again.plan.step_s < first.plan.step_s
     assert {one.target for one in again.plan.transfers} >= {2}
+
+
+def test_the_plan_does_not_depend_on_the_hash_seed():
+    """Every process that decides must come to the same plan hash."""
+    code = (
+        "from tests.policy.test_decide import recover\n"
+        "print(*(recover(8, 4, (2,), policy=p)[1].plan.hash() for p in ('auto', 'reroute', 'replan')))"
+    )
+    hashes = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            check=True,
+            capture_output=True,
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(hashes) == 1
