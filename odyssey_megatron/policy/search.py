@@ -165,12 +165,34 @@ class Search:
         return [(min(length, self.most_stages), count) for length, count in both if count]
 
     def _estimate_s(self, rates: list[tuple[int, Rate, int]], microbatches: int, pipelines: int) -> float:
-        """The least end of all pipelines' work and, after it, the reduction of their slowest stage."""
-        whole = [
-            (Rate(head_s=rate.head_s + self._reduction_s(length, pipelines), each_s=rate.each_s), count)
-            for length, rate, count in rates
-        ]
-        return finish_s(microbatches, whole)
+        """The least end of all pipelines and, after it, the reduction of their slowest stage.
+
+        Three bounds as in :mod:`odyssey_megatron.plan.bound`: all the work of the slowest stage; its forwards and
+        input gradients, and then the way up; and one microbatch's way down and up.
+        """
+        work, drain, path_s = [], [], 0.0
+        for length, rate, count in rates:
+            reduction_s = self._reduction_s(length, pipelines)
+            work.append((Rate(head_s=rate.head_s + reduction_s, each_s=rate.each_s), count))
+            drain.append((self._drain(length), count))
+            path_s = max(path_s, self._path_s(length))
+        return max(finish_s(microbatches, work), finish_s(microbatches, drain), path_s)
+
+    def _drain(self, stages: int) -> Rate:
+        """Forwards and input gradients of the stage with most of them; before and after it, the way to the first."""
+        ends = self.split(stages) or ()
+        spans = enumerate(pairwise((0, *ends)))
+        each, stage, first = max((self._path[b] - self._path[a], stage, a) for stage, (a, b) in spans)
+        way_s = self._path[first] + 2 * stage * self.costs.message_s()
+        return Rate(head_s=way_s + self._weight_grad_s(0, ends[0]), each_s=each)
+
+    def _path_s(self, stages: int) -> float:
+        """One microbatch alone, to the end of its last weight gradient on the first stage."""
+        ends = self.split(stages) or ()
+        return self._path[-1] + 2 * (stages - 1) * self.costs.message_s() + self._weight_grad_s(0, ends[0])
+
+    def _weight_grad_s(self, first: int, last: int) -> float:
+        return self._work[last] - self._work[first] - (self._path[last] - self._path[first])
 
     def _reduction_s(self, stages: int, pipelines: int) -> float:
         """Gradient reduction of the slowest stage, which comes after its work, over all pipelines."""
