@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
 
-from odyssey_megatron.errors import LayoutInvalid
+from odyssey_megatron.errors import LayoutInvalid, PlanInfeasible
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.schedule import Op
 
@@ -155,6 +155,8 @@ def _tasks(shape: Shape, costs: Costs, urgency: list[tuple[int, int]]) -> Tasks:
             span = spans[worker, first, last]
             deeper = sum(need for depth, need in depths[worker].items() if depth > first)
             room = shape.caps[worker] - span[3] - deeper
+            if room < 0:
+                raise PlanInfeasible(f"layers [{first}:{last}) need {-room} more bytes of activations")
             row.append(((first, last), (worker, *span, room, len(hops) - 1 - at, at == 0)))
         rows.append(row)
     visits = [(m, *layers) for m, route in urgency for layers, _ in rows[route]]

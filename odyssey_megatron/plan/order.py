@@ -59,7 +59,6 @@ def order_routes(
         PlanInfeasible: a cap is below what any order needs.
     """
     caps = activation_caps(layout, costs) if in_flight_cap is None else in_flight_cap
-    _check_caps(layout, costs, caps)
     done_s = dict.fromkeys(layout.workers, 0.0)
     known: dict[Shape, Solved] = {}
     groups = []
@@ -69,7 +68,11 @@ def order_routes(
         microbatches = tuple(sorted(m for route in routes for m in route.microbatches))
         shape = _shape(routes, workers, microbatches, caps, speeds or {})
         if shape not in known:
-            known[shape] = best_order(shape, costs)
+            try:
+                known[shape] = best_order(shape, costs)
+            except PlanInfeasible:
+                _check_caps(layout, costs, caps)  # says which worker
+                raise
         solved = known[shape]
         groups.append(Group(workers=workers, microbatches=microbatches, solved=solved))
         done_s.update(zip(workers, solved.done_s, strict=True))

@@ -41,8 +41,10 @@ def plan_transfers(
     missing = [
         (layer, worker)
         for layer, (before, after) in enumerate(zip(previous.holders, target.holders, strict=True))
-        for worker in sorted(set(after) - set(before))
+        for worker in sorted(set(after).difference(before))
     ]
+    if not missing:
+        return ()
     missing.sort(key=lambda item: (-costs.layers[item[0]].state_bytes, item))
     sent = dict.fromkeys((worker for holders in sources for worker in holders), 0)
     # (bytes when last looked at, worker): bytes only grow, so an entry that is still true is the least.

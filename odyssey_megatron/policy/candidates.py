@@ -144,8 +144,12 @@ def recut(work: Sequence[float], capacity: Sequence[float], ends: tuple[int, ...
 def group_routes(paths: Mapping[int, tuple[Hop, ...]]) -> tuple[Route, ...]:
     """Microbatch -> path, as routes: equal paths share one; ascending by first microbatch."""
     members: dict[tuple[Hop, ...], list[int]] = {}
+    known: dict[int, list[int]] = {}  # hashing a path is slow, and most microbatches share the path object
     for microbatch in sorted(paths):
-        members.setdefault(paths[microbatch], []).append(microbatch)
+        path = paths[microbatch]
+        if id(path) not in known:
+            known[id(path)] = members.setdefault(path, [])
+        known[id(path)].append(microbatch)
     return tuple(Route(microbatches=tuple(ids), hops=hops) for hops, ids in members.items())
 
 

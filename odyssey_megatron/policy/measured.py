@@ -1,0 +1,57 @@
+"""What a rank of a running job has measured, and the profile that follows from all ranks' measurements."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from odyssey_megatron.policy.profile import Observation, Profile, calibrate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkTimes:
+    """One way between two ranks, in seconds; half of the fastest of a few round trips."""
+
+    message_bytes: int
+    """Of one activation."""
+    empty_s: float
+    message_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What one rank publishes. Fields that it has not measured are None or empty."""
+
+    spans: tuple[Observation, ...] = ()
+    link: LinkTimes | None = None
+    state_bytes: tuple[tuple[int, int], ...] = ()
+    """(layer, bytes that a new holder must be sent) of the layers held."""
+    regroup_s: float | None = None
+    """Abort, agreement and new groups in the last recovery."""
+
+
+def with_measured(profile: Profile, published: Sequence[Measured]) -> Profile:
+    """``profile`` with everything that the ranks know better; deterministic, and itself if they know nothing."""
+    profile = calibrate(profile, [span for one in published for span in one.spans])
+    costs = profile.costs
+    sizes = {layer: size for one in published for layer, size in one.state_bytes}
+    layers = tuple(
+        replace(layer, state_bytes=sizes.get(index, layer.state_bytes))
+        for index, layer in enumerate(costs.layers)
+    )
+    costs = replace(costs, layers=layers)
+    links = [one.link for one in published if one.link is not None]
+    if links:
+        latency_s = statistics.median(link.empty_s for link in links)
+        message_s = statistics.median(link.message_s for link in links)
+        size = max(link.message_bytes for link in links)
+        costs = replace(
+            costs,
+            message_bytes=size,
+            link_latency_s=latency_s,
+            # A message that is hardly slower than an empty one says only that the link is fast.
+            link_bytes_per_s=size / max(message_s - latency_s, 0.05 * message_s, 1e-9),
+        )
+    regroups = [one.regroup_s for one in published if one.regroup_s is not None]
+    return replace(profile, costs=costs, group_build_s=max(regroups) if regroups else profile.group_build_s)
