@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -10,16 +9,18 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import OdysseyError, Superseded
 from odyssey_megatron.execute.channels import WORLD, Channels, channel_groups
 from odyssey_megatron.execute.interpreter import Compute, Interpreter
-from odyssey_megatron.execute.timing import ComputeTimes, Trace
+from odyssey_megatron.execute.timing import ComputeTimes, Trace, link_times
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.plan.generation import Generation
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.verify import verify
+from odyssey_megatron.policy.measured import LinkTimes, Measured
 from odyssey_megatron.rebuild import agree, transfer
 from odyssey_megatron.recover import NEXT, Phase
 
@@ -110,6 +111,8 @@ class RankRuntime:
         self._generation = 0
         self._worker = member.rank
         self._times = ComputeTimes()
+        self._link: LinkTimes | None = None
+        self._regroup_s: float | None = None
         self._phase = Phase.ABORT
         self._phase_began_s = time.monotonic()
         self._durations: dict[str, float] = {}
@@ -171,6 +174,7 @@ class RankRuntime:
         plan, model = self._require_plan(), self._model
         if generation.previous is None:
             model.create_layers(plan.layout.held_by(self._worker))
+            self._link = link_times(self._world, model.empty_message())
 
         def checkpoint() -> None:
             self._check("transfer", -1)
@@ -306,7 +310,20 @@ class RankRuntime:
             self._event("trace", step, instructions=trace.to_jsonable())
         if trace.measured:
             self._times.add(trace)
-            self._member.publish_observations(json.dumps(self._times.means()))
+            self._publish()
+
+    def _publish(self) -> None:
+        sizes = {
+            layer: sum(tensor.nbytes for tensor in self._model.tensors_to_send(layer))
+            for layer in self._require_plan().layout.held_by(self._worker)
+        }
+        measured = Measured(
+            spans=self._times.means(),
+            link=self._link,
+            state_bytes=tuple(sorted(sizes.items())),
+            regroup_s=self._regroup_s,
+        )
+        self._member.publish_observations(to_json(measured))
 
     def _recovery_record(self, generation: Generation) -> dict[str, Any] | None:
         if generation.previous is None:
@@ -321,6 +338,7 @@ class RankRuntime:
 
     def _log_recovery(self) -> None:
         durations, record, self._resume = self._durations, self._resume or {}, None
+        self._regroup_s = sum(durations.get(name, 0.0) for name in ("abort", "groups", "agree"))
         self._event(
             "recovered",
             self.committed,

@@ -7,7 +7,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import torch
+import torch.distributed as dist
+
 from odyssey_megatron.plan.schedule import COMPUTE, Instr, Op
+from odyssey_megatron.policy.measured import LinkTimes
+from odyssey_megatron.policy.profile import Observation
 
 
 @dataclass(slots=True)
@@ -63,17 +68,38 @@ class ComputeTimes:
             else:
                 span.input_grad_s += seconds
 
-    def means(self) -> list[dict[str, float]]:
-        """Records with the fields of ``policy.profile.Observation``."""
-        return [
-            {
-                "first": first,
-                "last": last,
-                "samples": span.samples,
-                "forward_s": span.forward_s / span.samples,
-                "input_grad_s": span.input_grad_s / span.samples,
-                "weight_grad_s": span.weight_grad_s / span.samples,
-            }
+    def means(self) -> tuple[Observation, ...]:
+        """One observation a span."""
+        return tuple(
+            Observation(
+                first=first,
+                last=last,
+                samples=span.samples,
+                forward_s=span.forward_s / span.samples,
+                input_grad_s=span.input_grad_s / span.samples,
+                weight_grad_s=span.weight_grad_s / span.samples,
+            )
             for (first, last), span in sorted(self._spans.items())
             if span.samples
-        ]
+        )
+
+
+def link_times(group: dist.ProcessGroup, message: torch.Tensor, *, round_trips: int = 5) -> LinkTimes | None:
+    """Ping-pong between neighbours of ``group``: all its members must call. None for one without a neighbour."""
+    mine, size = dist.get_rank(group), dist.get_world_size(group)
+    partner = mine ^ 1
+    if partner >= size:
+        return None
+    best_s = []
+    for tensor in (message.new_zeros(1), message):
+        times_s = []
+        for _ in range(round_trips):
+            began_s = time.monotonic()
+            for sends in (mine < partner, mine > partner):
+                post = dist.isend if sends else dist.irecv
+                work = post(tensor, group=group, **{"group_dst" if sends else "group_src": partner})
+                assert work is not None
+                work.wait()
+            times_s.append(time.monotonic() - began_s)
+        best_s.append(min(times_s) / 2)
+    return LinkTimes(message_bytes=message.nbytes, empty_s=best_s[0], message_s=best_s[1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import ClusterState
-from odyssey_megatron.codec import from_json, from_jsonable
+from odyssey_megatron.codec import from_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.plan.generation import CandidateRow
 from odyssey_megatron.plan.plan import Plan
@@ -52,9 +51,10 @@ class PolicyPlanner:
 
     def __init__(self, config: OdysseyConfig):
         # Now, not at the first failure: these load numpy and scipy.
-        from odyssey_megatron.policy import decide, profile
+        from odyssey_megatron.policy import decide, measured, profile
 
-        self._config, self._decide, self._profiles = config, decide, profile
+        self._config, self._decide, self._measured = config, decide, measured
+        self._profiles = profile
 
     def start(self, job: JobSpec, state: ClusterState, profile_json: str) -> Plan:
         self._job = job
@@ -83,7 +83,7 @@ class PolicyPlanner:
         found = []
         for text in filter(None, published):
             try:
-                found += [from_jsonable(self._profiles.Observation, one) for one in json.loads(text)]
+                found.append(from_json(self._measured.Measured, text))
             except ValueError as error:
                 _log.warning("a rank's measurements are left out: %s", error)
-        return self._profiles.calibrate(self._profile, found) if found else self._profile
+        return self._measured.with_measured(self._profile, found)

@@ -1,0 +1,53 @@
+"""What ranks measure replaces what was estimated, and nothing else does."""
+
+from __future__ import annotations
+
+import pytest
+
+from odyssey_megatron.codec import from_json, to_json
+from odyssey_megatron.policy.measured import LinkTimes, Measured, with_measured
+from odyssey_megatron.policy.profile import Observation, estimated_profile
+
+PROFILE = estimated_profile(
+    num_transformer_layers=4, hidden_size=64, ffn_hidden_size=128, num_attention_heads=4, num_query_groups=2,
+    seq_length=32, micro_batch_size=1, vocab_size=256,
+)  # fmt: skip
+
+
+def test_nothing_measured_changes_nothing():
+    assert with_measured(PROFILE, []) == PROFILE
+    assert with_measured(PROFILE, [Measured()]) == PROFILE
+
+
+def test_link_state_and_regrouping():
+    link = LinkTimes(message_bytes=4096, empty_s=1e-4, message_s=3e-4)
+    slow = LinkTimes(message_bytes=4096, empty_s=1e-4, message_s=5e-4)
+    after = with_measured(
+        PROFILE,
+        [
+            Measured(link=link, state_bytes=((0, 10), (2, 30)), regroup_s=0.05),
+            Measured(link=slow),
+            Measured(link=link),
+        ],
+    )
+    assert after.costs.message_bytes == 4096
+    assert after.costs.message_s() == pytest.approx(3e-4), "the median link"
+    assert after.costs.layers[0].state_bytes == 10
+    assert after.costs.layers[2].state_bytes == 30
+    assert after.costs.layers[1] == PROFILE.costs.layers[1]
+    assert after.group_build_s == 0.05
+
+
+def test_a_message_as_fast_as_nothing_has_finite_bandwidth():
+    link = LinkTimes(message_bytes=4096, empty_s=2e-4, message_s=1e-4)
+    costs = with_measured(PROFILE, [Measured(link=link)]).costs
+    assert 0 < costs.link_bytes_per_s < 1e12
+
+
+def test_round_trip():
+    one = Measured(
+        spans=(Observation(first=0, last=3, samples=2, forward_s=1.0, input_grad_s=1.0, weight_grad_s=0.5),),
+        link=LinkTimes(message_bytes=1, empty_s=0.1, message_s=0.2),
+        state_bytes=((1, 5),),
+    )
+    assert from_json(Measured, to_json(one)) == one
