@@ -16,9 +16,9 @@ from odyssey_megatron.errors import LayersLost, PlanInfeasible
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Layout, layout_from_routes, megatron_layout, pipeline_route
 from odyssey_megatron.plan.memory import activation_caps, one_f_one_b_bytes, state_bytes
-from odyssey_megatron.plan.messages import reduction_order
-from odyssey_megatron.plan.order import Order, order_routes
-from odyssey_megatron.plan.simulate import reduce_s, step_end_s
+from odyssey_megatron.plan.order import order_routes
+from odyssey_megatron.plan.simulate import step_end_s
+from odyssey_megatron.plan.stagger import staggered_step_s
 from odyssey_megatron.plan.transfer import plan_transfers, transfer_s
 from odyssey_megatron.policy.candidates import reroute
 from odyssey_megatron.policy.profile import Profile
@@ -61,26 +61,6 @@ def one_f_one_b_step_s(layout: Layout, costs: Costs) -> float:
     whole = fused(costs)
     order = order_routes(layout, whole, in_flight_cap=activation_caps(layout, whole))
     return step_end_s(layout, whole, order.done_s)
-
-
-def staggered_step_s(layout: Layout, costs: Costs, order: Order) -> float:
-    """The period of steps whose optimizer is staggered: a worker goes on when its own blocks are reduced.
-
-    Each worker repeats from its first forward to the end of its last reduction, and holders of a block end it
-    together; the slowest sets the pace. Source: ReCycle's staggered optimizer, papers.md §1.7.
-    """
-    start: dict[int, float] = {}
-    for route in layout.routes:
-        reached = 0.0
-        for hop in route.hops:
-            start[hop.worker] = min(start.get(hop.worker, math.inf), reached)
-            reached += sum(layer.forward_s for layer in costs.layers[hop.first : hop.last]) + costs.message_s()
-    now = dict(order.done_s)
-    for block in reduction_order(layout):
-        end = max(now[worker] for worker in block.holders)
-        end += reduce_s(costs, block.first, block.last, len(block.holders))
-        now.update(dict.fromkeys(block.holders, end))
-    return max(now[worker] - first for worker, first in start.items()) + costs.optimizer_s
 
 
 def fits(layout: Layout, costs: Costs) -> bool:
@@ -204,7 +184,7 @@ class ReCycle(System):
             order = order_routes(layout, costs, in_flight_cap=caps)
         except PlanInfeasible:
             return restarted(world, alive, "a stage lost all its workers")
-        step_s = staggered_step_s(layout, costs, order)
+        step_s = staggered_step_s(layout, costs, order.done_s)
         return Running(layout=layout, step_s=step_s, downtime_s=world.profile.group_build_s, note="rerouted")
 
 

@@ -1,0 +1,36 @@
+"""Staggered steps: a worker starts the next step when its own gradients are reduced, not when all are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from odyssey_megatron.plan.costs import Costs
+from odyssey_megatron.plan.layout import Layout
+from odyssey_megatron.plan.messages import reduction_order
+from odyssey_megatron.plan.simulate import reduce_s
+
+
+def staggered_step_s(
+    layout: Layout, costs: Costs, done_s: Mapping[int, float], speeds: Mapping[int, float] | None = None
+) -> float:
+    """The period of steps whose optimizer is staggered: a worker goes on when its own blocks are reduced.
+
+    ``done_s``: worker -> when its last weight gradient ends in one step alone. Each worker repeats from its first forward to the end of its last reduction, and holders of a block end it
+    together; the slowest sets the pace: warm-up and drain of neighbouring steps overlap. Source: ReCycle's staggered
+    optimizer, papers.md §1.7. An estimate for a steady state; no plan is executed like this yet.
+    """
+    speeds = speeds or {}
+    start: dict[int, float] = {}
+    for route in layout.routes:
+        reached = 0.0
+        for hop in route.hops:
+            start[hop.worker] = min(start.get(hop.worker, math.inf), reached)
+            forward_s = sum(layer.forward_s for layer in costs.layers[hop.first : hop.last])
+            reached += forward_s / speeds.get(hop.worker, 1.0) + costs.message_s()
+    now = dict(done_s)
+    for block in reduction_order(layout):
+        end = max(now[worker] for worker in block.holders)
+        end += reduce_s(costs, block.first, block.last, len(block.holders))
+        now.update(dict.fromkeys(block.holders, end))
+    return max(now[worker] - first for worker, first in start.items()) + costs.optimizer_s
