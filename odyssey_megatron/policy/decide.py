@@ -156,6 +156,7 @@ def _search(
     An option of the policy asked for comes before all others, and ends the search if it can be had. Returns
     the winner, and a row for everything else.
     """
+
     def wanted(option: Option) -> bool:
         return policy == "auto" or option.name in (policy, "keep", "rebalance")
 
@@ -167,19 +168,22 @@ def _search(
     worked: list[_Candidate] = []
     rows: list[CandidateRow] = []
     left: list[Option] = []
+    settled = False  # something of the policy asked for can be had
     for option in queue:
         best = max((one.score for one in worked), default=-math.inf)
-        settled = any(wanted(o) for o in queue) and not wanted(option)
+        promise = case.promise(option)
+        hopeless = settled and not wanted(option)
+        if worked:
+            hopeless |= promise <= best + margin * abs(best)
         replans = [one.score for one in worked if one.name == "replan"]
         if option.name == "replan" and replans:
-            full = len(replans) >= finalists or case.promise(option) <= max(replans) + _ALIKE * abs(best)
-        else:
-            full = case.promise(option) <= best + margin * abs(best)
-        if worked and (settled or full):
+            hopeless |= len(replans) >= finalists or promise <= max(replans) + _ALIKE * abs(best)
+        if hopeless:
             left.append(option)
             continue
         try:
             worked.append(_work_out(case, option))
+            settled |= wanted(option)
         except PlanInfeasible as error:
             rows.append(_unscored(option.name, None, f"{option.note}: {error}"))
     if not worked:
