@@ -2,7 +2,7 @@ import pytest
 
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.generate import build_schedule, order_routes
-from odyssey_megatron.plan.layout import Hop, layout_from_routes, megatron_layout, pipeline_route
+from odyssey_megatron.plan.layout import Hop, Layout, layout_from_routes, megatron_layout, pipeline_route
 from odyssey_megatron.plan.verify import verify
 from odyssey_megatron.policy.candidates import drop_pipelines, merge_hops, reroute, shift_layers
 from tests.plan.samples import uniform_costs
@@ -100,6 +100,16 @@ def test_boundaries_move_away_from_the_damaged_stage():
     verify(moved, build_schedule(moved, costs))
     with pytest.raises(PlanInfeasible, match="no boundary is better"):
         shift_layers(before, costs)
+
+
+def test_a_shadow_takes_over():
+    """Worker 2 held layer 1 without a route (Bamboo's redundancy in these terms); nothing has to move."""
+    alone = layout_from_routes(2, (pipeline_route((0, 1), (1, 2), (0, 1, 2)),))
+    shadowed = Layout(holders=((0,), (1, 2)), routes=alone.routes).check()
+    after = reroute(shadowed, {0, 2}, uniform_costs(2))
+    assert after.holders == ((0,), (2,))
+    assert [hop.worker for hop in after.routes[0].hops] == [0, 2]
+    verify(after, build_schedule(after, uniform_costs(2)))
 
 
 def test_ragged_holders_take_over_in_pieces():
