@@ -3,9 +3,10 @@
     failure event -> ClusterState -> decide() -> Plan -> rebuild -> execute -> measurements -> Profile -> (decide)
        launch/        cluster/       policy/     plan/   rebuild/   execute/     metrics/      policy/
 
-The coordinator (``launch/coordinator.py``) runs :func:`next_generation` when something has happened; it is
-the only one who decides. Every rank runs :func:`train`: it enters the newest generation, trains until that
-generation ends, and enters the next. Starting a job and recovering from a failure are the same code.
+The coordinator (``launch/coordinator.py``) is the only one who decides: it applies what happened to the
+``ClusterState``, has ``policy/decide.py`` find and verify the best plan for it, and publishes both as a new
+``Generation``. Every rank runs :func:`train`: it enters the newest generation, trains until that generation
+ends, and enters the next. Starting a job and recovering from a failure are the same code.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class Rank(Protocol):
         ...
 
     def build_groups(self, generation: Generation) -> None:
-        """Exactly the groups that the plan needs; raises ScheduleInvalid if the plan does not verify (I7)."""
+        """Exactly the groups that the plan needs, and none without the generation's number in its name (I7)."""
         ...
 
     def agree(self, generation: Generation) -> None:

@@ -19,7 +19,6 @@ from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.plan.generation import Generation
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.plan import Plan
-from odyssey_megatron.plan.verify import verify
 from odyssey_megatron.policy.measured import LinkTimes, Measured
 from odyssey_megatron.rebuild import agree, transfer
 from odyssey_megatron.recover import NEXT, Phase
@@ -143,7 +142,7 @@ class RankRuntime:
         plan = generation.plan
         if plan is None or plan.hash() != generation.plan_hash:
             raise OdysseyError(f"generation {generation.number} has no plan, or its hash differs")
-        verify(plan.layout, plan.schedule)
+        # Not verified once more: the coordinator did, and every rank would spend milliseconds of the stall on it.
         if generation.previous is not None:
             # How long the old step held on after the news was out; 0 for a rank that was waiting already.
             self._durations["abort"] = max(0.0, self._phase_began_s - generation.published_s)
