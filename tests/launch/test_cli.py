@@ -12,11 +12,12 @@ from tests.launch.test_survival import check
 
 @pytest.mark.parametrize("name", ["KILL", "STOP"])
 def test_inject_into_a_running_job(toy, tmp_path, name, capsys):
-    job = toy(4, "--steps", 60, "--odyssey-hang-s", 0.8)
+    job = toy(4, "--steps", 30, "--hold", tmp_path / "go", "--odyssey-hang-s", 0.8)
     wait_for(lambda: len(events(tmp_path / "run", "recovered")) == 4, 20, "all ranks in their groups")
     assert cli.main(["inject", str(tmp_path / "run"), "--rank", "2", "--signal", name]) == 0
     assert f"sent SIG{name} to rank 2" in capsys.readouterr().out
-    check(job, tmp_path, steps=60, survivors={0, 1, 3})
+    (tmp_path / "go").touch()
+    check(job, tmp_path, steps=30, survivors={0, 1, 3})
     assert cli.main(["inject", str(tmp_path / "run"), "--rank", "2"]) == 2
     assert "is not running" in capsys.readouterr().err
 

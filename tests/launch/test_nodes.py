@@ -14,7 +14,7 @@ from tests.launch.test_survival import committed, is_running
 
 pytestmark = pytest.mark.usefixtures("server")
 
-STEPS = 120
+STEPS = 30
 
 
 def start(server, tmp_path, tokens: tuple[str, str]) -> list[Job]:
@@ -24,7 +24,7 @@ def start(server, tmp_path, tokens: tuple[str, str]) -> list[Job]:
         port = probe.getsockname()[1]
     # One stage: Megatron puts a stage's replicas side by side, and so a stage of two on one node.
     script = [
-        *(CHECKOUT / "tests/launch/toy.py", "--steps", STEPS, "--step-s", 0.02, "--pipeline", 1),
+        *(CHECKOUT / "tests/launch/toy.py", "--steps", STEPS, "--hold", tmp_path / "go", "--pipeline", 1),
         *("--odyssey-device", "cpu", "--odyssey-run-dir", tmp_path / "run", "--odyssey-node-lease-s", 0.8),
     ]
     address = ["--master-addr", "127.0.0.1", "--master-port", port]
@@ -50,6 +50,7 @@ def nodes(server, tmp_path):
 
 def test_a_rank_of_the_other_node_dies(nodes, tmp_path):
     os.kill(pid_of(tmp_path / "run", 3), signal.SIGKILL)
+    (tmp_path / "go").touch()
     assert [job.wait(30) for job in nodes] == [0, 0], nodes[0].log() + nodes[1].log()
     assert committed(tmp_path) == dict.fromkeys((0, 1, 2), STEPS)
     (found,) = events(tmp_path / "run", "failure_detected")
@@ -59,6 +60,7 @@ def test_a_rank_of_the_other_node_dies(nodes, tmp_path):
 def test_the_other_agent_is_killed_with_its_ranks(nodes, tmp_path):
     pids = [pid_of(tmp_path / "run", rank) for rank in (2, 3)]
     nodes[1].kill()
+    (tmp_path / "go").touch()
     assert nodes[0].wait(30) == 0, nodes[0].log()
     assert committed(tmp_path) == dict.fromkeys((0, 1), STEPS)
     assert not any(map(is_running, pids))

@@ -35,6 +35,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--step-s", type=float, default=0.01)
     parser.add_argument("--pipeline", type=int, default=2)
+    parser.add_argument("--hold", default="", help="do not end before this file exists")
     parser.add_argument("--retry-every", type=int, default=0, help="rank 0 asks for fresh groups so often")
     parser.add_argument("--refuse", default="", help="all ranks refuse the job with this message")
     parser.add_argument("--differ", action="store_true", help="rank 1 posts another job")
@@ -113,6 +114,7 @@ class Toy:
         group, at = self.groups["world"], members.index(self.rank)
         size, x, y = len(members), torch.full((MESSAGE,), float(self.step)), torch.zeros(MESSAGE)
         self.inject.at("forward", step=self.step, generation=self.number)
+        self.hold(members)
         if size > 1:
             sent = dist.isend(x, group=group, group_dst=(at + 1) % size, tag=self.step)
             dist.irecv(y, group=group, group_src=(at - 1) % size, tag=self.step).wait()
@@ -132,6 +134,14 @@ class Toy:
             and self.step - self.began == self.args.retry_every
         ):
             self.member.ask_retry(self.number, "the test wants it")
+            while not self.member.newer_than(self.number):
+                time.sleep(0.001)
+
+    def hold(self, members: tuple[int, ...]) -> None:
+        """The others wait for this rank's message."""
+        if self.args.hold and self.rank == members[0] and self.step == self.args.steps - 5:
+            while not os.path.exists(self.args.hold) and not self.member.newer_than(self.number):
+                time.sleep(0.005)
 
     def leave_early(self) -> None:
         if self.args.exit_at:
