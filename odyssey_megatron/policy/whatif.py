@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from odyssey_megatron.cluster.events import RankDied
 from odyssey_megatron.cluster.job import JobSpec
@@ -18,6 +18,7 @@ from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.render import render
 from odyssey_megatron.plan.simulate import simulate
 from odyssey_megatron.policy.decide import Decision, decide, initial_plan
+from odyssey_megatron.policy.options import worker_speeds
 from odyssey_megatron.policy.presets import ACCELERATORS, GIB, MODELS, preset_profile
 from odyssey_megatron.policy.profile import Profile, load_profile
 from odyssey_megatron.policy.table import candidates_table
@@ -116,6 +117,9 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``odyssey plan``."""
     add_scenario_arguments(parser)
     parser.add_argument("--kill", action="append", default=[], metavar="NODE:GPU", help="may be repeated")
+    parser.add_argument(
+        "--slow", action="append", default=[], metavar="NODE:GPU=SPEED", help="e.g. 0:1=0.5; may be repeated"
+    )
     parser.add_argument("--policy", choices=POLICIES, default="auto")
     parser.add_argument("--mtbf-s", type=float, default=21600.0, help="mean time between failures (in seconds)")
     parser.add_argument("--horizon-s", type=float, default=3600.0, help="score to this horizon (in seconds)")
@@ -156,6 +160,7 @@ def _decide(
     for place in options.kill:
         event = RankDied(rank=scenario.rank(place), code=-9, cause="killed", t_s=0.0)
         state = apply(state, event)
+    state = _slowed(state, scenario, options.slow)
     config = OdysseyConfig(policy=options.policy, mtbf_s=options.mtbf_s, horizon_s=options.horizon_s)
     job, profile = scenario.job, scenario.profile
     start = time.perf_counter()
@@ -165,6 +170,22 @@ def _decide(
         job=job, state=state, previous=before, profile=profile, config=config, now_s=0.0, direct=decision
     )
     return decision, both, seconds
+
+
+def _slowed(state: ClusterState, scenario: Scenario, slow: Sequence[str]) -> ClusterState:
+    """A cell is as slow as its slowest rank. Raises ConfigError."""
+    for text in slow:
+        place, _, number = text.partition("=")
+        try:
+            speed = float(number)
+        except ValueError:
+            speed = 0.0
+        if not 0 < speed <= 1:
+            raise ConfigError(f"--slow {text}: write NODE:GPU=SPEED with 0 < SPEED <= 1.")
+        hit = state.worker_of(scenario.rank(place)).worker
+        workers = (replace(w, speed=min(w.speed, speed)) if w.worker == hit else w for w in state.workers)
+        state = replace(state, workers=tuple(workers))
+    return state
 
 
 def _as_json(before: Plan, decision: Decision, seconds: float) -> str:
@@ -191,11 +212,12 @@ def _as_text(
         _summary("before", before, scenario),
         *_grid(options, scenario, before),
         "",
-        f"killed: {', '.join(options.kill) or 'nobody'}; decided in {seconds * 1e3:.1f} ms",
+        f"killed: {', '.join(options.kill) or 'nobody'}; slow: {', '.join(options.slow) or 'nobody'}; "
+        f"decided in {seconds * 1e3:.1f} ms",
         candidates_table(decision.candidates),
         "",
         _summary("after", after, scenario),
-        *_grid(options, scenario, after),
+        *_grid(options, scenario, after, worker_speeds(_slowed(scenario.state, scenario, options.slow))),
         *([_two_speed_text(both)] if both else []),
         "",
         f"throughput after / before: {before.step_s / after.step_s:.1%}",
@@ -220,9 +242,11 @@ def _summary(name: str, plan: Plan, scenario: Scenario) -> str:
     )
 
 
-def _grid(options: argparse.Namespace, scenario: Scenario, plan: Plan) -> list[str]:
+def _grid(
+    options: argparse.Namespace, scenario: Scenario, plan: Plan, speeds: Mapping[int, float] | None = None
+) -> list[str]:
     if options.width <= 0:
         return []
     schedule = plan.schedule
-    timeline = simulate(schedule, plan.layout, scenario.profile.costs)
+    timeline = simulate(schedule, plan.layout, scenario.profile.costs, speeds)
     return [render(schedule, timeline, width=options.width)]

@@ -36,6 +36,14 @@ def test_tensor_parallel_cells_die_together(capsys):
     assert "16 workers" in capsys.readouterr().out
 
 
+def test_a_slow_gpu_is_planned_around(capsys):
+    assert main_plan(["--cluster", "1x8", "--slow", "0:3=0.4", "--width", "60"]) == 0
+    text = capsys.readouterr().out
+    assert "slow: 0:3=0.4" in text
+    assert "keep" in text
+    assert "* replan" in text or "* rebalance" in text
+
+
 def test_lost_layers_are_said(capsys):
     flags = ["--cluster", "1x4", "--pipeline-model-parallel-size", "4", "--model", "llama2-7b"]
     assert main_plan([*flags, "--kill", "0:1"]) == EXIT_LAYERS_LOST
@@ -50,6 +58,8 @@ def test_lost_layers_are_said(capsys):
         (["--cluster", "1x6"], "not divisible"),
         (["--kill", "9:0"], "no such GPU"),
         (["--kill", "0:8"], "no such GPU"),
+        (["--slow", "0:8=0.5"], "no such GPU"),
+        (["--slow", "0:1=2"], "0 < SPEED <= 1"),
         (["--model", "llama3-70b", "--cluster", "1x4"], "does not fit"),
         (["--profile", "missing.json"], "missing.json"),
     ],
