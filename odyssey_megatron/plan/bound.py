@@ -29,9 +29,8 @@ def lower_bound_s(
     work = _Work(layout, costs, speeds or {}, in_flight_cap or {})
     reducing = _reductions_s(layout, costs)
     longest = max(reducing.values(), default=0.0)
-    path = max((work.path_s(route) for route in layout.routes), default=0.0)
     each = (work.worker_s(worker, reducing[worker]) for worker in layout.workers)
-    return max(path, longest, *each) + costs.optimizer_s
+    return max(work.path_s, longest, *each) + costs.optimizer_s
 
 
 def cluster_bound_s(
@@ -72,6 +71,8 @@ class _Work:
         self.tail: dict[int, float] = {}
         self.until_drain: dict[int, float] = {}
         self.weight_grads: dict[int, float] = {}
+        self.path_s = 0.0
+        """Of one microbatch, down and up and to its last weight gradient."""
         for route in layout.routes:
             if route.microbatches:
                 self._add(route)
@@ -103,6 +104,7 @@ class _Work:
         count, head, tail = len(route.microbatches), 0.0, 0.0
         times = self.times(route)
         down_and_up = sum(f + i + 2 * self.lag for f, i, _ in times) - 2 * self.lag
+        self.path_s = max(self.path_s, down_and_up + times[0][2])
         for hop, (forward, input_grad, weight_grad) in zip(route.hops, times, strict=True):
             worker = hop.worker
             *_, early, late = self._span(hop)
@@ -131,8 +133,3 @@ class _Work:
         return max(
             max(done + self.weight_grads[worker], memory_s) + reducing_s, done + self.tail[worker]
         )
-
-    def path_s(self, route: Route) -> float:
-        times = self.times(route)
-        lags = 2 * self.lag * (len(times) - 1)
-        return sum(forward + input_grad for forward, input_grad, _ in times) + times[0][2] + lags

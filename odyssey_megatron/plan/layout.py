@@ -94,9 +94,10 @@ class Layout:
         for hop in route.hops:
             if hop.first != at or hop.last <= hop.first:
                 raise LayoutInvalid(f"{hop} does not go on from layer {at} in {route}")
-            for layer in range(hop.first, hop.last):
-                if layer >= self.num_layers or hop.worker not in holders_of[layer]:
-                    raise LayoutInvalid(f"worker {hop.worker} does not hold layer {layer} ({hop})")
+            held = [hop.worker in holders for holders in holders_of[hop.first : hop.last]]
+            if not all(held) or len(held) < hop.last - hop.first:
+                layer = hop.first + (held.index(False) if False in held else len(held))
+                raise LayoutInvalid(f"worker {hop.worker} does not hold layer {layer} ({hop})")
             at = hop.last
         if at != self.num_layers:
             raise LayoutInvalid(f"{route} ends at layer {at} of {self.num_layers}")

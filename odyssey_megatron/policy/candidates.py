@@ -68,11 +68,12 @@ def drop_pipelines(previous: Layout, alive: Collection[int]) -> Layout:
     if not whole:
         raise PlanInfeasible("every pipeline has lost a worker")
     paths: dict[int, tuple[Hop, ...]] = {m: route.hops for route in whole for m in route.microbatches}
-    shares = [len(route.microbatches) for route in whole]
+    shares = [(len(route.microbatches), i) for i, route in enumerate(whole)]
+    heapify(shares)
     for microbatch in range(previous.num_microbatches):
         if microbatch not in paths:
-            least = min(range(len(whole)), key=lambda i: (shares[i], i))
-            shares[least] += 1
+            share, least = shares[0]
+            heapreplace(shares, (share + 1, least))
             paths[microbatch] = whole[least].hops
     holders = tuple(tuple(w for w in held if w in there) for held in previous.holders)
     return Layout(holders=holders, routes=group_routes(paths)).check()
