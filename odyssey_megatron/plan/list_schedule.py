@@ -191,9 +191,7 @@ def _span(costs: Costs, first: int, last: int, speed: float) -> tuple[int, int, 
 _OPS = (Op.FORWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD)
 
 
-def _list_schedule(
-    tasks: Tasks, target: list[int], num_workers: int
-) -> tuple[list[int], list[list[int]]]:
+def _list_schedule(tasks: Tasks, target: list[int], num_workers: int) -> tuple[list[int], list[list[int]]]:
     """Runs the clock over the tasks; returns when each worker is done, and what it runs.
 
     A forward is due while the worker has at most ``target[visit]`` microbatches in flight.
@@ -222,9 +220,7 @@ def _list_schedule(
             else:
                 free[seat] = True
             touched.add(seat)
-        for seat in touched:
-            if not free[seat]:
-                continue
+        for seat in filter(free.__getitem__, touched):
             forward, input_grad, weight_grad = forwards[seat], input_grads[seat], weight_grads[seat]
             visit = _admissible(forward, live[seat], room) if forward else -1
             due = bool(forward) and in_flight[seat] <= target[forward[0] if visit < 0 else visit]
@@ -235,8 +231,7 @@ def _list_schedule(
                 in_flight[seat] += 1
                 queues[seat].append(visit)
                 end = now + tasks.forward[visit]
-                ready = (end + lag, visit + 1) if behind[visit] else (end, count + visit)
-                heappush(events, ready[0] << bits | ready[1])
+                heappush(events, end + lag << bits | visit + 1 if behind[visit] else end << bits | count + visit)
             elif input_grad and not (due and weight_grad):
                 visit = heappop(input_grad)
                 heappush(weight_grad, visit)

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from importlib import import_module
 from pathlib import Path
 
 from odyssey_megatron.errors import ConfigError
@@ -113,10 +114,10 @@ def table(played: Sequence[Played]) -> str:
 def plot(trace: Trace, played: Sequence[Played], path: str) -> None:
     """Throughput over time, one step line a system. Raises ConfigError without matplotlib."""
     try:
-        from matplotlib.figure import Figure
+        figures = import_module("matplotlib.figure")  # by name: optional, and nothing else here may draw
     except ImportError as error:
         raise ConfigError("--png needs matplotlib: pip install odyssey-megatron[report].") from error
-    figure = Figure(figsize=(10, 5), layout="constrained")
+    figure = figures.Figure(figsize=(10, 5), layout="constrained")
     axes = figure.subplots()
     for one in played:
         times = [since / 3600 for since, _, _ in one.history] + [trace.duration_s / 3600]
