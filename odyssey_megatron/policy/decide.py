@@ -30,7 +30,7 @@ _ALIKE = 0.001
 """A shape that could at best be this share better than another one is not worth scheduling."""
 
 _MANY_WORKERS = 256
-"""Above this two shapes are, first, as their pipelines are alike; the rest only if it may win by 0.5 %."""
+"""Above this the best shape is, first, as its pipelines are alike; the rest only if it may win by 0.5 %."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +161,7 @@ def _search(
         return policy == "auto" or option.name in (policy, "keep", "rebalance")
 
     many = len(case.state.workers) > _MANY_WORKERS
-    finalists, margin = (2, 0.005) if many else (_FINALISTS, 0.0)
+    finalists, margin = (1, 0.005) if many else (_FINALISTS, 0.0)
     queue = sorted(
         found, key=lambda option: (not wanted(option), many and option.name != "replan", -case.promise(option))
     )

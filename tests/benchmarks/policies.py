@@ -6,8 +6,9 @@
 per pipeline. Memory is what 1F1B's first stage needs (``plus0``), and one microbatch more (``plus1``): of
 activations alone (``state0``), and of activations and state, where a layer's state is as large as the activations of
 four microbatches (``state4``: about a 7B model in mixed precision with Adam), so that a worker pays for each
-further layer with microbatches in flight; there the bound is loose, so its bar is on ``state0`` only. ``ratio`` is the throughput beside healthy 1F1B; ``bound`` the lower bound of
-the chosen layout. Layout, schedule and step time are ``decide()``'s own, and ``verify()`` has passed them.
+further layer with microbatches in flight; there the bound is loose, so its bar is on ``state0`` only. ``ratio`` is
+the throughput beside healthy 1F1B; ``bound`` the lower bound of the chosen layout. Layout, schedule and step time are
+``decide()``'s own, and ``verify()`` has passed them.
 """
 
 from __future__ import annotations
