@@ -50,6 +50,12 @@ def _plan(argv: list[str]) -> int:
     return whatif.main_plan(argv)
 
 
+def _simulate(argv: list[str]) -> int:
+    from odyssey_megatron.policy import traceplay
+
+    return traceplay.main_simulate(argv)
+
+
 def _inject(argv: list[str]) -> int:
     """Sends a signal to a rank of a running job on this machine."""
     from odyssey_megatron.metrics.journal import read_journal
@@ -91,6 +97,7 @@ _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "run": (_run, "start a training job: torchrun's arguments, then the script and its own"),
     "inject": (_inject, "send a signal to a rank of a running job, to see it recover"),
     "plan": (_plan, "what would happen if some GPUs died: no GPU, torch or job needed"),
+    "simulate": (_simulate, "plays a trace of failures under each policy and compares them"),
     "report": (_report, "what happened in a run: page, plots and table from its journal"),
 }
 

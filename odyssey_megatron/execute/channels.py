@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from odyssey_megatron.errors import PeerFailed
 from odyssey_megatron.plan.schedule import MESSAGE, SEND, Instr, Op, Schedule
+from odyssey_megatron.rebuild.abort import wait_all
 
 WORLD = "world"
 
@@ -73,8 +74,7 @@ class Channels:
 
     def wait_sent(self) -> None:
         """Returns when every message sent so far has left."""
-        for work in self._sent:
-            work.wait()
+        wait_all(self._sent)
         self._sent.clear()
 
     def _where(self, instr: Instr) -> dict[str, Any]:

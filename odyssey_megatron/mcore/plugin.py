@@ -20,7 +20,7 @@ from odyssey_megatron import recover
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.errors import ConfigError, Fenced, JobStopped
+from odyssey_megatron.errors import ConfigError, ControlPlaneLost, Fenced, JobStopped
 from odyssey_megatron.launch.inject import Injector
 from odyssey_megatron.launch.member import Member
 from odyssey_megatron.mcore import compat, device
@@ -90,8 +90,8 @@ class Session:
         except JobStopped as stop:
             journal.event("stopped", why=str(stop), exit_code=stop.exit_code)
             raise SystemExit(stop.exit_code) from None
-        except Fenced as fenced:
-            sys.stderr.write(f"[odyssey] rank {member.rank} stops: {fenced}\n")
+        except (Fenced, ControlPlaneLost) as end:
+            sys.stderr.write(f"[odyssey] rank {member.rank} stops: {end}\n")
             raise SystemExit(1) from None
 
     def rank_zero_first(self) -> AbstractContextManager[None]:

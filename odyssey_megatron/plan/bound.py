@@ -130,6 +130,4 @@ class _Work:
         cap, portion = self.caps.get(worker, 0), self.portion[worker]
         cap -= cap % portion if portion else cap
         memory_s = self.head[worker] + self.byte_s[worker] / cap if cap else 0.0
-        return max(
-            max(done + self.weight_grads[worker], memory_s) + reducing_s, done + self.tail[worker]
-        )
+        return max(max(done + self.weight_grads[worker], memory_s) + reducing_s, done + self.tail[worker])

@@ -63,9 +63,7 @@ class Layout:
         cuts = {0, self.num_layers}
         cuts |= {i for i in range(1, self.num_layers) if self.holders[i] != self.holders[i - 1]}
         cuts |= {end for route in self.routes for hop in route.hops for end in (hop.first, hop.last)}
-        return tuple(
-            Block(first=a, last=b, holders=self.holders[a]) for a, b in pairwise(sorted(cuts))
-        )
+        return tuple(Block(first=a, last=b, holders=self.holders[a]) for a, b in pairwise(sorted(cuts)))
 
     def held_by(self, worker: int) -> tuple[int, ...]:
         """The layers that ``worker`` holds, ascending."""
@@ -113,14 +111,10 @@ def layout_from_routes(num_layers: int, routes: tuple[Route, ...]) -> Layout:
     return Layout(holders=tuple(tuple(sorted(h)) for h in holders), routes=routes).check()
 
 
-def pipeline_route(
-    workers: tuple[int, ...], ends: tuple[int, ...], microbatches: tuple[int, ...]
-) -> Route:
+def pipeline_route(workers: tuple[int, ...], ends: tuple[int, ...], microbatches: tuple[int, ...]) -> Route:
     """A pipeline over ``workers``; stage i computes ``[ends[i-1], ends[i])``, from layer 0."""
     spans = pairwise((0, *ends))
-    hops = tuple(
-        Hop(worker=worker, first=a, last=b) for worker, (a, b) in zip(workers, spans, strict=True)
-    )
+    hops = tuple(Hop(worker=worker, first=a, last=b) for worker, (a, b) in zip(workers, spans, strict=True))
     return Route(microbatches=microbatches, hops=hops)
 
 

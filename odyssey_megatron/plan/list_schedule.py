@@ -231,7 +231,9 @@ def _list_schedule(tasks: Tasks, target: list[int], num_workers: int) -> tuple[l
                 in_flight[seat] += 1
                 queues[seat].append(visit)
                 end = now + tasks.forward[visit]
-                heappush(events, end + lag << bits | visit + 1 if behind[visit] else end << bits | count + visit)
+                heappush(
+                    events, end + lag << bits | visit + 1 if behind[visit] else end << bits | count + visit
+                )
             elif input_grad and not (due and weight_grad):
                 visit = heappop(input_grad)
                 heappush(weight_grad, visit)

@@ -40,8 +40,7 @@ def add_messages(schedule: Schedule, layout: Layout) -> Schedule:
                 channels.setdefault((worker, instr.peer, instr.op), deque()).append(instr)
     return Schedule(
         programs=tuple(
-            (worker, _with_receives(worker, program, table, channels))
-            for worker, program in sending.items()
+            (worker, _with_receives(worker, program, table, channels)) for worker, program in sending.items()
         )
     )
 
@@ -129,7 +128,5 @@ def add_reductions(schedule: Schedule, layout: Layout) -> Schedule:
     programs = dict(schedule.programs)
     step = Instr(Op.STEP)
     return Schedule(
-        programs=tuple(
-            (worker, (*programs.get(worker, ()), *tail, step)) for worker, tail in tails.items()
-        )
+        programs=tuple((worker, (*programs.get(worker, ()), *tail, step)) for worker, tail in tails.items())
     )

@@ -67,9 +67,7 @@ def simulate(
 
 
 class _Clock:
-    def __init__(
-        self, schedule: Schedule, layout: Layout, costs: Costs, speeds: Mapping[int, float]
-    ) -> None:
+    def __init__(self, schedule: Schedule, layout: Layout, costs: Costs, speeds: Mapping[int, float]) -> None:
         self.schedule, self.layout, self.costs, self.speeds = schedule, layout, costs, speeds
         self.programs: dict[int, Program] = dict(schedule.programs)
         self.table = neighbours(layout)
@@ -181,9 +179,7 @@ class _Clock:
         for worker, program in self.programs.items():
             spans = self.spans[worker]
             mine = sum(
-                end - start
-                for instr, (start, end) in zip(program, spans, strict=True)
-                if instr.op in COMPUTE
+                end - start for instr, (start, end) in zip(program, spans, strict=True) if instr.op in COMPUTE
             )
             busy, computing = busy + mine, computing + (mine > 0)
         return Timeline(

@@ -147,9 +147,7 @@ def greedy_assignment(cost: Sequence[Sequence[float]]) -> tuple[int, ...]:
     columns: dict[tuple[float, ...], list[int]] = {}
     for column in range(len(cost[0]) - 1, -1, -1):
         columns.setdefault(tuple(kind[column] for kind in kinds), []).append(column)
-    pairs = sorted(
-        (price, i, j) for j, prices in enumerate(columns) for i, price in enumerate(prices)
-    )
+    pairs = sorted((price, i, j) for j, prices in enumerate(columns) for i, price in enumerate(prices))
     row_lists, column_lists = list(rows.values()), list(columns.values())
     taken = [-1] * len(cost)
     for _, i, j in pairs:

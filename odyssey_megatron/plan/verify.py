@@ -47,8 +47,7 @@ def verify(
             peak = peak_activation_bytes(program, costs)
             if peak > in_flight_cap[worker]:
                 raise ScheduleInvalid(
-                    f"worker {worker} keeps {peak} bytes of activations, allowed are "
-                    f"{in_flight_cap[worker]}"
+                    f"worker {worker} keeps {peak} bytes of activations, allowed are {in_flight_cap[worker]}"
                 )
     return simulate(schedule, layout, costs, speeds)
 
@@ -63,9 +62,7 @@ def _unit_costs(num_layers: int) -> Costs:
         optimizer_bytes=0,
         state_bytes=0,
     )
-    return Costs(
-        layers=(layer,) * num_layers, message_bytes=0, link_latency_s=0.0, link_bytes_per_s=1.0
-    )
+    return Costs(layers=(layer,) * num_layers, message_bytes=0, link_latency_s=0.0, link_bytes_per_s=1.0)
 
 
 class _Check:
@@ -159,9 +156,7 @@ class _Check:
             return f"layer(s) {_layers(missing)} before what they depend on"
         return "" if op is Op.WEIGHT_GRAD else self._needs(instr, posted, used)
 
-    def _needs(
-        self, instr: Instr, posted: set[tuple[Op, int, int]], used: set[tuple[Op, int, int]]
-    ) -> str:
+    def _needs(self, instr: Instr, posted: set[tuple[Op, int, int]], used: set[tuple[Op, int, int]]) -> str:
         """What ``instr`` consumes must have been computed here or received."""
         microbatch = instr.microbatch
         if instr.op is Op.FORWARD:
@@ -219,11 +214,13 @@ class _Check:
         for key in sorted(sent.keys() | received.keys(), key=str):
             ours, theirs = sent.get(key, []), received.get(key, [])
             if ours != theirs:
-                at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b),
-                          min(len(ours), len(theirs)))
+                at = next(
+                    (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b),
+                    min(len(ours), len(theirs)),
+                )
                 raise ScheduleInvalid(
                     f"channel {key[2].value} {key[0]}>{key[1]}: message {at} is (microbatch, layer) "
-                    f"{ours[at:at + 3]}… at the sender and {theirs[at:at + 3]}… at the receiver"
+                    f"{ours[at : at + 3]}… at the sender and {theirs[at : at + 3]}… at the receiver"
                 )
 
 

@@ -125,9 +125,11 @@ class Restart(System):
 
     def change(self, world: World, running: Running, alive: tuple[int, ...]) -> Running:
         layout = running.layout
-        if layout is not None and set(layout.workers) <= set(alive) and len(layout.workers) + len(
-            layout.routes[0].hops
-        ) > len(alive):
+        if (
+            layout is not None
+            and set(layout.workers) <= set(alive)
+            and len(layout.workers) + len(layout.routes[0].hops) > len(alive)
+        ):
             return replace(running, downtime_s=0.0)
         after = restarted(world, alive, "restart")
         lost = self._interval_s(world) / 2
@@ -162,7 +164,9 @@ class Bamboo(System):
         most = 2 * max(state_bytes(running.layout, costs).values())
         if costs.memory_bytes is not None and most > costs.memory_bytes:
             return Running(layout=None, step_s=math.inf, downtime_s=0.0, note="out of memory")
-        share = sum(layer.forward_s for layer in costs.layers) / sum(layer.compute_s for layer in costs.layers)
+        share = sum(layer.forward_s for layer in costs.layers) / sum(
+            layer.compute_s for layer in costs.layers
+        )
         return replace(running, step_s=running.step_s * (1 + share / 2))
 
 
@@ -200,7 +204,9 @@ class Oobleck(System):
             return restarted(world, alive, "restart")
         smallest = self._smallest(world)
         there = set(alive)
-        groups = [[hop.worker for hop in route.hops if hop.worker in there] for route in running.layout.routes]
+        groups = [
+            [hop.worker for hop in route.hops if hop.worker in there] for route in running.layout.routes
+        ]
         groups = self._regroup(groups, sorted(there - {w for group in groups for w in group}), smallest)
         if not groups:
             return restarted(world, alive, "ranks are insufficient")
@@ -262,7 +268,9 @@ class Oobleck(System):
                 other += short[0]
             else:
                 return []
-        while groups and len(max(groups, key=len)) >= 2 * smallest + 2:  # a join may fill a whole new pipeline
+        while (
+            groups and len(max(groups, key=len)) >= 2 * smallest + 2
+        ):  # a join may fill a whole new pipeline
             longest = max(groups, key=len)
             groups.append([longest.pop() for _ in range(smallest)])
         return groups
@@ -315,7 +323,8 @@ class Chameleon(System):
         failed = [replicas - len(layout.holders[hop.first]) for hop in healthy.routes[0].hops]
         slots = pp + each - 1 + sum(each * f / (replicas - f) for f in failed)
         slowest = max(
-            sum(layer.compute_s for layer in costs.layers[hop.first : hop.last]) for hop in healthy.routes[0].hops
+            sum(layer.compute_s for layer in costs.layers[hop.first : hop.last])
+            for hop in healthy.routes[0].hops
         )
         return slots * slowest, Running(
             layout=layout, step_s=step_s, downtime_s=world.profile.group_build_s, note="rerouted"

@@ -79,9 +79,7 @@ def drop_pipelines(previous: Layout, alive: Collection[int]) -> Layout:
     return Layout(holders=holders, routes=group_routes(paths)).check()
 
 
-def shift_layers(
-    rerouted: Layout, costs: Costs, speeds: Mapping[int, float] | None = None
-) -> Layout:
+def shift_layers(rerouted: Layout, costs: Costs, speeds: Mapping[int, float] | None = None) -> Layout:
     """``rerouted`` with its stage boundaries moved, away from the stages that lost workers.
 
     The routes stay, so only boundary layers are sent, to the workers of the neighbouring stage. Boundaries are
@@ -114,7 +112,9 @@ def shift_layers(
         for route in rerouted.routes
     )
     holders = tuple(
-        stages[stage] for stage, (first, last) in enumerate(zip(starts, moved, strict=True)) for _ in range(first, last)
+        stages[stage]
+        for stage, (first, last) in enumerate(zip(starts, moved, strict=True))
+        for _ in range(first, last)
     )
     return Layout(holders=holders, routes=routes).check()
 

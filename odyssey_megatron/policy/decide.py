@@ -148,9 +148,7 @@ def _check_holders(case: Case) -> None:
         raise LayersLost(lost.layers, named) from None
 
 
-def _search(
-    case: Case, found: list[Option], policy: str
-) -> tuple[_Candidate | None, list[CandidateRow]]:
+def _search(case: Case, found: list[Option], policy: str) -> tuple[_Candidate | None, list[CandidateRow]]:
     """Branch and bound: options in order of the best score they could have, until nobody can win any more.
 
     An option of the policy asked for comes before all others, and ends the search if it can be had. Returns
@@ -163,7 +161,8 @@ def _search(
     many = len(case.state.workers) > _MANY_WORKERS
     finalists, margin = (1, 0.005) if many else (_FINALISTS, 0.0)
     queue = sorted(
-        found, key=lambda option: (not wanted(option), many and option.name != "replan", -case.promise(option))
+        found,
+        key=lambda option: (not wanted(option), many and option.name != "replan", -case.promise(option)),
     )
     worked: list[_Candidate] = []
     rows: list[CandidateRow] = []
@@ -263,9 +262,7 @@ def _beside(score: float, best: float) -> str:
 
 
 def _unscored(name: str, step_s: float | None, reason: str) -> CandidateRow:
-    return CandidateRow(
-        name=name, step_s=step_s, transition_s=None, score=None, chosen=False, reason=reason
-    )
+    return CandidateRow(name=name, step_s=step_s, transition_s=None, score=None, chosen=False, reason=reason)
 
 
 def _plan(

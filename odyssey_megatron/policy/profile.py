@@ -198,7 +198,9 @@ def estimated_profile(
     head_s = 2 * tokens * vocab_size * hidden_size / rate
     copy_s = tokens * hidden_size * dtype_bytes / 1e12 / tp
 
-    def layer(forward_s: float, input_grad_s: float, weight_grad_s: float, kept: int, weights: int) -> LayerCost:
+    def layer(
+        forward_s: float, input_grad_s: float, weight_grad_s: float, kept: int, weights: int
+    ) -> LayerCost:
         times = (forward_s, input_grad_s, weight_grad_s)
         return _layer_cost(times, kept // tp, weights // tp, dtype_bytes)
 
@@ -211,7 +213,11 @@ def estimated_profile(
     )
     embedding = layer(copy_s, 0.0, copy_s, tokens, vocab_size * hidden_size)
     head = layer(
-        head_s, head_s, head_s, tokens * (2 * hidden_size + vocab_size), vocab_size * hidden_size + hidden_size
+        head_s,
+        head_s,
+        head_s,
+        tokens * (2 * hidden_size + vocab_size),
+        vocab_size * hidden_size + hidden_size,
     )
     costs = Costs(
         layers=(embedding, *(transformer,) * num_transformer_layers, head),

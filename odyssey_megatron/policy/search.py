@@ -72,7 +72,8 @@ class Search:
         self._state = [0, *accumulate(layer.parameter_bytes + layer.optimizer_bytes for layer in layers)]
         self._activations = [0, *accumulate(layer.activation_bytes for layer in layers)]
         self._stage_s = [
-            [self._one_stage_s(a, b) if a < b else 0.0 for b in range(self.last + 1)] for a in range(self.last)
+            [self._one_stage_s(a, b) if a < b else 0.0 for b in range(self.last + 1)]
+            for a in range(self.last)
         ]
         self._limits = sorted({s for row in self._stage_s for s in row if 0.0 < s < inf})
         self._splits: dict[int, tuple[int, ...] | None] = {}
@@ -290,7 +291,9 @@ def finish_s(count: int, rates: Sequence[tuple[Rate, int]]) -> float:
         first = max(1, int((fluid - rate.head_s) / rate.each_s))
         times |= {rate.finish_s(k) for k in range(first, int((high - rate.head_s) / rate.each_s) + 2)}
     ascending = sorted(time for time in times if time >= least)
-    at = bisect_left(ascending, True, key=lambda t: sum(n * max(1, _done_by(t, r)) for r, n in rates) >= count)
+    at = bisect_left(
+        ascending, True, key=lambda t: sum(n * max(1, _done_by(t, r)) for r, n in rates) >= count
+    )
     return ascending[min(at, len(ascending) - 1)]
 
 
@@ -307,7 +310,9 @@ def min_max_shares(count: int, rates: Sequence[Rate]) -> tuple[int, ...]:
     least = finish_s(count, [(rate, 1) for rate in rates])
     shares = [max(1, min(count, _done_by(least, rate))) for rate in rates]
     for _ in range(sum(shares) - count):
-        last = max((i for i in range(len(rates)) if shares[i] > 1), key=lambda i: rates[i].finish_s(shares[i]))
+        last = max(
+            (i for i in range(len(rates)) if shares[i] > 1), key=lambda i: rates[i].finish_s(shares[i])
+        )
         shares[last] -= 1
     return tuple(shares)
 
@@ -370,12 +375,9 @@ def _at_speed(
 def deal(shares: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """Microbatch ids 0..sum-1 for each pipeline, spread evenly: round-robin where shares are equal."""
     order = sorted(
-        ((2 * i + 1) / (2 * share), pipeline)
-        for pipeline, share in enumerate(shares)
-        for i in range(share)
+        ((2 * i + 1) / (2 * share), pipeline) for pipeline, share in enumerate(shares) for i in range(share)
     )
     ids: list[list[int]] = [[] for _ in shares]
     for microbatch, (_, pipeline) in enumerate(order):
         ids[pipeline].append(microbatch)
     return tuple(tuple(one) for one in ids)
-

@@ -193,9 +193,7 @@ def _rate(world: World, running: Running) -> float:
     return world.job.tokens_per_step / running.step_s if math.isfinite(running.step_s) else 0.0
 
 
-def compare(
-    systems: Sequence[Callable[[], System]], world: World, trace: Trace
-) -> tuple[Played, ...]:
+def compare(systems: Sequence[Callable[[], System]], world: World, trace: Trace) -> tuple[Played, ...]:
     """Every system on the same trace, best first."""
     told = replace(world, mtbf_s=trace.mtbf_s)
     played = [play(make(), told, trace) for make in systems]

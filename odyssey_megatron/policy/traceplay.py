@@ -40,13 +40,25 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--interval-s", type=float, action="append", default=[], help="a worker dies this often (in seconds)"
     )
-    parser.add_argument("--mtbf-s", type=float, default=0.0, help="random failures with this mean (in seconds)")
-    parser.add_argument("--repair-s", type=float, default=3600.0, help="mean repair of random failures (in seconds)")
-    parser.add_argument("--duration-s", type=float, default=24 * 3600.0, help="of a random trace (in seconds)")
-    parser.add_argument("--losses", type=int, default=0, help="deaths in an --interval-s trace (default: half of all)")
+    parser.add_argument(
+        "--mtbf-s", type=float, default=0.0, help="random failures with this mean (in seconds)"
+    )
+    parser.add_argument(
+        "--repair-s", type=float, default=3600.0, help="mean repair of random failures (in seconds)"
+    )
+    parser.add_argument(
+        "--duration-s", type=float, default=24 * 3600.0, help="of a random trace (in seconds)"
+    )
+    parser.add_argument(
+        "--losses", type=int, default=0, help="deaths in an --interval-s trace (default: half of all)"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--group-build-s", type=float, default=2.0, help="new groups after a change (in seconds)")
-    parser.add_argument("--png", default="", help="write throughput over time of the first trace to this file")
+    parser.add_argument(
+        "--group-build-s", type=float, default=2.0, help="new groups after a change (in seconds)"
+    )
+    parser.add_argument(
+        "--png", default="", help="write throughput over time of the first trace to this file"
+    )
     parser.add_argument("--json", action="store_true")
 
 
@@ -70,7 +82,9 @@ def main_simulate(argv: Sequence[str]) -> int:
     if options.png:
         plot(results[0][0], results[0][1], options.png)
     if options.json:
-        found = [{"trace": asdict(trace), "systems": [asdict(one) for one in played]} for trace, played in results]
+        found = [
+            {"trace": asdict(trace), "systems": [asdict(one) for one in played]} for trace, played in results
+        ]
         sys.stdout.write(json.dumps({"traces": found}) + "\n")
     else:
         for trace, played in results:

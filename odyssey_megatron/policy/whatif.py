@@ -53,11 +53,15 @@ class Scenario:
 def add_scenario_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags that describe cluster, model and job; shared by ``plan`` and ``simulate``."""
     parser.add_argument("--cluster", default="4x8", metavar="NODESxGPUS", help="default: 4x8")
-    parser.add_argument("--model", default="llama2-7b", help=f"one of {', '.join(MODELS)} (default: llama2-7b)")
+    parser.add_argument(
+        "--model", default="llama2-7b", help=f"one of {', '.join(MODELS)} (default: llama2-7b)"
+    )
     parser.add_argument(
         "--accelerator", default="h100", help=f"one of {', '.join(ACCELERATORS)} (default: h100)"
     )
-    parser.add_argument("--profile", default="", help="a running job's profile.json in place of model and accelerator")
+    parser.add_argument(
+        "--profile", default="", help="a running job's profile.json in place of model and accelerator"
+    )
     parser.add_argument("--pipeline-model-parallel-size", type=int, default=4, metavar="PP")
     parser.add_argument("--tensor-model-parallel-size", type=int, default=1, metavar="TP")
     parser.add_argument("--micro-batch-size", type=int, default=1)
@@ -81,7 +85,10 @@ def scenario_from(options: argparse.Namespace) -> Scenario:
         load_profile(options.profile)
         if options.profile
         else preset_profile(
-            options.model, options.accelerator, tensor_parallel_size=tp, micro_batch_size=options.micro_batch_size
+            options.model,
+            options.accelerator,
+            tensor_parallel_size=tp,
+            micro_batch_size=options.micro_batch_size,
         )
     )
     workers, dp = world // tp, world // (pp * tp)
@@ -98,14 +105,14 @@ def scenario_from(options: argparse.Namespace) -> Scenario:
     state = ClusterState(
         workers=tuple(
             WorkerState(
-                worker=worker, node=worker * tp // int(gpus), ranks=tuple(range(worker * tp, worker * tp + tp))
+                worker=worker,
+                node=worker * tp // int(gpus),
+                ranks=tuple(range(worker * tp, worker * tp + tp)),
             )
             for worker in range(workers)
         )
     )
-    return Scenario(
-        job=job, state=state, profile=profile, gpus_per_node=int(gpus), tensor_parallel_size=tp
-    )
+    return Scenario(job=job, state=state, profile=profile, gpus_per_node=int(gpus), tensor_parallel_size=tp)
 
 
 def _seq_length(options: argparse.Namespace) -> int:
@@ -121,7 +128,9 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--slow", action="append", default=[], metavar="NODE:GPU=SPEED", help="e.g. 0:1=0.5; may be repeated"
     )
     parser.add_argument("--policy", choices=POLICIES, default="auto")
-    parser.add_argument("--mtbf-s", type=float, default=21600.0, help="mean time between failures (in seconds)")
+    parser.add_argument(
+        "--mtbf-s", type=float, default=21600.0, help="mean time between failures (in seconds)"
+    )
     parser.add_argument("--horizon-s", type=float, default=3600.0, help="score to this horizon (in seconds)")
     parser.add_argument("--width", type=int, default=110, help="columns of the grids; 0 leaves them out")
     parser.add_argument("--json", action="store_true")

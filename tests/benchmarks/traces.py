@@ -52,7 +52,9 @@ def world(model: str, pp: int, microbatches: int) -> World:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--quick", action="store_true", help="two settings, two intervals")
     options = parser.parse_args()

@@ -15,7 +15,9 @@ def test_a_step_is_its_samples_each_once_in_order():
         sample
         for step in range(3)
         for microbatch in range(4)
-        for sample in global_samples(step=step, microbatch=microbatch, global_batch_size=8, micro_batch_size=2)
+        for sample in global_samples(
+            step=step, microbatch=microbatch, global_batch_size=8, micro_batch_size=2
+        )
     ]
     assert seen == list(range(24))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -147,13 +148,12 @@ def test_learning_rate_is_megatron_s(spec, megatron):
     class Args:
         train_iters, global_batch_size, lr, min_lr, lr_warmup_iters, weight_decay = 10, 8, 1e-3, 1e-4, 3, 0.1
 
-    class Plain:
-        param_groups = [{"params": [], "lr": 0.0}]
-
+    group = {"params": [], "lr": 0.0}
     arguments = pretrain_llama.scheduler_arguments(Args)
-    scheduler, ours = OptimizerParamScheduler(Plain, **arguments), LearningRate(8, **arguments)
+    plain = SimpleNamespace(param_groups=[group])
+    scheduler, ours = OptimizerParamScheduler(plain, **arguments), LearningRate(8, **arguments)
     for step in range(10):
-        assert ours.set([], step) == Plain.param_groups[0]["lr"]
+        assert ours.set([], step) == group["lr"]
         scheduler.step(increment=8)
 
 

@@ -1,6 +1,6 @@
 """The exact answer on small cases, by OR-tools CP-SAT: what the list scheduler is measured against.
 
-    python -m tests.plan.exact          # solves the cases again and rewrites exact_optima.json
+python -m tests.plan.exact          # solves the cases again and rewrites exact_optima.json
 """
 
 from __future__ import annotations
@@ -54,7 +54,13 @@ def cases() -> Iterator[tuple[str, Layout, Costs, dict[int, int], dict[int, floa
             costs = uniform_costs(stages)
             layout = reroute(before, set(before.workers) - {dead}, costs)
             caps = dict.fromkeys(layout.workers, cap)
-            yield f"reroute {stages}x{replicas}x{microbatches} without {dead}, cap {cap}", layout, costs, caps, {}
+            yield (
+                f"reroute {stages}x{replicas}x{microbatches} without {dead}, cap {cap}",
+                layout,
+                costs,
+                caps,
+                {},
+            )
     for forwards in ((2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 3, 2)):
         layout = pipelines(3, 1, 5)
         costs = mixed_costs(*forwards)

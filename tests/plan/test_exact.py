@@ -23,7 +23,9 @@ def test_scheduler_is_near_the_optimum():
     assert KNOWN.keys() <= CASES.keys()
     gaps = {name: makespan(*CASES[name]) / best - 1 for name, best in KNOWN.items()}
     worst = max(gaps, key=gaps.get)
-    print(f"{len(gaps)} cases, mean gap {sum(gaps.values()) / len(gaps):.2%}, worst {gaps[worst]:.2%}: {worst}")
+    print(
+        f"{len(gaps)} cases, mean gap {sum(gaps.values()) / len(gaps):.2%}, worst {gaps[worst]:.2%}: {worst}"
+    )
     assert min(gaps.values()) >= -1e-9, "better than optimal: the model of the exact solver is wrong"
     assert sum(gaps.values()) / len(gaps) <= 0.03
     assert gaps[worst] <= 0.08

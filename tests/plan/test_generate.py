@@ -33,9 +33,7 @@ def pipelines(stages, replicas, microbatches):
 
 
 def computes(schedule, worker):
-    return " ".join(
-        f"{i.op.value}{i.microbatch}" for i in schedule.program(worker) if i.op in COMPUTE
-    )
+    return " ".join(f"{i.op.value}{i.microbatch}" for i in schedule.program(worker) if i.op in COMPUTE)
 
 
 def test_uniform_pipeline_is_one_f_one_b():

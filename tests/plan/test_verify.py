@@ -26,7 +26,12 @@ GOOD = build_schedule(LAYOUT, COSTS).to_text()
 """
 
 CORRUPTIONS = {
-    "forward missing": ("0", "F0[0:2] ", "", "microbatch 0 is not|before what they depend|not computed|sent before"),
+    "forward missing": (
+        "0",
+        "F0[0:2] ",
+        "",
+        "microbatch 0 is not|before what they depend|not computed|sent before",
+    ),
     "forward twice": ("0", "F2[0:2] ", "F2[0:2] F2[0:2] ", r"layer\(s\) \[0, 1\] twice"),
     "input gradient missing": ("2", "I2[2:4] ", "", "sent before it is computed"),
     "weight gradient missing": ("2", "W2[2:4] ", "", r"microbatch 2: W is missing for layer\(s\) \[2, 3\]"),
@@ -96,16 +101,12 @@ def test_deadlock_is_found():
 
 
 def test_reductions_in_two_orders_deadlock():
-    layout = layout_from_routes(
-        2, (pipeline_route((0,), (2,), (0,)), pipeline_route((1,), (2,), (1,)))
-    )
+    layout = layout_from_routes(2, (pipeline_route((0,), (2,), (0,)), pipeline_route((1,), (2,), (1,))))
     layout = type(layout)(holders=((0, 1), (0, 1, 2)), routes=layout.routes).check()
     good = build_schedule(layout, uniform_costs(2)).to_text()
     verify(layout, schedule_from_text(good))
     lines = good.splitlines()
-    lines[1] = lines[1].replace(
-        "REDUCE_GRAD[1:2] REDUCE_GRAD[0:1]", "REDUCE_GRAD[0:1] REDUCE_GRAD[1:2]"
-    )
+    lines[1] = lines[1].replace("REDUCE_GRAD[1:2] REDUCE_GRAD[0:1]", "REDUCE_GRAD[0:1] REDUCE_GRAD[1:2]")
     with pytest.raises(ScheduleInvalid, match="deadlock"):
         verify(layout, schedule_from_text("\n".join(lines)))
 

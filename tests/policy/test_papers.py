@@ -46,5 +46,7 @@ def test_weighting():
     gradient = {m: float(m) for m in range(layout.num_microbatches)}
     summed = sum(gradient[m] for route in layout.routes for m in route.microbatches)
     assert summed / layout.num_microbatches == 4.5
-    means = [sum(gradient[m] for m in route.microbatches) / len(route.microbatches) for route in layout.routes]
+    means = [
+        sum(gradient[m] for m in route.microbatches) / len(route.microbatches) for route in layout.routes
+    ]
     assert sum(means) / 3 != 4.5

@@ -27,9 +27,7 @@ def brute_force_split(times, stages):
 def test_layer_split_is_min_max(stages, head):
     costs = uniform_costs(8, ends=True)
     layers = (*costs.layers[:-1], layer(head, head, head))
-    costs = type(costs)(
-        layers=layers, message_bytes=0, link_latency_s=0.0, link_bytes_per_s=1.0
-    )
+    costs = type(costs)(layers=layers, message_bytes=0, link_latency_s=0.0, link_bytes_per_s=1.0)
     ends = Search(costs).split(stages)
     times = [one.compute_s for one in layers]
     loads = [sum(times[a:b]) for a, b in itertools.pairwise((0, *ends))]

@@ -31,7 +31,16 @@ def test_json_is_whole(capsys):
 
 
 def test_tensor_parallel_cells_die_together(capsys):
-    flags = ["--model", "llama2-70b", "--tensor-model-parallel-size", "8", "--cluster", "16x8", "--width", "0"]
+    flags = [
+        "--model",
+        "llama2-70b",
+        "--tensor-model-parallel-size",
+        "8",
+        "--cluster",
+        "16x8",
+        "--width",
+        "0",
+    ]
     assert main_plan([*flags, "--kill", "5:3"]) == 0
     assert "16 workers" in capsys.readouterr().out
 
@@ -83,4 +92,6 @@ def test_runs_without_torch():
         "from odyssey_megatron.policy.whatif import main_plan\n"
         "raise SystemExit(main_plan(['--kill', '2:3', '--width', '0']))"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False, stdout=subprocess.DEVNULL).returncode == 0
+    assert (
+        subprocess.run([sys.executable, "-c", code], check=False, stdout=subprocess.DEVNULL).returncode == 0
+    )
