@@ -206,8 +206,7 @@ def _list_schedule(tasks: Tasks, target: list[int], num_workers: int) -> tuple[l
     free, queues = [True] * num_workers, [list[int]() for _ in range(num_workers)]
     # An event is time << bits | what. what < count: the forward of that visit is ready; < 2 count: its
     # input gradient; else: a worker is free.
-    bits = (2 * count + num_workers).bit_length()
-    mask = (1 << bits) - 1
+    mask = (1 << (bits := (2 * count + num_workers).bit_length())) - 1
     events = [visit for visit in range(count) if starts[visit]]
     while events:
         now = events[0] >> bits
@@ -231,9 +230,8 @@ def _list_schedule(tasks: Tasks, target: list[int], num_workers: int) -> tuple[l
                 in_flight[seat] += 1
                 queues[seat].append(visit)
                 end = now + tasks.forward[visit]
-                heappush(
-                    events, end + lag << bits | visit + 1 if behind[visit] else end << bits | count + visit
-                )
+                after = end + lag << bits | visit + 1 if behind[visit] else end << bits | count + visit
+                heappush(events, after)
             elif input_grad and not (due and weight_grad):
                 visit = heappop(input_grad)
                 heappush(weight_grad, visit)

@@ -198,27 +198,14 @@ def estimated_profile(
     head_s = 2 * tokens * vocab_size * hidden_size / rate
     copy_s = tokens * hidden_size * dtype_bytes / 1e12 / tp
 
-    def layer(
-        forward_s: float, input_grad_s: float, weight_grad_s: float, kept: int, weights: int
-    ) -> LayerCost:
-        times = (forward_s, input_grad_s, weight_grad_s)
+    def layer(times: tuple[float, float, float], kept: int, weights: int) -> LayerCost:
         return _layer_cost(times, kept // tp, weights // tp, dtype_bytes)
 
-    transformer = layer(
-        matmul_s + scores / rate,
-        matmul_s + 2 * scores / rate,
-        matmul_s,
-        kept,
-        weights + 2 * hidden_size,
-    )
-    embedding = layer(copy_s, 0.0, copy_s, tokens, vocab_size * hidden_size)
-    head = layer(
-        head_s,
-        head_s,
-        head_s,
-        tokens * (2 * hidden_size + vocab_size),
-        vocab_size * hidden_size + hidden_size,
-    )
+    block_s = (matmul_s + scores / rate, matmul_s + 2 * scores / rate, matmul_s)
+    transformer = layer(block_s, kept, weights + 2 * hidden_size)
+    embedding = layer((copy_s, 0.0, copy_s), tokens, vocab_size * hidden_size)
+    kept_by_head = tokens * (2 * hidden_size + vocab_size)
+    head = layer((head_s,) * 3, kept_by_head, vocab_size * hidden_size + hidden_size)
     costs = Costs(
         layers=(embedding, *(transformer,) * num_transformer_layers, head),
         message_bytes=tokens * hidden_size * dtype_bytes // tp,

@@ -53,4 +53,6 @@ def test_twenty_recoveries_leave_nothing_behind(jobs, name):
             "sockets",
         ):  # fewer at most: with two ranks lost there are fewer connections
             assert after[what] <= before[what], (rank, what, seen)
-        assert after["rss_kib"] - before["rss_kib"] < 6 * 1024, (rank, seen)
+        # The allocator keeps an arena for each thread that it has seen at once; that ends after some tens of
+        # generations. A model, its gradients or the buffers of one step that stayed would be more.
+        assert after["rss_kib"] - before["rss_kib"] < 12 * 1024, (rank, seen)
