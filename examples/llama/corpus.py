@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,14 @@ def build(prefix: Path) -> str:
 
     if not prefix.with_suffix(".idx").exists():
         prefix.parent.mkdir(parents=True, exist_ok=True)
-        builder = IndexedDatasetBuilder(str(prefix.with_suffix(".bin")), dtype=numpy.uint16)
+        unfinished = prefix.with_name(f"{prefix.name}-{os.getpid()}")  # another rank may be building, too
+        builder = IndexedDatasetBuilder(str(unfinished.with_suffix(".bin")), dtype=numpy.uint16)
         for _, text in sorted(topics.items()):
             document = [*text.encode(), END_OF_DOCUMENT]
             builder.add_document(torch.tensor(document), [len(document)])
-        builder.finalize(str(prefix.with_suffix(".idx")))
+        builder.finalize(str(unfinished.with_suffix(".idx")))
+        for suffix in (".bin", ".idx"):
+            unfinished.with_suffix(suffix).rename(prefix.with_suffix(suffix))
     return str(prefix)
 
 
