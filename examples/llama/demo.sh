@@ -12,6 +12,8 @@ mkdir -p "$out"
 # The runs are the same each time; a journal of an earlier demo must not be read as part of this one.
 rm -rf "$out/undisturbed" "$out/shot-at" "$out/report"
 
+export PYTHONWARNINGS="ignore::UserWarning" # Megatron says of every rank that Transformer Engine is missing
+
 train() { # run-dir, then further flags
   local run_dir="$1"
   shift
