@@ -47,12 +47,10 @@ def test_twenty_recoveries_leave_nothing_behind(jobs, name):
     assert len(generations) >= 20
     for rank, before in seen[0].items():
         after = seen[1][rank]
-        for what in (
-            "threads",
-            "fds",
-            "sockets",
-        ):  # fewer at most: with two ranks lost there are fewer connections
-            assert after[what] <= before[what], (rank, what, seen)
+        # A group whose constructor is overtaken by the next generation keeps a thread and four descriptors for good
+        # (torch 2.13). Room for one of those; something left behind by each recovery would be twenty.
+        for what, room in (("threads", 1), ("fds", 4), ("sockets", 2)):
+            assert after[what] <= before[what] + room, (rank, what, seen)
         # The allocator keeps an arena for each thread that it has seen at once, which grows for some tens of
         # generations and then no more (a soak of 213 generations was flat after about 80).
         assert after["rss_kib"] - before["rss_kib"] < 12 * 1024, (rank, seen)
