@@ -80,7 +80,7 @@ class Interpreter:
         }
 
     def run(self, program: Sequence[Instr], trace: Trace) -> None:
-        """Everything up to STEP, which is the caller's: it spans all workers (see ``execute/step.py``)."""
+        """Everything up to STEP, which is the caller's: it spans all workers (see ``execute/rank.py``)."""
         for instr in program:
             if instr.op is Op.STEP:
                 break

@@ -19,6 +19,7 @@ from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.plan.generation import Generation
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.plan import Plan
+from odyssey_megatron.plan.schedule import Program
 from odyssey_megatron.policy.measured import LinkTimes, Measured
 from odyssey_megatron.rebuild import agree, transfer
 from odyssey_megatron.recover import NEXT, Phase
@@ -106,6 +107,7 @@ class RankRuntime:
         self._outcome_logged = True
         self._groups: Groups | None = None
         self._interpreter: Interpreter | None = None
+        self._program: Program = ()
         self._plan: Plan | None = None
         self._generation = 0
         self._worker = member.rank
@@ -201,6 +203,8 @@ class RankRuntime:
             num_layers=num_layers,
             checkpoint=self._check,
         )
+        # Once a generation: the plan's schedule is text, and has the programs of all workers.
+        self._program = plan.schedule.program(self._worker) if self._worker in plan.layout.workers else ()
         self._resume = self._recovery_record(generation)
         self._journal.event(
             "generation_started",
@@ -213,13 +217,12 @@ class RankRuntime:
         )
 
     def run_step(self, generation: Generation) -> None:
-        step, plan = self.committed, self._require_plan()
+        step = self.committed
         began_s, self._reduced = time.monotonic(), False
         trace = Trace(measured=step == 1 or step % self._config.profile_steps == 0)
         self._model.begin_step(step)
         assert self._interpreter is not None
-        program = plan.schedule.program(self._worker) if self._worker in plan.layout.workers else ()
-        self._interpreter.run(program, trace)
+        self._interpreter.run(self._program, trace)
         self._log_samples(step)
         self._reduced = True
         self._check("agreement", -1)
