@@ -10,9 +10,6 @@ from odyssey_megatron.metrics.recoveries import JournalEvent, Recovery, named, o
 from odyssey_megatron.metrics.steps import CommittedStep
 from odyssey_megatron.plan.schedule import MESSAGE, parse_instr
 
-KINDS = ("F", "B", "I", "W", "COMM", "REDUCE_GRAD", "STEP", "OTHER")
-"""What a box can be; sends and receives are one kind."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:

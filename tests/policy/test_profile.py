@@ -6,16 +6,16 @@ from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.policy.profile import Observation, Profile, calibrate, estimated_profile, load_profile
 from tests.plan.samples import uniform_costs
 
-LLAMA = estimated_profile(
-    num_transformer_layers=8,
-    hidden_size=512,
-    ffn_hidden_size=1408,
-    num_attention_heads=8,
-    num_query_groups=2,
-    seq_length=256,
-    micro_batch_size=2,
-    vocab_size=1000,
-)
+SHAPE = {
+    "hidden_size": 512,
+    "ffn_hidden_size": 1408,
+    "num_attention_heads": 8,
+    "num_query_groups": 2,
+    "seq_length": 256,
+    "micro_batch_size": 2,
+    "vocab_size": 1000,
+}
+LLAMA = estimated_profile(num_transformer_layers=8, **SHAPE)
 
 
 def seen(first, last, forward_s, samples=10):
@@ -86,16 +86,6 @@ def test_estimate_counts_parameters_and_flops():
     assert transformer.weight_grad_s == pytest.approx(2 * 512 * weights / 2e14)
     assert transformer.forward_s > transformer.weight_grad_s
     assert LLAMA.costs.layers[-1].forward_s == pytest.approx(2 * 512 * 1000 * 512 / 2e14)
-    halved = estimated_profile(
-        num_transformer_layers=1,
-        hidden_size=512,
-        ffn_hidden_size=1408,
-        num_attention_heads=8,
-        num_query_groups=2,
-        seq_length=256,
-        micro_batch_size=2,
-        vocab_size=1000,
-        tensor_parallel_size=2,
-    )
+    halved = estimated_profile(num_transformer_layers=1, tensor_parallel_size=2, **SHAPE)
     assert halved.costs.layers[1].forward_s == pytest.approx(transformer.forward_s / 2)
     assert replace(halved.costs, layers=()).message_bytes * 2 == LLAMA.costs.message_bytes
