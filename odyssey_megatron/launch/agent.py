@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import os
+import queue
 import select
 import signal
 import sys
@@ -30,6 +31,7 @@ from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch.control import Control, EventReader
 from odyssey_megatron.launch.coordinator import Coordinator, Verdict
 from odyssey_megatron.launch.heartbeat import HeartbeatBoard
+from odyssey_megatron.launch.lifeline import exit_code
 from odyssey_megatron.launch.planner import Planner
 from odyssey_megatron.launch.zygote import ForkedProcess, Zygote
 from odyssey_megatron.metrics.journal import Journal
@@ -193,6 +195,11 @@ class _Ranks:
         self._poll = select.poll()
         self._living: dict[int, tuple[int, int, Any]] = {}  # pidfd -> rank, slot, process
         self._fenced: set[int] = set()
+        self._guarded: set[int] = set()
+        self._reported: set[int] = set()
+        self._ending: queue.SimpleQueue[tuple[int, int, float]] = queue.SimpleQueue()  # rank, exit code, time
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK)
+        self._poll.register(self._wake, select.POLLIN)
 
     def add(self, rank: int, slot: int, process: Any) -> None:
         fd = os.pidfd_open(process.pid)
@@ -205,6 +212,7 @@ class _Ranks:
         tick_ms = max(1, int(min(self._hang_s / 10, 0.2) * 1e3))
         while not verdict.arrived:
             self._reap(tick_ms, report=True)
+            self._guard_begun()
             self._fence_silent()
         self._poll.unregister(verdict.fd)
 
@@ -223,6 +231,10 @@ class _Ranks:
 
     def _reap(self, timeout_ms: int, *, report: bool) -> None:
         for fd, _ in self._poll.poll(timeout_ms):
+            if fd == self._wake:
+                os.eventfd_read(fd)
+                while report and not self._ending.empty():
+                    self._report(*self._ending.get())
             if fd not in self._living:
                 continue
             now_s = time.monotonic()
@@ -233,8 +245,32 @@ class _Ranks:
             _signal_session(process.pid, signal.SIGKILL)
             code = process.wait()
             if report:
-                cause = "hang" if rank in self._fenced else "killed" if code < 0 else "exit"
-                self._control.send(RankDied(rank=rank, code=code, cause=cause, t_s=now_s))
+                self._report(rank, code, now_s)
+
+    def _report(self, rank: int, code: int, seen_s: float) -> None:
+        if rank not in self._reported:  # else its lifeline was faster
+            self._reported.add(rank)
+            cause = "hang" if rank in self._fenced else "killed" if code < 0 else "exit"
+            self._control.send(RankDied(rank=rank, code=code, cause=cause, t_s=seen_s))
+
+    def _guard_begun(self) -> None:
+        """A thread on the lifeline of each rank that has one by now."""
+        for rank, slot, process in self._living.values():
+            if rank not in self._guarded and self._board.has_begun(slot):
+                self._guarded.add(rank)
+                threading.Thread(
+                    target=self._await_end,
+                    args=(rank, slot, process.pid),
+                    name=f"odyssey-rank{rank}",
+                    daemon=True,
+                ).start()
+
+    def _await_end(self, rank: int, slot: int, pid: int) -> None:
+        self._board.await_end(slot)
+        code, now_s = exit_code(pid), time.monotonic()
+        if code is not None:  # else its pidfd will tell
+            self._ending.put((rank, code, now_s))
+            os.eventfd_write(self._wake, 1)
 
     def _fence_silent(self) -> None:
         now_s = time.monotonic()

@@ -1,4 +1,6 @@
-"""Heartbeats through shared memory: a slot a rank, written by a thread of the rank and read by its agent."""
+"""Signs of life through shared memory: a slot a rank, with a heartbeat that a thread of the rank writes and its agent
+reads, and a lifeline that tells the agent of its death.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,11 @@ import threading
 import time
 from pathlib import Path
 
-_SLOT_BYTES = 64  # a cache line each: ranks do not disturb one another
+from odyssey_megatron.launch import lifeline
+from odyssey_megatron.launch.lifeline import Lifeline
+
+_LINE_BYTES = 64  # a cache line each: ranks do not disturb one another
+_SLOT_BYTES = _LINE_BYTES + lifeline.SIZE_BYTES
 _LEAVING = -1.0
 _PREFIX = "odyssey-heartbeat-"
 
@@ -25,22 +31,42 @@ class HeartbeatBoard:
         self.path.touch(mode=0o600)
         os.truncate(self.path, _SLOT_BYTES * size)
         self._memory = _map(self.path)
+        self._lifelines = [Lifeline(self._memory, slot * _SLOT_BYTES + _LINE_BYTES) for slot in range(size)]
+        for one in self._lifelines:
+            one.create()
 
     def silent_s(self, slot: int, now_s: float) -> float:
         """Seconds since the last beat; 0.0 before the first one and once the rank is leaving."""
-        (beat_s,) = struct.unpack_from("d", self._memory, slot * _SLOT_BYTES)
+        beat_s = self._beat_s(slot)
         return max(now_s - beat_s, 0.0) if beat_s > 0.0 else 0.0
 
+    def has_begun(self, slot: int) -> bool:
+        """Whether the rank has taken its lifeline."""
+        return self._beat_s(slot) != 0.0
+
+    def await_end(self, slot: int) -> None:
+        """Returns once the rank has begun to end, however it does; only after :meth:`has_begun`."""
+        self._lifelines[slot].await_end()
+
     def close(self) -> None:
-        self._memory.close()
+        """The memory stays mapped: a thread may still wait there."""
         self.path.unlink(missing_ok=True)
+
+    def _beat_s(self, slot: int) -> float:
+        (beat_s,) = struct.unpack_from("d", self._memory, slot * _SLOT_BYTES)
+        return float(beat_s)
 
 
 class Heartbeat:
-    """The rank's side. A rank whose threads do not run (stopped, or never giving up the GIL) is silent."""
+    """The rank's side, made by its main thread.
+
+    A rank whose threads do not run (stopped, or never giving up the GIL) is silent.
+    """
 
     def __init__(self, path: str, slot: int, interval_s: float):
         self._memory, self._offset, self._interval_s = _map(Path(path)), slot * _SLOT_BYTES, interval_s
+        self._lifeline = Lifeline(self._memory, self._offset + _LINE_BYTES)
+        self._lifeline.take()
         self._leaving = threading.Event()
         self._beat(time.monotonic())
         self._thread = threading.Thread(target=self._run, name="odyssey-heartbeat", daemon=True)
