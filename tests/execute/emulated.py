@@ -1,0 +1,191 @@
+"""A rank with an emulated accelerator: everything real but the compute, which is a sleep.
+
+Run by ``odyssey run``: launcher, coordinator, groups, interpreter, messages, agreement and recovery are the
+product's. Each message carries the time at which its sender's accelerator is done, on the machine's monotonic clock. An
+instruction is done at max(own accelerator, sender + link) + its cost / the worker's speed, and the rank sleeps until
+then. So a rank that was late, because a hundred processes share two cores, does not make the next one late as long as
+it is late by less than an instruction takes; what remains is what the schedule, the messages and their order make of
+the costs, carried out by many processes that know only their own part.
+
+Two times of each step are journalled in place of losses: ``modelled_s`` by these deadlines, and ``late_s``, how far
+behind its deadline the latest instruction ended on any rank; the runtime itself times the step by the wall clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from odyssey_megatron import recover
+from odyssey_megatron.codec import to_json
+from odyssey_megatron.config import add_arguments, config_from
+from odyssey_megatron.errors import JobStopped
+from odyssey_megatron.execute.rank import RankRuntime
+from odyssey_megatron.launch.inject import Injector
+from odyssey_megatron.launch.member import Member
+from odyssey_megatron.metrics.journal import Journal
+from odyssey_megatron.plan.layout import Layout
+from odyssey_megatron.plan.simulate import reduce_s
+from odyssey_megatron.rebuild.groups import build_groups, init_default_group
+from tests.execute.emulation import Emulation, load_emulation
+from tests.execute.stack import Outcome
+
+
+class Accelerator:
+    """Implements ``execute.rank.Model``. A layer's state is the number of steps that it has been updated in."""
+
+    def __init__(self, emulation: Emulation, rank: int, world_size: int):
+        self.num_totals = 2 * world_size  # of each rank: when it is done, and its greatest lateness
+        self.held: dict[int, list[torch.Tensor]] = {}
+        self._incoming: dict[int, list[torch.Tensor]] = {}
+        self._costs, self._tokens = emulation.profile.costs, emulation.job.tokens_per_step
+        self._microbatches = emulation.job.num_microbatches
+        self._speed = dict(emulation.speeds).get(rank, 1.0)
+        self._rank, self._world_size, self._seamless = rank, world_size, emulation.seamless
+        self._fused, self._megatron_start = False, emulation.megatron_start
+        self._workers: dict[tuple[int, int], int] = {}
+        self._mine: tuple[int, ...] = ()
+        self._done_s: float | None = None
+        self._began_s = self._late_s = 0.0
+        self._step = 0
+        self._heads: list[int] = []
+
+    # -- time -------------------------------------------------------------------------------------------------------
+
+    def _until(self, done_s: float) -> None:
+        self._done_s = done_s
+        time.sleep(max(0.0, done_s - time.monotonic()))
+        self._late_s = max(self._late_s, time.monotonic() - done_s)
+
+    def _compute(
+        self, kinds: tuple[str, ...], first: int, last: int, message: torch.Tensor | None
+    ) -> torch.Tensor:
+        seconds = sum(getattr(layer, kind) for layer in self._costs.layers[first:last] for kind in kinds)
+        ready_s = 0.0 if message is None else float(message[0]) + self._costs.message_s()
+        self._until(max(self._done_s, ready_s) + seconds / self._speed)
+        return torch.tensor([self._done_s], dtype=torch.float64)
+
+    def begin_step(self, step: int) -> None:
+        """In a new generation every rank begins when it gets here."""
+        if self._done_s is None or not self._seamless:
+            self._done_s = time.monotonic()
+        self._step, self._began_s, self._late_s = step, self._done_s, 0.0
+        self._heads.clear()
+
+    # -- compute ----------------------------------------------------------------------------------------------------
+
+    def forward(
+        self, microbatch: int, first: int, last: int, activation: torch.Tensor | None
+    ) -> torch.Tensor:
+        if last == len(self._costs.layers):
+            self._heads.append(microbatch)
+        return self._compute(("forward_s",), first, last, activation)
+
+    def sent(self, microbatch: int, first: int, last: int) -> None: ...
+
+    def input_grad(self, microbatch: int, first: int, last: int, grad: torch.Tensor | None) -> torch.Tensor:
+        # A fused backward sends its gradient when all of it is done, so that is the time in the message.
+        kinds = ("input_grad_s", "weight_grad_s") if self._fused else ("input_grad_s",)
+        return self._compute(kinds, first, last, grad)
+
+    def weight_grad(self, microbatch: int, first: int, last: int) -> None:
+        if not self._fused:
+            self._compute(("weight_grad_s",), first, last, None)
+
+    def gradients(self, first: int, last: int) -> Iterator[torch.Tensor]:
+        """One buffer with a place for each rank: after the sum it says when all holders had come."""
+        arrived = torch.zeros(self._world_size, dtype=torch.float64)
+        arrived[self._rank] = self._done_s
+        yield arrived
+        holders = self._workers[first, last]
+        self._until(float(arrived.max()) + reduce_s(self._costs, first, last, holders))
+
+    def empty_message(self) -> torch.Tensor:
+        return torch.empty(1, dtype=torch.float64)
+
+    def local_totals(self) -> torch.Tensor:
+        totals = torch.zeros(self.num_totals, dtype=torch.float64)
+        totals[self._rank], totals[self._world_size + self._rank] = self._done_s, self._late_s
+        return totals
+
+    def apply(self, totals: torch.Tensor, checkpoint: Any) -> Outcome:
+        done_s, late_s = (float(part.max()) for part in totals.split(self._world_size))
+        self._until(done_s + self._costs.optimizer_s)
+        checkpoint()
+        self.held = {layer: self.held[layer] for layer in self._mine}
+        for (updates,) in self.held.values():
+            updates += 1
+        return Outcome(
+            losses={"modelled_s": self._done_s - self._began_s, "late_s": max(late_s, self._late_s)},
+            tokens=self._tokens,
+            num_microbatches=self._microbatches,
+        )
+
+    def samples_of_losses(self) -> dict[int, list[int]]:
+        return {m: [self._step * self._microbatches + m] for m in self._heads}
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    def create_layers(self, layers: tuple[int, ...]) -> None:
+        for layer in layers:
+            self.held.setdefault(layer, [torch.zeros(1, dtype=torch.int64)])
+
+    def tensors_to_send(self, layer: int) -> list[torch.Tensor]:
+        return self.held[layer]
+
+    def tensors_to_fill(self, layer: int) -> list[torch.Tensor]:
+        self._incoming[layer] = [torch.full((1,), -1)]
+        return self._incoming[layer]
+
+    def discard_incoming(self) -> None:
+        self._incoming.clear()
+
+    def take_layout(self, layout: Layout, worker: int) -> None:
+        self.held.update(self._incoming)
+        self._incoming.clear()
+        self._workers = {(block.first, block.last): len(block.holders) for block in layout.blocks()}
+        self._mine = layout.held_by(worker)
+        self._done_s = None
+        # Only the first plan is Megatron's: recoveries are the planner's own.
+        self._fused, self._megatron_start = self._megatron_start, False
+
+
+class QuietMember(Member):
+    """Publishes no measurements: what sleeps uses no CPU time."""
+
+    def publish_observations(self, observations_json: str) -> None: ...
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    config = config_from(parser.parse_args())
+    emulation = load_emulation(config.run_dir)
+    member = QuietMember.connect(config)
+    journal = Journal(config.run_dir, source=f"rank{member.rank}", rank=member.rank)
+    init_default_group(member)
+    member.post_job(emulation.job, to_json(emulation.profile))
+    model = Accelerator(emulation, member.rank, member.world_size)
+    rank = RankRuntime(
+        config=config,
+        member=member,
+        model=model,
+        build=lambda generation, named: build_groups(member, generation, named, config),
+        tagged_messages=True,
+        fault_point=Injector(config.injections, member.rank, journal).at,
+        journal=journal,
+        on_commit=lambda step, outcome: None,
+    )
+    try:
+        recover.train(member, rank, train_steps=emulation.job.train_steps)
+    except JobStopped as stop:
+        raise SystemExit(stop.exit_code) from None
+    journal.event("weights", digest={str(layer): int(updates) for layer, (updates,) in model.held.items()})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""What a job of emulated accelerators is to do, and the planner that its coordinator asks.
+
+Import it before ``odyssey run`` starts (``JobServer.start([..., "tests.execute.emulation"])``): it puts its planner in
+the product's place. Everything else, ``decide()`` and ``verify()`` too, is the product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from odyssey_megatron.cluster.job import JobSpec
+from odyssey_megatron.cluster.state import ClusterState
+from odyssey_megatron.codec import from_json, to_json
+from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.launch import planner
+from odyssey_megatron.plan.costs import Costs
+from odyssey_megatron.plan.generation import CandidateRow
+from odyssey_megatron.plan.memory import activation_caps
+from odyssey_megatron.plan.messages import add_messages, add_reductions
+from odyssey_megatron.plan.order import order_routes
+from odyssey_megatron.plan.plan import Plan
+from odyssey_megatron.plan.schedule import Op, Schedule
+from odyssey_megatron.plan.verify import verify
+from odyssey_megatron.policy.baselines import fused
+from odyssey_megatron.policy.profile import Profile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Emulation:
+    """A job; lies in its run folder, where ranks and planner find it."""
+
+    job: JobSpec
+    profile: Profile
+    speeds: tuple[tuple[int, float], ...] = ()
+    """(worker, speed) of those that are not as fast as the others; known to the planner from the start."""
+    megatron_start: bool = False
+    """Start with Megatron's 1F1B, backward in one, in place of the planner's own schedule."""
+    seamless: bool = False
+    """A step begins where the deadlines of the last one ended, so that its modelled time is exact. Otherwise when the
+    rank really begins it: what the runtime does between steps then counts."""
+    among: tuple[str, ...] = ()
+    """The options that recoveries choose from; empty = all."""
+
+    def save(self, run_dir: Path) -> None:
+        """Writes it into ``run_dir``, which is made."""
+        run_dir.mkdir(parents=True)
+        (run_dir / "emulation.json").write_text(to_json(self))
+
+
+def load_emulation(run_dir: str | Path) -> Emulation:
+    """What :meth:`Emulation.save` wrote."""
+    return from_json(Emulation, (Path(run_dir) / "emulation.json").read_text())
+
+
+class EmulationPlanner(planner.PolicyPlanner):
+    """The product's planner, told about slow workers, which the control plane does not measure yet.
+
+    The profile stays as it was posted: what sleeps uses no CPU time, so the ranks have nothing to measure.
+    """
+
+    def __init__(self, config: OdysseyConfig):
+        super().__init__(config)
+        self._emulation = load_emulation(config.run_dir)
+
+    def start(self, job: JobSpec, state: ClusterState, profile_json: str) -> Plan:
+        plan = super().start(job, self._slowed(state), profile_json)
+        return one_f_one_b(plan, self._profile.costs) if self._emulation.megatron_start else plan
+
+    def decide(
+        self, state: ClusterState, previous: Plan, observations: Sequence[str], now_s: float
+    ) -> tuple[Plan, tuple[CandidateRow, ...]]:
+        decision = self._decide.decide(
+            job=self._job,
+            state=self._slowed(state),
+            previous=previous,
+            profile=self._profile,
+            config=self._config,
+            now_s=now_s,
+            among=self._emulation.among or None,
+        )
+        return decision.plan, decision.candidates
+
+    def _slowed(self, state: ClusterState) -> ClusterState:
+        speeds = dict(self._emulation.speeds)
+        return replace(
+            state, workers=tuple(replace(w, speed=speeds.get(w.worker, 1.0)) for w in state.workers)
+        )
+
+
+planner.PolicyPlanner = EmulationPlanner
+
+
+def one_f_one_b(plan: Plan, costs: Costs) -> Plan:
+    """``plan``'s layout under Megatron's schedule: 1F1B order and memory, the backward in one piece."""
+    layout, whole = plan.layout, fused(costs)
+    order = order_routes(layout, whole, in_flight_cap=activation_caps(layout, whole))
+    programs = tuple(
+        (
+            worker,
+            tuple(
+                replace(instr, op=Op.BACKWARD) if instr.op is Op.INPUT_GRAD else instr
+                for instr in program
+                if instr.op is not Op.WEIGHT_GRAD
+            ),
+        )
+        for worker, program in order.schedule().programs
+    )
+    schedule = add_reductions(add_messages(Schedule(programs=programs), layout), layout)
+    timeline = verify(layout, schedule, costs)
+    return replace(
+        plan,
+        policy="1f1b",
+        schedule_text=schedule.to_text(),
+        step_s=timeline.step_s,
+        peak_bytes=timeline.peak_bytes,
+    )

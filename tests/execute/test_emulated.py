@@ -1,0 +1,94 @@
+"""Emulated accelerators: the structure of what runs, which no load of the machine changes. Times: the benchmark."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from odyssey_megatron.cluster.job import JobSpec
+from odyssey_megatron.metrics.run import read_run
+from odyssey_megatron.plan.costs import Costs
+from odyssey_megatron.plan.layout import Layout
+from odyssey_megatron.plan.schedule import schedule_from_text
+from odyssey_megatron.plan.simulate import simulate
+from odyssey_megatron.policy.profile import Profile
+from tests.launch.jobserver import CHECKOUT, JobServer, events
+from tests.plan.samples import layer
+
+pytest.importorskip("torch")
+
+JOB = JobSpec(
+    num_layers=6, pipeline_model_parallel_size=2, tensor_model_parallel_size=1, num_microbatches=8,
+    tokens_per_step=8, train_steps=6,
+)  # fmt: skip
+COSTS = Costs(
+    layers=(layer(0.001, 0.0, 0.001), *(layer(0.004, 0.005, 0.003),) * 4, layer(0.002, 0.002, 0.002)),
+    message_bytes=0,
+    link_latency_s=0.001,
+    link_bytes_per_s=1e9,
+    optimizer_s=0.002,
+)
+SPEEDS = {3: 0.5}
+
+
+@pytest.fixture(scope="module")
+def emulating():
+    server = JobServer.start(["tests.launch.preload", "tests.execute.emulation"])
+    yield server
+    server.close()
+
+
+@pytest.mark.parametrize("policy", ["reroute", "replan"])
+def test_ranks_that_know_their_own_part_keep_the_simulated_time(emulating, tmp_path, policy):
+    from odyssey_megatron.codec import from_jsonable
+    from tests.execute.emulation import Emulation
+
+    run_dir = tmp_path / "run"
+    Emulation(job=JOB, profile=Profile(costs=COSTS), speeds=tuple(SPEEDS.items()), megatron_start=True).save(
+        run_dir
+    )
+    job = emulating.run(
+        ["--nproc-per-node", 6, CHECKOUT / "tests/execute/emulated.py", "--odyssey-device", "cpu",
+         "--odyssey-run-dir", run_dir, "--odyssey-policy", policy,
+         "--odyssey-inject", "rank=4,step=2,at=backward"],
+        log=tmp_path / "log",
+    )  # fmt: skip
+    assert job.wait(60) == 0, job.log()
+    run = read_run(run_dir)
+    assert [one.policy for one in run.recoveries] == [policy]
+    assert run.samples.ok
+    steps = {generation: [s for s in run.steps if s.generation == generation] for generation in (1, 2)}
+    for decision in events(run_dir, "decision"):
+        generation, layout = decision["generation"], from_jsonable(Layout, decision["layout"])
+        schedule = schedule_from_text(decision["schedule"])
+        expected_s = simulate(schedule, layout, COSTS, SPEEDS).step_s
+        # The first step of a generation begins on each rank when it gets there.
+        modelled_s = [step.losses["modelled_s"] for step in steps[generation][1:]]
+        assert modelled_s == pytest.approx([expected_s] * len(modelled_s), rel=1e-6)
+        assert modelled_s
+        for worker, program in schedule.programs:
+            ran = [
+                e for e in events(run_dir, "trace") if (e["rank"], e["generation"]) == (worker, generation)
+            ]
+            assert ran
+            for one in ran:
+                assert [text for text, _, _ in one["instructions"]] == [str(i) for i in program[:-1]]
+    held = [one["digest"] for one in events(run_dir, "weights")]
+    assert {layer for one in held for layer in one} == {str(i) for i in range(JOB.num_layers)}
+    assert {updates for one in held for updates in one.values()} == {JOB.train_steps}
+
+
+def test_megatrons_schedule_takes_what_the_formula_says():
+    """(M + S - 1) slots: papers.md §1.3, Eq. 9."""
+    from odyssey_megatron.cluster.state import initial_state
+    from odyssey_megatron.policy.decide import initial_plan
+    from tests.execute.emulation import one_f_one_b
+
+    costs = replace(
+        COSTS, layers=(layer(0, 0, 0), *(layer(),) * 4, layer(0, 0, 0)), link_latency_s=0.0, optimizer_s=0.0
+    )
+    profile = Profile(costs=replace(costs, link_bytes_per_s=1e12))
+    plan = initial_plan(replace(JOB, pipeline_model_parallel_size=4), initial_state(nodes=(0,) * 4), profile)
+    assert one_f_one_b(plan, profile.costs).step_s == pytest.approx((8 + 4 - 1) * 3)
+    assert "B0[" in one_f_one_b(plan, profile.costs).schedule_text
