@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import ClusterState
@@ -17,8 +19,8 @@ from odyssey_megatron.plan.layout import Layout, megatron_layout
 from odyssey_megatron.plan.order import Order, order_routes
 from odyssey_megatron.plan.plan import Plan, Transfer
 from odyssey_megatron.plan.simulate import step_end_s
-from odyssey_megatron.plan.transfer import living_holders, plan_transfers, transfer_s, warm_up
-from odyssey_megatron.policy.options import Case, Option, caps_for, options, worker_speeds
+from odyssey_megatron.plan.transfer import living_holders, warm_up
+from odyssey_megatron.policy.options import Case, LaidOut, Option, caps_for, lay_out, options, worker_speeds
 from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.score import mean_time_between_failures_s
 from odyssey_megatron.policy.search import search_for
@@ -50,6 +52,7 @@ class _Candidate:
     order: Order
     transfers: tuple[Transfer, ...]
     step_s: float
+    bound_s: float
     transition_s: float
     score: float
     note: str
@@ -71,7 +74,17 @@ def initial_plan(job: JobSpec, state: ClusterState, profile: Profile) -> Plan:
     speeds = worker_speeds(state)
     caps = caps_for(layout, profile)
     order = order_routes(layout, profile.costs, in_flight_cap=caps, speeds=speeds)
-    return _plan("initial", layout, order, (), 0.0, profile, speeds)
+    assembled = assemble(order, layout, profile.costs)
+    return Plan(
+        policy="initial",
+        layout=layout,
+        schedule_text=assembled.text,
+        transfers=(),
+        step_s=step_end_s(layout, profile.costs, order.done_s),
+        bound_s=lower_bound_s(layout, profile.costs, speeds, caps),
+        transition_s=0.0,
+        peak_bytes=assembled.peak_bytes,
+    )
 
 
 def prepare(job: JobSpec, state: ClusterState, profile: Profile) -> None:
@@ -126,14 +139,17 @@ def decide(
         raise PlanInfeasible(f"no plan for {len(state.alive)} living worker(s): {reasons}")
     rows.append(_row(best, True, _why(best, config.policy, rows)))
     rows.sort(key=lambda row: (not row.chosen, row.score is None, -(row.score or 0.0), row.name))
-    plan = _plan(
-        previous.policy if best.name == "keep" else best.name,
-        best.layout,
-        best.order,
-        best.transfers,
-        best.transition_s,
-        profile,
-        case.speeds,
+    # Lowered and verified: no plan leaves here unverified (I7).
+    assembled = assemble(best.order, best.layout, profile.costs)
+    plan = Plan(
+        policy=previous.policy if best.name == "keep" else best.name,
+        layout=best.layout,
+        schedule_text=assembled.text,
+        transfers=best.transfers,
+        step_s=best.step_s,
+        bound_s=best.bound_s,
+        transition_s=best.transition_s,
+        peak_bytes=assembled.peak_bytes,
     )
     return Decision(plan=plan, candidates=tuple(rows))
 
@@ -151,8 +167,9 @@ def _check_holders(case: Case) -> None:
 def _search(case: Case, found: list[Option], policy: str) -> tuple[_Candidate | None, list[CandidateRow]]:
     """Branch and bound: options in order of the best score they could have, until nobody can win any more.
 
-    An option of the policy asked for comes before all others, and ends the search if it can be had. Returns
-    the winner, and a row for everything else.
+    What comes first is laid out, if it is not yet, and takes the place in the order that its own bound gives it; only
+    what comes first again is scheduled. An option of the policy asked for comes before all others, and ends the
+    search if it can be had. Returns the winner, and a row for everything else.
     """
 
     def wanted(option: Option) -> bool:
@@ -160,15 +177,21 @@ def _search(case: Case, found: list[Option], policy: str) -> tuple[_Candidate | 
 
     many = len(case.state.workers) > _MANY_WORKERS
     finalists, margin = (1, 0.005) if many else (_FINALISTS, 0.0)
-    queue = sorted(
-        found,
-        key=lambda option: (not wanted(option), many and option.name != "replan", -case.promise(option)),
-    )
+
+    def place(option: Option) -> tuple[object, ...]:
+        drawn = isinstance(option.found, LaidOut)
+        order = (option.name != "replan", not drawn) if many else ()
+        return (not wanted(option), *order, -case.promise(option), next(number))
+
+    number = itertools.count()
+    queue = [(place(option), option) for option in found]
+    heapify(queue)
     worked: list[_Candidate] = []
     rows: list[CandidateRow] = []
     left: list[Option] = []
     settled = False  # something of the policy asked for can be had
-    for option in queue:
+    while queue:
+        option = heappop(queue)[1]
         best = max((one.score for one in worked), default=-math.inf)
         promise = case.promise(option)
         hopeless = settled and not wanted(option)
@@ -181,8 +204,12 @@ def _search(case: Case, found: list[Option], policy: str) -> tuple[_Candidate | 
             left.append(option)
             continue
         try:
-            worked.append(_work_out(case, option))
-            settled |= wanted(option)
+            if isinstance(option.found, LaidOut):
+                worked.append(_work_out(case, option, option.found))
+                settled |= wanted(option)
+            else:
+                option = lay_out(case, option.name, option.note, option.found())
+                heappush(queue, (place(option), option))
         except PlanInfeasible as error:
             rows.append(_unscored(option.name, None, f"{option.note}: {error}"))
     if not worked:
@@ -211,21 +238,19 @@ def _left_over(
     return rows
 
 
-def _work_out(case: Case, option: Option) -> _Candidate:
-    profile, costs = case.profile, case.profile.costs
-    layout = option.layout()
-    order = order_routes(layout, costs, in_flight_cap=caps_for(layout, profile), speeds=case.speeds)
-    transfers = plan_transfers(case.previous, layout, case.state.alive, costs)
+def _work_out(case: Case, option: Option, found: LaidOut) -> _Candidate:
+    costs, layout = case.profile.costs, found.layout
+    order = order_routes(layout, costs, in_flight_cap=found.caps, speeds=case.speeds)
     step_s = step_end_s(layout, costs, order.done_s)
-    transition_s = profile.group_build_s + transfer_s(transfers, costs)
     return _Candidate(
         name=option.name,
         layout=layout,
         order=order,
-        transfers=transfers,
+        transfers=found.transfers,
         step_s=step_s,
-        transition_s=transition_s,
-        score=case.score(step_s, transition_s, case.fatal_share(layout)),
+        bound_s=option.least_step_s,
+        transition_s=option.least_transition_s,
+        score=case.score(step_s, option.least_transition_s, option.fatal_share),
         note=option.note,
     )
 
@@ -263,26 +288,3 @@ def _beside(score: float, best: float) -> str:
 
 def _unscored(name: str, step_s: float | None, reason: str) -> CandidateRow:
     return CandidateRow(name=name, step_s=step_s, transition_s=None, score=None, chosen=False, reason=reason)
-
-
-def _plan(
-    policy: str,
-    layout: Layout,
-    order: Order,
-    transfers: tuple[Transfer, ...],
-    transition_s: float,
-    profile: Profile,
-    speeds: Mapping[int, float],
-) -> Plan:
-    """Lowers, verifies and simulates: no plan leaves here unverified (I7)."""
-    assembled = assemble(order, layout, profile.costs)
-    return Plan(
-        policy=policy,
-        layout=layout,
-        schedule_text=assembled.text,
-        transfers=transfers,
-        step_s=step_end_s(layout, profile.costs, order.done_s),
-        bound_s=lower_bound_s(layout, profile.costs, speeds, caps_for(layout, profile)),
-        transition_s=transition_s,
-        peak_bytes=assembled.peak_bytes,
-    )

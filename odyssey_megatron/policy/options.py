@@ -11,6 +11,7 @@ from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.bound import lower_bound_s
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.memory import activation_caps, fullest_bytes
+from odyssey_megatron.plan.plan import Transfer
 from odyssey_megatron.plan.transfer import plan_transfers, transfer_s
 from odyssey_megatron.policy.candidates import drop_pipelines, reroute, shift_layers
 from odyssey_megatron.policy.profile import Profile
@@ -63,16 +64,27 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LaidOut:
+    """A layout, how to get there, and what it may keep in memory."""
+
+    layout: Layout
+    transfers: tuple[Transfer, ...]
+    caps: dict[int, int]
+    """See :func:`caps_for`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
     """A candidate that has not been scheduled yet."""
 
     name: str
     note: str
     least_step_s: float
-    """A bound, or for a replan an estimate that leaves out what messages and many small reductions cost."""
+    """A bound; before a replan is laid out, an estimate that leaves out what messages and reductions cost."""
     least_transition_s: float
+    """The transition itself, once it is laid out."""
     fatal_share: float
-    layout: Callable[[], Layout]
+    found: LaidOut | Callable[[], Layout]
     """May raise PlanInfeasible."""
 
 
@@ -98,45 +110,46 @@ def options(case: Case) -> tuple[list[Option], list[tuple[str, str]]]:
     impossible: list[tuple[str, str]] = []
     alive, costs = case.state.alive, case.profile.costs
     if set(case.previous.workers) <= set(alive):
-        found.append(_kept(case, "keep", "no member of the layout is lost", case.previous))
+        found.append(lay_out(case, "keep", "no member of the layout is lost", case.previous))
         if case.speeds:
             layout = reroute(case.previous, alive, costs, case.speeds)
-            found.append(_kept(case, "rebalance", "microbatches moved off slow workers", layout))
+            found.append(lay_out(case, "rebalance", "microbatches moved off slow workers", layout))
         if case.speeds or len(alive) > len(case.previous.workers):
             _add_replans(case, found, impossible)
         return found, impossible
     rerouted: Layout | None = None
     try:
         rerouted = reroute(case.previous, alive, costs, case.speeds)
-        found.append(_kept(case, "reroute", "layout kept", rerouted))
+        found.append(lay_out(case, "reroute", "layout kept", rerouted))
     except PlanInfeasible as error:
         impossible.append(("reroute", str(error)))
     try:
         dropped = drop_pipelines(case.previous, alive)
-        found.append(_kept(case, "drop", "broken pipelines dropped", dropped))
+        found.append(lay_out(case, "drop", "broken pipelines dropped", dropped))
     except PlanInfeasible as error:
         impossible.append(("drop", str(error)))
     if rerouted is not None:
         try:
             shifted = shift_layers(rerouted, costs, case.speeds)
-            found.append(_kept(case, "shift", "rerouted, stage boundaries moved", shifted))
+            found.append(lay_out(case, "shift", "rerouted, stage boundaries moved", shifted))
         except PlanInfeasible as error:
             impossible.append(("shift", str(error)))
     _add_replans(case, found, impossible)
     return found, impossible
 
 
-def _kept(case: Case, name: str, note: str, layout: Layout) -> Option:
-    """An option whose layout is at hand. Raises PlanInfeasible if it does not fit."""
+def lay_out(case: Case, name: str, note: str, layout: Layout) -> Option:
+    """The option of ``layout``, with its bound and its transition. Raises PlanInfeasible if it does not fit."""
     profile, costs = case.profile, case.profile.costs
     transfers = plan_transfers(case.previous, layout, case.state.alive, costs)
+    caps = caps_for(layout, profile)
     return Option(
         name=name,
         note=note,
-        least_step_s=lower_bound_s(layout, costs, case.speeds, caps_for(layout, profile)),
+        least_step_s=lower_bound_s(layout, costs, case.speeds, caps),
         least_transition_s=profile.group_build_s + transfer_s(transfers, costs),
         fatal_share=case.fatal_share(layout),
-        layout=lambda: layout,
+        found=LaidOut(layout=layout, transfers=transfers, caps=caps),
     )
 
 
@@ -168,5 +181,5 @@ def _replan(case: Case, workers: tuple[int, ...], pipelines: int, estimate_s: fl
         least_step_s=estimate_s,
         least_transition_s=case.profile.group_build_s,
         fatal_share=min(len(workers), search.most_stages) / len(case.state.alive) if pipelines == 1 else 0.0,
-        layout=layout,
+        found=layout,
     )

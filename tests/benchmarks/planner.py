@@ -2,7 +2,7 @@
 
     python tests/benchmarks/planner.py --json
 
-TP8 throughout (a worker is one TP cell of a node); Llama-2-70B on H100s by its preset; 2 x PP microbatches a pipeline.
+A worker is one tensor-parallel cell; Llama-2 on H100s by its presets; 2 x PP microbatches a pipeline.
 The bars are CPU seconds of this one process, since other processes' load is not the planner's; wall time is
 printed beside them. Each decision starts from the healthy plan, after ``prepare()``, as in a running job.
 """
@@ -20,23 +20,30 @@ if __package__ in (None, ""):
 
 from odyssey_megatron.cluster.events import RankDied
 from odyssey_megatron.cluster.job import JobSpec
-from odyssey_megatron.cluster.state import apply, initial_state
+from odyssey_megatron.cluster.state import ClusterState, apply, initial_state
 from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.policy.decide import decide, initial_plan
 from odyssey_megatron.policy.presets import preset_profile
+from odyssey_megatron.policy.profile import Profile
 from tests.benchmarks.bars import at_most, finish
 
-TP = 8
-CLUSTERS = ((32, 2, 20.0), (256, 16, 100.0), (16384, 16, 1000.0))
-"""(GPUs, pipeline size, bar in milliseconds)."""
+CLUSTERS = (
+    ("llama2-7b", 32, 1, 8, 20.0),
+    ("llama2-13b", 32, 8, 2, 20.0),
+    ("llama2-13b", 256, 1, 16, 100.0),
+    ("llama2-70b", 256, 8, 16, 100.0),
+    ("llama2-70b", 16384, 8, 16, 1000.0),
+)
+"""(model, GPUs, tensor parallel, pipeline parallel, bar in milliseconds)."""
 DEAD = (1, 8, 64)
 
 
-def measure(gpus: int, pp: int, dead: int, repeats: int) -> dict[str, object]:
-    workers = gpus // TP
+def healthy_job(model: str, gpus: int, tp: int, pp: int) -> tuple[JobSpec, ClusterState, Profile, Plan]:
+    """A job before its first failure; what ``prepare()`` works out is there."""
+    workers = gpus // tp
     dp = workers // pp
-    model = "llama2-70b" if workers > 4 else "llama2-13b"
-    profile = preset_profile(model, "h100", tensor_parallel_size=TP)
+    profile = preset_profile(model, "h100", tensor_parallel_size=tp)
     job = JobSpec(
         num_layers=len(profile.costs.layers),
         pipeline_model_parallel_size=pp,
@@ -46,7 +53,12 @@ def measure(gpus: int, pp: int, dead: int, repeats: int) -> dict[str, object]:
         train_steps=1,
     )
     state = initial_state(nodes=tuple(range(workers)))
-    healthy = initial_plan(job, state, profile)
+    return job, state, profile, initial_plan(job, state, profile)
+
+
+def measure(model: str, gpus: int, tp: int, pp: int, dead: int, repeats: int) -> dict[str, object]:
+    job, state, profile, healthy = healthy_job(model, gpus, tp, pp)
+    workers = len(state.workers)
     for i in range(dead):
         # Spread over pipelines and stages; coprime steps, so that no stage loses all its replicas.
         state = apply(state, RankDied(rank=(3 + i * 37) % workers, code=-9, cause="killed", t_s=0.0))
@@ -61,7 +73,7 @@ def measure(gpus: int, pp: int, dead: int, repeats: int) -> dict[str, object]:
     return {
         "gpus": gpus,
         "workers": workers,
-        "dp": dp,
+        "dp": workers // pp,
         "pp": pp,
         "dead": len(state.dead),
         "cpu_ms": round(statistics.median(cpu_ms), 2),
@@ -80,12 +92,13 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     rows, bars = [], []
-    for gpus, pp, limit_ms in CLUSTERS:
+    for model, gpus, tp, pp, limit_ms in CLUSTERS:
         for dead in DEAD:
-            if dead * 4 <= gpus // TP:
-                row = measure(gpus, pp, dead, options.repeats if gpus < 1000 else 1)
+            if dead * 4 <= gpus // tp:
+                row = measure(model, gpus, tp, pp, dead, options.repeats if gpus < 1000 else 1)
                 rows.append(row)
-                bars.append(at_most(f"{gpus}_gpus_{dead}_dead_cpu_ms", float(str(row["cpu_ms"])), limit_ms))
+                name = f"{gpus}_gpus_tp{tp}_{dead}_dead_cpu_ms"
+                bars.append(at_most(name, float(str(row["cpu_ms"])), limit_ms))
                 if not options.json:
                     print(row, flush=True)
     return finish({"decisions": rows} if options.json else {}, bars, as_json=options.json)
