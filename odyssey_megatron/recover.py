@@ -5,17 +5,20 @@
 
 The coordinator (``launch/coordinator.py``) is the only one who decides: it applies what happened to the
 ``ClusterState``, has ``policy/decide.py`` find and verify the best plan for it, and publishes both as a new
-``Generation``. Every rank runs :func:`train`: it enters the newest generation, trains until that generation
+``Generation``. Every rank has a :class:`Recovery`: it enters the newest generation, works until that generation
 ends, and enters the next. Starting a job and recovering from a failure are the same code.
 """
 
 from __future__ import annotations
 
 import enum
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 from odyssey_megatron.errors import JobStopped, PeerFailed, Superseded
 from odyssey_megatron.plan.generation import Generation
+
+T = TypeVar("T")
 
 
 class Phase(enum.Enum):
@@ -62,6 +65,11 @@ class Rank(Protocol):
         """Steps committed so far; the next step's number."""
         ...
 
+    @property
+    def done(self) -> int:
+        """Pieces of common work done so far: steps and what was done together."""
+        ...
+
     def enter_phase(self, phase: Phase) -> None:
         """Notes the time. Raises if the transition is not in NEXT."""
         ...
@@ -86,33 +94,74 @@ class Rank(Protocol):
         """One training step; committed when it returns."""
         ...
 
+    def together(self, work: Callable[[Any], None]) -> None:
+        """``work(world)`` and a barrier; done when it returns."""
+        ...
 
-def train(control: Control, rank: Rank, *, train_steps: int) -> None:
-    """Trains until ``train_steps`` are committed everywhere, through any number of generations.
 
-    Raises:
-        JobStopped: the coordinator says that the job cannot go on (I9).
-        Fenced: this rank was declared dead (I8).
-    """
-    number = 0
-    while True:
-        generation = control.next_generation(after=number)
-        number = generation.number
+class Recovery:
+    """Keeps one rank in the newest generation, whatever happens."""
+
+    def __init__(self, control: Control, rank: Rank):
+        self._control, self._rank = control, rank
+        self._number = 0
+        self._live: Generation | None = None
+
+    def carry_out(self, work: Callable[[Generation], T]) -> T:
+        """``work`` in a live generation; once more, in the next one, whenever its generation ends.
+
+        Raises:
+            JobStopped: the coordinator says that the job cannot go on (I9).
+            Fenced: this rank was declared dead (I8).
+        """
+        while True:
+            try:
+                if self._live is None:
+                    self._live = self._enter_next()
+                return work(self._live)
+            except (Superseded, PeerFailed) as why:
+                self._live = None
+                self._rank.enter_phase(Phase.ABORT)
+                self._rank.abort(why)
+
+    def together(self, work: Callable[[Any], T]) -> T:
+        """``work(world)``, which all ranks do together besides steps: an evaluation, a checkpoint, a barrier.
+
+        It is done again wherever a failure cuts it short, unless somebody is through with it: then everybody is.
+        """
+        results: list[T] = []
+        ordinal = self._rank.done
+
+        def once(generation: Generation) -> None:
+            if self._rank.done == ordinal:
+                self._rank.together(lambda world: results.__setitem__(slice(None), [work(world)]))
+
+        self.carry_out(once)
+        return results[0]
+
+    def _enter_next(self) -> Generation:
+        control, rank = self._control, self._rank
+        generation = control.next_generation(after=self._number)
+        self._number = generation.number
         if generation.stop:
             raise JobStopped(generation.stop, generation.stop_code)
-        try:
-            rank.enter_phase(Phase.GROUPS)
-            rank.build_groups(generation)
-            rank.enter_phase(Phase.AGREE)
-            rank.agree(generation)
-            rank.enter_phase(Phase.TRANSFER)
-            rank.transfer(generation)
-            control.report_live(number)
-            rank.enter_phase(Phase.TRAIN)
-            while rank.committed < train_steps:
-                rank.run_step(generation)
-            control.finish(number)
-            return
-        except (Superseded, PeerFailed) as why:
-            rank.enter_phase(Phase.ABORT)
-            rank.abort(why)
+        rank.enter_phase(Phase.GROUPS)
+        rank.build_groups(generation)
+        rank.enter_phase(Phase.AGREE)
+        rank.agree(generation)
+        rank.enter_phase(Phase.TRANSFER)
+        rank.transfer(generation)
+        control.report_live(generation.number)
+        rank.enter_phase(Phase.TRAIN)
+        return generation
+
+
+def train(control: Control, rank: Rank, *, train_steps: int) -> None:
+    """Trains until ``train_steps`` are committed everywhere, through any number of generations. Raises as above."""
+
+    def to_the_end(generation: Generation) -> None:
+        while rank.committed < train_steps:
+            rank.run_step(generation)
+        control.finish(generation.number)
+
+    Recovery(control, rank).carry_out(to_the_end)

@@ -96,8 +96,6 @@ def model_spec(args: argparse.Namespace, float64: bool) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.optimizer import OptimizerConfig
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     from odyssey_megatron.mcore.layers import ModelSpec
 
@@ -105,10 +103,12 @@ def model_spec(args: argparse.Namespace, float64: bool) -> Any:
     dtype = torch.bfloat16 if args.bf16 else torch.float64 if float64 else torch.float32
     config = transformer_config(args, dtype)
 
-    def shell(pre_process: bool, post_process: bool, pg_collection: Any) -> GPTModel:
+    layer_spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+
+    def model_provider(pre_process: bool, post_process: bool, pg_collection: Any) -> GPTModel:
         return GPTModel(
             config,
-            TransformerBlockSubmodules(layer_specs=[], layer_norm=WrappedTorchNorm),
+            layer_spec,
             vocab_size=corpus.VOCAB_SIZE,
             max_sequence_length=args.seq_length,
             pre_process=pre_process,
@@ -129,8 +129,7 @@ def model_spec(args: argparse.Namespace, float64: bool) -> Any:
     )
     return ModelSpec(
         config=config,
-        layer_spec=get_gpt_layer_local_spec(normalization="RMSNorm"),
-        shell_provider=shell,
+        model_provider=model_provider,
         optimizer_config=optimizer,
         ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=args.bf16),
         seed=args.seed,

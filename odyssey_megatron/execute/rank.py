@@ -92,7 +92,10 @@ class RankRuntime:
         fault_point: FaultPoint,
         journal: Journal,
         on_commit: Callable[[int, Any], None],
+        on_world: Callable[[dist.ProcessGroup, tuple[int, ...]], None] = lambda world, members: None,
+        first_step: int = 0,
     ):
+        self._on_world = on_world
         self._config, self._member, self._model, self._build = config, member, model, build
         self._tagged, self._fault_point, self._journal, self._on_commit = (
             tagged_messages,
@@ -100,8 +103,10 @@ class RankRuntime:
             journal,
             on_commit,
         )
-        self.committed = 0
-        self._reduced = False
+        self.committed = first_step
+        self.done = 0
+        """Pieces of common work done: steps, and what :meth:`together` did."""
+        self._ready, self._in_step = False, False
         self._totals = torch.zeros(model.num_totals, dtype=torch.float64)
         self._outcome: Any = None
         self._outcome_logged = True
@@ -157,17 +162,19 @@ class RankRuntime:
         }
         self._groups = self._build(generation, mine)
         self._in_groups_s = time.monotonic()
+        self._on_world(self._world, generation.members)
 
     def agree(self, generation: Generation) -> None:
-        standing = agree.Standing(committed=self.committed, reduced=self._reduced)
+        standing = agree.Standing(done=self.done, ready=self._ready)
         fingerprint = int(generation.plan_hash, 16) % 2**40 + generation.number
         standings, totals = agree.exchange(self._world, standing, fingerprint, self._totals)
-        step = agree.step_to_finish(standings)
-        self._durations["finished"] = float(step is not None)
-        if step is not None and step == self.committed:
-            ahead = next(i for i, one in enumerate(standings) if one.committed > step)
-            self._commit(totals[ahead])
-        self._reduced = False  # nobody is ahead any more, and the blocks with these gradients may go
+        behind = agree.left_behind(standings) and self.done == min(one.done for one in standings)
+        self._durations["finished"] = float(agree.left_behind(standings))
+        if behind and self._in_step:
+            self._commit(totals[next(i for i, one in enumerate(standings) if one.done > self.done)])
+        elif behind:
+            self.done += 1
+        self._ready = False  # nobody is ahead any more, and the blocks with these gradients may go
         if self._logs:
             self._speak()
 
@@ -218,19 +225,27 @@ class RankRuntime:
 
     def run_step(self, generation: Generation) -> None:
         step = self.committed
-        began_s, self._reduced = time.monotonic(), False
+        began_s, self._ready, self._in_step = time.monotonic(), False, True
         trace = Trace(measured=step == 1 or step % self._config.profile_steps == 0)
         self._model.begin_step(step)
         assert self._interpreter is not None
         self._interpreter.run(self._program, trace)
         self._log_samples(step)
-        self._reduced = True
+        self._ready = True
         self._check("agreement", -1)
         totals = self._model.local_totals()
         dist.all_reduce(totals, group=self._world)
         self._commit(totals)
         self._steps_here += 1
         self._measure(step, trace, time.monotonic() - began_s)
+
+    def together(self, work: Callable[[dist.ProcessGroup], None]) -> None:
+        self._ready = self._in_step = False
+        work(self._world)
+        self._check("", -1)
+        self._ready = True
+        dist.barrier(group=self._world)
+        self.done, self._ready = self.done + 1, False
 
     # -- inside a step --------------------------------------------------------------------------------------------
 
@@ -251,7 +266,8 @@ class RankRuntime:
             self._fault_point("optimizer", step=step, generation=self._generation, microbatch=-1)
 
         self._outcome = self._model.apply(totals, checkpoint)
-        self._totals, self.committed, self._reduced = totals.clone(), step + 1, False
+        self._totals, self.committed = totals.clone(), step + 1
+        self.done, self._ready, self._in_step = self.done + 1, False, False
         self._outcome_logged = False
         self._fault_point("commit", step=step, generation=self._generation, microbatch=-1)
 
@@ -270,7 +286,7 @@ class RankRuntime:
     @property
     def _logs(self) -> bool:
         """True on the member with the lowest rank, which speaks for all."""
-        return self._groups is not None and dist.get_rank(self._world) == 0
+        return self._groups is not None and self._world.rank() == 0
 
     def _event(self, name: str, step: int, **values: Any) -> None:
         self._journal.event(name, generation=self._generation, step=step, **values)

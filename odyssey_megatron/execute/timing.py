@@ -86,7 +86,7 @@ class ComputeTimes:
 
 def link_times(group: dist.ProcessGroup, message: torch.Tensor, *, round_trips: int = 5) -> LinkTimes | None:
     """Ping-pong between neighbours of ``group``: all its members must call. None for one without a neighbour."""
-    mine, size = dist.get_rank(group), dist.get_world_size(group)
+    mine, size = group.rank(), group.size()
     partner = mine ^ 1
     if partner >= size:
         return None

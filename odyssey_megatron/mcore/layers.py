@@ -8,7 +8,7 @@ live on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,22 +17,20 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
-from odyssey_megatron.mcore import rng
+from odyssey_megatron.mcore import rng, span
 from odyssey_megatron.mcore.optimizer import LayerOptimizer
 
-ShellProvider = Callable[[bool, bool, ProcessGroupCollection], Any]
-"""(pre_process, post_process, pg_collection) -> GPTModel without transformer layers."""
+ModelProvider = Callable[..., Any]
+"""Megatron's: (pre_process, post_process, pg_collection) -> GPTModel; it asks how many layers it is to build."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """What the training script provides: how to build any part of the model."""
+    """What the training script provides: how to build any part of the model, and how to train it."""
 
     config: TransformerConfig
-    layer_spec: ModuleSpec
-    shell_provider: ShellProvider
+    model_provider: ModelProvider
     optimizer_config: OptimizerConfig
     seed: int
     ddp_config: DistributedDataParallelConfig = field(
@@ -40,6 +38,13 @@ class ModelSpec:
             overlap_grad_reduce=False, use_distributed_optimizer=False
         )
     )
+    config_overrides: Any = None
+    """Megatron's, for its optimizer."""
+    stages: tuple[tuple[int, int], ...] = ()
+    """Planner layers [first, last) of each of Megatron's own stages, if initial weights are to be as Megatron's: drawn
+    stage by stage. Without them a layer's initial weights depend on (seed, layer) alone."""
+    seed_stage: Callable[[int], None] = lambda stage: None
+    """Sets the generators as Megatron does before it builds a stage."""
 
     @property
     def num_layers(self) -> int:
@@ -54,33 +59,74 @@ class ModelSpec:
 class HeldLayer(torch.nn.Module):
     """One planner layer: its modules and its optimizer."""
 
-    def __init__(self, spec: ModelSpec, index: int, groups: ProcessGroupCollection, seeds: rng.LayerSeeds):
+    def __init__(
+        self,
+        spec: ModelSpec,
+        index: int,
+        parts: torch.nn.ModuleDict,
+        groups: ProcessGroupCollection,
+        seeds: rng.LayerSeeds,
+    ):
         super().__init__()
-        self.index, self.config, self.ddp_config = index, spec.config, spec.ddp_config
-        self.parts = initial_parts(spec, index, groups)
+        self.index, self.config, self.ddp_config, self.parts = index, spec.config, spec.ddp_config, parts
         if spec.config.attention_dropout or spec.config.hidden_dropout:
             for name in ("embedding", "layer"):
                 if name in self.parts:
                     seeds.attach(self.parts[name], index)
-        self.optimizer = LayerOptimizer(self, spec.optimizer_config, groups)
+        self.optimizer = LayerOptimizer(self, spec, groups)
 
     def moved_tensors(self) -> list[torch.Tensor]:
         """Everything that a new holder needs, in an order that is the same on every rank."""
         return [*(p.data for _, p in sorted(self.named_parameters())), *self.optimizer.state_tensors()]
 
 
-def initial_parts(spec: ModelSpec, index: int, groups: ProcessGroupCollection) -> torch.nn.ModuleDict:
-    """The modules of planner layer ``index``; their initial weights depend on (seed, layer) alone."""
-    rng.set_state(spec.seed, step=rng.INITIAL, microbatch=rng.INITIAL, layer=index)
-    if index == 0:
-        parts = {"embedding": spec.shell_provider(True, False, groups).embedding}
-    elif index == spec.head:
-        shell = spec.shell_provider(False, True, groups)
-        parts = {"final_layernorm": shell.decoder.final_layernorm, "output_layer": shell.output_layer}
-    else:
-        layer = build_module(spec.layer_spec, config=spec.config, layer_number=index, pg_collection=groups)
-        parts = {"layer": layer}
-    return torch.nn.ModuleDict(parts).to(device=torch.cuda.current_device(), dtype=spec.config.params_dtype)
+def initial_parts(
+    spec: ModelSpec, indices: Iterable[int], groups: ProcessGroupCollection
+) -> dict[int, torch.nn.ModuleDict]:
+    """The modules of planner layers with their initial weights."""
+    wanted, found = set(indices), {}
+    if not spec.stages:
+        for index in sorted(wanted):
+            rng.set_state(spec.seed, step=rng.INITIAL, microbatch=rng.INITIAL, layer=index)
+            found[index] = build_parts(spec, index, index + 1, groups)[index]
+    for stage, (first, last) in enumerate(spec.stages):
+        if wanted & set(range(first, last)):
+            spec.seed_stage(stage)
+            found |= build_parts(spec, first, last, groups)
+    return {index: found[index] for index in sorted(wanted)}
+
+
+def build_parts(
+    spec: ModelSpec, first: int, last: int, groups: ProcessGroupCollection
+) -> dict[int, torch.nn.ModuleDict]:
+    """The modules of planner layers ``[first, last)``, by layer."""
+    chunk = _build_chunk(spec, first, last, groups)
+    parts: dict[int, dict[str, torch.nn.Module]] = {}
+    if first == 0:
+        parts[0] = {"embedding": chunk.embedding}
+    for layer in chunk.decoder.layers:
+        parts[layer.layer_number] = {"layer": layer}
+    if last == spec.num_layers:
+        parts[spec.head] = {
+            "final_layernorm": chunk.decoder.final_layernorm,
+            "output_layer": chunk.output_layer,
+        }
+    device, dtype = torch.cuda.current_device(), spec.config.params_dtype
+    return {
+        index: torch.nn.ModuleDict(modules).to(device=device, dtype=dtype) for index, modules in parts.items()
+    }
+
+
+def _build_chunk(
+    spec: ModelSpec, first: int, last: int, groups: ProcessGroupCollection, *, empty: bool = False
+) -> Any:
+    """Megatron's model of planner layers ``[first, last)``; without its transformer layers if ``empty``."""
+    offset = max(first - 1, 0)
+    count = 0 if empty else min(last, spec.head) - 1 - offset
+    with span.building(offset, max(count, 0)):
+        return spec.model_provider(
+            pre_process=first == 0, post_process=last == spec.num_layers, pg_collection=groups
+        )
 
 
 class LayerBlock:
@@ -93,11 +139,10 @@ class LayerBlock:
     def __init__(self, spec: ModelSpec, layers: Sequence[HeldLayer], groups: ProcessGroupCollection):
         self.layers = tuple(layers)
         self.first, self.last = layers[0].index, layers[-1].index + 1
-        pre, post = self.first == 0, self.last == spec.num_layers
-        chunk = spec.shell_provider(pre, post, groups)
-        if pre:
+        chunk = _build_chunk(spec, self.first, self.last, groups, empty=True)
+        if self.first == 0:
             chunk.embedding = layers[0].parts["embedding"]
-        if post:
+        if self.last == spec.num_layers:
             chunk.decoder.final_layernorm = layers[-1].parts["final_layernorm"]
             chunk.output_layer = layers[-1].parts["output_layer"]
         inner = [layer.parts["layer"] for layer in layers if layer.index not in (0, spec.head)]

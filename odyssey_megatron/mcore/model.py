@@ -12,9 +12,9 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 
 from odyssey_megatron.errors import ConfigError, NotFinite, TransferIncomplete
-from odyssey_megatron.mcore import compat, groups, rng
+from odyssey_megatron.mcore import compat, groups, rng, span
 from odyssey_megatron.mcore.data import MicrobatchSource
-from odyssey_megatron.mcore.layers import HeldLayer, LayerBlock, ModelSpec
+from odyssey_megatron.mcore.layers import HeldLayer, LayerBlock, ModelSpec, build_parts, initial_parts
 from odyssey_megatron.mcore.optimizer import LearningRate
 from odyssey_megatron.mcore.wgrad import WeightGrads
 from odyssey_megatron.plan.layout import Layout
@@ -61,6 +61,7 @@ class MegatronModel:
             raise ConfigError(
                 "--fp16 is not supported yet: its loss scale would have to be agreed on over generations. Use --bf16."
             )
+        span.install()
         self.spec, self.source = spec, source
         self._forward_step, self._learning_rate = forward_step, learning_rate
         self._num_microbatches, self._message_shape = num_microbatches, message_shape
@@ -80,9 +81,9 @@ class MegatronModel:
 
     def create_layers(self, layers: Sequence[int]) -> None:
         """Initial weights of ``layers``; those held already stay."""
-        for layer in layers:
-            if layer not in self._held:
-                self._held[layer] = HeldLayer(self.spec, layer, self._groups, self._seeds)
+        missing = [layer for layer in layers if layer not in self._held]
+        for layer, parts in initial_parts(self.spec, missing, self._groups).items():
+            self._held[layer] = HeldLayer(self.spec, layer, parts, self._groups, self._seeds)
 
     def tensors_to_send(self, layer: int) -> list[torch.Tensor]:
         """The current state of a held layer."""
@@ -90,7 +91,8 @@ class MegatronModel:
 
     def tensors_to_fill(self, layer: int) -> list[torch.Tensor]:
         """Room for the state of ``layer``; it counts as held only from :meth:`take_layout` on."""
-        self._incoming[layer] = HeldLayer(self.spec, layer, self._groups, self._seeds)
+        parts = build_parts(self.spec, layer, layer + 1, self._groups)[layer]
+        self._incoming[layer] = HeldLayer(self.spec, layer, parts, self._groups, self._seeds)
         return self._incoming[layer].moved_tensors()
 
     def discard_incoming(self) -> None:

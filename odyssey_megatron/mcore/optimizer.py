@@ -6,27 +6,35 @@ its holders (I4), and Megatron's code takes float32 gradients only.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from odyssey_megatron.errors import ConfigError
 
+if TYPE_CHECKING:
+    from odyssey_megatron.mcore.layers import ModelSpec
+
 
 class LayerOptimizer:
     """The optimizer of one layer; its state moves with the layer."""
 
-    def __init__(self, module: Any, config: OptimizerConfig, groups: ProcessGroupCollection):
+    def __init__(self, module: Any, spec: ModelSpec, groups: ProcessGroupCollection):
+        config = spec.optimizer_config
         if config.use_distributed_optimizer:
             raise ConfigError(
                 "--use-distributed-optimizer is not supported yet: a lost rank would take its optimizer shard with "
                 "it. Leave the flag out; see 'Not yet' in the README."
             )
         chained = get_megatron_optimizer(
-            config, [module], use_gloo_process_groups=False, pg_collection=groups
+            config,
+            [module],
+            config_overrides=spec.config_overrides,
+            use_gloo_process_groups=False,
+            pg_collection=groups,
         )
         (self._megatron,) = chained.chained_optimizers
         self._model_parameters = set(module.parameters())

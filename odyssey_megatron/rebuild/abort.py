@@ -227,14 +227,20 @@ def _operation(name: str) -> Callable[..., AbortableWork]:
     return operation
 
 
-for _name in (
-    "allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "allgather_coalesced",
-    "_allgather_base", "all_gather_single", "allgather_into_tensor_coalesced", "gather", "scatter",
-    "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single", "reduce_scatter_tensor_coalesced",
-    "alltoall", "alltoall_base", "all_to_all_single", "barrier", "send", "recv", "recv_anysource",
-):  # fmt: skip
-    if hasattr(dist.ProcessGroup, _name):  # some are newer than others
-        setattr(AbortableGroup, _name, _operation(_name))
+OPERATIONS = tuple(
+    name
+    for name in (
+        "allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "allgather_coalesced",
+        "_allgather_base", "all_gather_single", "allgather_into_tensor_coalesced", "gather", "scatter",
+        "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single", "reduce_scatter_tensor_coalesced",
+        "alltoall", "alltoall_base", "all_to_all_single", "barrier", "send", "recv", "recv_anysource",
+    )
+    if hasattr(dist.ProcessGroup, name)  # some are newer than others
+)  # fmt: skip
+"""What ``torch.distributed`` calls on a group."""
+
+for _name in OPERATIONS:
+    setattr(AbortableGroup, _name, _operation(_name))
 
 
 class _Call:

@@ -3,6 +3,8 @@
 A rank enters a step's agreement (one all-reduce over all members) only when all its gradients are reduced.
 So if anyone came out of it, everyone had entered it, holds complete gradients, and can finish the step
 alone with the totals that the one who came out has. If nobody came out, everyone does the step again.
+Other work that all ranks do together (an evaluation, a checkpoint) stands in the same sequence and ends in the same
+way: whoever enters the barrier at its end has done its part.
 """
 
 from __future__ import annotations
@@ -20,33 +22,33 @@ from odyssey_megatron.errors import OdysseyError
 class Standing:
     """How far a rank is."""
 
-    committed: int
-    """Steps committed so far = the step being worked on."""
-    reduced: bool
-    """All gradients of the step being worked on are reduced on this rank."""
+    done: int
+    """Pieces of common work done so far: steps, evaluations, checkpoints."""
+    ready: bool
+    """This rank's part of the one at hand is complete; of a step: all its gradients are reduced."""
 
 
 class AgreementBroken(OdysseyError):
     """The standings contradict I5: a bug. The job must stop rather than train on."""
 
 
-def step_to_finish(standings: Sequence[Standing]) -> int | None:
-    """The step that some have committed and the rest must finish with the totals of those, or None.
+def left_behind(standings: Sequence[Standing]) -> bool:
+    """Whether some have done a piece of work that the others must finish by themselves.
 
     Raises:
         AgreementBroken
     """
-    ahead = max(one.committed for one in standings)
-    behind = min(one.committed for one in standings)
+    ahead = max(one.done for one in standings)
+    behind = min(one.done for one in standings)
     if ahead == behind:
-        return None
-    stuck = [one for one in standings if one.committed == behind and not one.reduced]
+        return False
+    stuck = [one for one in standings if one.done == behind and not one.ready]
     if ahead > behind + 1 or stuck:
         raise AgreementBroken(
-            f"survivors stand at steps {sorted({s.committed for s in standings})}, {len(stuck)} of those behind "
-            "without reduced gradients. This must not happen; please report it with the journal."
+            f"survivors have done {sorted({s.done for s in standings})} pieces of work, {len(stuck)} of those behind "
+            "without their part of the next. This must not happen; please report it with the journal."
         )
-    return behind
+    return True
 
 
 def exchange(
@@ -56,13 +58,13 @@ def exchange(
 
     Args:
         fingerprint: of (generation, plan hash); must be the same everywhere.
-        totals: 1-D float64; the totals of step ``committed - 1``.
+        totals: 1-D float64; of the last agreed step.
 
     Raises:
         AgreementBroken: a member carries out another plan.
     """
     mine = torch.cat(
-        [torch.tensor([fingerprint, standing.committed, standing.reduced], dtype=torch.float64), totals.cpu()]
+        [torch.tensor([fingerprint, standing.done, standing.ready], dtype=torch.float64), totals.cpu()]
     )
     size = dist.get_world_size(group)
     everyone = [torch.empty_like(mine) for _ in range(size)]
@@ -72,5 +74,5 @@ def exchange(
     everyone = [one.cpu() for one in received]
     if any(int(one[0]) != fingerprint for one in everyone):
         raise AgreementBroken("the members do not carry out the same plan of the same generation")
-    standings = [Standing(committed=int(one[1]), reduced=bool(one[2])) for one in everyone]
+    standings = [Standing(done=int(one[1]), ready=bool(one[2])) for one in everyone]
     return standings, [one[3:].to(device) for one in everyone]

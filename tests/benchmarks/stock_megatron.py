@@ -21,20 +21,18 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "llama"))
 
 from odyssey_megatron.mcore import cpu_preload  # isort: skip  # noqa: F401 - the CPU device first
-import corpus
 import pretrain_llama
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.enums import ModelType
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from odyssey_megatron.mcore import rng
+from odyssey_megatron.mcore import rng, span
 from odyssey_megatron.mcore.layers import initial_parts
 
 
@@ -64,15 +62,11 @@ def build_model(args: Any, spec: Any) -> Any:
     config.pipeline_model_parallel_size = args.pipeline_model_parallel_size
     config.finalize_model_grads_func = finalize_model_grads
     first, last = mpu.is_pipeline_first_stage(), mpu.is_pipeline_last_stage()
-    model = GPTModel(
-        config, spec.layer_spec, vocab_size=corpus.VOCAB_SIZE, max_sequence_length=args.seq_length, pre_process=first,
-        post_process=last, share_embeddings_and_output_weights=False, position_embedding_type="rope",
-        pg_collection=groups,
-    )  # fmt: skip
+    model = spec.model_provider(pre_process=first, post_process=last, pg_collection=groups)
     model.model_type = ModelType.encoder_or_decoder
 
     def copy(target: torch.nn.Module, layer: int, part: str) -> None:
-        target.load_state_dict(initial_parts(spec, layer, groups)[part].state_dict())
+        target.load_state_dict(initial_parts(spec, [layer], groups)[layer][part].state_dict())
 
     if first:
         copy(model.embedding, 0, "embedding")
@@ -90,6 +84,7 @@ class StockTrainer:
     def __init__(self, args: Any, dataset: Any):
         spec = pretrain_llama.model_spec(args, float64=False)
         rng.initialize(args.seed)
+        span.install()
         self._args, self._model = args, build_model(args, spec)
         self._optimizer = get_megatron_optimizer(spec.optimizer_config, [self._model])
         self._scheduler = OptimizerParamScheduler(self._optimizer, **pretrain_llama.scheduler_arguments(args))

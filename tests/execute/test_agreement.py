@@ -9,36 +9,36 @@ import pytest
 torch = pytest.importorskip("torch")
 
 
-def standing(committed: int, reduced: bool = False):
+def standing(done: int, ready: bool = False):
     from odyssey_megatron.rebuild.agree import Standing
 
-    return Standing(committed=committed, reduced=reduced)
+    return Standing(done=done, ready=ready)
 
 
 def test_nobody_came_out_of_the_agreement_so_all_do_the_step_again():
-    from odyssey_megatron.rebuild.agree import step_to_finish
+    from odyssey_megatron.rebuild.agree import left_behind
 
-    assert step_to_finish([standing(4), standing(4, reduced=True), standing(4)]) is None
+    assert not left_behind([standing(4), standing(4, ready=True), standing(4)])
 
 
 def test_one_came_out_so_all_finish():
-    from odyssey_megatron.rebuild.agree import step_to_finish
+    from odyssey_megatron.rebuild.agree import left_behind
 
-    assert step_to_finish([standing(4, reduced=True), standing(5), standing(4, reduced=True)]) == 4
+    assert left_behind([standing(4, ready=True), standing(5), standing(4, ready=True)])
 
 
 @pytest.mark.parametrize(
     "standings",
     [
-        [standing(5), standing(4, reduced=False)],  # it cannot have entered, so nobody can have come out
-        [standing(6), standing(4, reduced=True)],  # two steps apart
+        [standing(5), standing(4, ready=False)],  # it cannot have entered, so nobody can have come out
+        [standing(6), standing(4, ready=True)],  # two steps apart
     ],
 )
 def test_what_cannot_be_stops_the_job(standings):
-    from odyssey_megatron.rebuild.agree import AgreementBroken, step_to_finish
+    from odyssey_megatron.rebuild.agree import AgreementBroken, left_behind
 
     with pytest.raises(AgreementBroken):
-        step_to_finish(standings)
+        left_behind(standings)
 
 
 def test_phases_follow_the_table():

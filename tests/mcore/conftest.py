@@ -19,13 +19,14 @@ def megatron() -> Any:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from odyssey_megatron.mcore import float64, groups, rng, wgrad
+    from odyssey_megatron.mcore import float64, groups, rng, span, wgrad
 
     if not dist.is_initialized():
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     collection = groups.initialize()
     rng.initialize(1)
     wgrad.install()
+    span.install()
     float64.install()
     sys.path.insert(0, str(CHECKOUT / "examples" / "llama"))
     yield collection

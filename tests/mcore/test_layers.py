@@ -12,10 +12,11 @@ torch = pytest.importorskip("torch")
 
 def held(spec: Any, groups: Any) -> list[Any]:
     from odyssey_megatron.mcore import rng
-    from odyssey_megatron.mcore.layers import HeldLayer
+    from odyssey_megatron.mcore.layers import HeldLayer, initial_parts
 
     seeds = rng.LayerSeeds(spec.seed)
-    return [HeldLayer(spec, index, groups, seeds) for index in range(spec.num_layers)]
+    parts = initial_parts(spec, range(spec.num_layers), groups)
+    return [HeldLayer(spec, index, parts[index], groups, seeds) for index in range(spec.num_layers)]
 
 
 def batch(seq_length: int = 16) -> tuple[Any, Any]:
@@ -54,10 +55,10 @@ def test_initial_weights_depend_on_the_layer_alone(spec, megatron):
     from odyssey_megatron.mcore.layers import initial_parts
 
     model = spec()
-    first = initial_parts(model, 2, megatron).state_dict()
-    initial_parts(model, 0, megatron)  # other layers built in between draw other numbers
-    again = initial_parts(model, 2, megatron).state_dict()
-    other = initial_parts(model, 1, megatron).state_dict()
+    first = initial_parts(model, [2], megatron)[2].state_dict()
+    initial_parts(model, [0], megatron)  # other layers built in between draw other numbers
+    again = initial_parts(model, [2], megatron)[2].state_dict()
+    other = initial_parts(model, [1], megatron)[1].state_dict()
     weight = "layer.mlp.linear_fc1.weight"
     assert torch.equal(first[weight], again[weight])
     assert not torch.equal(first[weight], other[weight])
@@ -120,11 +121,12 @@ def test_a_moved_layer_is_the_same_layer(spec, megatron):
 
 def test_dropout_is_a_function_of_step_microbatch_and_layer(spec, megatron):
     from odyssey_megatron.mcore import rng
-    from odyssey_megatron.mcore.layers import HeldLayer
+    from odyssey_megatron.mcore.layers import HeldLayer, initial_parts
 
     model = spec(attention_dropout=0.2, hidden_dropout=0.2)
     seeds = rng.LayerSeeds(model.seed)
-    layers = [HeldLayer(model, index, megatron, seeds) for index in range(model.num_layers)]
+    parts = initial_parts(model, range(model.num_layers), megatron)
+    layers = [HeldLayer(model, index, parts[index], megatron, seeds) for index in range(model.num_layers)]
     whole = blocks_of(model, layers, megatron, 4)
 
     def loss(step: int, microbatch: int, blocks: list[Any]) -> float:
