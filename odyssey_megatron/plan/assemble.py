@@ -16,8 +16,7 @@ from odyssey_megatron.plan.list_schedule import Solved
 from odyssey_megatron.plan.memory import state_bytes
 from odyssey_megatron.plan.messages import add_messages, add_reductions, reduction_order
 from odyssey_megatron.plan.order import Group, Order
-from odyssey_megatron.plan.schedule import COMPUTE, MESSAGE, SEND, Instr, Op
-from odyssey_megatron.plan.simulate import peak_activation_bytes
+from odyssey_megatron.plan.schedule import COMPUTE, SEND, Instr, Op
 from odyssey_megatron.plan.verify import verify
 
 
@@ -61,6 +60,9 @@ def assemble(order: Order, layout: Layout, costs: Costs) -> Assembled:
     return Assembled(text="\n".join(lines), peak_bytes=tuple(peaks.items()))
 
 
+_NAME = {op: op.value for op in Op}  # ``value`` is a slow property
+
+
 class _Kind:
     """The programs of a group with its own numbers, as %-templates over (microbatch ids, worker ids)."""
 
@@ -79,32 +81,27 @@ class _Kind:
         alone = Group(workers=seats, microbatches=tuple(range(count)), solved=solved)
         order = Order(groups=(alone,), done_s=dict.fromkeys(seats, 0.0))
         schedule = add_messages(order.schedule(), layout)
-        verify(
+        timeline = verify(
             layout,
             add_reductions(schedule, layout),
             costs,
             in_flight_cap=dict(enumerate(shape.caps)),
             speeds=dict(enumerate(shape.speeds)),
         )
-        self.peaks = [peak_activation_bytes(program, costs) for _, program in schedule.programs]
+        self.peaks = [peak for _, peak in timeline.activation_bytes]
         self.templates: list[str] = []
         self.picks: list[Callable[[tuple[int, ...]], tuple[int, ...]]] = []
         for _, program in schedule.programs:
             parts, places = [], []
-            for instr in program:
-                parts.append(_template(instr))
-                places.append(instr.microbatch)
-                if instr.op in MESSAGE:
-                    places.append(count + instr.peer)
+            for op, microbatch, first, last, peer in program:
+                places.append(microbatch)
+                if op in COMPUTE:
+                    parts.append(f"{_NAME[op]}%d[{first}:{last}]")
+                else:
+                    parts.append(f"{_NAME[op]}%d[{first}]{'>' if op in SEND else '<'}%d")
+                    places.append(count + peer)
             self.templates.append(" ".join(parts))
             self.picks.append(_picker(places))
-
-
-def _template(instr: Instr) -> str:
-    """The text form with %d for microbatch and peer."""
-    if instr.op in COMPUTE:
-        return f"{instr.op.value}%d[{instr.first}:{instr.last}]"
-    return f"{instr.op.value}%d[{instr.first}]{'>' if instr.op in SEND else '<'}%d"
 
 
 def _picker(places: list[int]) -> Callable[[tuple[int, ...]], tuple[int, ...]]:

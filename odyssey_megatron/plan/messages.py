@@ -49,15 +49,15 @@ def _with_sends(program: Program, table: Neighbours) -> list[Instr]:
     out: list[Instr] = []
     for instr in program:
         out.append(instr)
-        op = instr.op
+        op, microbatch, first, last, _ = instr
         if op is Op.FORWARD:
-            peer = table[instr.microbatch, instr.first][1]
+            peer = table[microbatch, first][1]
             if peer >= 0:
-                out.append(Instr(Op.SEND_FORWARD, instr.microbatch, instr.last, peer=peer))
+                out.append(Instr(Op.SEND_FORWARD, microbatch, last, -1, peer))
         elif op is Op.INPUT_GRAD or op is Op.BACKWARD:
-            peer = table[instr.microbatch, instr.first][0]
+            peer = table[microbatch, first][0]
             if peer >= 0:
-                out.append(Instr(Op.SEND_BACKWARD, instr.microbatch, instr.first, peer=peer))
+                out.append(Instr(Op.SEND_BACKWARD, microbatch, first, -1, peer))
     return out
 
 
@@ -71,23 +71,24 @@ def _with_receives(
     posted: set[tuple[Op, int, int]] = set()
     previous = 0  # where the compute instruction before the current one stands in ``out``
     for instr in program:
-        if instr.op not in COMPUTE:
+        op, microbatch, first, last, _ = instr
+        if op not in COMPUTE:
             out.append(instr)
             continue
-        before, behind = table[instr.microbatch, instr.first]
+        before, behind = table[microbatch, first]
         here = len(out)
-        if instr.op is Op.FORWARD:
-            peer, sent, kind, at = before, Op.SEND_FORWARD, Op.RECV_FORWARD, instr.first
-        elif instr.op is not Op.WEIGHT_GRAD:
-            peer, sent, kind, at = behind, Op.SEND_BACKWARD, Op.RECV_BACKWARD, instr.last
+        if op is Op.FORWARD:
+            peer, sent, kind, at = before, Op.SEND_FORWARD, Op.RECV_FORWARD, first
+        elif op is not Op.WEIGHT_GRAD:
+            peer, sent, kind, at = behind, Op.SEND_BACKWARD, Op.RECV_BACKWARD, last
         else:
             peer = -1
-        if peer >= 0 and (kind, instr.microbatch, at) not in posted:
+        if peer >= 0 and (kind, microbatch, at) not in posted:
             queue, posts = channels[peer, worker, sent], []
-            while (kind, instr.microbatch, at) not in posted:
+            while (kind, microbatch, at) not in posted:
                 one = queue.popleft()
                 posted.add((kind, one.microbatch, one.first))
-                posts.append(Instr(kind, one.microbatch, one.first, peer=peer))
+                posts.append(Instr(kind, one.microbatch, one.first, -1, peer))
             out[previous:previous] = posts
             here += len(posts)
         out.append(instr)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import enum
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from odyssey_megatron.errors import ScheduleInvalid
 
@@ -46,12 +47,11 @@ RECV = frozenset({Op.RECV_FORWARD, Op.RECV_BACKWARD})
 MESSAGE = SEND | RECV
 
 
-@dataclass(frozen=True, slots=True)
-class Instr:
+class Instr(NamedTuple):
     """One instruction of one worker. Fields that the op does not have are -1.
 
     A message's ``first`` is the boundary: the activation enters layer ``first``, and its gradient leaves
-    it. ``peer`` is the worker at the other end.
+    it. ``peer`` is the worker at the other end. (A tuple, since deciding makes them by the thousand.)
     """
 
     op: Op

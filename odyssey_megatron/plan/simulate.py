@@ -20,8 +20,10 @@ class Timeline:
     spans: tuple[tuple[int, tuple[tuple[float, float], ...]], ...]
     """(worker, ((start, end) of each instruction of its program, ...)), as the schedule's programs."""
     step_s: float
+    activation_bytes: tuple[tuple[int, int], ...]
+    """(worker, bytes): the most activations that are live at once."""
     peak_bytes: tuple[tuple[int, int], ...]
-    """(worker, bytes): state of all it holds plus the most activations that are live at once."""
+    """The same and the state of all that the worker holds."""
     bubble: float
     """Share of worker time without compute, over the workers that compute."""
 
@@ -68,7 +70,7 @@ def simulate(
 
 class _Clock:
     def __init__(self, schedule: Schedule, layout: Layout, costs: Costs, speeds: Mapping[int, float]) -> None:
-        self.schedule, self.layout, self.costs, self.speeds = schedule, layout, costs, speeds
+        self.layout, self.costs, self.speeds = layout, costs, speeds
         self.programs: dict[int, Program] = dict(schedule.programs)
         self.table = neighbours(layout)
         self.lag = costs.message_s()
@@ -96,7 +98,8 @@ class _Clock:
         at, now = self.position[worker], self.now[worker]
         while at < len(program):
             instr = program[at]
-            op, start = instr.op, now
+            op, microbatch, first, _, _ = instr
+            start = now
             if op in COMPUTE:
                 key = self._waits_for(instr)
                 if key is not None:
@@ -106,7 +109,7 @@ class _Clock:
                     start = max(now, self.arrival[key])
                 now = start + self._duration(worker, instr)
             elif op in SEND:
-                key = (op, instr.microbatch, instr.first)
+                key = (op, microbatch, first)
                 self.arrival[key] = now + self.lag
                 if key in self.sleeping:
                     woken.append(self.sleeping.pop(key))
@@ -122,15 +125,17 @@ class _Clock:
 
     def _waits_for(self, instr: Instr) -> tuple[Op, int, int] | None:
         """The message that ``instr`` consumes, named by its send."""
-        if instr.op is Op.WEIGHT_GRAD:
+        op, microbatch, first, last, _ = instr
+        if op is Op.WEIGHT_GRAD:
             return None
-        before, behind = self.table.get((instr.microbatch, instr.first), (-1, -1))
-        if instr.op is Op.FORWARD:
-            return (Op.SEND_FORWARD, instr.microbatch, instr.first) if before >= 0 else None
-        return (Op.SEND_BACKWARD, instr.microbatch, instr.last) if behind >= 0 else None
+        before, behind = self.table.get((microbatch, first), (-1, -1))
+        if op is Op.FORWARD:
+            return (Op.SEND_FORWARD, microbatch, first) if before >= 0 else None
+        return (Op.SEND_BACKWARD, microbatch, last) if behind >= 0 else None
 
     def _duration(self, worker: int, instr: Instr) -> float:
-        key = (worker, instr.op, instr.first, instr.last)
+        op, _, first, last, _ = instr
+        key = (worker, op, first, last)
         if key not in self.durations:
             layers = self.costs.layers[instr.first : instr.last]
             total = 0.0
@@ -175,6 +180,8 @@ class _Clock:
 
     def _timeline(self) -> Timeline:
         step_s = max(self.now.values(), default=0.0)
+        state = state_bytes(self.layout, self.costs)
+        live = tuple((worker, peak_activation_bytes(p, self.costs)) for worker, p in self.programs.items())
         busy, computing = 0.0, 0
         for worker, program in self.programs.items():
             spans = self.spans[worker]
@@ -185,18 +192,10 @@ class _Clock:
         return Timeline(
             spans=tuple((worker, tuple(spans)) for worker, spans in self.spans.items()),
             step_s=step_s,
-            peak_bytes=peak_bytes(self.schedule, self.layout, self.costs),
+            activation_bytes=live,
+            peak_bytes=tuple((worker, state.get(worker, 0) + size) for worker, size in live),
             bubble=1 - busy / (computing * step_s) if computing and step_s else 0.0,
         )
-
-
-def peak_bytes(schedule: Schedule, layout: Layout, costs: Costs) -> tuple[tuple[int, int], ...]:
-    """(worker, bytes) at the peak: state plus live activations. Depends on the order only, not on time."""
-    state = state_bytes(layout, costs)
-    return tuple(
-        (worker, state.get(worker, 0) + peak_activation_bytes(program, costs))
-        for worker, program in schedule.programs
-    )
 
 
 def peak_activation_bytes(program: Program, costs: Costs) -> int:

@@ -8,7 +8,7 @@ from odyssey_megatron.errors import ScheduleInvalid
 from odyssey_megatron.plan.costs import Costs, LayerCost
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.schedule import Instr, Op, Program, Schedule
-from odyssey_megatron.plan.simulate import Timeline, peak_activation_bytes, simulate
+from odyssey_megatron.plan.simulate import Timeline, simulate
 
 _SENT_AS = {Op.RECV_FORWARD: Op.SEND_FORWARD, Op.RECV_BACKWARD: Op.SEND_BACKWARD}
 
@@ -41,15 +41,14 @@ def verify(
         check.program(worker, program)
     check.complete()
     check.channels(schedule)
-    costs = costs or _unit_costs(layout.num_layers)
-    if in_flight_cap is not None:
-        for worker, program in schedule.programs:
-            peak = peak_activation_bytes(program, costs)
-            if peak > in_flight_cap[worker]:
-                raise ScheduleInvalid(
-                    f"worker {worker} keeps {peak} bytes of activations, allowed are {in_flight_cap[worker]}"
-                )
-    return simulate(schedule, layout, costs, speeds)
+    timeline = simulate(schedule, layout, costs or _unit_costs(layout.num_layers), speeds)
+    caps = in_flight_cap or {}
+    for worker, peak in timeline.activation_bytes:
+        if peak > caps.get(worker, peak):
+            raise ScheduleInvalid(
+                f"worker {worker} keeps {peak} bytes of activations, allowed are {caps[worker]}"
+            )
+    return timeline
 
 
 def _unit_costs(num_layers: int) -> Costs:
@@ -69,10 +68,11 @@ class _Check:
     """Sets of layers are bit masks: bit i is layer i."""
 
     def __init__(self, layout: Layout) -> None:
-        self.layout = layout
+        self.num_layers = layout.num_layers
         self.full = (1 << layout.num_layers) - 1
         count = layout.num_microbatches
-        self.done = {kind: [0] * count for kind in "FIW"}
+        self.forward, self.input_grad, self.weight_grad = [0] * count, [0] * count, [0] * count
+        """Per microbatch, the layers done so far."""
         self.routed: dict[tuple[int, int], int] = {}
         """(worker, microbatch) -> layers."""
         self.before: dict[tuple[int, int], int] = {}
@@ -131,11 +131,11 @@ class _Check:
         used: set[tuple[Op, int, int]],
         reduced: int,
     ) -> str:
-        op, microbatch = instr.op, instr.microbatch
-        span = (1 << instr.last) - (1 << instr.first)
+        op, microbatch, first, last, _ = instr
+        span = (1 << last) - (1 << first)
         if span <= 0 or span & ~self.routed.get((worker, microbatch), 0):
             return f"microbatch {microbatch} is not routed through these layers here"
-        forward, input_grad, weight_grad = (self.done[kind] for kind in "FIW")
+        forward, input_grad, weight_grad = self.forward, self.input_grad, self.weight_grad
         fused = op is Op.BACKWARD
         if op is Op.FORWARD:
             twice, missing = forward[microbatch] & span, 0
@@ -158,38 +158,38 @@ class _Check:
 
     def _needs(self, instr: Instr, posted: set[tuple[Op, int, int]], used: set[tuple[Op, int, int]]) -> str:
         """What ``instr`` consumes must have been computed here or received."""
-        microbatch = instr.microbatch
-        if instr.op is Op.FORWARD:
-            key, edge = (Op.RECV_FORWARD, microbatch, instr.first), instr.first
-            ready = edge == 0 or self.done["F"][microbatch] >> (edge - 1) & 1
+        op, microbatch, first, last, _ = instr
+        if op is Op.FORWARD:
+            key, edge = (Op.RECV_FORWARD, microbatch, first), first
+            ready = edge == 0 or self.forward[microbatch] >> (edge - 1) & 1
         else:
-            key, edge = (Op.RECV_BACKWARD, microbatch, instr.last), instr.last
-            ready = edge == self.layout.num_layers or self.done["I"][microbatch] >> edge & 1
+            key, edge = (Op.RECV_BACKWARD, microbatch, last), last
+            ready = edge == self.num_layers or self.input_grad[microbatch] >> edge & 1
         if (microbatch, edge) in self.crossings:
             used.add(key)
             return "" if key in posted else "its input was not received before"
         return "" if ready else "its input was not computed before"
 
     def _message(self, worker: int, instr: Instr, posted: set[tuple[Op, int, int]]) -> str:
-        op, microbatch, edge = instr.op, instr.microbatch, instr.first
+        op, microbatch, edge, _, peer = instr
         key = (op, microbatch, edge)
         if key in posted:
             return "twice"
         crossing = self.crossings.get((microbatch, edge))
         ahead = op is Op.SEND_FORWARD or op is Op.RECV_FORWARD
         sending = op is Op.SEND_FORWARD or op is Op.SEND_BACKWARD
-        ends = (worker, instr.peer) if ahead == sending else (instr.peer, worker)
+        ends = (worker, peer) if ahead == sending else (peer, worker)
         if crossing != ends:
             return f"nothing crosses so at layer {edge}; the route says {crossing}"
         if sending:
-            done = self.done["F"][microbatch] >> (edge - 1) if ahead else self.done["I"][microbatch] >> edge
+            done = self.forward[microbatch] >> (edge - 1) if ahead else self.input_grad[microbatch] >> edge
             return "" if done & 1 else "sent before it is computed"
         posted.add(key)
         return ""
 
     def complete(self) -> None:
         """Every layer of every microbatch, all three kinds."""
-        for kind, masks in self.done.items():
+        for kind, masks in (("F", self.forward), ("I", self.input_grad), ("W", self.weight_grad)):
             for microbatch, mask in enumerate(masks):
                 if mask != self.full:
                     raise ScheduleInvalid(

@@ -100,7 +100,7 @@ def one_f_one_b(plan: Plan, costs: Costs) -> Plan:
         (
             worker,
             tuple(
-                replace(instr, op=Op.BACKWARD) if instr.op is Op.INPUT_GRAD else instr
+                instr._replace(op=Op.BACKWARD) if instr.op is Op.INPUT_GRAD else instr
                 for instr in program
                 if instr.op is not Op.WEIGHT_GRAD
             ),
