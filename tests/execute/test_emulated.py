@@ -45,9 +45,8 @@ def test_ranks_that_know_their_own_part_keep_the_simulated_time(emulating, tmp_p
     from tests.execute.emulation import Emulation
 
     run_dir = tmp_path / "run"
-    Emulation(job=JOB, profile=Profile(costs=COSTS), speeds=tuple(SPEEDS.items()), megatron_start=True).save(
-        run_dir
-    )
+    emulation = Emulation(job=JOB, profile=Profile(costs=COSTS), speeds=tuple(SPEEDS.items()))
+    replace(emulation, megatron_start=True, seamless=True).save(run_dir)
     job = emulating.run(
         ["--nproc-per-node", 6, CHECKOUT / "tests/execute/emulated.py", "--odyssey-device", "cpu",
          "--odyssey-run-dir", run_dir, "--odyssey-policy", policy,
