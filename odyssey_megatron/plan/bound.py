@@ -36,13 +36,15 @@ def lower_bound_s(
 def cluster_bound_s(
     num_microbatches: int, costs: Costs, workers: Sequence[int], speeds: Mapping[int, float] | None = None
 ) -> float:
-    """No layout over ``workers`` has a shorter step, however the layers are spread.
+    """No layout over ``workers`` has a shorter step, however the layers are spread and cut.
 
-    All work over all speeds; and one microbatch, start to end, on the fastest worker.
+    All work over all speeds; and one microbatch down, up again and to the weight gradient of the first layer, all on
+    the fastest worker. Memory, messages, reductions and the wait for the first activation would come on top.
     """
     speed = [(speeds or {}).get(worker, 1.0) for worker in workers]
     once = sum(layer.compute_s for layer in costs.layers)
-    return max(num_microbatches * once / sum(speed), once / max(speed)) + costs.optimizer_s
+    path = sum(layer.forward_s + layer.input_grad_s for layer in costs.layers) + costs.layers[0].weight_grad_s
+    return max(num_microbatches * once / sum(speed), path / max(speed)) + costs.optimizer_s
 
 
 def _reductions_s(layout: Layout, costs: Costs) -> dict[int, float]:

@@ -13,14 +13,23 @@ from odyssey_megatron.cluster.state import ClusterState
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import LayersLost, PlanInfeasible
 from odyssey_megatron.plan.assemble import assemble
-from odyssey_megatron.plan.bound import lower_bound_s
+from odyssey_megatron.plan.bound import cluster_bound_s, lower_bound_s
 from odyssey_megatron.plan.generation import CandidateRow
 from odyssey_megatron.plan.layout import Layout, megatron_layout
 from odyssey_megatron.plan.order import Order, order_routes
 from odyssey_megatron.plan.plan import Plan, Transfer
 from odyssey_megatron.plan.simulate import step_end_s
 from odyssey_megatron.plan.transfer import living_holders, warm_up
-from odyssey_megatron.policy.options import Case, LaidOut, Option, caps_for, lay_out, options, worker_speeds
+from odyssey_megatron.policy.options import (
+    Case,
+    LaidOut,
+    Option,
+    caps_for,
+    lay_out,
+    options,
+    restart,
+    worker_speeds,
+)
 from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.score import mean_time_between_failures_s
 from odyssey_megatron.policy.search import search_for
@@ -41,6 +50,8 @@ class Decision:
 
     plan: Plan
     candidates: tuple[CandidateRow, ...]
+    bound_s: float
+    """No layout over the living workers has a shorter step; ``plan.bound_s`` is for the layout chosen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +149,8 @@ def decide(
         reasons = "; ".join(dict.fromkeys(row.reason for row in rows))
         raise PlanInfeasible(f"no plan for {len(state.alive)} living worker(s): {reasons}")
     rows.append(_row(best, True, _why(best, config.policy, rows)))
+    if case.state.dead:
+        rows.append(_restart_row(case, best.score))
     rows.sort(key=lambda row: (not row.chosen, row.score is None, -(row.score or 0.0), row.name))
     # Lowered and verified: no plan leaves here unverified (I7).
     assembled = assemble(best.order, best.layout, profile.costs)
@@ -151,7 +164,8 @@ def decide(
         transition_s=best.transition_s,
         peak_bytes=assembled.peak_bytes,
     )
-    return Decision(plan=plan, candidates=tuple(rows))
+    bound_s = cluster_bound_s(job.num_microbatches, profile.costs, state.alive, case.speeds)
+    return Decision(plan=plan, candidates=tuple(rows), bound_s=bound_s)
 
 
 def _check_holders(case: Case) -> None:
@@ -272,6 +286,22 @@ def _row(one: _Candidate, chosen: bool, reason: str) -> CandidateRow:
         score=one.score,
         chosen=chosen,
         reason=reason,
+    )
+
+
+def _restart_row(case: Case, best: float) -> CandidateRow:
+    found = restart(case)
+    if isinstance(found, str):
+        return _unscored("restart", None, found)
+    step_s, score = found
+    return CandidateRow(
+        name="restart",
+        step_s=step_s,
+        transition_s=case.profile.restart_s,
+        score=score,
+        chosen=False,
+        reason=f"whole pipelines, from a checkpoint; {_beside(score, best)}"
+        + ("" if score <= best else "; nothing that a running job can choose"),
     )
 
 

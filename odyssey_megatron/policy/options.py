@@ -183,3 +183,23 @@ def _replan(case: Case, workers: tuple[int, ...], pipelines: int, estimate_s: fl
         fatal_share=min(len(workers), search.most_stages) / len(case.state.alive) if pipelines == 1 else 0.0,
         found=layout,
     )
+
+
+def restart(case: Case) -> tuple[float, float] | str:
+    """(least step, score) of stopping and starting anew from a checkpoint, or why that cannot be.
+
+    As many whole pipelines of the job's size as the living make, the rest of them idle; the transition is the profile's
+    ``restart_s``, which counts the steps lost since the checkpoint too. For comparison: a running job cannot choose it.
+    """
+    alive, job, costs = len(case.state.alive), case.job, case.profile.costs
+    stages = job.pipeline_model_parallel_size
+    pipelines = min(alive // stages, job.num_microbatches)
+    if pipelines == 0:
+        return f"a pipeline needs {stages} workers, {alive} are alive"
+    search = search_for(costs, costs.memory_bytes)
+    step_s = search.estimate_s(pipelines * stages, job.num_microbatches, pipelines)
+    if step_s is None:
+        return search.why_not(stages)
+    step_s += costs.optimizer_s
+    fatal_share = stages / alive if pipelines == 1 else 0.0
+    return step_s, case.score(step_s, case.profile.restart_s, fatal_share)

@@ -107,10 +107,15 @@ class Search:
             lengths = range(1, min(num_workers, self.most_stages) + 1)
             numbers = {n for a in lengths for n in (num_workers // a, num_workers // a + 1) if n <= most}
         for pipelines in sorted(numbers):
-            rates = self._rates(num_workers, pipelines)
-            if rates is not None:
-                found.append((self._estimate_s(rates, num_microbatches, pipelines), pipelines))
+            estimate_s = self.estimate_s(num_workers, num_microbatches, pipelines)
+            if estimate_s is not None:
+                found.append((estimate_s, pipelines))
         return sorted(found)
+
+    def estimate_s(self, num_workers: int, num_microbatches: int, pipelines: int) -> float | None:
+        """Estimated step of the balanced shape of so many pipelines; None if it does not fit."""
+        rates = self._rates(num_workers, pipelines)
+        return None if rates is None else self._estimate_s(rates, num_microbatches, pipelines)
 
     def shape(self, num_workers: int, num_microbatches: int, pipelines: int) -> Shape:
         """The balanced shape of so many pipelines.

@@ -201,7 +201,7 @@ def _as_json(before: Plan, decision: Decision, seconds: float) -> str:
     candidates = ",".join(to_json(row) for row in decision.candidates)
     return (
         f'{{"before":{to_json(before)},"candidates":[{candidates}],"decide_s":{seconds:.6f},'
-        f'"after":{to_json(decision.plan)}}}\n'
+        f'"cluster_bound_s":{decision.bound_s!r},"after":{to_json(decision.plan)}}}\n'
     )
 
 
@@ -226,6 +226,8 @@ def _as_text(
         candidates_table(decision.candidates),
         "",
         _summary("after", after, scenario),
+        f"no layout over the living workers can have a step below {decision.bound_s * 1e3:.1f} ms, "
+        f"{1 - decision.bound_s / after.step_s:.1%} less",
         *_grid(options, scenario, after, worker_speeds(_slowed(scenario.state, scenario, options.slow))),
         *([_two_speed_text(both)] if both else []),
         "",
@@ -246,7 +248,7 @@ def _summary(name: str, plan: Plan, scenario: Scenario) -> str:
     fullest = max(size for _, size in plan.peak_bytes) / GIB
     above = max(0.0, plan.step_s / plan.bound_s - 1)
     return (
-        f"{name}: {plan.policy}, step {plan.step_s * 1e3:.1f} ms ({above:.1%} above the bound), "
+        f"{name}: {plan.policy}, step {plan.step_s * 1e3:.1f} ms ({above:.1%} above its layout's bound), "
         f"{scenario.job.tokens_per_step / plan.step_s:,.0f} tokens/s, fullest worker {fullest:.1f} GiB"
     )
 

@@ -1,4 +1,4 @@
-from odyssey_megatron.plan.bound import lower_bound_s
+from odyssey_megatron.plan.bound import cluster_bound_s, lower_bound_s
 from odyssey_megatron.plan.generate import build_schedule
 from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
 from odyssey_megatron.plan.render import render
@@ -17,6 +17,16 @@ def test_one_microbatch_is_bound_by_its_path():
     costs = uniform_costs(4, message_s=0.25)
     assert lower_bound_s(layout, costs) == 4 + 4 + 1 + 6 * 0.25
     assert simulate(build_schedule(layout, costs), layout, costs).step_s == lower_bound_s(layout, costs)
+
+
+def test_no_layout_at_all_beats_the_cluster():
+    costs = uniform_costs(4)
+    assert cluster_bound_s(8, costs, range(4)) == 8 * 12 / 4
+    assert cluster_bound_s(8, costs, range(4), {0: 0.5, 1: 0.5}) == 8 * 12 / 3
+    # One microbatch: weight gradients run beside the way up, all but the last. A pipeline gets there exactly.
+    assert cluster_bound_s(1, costs, range(4)) == 4 + 4 + 1
+    pipeline = layout_from_routes(4, (pipeline_route((0, 1, 2, 3), (1, 2, 3, 4), (0,)),))
+    assert simulate(build_schedule(pipeline, costs), pipeline, costs).step_s == 9
 
 
 def test_last_stage_starts_late():

@@ -111,6 +111,29 @@ def test_auto_takes_the_best_score():
     assert decision.candidates[0].score == max(scores)
 
 
+def test_a_restart_is_in_the_table_with_its_score():
+    """Three whole pipelines of two stages are left of four; the rest of the living would idle."""
+    _, decision = recover(8, 2, (0,))
+    row = next(row for row in decision.candidates if row.name == "restart")
+    assert row.transition_s == PROFILE.restart_s
+    assert row.step_s > decision.plan.step_s
+    assert 0 < row.score < decision.candidates[0].score
+    assert decision.plan.policy != "restart"
+    _, decision = recover(4, 4, ())
+    assert "restart" not in {row.name for row in decision.candidates}
+
+
+def test_too_few_workers_for_a_restart():
+    _, first = recover(4, 2, (0, 3), policy="replan")
+    state = kill(initial_state(nodes=(0,) * 4), 0, 1, 3)
+    spec = job(2)
+    decision = decide(
+        job=spec, state=state, previous=first.plan, profile=PROFILE, config=OdysseyConfig(), now_s=1.0
+    )
+    row = next(row for row in decision.candidates if row.name == "restart")
+    assert (row.score, row.reason) == (None, "a pipeline needs 2 workers, 1 are alive")
+
+
 def test_transfers_come_from_living_holders_of_what_is_missing():
     before, decision = recover(8, 4, (2,), policy="replan")
     for one in decision.plan.transfers:

@@ -116,6 +116,7 @@ def check_case(seed):
             forced = decide(**arguments, config=replace(config, policy=policy))
             assert chosen.score >= forced.candidates[0].score - 1e-9 * abs(chosen.score)
         plan = decision.plan
+        assert decision.bound_s <= plan.bound_s * (1 + 1e-6)
         check_plan(plan, job, profile, state)
     assert all(set(plan.layout.holders[layer]) <= set(state.dead) for layer in lost)
     return decisions

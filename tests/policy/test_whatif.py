@@ -18,6 +18,7 @@ def test_shows_candidates_and_grids(capsys):
     assert "32 workers, 64 microbatches a step" in text
     assert "\n* " in text
     assert len(re.findall(r"^ ?\d+ [.FIW].{79}$", text, re.MULTILINE)) == 32 + 31
+    assert "no layout over the living workers can have a step below" in text
     assert "throughput after / before:" in text
 
 
@@ -26,6 +27,7 @@ def test_json_is_whole(capsys):
     got = json.loads(capsys.readouterr().out)
     after = plan_from_json(json.dumps(got["after"]))
     verify(after.layout, after.schedule)
+    assert got["cluster_bound_s"] <= after.bound_s <= after.step_s * (1 + 1e-6)
     assert [row["chosen"] for row in got["candidates"]].count(True) == 1
     assert not set(after.layout.workers) & {1, 31}
 
