@@ -25,6 +25,7 @@ import argparse
 import statistics
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -92,7 +93,8 @@ class Row:
 
     workers: int
     plan: str
-    pipelines: str
+    routes: str
+    """How many, of how many workers each."""
     predicted_s: float
     measured_s: float
     modelled_s: float
@@ -180,11 +182,12 @@ def rows_of(folder: Path, emulation: Emulation) -> Iterator[Row]:
     steps = read_run(folder).steps
     for decision in events(folder, "decision"):
         layout = from_jsonable(Layout, decision["layout"])
+        lengths = Counter(len(route.hops) for route in layout.routes)
         measured = [step for step in steps if step.generation == decision["generation"]][1:]
         yield Row(
             workers=len(layout.workers),
             plan=decision["policy"],
-            pipelines="+".join(str(len(route.hops)) for route in layout.routes[:8]),
+            routes=", ".join(f"{n} of {hops}" for hops, n in sorted(lengths.items(), reverse=True)),
             predicted_s=simulate(schedule_from_text(decision["schedule"]), layout, costs, speeds).step_s,
             measured_s=statistics.median(step.step_s for step in measured),
             modelled_s=statistics.median(step.losses["modelled_s"] for step in measured),
@@ -249,7 +252,7 @@ def measure_kills(
                 "setting": name,
                 "one_f_one_b_s": before.measured_s,
                 "after_s": after.measured_s,
-                "plan": f"{after.plan} {after.pipelines}",
+                "plan": f"{after.plan}, {after.routes}",
                 "ratio": before.measured_s / after.measured_s,
                 "predicted_ratio": before.predicted_s / after.predicted_s,
                 "late_ms": max(before.late_ms, after.late_ms),
@@ -281,7 +284,7 @@ def main() -> int:
         "plans": [
             {
                 "workers": row.workers,
-                "plan": f"{row.plan} {row.pipelines}",
+                "plan": f"{row.plan}, {row.routes}",
                 "predicted_s": round(row.predicted_s, 4),
                 "measured_s": round(row.measured_s, 4),
                 "modelled_s": round(row.modelled_s, 4),

@@ -2,8 +2,6 @@
 
 import json
 
-import pytest
-
 from odyssey_megatron.plan.bound import lower_bound_s
 from odyssey_megatron.plan.generate import build_schedule, order_routes
 from odyssey_megatron.plan.verify import verify
@@ -43,8 +41,6 @@ def test_schedules_of_all_cases_verify_within_memory():
         verify(layout, schedule, costs, in_flight_cap=caps, speeds=speeds)
 
 
-@pytest.mark.slow
 def test_stored_optima_are_what_the_solver_says():
-    pytest.importorskip("ortools")
     for name, best in KNOWN.items():
         assert optimum_s(*CASES[name]) == (best, True), name
