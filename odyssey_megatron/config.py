@@ -11,6 +11,7 @@ from typing import Any
 
 from odyssey_megatron.errors import ConfigError
 
+MODES = ("off", "observe", "recover")
 POLICIES = ("auto", "reroute", "replan")
 DEVICES = ("cuda", "cpu")
 INJECTION_POINTS = (
@@ -23,6 +24,8 @@ INJECTION_POINTS = (
     "commit",
     "groups",
     "transfer",
+    "evaluate",
+    "checkpoint",
 )
 SIGNALS = ("KILL", "STOP")
 
@@ -33,8 +36,18 @@ def _flag(default: Any, help_text: str, **extra: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OdysseyConfig:
-    """All settings. ``field`` is the flag ``--odyssey-field`` and the variable ``ODYSSEY_FIELD``; the flag wins."""
+    """All settings. ``field`` is the flag ``--odyssey-field`` and the variable ``ODYSSEY_FIELD``; the flag wins.
 
+    ``mode`` is ``--odyssey`` and ``ODYSSEY``.
+    """
+
+    mode: str = _flag(
+        "off",
+        "of an unmodified Megatron-LM job: recover survives failures (also when the flag has no value); observe says "
+        "what it would do, and changes nothing",
+        choices=MODES,
+        flag="--odyssey",
+    )
     policy: str = _flag("auto", "recovery policy", choices=POLICIES)
     device: str = _flag("cuda", "cpu runs Megatron on CPU tensors and gloo", choices=DEVICES)
     float64: str = _flag("off", "train in float64, to prove exactness", choices=("off", "on"))
@@ -114,17 +127,27 @@ def _parse_injection(text: str) -> Injection:
     return Injection(**values)
 
 
+def flag_of(setting: Field[Any]) -> str:
+    """The command-line flag of a setting."""
+    return str(setting.metadata.get("flag", "--odyssey-" + setting.name.replace("_", "-")))
+
+
+def variable_of(setting: Field[Any]) -> str:
+    """The environment variable of a setting."""
+    return flag_of(setting).removeprefix("--").replace("-", "_").upper()
+
+
 def _check(config: OdysseyConfig) -> None:
     for one in fields(config):
         value, choices = getattr(config, one.name), one.metadata.get("choices")
         if choices and value not in choices:
             raise ConfigError(
-                f"--odyssey-{one.name.replace('_', '-')} {value!r} is unknown; use one of "
+                f"{flag_of(one)} {value!r} is unknown; use one of "
                 + ", ".join(choices)
                 + "."
             )
         if isinstance(value, (int, float)) and value <= 0 and one.name != "trace_steps":
-            raise ConfigError(f"--odyssey-{one.name.replace('_', '-')} must be positive, found {value}.")
+            raise ConfigError(f"{flag_of(one)} must be positive, found {value}.")
     # The order of the limits: each must be able to expire before the one that would hide it.
     chain = ("heartbeat_s", "hang_s", "op_timeout_s")
     for shorter, longer in pairwise(chain):
@@ -143,11 +166,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for one in fields(OdysseyConfig):
         default = one.default if one.default != "" else "none"
         group.add_argument(
-            "--odyssey-" + one.name.replace("_", "-"),
+            flag_of(one),
+            dest="odyssey_" + one.name,
             type=_kind(one),
             default=argparse.SUPPRESS,
             metavar="|".join(one.metadata["choices"]) if "choices" in one.metadata else None,
             help=f"{one.metadata['help']} (default: {default})".replace("%", "%%"),
+            **({"nargs": "?", "const": "recover"} if one.name == "mode" else {}),
         )
 
 
@@ -161,7 +186,7 @@ def config_from(namespace: argparse.Namespace, environ: Mapping[str, str] | None
     environ = os.environ if environ is None else environ
     values: dict[str, Any] = {}
     for one in fields(OdysseyConfig):
-        variable, kind = "ODYSSEY_" + one.name.upper(), _kind(one)
+        variable, kind = variable_of(one), _kind(one)
         if hasattr(namespace, "odyssey_" + one.name):
             values[one.name] = getattr(namespace, "odyssey_" + one.name)
         elif variable in environ:
@@ -185,7 +210,7 @@ def config_from_argv(argv: Sequence[str]) -> OdysseyConfig:
     if unknown:
         raise ConfigError(
             f"unknown flag {unknown[0]}; known: "
-            + ", ".join("--odyssey-" + f.name.replace("_", "-") for f in fields(OdysseyConfig))
+            + ", ".join(flag_of(one) for one in fields(OdysseyConfig))
             + "."
         )
     return config_from(namespace)

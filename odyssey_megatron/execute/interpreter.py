@@ -13,6 +13,9 @@ from odyssey_megatron.execute.channels import Channels, Pending
 from odyssey_megatron.execute.timing import Trace
 from odyssey_megatron.plan.schedule import Instr, Op
 
+FORWARD_ONLY = frozenset({Op.FORWARD, Op.SEND_FORWARD, Op.RECV_FORWARD})
+"""What is left of a program in an evaluation. Taking the rest away cannot deadlock: it only removes waits."""
+
 
 class Compute(Protocol):
     """The model, as the interpreter sees it. Activations and their gradients are [s, b, h]."""

@@ -13,7 +13,7 @@ from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import OdysseyError, Superseded
 from odyssey_megatron.execute.channels import WORLD, Channels, channel_groups
-from odyssey_megatron.execute.interpreter import Compute, Interpreter
+from odyssey_megatron.execute.interpreter import FORWARD_ONLY, Compute, Interpreter
 from odyssey_megatron.execute.timing import ComputeTimes, Trace, link_times
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.plan.generation import Generation
@@ -36,6 +36,7 @@ class Model(Compute, Protocol):
     def discard_incoming(self) -> None: ...
     def take_layout(self, layout: Layout, worker: int) -> None: ...
     def begin_step(self, step: int) -> None: ...
+    def begin_evaluation(self, index: int) -> None: ...
     def local_totals(self) -> torch.Tensor: ...
     def apply(self, totals: torch.Tensor, checkpoint: Callable[[], None]) -> Any: ...
     def samples_of_losses(self) -> dict[int, list[int]]: ...
@@ -59,7 +60,7 @@ class Groups(Protocol):
     def close(self) -> None: ...
 
 
-GroupBuilder = Callable[[Generation, Mapping[str, tuple[int, ...]]], Groups]
+GroupBuilder = Callable[[int, Mapping[str, tuple[int, ...]]], Groups]
 FaultPoint = Callable[..., None]
 """(point, *, step, generation, microbatch): where faults are injected."""
 
@@ -106,9 +107,10 @@ class RankRuntime:
         self.committed = first_step
         self.done = 0
         """Pieces of common work done: steps, and what :meth:`together` did."""
-        self._ready, self._in_step = False, False
+        self._ready, self._in_step, self._evaluating = False, False, False
         self._totals = torch.zeros(model.num_totals, dtype=torch.float64)
-        self._outcome: Any = None
+        self.outcome: Any = None
+        """Of the last committed step."""
         self._outcome_logged = True
         self._groups: Groups | None = None
         self._interpreter: Interpreter | None = None
@@ -125,6 +127,11 @@ class RankRuntime:
         self._in_groups_s = 0.0
         self._resume: dict[str, Any] | None = None
         self._steps_here = 0
+
+    @property
+    def generation(self) -> int:
+        """The one that this rank has entered last."""
+        return self._generation
 
     # -- phases ---------------------------------------------------------------------------------------------------
 
@@ -160,7 +167,7 @@ class RankRuntime:
             for name, ranks in group_members(plan, generation.members, tagged=self._tagged).items()
             if self._member.rank in ranks
         }
-        self._groups = self._build(generation, mine)
+        self._groups = self._build(generation.number, mine)
         self._in_groups_s = time.monotonic()
         self._on_world(self._world, generation.members)
 
@@ -239,6 +246,17 @@ class RankRuntime:
         self._steps_here += 1
         self._measure(step, trace, time.monotonic() - began_s)
 
+    def evaluate(self, index: int) -> None:
+        """Microbatches of evaluation batch ``index`` through the layers, forward only."""
+        assert self._interpreter is not None
+        self._model.begin_evaluation(index)
+        self._evaluating = True
+        try:
+            with torch.no_grad():
+                self._interpreter.run([one for one in self._program if one.op in FORWARD_ONLY], Trace())
+        finally:
+            self._evaluating = False
+
     def together(self, work: Callable[[dist.ProcessGroup], None]) -> None:
         self._ready = self._in_step = False
         work(self._world)
@@ -256,6 +274,7 @@ class RankRuntime:
         if self._resume is not None and self._phase is Phase.TRAIN:
             self._log_recovery()
         if point:
+            point = "evaluate" if self._evaluating else point
             self._fault_point(point, step=self.committed, generation=self._generation, microbatch=microbatch)
 
     def _commit(self, totals: torch.Tensor) -> None:
@@ -265,7 +284,7 @@ class RankRuntime:
         def checkpoint() -> None:
             self._fault_point("optimizer", step=step, generation=self._generation, microbatch=-1)
 
-        self._outcome = self._model.apply(totals, checkpoint)
+        self.outcome = self._model.apply(totals, checkpoint)
         self._totals, self.committed = totals.clone(), step + 1
         self.done, self._ready, self._in_step = self.done + 1, False, False
         self._outcome_logged = False
@@ -301,7 +320,7 @@ class RankRuntime:
         """Writes down the last committed step, unless this rank has; the one that usually does may have died."""
         if self._outcome_logged:
             return
-        out = self._outcome
+        out = self.outcome
         self._event(
             "step_committed",
             self.committed - 1,
@@ -317,7 +336,7 @@ class RankRuntime:
     def _speak(self, step_s: float = -1.0) -> None:
         if not self._outcome_logged:
             self.log_last_step(step_s)
-            self._on_commit(self.committed - 1, self._outcome)
+            self._on_commit(self.committed - 1, self.outcome)
 
     def _measure(self, step: int, trace: Trace, step_s: float) -> None:
         if self._logs:

@@ -12,6 +12,8 @@ from odyssey_megatron.config import OdysseyConfig, config_from_argv
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.launch.zygote import Zygote, prepare_environment
 
+_ENTRY = "odyssey_megatron.mcore.entry"
+
 
 def main(argv: Sequence[str]) -> int:
     """Runs a job; returns its exit code.
@@ -65,6 +67,9 @@ def _launch(args: Any, config: OdysseyConfig, nodes: int, token: str, zygote: Zy
     from odyssey_megatron.launch.agent import Launch, OdysseyAgent
     from odyssey_megatron.launch.planner import PolicyPlanner
 
+    if config.mode != "off":  # an unmodified Megatron-LM script: something must bring Odyssey into it
+        args.training_script_args = [args.training_script, *args.training_script_args]
+        args.training_script, args.module = _ENTRY, True
     if nodes == 1:
         local_rendezvous.register()
         _use_local_rendezvous(args, local_rendezvous.BACKEND)

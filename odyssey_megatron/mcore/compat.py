@@ -37,3 +37,10 @@ def backward_step(input_tensor: Any, output_tensor: Any, output_grad: Any, confi
             input_tensor, output_tensor, output_grad, ModelType.encoder_or_decoder, config
         )
     return schedules.backward_step(input_tensor, output_tensor, output_grad, config)
+
+
+def train_step_result(losses: dict[str, Any], grad_norm: float) -> tuple[Any, ...]:
+    """What ``megatron.training.training.train_step`` returns, the same from 0.16.1 to 0.19.0: losses, skipped, should
+    checkpoint, should exit, exit code, gradient norm, zeros in the gradient, largest attention logit.
+    """
+    return losses, 0, False, False, 0, grad_norm, None, 0

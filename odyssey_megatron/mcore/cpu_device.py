@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import os
 import resource
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -204,6 +206,36 @@ def _redirect_cuda() -> None:
         setattr(torch.cuda, name, lambda *args, **kwargs: None)
     for name in ("range_push", "range_pop"):
         setattr(torch.cuda.nvtx, name, lambda *args, **kwargs: None)
+
+
+def prepare_training() -> None:
+    """What ``megatron.training`` needs besides, before it is imported."""
+    name = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
+    try:
+        import triton  # noqa: F401
+    except ImportError:  # a gigabyte, for kernels that need a GPU
+        sys.modules.setdefault(name, _Absent(name))
+    import megatron.training.initialize as initialize
+
+    # Its default, but not its check, is for GPUs.
+    original = initialize.initialize_megatron
+    names = list(inspect.signature(original).parameters)
+    defaults = list(original.__defaults__ or ())
+    defaults[names.index("allow_no_cuda") - len(names)] = True
+    original.__defaults__ = tuple(defaults)
+    with contextlib.suppress(ImportError):  # gone in 0.17
+        from megatron.legacy import fused_kernels
+
+        fused_kernels.load = lambda args: None
+
+
+class _Absent(types.ModuleType):
+    """A module whose names are functions that say no."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: False
 
 
 def _stub_missing_helpers() -> None:

@@ -24,10 +24,15 @@ class MicrobatchSource:
         global_batch_size: int,
         micro_batch_size: int,
         collate: Callable[[list[Any]], Any] = default_collate,
+        offset: int = 0,
     ):
-        self._dataset, self._collate = dataset, collate
+        """``offset`` is the sample that step :attr:`first_step` begins with."""
+        self._dataset, self._collate, self._offset = dataset, collate, offset
         self._global_batch_size, self._micro_batch_size = global_batch_size, micro_batch_size
         self._at, self._batch = (-1, -1), None
+        self.first_step = 0
+        self.evaluated = 0
+        """Batches that evaluations have taken."""
         self.fetched: dict[int, list[int]] = {}
         """Microbatch -> samples that were read for it since :meth:`begin_step`."""
 
@@ -47,11 +52,11 @@ class MicrobatchSource:
         if self._batch is None:
             step, microbatch = self._at
             samples = global_samples(
-                step=step,
+                step=step - self.first_step,
                 microbatch=microbatch,
                 global_batch_size=self._global_batch_size,
                 micro_batch_size=self._micro_batch_size,
             )
-            self._batch = self._collate([self._dataset[sample] for sample in samples])
-            self.fetched[microbatch] = list(samples)
+            self._batch = self._collate([self._dataset[self._offset + sample] for sample in samples])
+            self.fetched[microbatch] = [self._offset + sample for sample in samples]
         return self._batch

@@ -9,11 +9,14 @@ Found by reading megatron core_v0.16.1 on the path of a local-spec GPTModel:
   depend on positions only and are the same numbers on every worker.
 - norms are created in torch's default dtype, not ``params_dtype``: converted with the rest of the chunk
   (``layers.py``).
+- ``pretrain_gpt.py`` sums the losses of a microbatch ``.float()``: ``Tensor.float`` leaves float64 tensors alone here.
 - ``optimizer/clip_grads.py`` accepts float32 gradients only and sums the norm in float32: not used, see
   ``optimizer.py``.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -30,3 +33,10 @@ def install() -> None:
         return vocab_parallel_logits, vocab_parallel_logits.max(dim=-1)[0]
 
     VocabParallelCrossEntropy.calculate_logits_max = staticmethod(calculate_logits_max)
+
+    to_float = torch.Tensor.float
+
+    def keep_float64(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self if self.dtype == torch.float64 else to_float(self, *args, **kwargs)
+
+    torch.Tensor.float = keep_float64  # type: ignore[method-assign]

@@ -8,6 +8,8 @@ them fails loudly in their place.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from megatron.core import parallel_state
@@ -23,14 +25,35 @@ _OURS = (
 ).split()
 
 
-def initialize() -> ProcessGroupCollection:
-    """Initialises ``parallel_state`` on torch's (fake, fixed) default group; returns this cell's groups."""
+def initialize(*, data_parallel: bool = False) -> ProcessGroupCollection:
+    """Initialises ``parallel_state`` on torch's (fake) default group; returns this cell's groups.
+
+    Args:
+        data_parallel: keep Megatron's data-parallel globals: Megatron-LM's own loop counts with them.
+    """
     if parallel_state.get_tensor_model_parallel_group(check_initialized=False) is None:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=1, pipeline_model_parallel_size=1, create_gloo_process_groups=False
         )
-        for name in _FORBIDDEN:
+        for name in () if data_parallel else _FORBIDDEN:
             setattr(parallel_state, name, None)
     alone = parallel_state.get_tensor_model_parallel_group()
     fields: dict[str, Any] = dict.fromkeys(_OURS, alone)
     return ProcessGroupCollection(embd=None, pos_embd=None, hcp=None, inter_dist_opt=None, **fields)
+
+
+def place(*, first: bool, last: bool) -> tuple[int, int]:
+    """The stage, and the number of stages, of a chunk that is the first, the last, both or neither."""
+    return (0, 1 + (not last)) if first else (1, 2 + (not last))
+
+
+@contextlib.contextmanager
+def in_stage(stage: int, num_stages: int) -> Iterator[None]:
+    """In the body Megatron believes to be in this stage: user code reads data, or seeds, by that."""
+    parallel_state.set_pipeline_model_parallel_rank(stage)
+    parallel_state.set_pipeline_model_parallel_world_size(num_stages)
+    try:
+        yield
+    finally:
+        parallel_state.set_pipeline_model_parallel_rank(None)
+        parallel_state.set_pipeline_model_parallel_world_size(None)

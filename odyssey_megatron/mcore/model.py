@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from odyssey_megatron.errors import ConfigError, NotFinite, TransferIncomplete
 from odyssey_megatron.mcore import compat, groups, rng, span
@@ -50,12 +51,13 @@ class MegatronModel:
         self,
         spec: ModelSpec,
         *,
-        forward_step: ForwardStep,
-        source: MicrobatchSource,
-        learning_rate: LearningRate,
+        forward_step: ForwardStep | None = None,
+        source: MicrobatchSource | None = None,
+        learning_rate: LearningRate | None = None,
         num_microbatches: int,
         message_shape: tuple[int, ...],
         loss_names: Sequence[str] = ("lm loss",),
+        cell: ProcessGroupCollection | None = None,
     ):
         if spec.config.fp16:
             raise ConfigError(
@@ -63,10 +65,10 @@ class MegatronModel:
             )
         span.install()
         self.spec, self.source = spec, source
-        self._forward_step, self._learning_rate = forward_step, learning_rate
+        self.forward_step, self.learning_rate = forward_step, learning_rate
         self._num_microbatches, self._message_shape = num_microbatches, message_shape
         self._loss_names = tuple(loss_names)
-        self._groups = groups.initialize()
+        self._groups = cell or groups.initialize()
         rng.initialize(spec.seed)
         self._seeds = rng.LayerSeeds(spec.seed)
         self._held: dict[int, HeldLayer] = {}
@@ -76,6 +78,19 @@ class MegatronModel:
         self._step, self._worker, self._layout = -1, -1, Layout(holders=(), routes=())
         self._tokens = 0.0
         self._losses: dict[int, dict[str, torch.Tensor]] = {}
+        self._training = True
+
+    @property
+    def blocks(self) -> list[LayerBlock]:
+        """This worker's, in the order of their layers."""
+        return [self._blocks[span] for span in sorted(self._blocks)]
+
+    def holder_index(self, block: LayerBlock) -> int:
+        """This worker's place among the holders of ``block``."""
+        (found,) = (
+            one for one in self._layout.blocks() if (one.first, one.last) == (block.first, block.last)
+        )
+        return found.holders.index(self._worker)
 
     # -- layout ---------------------------------------------------------------------------------------------------
 
@@ -126,46 +141,72 @@ class MegatronModel:
 
     def begin_step(self, step: int) -> None:
         """Forgets whatever an earlier attempt left, and zeroes the gradients."""
-        self._step = self._seeds.step = step
+        self._seeds.step = step
+        self._begin(step, training=True)
+        for block in self._blocks.values():
+            block.zero_gradients()
+
+    def begin_evaluation(self, index: int) -> None:
+        """As a step, of evaluation batch ``index``; nothing is kept for a backward."""
+        self._begin(index, training=False)
+
+    def _begin(self, step: int, *, training: bool) -> None:
+        assert self.source is not None, "no data yet"
+        self._step, self._training = step, training
         self._flights.clear()
         self._losses.clear()
         self._tokens = 0.0
         self.source.begin_step()
         for block in self._blocks.values():
-            block.zero_gradients()
+            if block.model.training != training:
+                block.model.train(training)
 
     def _go_to(self, microbatch: int) -> None:
         self._seeds.microbatch = microbatch
+        assert self.source is not None
         self.source.go_to(step=self._step, microbatch=microbatch)
 
     def forward(
         self, microbatch: int, first: int, last: int, activation: torch.Tensor | None
     ) -> torch.Tensor:
         self._go_to(microbatch)
-        if activation is not None:
+        if activation is not None and self._training:
             activation.requires_grad_()
         tensor, reported = activation, []
         for block in self._span(first, last):
-            tensor, tokens = schedules.forward_step(
-                self._forward_step,
-                self.source,
-                block.model,
-                self._num_microbatches,
-                tensor,
-                reported,
-                self.spec.config,
-                cp_group_size=1,
-                current_microbatch=microbatch,
-                is_last_stage=block.last == self.spec.num_layers,
-            )
+            is_last_stage = block.last == self.spec.num_layers
+            with groups.in_stage(*groups.place(first=block.first == 0, last=is_last_stage)):
+                tensor, tokens = schedules.forward_step(
+                    self.forward_step,
+                    self.source,
+                    block.model,
+                    self._num_microbatches,
+                    tensor,
+                    reported,
+                    self.spec.config,
+                    cp_group_size=1,
+                    current_microbatch=microbatch,
+                    is_last_stage=is_last_stage,
+                )
             self._tokens += float(tokens)
         if reported:
-            self._losses[microbatch] = reported[-1]
+            self._losses[microbatch] = self._checked(reported[-1])
         assert tensor is not None
-        self._flights[microbatch, first] = _Flight(activation, tensor, WeightGrads())
+        if self._training:
+            self._flights[microbatch, first] = _Flight(activation, tensor, WeightGrads())
         return tensor
 
+    def _checked(self, reported: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if set(reported) != set(self._loss_names):
+            raise ConfigError(
+                f"the forward step reports {sorted(reported)}, expected {sorted(self._loss_names)}. Pass the names as "
+                "loss_names; with an unmodified Megatron-LM script only these can be reported yet."
+            )
+        return reported
+
     def sent(self, microbatch: int, first: int, last: int) -> None:
+        if not self._training:
+            return
         output = self._flights[microbatch, first].output
         schedules.deallocate_output_tensor(output, self.spec.config.deallocate_pipeline_outputs)
 
@@ -221,6 +262,32 @@ class MegatronModel:
                 totals[3 + 2 * index : 5 + 2 * index] += pair
         return totals
 
+    def local_losses(self) -> torch.Tensor:
+        """[microbatches, names, 3]: value, count and how many numbers the forward step gave, of this rank's."""
+        table = torch.zeros(
+            self._num_microbatches,
+            len(self._loss_names),
+            3,
+            dtype=torch.float64,
+            device=torch.cuda.current_device(),
+        )
+        for microbatch, losses in self._losses.items():
+            for index, name in enumerate(self._loss_names):
+                value = losses[name].detach().reshape(-1)
+                table[microbatch, index, : value.numel()] = value.to(table.dtype)
+                table[microbatch, index, 2] = value.numel()
+        return table
+
+    def losses_of(self, table: torch.Tensor) -> list[dict[str, torch.Tensor]]:
+        """A summed :meth:`local_losses` as Megatron's schedules return it: what each microbatch reported."""
+        return [
+            {
+                name: row[index, : int(row[index, 2])].to(torch.float32)
+                for index, name in enumerate(self._loss_names)
+            }
+            for row in table
+        ]
+
     def apply(self, totals: torch.Tensor, checkpoint: Callable[[], None]) -> StepOutcome:
         """The optimizer step from reduced gradients and everyone's totals; sends nothing.
 
@@ -242,7 +309,8 @@ class MegatronModel:
         if clip > 0.0 and grad_norm > 0.0:
             scale *= min(1.0, clip / (grad_norm + 1.0e-6))
         layers = [layer for block in self._blocks.values() for layer in block.layers]
-        lr = self._learning_rate.set([layer.optimizer for layer in layers], self._step)
+        assert self.learning_rate is not None
+        lr = self.learning_rate.set([layer.optimizer for layer in layers], self._step)
         for layer in layers:
             layer.optimizer.apply(scale)
             checkpoint()
@@ -257,6 +325,7 @@ class MegatronModel:
 
     def samples_of_losses(self) -> dict[int, list[int]]:
         """Microbatch -> samples, for the microbatches whose loss this rank computed in the current step."""
+        assert self.source is not None
         return {microbatch: self.source.fetched[microbatch] for microbatch in sorted(self._losses)}
 
     def digests(self) -> dict[str, str]:

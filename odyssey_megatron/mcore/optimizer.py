@@ -6,6 +6,7 @@ its holders (I4), and Megatron's code takes float32 gradients only.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,6 +55,15 @@ class LayerOptimizer:
         inner = self._megatron.optimizer
         return [(p, inner.state[p]) for group in inner.param_groups for p in group["params"]]
 
+    def entries(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, dict[str, Any]]]:
+        """(model parameter, the parameter that is optimized, its state); the two are one unless in 16 bits."""
+        for shown, main in pairs(self._megatron):
+            yield shown, main, self._megatron.optimizer.state[main]
+
+    def reload(self) -> None:
+        """Takes the model's parameters, which were loaded, as those to optimize."""
+        self._megatron.reload_model_params()
+
     def state_tensors(self) -> list[torch.Tensor]:
         """Adam's state, and the main parameters where they are not the model's own (16-bit training)."""
         tensors = []
@@ -70,6 +80,20 @@ class LayerOptimizer:
         torch._foreach_mul_(gradients, scale)
         self._megatron.step_with_ready_grads()
         self._megatron.zero_grad()
+
+
+def pairs(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(model parameter, the parameter that is optimized) of one of Megatron's optimizers."""
+    for shown, main in zip(
+        getattr(optimizer, "float16_groups", ()),
+        getattr(optimizer, "fp32_from_float16_groups", ()),
+        strict=True,
+    ):
+        yield from zip(shown, main, strict=True)
+    whole = getattr(optimizer, "fp32_from_fp32_groups", None)
+    groups = [group["params"] for group in optimizer.optimizer.param_groups] if whole is None else whole
+    for group in groups:
+        yield from zip(group, group, strict=True)
 
 
 class _ParamGroups:

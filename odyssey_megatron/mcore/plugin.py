@@ -20,7 +20,7 @@ from odyssey_megatron import recover
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.errors import ConfigError, ControlPlaneLost, Fenced, JobStopped
+from odyssey_megatron.errors import ConfigError, ControlPlaneLost, Fenced, JobStopped, PeerFailed, Superseded
 from odyssey_megatron.launch.inject import Injector
 from odyssey_megatron.launch.member import Member
 from odyssey_megatron.mcore import compat, device
@@ -28,6 +28,7 @@ from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.policy.profile import Profile, estimated_profile, load_profile
 
 if TYPE_CHECKING:
+    from odyssey_megatron.execute.rank import RankRuntime
     from odyssey_megatron.mcore.layers import ModelSpec
     from odyssey_megatron.mcore.model import ForwardStep, MegatronModel, StepOutcome
 
@@ -68,8 +69,11 @@ class Session:
 
     @classmethod
     @contextmanager
-    def start(cls, config: OdysseyConfig) -> Iterator[Session]:
+    def start(cls, config: OdysseyConfig, *, default_group: bool = True) -> Iterator[Session]:
         """Joins the job; turns what ends it into exit codes (README, "Exit codes").
+
+        Args:
+            default_group: initialise ``torch.distributed``.
 
         Raises:
             ConfigError: not started by ``odyssey run``.
@@ -81,9 +85,10 @@ class Session:
         try:
             device.install(config)
             compat.check_version()
-            from odyssey_megatron.rebuild.groups import init_default_group
+            if default_group:
+                from odyssey_megatron.rebuild.groups import init_default_group
 
-            init_default_group(member)
+                init_default_group(member)
             yield cls(config, member, journal)
         except ConfigError as error:
             member.refuse(error)
@@ -92,6 +97,11 @@ class Session:
             raise SystemExit(stop.exit_code) from None
         except (Fenced, ControlPlaneLost) as end:
             sys.stderr.write(f"[odyssey] rank {member.rank} stops: {end}\n")
+            raise SystemExit(1) from None
+        except (PeerFailed, Superseded) as end:
+            sys.stderr.write(
+                f"[odyssey] rank {member.rank} stops: a rank was lost before training began ({end})\n"
+            )
             raise SystemExit(1) from None
 
     def rank_zero_first(self) -> AbstractContextManager[None]:
@@ -105,31 +115,51 @@ class Session:
             ConfigError: before anything was trained.
             JobStopped: no holder of some layer is left.
         """
-        from odyssey_megatron.execute.rank import RankRuntime
-        from odyssey_megatron.rebuild.groups import build_groups
-
         spec = self._job_spec(job)
-        spec.check(self.world_size)
-        profile = self._profile(job)
-        self.member.post_job(spec, to_json(profile))
+        self.post(spec, self._profile(job))
         model = self._model(job, spec.num_microbatches)
-        self.member.wait_all("model-built")
-        rank = RankRuntime(
-            config=self.config,
-            member=self.member,
-            model=model,
-            build=lambda generation, named: build_groups(self.member, generation, named, self.config),
-            tagged_messages=self.config.device == "cpu",
-            fault_point=Injector(self.config.injections, self.rank, self._journal).at,
-            journal=self._journal,
-            on_commit=job.on_step,
-        )
+        rank = self.enter(model, on_commit=job.on_step)
         try:
             recover.train(self.member, rank, train_steps=job.train_iters)
         finally:
-            rank.log_last_step()
-        self._journal.event("weights", step=job.train_iters, digest=model.digests())
+            self.note_end(rank, model)
         return model
+
+    def note_end(self, rank: RankRuntime, model: MegatronModel) -> None:
+        """Writes down the last step and what the weights are."""
+        rank.log_last_step()
+        self._journal.event("weights", step=rank.committed, digest=model.digests())
+
+    def post(self, spec: JobSpec, profile: Profile) -> None:
+        """Tells the coordinator what to plan for. Collective. Raises ConfigError."""
+        spec.check(self.world_size)
+        self.member.post_job(spec, to_json(profile))
+
+    def enter(
+        self,
+        model: MegatronModel,
+        *,
+        on_commit: Callable[[int, Any], None],
+        on_world: Callable[[Any, tuple[int, ...]], None] = lambda world, members: None,
+        first_step: int = 0,
+    ) -> RankRuntime:
+        """This rank as ``recover.Recovery`` needs it. Returns when all ranks have come so far."""
+        from odyssey_megatron.execute.rank import RankRuntime
+        from odyssey_megatron.rebuild.groups import build_groups
+
+        self.member.wait_all("model-built")
+        return RankRuntime(
+            config=self.config,
+            member=self.member,
+            model=model,
+            build=lambda number, named: build_groups(self.member, number, named, self.config),
+            tagged_messages=self.config.device == "cpu",
+            fault_point=Injector(self.config.injections, self.rank, self._journal).at,
+            journal=self._journal,
+            on_commit=on_commit,
+            on_world=on_world,
+            first_step=first_step,
+        )
 
     def _job_spec(self, job: TrainingJob) -> JobSpec:
         if job.global_batch_size % job.micro_batch_size:
@@ -149,18 +179,12 @@ class Session:
     def _profile(self, job: TrainingJob) -> Profile:
         if self.config.profile:
             return load_profile(self.config.profile)
-        config = job.model.config
-        return estimated_profile(
-            num_transformer_layers=config.num_layers,
-            hidden_size=config.hidden_size,
-            ffn_hidden_size=config.ffn_hidden_size,
-            num_attention_heads=config.num_attention_heads,
-            num_query_groups=config.num_query_groups or config.num_attention_heads,
+        return estimate(
+            job.model.config,
+            device=self.config.device,
             seq_length=job.seq_length,
             micro_batch_size=job.micro_batch_size,
             vocab_size=job.vocab_size,
-            dtype_bytes=config.params_dtype.itemsize,
-            **(_CPU_GUESS if self.config.device == "cpu" else {}),
         )
 
     def _model(self, job: TrainingJob, num_microbatches: int) -> MegatronModel:
@@ -183,3 +207,19 @@ class Session:
             message_shape=(job.seq_length, job.micro_batch_size, job.model.config.hidden_size),
             loss_names=job.loss_names,
         )
+
+
+def estimate(config: Any, *, device: str, seq_length: int, micro_batch_size: int, vocab_size: int) -> Profile:
+    """The profile of a model of Megatron's ``config`` until the job has measured itself."""
+    return estimated_profile(
+        num_transformer_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=config.ffn_hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        num_query_groups=config.num_query_groups or config.num_attention_heads,
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
+        vocab_size=vocab_size,
+        dtype_bytes=config.params_dtype.itemsize,
+        **(_CPU_GUESS if device == "cpu" else {}),
+    )

@@ -21,7 +21,6 @@ from torch.distributed import distributed_c10d as c10d
 
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import PeerFailed, Superseded
-from odyssey_megatron.plan.generation import Generation
 from odyssey_megatron.rebuild.abort import AbortableGroup, GlooAbort, NcclAbort
 
 _POLL_S = (0.0003, 0.004)
@@ -109,20 +108,21 @@ def init_default_group(member: MemberLike) -> None:
 
 def build_groups(
     member: MemberLike,
-    generation: Generation,
+    number: int,
     named: Mapping[str, tuple[int, ...]],
     config: OdysseyConfig,
 ) -> GroupSet:
     """Builds those of ``named`` groups that this rank is in. Every rank of a group must do so.
 
     Args:
+        number: of the generation.
         named: name -> global ranks, ascending; equal on all members.
 
     Raises:
         Superseded: a newer generation exists; nothing of this one is left.
         PeerFailed: a peer did not connect within ``build_timeout_s``.
     """
-    number, cuda = generation.number, config.device == "cuda"
+    cuda = config.device == "cuda"
     abort: GlooAbort | NcclAbort = NcclAbort() if cuda else GlooAbort()
     groups = GroupSet(number, abort, config.op_timeout_s + 2.0)
     member.on_newer(lambda _: abort.fire())

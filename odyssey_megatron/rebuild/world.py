@@ -110,17 +110,36 @@ for _name in OPERATIONS:
     setattr(LivingWorld, _name, _operation(_name))
 
 
+def stand_alone() -> None:
+    """Initialises ``torch.distributed`` with this process as the whole world, for groups of one to be made in it."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+
+
+class _Alone(dict[int, int]):
+    """Global rank -> rank in a group of this process alone, whatever number the process has in the world."""
+
+    def __contains__(self, rank: object) -> bool:
+        return True
+
+    def __getitem__(self, rank: int) -> int:
+        return 0
+
+
 def become_default(rank: int, size: int, device: str) -> LivingWorld:
-    """Puts a :class:`LivingWorld` in the place of ``torch.distributed``'s (initialised) default group."""
-    world = LivingWorld(rank, size)
-    store = c10d._get_default_store()
+    """Puts a :class:`LivingWorld` in the place of the default group; groups of :func:`stand_alone` stay alone."""
+    world, backend = LivingWorld(rank, size), "gloo" if device == "cpu" else "nccl"
     c10d._register_pg_in_world(
         world,
-        backend_name="gloo" if device == "cpu" else "nccl",
-        store=store,
+        backend_name=backend,
+        store=c10d._get_default_store(),
         group_name="odyssey-world",
-        backend_config=f"{device}:{'gloo' if device == 'cpu' else 'nccl'}",
+        backend_config=f"{device}:{backend}",
         rank_mapping={one: one for one in range(size)},
     )
+    for group in list(c10d._world.pg_group_ranks):
+        if group is not world:
+            c10d._world.pg_group_ranks[group] = _Alone({0: 0})
     c10d._update_default_pg(world)
     return world

@@ -100,7 +100,7 @@ class Toy:
         named = {"world": members}
         for layer_ranks in {tuple(h) for h in generation.plan.layout.holders}:
             named["block:" + "-".join(map(str, layer_ranks))] = layer_ranks
-        self.groups = build_groups(self.member, generation, named, self.config)
+        self.groups = build_groups(self.member, generation.number, named, self.config)
         in_groups_s = time.monotonic()
         newest = torch.tensor([self.step])
         dist.all_reduce(newest, op=dist.ReduceOp.MAX, group=self.groups["world"])

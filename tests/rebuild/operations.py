@@ -214,7 +214,7 @@ def main() -> None:
             "pair": (0, 2),
             **{f"solo:{r}": (r,) for r in generation.members},
         }
-        groups = build_groups(member, generation, named, config)
+        groups = build_groups(member, generation.number, named, config)
         one_generation(member, generation, groups, journal, name)
         stale = groups["world"]
         groups.close()

@@ -1,0 +1,58 @@
+"""The two calls through which Odyssey enters a process that runs an unmodified (or patched) Megatron-LM script.
+
+Both do nothing unless ``--odyssey`` is among the arguments, or ODYSSEY in the environment.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from odyssey_megatron.config import OdysseyConfig, config_from_argv
+from odyssey_megatron.errors import MegatronIncompatible
+
+
+def wanted() -> bool:
+    """Whether this process was started with Odyssey, in whatever mode."""
+    return "ODYSSEY" in os.environ or any(
+        one == "--odyssey" or one.startswith(("--odyssey=", "--odyssey-")) for one in sys.argv
+    )
+
+
+def _config() -> OdysseyConfig | None:
+    if not wanted():
+        return None
+    config = config_from_argv(sys.argv[1:])
+    return None if config.mode == "off" else config
+
+
+def before_megatron() -> None:
+    """Chooses the device, before anything of Megatron is imported. Raises ConfigError."""
+    if config := _config():
+        from odyssey_megatron.mcore import device
+
+        device.install(config)
+
+
+def import_training() -> None:
+    """Imports ``megatron.training``. Raises MegatronIncompatible if it is not there."""
+    config = _config()
+    if config and config.device == "cpu":
+        from odyssey_megatron.mcore import cpu_device
+
+        cpu_device.prepare_training()
+    try:
+        import megatron.training  # noqa: F401
+    except ImportError as error:
+        raise MegatronIncompatible(
+            f"megatron.training cannot be imported ({error}). It is in no package: run a script of a Megatron-LM "
+            "checkout, or put the checkout into PYTHONPATH."
+        ) from error
+
+
+def after_training() -> None:
+    """Hooks into ``megatron.training``, which has been imported. Raises ConfigError, MegatronIncompatible."""
+    if config := _config():
+        from odyssey_megatron.mcore import door
+
+        door.attach(config)

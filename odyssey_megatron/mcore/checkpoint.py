@@ -1,0 +1,114 @@
+"""Megatron's checkpoints of a job whose layers may lie anywhere.
+
+Megatron writes and reads them itself (``torch_dist``): each tensor knows its global name and place, so a checkpoint
+written under a ragged layout loads into any other. Odyssey says which layers a chunk has and which holder of a layer
+writes it, and shows the optimizers of the layers as the one optimizer that Megatron expects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedBase
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from odyssey_megatron.errors import MegatronIncompatible
+from odyssey_megatron.mcore import span
+from odyssey_megatron.mcore.layers import LayerBlock
+from odyssey_megatron.mcore.model import MegatronModel
+from odyssey_megatron.mcore.optimizer import pairs
+
+
+def prepare(model: MegatronModel, block: LayerBlock) -> None:
+    """Makes the chunk of ``block`` describe itself to Megatron's checkpoint as what it is."""
+    chunk = block.model.module
+    original = type(chunk).sharded_state_dict
+
+    def sharded_state_dict(*args: Any, **kwargs: Any) -> Any:
+        offset = max(block.first - 1, 0)
+        with span.building(offset, len(chunk.decoder.layers)):
+            state = original(chunk, *args, **kwargs)
+        holder = model.holder_index(block)
+        for shard in _shards(state):  # only the first holder writes
+            shard.replica_id = (*shard.replica_id[:-1], holder)
+        return state
+
+    chunk.sharded_state_dict = sharded_state_dict
+
+
+def _shards(value: Any) -> Iterator[Any]:
+    if isinstance(value, ShardedBase):
+        yield value
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from _shards(one)
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _shards(one)
+
+
+class OptimizerView:
+    """The optimizers of the held layers, as Megatron-LM's loop and checkpoints see an optimizer."""
+
+    is_stub_optimizer = False
+
+    def __init__(self, model: MegatronModel, cell: ProcessGroupCollection):
+        self._model, self._cell = model, cell
+        # What Megatron logs the learning rate from. The layers' own groups are set from the step's number.
+        self.param_groups: list[dict[str, Any]] = [{"params": [], "lr": 0.0, "default_config": True}]
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss
+
+    def get_loss_scale(self) -> torch.Tensor:
+        return torch.ones(1, dtype=torch.float32, device=torch.cuda.current_device())
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """A step zeroes its gradients itself."""
+
+    def reload_model_params(self, state_dict: Any = None) -> None:
+        for block in self._model.blocks:
+            for layer in block.layers:
+                layer.optimizer.reload()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self._assembled().state_dict(*args, **kwargs) if self._model.blocks else {}
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self._assembled().sharded_state_dict(*args, **kwargs) if self._model.blocks else {}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        if not self._model.blocks:
+            return
+        whole = self._assembled()
+        before = {id(parameter): state for parameter, state in whole.optimizer.state.items()}
+        whole.load_state_dict(state_dict)
+        for parameter, loaded in whole.optimizer.state.items():
+            for name, value in before[id(parameter)].items():
+                value.copy_(torch.as_tensor(loaded[name]))
+
+    def _assembled(self) -> Any:
+        """Megatron's optimizer for all chunks of this rank, whose state is that of the layers' optimizers."""
+        spec, blocks = self._model.spec, self._model.blocks
+        layers = [layer for block in blocks for layer in block.layers]
+        own = {
+            id(shown): (main, state) for layer in layers for shown, main, state in layer.optimizer.entries()
+        }
+        chained = get_megatron_optimizer(
+            spec.optimizer_config,
+            [block.model for block in blocks],
+            config_overrides=spec.config_overrides,
+            use_gloo_process_groups=False,
+            pg_collection=self._cell,
+        ).chained_optimizers
+        if len(chained) != 1:
+            raise MegatronIncompatible(f"Megatron made {len(chained)} optimizers where Odyssey knows of one.")
+        (whole,) = chained
+        for shown, main in pairs(whole):
+            main.data, whole.optimizer.state[main] = own[id(shown)][0].data, own[id(shown)][1]
+            if shown is not main:
+                shown.main_param = own[id(shown)][0]
+        return whole

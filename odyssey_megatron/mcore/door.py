@@ -1,0 +1,353 @@
+"""The door for unmodified Megatron-LM: its own ``pretrain()`` and training loop, with Odyssey's step inside.
+
+Each rank's Megatron believes to be alone: every group of ``parallel_state`` has one rank, and a global batch is all its
+microbatches. What spans ranks goes through Odyssey: ``train_step`` is a step of the plan, a forward-only call of the
+schedule and a checkpoint are common work (``recover.Recovery.together``), and barriers on the default group are too. So
+logging, evaluation, checkpoints, exit conditions and timers stay Megatron's.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from odyssey_megatron.cluster.job import JobSpec
+from odyssey_megatron.config import OdysseyConfig, add_arguments
+from odyssey_megatron.errors import ConfigError, OdysseyError, Superseded
+from odyssey_megatron.launch.inject import Injector
+from odyssey_megatron.mcore import arguments, checkpoint, compat, float64, groups, span, wgrad
+from odyssey_megatron.mcore.data import MicrobatchSource
+from odyssey_megatron.mcore.layers import ModelSpec
+from odyssey_megatron.mcore.model import MegatronModel
+from odyssey_megatron.mcore.optimizer import LearningRate
+from odyssey_megatron.mcore.plugin import Session, estimate
+from odyssey_megatron.policy.profile import load_profile
+from odyssey_megatron.rebuild import world as living
+from odyssey_megatron.rebuild.groups import build_groups
+from odyssey_megatron.recover import Recovery
+
+
+def attach(config: OdysseyConfig) -> None:
+    """Puts Odyssey into ``megatron.training``, which has been imported; a second call does nothing."""
+    from megatron.training import arguments as megatron_arguments
+    from megatron.training import training
+
+    if getattr(training.pretrain, "_odyssey", False):
+        return
+    door = Door(config, training)
+    _replace(training, "pretrain", door.pretrain)
+    _replace(megatron_arguments, "add_megatron_arguments", door.add_megatron_arguments)
+
+
+def _replace(home: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """``home.name`` and every copy of it in Megatron becomes ``wrapper(original, ...)``."""
+    original = getattr(home, name)
+
+    @functools.wraps(original)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    replaced._odyssey = True  # type: ignore[attr-defined]
+    for module in list(sys.modules.values()):
+        if (
+            getattr(module, "__name__", "").startswith("megatron.")
+            and getattr(module, name, None) is original
+        ):
+            setattr(module, name, replaced)
+
+
+class Door:
+    """One rank's Megatron-LM run."""
+
+    def __init__(self, config: OdysseyConfig, training: Any):
+        self._config, self._training = config, training
+        self._session: Any = None
+        self._recovery: Any = None
+        self._train_source: Any = None
+        self._chunks: list[Any] = []
+
+    # -- start and end --------------------------------------------------------------------------------------------
+
+    def add_megatron_arguments(self, original: Any, parser: Any) -> Any:
+        parser = original(parser)
+        add_arguments(parser)
+        return parser
+
+    def pretrain(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        with Session.start(self._config, default_group=False) as session:
+            self._session = session
+            self._attach_all()
+            try:
+                result = original(*args, **kwargs)
+            except SystemExit as end:
+                if not end.code:
+                    self._finish()
+                raise
+            self._finish()
+            return result
+
+    def _attach_all(self) -> None:
+        from megatron.training import checkpointing, initialize
+
+        training = self._training
+        span.install()
+        wgrad.install()
+        _replace(initialize, "validate_args", self.validate_args)
+        _replace(initialize, "_initialize_distributed", self.initialize_distributed)
+        for name in ("setup_model_and_optimizer", "build_pretraining_data_loader", "train_step"):
+            _replace(training, name, getattr(self, name))
+        _replace(training, "get_forward_backward_func", self.get_forward_backward_func)
+        _replace(checkpointing, "save_checkpoint", self.save_checkpoint)
+
+    def _finish(self) -> None:
+        if self._recovery is None:
+            return
+        self._session.note_end(self._runtime, self._model)
+        self._living.repeat_with(None)
+        self._recovery.carry_out(lambda generation: self._session.member.finish(generation.number))
+
+    # -- setting up -----------------------------------------------------------------------------------------------
+
+    def validate_args(self, original: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
+        arguments.check(args)
+        result = original(args, *rest, **kwargs)
+        arguments.adapt(args, self._config)
+        return result
+
+    def initialize_distributed(self, original: Any, *unused: Any, **kwargs: Any) -> None:
+        from megatron.core import num_microbatches_calculator
+        from megatron.training import get_args
+
+        args, session = get_args(), self._session
+        self._data_parallel_size = args.data_parallel_size
+        living.stand_alone()
+        self._cell = groups.initialize(data_parallel=True)
+        self._living = living.become_default(session.rank, session.world_size, self._config.device)
+        everyone = tuple(range(session.world_size))
+        self._start_groups = build_groups(session.member, 0, {"world": everyone}, self._config)
+        self._living.follow(self._start_groups["world"])
+        args.data_parallel_size = 1
+        num_microbatches_calculator.reconfigure_num_microbatches_calculator(
+            args.rank, None, args.global_batch_size, args.micro_batch_size, 1, False
+        )
+
+    def setup_model_and_optimizer(
+        self, original: Any, model_provider_func: Any, model_type: Any, checkpointing_context: Any = None
+    ) -> tuple[list[Any], Any, Any]:
+        from megatron.training import get_args
+        from megatron.training.arguments import core_transformer_config_from_args
+
+        args, training = get_args(), self._training
+        args.model_type = model_type
+        training.update_train_iters(args)
+        config = core_transformer_config_from_args(args)
+        if config.params_dtype == torch.float64:
+            float64.install()
+        arguments.silence_reruns()
+        num_microbatches = args.global_batch_size // args.micro_batch_size
+        self._model = MegatronModel(
+            self._spec(args, config, model_provider_func),
+            num_microbatches=num_microbatches,
+            message_shape=(args.seq_length, args.micro_batch_size, config.hidden_size),
+            cell=self._cell,
+        )
+        self._post(args, config, num_microbatches)
+        self._enter()
+        self._refresh()
+        optimizer = checkpoint.OptimizerView(self._model, self._cell)
+        scheduler = training.get_optimizer_param_scheduler(optimizer)
+        args.iteration = args.num_floating_point_operations_so_far = 0
+        if args.load is not None or args.pretrained_checkpoint is not None:
+            self._load(args, optimizer, scheduler, checkpointing_context)
+        self._scheduler = scheduler
+        self._model.learning_rate = LearningRate(args.global_batch_size, **arguments.schedule_of(scheduler))
+        self._runtime.committed = args.iteration
+        return self._chunks, optimizer, scheduler
+
+    def _spec(self, args: Any, config: Any, model_provider: Any) -> ModelSpec:
+        from megatron.training import initialize
+
+        optimizer_config, overrides = self._training.get_megatron_optimizer_config(args)
+
+        def seed_stage(stage: int) -> None:
+            with groups.in_stage(stage, args.pipeline_model_parallel_size):
+                initialize._set_random_seed(
+                    args.seed,
+                    args.data_parallel_random_init,
+                    args.te_rng_tracker,
+                    args.inference_rng_tracker,
+                    use_cudagraphable_rng=False,
+                )
+
+        head = config.num_layers + 1
+        stages = tuple(
+            (first + 1 if first else 0, last + 1 + (last + 1 == head))
+            for first, last in span.megatron_stages(config, args.pipeline_model_parallel_size)
+        )
+        return ModelSpec(
+            config=config,
+            model_provider=functools.partial(model_provider, config=config),
+            optimizer_config=optimizer_config,
+            config_overrides=overrides,
+            seed=args.seed,
+            ddp_config=arguments.ddp_config(args),
+            stages=stages,
+            seed_stage=seed_stage,
+        )
+
+    def _post(self, args: Any, config: Any, num_microbatches: int) -> None:
+        job = JobSpec(
+            num_layers=config.num_layers + 2,
+            pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+            tensor_model_parallel_size=args.tensor_model_parallel_size,
+            num_microbatches=num_microbatches,
+            tokens_per_step=args.global_batch_size * args.seq_length,
+            train_steps=args.train_iters,
+        )
+        profile = load_profile(self._config.profile) if self._config.profile else estimate(
+            config,
+            device=self._config.device,
+            seq_length=args.seq_length,
+            micro_batch_size=args.micro_batch_size,
+            vocab_size=args.padded_vocab_size,
+        )  # fmt: skip
+        self._session.post(job, profile)
+
+    def _enter(self) -> None:
+        """The first generation; the groups of the start are not needed any more."""
+        session = self._session
+        self._runtime = session.enter(
+            self._model, on_commit=lambda step, outcome: None, on_world=self._on_world
+        )
+        self._recovery = Recovery(session.member, self._runtime)
+        self._recovery.carry_out(lambda generation: None)
+        self._start_groups.close()
+        self._fault_point = Injector(self._config.injections, session.rank, None).at
+        self._living.repeat_with(self._together)
+
+    def _on_world(self, world: dist.ProcessGroup, members: tuple[int, ...]) -> None:
+        """Rank 0 and the last rank may be others now."""
+        from megatron.training import get_args, global_vars
+
+        self._living.follow(world)
+        args = get_args()
+        args.rank, args.world_size = world.rank(), world.size()
+        last = world.rank() == world.size() - 1
+        if last and args.tensorboard_dir and global_vars.get_tensorboard_writer() is None:
+            global_vars._set_tensorboard_writer(args)
+
+    def _refresh(self) -> None:
+        """Megatron's list of model chunks is this worker's blocks, which a recovery may have changed."""
+        blocks = self._model.blocks
+        if [block.model for block in blocks] != self._chunks:
+            for block in blocks:
+                checkpoint.prepare(self._model, block)
+            self._chunks[:] = [block.model for block in blocks]
+
+    # -- common work ----------------------------------------------------------------------------------------------
+
+    def _together(self, work: Callable[[Any], Any]) -> Any:
+        def guarded(world: Any) -> Any:
+            self._refresh()
+            with self._living.inside():
+                try:
+                    return work(world)
+                except OdysseyError:
+                    raise
+                except Exception as error:
+                    # Libraries wrap what their collectives raise.
+                    if self._session.member.newer_than(self._runtime.generation):
+                        raise Superseded("a newer generation exists") from error
+                    raise
+
+        result = self._recovery.together(guarded)
+        self._refresh()
+        return result
+
+    def build_pretraining_data_loader(self, original: Any, dataset: Any, consumed_samples: int) -> Any:
+        from megatron.training import get_args
+
+        if dataset is None:
+            return None
+        args = get_args()
+        return MicrobatchSource(
+            dataset,
+            global_batch_size=args.global_batch_size,
+            micro_batch_size=args.micro_batch_size,
+            offset=consumed_samples,
+        )
+
+    def train_step(
+        self,
+        original: Any,
+        forward_step_func: Any,
+        data_iterator: Any,
+        model: Any,
+        optimizer: Any,
+        opt_param_scheduler: Any,
+        config: Any,
+        forward_backward_func: Any,
+        iteration: int | None = None,
+    ) -> tuple[Any, ...]:
+        from megatron.training import get_args
+
+        step = self._runtime.committed
+        source = getattr(data_iterator, "iterable", data_iterator)
+        if source is not self._train_source:
+            self._train_source, source.first_step = source, step
+        self._model.forward_step, self._model.source = forward_step_func, source
+        self._recovery.carry_out(
+            lambda generation: self._runtime.run_step(generation) if self._runtime.committed == step else None
+        )
+        self._refresh()
+        outcome = self._runtime.outcome
+        opt_param_scheduler.step(increment=get_args().global_batch_size)
+        losses = {name: torch.tensor([value], dtype=torch.float32) for name, value in outcome.losses.items()}
+        return compat.train_step_result(losses, outcome.grad_norm)
+
+    def get_forward_backward_func(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.forward_backward
+
+    def forward_backward(
+        self, *, forward_step_func: Any, data_iterator: Any, forward_only: bool = False, **kwargs: Any
+    ) -> list[dict[str, torch.Tensor]]:
+        """Megatron's schedule, as its evaluation calls it: what every microbatch of the batch reported."""
+        if not forward_only or kwargs.get("collect_non_loss_data"):
+            raise ConfigError("only evaluations may call the schedule; training goes through train_step.")
+        source = getattr(data_iterator, "iterable", data_iterator)
+        model = self._model
+
+        def work(world: Any) -> torch.Tensor:
+            model.forward_step, model.source = forward_step_func, source
+            self._runtime.evaluate(source.evaluated)
+            table = model.local_losses()
+            dist.all_reduce(table, group=world)
+            return table
+
+        table = self._together(work)
+        source.evaluated += 1
+        return model.losses_of(table)
+
+    def save_checkpoint(
+        self, original: Any, iteration: int, model: Any, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        def work(world: Any) -> None:
+            self._fault_point(
+                "checkpoint", step=iteration, generation=self._runtime.generation, microbatch=-1
+            )
+            original(iteration, self._chunks, optimizer, *args, **kwargs)
+
+        self._together(work)
+
+    def _load(self, args: Any, optimizer: Any, scheduler: Any, context: Any) -> None:
+        def work(world: Any) -> None:
+            args.iteration, args.num_floating_point_operations_so_far = self._training.load_checkpoint(
+                self._chunks, optimizer, scheduler, checkpointing_context=context or {}
+            )
+
+        self._together(work)

@@ -1,0 +1,28 @@
+"""``python -m odyssey_megatron.mcore.entry SCRIPT ...``: a Megatron-LM script with Odyssey in it, nothing edited."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+from odyssey_megatron.errors import EXIT_BAD_INPUT, ConfigError, MegatronIncompatible
+from odyssey_megatron.mcore import autoload
+
+
+def main() -> None:
+    """Runs the script that the arguments name, as the interpreter would."""
+    del sys.argv[0]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
+    try:
+        autoload.before_megatron()
+        autoload.import_training()
+        autoload.after_training()
+    except (ConfigError, MegatronIncompatible) as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(EXIT_BAD_INPUT)
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
