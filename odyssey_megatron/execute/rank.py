@@ -202,7 +202,8 @@ class RankRuntime:
             tensors_to_fill=model.tensors_to_fill,
             checkpoint=checkpoint,
         )
-        model.take_layout(plan.layout, self._worker)
+        with torch.enable_grad():  # an evaluation, which runs without, may have been cut short
+            model.take_layout(plan.layout, self._worker)
         groups, num_layers = self._groups, plan.layout.num_layers
         assert groups is not None
 

@@ -15,6 +15,7 @@ import resource
 import sys
 import types
 from collections.abc import Callable
+from multiprocessing import spawn
 from typing import Any
 
 import torch
@@ -223,10 +224,22 @@ def prepare_training() -> None:
     defaults = list(original.__defaults__ or ())
     defaults[names.index("allow_no_cuda") - len(names)] = True
     original.__defaults__ = tuple(defaults)
+    _keep_spawned_processes_small()
     with contextlib.suppress(ImportError):  # gone in 0.17
         from megatron.legacy import fused_kernels
 
         fused_kernels.load = lambda args: None
+
+
+def _keep_spawned_processes_small() -> None:
+    """What Megatron spawns (a manager of queues, when it saves) would import the main script without the redirects."""
+    original = spawn.get_preparation_data
+
+    def get_preparation_data(name: str) -> dict[str, Any]:
+        data = original(name)
+        return {key: value for key, value in data.items() if not key.startswith("init_main_")}
+
+    spawn.get_preparation_data = get_preparation_data
 
 
 class _Absent(types.ModuleType):

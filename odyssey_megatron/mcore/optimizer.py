@@ -15,6 +15,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.rebuild.world import alone
 
 if TYPE_CHECKING:
     from odyssey_megatron.mcore.layers import ModelSpec
@@ -30,13 +31,14 @@ class LayerOptimizer:
                 "--use-distributed-optimizer is not supported yet: a lost rank would take its optimizer shard with "
                 "it. Leave the flag out; see 'Not yet' in the README."
             )
-        chained = get_megatron_optimizer(
-            config,
-            [module],
-            config_overrides=spec.config_overrides,
-            use_gloo_process_groups=False,
-            pg_collection=groups,
-        )
+        with alone():  # Megatron would have all ranks agree on the groups of parameters
+            chained = get_megatron_optimizer(
+                config,
+                [module],
+                config_overrides=spec.config_overrides,
+                use_gloo_process_groups=False,
+                pg_collection=groups,
+            )
         (self._megatron,) = chained.chained_optimizers
         self._model_parameters = set(module.parameters())
         for _, state in self._states():

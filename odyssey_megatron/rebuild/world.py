@@ -31,6 +31,8 @@ class LivingWorld(dist.ProcessGroup):
     def __init__(self, rank: int, size: int):
         super().__init__(rank, size)
         self._rank, self._size = rank, size
+        self.before: dist.ProcessGroup | None = None
+        """The default group that this one has replaced: of this process alone."""
         self._current: dist.ProcessGroup | None = None
         self._together: Together | None = None
         self._inside = False
@@ -117,6 +119,21 @@ def stand_alone() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
 
 
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """In the body the default group is this process alone again: for library code that would agree with all ranks on
+    something that is each rank's own affair."""
+    world = c10d._get_default_group()
+    if not isinstance(world, LivingWorld):
+        yield
+        return
+    c10d._update_default_pg(world.before)
+    try:
+        yield
+    finally:
+        c10d._update_default_pg(world)
+
+
 class _Alone(dict[int, int]):
     """Global rank -> rank in a group of this process alone, whatever number the process has in the world."""
 
@@ -138,6 +155,7 @@ def become_default(rank: int, size: int, device: str) -> LivingWorld:
         backend_config=f"{device}:{backend}",
         rank_mapping={one: one for one in range(size)},
     )
+    world.before = c10d._get_default_group()
     for group in list(c10d._world.pg_group_ranks):
         if group is not world:
             c10d._world.pg_group_ranks[group] = _Alone({0: 0})
