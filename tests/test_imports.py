@@ -159,7 +159,7 @@ def test_no_catch_all_modules():
 
 def test_nothing_names_a_developer_s_machine():
     suffixes = {".py", ".sh", ".md", ".toml", ".txt", ".yml", ".json", ""}
-    skipped = {".git", ".venv", "shared", "__pycache__", "build", "dist"}
+    skipped = {".git", ".venv", ".hypothesis", "shared", "__pycache__", "build", "dist"}
     private = re.compile(r"(?<![\w.])/(?:home|root|Users|work)/\w")
     for path in ROOT.rglob("*"):
         inside = path.relative_to(ROOT)

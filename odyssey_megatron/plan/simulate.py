@@ -94,30 +94,29 @@ class _Clock:
 
     def _advance(self, worker: int) -> list[int]:
         """Runs ``worker`` until it must wait; returns whom that has woken."""
-        program, spans, woken = self.programs[worker], self.spans[worker], []
+        program, spans, woken = self.programs[worker], self.spans[worker], list[int]()
         at, now = self.position[worker], self.now[worker]
+        arrival, sleeping = self.arrival, self.sleeping
         while at < len(program):
-            instr = program[at]
-            op, microbatch, first, _, _ = instr
+            op, microbatch, first, last, _ = instr = program[at]
             start = now
             if op in COMPUTE:
                 key = self._waits_for(instr)
                 if key is not None:
-                    if key not in self.arrival:
-                        self.sleeping[key] = worker
+                    if key not in arrival:
+                        sleeping[key] = worker
                         break
-                    start = max(now, self.arrival[key])
-                now = start + self._duration(worker, instr)
+                    start = max(now, arrival[key])
+                duration = self.durations.get((worker, op, first, last))
+                now = start + (self._duration(worker, instr) if duration is None else duration)
             elif op in SEND:
                 key = (op, microbatch, first)
-                self.arrival[key] = now + self.lag
-                if key in self.sleeping:
-                    woken.append(self.sleeping.pop(key))
+                arrival[key] = now + self.lag
+                if key in sleeping:
+                    woken.append(sleeping.pop(key))
             elif op not in RECV:
                 self.position[worker], self.now[worker] = at, now
-                ready = self._gather(worker, instr)
-                woken += ready
-                return woken
+                return woken + self._gather(worker, instr)
             spans.append((start, now))
             at += 1
         self.position[worker], self.now[worker] = at, now
@@ -135,18 +134,15 @@ class _Clock:
 
     def _duration(self, worker: int, instr: Instr) -> float:
         op, _, first, last, _ = instr
-        key = (worker, op, first, last)
-        if key not in self.durations:
-            layers = self.costs.layers[instr.first : instr.last]
-            total = 0.0
-            if instr.op is Op.FORWARD:
-                total = sum(layer.forward_s for layer in layers)
-            if instr.op in (Op.INPUT_GRAD, Op.BACKWARD):
-                total += sum(layer.input_grad_s for layer in layers)
-            if instr.op in (Op.WEIGHT_GRAD, Op.BACKWARD):
-                total += sum(layer.weight_grad_s for layer in layers)
-            self.durations[key] = total / self.speeds.get(worker, 1.0)
-        return self.durations[key]
+        layers, total = self.costs.layers[first:last], 0.0
+        if op is Op.FORWARD:
+            total = sum(layer.forward_s for layer in layers)
+        if op in (Op.INPUT_GRAD, Op.BACKWARD):
+            total += sum(layer.input_grad_s for layer in layers)
+        if op in (Op.WEIGHT_GRAD, Op.BACKWARD):
+            total += sum(layer.weight_grad_s for layer in layers)
+        seconds = self.durations[worker, op, first, last] = total / self.speeds.get(worker, 1.0)
+        return seconds
 
     def _gather(self, worker: int, instr: Instr) -> list[int]:
         """``worker`` has come to a collective; once all have, they go on together."""

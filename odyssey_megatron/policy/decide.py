@@ -41,7 +41,8 @@ _ALIKE = 0.001
 """A shape that could at best be this share better than another one is not worth scheduling."""
 
 _MANY_WORKERS = 256
-"""Above this the best shape is, first, as its pipelines are alike; the rest only if it may win by 0.5 %."""
+"""Above this the best shape by its estimate comes first, as its pipelines are alike, and is the only one that is laid
+out; the rest only if it may win by 0.5 %."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,12 +191,10 @@ def _search(case: Case, found: list[Option], policy: str) -> tuple[_Candidate | 
         return policy == "auto" or option.name in (policy, "keep", "rebalance")
 
     many = len(case.state.workers) > _MANY_WORKERS
-    finalists, margin = (1, 0.005) if many else (_FINALISTS, 0.0)
+    finalists, margin, drawings = (1, 0.005, 1) if many else (_FINALISTS, 0.0, len(found))
 
     def place(option: Option) -> tuple[object, ...]:
-        drawn = isinstance(option.found, LaidOut)
-        order = (option.name != "replan", not drawn) if many else ()
-        return (not wanted(option), *order, -case.promise(option), next(number))
+        return (not wanted(option), many and option.name != "replan", -case.promise(option), next(number))
 
     number = itertools.count()
     queue = [(place(option), option) for option in found]
@@ -214,16 +213,18 @@ def _search(case: Case, found: list[Option], policy: str) -> tuple[_Candidate | 
         replans = [one.score for one in worked if one.name == "replan"]
         if option.name == "replan" and replans:
             hopeless |= len(replans) >= finalists or promise <= max(replans) + _ALIKE * abs(best)
-        if hopeless:
+        at_hand = option.found
+        if hopeless or (drawings == 0 and not isinstance(at_hand, LaidOut)):
             left.append(option)
             continue
         try:
-            if isinstance(option.found, LaidOut):
-                worked.append(_work_out(case, option, option.found))
+            if isinstance(at_hand, LaidOut):
+                worked.append(_work_out(case, option, at_hand))
                 settled |= wanted(option)
             else:
-                option = lay_out(case, option.name, option.note, option.found())
+                option = lay_out(case, option.name, option.note, at_hand())
                 heappush(queue, (place(option), option))
+                drawings -= 1
         except PlanInfeasible as error:
             rows.append(_unscored(option.name, None, f"{option.note}: {error}"))
     if not worked:

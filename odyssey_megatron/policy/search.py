@@ -12,7 +12,6 @@ from math import inf
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Layout, layout_from_routes, pipeline_route
-from odyssey_megatron.plan.simulate import reduce_s
 from odyssey_megatron.plan.transfer import assign_seats
 from odyssey_megatron.policy.candidates import recut
 
@@ -70,6 +69,7 @@ class Search:
         self._forward = [0.0, *accumulate(layer.forward_s for layer in layers)]
         self._path = [0.0, *accumulate(layer.forward_s + layer.input_grad_s for layer in layers)]
         self._state = [0, *accumulate(layer.parameter_bytes + layer.optimizer_bytes for layer in layers)]
+        self._gradients = [0.0, *accumulate(layer.parameter_bytes / 2 for layer in layers)]
         self._activations = [0, *accumulate(layer.activation_bytes for layer in layers)]
         self._stage_s = [
             [self._one_stage_s(a, b) if a < b else 0.0 for b in range(self.last + 1)]
@@ -77,6 +77,7 @@ class Search:
         ]
         self._limits = sorted({s for row in self._stage_s for s in row if 0.0 < s < inf})
         self._splits: dict[int, tuple[int, ...] | None] = {}
+        self._paces: dict[int, list[tuple[float, float, int, int]]] = {}
 
     def _one_stage_s(self, first: int, last: int) -> float:
         """Seconds a microbatch that a stage of these layers can sustain; infinite if they do not fit.
@@ -130,7 +131,9 @@ class Search:
         for length, _, count in rates:
             split = self.split(length)
             ends += [split] * count if split else []
-        each = [rate for _, rate, count in rates for _ in range(count)]
+        share = num_microbatches / pipelines
+        paces = [(self._last_done(length, share, pipelines), count) for length, _, count in rates]
+        each = [rate for rate, count in paces for _ in range(count)]
         return Shape(
             ends=tuple(ends),
             shares=min_max_shares(num_microbatches, each),
@@ -171,18 +174,31 @@ class Search:
         return [(min(length, self.most_stages), count) for length, count in both if count]
 
     def _estimate_s(self, rates: list[tuple[int, Rate, int]], microbatches: int, pipelines: int) -> float:
-        """The least end of all pipelines and, after it, the reduction of their slowest stage.
+        """The least time in which all pipelines can end.
 
-        Three bounds as in :mod:`odyssey_megatron.plan.bound`: all the work of the slowest stage; its forwards and
-        input gradients, and then the way up; and one microbatch's way down and up.
+        Three bounds as in :mod:`odyssey_megatron.plan.bound`: all the work of a stage and then its reduction; the
+        forwards and input gradients of a stage, and then the way up; and one microbatch's way down and up.
         """
         work, drain, path_s = [], [], 0.0
-        for length, rate, count in rates:
-            reduction_s = self._reduction_s(length, pipelines)
-            work.append((Rate(head_s=rate.head_s + reduction_s, each_s=rate.each_s), count))
+        for length, _, count in rates:
+            work.append((self._last_done(length, microbatches / pipelines, pipelines), count))
             drain.append((self._drain(length), count))
             path_s = max(path_s, self._path_s(length))
         return max(finish_s(microbatches, work), finish_s(microbatches, drain), path_s)
+
+    def _last_done(self, stages: int, share: float, pipelines: int) -> Rate:
+        """Work and reduction of the stage that is done last if its pipeline gets ``share`` microbatches."""
+        if stages not in self._paces:
+            ends = self.split(stages) or ()
+            self._paces[stages] = [
+                (self._forward[a] + stage * self.costs.message_s(), self._stage_s[a][b], a, b)
+                for stage, (a, b) in enumerate(pairwise((0, *ends)))
+            ]
+        latest = (-inf, 0.0, 0.0)
+        for head_s, each_s, a, b in self._paces[stages]:
+            around_s = head_s + self._reduction_s(a, b, pipelines)
+            latest = max(latest, (around_s + share * each_s, around_s, each_s))
+        return Rate(head_s=latest[1], each_s=latest[2])
 
     def _drain(self, stages: int) -> Rate:
         """Forwards and input gradients of the stage with most of them; before and after it, the way to the first."""
@@ -200,10 +216,11 @@ class Search:
     def _weight_grad_s(self, first: int, last: int) -> float:
         return self._work[last] - self._work[first] - (self._path[last] - self._path[first])
 
-    def _reduction_s(self, stages: int, pipelines: int) -> float:
-        """Gradient reduction of the slowest stage, which comes after its work, over all pipelines."""
-        first, last, _ = self._slowest(stages)
-        return reduce_s(self.costs, first, last, pipelines)
+    def _reduction_s(self, first: int, last: int, pipelines: int) -> float:
+        """As ``reduce_s``, of one block."""
+        hops = 2 * (pipelines - 1)
+        size = self._gradients[last] - self._gradients[first]
+        return hops * self.costs.link_latency_s + hops / pipelines * size / self.costs.link_bytes_per_s
 
     def split(self, stages: int) -> tuple[int, ...] | None:
         """Stage ends such that the slowest stage is as fast as possible, then the others as equal as possible.
