@@ -24,8 +24,6 @@ class Timeline:
     """(worker, bytes): the most activations that are live at once."""
     peak_bytes: tuple[tuple[int, int], ...]
     """The same and the state of all that the worker holds."""
-    bubble: float
-    """Share of worker time without compute, over the workers that compute."""
 
 
 def reduce_s(costs: Costs, first: int, last: int, holders: int) -> float:
@@ -178,19 +176,11 @@ class _Clock:
         step_s = max(self.now.values(), default=0.0)
         state = state_bytes(self.layout, self.costs)
         live = tuple((worker, peak_activation_bytes(p, self.costs)) for worker, p in self.programs.items())
-        busy, computing = 0.0, 0
-        for worker, program in self.programs.items():
-            spans = self.spans[worker]
-            mine = sum(
-                end - start for instr, (start, end) in zip(program, spans, strict=True) if instr.op in COMPUTE
-            )
-            busy, computing = busy + mine, computing + (mine > 0)
         return Timeline(
             spans=tuple((worker, tuple(spans)) for worker, spans in self.spans.items()),
             step_s=step_s,
             activation_bytes=live,
             peak_bytes=tuple((worker, state.get(worker, 0) + size) for worker, size in live),
-            bubble=1 - busy / (computing * step_s) if computing and step_s else 0.0,
         )
 
 
@@ -198,13 +188,12 @@ def peak_activation_bytes(program: Program, costs: Costs) -> int:
     """The most activation bytes live at once: from a forward to its weight gradient."""
     sizes: dict[tuple[int, int], tuple[int, int]] = {}
     live = peak = 0
-    for instr in program:
-        op = instr.op
+    for op, _, first, last, _ in program:
         if op not in COMPUTE:
             continue
-        span = (instr.first, instr.last)
+        span = (first, last)
         if span not in sizes:
-            layers = costs.layers[span[0] : span[1]]
+            layers = costs.layers[first:last]
             early = sum(layer.early_bytes for layer in layers)
             sizes[span] = (early, sum(layer.activation_bytes for layer in layers) - early)
         early, late = sizes[span]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from odyssey_megatron.errors import ScheduleInvalid
 from odyssey_megatron.plan.costs import Costs, LayerCost
 from odyssey_megatron.plan.layout import Layout
-from odyssey_megatron.plan.schedule import Instr, Op, Program, Schedule
+from odyssey_megatron.plan.schedule import COMPUTE, MESSAGE, RECV, Instr, Op, Program, Schedule
 from odyssey_megatron.plan.simulate import Timeline, simulate
 
 _SENT_AS = {Op.RECV_FORWARD: Op.SEND_FORWARD, Op.RECV_BACKWARD: Op.SEND_BACKWARD}
@@ -75,13 +75,12 @@ class _Check:
         """Per microbatch, the layers done so far."""
         self.routed: dict[tuple[int, int], int] = {}
         """(worker, microbatch) -> layers."""
-        self.before: dict[tuple[int, int], int] = {}
-        """(microbatch, layer) -> worker that the activation comes from, where it changes worker."""
         self.reductions: dict[int, set[tuple[int, int]]] = {worker: set() for worker in layout.workers}
         for block in layout.blocks():
             for worker in block.holders:
                 self.reductions[worker].add((block.first, block.last))
-        self.crossings = {}
+        self.crossings: dict[tuple[int, int], tuple[int, int]] = {}
+        """(microbatch, layer) -> (worker that the activation comes from, to), where it changes worker."""
         for route in layout.routes:
             for microbatch in route.microbatches:
                 sender = -1
@@ -101,17 +100,17 @@ class _Check:
         reduced = 0
         for at, instr in enumerate(program):
             op, problem = instr.op, ""
-            if op is Op.FORWARD or op is Op.INPUT_GRAD or op is Op.WEIGHT_GRAD or op is Op.BACKWARD:
+            if op in COMPUTE:
                 problem = self._compute(worker, instr, posted, used, reduced)
+            elif op in MESSAGE:
+                problem = self._message(worker, instr, posted)
             elif op is Op.REDUCE_GRAD:
                 span = (instr.first, instr.last)
                 problem = "" if span in reductions else "is no block of this worker, or reduced twice"
                 reductions.discard(span)
                 reduced |= (1 << instr.last) - (1 << instr.first)
-            elif op is Op.STEP:
-                problem = "" if at == len(program) - 1 else "must come last, and once"
             else:
-                problem = self._message(worker, instr, posted)
+                problem = "" if at == len(program) - 1 else "must come last, and once"
             if problem:
                 raise ScheduleInvalid(_where(worker, at, program) + problem)
         at = len(program) - 1
@@ -176,16 +175,14 @@ class _Check:
         if key in posted:
             return "twice"
         crossing = self.crossings.get((microbatch, edge))
-        ahead = op is Op.SEND_FORWARD or op is Op.RECV_FORWARD
-        sending = op is Op.SEND_FORWARD or op is Op.SEND_BACKWARD
-        ends = (worker, peer) if ahead == sending else (peer, worker)
-        if crossing != ends:
+        down = op is Op.SEND_FORWARD or op is Op.RECV_BACKWARD
+        if crossing != ((worker, peer) if down else (peer, worker)):
             return f"nothing crosses so at layer {edge}; the route says {crossing}"
-        if sending:
-            done = self.forward[microbatch] >> (edge - 1) if ahead else self.input_grad[microbatch] >> edge
-            return "" if done & 1 else "sent before it is computed"
-        posted.add(key)
-        return ""
+        if op in RECV:
+            posted.add(key)
+            return ""
+        done = self.forward[microbatch] >> (edge - 1) if down else self.input_grad[microbatch] >> edge
+        return "" if done & 1 else "sent before it is computed"
 
     def complete(self) -> None:
         """Every layer of every microbatch, all three kinds."""

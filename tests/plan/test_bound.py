@@ -44,4 +44,3 @@ def test_grid():
         "0 F0-F1-...I0-W0-...I1-W1-",
         "1 ...F0-I0-W0-F1-I1-W1-...",
     ]
-    assert round(timeline.bubble, 3) == 0.25
