@@ -22,9 +22,11 @@ real SIGKILL in mid-step, then the plan that ``decide()`` found; ``ratio`` is th
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -151,12 +153,12 @@ def emulation_of(case: Case) -> Emulation:
 def run_job(
     server: JobServer, folder: Path, emulation: Emulation, workers: int, kills: tuple[int, ...]
 ) -> float:
-    """Runs the job in ``folder``; the share of the machine's CPU time that was used meanwhile, by anybody."""
+    """Runs the job in ``folder``; the share of the machine's CPU time that its surviving ranks used, start included."""
     emulation.save(folder)
     inject = ";".join(
         f"rank={rank},step={STEPS_A_PLAN * (i + 1)},at=backward" for i, rank in enumerate(kills)
     )
-    busy = cpu_ticks()
+    began_s = time.monotonic()
     job = server.run(
         ["--nproc-per-node", workers, CHECKOUT / "tests/execute/emulated.py", "--odyssey-device", "cpu",
          "--odyssey-run-dir", folder, "--odyssey-inject", inject, "--odyssey-trace-steps", 1,
@@ -166,14 +168,9 @@ def run_job(
     )  # fmt: skip
     if job.wait(180) != 0:
         raise RuntimeError(job.log()[-3000:])
-    used, total = (after - before for before, after in zip(busy, cpu_ticks(), strict=True))
-    return used / total
-
-
-def cpu_ticks() -> tuple[int, int]:
-    """(not idle, all) of the whole machine since boot. Source: proc(5), /proc/stat."""
-    fields = [int(one) for one in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
-    return sum(fields) - fields[3] - fields[4], sum(fields)
+    wall_s = time.monotonic() - began_s
+    used_s = sum(event["observations"]["cpu_s"] for event in events(folder, "profile"))
+    return used_s / wall_s / (os.cpu_count() or 1)
 
 
 def rows_of(folder: Path, emulation: Emulation) -> Iterator[Row]:

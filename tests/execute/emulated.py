@@ -185,6 +185,7 @@ def main() -> None:
     except JobStopped as stop:
         raise SystemExit(stop.exit_code) from None
     journal.event("weights", digest={str(layer): int(updates) for layer, (updates,) in model.held.items()})
+    journal.event("profile", observations={"cpu_s": time.process_time()})
 
 
 if __name__ == "__main__":
