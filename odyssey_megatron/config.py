@@ -141,11 +141,7 @@ def _check(config: OdysseyConfig) -> None:
     for one in fields(config):
         value, choices = getattr(config, one.name), one.metadata.get("choices")
         if choices and value not in choices:
-            raise ConfigError(
-                f"{flag_of(one)} {value!r} is unknown; use one of "
-                + ", ".join(choices)
-                + "."
-            )
+            raise ConfigError(f"{flag_of(one)} {value!r} is unknown; use one of " + ", ".join(choices) + ".")
         if isinstance(value, (int, float)) and value <= 0 and one.name != "trace_steps":
             raise ConfigError(f"{flag_of(one)} must be positive, found {value}.")
     # The order of the limits: each must be able to expire before the one that would hide it.
@@ -172,7 +168,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             default=argparse.SUPPRESS,
             metavar="|".join(one.metadata["choices"]) if "choices" in one.metadata else None,
             help=f"{one.metadata['help']} (default: {default})".replace("%", "%%"),
-            **({"nargs": "?", "const": "recover"} if one.name == "mode" else {}),
+            nargs="?" if one.name == "mode" else None,
+            const="recover" if one.name == "mode" else None,
         )
 
 

@@ -14,7 +14,7 @@ from odyssey_megatron.cluster.events import (
     event_to_jsonable,
 )
 from odyssey_megatron.cluster.job import JobSpec
-from odyssey_megatron.cluster.state import apply, initial_state, next_generation
+from odyssey_megatron.cluster.state import Cell, apply, initial_state, next_generation
 from odyssey_megatron.errors import ConfigError
 
 
@@ -44,6 +44,23 @@ def test_a_lost_node_takes_all_its_ranks(state):
     after = apply(apply(state, died(3, t_s=1.0)), NodeLost(node=1, t_s=2.0))
     assert after.alive == (0, 1)
     assert after.failure_times_s == (1.0, 2.0), "rank 3 was dead already"
+
+
+def test_a_cell_is_lost_with_any_of_its_ranks():
+    state = initial_state(nodes=(0, 0, 0, 0, 1, 1, 1, 1), tensor_model_parallel_size=2)
+    after = apply(state, died(5))
+    assert (after.alive, after.dead, after.ranks) == ((0, 1, 3), (2,), (0, 1, 2, 3, 6, 7))
+    assert apply(after, died(4)) is after, "its other rank went with it"
+
+
+def test_ranks_of_a_cell_talk_to_their_likes():
+    cell = Cell(rank=5, size=2)
+    assert (cell.worker, cell.index, cell.ranks) == (2, 1, (4, 5))
+    assert cell.peer(0) == 1
+    assert cell.named("block:0:4") != Cell(rank=4, size=2).named("block:0:4"), (
+        "two groups, with an address each"
+    )
+    assert Cell(rank=5).peer(3) == 3
 
 
 def test_a_rank_that_finished_does_not_die(state):
@@ -170,7 +187,11 @@ def test_a_job_that_fits():
 @pytest.mark.parametrize(
     ("changes", "world_size", "message"),
     [
-        ({"tensor_model_parallel_size": 2}, 8, "--tensor-model-parallel-size 2 is not supported yet"),
+        (
+            {"tensor_model_parallel_size": 4},
+            8,
+            "--pipeline-model-parallel-size 4 times --tensor-model-parallel-size 4",
+        ),
         ({}, 6, "world size (6 ranks) is not divisible by --pipeline-model-parallel-size 4"),
         ({"pipeline_model_parallel_size": 0}, 8, "Start a multiple of 1 ranks"),
         ({"num_layers": 5}, 8, "--pipeline-model-parallel-size 4 exceeds --num-layers 3"),

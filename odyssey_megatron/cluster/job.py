@@ -26,16 +26,12 @@ class JobSpec:
     def check(self, world_size: int) -> None:
         """Raises ConfigError if ``world_size`` ranks cannot form the initial layout."""
         pp, tp = self.pipeline_model_parallel_size, self.tensor_model_parallel_size
-        if tp != 1:
-            raise ConfigError(
-                f"--tensor-model-parallel-size {tp} is not supported yet (a worker is one rank). "
-                "Use --tensor-model-parallel-size 1; see 'Not yet' in the README."
-            )
-        if pp < 1 or world_size % pp:
+        if pp < 1 or tp < 1 or world_size % (pp * tp):
+            times = f" times --tensor-model-parallel-size {tp}" if tp > 1 else ""
             raise ConfigError(
                 f"the world size ({world_size} ranks) is not divisible by "
-                f"--pipeline-model-parallel-size {pp}. Start a multiple of {max(pp, 1)} ranks "
-                "(--nproc-per-node times --nnodes) or change the pipeline size."
+                f"--pipeline-model-parallel-size {pp}{times}. Start a multiple of {max(pp, 1) * max(tp, 1)} ranks "
+                "(--nproc-per-node times --nnodes) or change the sizes."
             )
         blocks = self.num_layers - 2
         if pp > blocks:
@@ -43,7 +39,7 @@ class JobSpec:
                 f"--pipeline-model-parallel-size {pp} exceeds --num-layers {blocks}: each stage "
                 f"needs at least one transformer layer. Use at most {blocks} stages."
             )
-        dp = world_size // pp
+        dp = world_size // (pp * tp)
         if self.num_microbatches < dp:
             raise ConfigError(
                 f"{self.num_microbatches} microbatch(es) per global batch cannot feed {dp} "

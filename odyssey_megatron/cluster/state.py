@@ -27,6 +27,37 @@ class WorkerState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """Which worker a rank belongs to: consecutive ranks, as tensor parallelism comes first in Megatron's order."""
+
+    rank: int
+    size: int = 1
+    """``tensor_model_parallel_size``."""
+
+    @property
+    def worker(self) -> int:
+        return self.rank // self.size
+
+    @property
+    def index(self) -> int:
+        """This rank's place in its cell: its tensor-parallel rank."""
+        return self.rank % self.size
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks of the cell."""
+        return tuple(range(self.worker * self.size, (self.worker + 1) * self.size))
+
+    def peer(self, worker: int) -> int:
+        """The rank of ``worker`` that has the same shards: the one to exchange with."""
+        return worker * self.size + self.index
+
+    def named(self, name: str) -> str:
+        """``name`` of a group between workers, of which there is one for each place in a cell."""
+        return name if self.size == 1 else f"{name}.tp{self.index}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterState:
     """Everything about the cluster that a decision may depend on. Worker ids are never renumbered."""
 
@@ -73,9 +104,15 @@ class ClusterState:
         raise KeyError(rank)
 
 
-def initial_state(*, nodes: tuple[int, ...], started_s: float = 0.0) -> ClusterState:
-    """All ranks alive, one rank a worker; ``nodes[r]`` is the node of rank r."""
-    workers = tuple(WorkerState(worker=rank, node=node, ranks=(rank,)) for rank, node in enumerate(nodes))
+def initial_state(
+    *, nodes: tuple[int, ...], started_s: float = 0.0, tensor_model_parallel_size: int = 1
+) -> ClusterState:
+    """All ranks alive; ``nodes[r]`` is the node of rank r, and a cell is where its first rank is."""
+    size = tensor_model_parallel_size
+    workers = tuple(
+        WorkerState(worker=first // size, node=nodes[first], ranks=tuple(range(first, first + size)))
+        for first in range(0, len(nodes), size)
+    )
     return ClusterState(workers=workers, started_s=started_s)
 
 

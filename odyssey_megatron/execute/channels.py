@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from odyssey_megatron.cluster.state import Cell
 from odyssey_megatron.errors import PeerFailed
 from odyssey_megatron.plan.schedule import MESSAGE, SEND, Instr, Op, Schedule
 from odyssey_megatron.rebuild.abort import wait_all
@@ -58,18 +59,18 @@ class NamedGroups(Protocol):
 class Channels:
     """The messages of one worker in one generation. ``groups`` as built for it (see :func:`channel_groups`)."""
 
-    def __init__(self, groups: NamedGroups, *, worker: int, num_layers: int, tagged: bool):
-        self._groups, self._worker, self._num_layers, self._tagged = groups, worker, num_layers, tagged
+    def __init__(self, groups: NamedGroups, *, cell: Cell, num_layers: int, tagged: bool):
+        self._groups, self._cell, self._num_layers, self._tagged = groups, cell, num_layers, tagged
         self._sent: list[Any] = []
 
     def send(self, instr: Instr, tensor: torch.Tensor) -> None:
         """Starts sending; the storage is kept alive by an alias until :meth:`wait_sent`."""
-        work = dist.isend(tensor.detach().contiguous(), instr.peer, **self._where(instr))
+        work = dist.isend(tensor.detach().contiguous(), self._cell.peer(instr.peer), **self._where(instr))
         self._sent.append(self._checked(work, instr))
 
     def receive(self, instr: Instr, room: torch.Tensor) -> Pending:
         """Starts receiving into ``room``."""
-        work = dist.irecv(room, instr.peer, **self._where(instr))
+        work = dist.irecv(room, self._cell.peer(instr.peer), **self._where(instr))
         return Pending(self._checked(work, instr), room)
 
     def wait_sent(self) -> None:
@@ -79,7 +80,7 @@ class Channels:
 
     def _where(self, instr: Instr) -> dict[str, Any]:
         if not self._tagged:
-            return {"group": self._groups[channel_name(instr, self._worker)]}
+            return {"group": self._groups[self._cell.named(channel_name(instr, self._cell.worker))]}
         forward = instr.op in (Op.SEND_FORWARD, Op.RECV_FORWARD)
         tag = (instr.microbatch * (self._num_layers + 1) + instr.first) * 2 + forward
         return {"group": self._groups[WORLD], "tag": tag}

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from odyssey_megatron.cluster.state import Cell
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import OdysseyError, Superseded
@@ -70,13 +71,30 @@ def block_group_name(first: int, last: int) -> str:
     return f"block:{first}:{last}"
 
 
-def group_members(plan: Plan, members: tuple[int, ...], *, tagged: bool) -> dict[str, tuple[int, ...]]:
-    """Every group that ``plan`` needs, with its ranks (a worker is one rank)."""
-    groups = {WORLD: members}
-    for block in plan.layout.blocks():
-        if len(block.holders) > 1:
-            groups[block_group_name(block.first, block.last)] = block.holders
-    return groups if tagged else groups | channel_groups(plan.schedule)
+def group_members(
+    plan: Plan, members: tuple[int, ...], cell: Cell, *, tagged: bool
+) -> dict[str, tuple[int, ...]]:
+    """The groups of ``plan`` that the rank of ``cell`` is in, with their ranks."""
+    between = {
+        block_group_name(block.first, block.last): block.holders
+        for block in plan.layout.blocks()
+        if len(block.holders) > 1
+    }
+    if not tagged:
+        between |= channel_groups(plan.schedule)
+    groups = {
+        cell.named(name): tuple(map(cell.peer, workers))
+        for name, workers in between.items()
+        if cell.worker in workers
+    }
+    if cell.size > 1:
+        groups[cell_group_name(cell.worker)] = cell.ranks
+    return {WORLD: members} | groups
+
+
+def cell_group_name(worker: int) -> str:
+    """The group of a cell's ranks, for tensor parallelism."""
+    return f"cell:{worker}"
 
 
 class RankRuntime:
@@ -93,10 +111,11 @@ class RankRuntime:
         fault_point: FaultPoint,
         journal: Journal,
         on_commit: Callable[[int, Any], None],
-        on_world: Callable[[dist.ProcessGroup, tuple[int, ...]], None] = lambda world, members: None,
+        on_groups: Callable[[Groups], None] = lambda groups: None,
+        tensor_model_parallel_size: int = 1,
         first_step: int = 0,
     ):
-        self._on_world = on_world
+        self._on_groups = on_groups
         self._config, self._member, self._model, self._build = config, member, model, build
         self._tagged, self._fault_point, self._journal, self._on_commit = (
             tagged_messages,
@@ -117,7 +136,8 @@ class RankRuntime:
         self._program: Program = ()
         self._plan: Plan | None = None
         self._generation = 0
-        self._worker = member.rank
+        self._cell = Cell(rank=member.rank, size=tensor_model_parallel_size)
+        self._worker = self._cell.worker
         self._times = ComputeTimes()
         self._link: LinkTimes | None = None
         self._regroup_s: float | None = None
@@ -162,14 +182,10 @@ class RankRuntime:
             self._durations["abort"] = max(0.0, self._phase_began_s - generation.published_s)
         self._generation, self._plan, self._steps_here = generation.number, plan, 0
         self._fault_point("groups", step=self.committed, generation=self._generation, microbatch=-1)
-        mine = {
-            name: ranks
-            for name, ranks in group_members(plan, generation.members, tagged=self._tagged).items()
-            if self._member.rank in ranks
-        }
+        mine = group_members(plan, generation.members, self._cell, tagged=self._tagged)
         self._groups = self._build(generation.number, mine)
         self._in_groups_s = time.monotonic()
-        self._on_world(self._world, generation.members)
+        self._on_groups(self._groups)
 
     def agree(self, generation: Generation) -> None:
         standing = agree.Standing(done=self.done, ready=self._ready)
@@ -196,7 +212,7 @@ class RankRuntime:
 
         transfer.carry_out(
             plan.transfers,
-            worker=self._worker,
+            cell=self._cell,
             group=self._world,
             tensors_to_send=model.tensors_to_send,
             tensors_to_fill=model.tensors_to_fill,
@@ -208,12 +224,12 @@ class RankRuntime:
         assert groups is not None
 
         def holder_group(first: int, last: int) -> dist.ProcessGroup | None:
-            name = block_group_name(first, last)
+            name = self._cell.named(block_group_name(first, last))
             return groups[name] if name in groups else None
 
         self._interpreter = Interpreter(
             model,
-            Channels(groups, worker=self._worker, num_layers=num_layers, tagged=self._tagged),
+            Channels(groups, cell=self._cell, num_layers=num_layers, tagged=self._tagged),
             holder_group,
             num_layers=num_layers,
             checkpoint=self._check,

@@ -89,9 +89,8 @@ class Coordinator:
         self._control, self._queue, self._planner = control, events, planner
         self._journal, self._say = journal, say
         self._world_size = len(nodes)
-        self._state = initial_state(
-            nodes=tuple(nodes[rank] for rank in sorted(nodes)), started_s=time.monotonic()
-        )
+        self._nodes = tuple(nodes[rank] for rank in sorted(nodes))
+        self._state = initial_state(nodes=self._nodes, started_s=time.monotonic())
         self._leases = _Leases(control, sorted(set(nodes.values()) - {0}), config.node_lease_s)
         self._exits: dict[int, int] = {}
         self._current: Generation | None = None
@@ -146,6 +145,12 @@ class Coordinator:
         try:
             posted = json.loads(self._control.get(keys.JOB))
             job = from_json(JobSpec, posted["job"])
+            job.check(self._world_size)
+            self._state = initial_state(
+                nodes=self._nodes,
+                started_s=self._state.started_s,
+                tensor_model_parallel_size=job.tensor_model_parallel_size,
+            )
             plan = self._planner.start(job, self._state, posted["profile"])
         except (OdysseyError, ValueError) as error:
             code = EXIT_BAD_INPUT if isinstance(error, ConfigError) else 1
@@ -202,13 +207,18 @@ class Coordinator:
 
     def _note_deaths(self, dead: list[int], deaths: Sequence[RankDied | NodeLost]) -> None:
         reports = {one.rank: one for one in deaths if isinstance(one, RankDied)}
+        nodes = {one.node for one in deaths if isinstance(one, NodeLost)}
+        causes = {
+            reports[rank].cause if rank in reports else "node" if self._nodes[rank] in nodes else "cell"
+            for rank in dead
+        }
         self._journal.event(
             "failure_detected",
             generation=self._state.generation,
             echo=True,
             dead=dead,
             code=[reports[rank].code if rank in reports else -9 for rank in dead],
-            cause=",".join(sorted({reports[rank].cause if rank in reports else "node" for rank in dead})),
+            cause=",".join(sorted(causes)),
         )
 
     def _hopeless(self, dead: list[int]) -> Verdict | None:

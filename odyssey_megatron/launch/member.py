@@ -182,7 +182,10 @@ class Member:
         if not generation.stop and self.rank not in generation.members:
             if self.journal:
                 self.journal.event("fenced", generation=generation.number, why=generation.why)
-            raise Fenced(f"generation {generation.number} goes on without rank {self.rank}")
+            raise Fenced(
+                f"generation {generation.number} goes on without rank {self.rank}, which was declared dead or whose "
+                f"tensor-parallel cell has lost a rank (lost: {list(generation.dead)})"
+            )
         return generation
 
     def report_live(self, number: int) -> None:

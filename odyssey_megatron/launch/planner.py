@@ -59,7 +59,7 @@ class PolicyPlanner:
     def start(self, job: JobSpec, state: ClusterState, profile_json: str) -> Plan:
         self._job = job
         self._profile = from_json(self._profiles.Profile, profile_json)
-        job.check(len(state.workers))
+        job.check(len(state.ranks))
         return self._decide.initial_plan(job, state, self._profile)
 
     def decide(

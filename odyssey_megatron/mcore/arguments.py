@@ -1,4 +1,4 @@
-"""Megatron-LM's flags: which work under failure, which cannot yet, and what Odyssey makes of those that it takes over."""
+"""Megatron-LM's flags: which cannot work under failure yet, and what becomes of those that Odyssey takes over."""
 
 from __future__ import annotations
 
@@ -35,12 +35,10 @@ REFUSALS = tuple(
     Refusal(flag=flag, given=given, remedy=remedy)
     for flag, given, remedy in (
         ("--use-distributed-optimizer", _set("use_distributed_optimizer"),
-         "A lost rank would take its optimizer shard with it. Leave the flag out: every holder keeps the whole state of "
-         "its layers."),
+         "A lost rank would take its optimizer shard with it. Leave it out: holders keep all state of their layers."),
         ("--fp16", _set("fp16"), "Its loss scale would have to be agreed on over generations. Use --bf16."),
-        ("--tensor-model-parallel-size", _above_one("tensor_model_parallel_size"),
-         "A worker is one rank. Use pipeline stages instead."),
-        ("--sequence-parallel", _set("sequence_parallel"), "It needs tensor parallelism. Leave it out."),
+        ("--sequence-parallel", _set("sequence_parallel"),
+         "Its norms' gradients would have to be summed over a cell. Leave it out; tensor parallelism works without."),
         ("--context-parallel-size", _above_one("context_parallel_size"), "Use 1."),
         ("--expert-model-parallel-size", _above_one("expert_model_parallel_size"), "Use 1."),
         ("--num-experts", _set("num_experts"), "Train a dense model."),
@@ -64,15 +62,14 @@ REFUSALS = tuple(
          "Samples are found by their global number. Use 'single'."),
         ("--full-validation", _set("full_validation"), "Set --eval-iters instead."),
         ("--multiple-validation-sets", _set("multiple_validation_sets"), _LEAVE_OUT),
-        ("--async-save", _set("async_save"), "A failure during a save repeats the save, which must be at hand. Leave it "
-         "out."),
+        ("--async-save", _set("async_save"), "A failure during a save repeats the save. Leave it out."),
         ("--ckpt-format", lambda args: bool(args.save or args.load) and args.ckpt_format != "torch_dist",
          "Only torch_dist checkpoints fit every layout. Use --ckpt-format torch_dist."),
         ("--non-persistent-ckpt-type local", lambda args: getattr(args, "non_persistent_ckpt_type", None) == "local",
          "Use global."),
         ("--inprocess-restart", _set("inprocess_restart"), "It restarts what Odyssey keeps alive. Leave it out."),
         ("--enable-ft-package", _set("enable_ft_package"), "Odyssey notices failures itself. Leave it out."),
-        ("--skip-train", _set("skip_train"), "There is nothing to recover in an evaluation alone. Leave out --odyssey."),
+        ("--skip-train", _set("skip_train"), "An evaluation alone has nothing to recover. Leave out --odyssey."),
         ("--perform-rl-step", _set("perform_rl_step"), "Leave out --odyssey."),
         ("--sft", _set("sft"), "Leave out --odyssey."),
         ("--check-weight-hash-across-dp-replicas-interval", _set("check_weight_hash_across_dp_replicas_interval"),

@@ -31,10 +31,10 @@ _NEW = "new_tensor new_empty new_zeros new_ones new_full".split()
 
 def install() -> None:
     """Redirects once; a second call does nothing."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # of this process: a forked one has its own
     if getattr(torch, "_odyssey_cpu_device", False):
         return
     torch._odyssey_cpu_device = True  # type: ignore[attr-defined]
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     # Megatron's jit_fuser is torch.compile, which costs minutes here and changes the arithmetic. Disabling it by its
     # own switch would leave a wrapper that formats a stack trace in every call (2.13: 15 % of a small step).
     torch.compile = _not_compiled

@@ -17,8 +17,11 @@ import torch
 import torch.distributed as dist
 
 from odyssey_megatron.cluster.job import JobSpec
+from odyssey_megatron.cluster.state import Cell
 from odyssey_megatron.config import OdysseyConfig, add_arguments
 from odyssey_megatron.errors import ConfigError, OdysseyError, Superseded
+from odyssey_megatron.execute.channels import WORLD
+from odyssey_megatron.execute.rank import cell_group_name
 from odyssey_megatron.launch.inject import Injector
 from odyssey_megatron.mcore import arguments, checkpoint, compat, float64, groups, span, wgrad
 from odyssey_megatron.mcore.data import MicrobatchSource
@@ -125,12 +128,16 @@ class Door:
 
         args, session = get_args(), self._session
         self._data_parallel_size = args.data_parallel_size
-        living.stand_alone()
-        self._cell = groups.initialize(data_parallel=True)
-        self._living = living.become_default(session.rank, session.world_size, self._config.device)
+        cell = Cell(rank=session.rank, size=args.tensor_model_parallel_size)
+        device = self._config.device
+        living.stand_alone(cell.index, cell.size)
+        self._tensor = living.cell_group(cell.index, cell.size, device) if cell.size > 1 else None
+        self._cell = groups.initialize(self._tensor, data_parallel=True)
+        self._living = living.become_default(session.rank, session.world_size, device)
         everyone = tuple(range(session.world_size))
-        self._start_groups = build_groups(session.member, 0, {"world": everyone}, self._config)
-        self._living.follow(self._start_groups["world"])
+        named = {WORLD: everyone} | ({cell_group_name(cell.worker): cell.ranks} if cell.size > 1 else {})
+        self._start_groups = build_groups(session.member, 0, named, self._config)
+        self._follow(self._start_groups)
         args.data_parallel_size = 1
         num_microbatches_calculator.reconfigure_num_microbatches_calculator(
             args.rank, None, args.global_batch_size, args.micro_batch_size, 1, False
@@ -222,7 +229,10 @@ class Door:
         """The first generation; the groups of the start are not needed any more."""
         session = self._session
         self._runtime = session.enter(
-            self._model, on_commit=lambda step, outcome: None, on_world=self._on_world
+            self._model,
+            on_commit=lambda step, outcome: None,
+            on_groups=self._on_groups,
+            tensor_model_parallel_size=self._cell.tp.size(),
         )
         self._recovery = Recovery(session.member, self._runtime)
         self._recovery.carry_out(lambda generation: None)
@@ -230,11 +240,18 @@ class Door:
         self._fault_point = Injector(self._config.injections, session.rank, None).at
         self._living.repeat_with(self._together)
 
-    def _on_world(self, world: dist.ProcessGroup, members: tuple[int, ...]) -> None:
+    def _follow(self, named: Any) -> None:
+        self._living.follow(named[WORLD])
+        if self._tensor is not None:
+            cell = Cell(rank=self._session.rank, size=self._tensor.size())
+            self._tensor.follow(named[cell_group_name(cell.worker)])
+
+    def _on_groups(self, named: Any) -> None:
         """Rank 0 and the last rank may be others now."""
         from megatron.training import get_args, global_vars
 
-        self._living.follow(world)
+        self._follow(named)
+        world = named[WORLD]
         args = get_args()
         args.rank, args.world_size = world.rank(), world.size()
         last = world.rank() == world.size() - 1
@@ -272,8 +289,6 @@ class Door:
     def build_pretraining_data_loader(self, original: Any, dataset: Any, consumed_samples: int) -> Any:
         from megatron.training import get_args
 
-        if dataset is None:
-            return None
         args = get_args()
         return MicrobatchSource(
             dataset,
@@ -297,10 +312,10 @@ class Door:
         from megatron.training import get_args
 
         step = self._runtime.committed
-        source = getattr(data_iterator, "iterable", data_iterator)
+        source = self._source(data_iterator)
         if source is not self._train_source:
             self._train_source, source.first_step = source, step
-        self._model.forward_step, self._model.source = forward_step_func, source
+        self._model.forward_step, self._model.source = self._in_stage(forward_step_func), source
         self._recovery.carry_out(
             lambda generation: self._runtime.run_step(generation) if self._runtime.committed == step else None
         )
@@ -309,6 +324,29 @@ class Door:
         opt_param_scheduler.step(increment=get_args().global_batch_size)
         losses = {name: torch.tensor([value], dtype=torch.float32) for name, value in outcome.losses.items()}
         return compat.train_step_result(losses, outcome.grad_norm)
+
+    def _source(self, data_iterator: Any) -> MicrobatchSource:
+        """What :meth:`build_pretraining_data_loader` gave; a rank that reads no data gets one that cannot be read."""
+        if data_iterator is None:
+            return self.build_pretraining_data_loader(None, None, 0)
+        return getattr(data_iterator, "iterable", data_iterator)
+
+    def _in_stage(self, forward_step: Any) -> Any:
+        """``forward_step`` as of the stage at hand: what a cell's ranks send one another of a batch depends on it."""
+        from megatron.core import parallel_state
+        from megatron.training import get_args
+
+        def in_stage(data_iterator: Any, model: Any) -> Any:
+            args = get_args()
+            usual = args.pipeline_model_parallel_size
+            if self._tensor is not None:
+                args.pipeline_model_parallel_size = parallel_state.get_pipeline_model_parallel_world_size()
+            try:
+                return forward_step(data_iterator, model)
+            finally:
+                args.pipeline_model_parallel_size = usual
+
+        return in_stage
 
     def get_forward_backward_func(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         return self.forward_backward
@@ -319,11 +357,10 @@ class Door:
         """Megatron's schedule, as its evaluation calls it: what every microbatch of the batch reported."""
         if not forward_only or kwargs.get("collect_non_loss_data"):
             raise ConfigError("only evaluations may call the schedule; training goes through train_step.")
-        source = getattr(data_iterator, "iterable", data_iterator)
-        model = self._model
+        source, model = self._source(data_iterator), self._model
 
         def work(world: Any) -> torch.Tensor:
-            model.forward_step, model.source = forward_step_func, source
+            model.forward_step, model.source = self._in_stage(forward_step_func), source
             self._runtime.evaluate(source.evaluated)
             table = model.local_losses()
             dist.all_reduce(table, group=world)

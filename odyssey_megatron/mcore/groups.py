@@ -1,9 +1,9 @@
 """Megatron's process groups: this worker's own cell only.
 
 Odyssey's groups (the world of a generation, the holders of a block) are never given to Megatron: gradients are reduced
-and messages sent by instructions of the schedule. Megatron sees a cell of tensor-parallel size 1 whose every group has
-this rank alone, and its data-parallel globals are taken away, so that a collective that would silently do nothing on
-them fails loudly in their place.
+and messages sent by instructions of the schedule. Megatron sees one cell: its tensor-parallel group has the cell's
+ranks, every other group this rank alone, and its data-parallel globals are taken away, so that a collective that would
+silently do nothing on them fails loudly in their place.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -20,26 +21,42 @@ _FORBIDDEN = (
     "_DATA_PARALLEL_GROUP_WITH_CP",
     "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",
 )
-_OURS = (
-    "tp pp mp cp tp_cp ep expt_tp tp_ep tp_ep_pp tp_dp_cp dp dp_cp expt_dp intra_dp_cp intra_expt_dp intra_dist_opt"
-).split()
+_OURS = "pp cp ep dp dp_cp expt_dp intra_dp_cp intra_expt_dp intra_dist_opt".split()
+_OF_CELL = "tp mp tp_cp expt_tp tp_ep tp_ep_pp tp_dp_cp".split()
 
 
-def initialize(*, data_parallel: bool = False) -> ProcessGroupCollection:
-    """Initialises ``parallel_state`` on torch's (fake) default group; returns this cell's groups.
+def initialize(
+    cell: dist.ProcessGroup | None = None, *, data_parallel: bool = False
+) -> ProcessGroupCollection:
+    """Initialises ``parallel_state`` on torch's (fake) default group; returns the groups of this rank's cell.
 
     Args:
+        cell: the tensor-parallel group, if the cell has several ranks; the default group has its rank and size.
         data_parallel: keep Megatron's data-parallel globals: Megatron-LM's own loop counts with them.
     """
     if parallel_state.get_tensor_model_parallel_group(check_initialized=False) is None:
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=1, pipeline_model_parallel_size=1, create_gloo_process_groups=False
+            tensor_model_parallel_size=1 if cell is None else cell.size(),
+            pipeline_model_parallel_size=1,
+            create_gloo_process_groups=False,
         )
         for name in () if data_parallel else _FORBIDDEN:
             setattr(parallel_state, name, None)
-    alone = parallel_state.get_tensor_model_parallel_group()
-    fields: dict[str, Any] = dict.fromkeys(_OURS, alone)
+        if cell is not None:
+            _put_in_place(cell)
+    tensor, alone = (
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_pipeline_model_parallel_group(),
+    )
+    fields: dict[str, Any] = dict.fromkeys(_OURS, alone) | dict.fromkeys(_OF_CELL, tensor)
     return ProcessGroupCollection(embd=None, pos_embd=None, hcp=None, inter_dist_opt=None, **fields)
+
+
+def _put_in_place(cell: dist.ProcessGroup) -> None:
+    """Of the groups that Megatron has made, those of the whole cell become ``cell``."""
+    for name, group in list(vars(parallel_state).items()):
+        if isinstance(group, dist.ProcessGroup) and group.size() == cell.size():
+            setattr(parallel_state, name, cell)
 
 
 def place(*, first: bool, last: bool) -> tuple[int, int]:

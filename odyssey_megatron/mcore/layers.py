@@ -87,7 +87,9 @@ def initial_parts(
     wanted, found = set(indices), {}
     if not spec.stages:
         for index in sorted(wanted):
-            rng.set_state(spec.seed, step=rng.INITIAL, microbatch=rng.INITIAL, layer=index)
+            rng.set_state(
+                spec.seed, step=rng.INITIAL, microbatch=rng.INITIAL, layer=index, tp_rank=groups.tp.rank()
+            )
             found[index] = build_parts(spec, index, index + 1, groups)[index]
     for stage, (first, last) in enumerate(spec.stages):
         if wanted & set(range(first, last)):

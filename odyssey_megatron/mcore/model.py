@@ -69,8 +69,9 @@ class MegatronModel:
         self._num_microbatches, self._message_shape = num_microbatches, message_shape
         self._loss_names = tuple(loss_names)
         self._groups = cell or groups.initialize()
-        rng.initialize(spec.seed)
-        self._seeds = rng.LayerSeeds(spec.seed)
+        self._tp_rank = self._groups.tp.rank()
+        rng.initialize(spec.seed, self._tp_rank)
+        self._seeds = rng.LayerSeeds(spec.seed, self._tp_rank)
         self._held: dict[int, HeldLayer] = {}
         self._incoming: dict[int, HeldLayer] = {}
         self._blocks: dict[tuple[int, int], LayerBlock] = {}
@@ -244,16 +245,19 @@ class MegatronModel:
     def local_totals(self) -> torch.Tensor:
         """This rank's share of [squared gradient norm, tokens, microbatches, (loss sum, loss count)...], float64.
 
-        Each block's norm is counted by its first holder only, each microbatch by the rank that ran its head.
+        Each block's norm is counted by its first holder only, each microbatch by the rank that ran its head, and what
+        all ranks of a cell have alike by the cell's first.
         """
         squares = [
-            torch.linalg.vector_norm(buffer, dtype=torch.float64).square()
+            torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
             for block in self._layout.blocks()
             if block.holders[0] == self._worker
-            for buffer in self._blocks[block.first, block.last].gradients
+            for gradient in self._counted(self._blocks[block.first, block.last])
         ]
         totals = torch.zeros(self.num_totals, dtype=torch.float64, device=torch.cuda.current_device())
         totals[0] = sum(squares) if squares else 0.0
+        if self._tp_rank:
+            return totals
         totals[1], totals[2] = self._tokens, len(self._losses)
         for _, losses in sorted(self._losses.items()):
             for index, name in enumerate(self._loss_names):
@@ -261,6 +265,19 @@ class MegatronModel:
                 pair = value if value.numel() == 2 else torch.stack([value, torch.ones_like(value)])
                 totals[3 + 2 * index : 5 + 2 * index] += pair
         return totals
+
+    def _counted(self, block: LayerBlock) -> list[torch.Tensor]:
+        """The gradients of ``block`` that this rank counts (megatron core_v0.16.1 tensor_parallel/layers.py,
+        ``param_is_not_tensor_parallel_duplicate``).
+        """
+        if self._tp_rank == 0:
+            return block.gradients
+        return [
+            parameter.main_grad
+            for layer in block.layers
+            for parameter in layer.parameters()
+            if getattr(parameter, "tensor_model_parallel", False)
+        ]
 
     def local_losses(self) -> torch.Tensor:
         """[microbatches, names, 3]: value, count and how many numbers the forward step gave, of this rank's."""
@@ -271,7 +288,7 @@ class MegatronModel:
             dtype=torch.float64,
             device=torch.cuda.current_device(),
         )
-        for microbatch, losses in self._losses.items():
+        for microbatch, losses in self._losses.items() if self._tp_rank == 0 else ():
             for index, name in enumerate(self._loss_names):
                 value = losses[name].detach().reshape(-1)
                 table[microbatch, index, : value.numel()] = value.to(table.dtype)
@@ -326,7 +343,10 @@ class MegatronModel:
     def samples_of_losses(self) -> dict[int, list[int]]:
         """Microbatch -> samples, for the microbatches whose loss this rank computed in the current step."""
         assert self.source is not None
-        return {microbatch: self.source.fetched[microbatch] for microbatch in sorted(self._losses)}
+        fetched = self.source.fetched  # by the first rank of a cell, for all of it
+        return {
+            microbatch: fetched[microbatch] for microbatch in sorted(self._losses) if microbatch in fetched
+        }
 
     def digests(self) -> dict[str, str]:
         """Held layer -> SHA-256 of all its moved tensors: equal on all holders."""

@@ -140,7 +140,8 @@ class Session:
         model: MegatronModel,
         *,
         on_commit: Callable[[int, Any], None],
-        on_world: Callable[[Any, tuple[int, ...]], None] = lambda world, members: None,
+        on_groups: Callable[[Any], None] = lambda groups: None,
+        tensor_model_parallel_size: int = 1,
         first_step: int = 0,
     ) -> RankRuntime:
         """This rank as ``recover.Recovery`` needs it. Returns when all ranks have come so far."""
@@ -157,11 +158,17 @@ class Session:
             fault_point=Injector(self.config.injections, self.rank, self._journal).at,
             journal=self._journal,
             on_commit=on_commit,
-            on_world=on_world,
+            on_groups=on_groups,
+            tensor_model_parallel_size=tensor_model_parallel_size,
             first_step=first_step,
         )
 
     def _job_spec(self, job: TrainingJob) -> JobSpec:
+        if job.tensor_model_parallel_size != 1:
+            raise ConfigError(
+                f"--tensor-model-parallel-size {job.tensor_model_parallel_size}: scripts that call Session.train run "
+                "without tensor parallelism so far. Use 1, or an unmodified Megatron-LM script with --odyssey."
+            )
         if job.global_batch_size % job.micro_batch_size:
             raise ConfigError(
                 f"--global-batch-size {job.global_batch_size} is not divisible by --micro-batch-size "

@@ -18,9 +18,9 @@ def derive_seed(*parts: int) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def initialize(seed: int) -> None:
+def initialize(seed: int, tp_rank: int = 0) -> None:
     """Creates Megatron's generator states; their contents are set again for each layer."""
-    model_parallel_cuda_manual_seed(seed, tp_rank=0, ep_rank=0, etp_rank=0)
+    model_parallel_cuda_manual_seed(seed, tp_rank=tp_rank, ep_rank=0, etp_rank=tp_rank)
 
 
 def set_state(seed: int, *, step: int, microbatch: int, layer: int, tp_rank: int = 0) -> None:
@@ -40,8 +40,8 @@ def set_state(seed: int, *, step: int, microbatch: int, layer: int, tp_rank: int
 class LayerSeeds:
     """Reseeds before each layer's forward. The engine names the (step, microbatch) at hand, also for recomputation."""
 
-    def __init__(self, seed: int):
-        self._seed = seed
+    def __init__(self, seed: int, tp_rank: int = 0):
+        self._seed, self._tp_rank = seed, tp_rank
         self.step, self.microbatch = INITIAL, INITIAL
 
     def attach(self, module: torch.nn.Module, layer: int) -> None:
@@ -49,6 +49,8 @@ class LayerSeeds:
 
         def reseed(module: torch.nn.Module, args: Any) -> None:
             if module.training:
-                set_state(self._seed, step=self.step, microbatch=self.microbatch, layer=layer)
+                set_state(
+                    self._seed, step=self.step, microbatch=self.microbatch, layer=layer, tp_rank=self._tp_rank
+                )
 
         module.register_forward_pre_hook(reseed)

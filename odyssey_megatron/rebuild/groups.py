@@ -94,9 +94,25 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
             store=store,
             group_name=torch_name,
             backend_config=f"{device}:{kind}",
-            rank_mapping={one: index for index, one in enumerate(ranks)},
+            rank_mapping=_Ranks(ranks, rank),
         )
         self._groups[name] = group
+
+
+class _Ranks(dict[int, int]):
+    """Global rank -> rank in a group. Any other number is this process: ``torch.distributed`` looks its rank in the
+    default group up, also for its log, and that may be renumbered (``world.py``).
+    """
+
+    def __init__(self, ranks: tuple[int, ...], own: int):
+        super().__init__({one: index for index, one in enumerate(ranks)})
+        self._own = ranks.index(own)
+
+    def __contains__(self, rank: object) -> bool:
+        return True
+
+    def __missing__(self, rank: int) -> int:
+        return self._own
 
 
 def init_default_group(member: MemberLike) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from odyssey_megatron.cluster.state import Cell
 from odyssey_megatron.plan.plan import Transfer
 
 TensorsOf = Callable[[int], list[torch.Tensor]]
@@ -18,7 +19,7 @@ TensorsOf = Callable[[int], list[torch.Tensor]]
 def carry_out(
     transfers: Sequence[Transfer],
     *,
-    worker: int,
+    cell: Cell,
     group: dist.ProcessGroup,
     tensors_to_send: TensorsOf,
     tensors_to_fill: TensorsOf,
@@ -30,15 +31,17 @@ def carry_out(
     """
     sends, receives = [], []
     for tag, transfer in enumerate(transfers):
-        if transfer.source == worker:
+        if transfer.source == cell.worker:
             checkpoint()
             flat = _packed(tensors_to_send(transfer.layer))
-            sends.append((dist.isend(flat, transfer.target, group=group, tag=tag), flat))
-        elif transfer.target == worker:
+            sends.append((dist.isend(flat, cell.peer(transfer.target), group=group, tag=tag), flat))
+        elif transfer.target == cell.worker:
             checkpoint()
             tensors = tensors_to_fill(transfer.layer)
             flat = torch.empty_like(_packed(tensors))
-            receives.append((dist.irecv(flat, transfer.source, group=group, tag=tag), flat, tensors))
+            receives.append(
+                (dist.irecv(flat, cell.peer(transfer.source), group=group, tag=tag), flat, tensors)
+            )
     for work, flat, tensors in receives:
         work.wait()
         _unpack(flat, tensors)

@@ -1,8 +1,8 @@
-"""``torch.distributed``'s default group for code that is not ours: it always means the ranks that live.
+"""Groups for code that is not ours and keeps what it once got: they always mean the ranks that live.
 
-Megatron's own loop calls barriers and reductions on the default group, between steps and inside checkpoints. Here
-they reach the world of the current generation. Ranks are dense in it: the lowest living rank is 0, and the last one is
-``size - 1``, so whoever prints or writes "on rank 0" or "on the last rank" goes on after those have died.
+Megatron's own loop calls barriers and reductions on the default group, between steps and inside checkpoints. They
+reach the world of the current generation. Ranks are dense in it: the lowest living rank is 0, and the last one is
+a tensor-parallel cell keep its group in the same way.
 """
 
 from __future__ import annotations
@@ -21,21 +21,13 @@ Together = Callable[[Callable[[Any], Any]], Any]
 """``recover.Recovery.together``."""
 
 
-class LivingWorld(dist.ProcessGroup):
-    """Passes every operation on to the current world.
-
-    Outside of common work (see :meth:`inside`) an operation is a piece of common work itself: complete when it returns,
-    and repeated with the survivors if a failure cuts it short.
-    """
+class FollowingGroup(dist.ProcessGroup):
+    """Passes every operation on to a group of the current generation. ``torch.distributed`` takes it like any group."""
 
     def __init__(self, rank: int, size: int):
         super().__init__(rank, size)
         self._rank, self._size = rank, size
-        self.before: dist.ProcessGroup | None = None
-        """The default group that this one has replaced: of this process alone."""
         self._current: dist.ProcessGroup | None = None
-        self._together: Together | None = None
-        self._inside = False
 
     def rank(self) -> int:
         return self._rank
@@ -46,9 +38,31 @@ class LivingWorld(dist.ProcessGroup):
     def getBackendName(self) -> str:  # torch's name
         return "odyssey"
 
-    def follow(self, world: dist.ProcessGroup) -> None:
-        """From now on ``world`` is meant."""
-        self._current, self._rank, self._size = world, world.rank(), world.size()
+    def follow(self, group: dist.ProcessGroup) -> None:
+        """From now on ``group`` is meant."""
+        self._current, self._rank, self._size = group, group.rank(), group.size()
+
+    def run(self, operation: str, *args: Any, **kwargs: Any) -> Any:
+        """``operation`` of the current group."""
+        return getattr(self._current, operation)(*args, **kwargs)
+
+
+class LivingWorld(FollowingGroup):
+    """The default group.
+
+    Outside of common work (see :meth:`inside`) an operation is a piece of common work itself: complete when it returns,
+    and repeated with the survivors if a failure cuts it short.
+    """
+
+    def __init__(self, rank: int, size: int):
+        super().__init__(rank, size)
+        self.before: dist.ProcessGroup | None = None
+        """The default group that this one has replaced: of this process, or cell, alone."""
+        self._together: Together | None = None
+        self._inside = False
+
+    def follow(self, group: dist.ProcessGroup) -> None:
+        super().follow(group)
         c10d._world.pg_group_ranks[self] = {one: one for one in range(self._size)}
 
     def repeat_with(self, together: Together | None) -> None:
@@ -65,9 +79,8 @@ class LivingWorld(dist.ProcessGroup):
             self._inside = before
 
     def run(self, operation: str, *args: Any, **kwargs: Any) -> Any:
-        """``operation`` of the current world."""
         if self._together is None or self._inside:
-            return getattr(self._current, operation)(*args, **kwargs)
+            return super().run(operation, *args, **kwargs)
         before = [(one, one.clone()) for one in _tensors([args, kwargs])]
 
         def work(world: dist.ProcessGroup) -> Any:
@@ -101,7 +114,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _operation(name: str) -> Callable[..., Any]:
-    def operation(self: LivingWorld, *args: Any, **kwargs: Any) -> Any:
+    def operation(self: FollowingGroup, *args: Any, **kwargs: Any) -> Any:
         return self.run(name, *args, **kwargs)
 
     operation.__name__ = name
@@ -109,20 +122,21 @@ def _operation(name: str) -> Callable[..., Any]:
 
 
 for _name in OPERATIONS:
-    setattr(LivingWorld, _name, _operation(_name))
+    setattr(FollowingGroup, _name, _operation(_name))
 
 
-def stand_alone() -> None:
-    """Initialises ``torch.distributed`` with this process as the whole world, for groups of one to be made in it."""
+def stand_alone(rank: int = 0, size: int = 1) -> None:
+    """Initialises ``torch.distributed`` with this cell as the whole world, for groups within it to be made."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
 
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
     """In the body the default group is this process alone again: for library code that would agree with all ranks on
-    something that is each rank's own affair."""
+    something that is each rank's own affair.
+    """
     world = c10d._get_default_group()
     if not isinstance(world, LivingWorld):
         yield
@@ -134,30 +148,48 @@ def alone() -> Iterator[None]:
         c10d._update_default_pg(world)
 
 
-class _Alone(dict[int, int]):
-    """Global rank -> rank in a group of this process alone, whatever number the process has in the world."""
+class _WithinCell(dict[int, int]):
+    """Global rank -> rank in a group within a cell. Cells are consecutive ranks and go as a whole, so a rank's place in
+    its cell follows from its number, whatever that is by now.
+    """
+
+    def __init__(self, size: int):
+        super().__init__({one: one for one in range(size)})
+        self._size = size
 
     def __contains__(self, rank: object) -> bool:
         return True
 
     def __getitem__(self, rank: int) -> int:
-        return 0
+        return rank % self._size
 
 
 def become_default(rank: int, size: int, device: str) -> LivingWorld:
-    """Puts a :class:`LivingWorld` in the place of the default group; groups of :func:`stand_alone` stay alone."""
-    world, backend = LivingWorld(rank, size), "gloo" if device == "cpu" else "nccl"
-    c10d._register_pg_in_world(
-        world,
-        backend_name=backend,
-        store=c10d._get_default_store(),
-        group_name="odyssey-world",
-        backend_config=f"{device}:{backend}",
-        rank_mapping={one: one for one in range(size)},
-    )
+    """Puts a :class:`LivingWorld` in the place of the default group; groups of :func:`stand_alone` stay in the cell."""
+    world = LivingWorld(rank, size)
+    _register(world, "odyssey-world", device, {one: one for one in range(size)})
     world.before = c10d._get_default_group()
     for group in list(c10d._world.pg_group_ranks):
-        if group is not world:
-            c10d._world.pg_group_ranks[group] = _Alone({0: 0})
+        if group is not world and isinstance(group, dist.ProcessGroup):  # torch notes the absent as a number
+            c10d._world.pg_group_ranks[group] = _WithinCell(group.size())
     c10d._update_default_pg(world)
     return world
+
+
+def cell_group(rank: int, size: int, device: str) -> FollowingGroup:
+    """The tensor-parallel group of this rank's cell, for Megatron's modules to keep."""
+    group = FollowingGroup(rank, size)
+    _register(group, "odyssey-cell", device, _WithinCell(size))
+    return group
+
+
+def _register(group: dist.ProcessGroup, name: str, device: str, ranks: dict[int, int]) -> None:
+    backend = "gloo" if device == "cpu" else "nccl"
+    c10d._register_pg_in_world(
+        group,
+        backend_name=backend,
+        store=c10d._get_default_store(),
+        group_name=name,
+        backend_config=f"{device}:{backend}",
+        rank_mapping=ranks,
+    )
