@@ -6,6 +6,7 @@ import pytest
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.generate import order_routes
 from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
+from odyssey_megatron.plan.simulate import step_end_s
 from odyssey_megatron.policy.search import Rate, Search, deal, finish_s, min_max_shares, place
 from tests.plan.samples import layer, uniform_costs
 from tests.plan.test_generate import pipelines
@@ -73,6 +74,18 @@ def test_estimates_order_shapes_as_the_scheduler_does():
     best = min(step for step, _ in steps)
     assert min(step for step, _ in steps[:3]) == best
     assert all(0.7 * step <= estimate <= step + 1e-9 for step, estimate in steps)
+
+
+def test_the_stage_that_reduces_longest_sets_the_estimate():
+    """The embedding's gradients take 40 s to reduce, so the first stage ends last, though it starts first."""
+    costs = uniform_costs(8, ends=True)
+    embedding = replace(layer(0.0, 0.0, 0.0, 0), parameter_bytes=80)
+    costs = replace(costs, layers=(embedding, *costs.layers[1:]), link_bytes_per_s=1.0)
+    (shape,) = (one for one in all_shapes(8, 8, costs) if len(one.ends) == 2)
+    layout = place(shape, range(8), pipelines(10, 1, 8), costs)
+    caps = dict.fromkeys(layout.workers, 8)
+    step_s = step_end_s(layout, costs, order_routes(layout, costs, in_flight_cap=caps).done_s)
+    assert 4 * 6 + 40 < shape.estimate_s <= step_s
 
 
 def test_memory_shapes_the_split():
