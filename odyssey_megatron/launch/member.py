@@ -196,6 +196,14 @@ class Member:
         """Asks for fresh groups, although nobody may have died. Ignored once ``number`` is outdated."""
         self._control.send(Retry(rank=self.rank, generation=number, reason=reason))
 
+    def note(self, name: str, value: str) -> None:
+        """Leaves ``value`` for whoever takes over a task of this rank's."""
+        self._control.put(f"note/{name}", value)
+
+    def noted(self, name: str) -> str | None:
+        """The newest value left under ``name``, if there is one."""
+        return self._control.peek(f"note/{name}")
+
     def publish_observations(self, observations_json: str) -> None:
         """Replaces what the coordinator knows of this rank's measured costs when it next decides."""
         self._control.put(keys.observations_key(self.rank), observations_json)

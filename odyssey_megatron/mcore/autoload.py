@@ -10,6 +10,7 @@ import sys
 
 from odyssey_megatron.config import OdysseyConfig, config_from_argv
 from odyssey_megatron.errors import MegatronIncompatible
+from odyssey_megatron.launch import shim
 
 
 def wanted() -> bool:
@@ -27,8 +28,16 @@ def _config() -> OdysseyConfig | None:
 
 
 def before_megatron() -> None:
-    """Chooses the device, before anything of Megatron is imported. Raises ConfigError."""
+    """Chooses the device, before anything of Megatron is imported.
+
+    Does not return if the launcher is not Odyssey's: then this process stands in for the rank that it was to be.
+
+    Raises:
+        ConfigError
+    """
     if config := _config():
+        if shim.is_needed():
+            shim.become()
         from odyssey_megatron.mcore import device
 
         device.install(config)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import inspect
 import logging
 import os
@@ -212,9 +213,7 @@ def _redirect_cuda() -> None:
 def prepare_training() -> None:
     """What ``megatron.training`` needs besides, before it is imported."""
     name = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
-    try:
-        import triton  # noqa: F401
-    except ImportError:  # a gigabyte, for kernels that need a GPU
+    if importlib.util.find_spec("triton") is None:  # a gigabyte, for kernels that need a GPU
         sys.modules.setdefault(name, _Absent(name))
     import megatron.training.initialize as initialize
 

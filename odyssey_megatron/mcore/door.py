@@ -72,6 +72,8 @@ class Door:
         self._session: Any = None
         self._recovery: Any = None
         self._train_source: Any = None
+        self._is_last = self._took_over = False
+        self._printed = 0
         self._chunks: list[Any] = []
 
     # -- start and end --------------------------------------------------------------------------------------------
@@ -96,6 +98,7 @@ class Door:
 
     def _attach_all(self) -> None:
         from megatron.training import checkpointing, initialize
+        from megatron.training import utils as megatron_utils
 
         training = self._training
         span.install()
@@ -106,6 +109,7 @@ class Door:
             _replace(training, name, getattr(self, name))
         _replace(training, "get_forward_backward_func", self.get_forward_backward_func)
         _replace(checkpointing, "save_checkpoint", self.save_checkpoint)
+        _replace(megatron_utils, "print_rank_last", self.print_rank_last)
 
     def _finish(self) -> None:
         if self._recovery is None:
@@ -255,8 +259,21 @@ class Door:
         args = get_args()
         args.rank, args.world_size = world.rank(), world.size()
         last = world.rank() == world.size() - 1
+        self._took_over = self._took_over or last != self._is_last
+        self._is_last = last
         if last and args.tensorboard_dir and global_vars.get_tensorboard_writer() is None:
             global_vars._set_tensorboard_writer(args)
+
+    def print_rank_last(self, original: Any, message: str) -> None:
+        """Of Megatron's log. A rank that has just become the last leaves out what its predecessor has printed."""
+        self._printed += 1
+        if not self._is_last:
+            return
+        member = self._session.member
+        if not self._took_over or int(member.noted("printed") or 0) < self._printed:
+            original(message)
+            member.note("printed", str(self._printed))
+            self._took_over = False
 
     def _refresh(self) -> None:
         """Megatron's list of model chunks is this worker's blocks, which a recovery may have changed."""

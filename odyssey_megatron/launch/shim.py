@@ -1,0 +1,106 @@
+"""Odyssey under a launcher that ends all ranks when one dies: torchrun's own agent, or srun with a task a GPU.
+
+The launcher starts one process a GPU. Each becomes a stand-in, which outlives the rank that it stands for: the first of
+a node runs Odyssey's agent, which starts the node's ranks; the others wait for the verdict. All end with its exit code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import NoReturn
+
+from odyssey_megatron.errors import EXIT_BAD_INPUT, ConfigError
+
+_LOOK_EVERY_S = 5.0
+_FAREWELL_S = 10.0
+"""How long the stand-in that hosts the store waits for the others to read the verdict."""
+_LEFT_BEHIND = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def is_needed() -> bool:
+    """Whether this process was started as a rank, but not by Odyssey's agent."""
+    return "ODYSSEY_PARENT_PID" not in os.environ and {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= set(os.environ)
+
+
+def become() -> NoReturn:
+    """Replaces this process by a stand-in for it."""
+    os.execv(sys.executable, [sys.executable, "-u", "-m", __name__, *sys.argv])
+
+
+def main(argv: Sequence[str]) -> int:
+    """Stands in for a rank with the command line ``argv``; returns the job's exit code."""
+    from torch.distributed import TCPStore
+
+    env = os.environ
+    rank, world_size, local_rank = (int(env[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    per_node = int(env.get("LOCAL_WORLD_SIZE") or env.get("SLURM_NTASKS_PER_NODE") or world_size)
+    nodes, node = world_size // per_node, rank // per_node
+    hosts = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    address = env.get("MASTER_ADDR", "127.0.0.1")
+    store = TCPStore(
+        address,
+        int(env["MASTER_PORT"]),
+        is_master=hosts,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=120),
+    )
+    verdict, farewell = f"odyssey/verdict/{node}", "odyssey/farewell"
+    if local_rank:
+        code = _await(store, verdict)
+    else:
+        code = _run(store, argv, nodes=nodes, node=node, per_node=per_node, address=address)
+        store.set(verdict, str(code))
+    with contextlib.suppress(RuntimeError):  # the launcher, which hosted the store, may have ended
+        gone, ends_s = store.add(farewell, 1), time.monotonic() + _FAREWELL_S
+        while hosts and gone < world_size and time.monotonic() < ends_s:
+            time.sleep(0.1)
+            gone = store.add(farewell, 0)
+    return code
+
+
+def _run(store: object, argv: Sequence[str], *, nodes: int, node: int, per_node: int, address: str) -> int:
+    from odyssey_megatron.launch import run
+
+    arguments = ["--nproc-per-node", str(per_node)]
+    if nodes > 1:
+        if node == 0:
+            store.set("odyssey/port", str(_free_port()))  # type: ignore[attr-defined]
+        port = store.get("odyssey/port").decode()  # type: ignore[attr-defined]
+        arguments += ["--nnodes", str(nodes), "--node-rank", str(node)]
+        arguments += ["--master-addr", address, "--master-port", port]
+    for name in [*_LEFT_BEHIND, *(name for name in os.environ if name.startswith("TORCHELASTIC_"))]:
+        os.environ.pop(name, None)
+    try:
+        return run.main([*arguments, *argv])
+    except ConfigError as error:
+        sys.stderr.write(f"odyssey: {error}\n")
+        return EXIT_BAD_INPUT
+
+
+def _await(store: object, key: str) -> int:
+    while True:
+        try:
+            store.wait([key], timedelta(seconds=_LOOK_EVERY_S))  # type: ignore[attr-defined]
+            return int(store.get(key))  # type: ignore[attr-defined]
+        except RuntimeError as error:
+            if "timeout" not in str(error).lower():  # the store is gone, and the launcher with it
+                return 1
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+if __name__ == "__main__":
+    _code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(_code)  # torch's threads must not be in the way of the job's verdict
