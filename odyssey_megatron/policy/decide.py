@@ -191,10 +191,11 @@ def _search(case: Case, found: list[Option], policy: str) -> tuple[_Candidate | 
         return policy == "auto" or option.name in (policy, "keep", "rebalance")
 
     many = len(case.state.workers) > _MANY_WORKERS
-    finalists, margin, drawings = (1, 0.005, 1) if many else (_FINALISTS, 0.0, len(found))
+    finalists, margin = (1, 0.005) if many else (_FINALISTS, 0.0)
 
     def place(option: Option) -> tuple[object, ...]:
-        return (not wanted(option), many and option.name != "replan", -case.promise(option), next(number))
+        first = (option.name != "replan", not isinstance(option.found, LaidOut)) if many else ()
+        return (not wanted(option), *first, -case.promise(option), next(number))
 
     number = itertools.count()
     queue = [(place(option), option) for option in found]
@@ -213,18 +214,16 @@ def _search(case: Case, found: list[Option], policy: str) -> tuple[_Candidate | 
         replans = [one.score for one in worked if one.name == "replan"]
         if option.name == "replan" and replans:
             hopeless |= len(replans) >= finalists or promise <= max(replans) + _ALIKE * abs(best)
-        at_hand = option.found
-        if hopeless or (drawings == 0 and not isinstance(at_hand, LaidOut)):
+        if hopeless:
             left.append(option)
             continue
         try:
-            if isinstance(at_hand, LaidOut):
-                worked.append(_work_out(case, option, at_hand))
+            if isinstance(option.found, LaidOut):
+                worked.append(_work_out(case, option, option.found))
                 settled |= wanted(option)
             else:
-                option = lay_out(case, option.name, option.note, at_hand())
+                option = lay_out(case, option.name, option.note, option.found())
                 heappush(queue, (place(option), option))
-                drawings -= 1
         except PlanInfeasible as error:
             rows.append(_unscored(option.name, None, f"{option.note}: {error}"))
     if not worked:
