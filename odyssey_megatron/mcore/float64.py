@@ -20,19 +20,25 @@ from typing import Any
 
 import torch
 
+from odyssey_megatron.mcore import seams
+from odyssey_megatron.mcore.seam_table import CALCULATE_LOGITS_MAX
+
 
 def install() -> None:
-    """Keeps float64 logits in float64. Float32 and 16-bit logits are treated as before."""
-    from megatron.core.tensor_parallel.cross_entropy import VocabParallelCrossEntropy
+    """Keeps float64 logits in float64. Float32 and 16-bit logits are treated as before.
 
-    original = VocabParallelCrossEntropy.calculate_logits_max
+    A second call does nothing. Raises MegatronIncompatible.
+    """
+    if seams.is_applied(CALCULATE_LOGITS_MAX):
+        return
+    original = seams.original(CALCULATE_LOGITS_MAX)
 
     def calculate_logits_max(vocab_parallel_logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if vocab_parallel_logits.dtype != torch.float64:
             return original(vocab_parallel_logits)
         return vocab_parallel_logits, vocab_parallel_logits.max(dim=-1)[0]
 
-    VocabParallelCrossEntropy.calculate_logits_max = staticmethod(calculate_logits_max)
+    seams.apply(CALCULATE_LOGITS_MAX, calculate_logits_max)
 
     to_float = torch.Tensor.float
 

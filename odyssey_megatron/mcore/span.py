@@ -2,21 +2,19 @@
 
 Megatron asks two functions how many layers a stage has and how many come before it, and they answer from one layout for
 all. Here they answer for the span at hand, so that the user's own ``model_provider`` builds any run of layers.
-Seams: megatron core_v0.16.1 core/transformer/transformer_block.py ``get_num_layers_to_build`` and
-core/transformer/transformer_layer.py ``get_transformer_layer_offset``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
+import functools
 from collections.abc import Iterator
 from typing import Any
 
-from odyssey_megatron.errors import MegatronIncompatible
+from odyssey_megatron.mcore import seams
+from odyssey_megatron.mcore.seam_table import GET_NUM_LAYERS_TO_BUILD, GET_TRANSFORMER_LAYER_OFFSET
 
 _current: tuple[int, int] | None = None
-_originals: dict[str, Any] = {}
 
 
 @contextlib.contextmanager
@@ -32,39 +30,17 @@ def building(offset: int, count: int) -> Iterator[None]:
 
 def megatron_stages(config: Any, pipeline_model_parallel_size: int) -> tuple[tuple[int, int], ...]:
     """The transformer layers [first, last) that Megatron itself would give to each stage, counted from 0."""
-    count, offset = (_originals[name] for name in ("get_num_layers_to_build", "get_transformer_layer_offset"))
+    count, offset = map(seams.original, (GET_NUM_LAYERS_TO_BUILD, GET_TRANSFORMER_LAYER_OFFSET))
     firsts = [offset(config, None, rank) for rank in range(pipeline_model_parallel_size)]
     return tuple((first, first + count(config, None, rank)) for rank, first in enumerate(firsts))
 
 
 def install() -> None:
-    """Puts the seams in; a second call does nothing. Raises MegatronIncompatible if one is gone."""
-    if _originals:
-        return
-    from megatron.core.transformer import transformer_block, transformer_layer
-
-    for home, name, which in (
-        (transformer_block, "get_num_layers_to_build", 1),
-        (transformer_layer, "get_transformer_layer_offset", 0),
-    ):
-        original = getattr(home, name, None)
-        if original is None:
-            raise MegatronIncompatible(f"{home.__name__}.{name} is gone; tested with megatron-core 0.16.1.")
-        _originals[name] = original
-        _replace_everywhere(name, original, _answer(original, which))
+    """Puts the seams in; a second call does nothing. Raises MegatronIncompatible."""
+    for seam, which in ((GET_TRANSFORMER_LAYER_OFFSET, 0), (GET_NUM_LAYERS_TO_BUILD, 1)):
+        if not seams.is_applied(seam):
+            seams.wrap(seam, functools.partial(_answer, which))
 
 
-def _answer(original: Any, which: int) -> Any:
-    def answer(*args: Any, **kwargs: Any) -> Any:
-        return original(*args, **kwargs) if _current is None else _current[which]
-
-    return answer
-
-
-def _replace_everywhere(name: str, original: Any, replacement: Any) -> None:
-    for module in list(sys.modules.values()):
-        if (
-            getattr(module, "__name__", "").startswith("megatron.")
-            and getattr(module, name, None) is original
-        ):
-            setattr(module, name, replacement)
+def _answer(which: int, original: Any, *args: Any, **kwargs: Any) -> Any:
+    return original(*args, **kwargs) if _current is None else _current[which]

@@ -3,7 +3,6 @@
 While a :class:`WeightGrads` collects, the backward of a linear layer computes the input gradient only and leaves
 (weight, input, output gradient) behind; ``flush()`` adds the weight gradients to ``main_grad`` later, in the order in
 which the fused backward would have. Norms and embeddings keep their ordinary backward.
-Seam: megatron core_v0.16.1 core/tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication.
 """
 
 from __future__ import annotations
@@ -12,7 +11,8 @@ from typing import Any
 
 import torch
 
-from odyssey_megatron.errors import MegatronIncompatible
+from odyssey_megatron.mcore import seams
+from odyssey_megatron.mcore.seam_table import LINEAR_BACKWARD
 
 _collecting: WeightGrads | None = None
 
@@ -46,18 +46,10 @@ class WeightGrads:
 
 
 def install() -> None:
-    """Puts the seam in; a second call does nothing. Raises MegatronIncompatible if Megatron's class changed."""
-    from megatron.core.tensor_parallel import layers
-
-    function: Any = getattr(layers, "LinearWithGradAccumulationAndAsyncCommunication", None)
-    if function is None or not hasattr(function, "backward"):
-        raise MegatronIncompatible(
-            "megatron.core.tensor_parallel.layers.LinearWithGradAccumulationAndAsyncCommunication.backward is "
-            "gone; Odyssey was tested with megatron-core 0.16.1."
-        )
-    if getattr(function.backward, "_odyssey", False):
+    """Puts the seam in; a second call does nothing. Raises MegatronIncompatible."""
+    if seams.is_applied(LINEAR_BACKWARD):
         return
-    fused = function.backward
+    fused = seams.original(LINEAR_BACKWARD)
 
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[Any, ...]:
         deferrable = not (ctx.sequence_parallel or ctx.gradient_accumulation_fusion)
@@ -73,5 +65,4 @@ def install() -> None:
         # input, weight, bias, and whatever else this version's forward takes.
         return (grad_input, None, grad_bias) + (None,) * (len(ctx.needs_input_grad) - 3)
 
-    backward._odyssey = True  # type: ignore[attr-defined]
-    function.backward = staticmethod(backward)
+    seams.apply(LINEAR_BACKWARD, backward)

@@ -1,0 +1,221 @@
+"""The seams that Odyssey uses. A row is added with the code that needs it, and compared with each tag's source.
+
+``tests/mcore/test_seam_table.py`` compares all rows with the checkouts that it is given.
+"""
+
+from __future__ import annotations
+
+from odyssey_megatron.mcore.seams import Seam
+
+_ALONE = "the groups span ranks, which come and go, so Odyssey makes them"
+_GLOBAL = "a data-parallel collective of Megatron's own must fail loudly where gradients are reduced by the schedule"
+
+# -- replaced, in megatron.training: the loop stays Megatron's -------------------------------------------------------
+
+PRETRAIN = Seam(
+    target="megatron.training.training:pretrain",
+    why="joins the job before Megatron does anything, and leaves it afterwards",
+    signatures={"0.16": "train_valid_test_dataset_provider model_type forward_step_func"},
+    open=True,
+)
+ADD_MEGATRON_ARGUMENTS = Seam(
+    target="megatron.training.arguments:add_megatron_arguments",
+    why="adds the --odyssey flags to Megatron's",
+    signatures={"0.16": "parser"},
+)
+VALIDATE_ARGS = Seam(
+    target="megatron.training.arguments:validate_args",
+    why="refuses flags that cannot survive a failure, before any GPU time is spent",
+    signatures={"0.16": "args defaults"},
+)
+INITIALIZE_DISTRIBUTED = Seam(
+    target="megatron.training.initialize:_initialize_distributed",
+    why=_ALONE,
+    signatures={"0.16": "get_embedding_ranks get_position_embedding_ranks store"},
+    open=True,
+)
+SETUP_MODEL_AND_OPTIMIZER = Seam(
+    target="megatron.training.training:setup_model_and_optimizer",
+    why="builds the layers that the plan gives to this rank, each with its optimizer",
+    signatures={
+        "0.16": "model_provider_func model_type checkpointing_context",
+        "0.19": "model_type model_provider_func checkpointing_context cfg_container pg_collection",
+    },
+)
+BUILD_PRETRAINING_DATA_LOADER = Seam(
+    target="megatron.training.training:build_pretraining_data_loader",
+    why="reads samples by their global number, wherever a microbatch runs",
+    signatures={"0.16": "dataset consumed_samples"},
+)
+TRAIN_STEP = Seam(
+    target="megatron.training.training:train_step",
+    why="a step is carried out by the plan, and repeated after a failure",
+    signatures={
+        "0.16": "forward_step_func data_iterator model optimizer opt_param_scheduler config forward_backward_func "
+        "iteration",
+        "0.19": "forward_step_func data_iterator model optimizer opt_param_scheduler config forward_backward_func "
+        "iteration pg_collection p2p_communicator",
+    },
+)
+GET_FORWARD_BACKWARD_FUNC = Seam(
+    target="megatron.training.training:get_forward_backward_func",
+    why="evaluation runs by the plan too",
+    signatures={"0.16": "pp_size vp_size"},
+    open=True,
+)
+SAVE_CHECKPOINT = Seam(
+    target="megatron.training.checkpointing:save_checkpoint",
+    why="a failure during a save repeats the save",
+    signatures={"0.16": "iteration model optimizer opt_param_scheduler num_floating_point_operations_so_far"},
+    open=True,
+)
+
+# -- replaced, in megatron.core --------------------------------------------------------------------------------------
+
+GET_NUM_LAYERS_TO_BUILD = Seam(
+    target="megatron.core.transformer.transformer_block:get_num_layers_to_build",
+    why="model chunks of any length",
+    signatures={"0.16": "config vp_stage pp_rank"},
+)
+GET_TRANSFORMER_LAYER_OFFSET = Seam(
+    target="megatron.core.transformer.transformer_layer:get_transformer_layer_offset",
+    why="model chunks that begin anywhere",
+    signatures={"0.16": "config vp_stage pp_rank"},
+)
+LINEAR_BACKWARD = Seam(
+    target="megatron.core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication.backward",
+    why="weight gradients apart from input gradients fill the pipeline's bubbles",
+    signatures={"0.16": "ctx grad_output"},
+)
+CALCULATE_LOGITS_MAX = Seam(
+    target="megatron.core.tensor_parallel.cross_entropy:VocabParallelCrossEntropy.calculate_logits_max",
+    why="--odyssey-float64 keeps the loss in float64",
+    signatures={"0.16": "vocab_parallel_logits"},
+    remedy="Leave out --odyssey-float64, or use a tested version of Megatron-LM.",
+)
+
+# -- called, or set ---------------------------------------------------------------------------------------------------
+
+FORWARD_STEP = Seam(
+    target="megatron.core.pipeline_parallel.schedules:forward_step",
+    why="runs the user's forward step on a model chunk",
+    signatures={
+        "0.16": "forward_step_func data_iterator model num_microbatches input_tensor forward_data_store config "
+        "cp_group_size current_microbatch is_last_stage"
+    },
+    open=True,
+)
+BACKWARD_STEP = Seam(
+    target="megatron.core.pipeline_parallel.schedules:backward_step",
+    why="the backward of a model chunk",
+    signatures={
+        "0.16": "input_tensor output_tensor output_tensor_grad model_type config",
+        "0.17": "input_tensor output_tensor output_tensor_grad config",
+    },
+)
+DEALLOCATE_OUTPUT_TENSOR = Seam(
+    target="megatron.core.pipeline_parallel.schedules:deallocate_output_tensor",
+    why="frees an activation that has been sent",
+    signatures={"0.16": "out deallocate_pipeline_outputs"},
+)
+INITIALIZE_MODEL_PARALLEL = Seam(
+    target="megatron.core.parallel_state:initialize_model_parallel",
+    why=_ALONE,
+    signatures={"0.16": "tensor_model_parallel_size pipeline_model_parallel_size create_gloo_process_groups"},
+    open=True,
+)
+SET_PIPELINE_RANK = Seam(
+    target="megatron.core.parallel_state:set_pipeline_model_parallel_rank",
+    why="user code asks which stage it runs in",
+    signatures={"0.16": "rank"},
+)
+SET_PIPELINE_WORLD_SIZE = Seam(
+    target="megatron.core.parallel_state:set_pipeline_model_parallel_world_size",
+    why="user code asks how many stages there are",
+    signatures={"0.16": "world_size"},
+)
+DATA_PARALLEL_GROUP = Seam(
+    target="megatron.core.parallel_state:_DATA_PARALLEL_GROUP", why=_GLOBAL, signatures={"0.16": ""}
+)
+DATA_PARALLEL_GROUP_WITH_CP = Seam(
+    target="megatron.core.parallel_state:_DATA_PARALLEL_GROUP_WITH_CP", why=_GLOBAL, signatures={"0.16": ""}
+)
+INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = Seam(
+    target="megatron.core.parallel_state:_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",
+    why=_GLOBAL,
+    signatures={"0.16": ""},
+)
+PROCESS_GROUP_COLLECTION = Seam(
+    target="megatron.core.process_groups_config:ProcessGroupCollection",
+    why="gives models and optimizers the groups of this rank alone",
+    signatures={"0.16": ""},
+)
+GET_MEGATRON_OPTIMIZER = Seam(
+    target="megatron.core.optimizer:get_megatron_optimizer",
+    why="each layer has an optimizer of Megatron's, which moves with it",
+    signatures={"0.16": "config model_chunks config_overrides use_gloo_process_groups pg_collection"},
+    open=True,
+)
+DISTRIBUTED_DATA_PARALLEL = Seam(
+    target="megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
+    why="provides the gradient buffers of a model chunk",
+    signatures={"0.16": "config ddp_config module disable_bucketing pg_collection"},
+    open=True,
+)
+CUDA_MANUAL_SEED = Seam(
+    target="megatron.core.tensor_parallel.random:model_parallel_cuda_manual_seed",
+    why="creates the generators that Odyssey seeds for each layer",
+    signatures={"0.16": "seed tp_rank ep_rank etp_rank"},
+    open=True,
+)
+RECONFIGURE_NUM_MICROBATCHES = Seam(
+    target="megatron.core.num_microbatches_calculator:reconfigure_num_microbatches_calculator",
+    why="the loop counts a whole global batch as this rank's",
+    signatures={
+        "0.16": "rank rampup_batch_size global_batch_size micro_batch_size data_parallel_size "
+        "decrease_batch_size_if_needed"
+    },
+    open=True,
+)
+GET_OPTIMIZER_CONFIG = Seam(
+    target="megatron.training.training:get_megatron_optimizer_config",
+    why="the optimizers are set up as Megatron's flags say",
+    signatures={"0.16": "args"},
+)
+GET_OPTIMIZER_PARAM_SCHEDULER = Seam(
+    target="megatron.training.training:get_optimizer_param_scheduler",
+    why="the learning rate follows Megatron's flags",
+    signatures={"0.16": "optimizer"},
+)
+LOAD_CHECKPOINT = Seam(
+    target="megatron.training.training:load_checkpoint",
+    why="a resumed job starts from Megatron's checkpoint",
+    signatures={"0.16": "ddp_model optimizer opt_param_scheduler checkpointing_context"},
+    open=True,
+)
+SET_RANDOM_SEED = Seam(
+    target="megatron.training.initialize:_set_random_seed",
+    why="initial weights are those that Megatron would draw",
+    signatures={
+        "0.16": "seed_ data_parallel_random_init te_rng_tracker inference_rng_tracker use_cudagraphable_rng"
+    },
+    open=True,
+)
+INITIALIZE_MEGATRON = Seam(
+    target="megatron.training.initialize:initialize_megatron",
+    why="--odyssey-device cpu changes its default for allow_no_cuda",
+    signatures={"0.16": "allow_no_cuda"},
+    open=True,
+)
+COMPILE_HELPERS = Seam(
+    target="megatron.core.datasets.utils:compile_helpers",
+    why="the wheel of megatron-core has the compiled helpers and no Makefile",
+    signatures={"0.16": ""},
+)
+FUSED_KERNELS_LOAD = Seam(
+    target="megatron.legacy.fused_kernels:load",
+    why="--odyssey-device cpu has no nvcc to build them with",
+    signatures={"0.16": "args", "0.17": None},
+)
+
+SEAMS: tuple[Seam, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Seam))

@@ -1,0 +1,179 @@
+"""Seams: the names in Megatron that Odyssey replaces or calls, each a record that is checked before it is relied upon.
+
+A seam is checked against the source (``check``: nothing is imported) or, when it is put to use, against the object
+(``apply``). What is missing or has changed stops the start with :class:`MegatronIncompatible`. The table is in
+``seam_table.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from odyssey_megatron.errors import MegatronIncompatible
+from odyssey_megatron.mcore import compat
+from odyssey_megatron.mcore.source import Source
+
+READ = ("0.16.1", "0.17.1", "0.18.2", "0.19.0")
+"""The tags that the records were compared with. Those that jobs ran with are ``compat.TESTED``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seam:
+    """One name in Megatron."""
+
+    target: str
+    """``module:name`` or ``module:Class.name``; where Megatron looks the name up, or where it is defined."""
+    why: str
+    signatures: Mapping[str, str | None]
+    """From this version (major.minor) on: the names of its parameters; None: the seam is not there and not needed."""
+    open: bool = False
+    """The names must be among the parameters, there may be more: we pass everything on, or call it by keyword."""
+    remedy: str = "Use a tested version of Megatron-LM, or train without --odyssey."
+
+    def expected(self, version: str) -> tuple[str, ...] | None:
+        """The parameters that ``version`` should have, by the newest record that is not newer than it."""
+        known = [since for since in self.signatures if _major_minor(since) <= _major_minor(version)]
+        if not known:
+            return None
+        names = self.signatures[max(known, key=_major_minor)]
+        return None if names is None else tuple(names.split())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What a check of one seam saw."""
+
+    seam: Seam
+    version: str
+    expected: tuple[str, ...] | None
+    found: tuple[str, ...] | None
+    """The parameters; None if the target is not there."""
+
+    @property
+    def state(self) -> str:
+        """ok, changed, missing, or unused: not needed with this version."""
+        if self.expected is None:
+            return "unused"
+        if self.found is None:
+            return "missing"
+        fits = set(self.expected) <= set(self.found) if self.seam.open else self.expected == self.found
+        return "ok" if fits else "changed"
+
+    def demand(self) -> None:
+        """Raises MegatronIncompatible unless the seam can be relied upon."""
+        if self.state in ("ok", "unused"):
+            return
+        among = "among its parameters" if self.seam.open else "the parameters"
+        wanted = f"{among} ({', '.join(self.expected or ())})"
+        found = "no such name" if self.found is None else f"({', '.join(self.found)})"
+        raise MegatronIncompatible(
+            f"{self.seam.target} is {self.state} in megatron-core {self.version}: expected {wanted}, found {found}. "
+            f"Odyssey needs it for this: {self.seam.why}. Read in {', '.join(READ)}; jobs ran with "
+            f"{', '.join(compat.TESTED)}. {self.seam.remedy}"
+        )
+
+
+def check(seam: Seam, source: Source, version: str) -> Finding:
+    """Looks ``seam`` up in source code, which is not imported."""
+    return Finding(
+        seam=seam, version=version, expected=seam.expected(version), found=source.parameters(seam.target)
+    )
+
+
+def check_live(seam: Seam, version: str) -> Finding:
+    """Looks ``seam`` up in the imported Megatron."""
+    expected = seam.expected(version)
+    found = None
+    if expected is not None:
+        try:
+            owner, name = _resolve(seam.target)
+            found = _parameters_of(vars(owner)[name])
+        except (ImportError, AttributeError, KeyError):
+            pass  # missing, which is what the finding says
+    return Finding(seam=seam, version=version, expected=expected, found=found)
+
+
+_applied: dict[str, tuple[Any, str, Any, Any]] = {}
+"""By target: module or class, name in it, what it held before, what it holds now."""
+
+
+def apply(seam: Seam, replacement: Callable[..., Any]) -> None:
+    """Puts ``replacement`` in the place of ``seam`` and of every copy that a module has imported.
+
+    Copies in Odyssey's own modules stay: they mean the original. Raises MegatronIncompatible.
+    """
+    assert seam.target not in _applied, f"{seam.target} is replaced already"
+    check_live(seam, compat.check_version()).demand()
+    owner, name = _resolve(seam.target)
+    before = vars(owner)[name]
+    assert inspect.isroutine(before), f"{seam.target} is no function"
+    after = staticmethod(replacement) if isinstance(before, staticmethod) else replacement
+    _applied[seam.target] = (owner, name, before, after)
+    _exchange(owner, name, before, after)
+
+
+def wrap(seam: Seam, wrapper: Callable[..., Any]) -> None:
+    """As :func:`apply`; ``wrapper`` is called with the original function and then the arguments."""
+    function = original(seam)
+
+    @functools.wraps(function)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(function, *args, **kwargs)
+
+    apply(seam, replaced)
+
+
+def original(seam: Seam) -> Any:
+    """What Megatron has at ``seam``, whether or not it is replaced. Raises MegatronIncompatible."""
+    if seam.target in _applied:
+        value = _applied[seam.target][2]
+    else:
+        check_live(seam, compat.check_version()).demand()
+        owner, name = _resolve(seam.target)
+        value = vars(owner)[name]
+    return value.__func__ if isinstance(value, staticmethod) else value
+
+
+def is_applied(seam: Seam) -> bool:
+    return seam.target in _applied
+
+
+def undo_all() -> None:
+    """Megatron is as it was before the first :func:`apply`, in modules imported since then too."""
+    while _applied:
+        owner, name, before, after = _applied.popitem()[1]
+        _exchange(owner, name, after, before)
+
+
+def _exchange(owner: Any, name: str, old: Any, new: Any) -> None:
+    setattr(owner, name, new)
+    for module_name, module in list(sys.modules.items()):  # the user's script among them
+        if module_name.partition(".")[0] != "odyssey_megatron":
+            for alias, value in list(getattr(module, "__dict__", {}).items()):
+                if value is old:
+                    setattr(module, alias, new)
+
+
+def _resolve(target: str) -> tuple[Any, str]:
+    """The module or class that has the name, and the name. Raises ImportError, AttributeError."""
+    module, _, path = target.partition(":")
+    *classes, name = path.split(".")
+    return functools.reduce(getattr, classes, importlib.import_module(module)), name
+
+
+def _parameters_of(value: Any) -> tuple[str, ...]:
+    function = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+    if not inspect.isroutine(function):
+        return ()
+    parameters = inspect.signature(function).parameters.values()
+    return tuple(str(one).partition(":")[0].partition("=")[0] for one in parameters)  # with its stars
+
+
+def _major_minor(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])

@@ -1,0 +1,148 @@
+"""Megatron's sources, read without importing them: under any Python, and for a checkout that nobody has run yet."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_MAX_HOPS = 8
+"""Re-exports followed from a name to its definition; Megatron's chains have two."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Folders that hold Python packages, the first that has a module wins: as on ``sys.path``."""
+
+    roots: tuple[Path, ...]
+
+    def file_of(self, module: str) -> Path | None:
+        """The file of a module or package."""
+        for root in self.roots:
+            base = root.joinpath(*module.split("."))
+            for path in (base / "__init__.py", base.parent / f"{base.name}.py"):
+                if path.is_file():
+                    return path
+        return None
+
+    def parameters(self, target: str) -> tuple[str, ...] | None:
+        """The parameter names of ``module:function`` or ``module:Class.method``; None if it is not there.
+
+        ``*args`` and ``**kwargs`` keep their stars. What is not a function has no parameters. Raises SyntaxError.
+        """
+        module, _, path = target.partition(":")
+        found = self._definition(module, path, _MAX_HOPS)
+        if isinstance(found, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            return _names(found.args)
+        return None if found is None else ()
+
+    def version(self) -> str | None:
+        """What ``megatron.core`` says its version is; None if there is no megatron.core."""
+        file = self.file_of("megatron.core.package_info")
+        if file is None:
+            return None
+        values = {
+            target.id: node.value.value
+            for node in _parse(file).body
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        }
+        numbers = [values.get(name) for name in ("MAJOR", "MINOR", "PATCH")]
+        return None if None in numbers else ".".join(map(str, numbers)) + str(values.get("PRE_RELEASE", ""))
+
+    def needed_packages(self, module: str) -> dict[str, str]:
+        """Other packages that importing ``module`` cannot do without, each with a module that wants it.
+
+        Followed are the imports that always happen; those inside functions, ``try`` and ``if`` are optional.
+        """
+        needed: dict[str, str] = {}
+        seen: set[str] = set()
+        waiting = [module]
+        while waiting:
+            name = waiting.pop()
+            file = None if name in seen else self.file_of(name)
+            seen.add(name)
+            if file is None:
+                continue
+            for wanted in _imports(_parse(file), _package(name, file)):
+                top = wanted.partition(".")[0]
+                if top == module.partition(".")[0]:
+                    parents = wanted.split(".")
+                    waiting += [".".join(parents[:end]) for end in range(1, len(parents) + 1)]
+                elif top not in sys.stdlib_module_names:
+                    needed.setdefault(top, name)
+        return needed
+
+    def _definition(self, module: str, path: str, hops: int) -> ast.stmt | None:
+        file = self.file_of(module)
+        if file is None or not hops:
+            return None
+        name, _, rest = path.partition(".")
+        found = _binding(_parse(file).body, name)
+        if isinstance(found, ast.ImportFrom):
+            (alias,) = (one for one in found.names if (one.asname or one.name) == name)
+            origin = _origin(found, _package(module, file))
+            return self._definition(origin, ".".join(filter(None, (alias.name, rest))), hops - 1)
+        while rest and isinstance(found, ast.ClassDef):
+            name, _, rest = rest.partition(".")
+            found = _binding(found.body, name)
+        return None if rest else found
+
+
+@functools.lru_cache(maxsize=32)  # a tree is some megabytes
+def _parse(file: Path) -> ast.Module:
+    return ast.parse(file.read_bytes(), str(file))
+
+
+def _package(module: str, file: Path) -> list[str]:
+    parts = module.split(".")
+    return parts if file.name == "__init__.py" else parts[:-1]
+
+
+def _origin(node: ast.ImportFrom, package: list[str]) -> str:
+    base = package[: len(package) - node.level + 1] if node.level else []
+    return ".".join([*base, *([node.module] if node.module else [])])
+
+
+def _imports(tree: ast.Module, package: list[str]) -> Iterator[str]:
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            origin = _origin(node, package)
+            yield origin
+            yield from (f"{origin}.{alias.name}" for alias in node.names)
+
+
+def _binding(body: list[ast.stmt], name: str) -> ast.stmt | None:
+    """The statement that defines ``name``, also under ``if`` and ``try``."""
+    for node in body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            bound = {node.name}
+        elif isinstance(node, ast.ImportFrom):
+            bound = {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            bound = {target.id for target in targets if isinstance(target, ast.Name)}
+        else:
+            bound = set()
+        if name in bound:
+            return node
+        for inner in ("body", "orelse", "finalbody"):
+            if isinstance(node, (ast.If, ast.Try)) and (found := _binding(getattr(node, inner, []), name)):
+                return found
+    return None
+
+
+def _names(args: ast.arguments) -> tuple[str, ...]:
+    names = [one.arg for one in (*args.posonlyargs, *args.args)]
+    if args.vararg:
+        names.append("*" + args.vararg.arg)
+    names += [one.arg for one in args.kwonlyargs]
+    if args.kwarg:
+        names.append("**" + args.kwarg.arg)
+    return tuple(names)

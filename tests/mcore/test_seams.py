@@ -1,0 +1,93 @@
+"""Replacing names in the imported Megatron, and taking the replacements back."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+
+import pytest
+
+from odyssey_megatron.errors import MegatronIncompatible
+from odyssey_megatron.mcore import compat, seam_table, seams
+from odyssey_megatron.mcore.seams import Seam
+
+
+@pytest.fixture
+def untouched(megatron):
+    """Other tests of this process may have applied seams, which stay."""
+    before = dict(seams._applied)
+    seams.undo_all()
+    yield
+    seams.undo_all()
+    for owner, name, old, new in before.values():
+        seams._exchange(owner, name, old, new)
+    seams._applied.update(before)
+
+
+@pytest.mark.parametrize(
+    "seam",
+    [one for one in seam_table.SEAMS if one.target.startswith("megatron.core")],
+    ids=lambda one: one.target,
+)
+def test_the_installed_megatron_core_has_the_seam(seam, untouched):
+    assert seams.check_live(seam, compat.check_version()).state == "ok"
+
+
+def test_a_replacement_reaches_every_copy_and_goes_again(untouched):
+    from megatron.core.transformer import transformer_block
+
+    layer_specs = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
+    script, later = types.ModuleType("script"), types.ModuleType("later")
+    before = transformer_block.get_num_layers_to_build
+    script.renamed = before
+    sys.modules["script"], sys.modules["later"] = script, later
+    try:
+        seams.wrap(seam_table.GET_NUM_LAYERS_TO_BUILD, lambda original, *args: (original, args))
+        later.copied = transformer_block.get_num_layers_to_build
+        for function in (
+            transformer_block.get_num_layers_to_build,
+            layer_specs.get_num_layers_to_build,
+            script.renamed,
+        ):
+            assert function(1, 2) == (before, (1, 2))
+        assert seams.original(seam_table.GET_NUM_LAYERS_TO_BUILD) is before
+        seams.undo_all()
+        for function in (
+            transformer_block.get_num_layers_to_build,
+            layer_specs.get_num_layers_to_build,
+            script.renamed,
+            later.copied,
+        ):
+            assert function is before
+    finally:
+        del sys.modules["script"], sys.modules["later"]
+
+
+def test_a_static_method_stays_one(untouched):
+    from megatron.core.tensor_parallel.cross_entropy import VocabParallelCrossEntropy
+
+    before = vars(VocabParallelCrossEntropy)["calculate_logits_max"]
+    seams.apply(seam_table.CALCULATE_LOGITS_MAX, lambda logits: ("ours", logits))
+    assert VocabParallelCrossEntropy().calculate_logits_max(5) == ("ours", 5)
+    seams.undo_all()
+    assert vars(VocabParallelCrossEntropy)["calculate_logits_max"] is before
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("backward_step", "is changed"), ("backwards_step", "is missing")],
+)
+def test_a_seam_that_does_not_fit_is_refused_and_nothing_is_replaced(untouched, name, why):
+    from megatron.core.pipeline_parallel import schedules
+
+    seam = Seam(
+        target=f"megatron.core.pipeline_parallel.schedules:{name}",
+        why="to test",
+        signatures={"0.16": "first second"},
+    )
+    before = schedules.backward_step
+    with pytest.raises(MegatronIncompatible, match=f"{name} {why}.*first, second.*found"):
+        seams.apply(seam, print)
+    assert schedules.backward_step is before
+    assert not seams.is_applied(seam)
