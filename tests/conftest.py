@@ -2,9 +2,46 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+NEEDS_MEGATRON_LM = (
+    "needs Megatron-LM: set MEGATRON_LM_PATH to a checkout of core_v0.16.1 "
+    "(and MEGATRON_LM_PATHS to others, separated by ':')"
+)
+
+
+def megatron_lm_checkouts() -> list[Path]:
+    """Those that the two variables name, that of MEGATRON_LM_PATH first."""
+    named = [os.environ.get("MEGATRON_LM_PATH", ""), *os.environ.get("MEGATRON_LM_PATHS", "").split(":")]
+    return [Path(one) for one in dict.fromkeys(named) if one]
+
+
+def pytest_generate_tests(metafunc: Any) -> None:
+    """A test that takes ``any_megatron_lm`` runs with each checkout, or is skipped once."""
+    if "any_megatron_lm" in metafunc.fixturenames:
+        skipped = pytest.param(None, marks=pytest.mark.skip(reason=NEEDS_MEGATRON_LM))
+        metafunc.parametrize(
+            "any_megatron_lm", megatron_lm_checkouts() or [skipped], ids=lambda one: one and one.name
+        )
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """How many tests a checkout would add."""
+    skipped = sum(NEEDS_MEGATRON_LM in str(one.longrepr) for one in terminalreporter.stats.get("skipped", ()))
+    if skipped:
+        terminalreporter.write_line(f"skipped: {skipped}; each {NEEDS_MEGATRON_LM}")
+
+
+@pytest.fixture(scope="session")
+def megatron_lm() -> Path:
+    """A Megatron-LM checkout at core_v0.16.1, not to be written to."""
+    if not os.environ.get("MEGATRON_LM_PATH"):
+        pytest.skip(NEEDS_MEGATRON_LM)
+    return Path(os.environ["MEGATRON_LM_PATH"])
 
 
 @pytest.fixture(scope="session")

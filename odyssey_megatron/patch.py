@@ -1,0 +1,278 @@
+"""``odyssey patch``: puts Odyssey's few lines into a Megatron-LM checkout, and takes them out byte for byte.
+
+After it the job runs under launchers that know nothing of Odyssey. What is put where is data: ``patches/`` has a folder
+for each supported tag with the files and the lines there (anchors) that ours stand beside. Ours lie between two marks,
+the first with a digest, so that they can be told from lines that somebody has edited.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import hashlib
+import os
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.mcore.source import Source
+
+_BEGIN, _END = b"# >>> odyssey-megatron ", b"# <<< odyssey-megatron"
+_NO_EDIT = "Start the job with 'odyssey run': that needs no patch."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Insertion:
+    """Our lines in one file."""
+
+    file: str
+    anchor: str
+    """The one line of the file that ours stand beside."""
+    after: bool
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patch:
+    """What one tag of Megatron-LM gets."""
+
+    tag: str
+    version: str
+    insertions: tuple[Insertion, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One file before and after."""
+
+    path: Path
+    name: str
+    before: bytes
+    after: bytes
+
+
+def supported(folder: Path | None = None) -> tuple[Patch, ...]:
+    """The patches that there are, by tag."""
+    folder = folder or _data()
+    ours = (folder / "lines.txt").read_text()
+    patches = []
+    for file in sorted(folder.glob("*/patch.toml")):
+        table = tomllib.loads(file.read_text())
+        insertions = tuple(
+            Insertion(
+                file=one["file"],
+                anchor=one["after" if "after" in one else "before"],
+                after="after" in one,
+                lines=tuple(ours.replace("CALL", one["call"]).splitlines()),
+            )
+            for one in table["insert"]
+        )
+        patches.append(Patch(tag=file.parent.name, version=table["version"], insertions=insertions))
+    return tuple(patches)
+
+
+def _data() -> Path:
+    package = Path(__file__).parent
+    return next(one for one in (package / "patches", package.parent / "patches") if one.is_dir())
+
+
+def install(checkout: Path) -> tuple[Change, ...]:
+    """What installing changes: nothing if it is installed. Raises ConfigError."""
+    changes = []
+    for insertion in _patch_for(checkout).insertions:
+        before = _read(checkout, insertion.file)
+        after = _insert(_remove(before, insertion.file), insertion)
+        changes.append(_change(checkout, insertion.file, before, after))
+    return _changed(changes)
+
+
+def uninstall(checkout: Path) -> tuple[Change, ...]:
+    """What uninstalling changes, whichever version the lines are for. Raises ConfigError."""
+    _version(checkout)
+    names = sorted({one.file for patch in supported() for one in patch.insertions})
+    changes = []
+    for name in names:
+        before = _read(checkout, name)
+        changes.append(_change(checkout, name, before, _remove(before, name)))
+    return _changed(changes)
+
+
+def status(checkout: Path) -> list[str]:
+    """A line for the checkout and one for each of its files. Raises ConfigError."""
+    patch = _patch_for(checkout)
+    lines = [f"{checkout}: megatron-core {patch.version} ({patch.tag})"]
+    for insertion in patch.insertions:
+        text = _read(checkout, insertion.file)
+        original = _remove(text, insertion.file)
+        complete = _insert(original, insertion)
+        state = {original: "not installed", complete: "installed"}.get(text, "installed by another version")
+        lines.append(f"  {insertion.file}: {state}")
+    return lines
+
+
+def write(changes: Sequence[Change]) -> None:
+    """Carries out all changes or none. Raises ConfigError."""
+    ready: list[tuple[Change, str]] = []
+    done: list[Change] = []
+    try:
+        ready += ((change, _write_beside(change.path, change.after)) for change in changes)
+        for change, temporary in ready:
+            os.replace(temporary, change.path)
+            done.append(change)
+    except OSError as error:
+        for change in done:
+            os.replace(_write_beside(change.path, change.before), change.path)
+        raise ConfigError(f"cannot write ({error}); nothing was changed. {_NO_EDIT}") from error
+    finally:
+        for _, temporary in ready[len(done) :]:
+            os.unlink(temporary)
+
+
+def diff(changes: Sequence[Change]) -> bytes:
+    """The changes as ``git apply`` takes them."""
+    return b"".join(row for change in changes for row in _diff(change))
+
+
+def main(argv: Sequence[str]) -> int:
+    """``odyssey patch``. Raises ConfigError."""
+    parser = argparse.ArgumentParser(
+        prog="odyssey patch", description="Odyssey's lines in a Megatron-LM checkout."
+    )
+    parser.add_argument("action", choices=("install", "uninstall", "status"))
+    parser.add_argument("checkout", type=Path, metavar="PATH", help="the Megatron-LM checkout")
+    parser.add_argument("--dry-run", action="store_true", help="print the difference, change nothing")
+    args = parser.parse_args(argv)
+    if args.action == "status":
+        print("\n".join(status(args.checkout)))
+        return 0
+    changes = (install if args.action == "install" else uninstall)(args.checkout)
+    if args.dry_run:
+        sys.stdout.buffer.write(diff(changes))
+        return 0
+    write(changes)
+    for change in changes:
+        print(f"{args.action}ed: {change.path}")
+    if not changes:
+        print(
+            f"nothing to do: {'already' if args.action == 'install' else 'not'} installed in {args.checkout}"
+        )
+    return 0
+
+
+def _version(checkout: Path) -> str:
+    version = Source((checkout,)).version()
+    if version is None:
+        raise ConfigError(
+            f"{checkout} is no Megatron-LM checkout: megatron/core/package_info.py with a version was expected, and is "
+            "not there. Name the folder that has pretrain_gpt.py in it."
+        )
+    return version
+
+
+def _patch_for(checkout: Path) -> Patch:
+    version, patches = _version(checkout), supported()
+    for patch in patches:
+        if patch.version == version:
+            return patch
+    known = ", ".join(f"{patch.version} ({patch.tag})" for patch in patches)
+    raise ConfigError(
+        f"{checkout} has megatron-core {version}, and there are patches for {known}. Check one of these out. {_NO_EDIT}"
+    )
+
+
+def _read(checkout: Path, name: str) -> bytes:
+    try:
+        return (checkout / name).read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"{checkout / name} was expected and cannot be read ({error.strerror}); nothing was changed. {_NO_EDIT}"
+        ) from error
+
+
+def _insert(text: bytes, insertion: Insertion) -> bytes:
+    """``text`` with our lines; in the file's own line endings, and without one at the end if it has none."""
+    rows = text.splitlines(keepends=True)
+    places = [number for number, row in enumerate(rows) if _bare(row) == insertion.anchor.encode()]
+    if len(places) != 1:
+        numbers = ", ".join(str(place + 1) for place in places)
+        raise ConfigError(
+            f"{insertion.file} is not as its tag has it: expected the line {insertion.anchor!r} once, found it "
+            + (f"in lines {numbers}" if places else f"nowhere in {len(rows)} lines")
+            + f". Nothing was changed; restore the file (git checkout). {_NO_EDIT}"
+        )
+    (place,) = places
+    endings = (row[len(_bare(row)) :] for row in (rows[place], rows[0]))
+    ending = next(filter(None, endings), b"\n")
+    block = [line + ending for line in _block(insertion.lines)]
+    if insertion.after:
+        if rows[place] == _bare(rows[place]):  # the end of a file without a line ending
+            rows[place] += ending
+            block[-1] = _bare(block[-1])
+        place += 1
+    return b"".join([*rows[:place], *block, *rows[place:]])
+
+
+def _remove(text: bytes, name: str) -> bytes:
+    """``text`` without the lines between our marks, if there are any. Raises ConfigError if they were edited."""
+    rows = text.splitlines(keepends=True)
+    begin = [number for number, row in enumerate(rows) if row.startswith(_BEGIN)]
+    end = [number for number, row in enumerate(rows) if row.startswith(_END)]
+    if not begin and not end:
+        return text
+    if len(begin) == len(end) == 1 and begin < end:
+        first, last = begin[0], end[0] + 1
+        found = [_bare(row) for row in rows[first:last]]
+        if found == _block([line.decode(errors="replace") for line in found[1:-1]]):
+            before = rows[:first]
+            if before and rows[last - 1] == _bare(rows[last - 1]):
+                before[-1] = _bare(before[-1])
+            return b"".join(before + rows[last:])
+    raise ConfigError(
+        f"{name} has lines of Odyssey that were edited since: expected one block from {_BEGIN.decode()!r} to "
+        f"{_END.decode()!r} with the contents of its digest, found marks in lines "
+        f"{', '.join(str(number + 1) for number in sorted(begin + end))}. Nothing was changed; take the block out by "
+        "hand, or restore the file (git checkout)."
+    )
+
+
+def _block(lines: Sequence[str]) -> list[bytes]:
+    """Our lines between their marks, without line endings."""
+    contents = [line.encode() for line in lines]
+    digest = hashlib.blake2b(b"\n".join(contents), digest_size=4).hexdigest()
+    return [_BEGIN + f"{digest}: 'odyssey patch uninstall' takes this out".encode(), *contents, _END]
+
+
+def _bare(row: bytes) -> bytes:
+    return row.rstrip(b"\r\n")
+
+
+def _change(checkout: Path, name: str, before: bytes, after: bytes) -> Change:
+    return Change(path=(checkout / name).resolve(), name=name, before=before, after=after)
+
+
+def _changed(changes: Sequence[Change]) -> tuple[Change, ...]:
+    return tuple(change for change in changes if change.before != change.after)
+
+
+def _write_beside(path: Path, text: bytes) -> str:
+    """A new file next to ``path`` with its mode. Raises OSError."""
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(text)
+            os.fchmod(file.fileno(), path.stat().st_mode & 0o7777)
+    except OSError:
+        os.unlink(temporary)
+        raise
+    return temporary
+
+
+def _diff(change: Change) -> Iterator[bytes]:
+    before, after = (text.splitlines(keepends=True) for text in (change.before, change.after))
+    names = (f"a/{change.name}".encode(), f"b/{change.name}".encode())
+    for row in difflib.diff_bytes(difflib.unified_diff, before, after, *names):
+        yield row if row.endswith(b"\n") else row + b"\n\\ No newline at end of file\n"
