@@ -27,6 +27,11 @@ _FACTORIES = (
     "tensor as_tensor empty zeros ones full rand randn randint randperm arange linspace eye empty_like zeros_like "
     "ones_like full_like rand_like randn_like empty_strided"
 ).split()
+_NEED_TRITON = tuple(
+    "megatron.core.transformer." + name
+    for name in ("custom_layers.batch_invariant_kernels", "moe.paged_stash", "moe.ops.paged_stash")
+)
+"""Imported by every version from 0.16.1 to 0.19.0 that has them, used by nothing that runs on the CPU."""
 _NEW = "new_tensor new_empty new_zeros new_ones new_full".split()
 
 
@@ -43,6 +48,9 @@ def install() -> None:
     _redirect_factories()
     _redirect_tensor_methods()
     _redirect_cuda()
+    if importlib.util.find_spec("triton") is None:  # a gigabyte, for kernels that need a GPU
+        for name in _NEED_TRITON:
+            sys.modules.setdefault(name, _Absent(name))
     _stub_missing_helpers()
     # One generator stands for both devices' here, so "CPU RNG state changed" is always a false alarm.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
@@ -212,9 +220,6 @@ def _redirect_cuda() -> None:
 
 def prepare_training() -> None:
     """What ``megatron.training`` needs besides, before it is imported."""
-    name = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
-    if importlib.util.find_spec("triton") is None:  # a gigabyte, for kernels that need a GPU
-        sys.modules.setdefault(name, _Absent(name))
     import megatron.training.initialize as initialize
 
     # Its default, but not its check, is for GPUs.
