@@ -93,6 +93,12 @@ def _started_s(pid: int) -> float:
     return since_boot_s - time.clock_gettime(time.CLOCK_BOOTTIME) + time.monotonic()
 
 
+def _doctor(argv: list[str]) -> int:
+    from odyssey_megatron.doctor import command
+
+    return command.main(argv)
+
+
 def _patch(argv: list[str]) -> int:
     from odyssey_megatron import patch
 
@@ -101,6 +107,7 @@ def _patch(argv: list[str]) -> int:
 
 _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "run": (_run, "start a training job: torchrun's arguments, then the script and its own"),
+    "doctor": (_doctor, "looks for what would keep a job from running, or from surviving"),
     "patch": (_patch, "puts Odyssey's lines into a Megatron-LM checkout, or takes them out"),
     "inject": (_inject, "send a signal to a rank of a running job, to see it recover"),
     "plan": (_plan, "what would happen if some GPUs died: no GPU, torch or job needed"),

@@ -19,7 +19,7 @@ from odyssey_megatron.errors import MegatronIncompatible
 from odyssey_megatron.mcore import compat
 from odyssey_megatron.mcore.source import Source
 
-READ = ("0.16.1", "0.17.1", "0.18.2", "0.19.0")
+READ = ("core_v0.16.1", "core_v0.17.1", "core_v0.18.2", "core_v0.19.0")
 """The tags that the records were compared with. Those that jobs ran with are ``compat.TESTED``."""
 
 

@@ -93,9 +93,13 @@ class Source:
         return None if rest else found
 
 
-@functools.lru_cache(maxsize=32)  # a tree is some megabytes
 def _parse(file: Path) -> ast.Module:
-    return ast.parse(file.read_bytes(), str(file))
+    return _tree(file.read_bytes())
+
+
+@functools.lru_cache(maxsize=32)  # a tree is some megabytes
+def _tree(text: bytes) -> ast.Module:
+    return ast.parse(text)
 
 
 def _package(module: str, file: Path) -> list[str]:

@@ -1,0 +1,104 @@
+"""The command: gathers the facts of this machine, prints the rows."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+
+from odyssey_megatron.config import config_from_argv
+from odyssey_megatron.doctor import environment, megatron, packages
+from odyssey_megatron.doctor.rows import OK, PROBLEM, WARNING, Host, Job, Package, Row
+from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.mcore.source import Source
+
+_USAGE = """usage: odyssey doctor [--json] [PATH] [FLAG ...]
+
+Looks for what would keep a job from running, or from surviving. Exit code 0: a job can run here; 1: none can.
+
+  PATH      a Megatron-LM checkout; without it, the installed megatron-core
+  FLAG ...  the job's flags, Megatron's and Odyssey's, e.g. --odyssey-device cpu: what they rule out is said too
+  --json    print JSON"""
+_MAY_BE_EMPTY = ("transformer-engine",)
+
+
+def main(argv: Sequence[str]) -> int:
+    """``odyssey doctor``: 0 if a job can run here, 1 if not. Raises ConfigError."""
+    rest = [one for one in argv if one != "--json"]
+    if rest and rest[0] in ("-h", "--help"):
+        print(_USAGE)
+        return 0
+    checkout = Path(rest.pop(0)) if rest and not rest[0].startswith("-") else None
+    found = diagnose(checkout, Job(config=config_from_argv(rest), flags=tuple(rest)), _host())
+    problems, warnings = (sum(row.state == state for row in found) for state in (PROBLEM, WARNING))
+    if "--json" in argv:
+        print(json.dumps({"can_run": not problems, "rows": [asdict(row) for row in found]}, indent=1))
+    else:
+        verdict = "no job can run like this" if problems else "a job can run"
+        print(f"{render(found)}\n\n{problems} problem(s), {warnings} warning(s): {verdict}.")
+    return 1 if problems else 0
+
+
+def diagnose(checkout: Path | None, job: Job, host: Host) -> list[Row]:
+    """All rows. Raises ConfigError: ``checkout`` is none."""
+    source = Source((*([checkout] if checkout else ()), *_installed()))
+    if checkout is not None and not (checkout / "megatron").is_dir():
+        raise ConfigError(
+            f"{checkout} is no Megatron-LM checkout: it has no folder 'megatron'. Name the one that has."
+        )
+    if source.version() is None:
+        missing = "neither there nor installed" if checkout else "not installed"
+        remedy = "Name a Megatron-LM checkout: odyssey doctor PATH; or pip install megatron-core."
+        found = [Row(area="Megatron", name="megatron-core", state=PROBLEM, found=missing, remedy=remedy)]
+        needed = {}
+    else:
+        found = list(megatron.rows(source, checkout, host))
+        training = "megatron.training" if source.file_of("megatron.training") else "megatron.core"
+        needed = source.needed_packages(training)
+    found += packages.rows(host, job, needed)
+    found += environment.rows(host, job, patched=megatron.is_patched(checkout))
+    return found
+
+
+def render(rows: Sequence[Row]) -> str:
+    """The rows for people: by area, the remedy below."""
+    lines = []
+    area = ""
+    for row in rows:
+        if row.area != area:
+            area = row.area
+            lines.append(f"{area}:")
+        lines.append(f"  {row.state:<8} {row.name}: {row.found}")
+        if row.remedy and row.state != OK:
+            lines.append(f"           -> {row.remedy}")
+    return "\n".join(lines)
+
+
+def _host() -> Host:
+    installed: dict[str, Package] = {}
+    for one in metadata.distributions():
+        name = re.sub(r"[-_.]+", "-", one.name).lower()
+        compiled = name in _MAY_BE_EMPTY and any(file.suffix == ".so" for file in one.files or ())
+        installed.setdefault(name, Package(version=one.version, compiled=compiled))
+    return Host(
+        environ=dict(os.environ),
+        python=sys.version_info[:2],
+        packages=installed,
+        can_import=lambda name: importlib.util.find_spec(name) is not None,
+        interfaces=tuple(name for _, name in socket.if_nameindex()),
+        has_gpu=Path("/proc/driver/nvidia/version").exists(),
+    )
+
+
+def _installed() -> Iterator[Path]:
+    """The folders that a Python here would find ``megatron`` in; nothing of it is imported."""
+    spec = importlib.util.find_spec("megatron")
+    for folder in spec.submodule_search_locations or () if spec else ():
+        yield Path(folder).parent

@@ -1,0 +1,106 @@
+"""What a Megatron-LM checkout is: its version, whether it is patched, and every seam."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+from odyssey_megatron import patch
+from odyssey_megatron.doctor.rows import OK, PROBLEM, WARNING, Host, Row
+from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.mcore import compat, seams
+from odyssey_megatron.mcore.seam_table import SEAMS
+from odyssey_megatron.mcore.source import Source
+
+
+def rows(source: Source, checkout: Path | None, host: Host) -> Iterator[Row]:
+    """Everything about the Megatron in ``source``, which has a megatron.core.
+
+    Args:
+        checkout: the folder that the user named; None: what is installed.
+    """
+    version = source.version()
+    assert version is not None
+    yield _version(version)
+    if checkout is not None:
+        yield from _python(checkout, host)
+        yield _patch(checkout)
+    complete = source.file_of("megatron.training") is not None
+    if not complete:
+        yield _row(
+            "megatron.training", WARNING, "not there: megatron-core comes without it",
+            "For a script of Megatron-LM, name its checkout: odyssey doctor PATH.",
+        )  # fmt: skip
+    for seam in SEAMS:
+        if complete or seam.target.startswith("megatron.core"):
+            yield _seam(seams.check(seam, source, version))
+
+
+def is_patched(checkout: Path | None) -> bool:
+    """Whether all of Odyssey's lines are in the checkout."""
+    if checkout is None:
+        return False
+    try:
+        return not patch.install(checkout)
+    except ConfigError:
+        return False
+
+
+def _row(name: str, state: str, found: str, remedy: str = "") -> Row:
+    return Row(area="Megatron", name=name, state=state, found=found, remedy=remedy)
+
+
+def _version(version: str) -> Row:
+    if version in compat.TESTED:
+        return _row("megatron-core", OK, f"{version}, tested")
+    known = [one.tag for one in patch.supported() if one.version == version]
+    how = f"its seams were read ({known[0]})" if known else "nobody has looked at it"
+    return _row(
+        "megatron-core", WARNING, f"{version}: {how}, and no job has run with it",
+        f"Use {compat.TESTED[-1]}, or try a short job first.",
+    )  # fmt: skip
+
+
+def _python(checkout: Path, host: Host) -> Iterator[Row]:
+    try:
+        wanted = tomllib.loads((checkout / "pyproject.toml").read_text())["project"]["requires-python"]
+    except (OSError, KeyError, tomllib.TOMLDecodeError):
+        return  # a fork may have dropped the file
+    least = re.search(r">=\s*(\d+)\.(\d+)", wanted)
+    found = f"{host.python[0]}.{host.python[1]}; the checkout wants {wanted}"
+    if least and host.python < (int(least[1]), int(least[2])):
+        yield _row("Python", PROBLEM, found, "Use a newer Python, or an older tag of Megatron-LM.")
+    else:
+        yield _row("Python", OK, found)
+
+
+def _patch(checkout: Path) -> Row:
+    name = "odyssey patch"
+    try:
+        missing, there = patch.install(checkout), patch.uninstall(checkout)
+    except ConfigError as error:
+        return _row(name, WARNING, f"cannot be installed: {error}")
+    if missing and there:
+        return _row(
+            name, WARNING, "installed in part, or by another version", f"odyssey patch install {checkout}"
+        )
+    return _row(name, OK, "installed" if there else "not installed, which 'odyssey run' does not need")
+
+
+def _seam(finding: seams.Finding) -> Row:
+    name, expected = finding.seam.target, _shown(finding.expected)
+    if finding.state == "unused":
+        return _row(name, OK, "not needed with this version")
+    if finding.state == "ok":
+        return _row(name, OK, expected)
+    return _row(
+        name, PROBLEM, f"{finding.state}: expected {'at least ' * finding.seam.open}{expected}, "
+        f"found {_shown(finding.found)}; needed for this: {finding.seam.why}",
+        finding.seam.remedy,
+    )  # fmt: skip
+
+
+def _shown(parameters: tuple[str, ...] | None) -> str:
+    return "no such name" if parameters is None else f"({', '.join(parameters)})"

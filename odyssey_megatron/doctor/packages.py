@@ -1,0 +1,98 @@
+"""Packages that are missing, too old, or in each other's way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from odyssey_megatron.doctor.rows import OK, PROBLEM, WARNING, Host, Job, Row
+
+_INSTALL = {"yaml": "PyYAML"}
+"""Distributions that are not called as they are imported."""
+_TORCH = (2, 13)
+"""The first version that Odyssey runs with (pyproject.toml)."""
+_RESTARTERS = ("--inprocess-restart", "--enable-ft-package")
+
+
+def rows(host: Host, job: Job, needed: Mapping[str, str]) -> Iterator[Row]:
+    """What is installed, held against what ``job`` needs.
+
+    Args:
+        needed: what importing megatron.training needs, each with a module that wants it.
+    """
+    yield _torch(host)
+    for name, wanted_by in sorted(needed.items()):
+        if name != "torch":
+            yield _needed(host, job, name, wanted_by)
+    yield _transformer_engine(host)
+    yield _apex(host)
+    yield _restarter(host, job)
+
+
+def _row(name: str, state: str, found: str, remedy: str = "") -> Row:
+    return Row(area="packages", name=name, state=state, found=found, remedy=remedy)
+
+
+def _torch(host: Host) -> Row:
+    package = host.packages.get("torch")
+    if package is None:
+        return _row("torch", PROBLEM, "not installed", "pip install torch, or use a container that has it.")
+    if _numbers(package.version) < _TORCH:
+        wanted = ".".join(map(str, _TORCH))
+        return _row(
+            "torch",
+            WARNING,
+            f"{package.version}; Odyssey was run with {wanted} only",
+            "Try a short job first.",
+        )
+    return _row("torch", OK, package.version)
+
+
+def _needed(host: Host, job: Job, name: str, wanted_by: str) -> Row:
+    if host.can_import(name):
+        return _row(name, OK, "can be imported")
+    if name == "triton" and job.config.device == "cpu":
+        return _row(name, OK, "not installed; --odyssey-device cpu does without")
+    return _row(name, PROBLEM, f"missing: {wanted_by} imports it", f"pip install {_INSTALL.get(name, name)}")
+
+
+def _transformer_engine(host: Host) -> Row:
+    name = "transformer-engine"
+    package = host.packages.get(name)
+    if package is None:
+        return _row(name, OK, "not installed; Megatron's own layers are used (--transformer-impl local)")
+    core = [one for one in host.packages if one.startswith(name + "-cu")]
+    # A build from source has its libraries inside, or a version with the commit.
+    if package.compiled or core or "+" in package.version:
+        return _row(name, OK, package.version)
+    return _row(
+        name, PROBLEM, f"{package.version} is the empty meta package: it raises RuntimeError when imported, and "
+        "Megatron catches ImportError only",
+        f"pip uninstall {name}, or pip install --no-build-isolation '{name}[pytorch]=={package.version}'.",
+    )  # fmt: skip
+
+
+def _apex(host: Host) -> Row:
+    package = host.packages.get("apex")
+    if package is None:
+        return _row("apex", OK, "not installed; torch's optimizers are used")
+    if package.version.startswith("0.9"):
+        return _row(
+            "apex", WARNING, f"{package.version} is another project of that name, from PyPI",
+            "pip uninstall apex; NVIDIA's is built from its repository.",
+        )  # fmt: skip
+    return _row("apex", OK, package.version)
+
+
+def _restarter(host: Host, job: Job) -> Row:
+    name = "nvidia-resiliency-ext"
+    package = host.packages.get(name)
+    found = package.version if package else "not installed, not needed"
+    if given := [flag for flag in _RESTARTERS if flag in job.flags]:
+        return _row(
+            name, PROBLEM, f"{found}; {given[0]} restarts what Odyssey keeps alive", f"Leave out {given[0]}."
+        )  # fmt: skip
+    return _row(name, OK, found)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())

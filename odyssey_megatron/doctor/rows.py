@@ -1,0 +1,64 @@
+"""What the doctor looks at, and what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from odyssey_megatron.config import OdysseyConfig
+
+OK, WARNING, PROBLEM = "ok", "warning", "problem"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One thing that was looked at."""
+
+    area: str
+    name: str
+    state: str
+    """ok; warning: worth knowing; problem: no job can run, or survive, like this."""
+    found: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Package:
+    """An installed distribution."""
+
+    version: str
+    compiled: bool
+    """It has shared objects of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """This machine and its Python, as far as they matter."""
+
+    environ: Mapping[str, str]
+    python: tuple[int, int]
+    packages: Mapping[str, Package]
+    """By normalized name: lower case, with dashes."""
+    can_import: Callable[[str], bool]
+    """Whether there is a top-level module of that name; it is not imported."""
+    interfaces: tuple[str, ...]
+    """Names of the network interfaces."""
+    has_gpu: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """The training job that is to run."""
+
+    config: OdysseyConfig
+    flags: tuple[str, ...]
+    """Megatron's and ours."""
+
+    def value_of(self, flag: str) -> str:
+        """What follows ``flag`` on the command line, or ''."""
+        for position, one in enumerate(self.flags):
+            if one.startswith(flag + "="):
+                return one.partition("=")[2]
+            if one == flag:
+                return next(iter(self.flags[position + 1 :]), "")
+        return ""

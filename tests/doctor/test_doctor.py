@@ -1,0 +1,250 @@
+"""``odyssey doctor``: rows for made-up machines and jobs, and for small trees in Megatron's place."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from odyssey_megatron.cli import main
+from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.doctor import command, environment, megatron, packages
+from odyssey_megatron.doctor.rows import Host, Job, Package
+from odyssey_megatron.mcore.seam_table import SEAMS
+from odyssey_megatron.mcore.source import Source
+
+HOST = Host(
+    environ={
+        "NCCL_NVLS_ENABLE": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    },
+    python=(3, 12),
+    packages={"torch": Package(version="2.13.0+cu130", compiled=True)},
+    can_import=lambda name: True,
+    interfaces=("lo", "eth0"),
+    has_gpu=True,
+)  # fmt: skip
+JOB = Job(config=OdysseyConfig(), flags=())
+CPU_JOB = Job(config=OdysseyConfig(device="cpu"), flags=())
+
+
+def with_(**changes):
+    """The healthy host with variables changed; None takes one out."""
+    environ = {**HOST.environ, **{name: value for name, value in changes.items() if value is not None}}
+    return replace(
+        HOST, environ={name: environ[name] for name in environ if changes.get(name, "") is not None}
+    )
+
+
+def having(**versions):
+    """The healthy host with more packages."""
+    more = {
+        name.replace("_", "-"): Package(version=version, compiled=False) for name, version in versions.items()
+    }
+    return replace(HOST, packages={**HOST.packages, **more})
+
+
+def not_ok(rows):
+    return {row.name: row.state for row in rows if row.state != "ok"}
+
+
+def checked(rows):
+    """Every row that is not ok says what to do."""
+    rows = list(rows)
+    assert all(row.remedy for row in rows if row.state != "ok")
+    return not_ok(rows)
+
+
+def test_nothing_is_wrong_with_a_healthy_machine():
+    assert checked(environment.rows(HOST, JOB, patched=False)) == {}
+    assert checked(packages.rows(HOST, JOB, {"six": "megatron.training", "torch": "megatron"})) == {}
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}, {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "problem"}),
+        ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}, {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "problem"}),
+        ({"NCCL_ASYNC_ERROR_HANDLING": "1"}, {"NCCL_ASYNC_ERROR_HANDLING": "problem"}),
+        ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "NCCL_ASYNC_ERROR_HANDLING": "1"}, {}),
+        ({"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "60"}, {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "problem"}),
+        ({"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "60", "TORCH_NCCL_ENABLE_MONITORING": "0"}, {}),
+        ({"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "ten"}, {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "problem"}),
+        ({"NCCL_NVLS_ENABLE": None}, {"NCCL_NVLS_ENABLE": "warning"}),
+        ({"NCCL_IB_TIMEOUT": "22"}, {"NCCL_IB_TIMEOUT": "warning"}),  # 4.096 us * 2^22 * 7 = 120 s
+        ({"NCCL_IB_TIMEOUT": "22", "NCCL_IB_RETRY_CNT": "3"}, {}),
+        ({"NCCL_IB_TIMEOUT": "32"}, {"NCCL_IB_TIMEOUT": "problem"}),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": None}, {"CUDA_DEVICE_MAX_CONNECTIONS": "warning"}),
+        ({"GLOO_SOCKET_IFNAME": "ib0"}, {"GLOO_SOCKET_IFNAME": "problem"}),
+        ({"GLOO_SOCKET_IFNAME": "eth0"}, {}),
+        ({"TORCHELASTIC_RUN_ID": "x"}, {"launcher": "problem"}),
+        ({"SLURM_JOB_ID": "1", "SLURM_KILL_BAD_EXIT": "0"}, {}),
+        ({"SLURM_JOB_ID": "1", "SLURM_KILL_BAD_EXIT": "1"}, {"srun --kill-on-bad-exit": "problem"}),
+        (
+            {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "2"},
+            {"srun --kill-on-bad-exit": "warning", "GLOO_SOCKET_IFNAME": "warning"},
+        ),
+        (
+            {"SLURM_JOB_NUM_NODES": "2", "GLOO_SOCKET_IFNAME": "lo"},
+            {"GLOO_SOCKET_IFNAME": "problem"},
+        ),
+    ],
+)
+def test_variables(variables, expected):
+    assert checked(environment.rows(with_(**variables), JOB, patched=False)) == expected
+
+
+def test_torchrun_will_do_for_a_patched_checkout():
+    assert checked(environment.rows(with_(TORCHELASTIC_RUN_ID="x"), JOB, patched=True)) == {}
+
+
+def test_limits_of_the_job_count():
+    patient = Job(config=OdysseyConfig(op_timeout_s=500.0), flags=())
+    assert checked(environment.rows(HOST, patient, patched=False)) == {
+        "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "problem"
+    }
+
+
+@pytest.mark.parametrize("flags", [("--tensor-model-parallel-size", "2"), ("--context-parallel-size=2",)])
+def test_megatron_refuses_parallelism_without_its_variable(flags):
+    host = with_(CUDA_DEVICE_MAX_CONNECTIONS="8")
+    assert checked(environment.rows(host, replace(JOB, flags=flags), patched=False)) == {
+        "CUDA_DEVICE_MAX_CONNECTIONS": "problem"
+    }
+
+
+def test_a_job_on_the_cpu_needs_neither_gpu_nor_nccl():
+    host = replace(with_(TORCH_NCCL_ASYNC_ERROR_HANDLING="1", NCCL_NVLS_ENABLE=None), has_gpu=False)
+    assert checked(environment.rows(host, CPU_JOB, patched=False)) == {}
+    assert set(checked(environment.rows(host, JOB, patched=False)).values()) == {"problem", "warning"}
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        (replace(HOST, packages={}), {"torch": "problem"}),
+        (having(torch="2.9.1"), {"torch": "warning"}),
+        (having(transformer_engine="2.9.0"), {"transformer-engine": "problem"}),
+        (having(transformer_engine="2.9.0", transformer_engine_cu12="2.9.0"), {}),
+        (having(transformer_engine="2.9.0+70f53666"), {}),
+        (having(apex="0.9.10.dev0"), {"apex": "warning"}),
+        (having(apex="0.1"), {}),
+        (having(nvidia_resiliency_ext="0.6.0"), {}),
+    ],
+)
+def test_packages(host, expected):
+    assert checked(packages.rows(host, JOB, {})) == expected
+
+
+@pytest.mark.parametrize("flag", ["--inprocess-restart", "--enable-ft-package"])
+def test_what_restarts_the_job_is_in_the_way(flag):
+    assert checked(packages.rows(HOST, replace(JOB, flags=(flag,)), {})) == {
+        "nvidia-resiliency-ext": "problem"
+    }
+
+
+def test_missing_packages_are_named_as_pip_knows_them():
+    host = replace(HOST, can_import=lambda name: name not in ("yaml", "triton"))
+    needed = {"yaml": "megatron.training.yaml_arguments", "triton": "megatron.core.x", "six": "megatron.y"}
+    rows = list(packages.rows(host, JOB, needed))
+    assert checked(rows) == {"yaml": "problem", "triton": "problem"}
+    assert "pip install PyYAML" in [row.remedy for row in rows]
+    assert checked(packages.rows(host, CPU_JOB, needed)) == {"yaml": "problem"}
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """Megatron as the table of seams describes 0.16.1, function by function."""
+    texts = {"megatron.core.package_info": "MAJOR, MINOR = 0, 16\nMAJOR = 0\nMINOR = 16\nPATCH = 1\n"}
+    for seam in SEAMS:
+        module, _, path = seam.target.partition(":")
+        *classes, name = path.split(".")
+        text = f"def {name}({', '.join(seam.expected('0.16.1'))}): ...\n"
+        texts[module] = texts.get(module, "") + "".join(f"class {one}:\n    " for one in classes) + text
+    texts["megatron.training.__init__"] = "import six\n"
+    for module, text in texts.items():
+        path = tmp_path.joinpath(*module.split(".")).with_suffix(".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (tmp_path / "pyproject.toml").write_text('[project]\nrequires-python = ">=3.12"\n')
+    return tmp_path
+
+
+def test_every_seam_is_listed(tree):
+    rows = list(megatron.rows(Source((tree,)), tree, HOST))
+    assert {row.name for row in rows} >= {seam.target for seam in SEAMS}
+    assert checked(row for row in rows if row.name != "odyssey patch") == {}
+
+
+def test_changed_and_missing_seams_and_an_old_python(tree):
+    schedules = tree / "megatron/core/pipeline_parallel/schedules.py"
+    text = (
+        schedules.read_text()
+        .replace("out, deallocate", "output, deallocate")
+        .replace("def backward_step", "def b")
+    )
+    schedules.write_text(text)
+    rows = list(megatron.rows(Source((tree,)), tree, replace(HOST, python=(3, 11))))
+    found = {row.name.rpartition(":")[2]: row.found for row in rows if row.state == "problem"}
+    assert set(found) == {"backward_step", "deallocate_output_tensor", "Python"}
+    assert found["backward_step"].startswith("missing: expected (input_tensor, ")
+    assert found["deallocate_output_tensor"].startswith(
+        "changed: expected (out, deallocate_pipeline_outputs), found (output, deallocate_pipeline_outputs)"
+    )
+
+
+def test_a_version_without_a_job_is_said(tree):
+    info = tree / "megatron/core/package_info.py"
+    for minor, said in ((17, "seams were read (core_v0.17.1)"), (99, "nobody")):
+        info.write_text(f"MAJOR = 0\nMINOR = {minor}\nPATCH = 1\n")
+        row = next(megatron.rows(Source((tree,)), tree, HOST))
+        assert row.state == "warning"
+        assert said in row.found
+
+
+def test_the_wheel_alone_has_no_training(tree):
+    for path in (tree / "megatron/training").iterdir():
+        path.unlink()
+    rows = {row.name: row.state for row in megatron.rows(Source((tree,)), None, HOST)}
+    assert rows["megatron.training"] == "warning"
+    assert not [name for name in rows if name.startswith("megatron.training.")]
+    assert "problem" not in rows.values()
+
+
+def test_the_command(tree, capsys, monkeypatch):
+    monkeypatch.setattr(command, "_host", lambda: HOST)
+    assert main(["doctor", str(tree)]) == 0
+    assert "0 problem(s), 1 warning(s): a job can run." in capsys.readouterr().out  # it cannot be patched
+    assert main(["doctor", "--json", str(tree), "--inprocess-restart"]) == 1
+    printed = json.loads(capsys.readouterr().out)
+    assert not printed["can_run"]
+    assert [row["name"] for row in printed["rows"] if row["state"] == "problem"] == ["nvidia-resiliency-ext"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["/nowhere"], "no Megatron-LM checkout"),
+        (["--odyssey-polisy", "auto"], "unknown flag --odyssey-polisy"),
+    ],
+)
+def test_bad_input_is_refused(argv, said, capsys):
+    assert main(["doctor", *argv]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_checkout_on_this_machine_is_looked_at_without_importing_it(any_megatron_lm):
+    script = (
+        "import sys; from odyssey_megatron.cli import main; code = main(sys.argv[1:]);"
+        "assert not {'torch', 'megatron'} & set(sys.modules); sys.exit(code)"
+    )
+    argv = [sys.executable, "-c", script, "doctor", "--json", str(any_megatron_lm), "--odyssey-device", "cpu"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr == ""
+    printed = json.loads(done.stdout)
+    assert done.returncode == (not printed["can_run"])
+    rows = {row["name"]: row for row in printed["rows"]}
+    assert {rows[seam.target]["state"] for seam in SEAMS} == {"ok"}
+    assert "torch" in rows
