@@ -22,6 +22,8 @@ class JobSpec:
     """Microbatches of one global batch, over all pipelines."""
     tokens_per_step: int
     train_steps: int
+    optimizer_copies: int = 0
+    """Holders that keep the optimizer state of a layer; 0: all of them."""
 
     def check(self, world_size: int) -> None:
         """Raises ConfigError if ``world_size`` ranks cannot form the initial layout."""

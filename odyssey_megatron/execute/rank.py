@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +23,7 @@ from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.schedule import Program
 from odyssey_megatron.policy.measured import LinkTimes, Measured
 from odyssey_megatron.rebuild import agree, transfer
+from odyssey_megatron.rebuild.transfer import spread
 from odyssey_megatron.recover import NEXT, Phase
 
 
@@ -31,7 +32,8 @@ class Model(Compute, Protocol):
 
     num_totals: int
 
-    def create_layers(self, layers: tuple[int, ...]) -> None: ...
+    def create_layers(self, layers: tuple[int, ...], kept: Collection[int]) -> None: ...
+    def weights_of(self, layers: Sequence[int]) -> list[torch.Tensor]: ...
     def tensors_to_send(self, layer: int) -> list[torch.Tensor]: ...
     def tensors_to_fill(self, layer: int) -> list[torch.Tensor]: ...
     def discard_incoming(self) -> None: ...
@@ -204,7 +206,7 @@ class RankRuntime:
     def transfer(self, generation: Generation) -> None:
         plan, model = self._require_plan(), self._model
         if generation.previous is None:
-            model.create_layers(plan.layout.held_by(self._worker))
+            model.create_layers(plan.layout.held_by(self._worker), self._kept())
             self._link = link_times(self._world, model.empty_message())
 
         def checkpoint() -> None:
@@ -234,6 +236,7 @@ class RankRuntime:
             num_layers=num_layers,
             checkpoint=self._check,
         )
+        self._spread_weights()  # some may have been cut off from those of the last step
         # Once a generation: the plan's schedule is text, and has the programs of all workers.
         self._program = plan.schedule.program(self._worker) if self._worker in plan.layout.workers else ()
         self._resume = self._recovery_record(generation)
@@ -260,6 +263,7 @@ class RankRuntime:
         totals = self._model.local_totals()
         dist.all_reduce(totals, group=self._world)
         self._commit(totals)
+        self._spread_weights()
         self._steps_here += 1
         self._measure(step, trace, time.monotonic() - began_s)
 
@@ -306,6 +310,32 @@ class RankRuntime:
         self.done, self._ready, self._in_step = self.done + 1, False, False
         self._outcome_logged = False
         self._fault_point("commit", step=step, generation=self._generation, microbatch=-1)
+
+    def _kept(self) -> set[int]:
+        """The layers whose optimizer state this worker keeps."""
+        states = self._require_plan().layout.states
+        return {layer for layer, workers in enumerate(states) if self._worker in workers}
+
+    def _spread_weights(self) -> None:
+        """From the first keeper of each layer to the holders that do not keep its optimizer state.
+
+        Whoever is cut off here by a failure is committed all the same: the keepers have what it lacks, and the next
+        generation begins with this.
+        """
+        layout, groups = self._require_plan().layout, self._groups
+        assert groups is not None
+        for block in layout.blocks() if layout.keepers else ():
+            if self._worker not in block.holders:
+                continue
+            layers = [
+                layer
+                for layer in range(block.first, block.last)
+                if len(layout.keepers[layer]) < len(block.holders)
+            ]
+            group = groups[self._cell.named(block_group_name(block.first, block.last))] if layers else None
+            for keeper in dict.fromkeys(layout.keepers[layer][0] for layer in layers):
+                tensors = self._model.weights_of([one for one in layers if layout.keepers[one][0] == keeper])
+                spread(tensors, group, source=block.holders.index(keeper))
 
     @property
     def _world(self) -> dist.ProcessGroup:
@@ -369,7 +399,7 @@ class RankRuntime:
     def _publish(self) -> None:
         sizes = {
             layer: sum(tensor.nbytes for tensor in self._model.tensors_to_send(layer))
-            for layer in self._require_plan().layout.held_by(self._worker)
+            for layer in sorted(self._kept())
         }
         measured = Measured(
             spans=self._times.means(),

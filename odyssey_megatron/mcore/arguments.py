@@ -34,8 +34,6 @@ _LEAVE_OUT = "Leave it out."
 REFUSALS = tuple(
     Refusal(flag=flag, given=given, remedy=remedy)
     for flag, given, remedy in (
-        ("--use-distributed-optimizer", _set("use_distributed_optimizer"),
-         "A lost rank would take its optimizer shard with it. Leave it out: holders keep all state of their layers."),
         ("--fp16", _set("fp16"), "Its loss scale would have to be agreed on over generations. Use --bf16."),
         ("--sequence-parallel", _set("sequence_parallel"),
          "Its norms' gradients would have to be summed over a cell. Leave it out; tensor parallelism works without."),
@@ -96,6 +94,8 @@ def check(args: Any) -> None:
 
 def adapt(args: Any, config: OdysseyConfig) -> None:
     """What Odyssey does in Megatron's place is switched off there; Megatron has validated ``args``."""
+    # Layers, not slices of buffers, are shared out (``Layout.keepers``), each to two holders.
+    args.use_distributed_optimizer = args.overlap_param_gather = False
     # Reductions are instructions of the schedule.
     args.overlap_grad_reduce = args.align_grad_reduce = False
     args.overlap_p2p_comm = args.batch_p2p_comm = False

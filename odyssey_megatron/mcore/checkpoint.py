@@ -7,6 +7,7 @@ writes it, and shows the optimizers of the layers as the one optimizer that Mega
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,9 +18,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from odyssey_megatron.errors import MegatronIncompatible
 from odyssey_megatron.mcore import span
-from odyssey_megatron.mcore.layers import LayerBlock
+from odyssey_megatron.mcore.layers import HeldLayer, LayerBlock
 from odyssey_megatron.mcore.model import MegatronModel
 from odyssey_megatron.mcore.optimizer import pairs
+from odyssey_megatron.rebuild.world import alone
 
 
 def prepare(model: MegatronModel, block: LayerBlock) -> None:
@@ -31,12 +33,27 @@ def prepare(model: MegatronModel, block: LayerBlock) -> None:
         offset = max(block.first - 1, 0)
         with span.building(offset, len(chunk.decoder.layers)):
             state = original(chunk, *args, **kwargs)
-        holder = model.holder_index(block)
-        for shard in _shards(state):  # only the first holder writes
-            shard.replica_id = (*shard.replica_id[:-1], holder)
+        places = {
+            id(one): model.place_in(layer.index) for layer in block.layers for one in layer.parameters()
+        }
+        others = model.place_in(block.first)
+        for shard in _shards(state):  # only the first of the holders writes
+            shard.replica_id = (*shard.replica_id[:-1], places.get(id(shard.data), others))
         return state
 
     chunk.sharded_state_dict = sharded_state_dict
+
+
+@contextlib.contextmanager
+def _frozen(parameters: list[torch.nn.Parameter]) -> Iterator[None]:
+    """In the body Megatron takes ``parameters`` for such as are not trained."""
+    for one in parameters:
+        one.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for one in parameters:
+            one.requires_grad_(True)
 
 
 def _shards(value: Any) -> Iterator[Any]:
@@ -70,18 +87,17 @@ class OptimizerView:
         """A step zeroes its gradients itself."""
 
     def reload_model_params(self, state_dict: Any = None) -> None:
-        for block in self._model.blocks:
-            for layer in block.layers:
-                layer.optimizer.reload()
+        for layer in self._kept():
+            layer.optimizer.reload()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self._assembled().state_dict(*args, **kwargs) if self._model.blocks else {}
+        return self._assembled().state_dict(*args, **kwargs) if self._kept() else {}
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self._assembled().sharded_state_dict(*args, **kwargs) if self._model.blocks else {}
+        return self._assembled().sharded_state_dict(*args, **kwargs) if self._kept() else {}
 
     def load_state_dict(self, state_dict: Any) -> None:
-        if not self._model.blocks:
+        if not self._kept():
             return
         whole = self._assembled()
         before = {id(parameter): state for parameter, state in whole.optimizer.state.items()}
@@ -90,20 +106,26 @@ class OptimizerView:
             for name, value in before[id(parameter)].items():
                 value.copy_(torch.as_tensor(loaded[name]))
 
+    def _kept(self) -> list[HeldLayer]:
+        return [
+            layer for block in self._model.blocks for layer in block.layers if layer.optimizer is not None
+        ]
+
     def _assembled(self) -> Any:
-        """Megatron's optimizer for all chunks of this rank, whose state is that of the layers' optimizers."""
-        spec, blocks = self._model.spec, self._model.blocks
-        layers = [layer for block in blocks for layer in block.layers]
+        """Megatron's optimizer for the kept layers of this rank, whose state is that of their optimizers."""
+        spec, blocks, layers = self._model.spec, self._model.blocks, self._kept()
         own = {
             id(shown): (main, state) for layer in layers for shown, main, state in layer.optimizer.entries()
         }
-        chained = get_megatron_optimizer(
-            spec.optimizer_config,
-            [block.model for block in blocks],
-            config_overrides=spec.config_overrides,
-            use_gloo_process_groups=False,
-            pg_collection=self._cell,
-        ).chained_optimizers
+        left_out = [one for block in blocks for one in block.model.parameters() if id(one) not in own]
+        with _frozen(left_out), alone():  # not every rank keeps something, so not every rank gets here
+            chained = get_megatron_optimizer(
+                spec.optimizer_config,
+                [block.model for block in blocks],
+                config_overrides=spec.config_overrides,
+                use_gloo_process_groups=False,
+                pg_collection=self._cell,
+            ).chained_optimizers
         if len(chained) != 1:
             raise MegatronIncompatible(f"Megatron made {len(chained)} optimizers where Odyssey knows of one.")
         (whole,) = chained

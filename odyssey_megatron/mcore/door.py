@@ -64,6 +64,10 @@ def _replace(home: Any, name: str, wrapper: Callable[..., Any]) -> None:
             setattr(module, name, replaced)
 
 
+_OPTIMIZER_COPIES = 2
+"""Of each layer's optimizer state with --use-distributed-optimizer: one is lost with its rank, the other goes on."""
+
+
 class Door:
     """One rank's Megatron-LM run."""
 
@@ -122,6 +126,7 @@ class Door:
 
     def validate_args(self, original: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
         arguments.check(args)
+        self._shards_optimizer = args.use_distributed_optimizer
         result = original(args, *rest, **kwargs)
         arguments.adapt(args, self._config)
         return result
@@ -131,7 +136,6 @@ class Door:
         from megatron.training import get_args
 
         args, session = get_args(), self._session
-        self._data_parallel_size = args.data_parallel_size
         cell = Cell(rank=session.rank, size=args.tensor_model_parallel_size)
         device = self._config.device
         living.stand_alone(cell.index, cell.size)
@@ -219,6 +223,7 @@ class Door:
             num_microbatches=num_microbatches,
             tokens_per_step=args.global_batch_size * args.seq_length,
             train_steps=args.train_iters,
+            optimizer_copies=_OPTIMIZER_COPIES if self._shards_optimizer else 0,
         )
         profile = load_profile(self._config.profile) if self._config.profile else estimate(
             config,

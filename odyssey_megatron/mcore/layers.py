@@ -57,7 +57,7 @@ class ModelSpec:
 
 
 class HeldLayer(torch.nn.Module):
-    """One planner layer: its modules and its optimizer."""
+    """One planner layer: its modules and, if this worker keeps that, its optimizer."""
 
     def __init__(
         self,
@@ -66,18 +66,25 @@ class HeldLayer(torch.nn.Module):
         parts: torch.nn.ModuleDict,
         groups: ProcessGroupCollection,
         seeds: rng.LayerSeeds,
+        *,
+        kept: bool = True,
     ):
+        """``kept``: with the optimizer and its state."""
         super().__init__()
         self.index, self.config, self.ddp_config, self.parts = index, spec.config, spec.ddp_config, parts
         if spec.config.attention_dropout or spec.config.hidden_dropout:
             for name in ("embedding", "layer"):
                 if name in self.parts:
                     seeds.attach(self.parts[name], index)
-        self.optimizer = LayerOptimizer(self, spec, groups)
+        self.optimizer = LayerOptimizer(self, spec, groups) if kept else None
 
     def moved_tensors(self) -> list[torch.Tensor]:
         """Everything that a new holder needs, in an order that is the same on every rank."""
-        return [*(p.data for _, p in sorted(self.named_parameters())), *self.optimizer.state_tensors()]
+        return [*self.weights(), *(self.optimizer.state_tensors() if self.optimizer else ())]
+
+    def weights(self) -> list[torch.Tensor]:
+        """The parameters, in an order that is the same on every rank."""
+        return [parameter.data for _, parameter in sorted(self.named_parameters())]
 
 
 def initial_parts(

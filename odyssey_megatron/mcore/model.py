@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,20 +86,25 @@ class MegatronModel:
         """This worker's, in the order of their layers."""
         return [self._blocks[span] for span in sorted(self._blocks)]
 
-    def holder_index(self, block: LayerBlock) -> int:
-        """This worker's place among the holders of ``block``."""
-        (found,) = (
-            one for one in self._layout.blocks() if (one.first, one.last) == (block.first, block.last)
-        )
-        return found.holders.index(self._worker)
+    def place_in(self, layer: int) -> int:
+        """This worker's place among the holders of ``layer``, those that keep its optimizer state first."""
+        keepers, holders = self._layout.states[layer], self._layout.holders[layer]
+        return [*keepers, *(worker for worker in holders if worker not in keepers)].index(self._worker)
 
     # -- layout ---------------------------------------------------------------------------------------------------
 
-    def create_layers(self, layers: Sequence[int]) -> None:
-        """Initial weights of ``layers``; those held already stay."""
+    def create_layers(self, layers: Sequence[int], kept: Collection[int]) -> None:
+        """Initial weights of ``layers``, with an optimizer for those ``kept``; those held already stay."""
         missing = [layer for layer in layers if layer not in self._held]
         for layer, parts in initial_parts(self.spec, missing, self._groups).items():
-            self._held[layer] = HeldLayer(self.spec, layer, parts, self._groups, self._seeds)
+            self._held[layer] = self._hold(layer, parts, kept=layer in kept)
+
+    def _hold(self, layer: int, parts: torch.nn.ModuleDict, *, kept: bool) -> HeldLayer:
+        return HeldLayer(self.spec, layer, parts, self._groups, self._seeds, kept=kept)
+
+    def weights_of(self, layers: Sequence[int]) -> list[torch.Tensor]:
+        """The parameters of held layers, in place, in an order that is the same on every rank."""
+        return [weight for layer in layers for weight in self._held[layer].weights()]
 
     def tensors_to_send(self, layer: int) -> list[torch.Tensor]:
         """The current state of a held layer."""
@@ -108,7 +113,7 @@ class MegatronModel:
     def tensors_to_fill(self, layer: int) -> list[torch.Tensor]:
         """Room for the state of ``layer``; it counts as held only from :meth:`take_layout` on."""
         parts = build_parts(self.spec, layer, layer + 1, self._groups)[layer]
-        self._incoming[layer] = HeldLayer(self.spec, layer, parts, self._groups, self._seeds)
+        self._incoming[layer] = self._hold(layer, parts, kept=True)
         return self._incoming[layer].moved_tensors()
 
     def discard_incoming(self) -> None:
@@ -124,8 +129,12 @@ class MegatronModel:
         self._held.update(self._incoming)
         self._incoming.clear()
         missing = [layer for layer in layout.held_by(worker) if layer not in self._held]
-        if missing:
-            raise TransferIncomplete(f"worker {worker} was not sent layer(s) {missing}")
+        unsent = [layer for layer in missing if worker in layout.states[layer]]
+        if unsent:
+            raise TransferIncomplete(f"worker {worker} was not sent layer(s) {unsent}")
+        for layer in missing:  # only weights, which come like after every step
+            parts = build_parts(self.spec, layer, layer + 1, self._groups)[layer]
+            self._held[layer] = self._hold(layer, parts, kept=False)
         kept, self._blocks = self._blocks, {}
         for block in layout.blocks():
             if worker not in block.holders:
@@ -327,9 +336,13 @@ class MegatronModel:
             scale *= min(1.0, clip / (grad_norm + 1.0e-6))
         layers = [layer for block in self._blocks.values() for layer in block.layers]
         assert self.learning_rate is not None
-        lr = self.learning_rate.set([layer.optimizer for layer in layers], self._step)
         for layer in layers:
-            layer.optimizer.apply(scale)
+            if self._worker not in self._layout.states[layer.index]:
+                layer.optimizer = None  # the keepers' is current from now on, and this one would not be
+        kept = [layer.optimizer for layer in layers if layer.optimizer is not None]
+        lr = self.learning_rate.set(kept, self._step)
+        for optimizer in kept:
+            optimizer.apply(scale)
             checkpoint()
         self._held = {layer.index: layer for layer in layers}
         named = {

@@ -44,10 +44,18 @@ class Layout:
     holders: tuple[tuple[int, ...], ...]
     """``holders[layer]``: worker ids, ascending."""
     routes: tuple[Route, ...]
+    keepers: tuple[tuple[int, ...], ...] = ()
+    """``keepers[layer]``: the holders that have its optimizer state and make its step; the others get the new weights
+    from the first of them. Empty: every holder keeps it."""
 
     @property
     def num_layers(self) -> int:
         return len(self.holders)
+
+    @property
+    def states(self) -> tuple[tuple[int, ...], ...]:
+        """Per layer, the workers with all its state, whose loss would lose it."""
+        return self.keepers or self.holders
 
     @property
     def num_microbatches(self) -> int:
@@ -79,6 +87,8 @@ class Layout:
         for layer, holders in enumerate(self.holders):
             if not holders or list(holders) != sorted(set(holders)):
                 raise LayoutInvalid(f"layer {layer}: holders {holders} must be non-empty, ascending")
+            if not self.states[layer] or not set(self.states[layer]) <= set(holders):
+                raise LayoutInvalid(f"layer {layer}: keepers {self.states[layer]} must be some of {holders}")
         seen = sorted(m for route in self.routes for m in route.microbatches)
         if seen != list(range(len(seen))):
             raise LayoutInvalid(f"microbatches {seen} are not 0..{len(seen) - 1}, each once")

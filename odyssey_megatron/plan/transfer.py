@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from heapq import heapreplace
 from typing import Any
 
@@ -13,23 +14,25 @@ from odyssey_megatron.plan.plan import Transfer
 
 
 def living_holders(previous: Layout, alive: Collection[int]) -> tuple[tuple[int, ...], ...]:
-    """Per layer, the workers that still have it.
+    """Per layer, the workers that still have all its state.
 
     Raises:
         LayersLost: some layer has none; names the layers and the workers that held them.
     """
     there = set(alive)
-    left = tuple(tuple(filter(there.__contains__, holders)) for holders in previous.holders)
+    left = tuple(tuple(filter(there.__contains__, states)) for states in previous.states)
     lost = tuple(layer for layer, holders in enumerate(left) if not holders)
     if lost:
-        raise LayersLost(lost, tuple(sorted({w for layer in lost for w in previous.holders[layer]})))
+        raise LayersLost(lost, tuple(sorted({w for layer in lost for w in previous.states[layer]})))
     return left
 
 
 def plan_transfers(
     previous: Layout, target: Layout, alive: Collection[int], costs: Costs
 ) -> tuple[Transfer, ...]:
-    """Every layer that a holder of ``target`` lacks, from the living holder of ``previous`` that sends least.
+    """Every layer whose state a worker of ``target`` lacks, from the living one of ``previous`` that sends least.
+
+    A holder that keeps no optimizer state is sent nothing here: it gets the weights like after every step.
 
     Layers go out in order of size, the largest first (longest processing time first balances to 4/3 of the
     optimum: Graham 1969).
@@ -40,7 +43,7 @@ def plan_transfers(
     sources = living_holders(previous, alive)
     missing = [
         (layer, worker)
-        for layer, (before, after) in enumerate(zip(previous.holders, target.holders, strict=True))
+        for layer, (before, after) in enumerate(zip(previous.states, target.states, strict=True))
         for worker in sorted(set(after).difference(before))
     ]
     if not missing:
@@ -58,6 +61,38 @@ def plan_transfers(
         sent[source] += costs.layers[layer].state_bytes
         transfers.append(Transfer(layer=layer, source=source, target=worker))
     return tuple(transfers)
+
+
+def with_keepers(
+    layout: Layout, previous: Layout | None, nodes: Mapping[int, int], copies: int, costs: Costs
+) -> Layout:
+    """``layout`` with the optimizer state of each layer on ``copies`` of its holders; 0 leaves it on all.
+
+    Who kept a layer before, and still holds it, goes on: only what must move moves. Whoever keeps least joins, on
+    another node than the rest where that can be had (``nodes``: node of each worker).
+    """
+    if not copies:
+        return layout
+    keep = [
+        [worker for worker in (previous.states[layer] if previous else ()) if worker in holders][:copies]
+        for layer, holders in enumerate(layout.holders)
+    ]
+    load = dict.fromkeys(layout.workers, 0)
+    for layer, workers in enumerate(keep):
+        for worker in workers:
+            load[worker] += costs.layers[layer].optimizer_bytes
+    for layer in sorted(
+        range(layout.num_layers), key=lambda layer: (-costs.layers[layer].optimizer_bytes, layer)
+    ):
+        while len(keep[layer]) < min(copies, len(layout.holders[layer])):
+            there = {nodes[worker] for worker in keep[layer]}
+            joins = min(
+                (worker for worker in layout.holders[layer] if worker not in keep[layer]),
+                key=lambda worker: (nodes[worker] in there, load[worker], worker),
+            )
+            keep[layer].append(joins)
+            load[joins] += costs.layers[layer].optimizer_bytes
+    return replace(layout, keepers=tuple(map(tuple, keep)))
 
 
 def transfer_s(transfers: Sequence[Transfer], costs: Costs) -> float:

@@ -19,7 +19,7 @@ from odyssey_megatron.plan.layout import Layout, megatron_layout
 from odyssey_megatron.plan.order import Order, order_routes
 from odyssey_megatron.plan.plan import Plan, Transfer
 from odyssey_megatron.plan.simulate import step_end_s
-from odyssey_megatron.plan.transfer import living_holders, warm_up
+from odyssey_megatron.plan.transfer import living_holders, warm_up, with_keepers
 from odyssey_megatron.policy.options import (
     Case,
     LaidOut,
@@ -82,6 +82,8 @@ def initial_plan(job: JobSpec, state: ClusterState, profile: Profile) -> Plan:
         num_workers=len(state.workers),
         num_microbatches=job.num_microbatches,
     )
+    nodes = {worker.worker: worker.node for worker in state.workers}
+    layout = with_keepers(layout, None, nodes, job.optimizer_copies, profile.costs)
     prepare(job, state, profile)
     speeds = worker_speeds(state)
     caps = caps_for(layout, profile)

@@ -12,7 +12,7 @@ from odyssey_megatron.plan.bound import lower_bound_s
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.memory import activation_caps, fullest_bytes
 from odyssey_megatron.plan.plan import Transfer
-from odyssey_megatron.plan.transfer import plan_transfers, transfer_s
+from odyssey_megatron.plan.transfer import plan_transfers, transfer_s, with_keepers
 from odyssey_megatron.policy.candidates import drop_pipelines, reroute, shift_layers
 from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.score import expected_tokens
@@ -59,7 +59,7 @@ class Case:
 
     def fatal_share(self, layout: Layout) -> float:
         """Share of the living workers whose death would leave some layer of ``layout`` without a holder."""
-        alone = {holders[0] for holders in layout.holders if len(holders) == 1}
+        alone = {states[0] for states in layout.states if len(states) == 1}
         return len(alone) / len(self.state.alive)
 
 
@@ -141,6 +141,8 @@ def options(case: Case) -> tuple[list[Option], list[tuple[str, str]]]:
 def lay_out(case: Case, name: str, note: str, layout: Layout) -> Option:
     """The option of ``layout``, with its bound and its transition. Raises PlanInfeasible if it does not fit."""
     profile, costs = case.profile, case.profile.costs
+    nodes = {worker.worker: worker.node for worker in case.state.workers}
+    layout = with_keepers(layout, case.previous, nodes, case.job.optimizer_copies, costs)
     transfers = plan_transfers(case.previous, layout, case.state.alive, costs)
     caps = caps_for(layout, profile)
     return Option(

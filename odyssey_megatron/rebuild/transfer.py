@@ -50,6 +50,14 @@ def carry_out(
         work.wait()
 
 
+def spread(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, *, source: int) -> None:
+    """Broadcasts ``tensors`` from rank ``source`` of ``group``, in place, as one message."""
+    flat = _packed(list(tensors))
+    dist.broadcast(flat, group=group, group_src=source)
+    if group.rank() != source:
+        _unpack(flat, list(tensors))
+
+
 def _packed(tensors: list[torch.Tensor]) -> torch.Tensor:
     """All bytes of ``tensors`` in one 1-D uint8 tensor."""
     return torch.cat([one.detach().contiguous().reshape(-1).view(torch.uint8) for one in tensors])

@@ -130,7 +130,7 @@ class Accelerator:
 
     # -- state ------------------------------------------------------------------------------------------------------
 
-    def create_layers(self, layers: tuple[int, ...]) -> None:
+    def create_layers(self, layers: tuple[int, ...], kept: set[int]) -> None:
         for layer in layers:
             self.held.setdefault(layer, [torch.zeros(1, dtype=torch.int64)])
 

@@ -66,7 +66,7 @@ class Stack:
         self._losses: dict[int, float] = {}
         self._step = 0
 
-    def create_layers(self, layers: tuple[int, ...]) -> None:
+    def create_layers(self, layers: tuple[int, ...], kept: set[int]) -> None:
         for layer in layers:
             self.held.setdefault(layer, [initial(layer), torch.zeros(WIDTH, WIDTH, dtype=torch.float64)])
 
