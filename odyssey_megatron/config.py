@@ -22,6 +22,7 @@ INJECTION_POINTS = (
     "agreement",
     "optimizer",
     "commit",
+    "param_gather",
     "groups",
     "transfer",
     "evaluate",

@@ -42,6 +42,11 @@ def parse_arguments() -> argparse.Namespace:
         "--data-cache-path", default="", help="where dataset indices are kept; default: in run dir"
     )
     parser.add_argument("--bf16", action="store_true", help="train in bfloat16 with float32 main parameters")
+    parser.add_argument(
+        "--use-distributed-optimizer",
+        action="store_true",
+        help="optimizer state of a layer on two holders, not on all",
+    )
     parser.add_argument("--save-weights", default="", help="folder for the final weights, a file a layer")
     add_arguments(parser)
     return parser.parse_args()
@@ -226,6 +231,7 @@ def main() -> None:
                 vocab_size=corpus.VOCAB_SIZE,
                 pipeline_model_parallel_size=args.pipeline_model_parallel_size,
                 tensor_model_parallel_size=args.tensor_model_parallel_size,
+                optimizer_copies=2 if args.use_distributed_optimizer else 0,
                 scheduler=scheduler_arguments(args),
                 on_step=partial(print_step, args.train_iters),
             )

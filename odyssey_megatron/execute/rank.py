@@ -333,6 +333,9 @@ class RankRuntime:
                 if len(layout.keepers[layer]) < len(block.holders)
             ]
             group = groups[self._cell.named(block_group_name(block.first, block.last))] if layers else None
+            self._fault_point(
+                "param_gather", step=self.committed - 1, generation=self._generation, microbatch=-1
+            )
             for keeper in dict.fromkeys(layout.keepers[layer][0] for layer in layers):
                 tensors = self._model.weights_of([one for one in layers if layout.keepers[one][0] == keeper])
                 spread(tensors, group, source=block.holders.index(keeper))

@@ -362,15 +362,12 @@ class MegatronModel:
         }
 
     def digests(self) -> dict[str, str]:
-        """Held layer -> SHA-256 of all its moved tensors: equal on all holders."""
+        """Held layer -> SHA-256 of its weights, and ``N.optimizer`` of the state kept: equal wherever they are."""
         result = {}
         for index, layer in sorted(self._held.items()):
-            digest = hashlib.sha256()
-            for tensor in layer.moved_tensors():
-                digest.update(
-                    tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-                )
-            result[str(index)] = digest.hexdigest()[:16]
+            result[str(index)] = _digest(layer.weights())
+            if layer.optimizer is not None:
+                result[f"{index}.optimizer"] = _digest(layer.optimizer.state_tensors())
         return result
 
     def weights(self) -> dict[int, dict[str, torch.Tensor]]:
@@ -379,3 +376,10 @@ class MegatronModel:
             index: {name: parameter.detach().cpu() for name, parameter in layer.named_parameters()}
             for index, layer in sorted(self._held.items())
         }
+
+
+def _digest(tensors: Sequence[torch.Tensor]) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]

@@ -53,6 +53,8 @@ class TrainingJob:
     vocab_size: int
     pipeline_model_parallel_size: int
     tensor_model_parallel_size: int = 1
+    optimizer_copies: int = 0
+    """Holders that keep a layer's optimizer state; 0: all of them."""
     scheduler: dict[str, Any] = field(default_factory=dict)
     """Arguments of Megatron's OptimizerParamScheduler, besides the optimizer."""
     loss_names: Sequence[str] = ("lm loss",)
@@ -181,6 +183,7 @@ class Session:
             num_microbatches=job.global_batch_size // job.micro_batch_size,
             tokens_per_step=job.global_batch_size * job.seq_length,
             train_steps=job.train_iters,
+            optimizer_copies=job.optimizer_copies,
         )
 
     def _profile(self, job: TrainingJob) -> Profile:

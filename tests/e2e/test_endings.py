@@ -34,7 +34,12 @@ def test_losing_the_last_holder_stops_the_job(jobs, name):
         (2, 1, "--odyssey-inject rank=1,step=1,at=lunch", "at=lunch is unknown"),
         (2, 1, "--data-path nowhere/text", "there is no file nowhere/text.bin"),
         (2, 1, "--micro-batch-size 5", "--global-batch-size 12 is not divisible by --micro-batch-size 5"),
-        (2, 1, "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2: scripts that call Session.train"),
+        (
+            2,
+            1,
+            "--tensor-model-parallel-size 2",
+            "--tensor-model-parallel-size 2: scripts that call Session.train",
+        ),
         (2, 1, "--num-query-groups 3", "--num-attention-heads 4 is not divisible by --num-query-groups 3"),
         (2, 1, "--lr-warmup-iters 6", "Megatron refuses this learning rate schedule"),
         (2, 1, "--odyssey-polcy auto", "unknown flag --odyssey-polcy"),

@@ -54,6 +54,40 @@ CASES = {
 }  # fmt: skip
 
 
+SHARDED = {
+    "backward": (PP2_DP4, "reroute", "rank=1,step=2,at=backward"),
+    "optimizer": (PP2_DP4, "auto", "rank=4,step=2,at=optimizer"),
+    "between-step-and-gather": (PP2_DP4, "replan", "rank=0,step=2,at=commit"),
+    "gather": (PP2_DP4, "auto", "rank=5,step=2,at=param_gather"),
+    "two-at-once": (PP2_DP4, "auto", "rank=1,step=2,at=param_gather;rank=6,step=2,at=param_gather"),
+    "in-a-row": (
+        PP2_DP4, "auto",
+        "rank=0,step=1,at=param_gather;rank=5,step=2,at=optimizer;rank=2,step=4,at=commit",
+    ),
+    "while-gathering-again": (
+        PP2_DP4, "replan",
+        "rank=3,step=2,at=commit;rank=7,step=2,at=param_gather,generation=2",
+    ),
+}  # fmt: skip
+"""With the optimizer state of each layer on two of its four holders."""
+
+
+@pytest.mark.parametrize("case", SHARDED)
+def test_no_rank_takes_optimizer_state_with_it(jobs, undisturbed, name, case):
+    (ranks, stages), policy, inject = SHARDED[case]
+    shot = jobs.run(
+        name,
+        ranks=ranks,
+        stages=stages,
+        flags=f"--use-distributed-optimizer --odyssey-policy {policy} --odyssey-inject {inject}",
+    )
+    assert_equal_runs(shot, undisturbed(ranks, stages), kills=inject.count("rank="))
+    first = shot.named("decision")[0]["layout"]
+    assert all(
+        len(keepers) == 2 < len(holders) for keepers, holders in zip(first["keepers"], first["holders"])
+    )
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_with_failures_equals_one_without(jobs, undisturbed, name, case):
     (ranks, stages), policy, inject = CASES[case]
