@@ -13,6 +13,7 @@ from odyssey_megatron.errors import ConfigError
 
 MODES = ("off", "observe", "recover")
 POLICIES = ("auto", "reroute", "replan")
+REDUNDANCIES = ("off", "state")
 DEVICES = ("cuda", "cpu")
 INJECTION_POINTS = (
     "forward",
@@ -58,6 +59,15 @@ class OdysseyConfig:
         "faults to inject, ';'-separated: 'rank=5,step=7,at=backward[,signal=STOP][,microbatch=3]"
         "[,generation=2]'; at is one of " + ", ".join(INJECTION_POINTS),
     )
+    redundancy: str = _flag(
+        "off",
+        "state: layers without a second holder get one that computes nothing but stays current, so any single loss "
+        "is survived, without data parallelism too",
+        choices=REDUNDANCIES,
+    )
+    redundancy_level: int = _flag(
+        1, "so many holders of a layer may be lost at once with --odyssey-redundancy state"
+    )
     profile: str = _flag("", "start from this profile (JSON) in place of estimated layer costs")
     profile_steps: int = _flag(5, "publish measured costs every so many steps")
     trace_steps: int = _flag(2, "journal the executed schedule for so many steps a generation")
@@ -73,6 +83,11 @@ class OdysseyConfig:
 
     def __post_init__(self) -> None:
         _check(self)
+
+    @property
+    def least_holders(self) -> int:
+        """Of each layer; see ``JobSpec.least_holders``."""
+        return 1 + self.redundancy_level if self.redundancy == "state" else 0
 
     @property
     def injections(self) -> tuple[Injection, ...]:

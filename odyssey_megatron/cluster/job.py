@@ -24,6 +24,8 @@ class JobSpec:
     train_steps: int
     optimizer_copies: int = 0
     """Holders that keep the optimizer state of a layer; 0: all of them."""
+    least_holders: int = 0
+    """Each layer has at least so many holders, some without microbatches if need be; 0: as parallelism has it."""
 
     def check(self, world_size: int) -> None:
         """Raises ConfigError if ``world_size`` ranks cannot form the initial layout."""

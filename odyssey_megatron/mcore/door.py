@@ -223,6 +223,7 @@ class Door:
             num_microbatches=num_microbatches,
             tokens_per_step=args.global_batch_size * args.seq_length,
             train_steps=args.train_iters,
+            least_holders=self._config.least_holders,
             optimizer_copies=_OPTIMIZER_COPIES if self._shards_optimizer else 0,
         )
         profile = load_profile(self._config.profile) if self._config.profile else estimate(

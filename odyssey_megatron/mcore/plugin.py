@@ -184,6 +184,7 @@ class Session:
             tokens_per_step=job.global_batch_size * job.seq_length,
             train_steps=job.train_iters,
             optimizer_copies=job.optimizer_copies,
+            least_holders=self.config.least_holders,
         )
 
     def _profile(self, job: TrainingJob) -> Profile:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from heapq import heapreplace
 from typing import Any
 
@@ -61,38 +60,6 @@ def plan_transfers(
         sent[source] += costs.layers[layer].state_bytes
         transfers.append(Transfer(layer=layer, source=source, target=worker))
     return tuple(transfers)
-
-
-def with_keepers(
-    layout: Layout, previous: Layout | None, nodes: Mapping[int, int], copies: int, costs: Costs
-) -> Layout:
-    """``layout`` with the optimizer state of each layer on ``copies`` of its holders; 0 leaves it on all.
-
-    Who kept a layer before, and still holds it, goes on: only what must move moves. Whoever keeps least joins, on
-    another node than the rest where that can be had (``nodes``: node of each worker).
-    """
-    if not copies:
-        return layout
-    keep = [
-        [worker for worker in (previous.states[layer] if previous else ()) if worker in holders][:copies]
-        for layer, holders in enumerate(layout.holders)
-    ]
-    load = dict.fromkeys(layout.workers, 0)
-    for layer, workers in enumerate(keep):
-        for worker in workers:
-            load[worker] += costs.layers[layer].optimizer_bytes
-    for layer in sorted(
-        range(layout.num_layers), key=lambda layer: (-costs.layers[layer].optimizer_bytes, layer)
-    ):
-        while len(keep[layer]) < min(copies, len(layout.holders[layer])):
-            there = {nodes[worker] for worker in keep[layer]}
-            joins = min(
-                (worker for worker in layout.holders[layer] if worker not in keep[layer]),
-                key=lambda worker: (nodes[worker] in there, load[worker], worker),
-            )
-            keep[layer].append(joins)
-            load[joins] += costs.layers[layer].optimizer_bytes
-    return replace(layout, keepers=tuple(map(tuple, keep)))
 
 
 def transfer_s(transfers: Sequence[Transfer], costs: Costs) -> float:

@@ -18,8 +18,9 @@ from odyssey_megatron.plan.generation import CandidateRow
 from odyssey_megatron.plan.layout import Layout, megatron_layout
 from odyssey_megatron.plan.order import Order, order_routes
 from odyssey_megatron.plan.plan import Plan, Transfer
+from odyssey_megatron.plan.redundancy import with_keepers, with_shadows
 from odyssey_megatron.plan.simulate import step_end_s
-from odyssey_megatron.plan.transfer import living_holders, warm_up, with_keepers
+from odyssey_megatron.plan.transfer import living_holders, warm_up
 from odyssey_megatron.policy.options import (
     Case,
     LaidOut,
@@ -83,6 +84,7 @@ def initial_plan(job: JobSpec, state: ClusterState, profile: Profile) -> Plan:
         num_microbatches=job.num_microbatches,
     )
     nodes = {worker.worker: worker.node for worker in state.workers}
+    layout = with_shadows(layout, None, nodes, job.least_holders, profile.costs)
     layout = with_keepers(layout, None, nodes, job.optimizer_copies, profile.costs)
     prepare(job, state, profile)
     speeds = worker_speeds(state)
@@ -190,7 +192,9 @@ def _search(case: Case, found: list[Option], policy: str) -> tuple[_Candidate | 
     """
 
     def wanted(option: Option) -> bool:
-        return policy == "auto" or option.name in (policy, "keep", "rebalance")
+        # A takeover is a reroute to shadows.
+        name = "reroute" if option.name == "takeover" else option.name
+        return policy == "auto" or name in (policy, "keep", "rebalance")
 
     many = len(case.state.workers) > _MANY_WORKERS
     finalists, margin = (1, 0.005) if many else (_FINALISTS, 0.0)
@@ -224,7 +228,7 @@ def _search(case: Case, found: list[Option], policy: str) -> tuple[_Candidate | 
                 worked.append(_work_out(case, option, option.found))
                 settled |= wanted(option)
             else:
-                option = lay_out(case, option.name, option.note, option.found())
+                option = lay_out(case, option.name, option.note, option.found(), shadowed=True)
                 heappush(queue, (place(option), option))
         except PlanInfeasible as error:
             rows.append(_unscored(option.name, None, f"{option.note}: {error}"))

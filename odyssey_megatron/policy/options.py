@@ -12,7 +12,8 @@ from odyssey_megatron.plan.bound import lower_bound_s
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.memory import activation_caps, fullest_bytes
 from odyssey_megatron.plan.plan import Transfer
-from odyssey_megatron.plan.transfer import plan_transfers, transfer_s, with_keepers
+from odyssey_megatron.plan.redundancy import with_keepers, with_shadows
+from odyssey_megatron.plan.transfer import plan_transfers, transfer_s
 from odyssey_megatron.policy.candidates import drop_pipelines, reroute, shift_layers
 from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.score import expected_tokens
@@ -120,7 +121,8 @@ def options(case: Case) -> tuple[list[Option], list[tuple[str, str]]]:
     rerouted: Layout | None = None
     try:
         rerouted = reroute(case.previous, alive, costs, case.speeds)
-        found.append(lay_out(case, "reroute", "layout kept", rerouted))
+        name = "takeover" if _takes_over(case.previous, rerouted) else "reroute"
+        found.append(lay_out(case, name, "layout kept", rerouted))
     except PlanInfeasible as error:
         impossible.append(("reroute", str(error)))
     try:
@@ -134,14 +136,52 @@ def options(case: Case) -> tuple[list[Option], list[tuple[str, str]]]:
             found.append(lay_out(case, "shift", "rerouted, stage boundaries moved", shifted))
         except PlanInfeasible as error:
             impossible.append(("shift", str(error)))
+    _add_shadowed(case, found, impossible)
     _add_replans(case, found, impossible)
     return found, impossible
 
 
-def lay_out(case: Case, name: str, note: str, layout: Layout) -> Option:
-    """The option of ``layout``, with its bound and its transition. Raises PlanInfeasible if it does not fit."""
+def _takes_over(previous: Layout, layout: Layout) -> bool:
+    """Whether a worker computes layers of ``layout`` that it only held before: a shadow's."""
+
+    def computed(one: Layout) -> set[tuple[int, int]]:
+        return {
+            (hop.worker, layer)
+            for route in one.routes
+            for hop in route.hops
+            for layer in range(hop.first, hop.last)
+        }
+
+    return not computed(layout) <= computed(previous)
+
+
+def _add_shadowed(case: Case, found: list[Option], impossible: list[tuple[str, str]]) -> None:
+    """Each option once more, with new shadows for what has lost its second holder: safer, but state moves first."""
+    for option in list(found) if case.job.least_holders else ():
+        if isinstance(option.found, LaidOut):
+            note = f"{option.note}, with new shadows"
+            try:
+                shadowed = lay_out(case, option.name, note, option.found.layout, shadowed=True)
+            except PlanInfeasible as error:
+                impossible.append((option.name, f"{note}: {error}"))
+                continue
+            if isinstance(shadowed.found, LaidOut) and shadowed.found.layout != option.found.layout:
+                found.append(shadowed)
+
+
+def lay_out(case: Case, name: str, note: str, layout: Layout, *, shadowed: bool = False) -> Option:
+    """The option of ``layout``, with its bound and its transition.
+
+    Args:
+        shadowed: with a shadow for each layer that has too few holders.
+
+    Raises:
+        PlanInfeasible: it does not fit.
+    """
     profile, costs = case.profile, case.profile.costs
-    nodes = {worker.worker: worker.node for worker in case.state.workers}
+    nodes = {worker.worker: worker.node for worker in case.state.workers if worker.alive}
+    if shadowed:
+        layout = with_shadows(layout, case.previous, nodes, case.job.least_holders, costs)
     layout = with_keepers(layout, case.previous, nodes, case.job.optimizer_copies, costs)
     transfers = plan_transfers(case.previous, layout, case.state.alive, costs)
     caps = caps_for(layout, profile)

@@ -1,0 +1,80 @@
+"""Who holds more than it computes, and who keeps optimizer state: what decides which losses can be survived."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import groupby
+
+from odyssey_megatron.plan.costs import Costs
+from odyssey_megatron.plan.layout import Layout
+
+
+def with_shadows(
+    layout: Layout, previous: Layout | None, nodes: Mapping[int, int], least: int, costs: Costs
+) -> Layout:
+    """``layout`` with at least ``least`` holders of each layer, as far as there are workers.
+
+    A shadow, a holder without microbatches, takes part in the layers' gradient reduction and step, so that it can take
+    over with nothing sent (design section 2). Layers with the same holders get the same shadow: one that has their
+    state already (``previous``), on a node that holds none of them (``nodes``: node of each living worker), with the
+    least to hold.
+    """
+    load = dict.fromkeys(nodes, 0)
+    for layer, holders in enumerate(layout.holders):
+        for worker in holders:
+            load[worker] += costs.layers[layer].state_bytes
+    new = list(layout.holders)
+    runs = [
+        [layer for layer, _ in run] for _, run in groupby(enumerate(layout.holders), key=lambda item: item[1])
+    ]
+    size = {run[0]: sum(costs.layers[layer].state_bytes for layer in run) for run in runs}
+    for run in sorted(runs, key=lambda run: (-size[run[0]], run)):
+        while len(new[run[0]]) < min(least, len(nodes)):
+            holders = new[run[0]]
+            there = {nodes[worker] for worker in holders}
+            shadow = min(
+                (worker for worker in nodes if worker not in holders),
+                key=lambda worker: (
+                    nodes[worker] in there,
+                    previous is not None and not all(worker in previous.states[layer] for layer in run),
+                    load[worker],
+                    (worker - holders[0]) % (max(nodes) + 1),
+                ),
+            )
+            load[shadow] += size[run[0]]
+            for layer in run:
+                new[layer] = tuple(sorted((*new[layer], shadow)))
+    return replace(layout, holders=tuple(new))
+
+
+def with_keepers(
+    layout: Layout, previous: Layout | None, nodes: Mapping[int, int], copies: int, costs: Costs
+) -> Layout:
+    """``layout`` with the optimizer state of each layer on ``copies`` of its holders; 0 leaves it on all.
+
+    Who kept a layer before, and still holds it, goes on: only what must move moves. Whoever keeps least joins, on
+    another node than the rest where that can be had (``nodes``: node of each worker).
+    """
+    if not copies:
+        return layout
+    keep = [
+        [worker for worker in (previous.states[layer] if previous else ()) if worker in holders][:copies]
+        for layer, holders in enumerate(layout.holders)
+    ]
+    load = dict.fromkeys(layout.workers, 0)
+    for layer, workers in enumerate(keep):
+        for worker in workers:
+            load[worker] += costs.layers[layer].optimizer_bytes
+    for layer in sorted(
+        range(layout.num_layers), key=lambda layer: (-costs.layers[layer].optimizer_bytes, layer)
+    ):
+        while len(keep[layer]) < min(copies, len(layout.holders[layer])):
+            there = {nodes[worker] for worker in keep[layer]}
+            joins = min(
+                (worker for worker in layout.holders[layer] if worker not in keep[layer]),
+                key=lambda worker: (nodes[worker] in there, load[worker], worker),
+            )
+            keep[layer].append(joins)
+            load[joins] += costs.layers[layer].optimizer_bytes
+    return replace(layout, keepers=tuple(map(tuple, keep)))

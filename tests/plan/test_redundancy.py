@@ -1,0 +1,64 @@
+"""Shadows and keepers: which losses a layout survives."""
+
+from __future__ import annotations
+
+import pytest
+
+from odyssey_megatron.plan.layout import megatron_layout
+from odyssey_megatron.plan.redundancy import with_keepers, with_shadows
+from odyssey_megatron.plan.transfer import plan_transfers
+from tests.plan.samples import uniform_costs
+
+NODES = {worker: worker // 2 for worker in range(4)}
+PP4 = megatron_layout(num_layers=10, pipeline_size=4, num_workers=4, num_microbatches=8)
+PP2_DP4 = megatron_layout(num_layers=10, pipeline_size=2, num_workers=8, num_microbatches=8)
+ONE_NODE = dict.fromkeys(range(8), 0)
+
+
+@pytest.fixture(scope="module")
+def costs():
+    return uniform_costs(10)
+
+
+def test_every_layer_has_a_second_holder_on_another_node(costs):
+    shadowed = with_shadows(PP4, None, NODES, 2, costs).check()
+    assert shadowed.routes == PP4.routes, "a shadow computes nothing"
+    for before, holders in zip(PP4.holders, shadowed.holders, strict=True):
+        assert set(before) < set(holders)
+        assert len({NODES[worker] for worker in holders}) == 2
+
+
+def test_shadows_are_shared_out(costs):
+    shadowed = with_shadows(PP4, None, NODES, 2, costs)
+    extra = [len(shadowed.held_by(worker)) - len(PP4.held_by(worker)) for worker in range(4)]
+    assert max(extra) <= 3, "a stage each"
+
+
+def test_layers_that_have_holders_enough_get_none(costs):
+    assert with_shadows(PP2_DP4, None, ONE_NODE, 2, costs) == PP2_DP4
+    assert with_shadows(PP4, None, {0: 0, 1: 0, 2: 0, 3: 0}, 9, costs).holders == ((0, 1, 2, 3),) * 10
+
+
+def test_each_layer_is_kept_twice_and_alike_often(costs):
+    kept = with_keepers(PP2_DP4, None, ONE_NODE, 2, costs).check()
+    assert {len(keepers) for keepers in kept.keepers} == {2}
+    often = [sum(worker in keepers for keepers in kept.keepers) for worker in range(8)]
+    assert max(often) - min(often) <= 1
+
+
+def test_only_what_was_lost_moves(costs):
+    kept = with_keepers(PP2_DP4, None, ONE_NODE, 2, costs)
+    alive = [worker for worker in range(8) if worker != 1]
+    smaller = megatron_layout(num_layers=10, pipeline_size=2, num_workers=8, num_microbatches=8)
+    holders = tuple(tuple(worker for worker in held if worker != 1) for held in smaller.holders)
+    after = with_keepers(
+        type(smaller)(holders=holders, routes=smaller.routes), kept, {w: 0 for w in alive}, 2, costs
+    )
+    lost = sum(1 in keepers for keepers in kept.keepers)
+    assert lost
+    assert len(plan_transfers(kept, after, alive, costs)) == lost
+
+
+def test_without_a_number_everybody_keeps_everything(costs):
+    assert with_keepers(PP2_DP4, None, ONE_NODE, 0, costs) is PP2_DP4
+    assert PP2_DP4.states == PP2_DP4.holders
