@@ -7,7 +7,9 @@ import json
 import os
 import re
 import socket
+import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from importlib import metadata
@@ -36,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
         print(_USAGE)
         return 0
     checkout = Path(rest.pop(0)) if rest and not rest[0].startswith("-") else None
-    found = diagnose(checkout, Job(config=config_from_argv(rest), flags=tuple(rest)), _host())
+    found = diagnose(checkout, Job(config=config_from_argv(rest), flags=tuple(rest)), _host(checkout))
     problems, warnings = (sum(row.state == state for row in found) for state in (PROBLEM, WARNING))
     if "--json" in argv:
         print(json.dumps({"can_run": not problems, "rows": [asdict(row) for row in found]}, indent=1))
@@ -81,7 +83,7 @@ def render(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def _host() -> Host:
+def _host(checkout: Path | None) -> Host:
     installed: dict[str, Package] = {}
     for one in metadata.distributions():
         name = re.sub(r"[-_.]+", "-", one.name).lower()
@@ -92,9 +94,23 @@ def _host() -> Host:
         python=sys.version_info[:2],
         packages=installed,
         can_import=lambda name: importlib.util.find_spec(name) is not None,
+        extension_suffix=sysconfig.get_config_var("EXT_SUFFIX"),
+        built_suffix=_built_suffix(checkout),
         interfaces=tuple(name for _, name in socket.if_nameindex()),
         has_gpu=Path("/proc/driver/nvidia/version").exists(),
     )
+
+
+def _built_suffix(checkout: Path | None) -> str:
+    command = ["python3-config", "--extension-suffix"]
+    # Where make will run it: pyenv's goes by the .python-version that a checkout has.
+    there = checkout / "megatron" / "core" / "datasets" if checkout else None
+    folder = there if there and there.is_dir() else None
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=10, check=True)
+        return done.stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def _installed() -> Iterator[Path]:

@@ -33,6 +33,7 @@ def rows(source: Source, checkout: Path | None, host: Host) -> Iterator[Row]:
             "megatron.training", WARNING, "not there: megatron-core comes without it",
             "For a script of Megatron-LM, name its checkout: odyssey doctor PATH.",
         )  # fmt: skip
+    yield from _dataset_helpers(source, host)
     for seam in SEAMS:
         if complete or seam.target.startswith("megatron.core"):
             yield _seam(seams.check(seam, source, version))
@@ -87,6 +88,30 @@ def _patch(checkout: Path) -> Row:
             name, WARNING, "installed in part, or by another version", f"odyssey patch install {checkout}"
         )
     return _row(name, OK, "installed" if there else "not installed, which 'odyssey run' does not need")
+
+
+def _dataset_helpers(source: Source, host: Host) -> Iterator[Row]:
+    """Megatron compiles them at its start, for the Python of ``python3-config``; a virtual environment has none."""
+    name = "dataset helpers"
+    caller = source.file_of("megatron.core.datasets.utils")
+    if caller is None or (caller.parent / f"helpers_cpp{host.extension_suffix}").is_file():
+        return
+    folder = caller.parent
+    if not (folder / "Makefile").is_file():
+        yield _row(
+            name, PROBLEM, f"{folder} has none for this Python ({host.extension_suffix}), and no Makefile",
+            "Install a megatron-core for this Python.",
+        )  # fmt: skip
+    elif not host.can_import("pybind11"):
+        yield _row(name, PROBLEM, "not compiled, and pybind11 is missing", "pip install pybind11")
+    elif host.built_suffix != host.extension_suffix:
+        yield _row(
+            name, PROBLEM, f"not compiled: Megatron would do it for {host.built_suffix or 'no Python'} "
+            f"(python3-config), and this Python needs {host.extension_suffix}",
+            f"make -C {folder} LIBEXT={host.extension_suffix}",
+        )  # fmt: skip
+    else:
+        yield _row(name, OK, "not compiled; Megatron does it when it starts")
 
 
 def _seam(finding: seams.Finding) -> Row:

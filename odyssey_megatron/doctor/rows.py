@@ -41,6 +41,10 @@ class Host:
     """By normalized name: lower case, with dashes."""
     can_import: Callable[[str], bool]
     """Whether there is a top-level module of that name; it is not imported."""
+    extension_suffix: str
+    """That of compiled modules for this Python."""
+    built_suffix: str
+    """That of what ``python3-config`` builds for; '' without it."""
     interfaces: tuple[str, ...]
     """Names of the network interfaces."""
     has_gpu: bool

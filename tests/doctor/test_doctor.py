@@ -23,6 +23,8 @@ HOST = Host(
     python=(3, 12),
     packages={"torch": Package(version="2.13.0+cu130", compiled=True)},
     can_import=lambda name: True,
+    extension_suffix=".cpython-312.so",
+    built_suffix=".cpython-312.so",
     interfaces=("lo", "eth0"),
     has_gpu=True,
 )  # fmt: skip
@@ -168,6 +170,7 @@ def tree(tmp_path):
         path = tmp_path.joinpath(*module.split(".")).with_suffix(".py")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
+    (tmp_path / "megatron/core/datasets/helpers_cpp.cpython-312.so").touch()
     (tmp_path / "pyproject.toml").write_text('[project]\nrequires-python = ">=3.12"\n')
     return tmp_path
 
@@ -204,6 +207,27 @@ def test_a_version_without_a_job_is_said(tree):
         assert said in row.found
 
 
+@pytest.mark.parametrize(
+    ("files", "host", "state"),
+    [
+        ({"helpers_cpp.cpython-312.so"}, replace(HOST, built_suffix=""), None),
+        ({"Makefile"}, HOST, "ok"),
+        ({"Makefile"}, replace(HOST, built_suffix=".cpython-310.so"), "problem"),
+        ({"Makefile", "helpers_cpp.cpython-310.so"}, replace(HOST, built_suffix=""), "problem"),
+        ({"Makefile"}, replace(HOST, can_import=lambda name: name != "pybind11"), "problem"),
+        ({"helpers_cpp.cpython-310.so"}, HOST, "problem"),
+    ],
+)
+def test_dataset_helpers_are_for_this_python_or_can_be_compiled(tree, files, host, state):
+    folder = tree / "megatron/core/datasets"
+    (folder / "helpers_cpp.cpython-312.so").unlink()
+    for name in files:
+        (folder / name).touch()
+    rows = [row for row in megatron.rows(Source((tree,)), tree, host) if row.name == "dataset helpers"]
+    assert [row.state for row in rows] == ([state] if state else [])
+    assert all(row.remedy for row in rows if row.state != "ok")
+
+
 def test_the_wheel_alone_has_no_training(tree):
     for path in (tree / "megatron/training").iterdir():
         path.unlink()
@@ -214,7 +238,7 @@ def test_the_wheel_alone_has_no_training(tree):
 
 
 def test_the_command(tree, capsys, monkeypatch):
-    monkeypatch.setattr(command, "_host", lambda: HOST)
+    monkeypatch.setattr(command, "_host", lambda checkout: HOST)
     assert main(["doctor", str(tree)]) == 0
     assert "0 problem(s), 1 warning(s): a job can run." in capsys.readouterr().out  # it cannot be patched
     assert main(["doctor", "--json", str(tree), "--inprocess-restart"]) == 1
