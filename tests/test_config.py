@@ -12,16 +12,20 @@ from odyssey_megatron.config import (
     add_arguments,
     config_from,
     config_from_argv,
+    flag_of,
     parse_injections,
 )
 from odyssey_megatron.errors import ConfigError
 
 FROZEN = {
+    "mode": "off",
     "policy": "auto",
     "device": "cuda",
     "float64": "off",
     "run_dir": "odyssey-run",
     "inject": "",
+    "redundancy": "off",
+    "redundancy_level": 1,
     "profile": "",
     "profile_steps": 5,
     "trace_steps": 2,
@@ -36,10 +40,6 @@ FROZEN = {
     "store_timeout_s": 120.0,
 }
 """Launch lines depend on these: a flag may be added, never renamed, and a default not changed silently."""
-
-
-def flag_of(name: str) -> str:
-    return "--odyssey-" + name.replace("_", "-")
 
 
 def test_flags_and_defaults_are_frozen():
@@ -57,7 +57,7 @@ def test_the_parser_offers_every_flag_with_help():
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     text = parser.format_help()
-    assert all(flag_of(one.name) in text for one in fields(OdysseyConfig))
+    assert all(flag_of(one) in text for one in fields(OdysseyConfig))
     assert config_from(parser.parse_args([]), {}) == OdysseyConfig()
 
 
@@ -67,6 +67,21 @@ def test_a_flag_beats_the_variable_which_beats_the_default():
     environ = {"ODYSSEY_POLICY": "reroute", "ODYSSEY_HANG_S": "7.5", "ODYSSEY_PROFILE_STEPS": "9"}
     config = config_from(parser.parse_args(["--odyssey-policy", "replan"]), environ)
     assert (config.policy, config.hang_s, config.profile_steps) == ("replan", 7.5, 9)
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "mode"),
+    [
+        ([], {}, "off"),
+        (["--odyssey"], {}, "recover"),
+        (["--odyssey", "observe"], {"ODYSSEY": "off"}, "observe"),
+        ([], {"ODYSSEY": "recover"}, "recover"),
+    ],
+)
+def test_the_mode_is_the_flag_itself(argv, environ, mode):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    assert config_from(parser.parse_args(argv), environ).mode == mode
 
 
 def test_settings_are_found_among_another_program_s_flags(monkeypatch):

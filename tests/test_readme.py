@@ -7,7 +7,7 @@ from dataclasses import fields
 
 import pytest
 
-from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.config import OdysseyConfig, flag_of
 
 BEGIN, END = r"<!-- flags: begin[^>]*-->\n", r"<!-- flags: end -->"
 
@@ -18,9 +18,7 @@ def flags_table() -> str:
         choices = one.metadata.get("choices")
         meaning = (f"{', '.join(choices)}: " if choices else "") + one.metadata["help"]
         default = f"`{one.default}`" if one.default != "" else ""
-        lines.append(
-            f"| `--odyssey-{one.name.replace('_', '-')}` | {default} | {meaning.replace('|', '/')} |"
-        )
+        lines.append(f"| `{flag_of(one)}` | {default} | {meaning.replace('|', '/')} |")
     return "\n".join(lines) + "\n"
 
 
