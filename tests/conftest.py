@@ -29,6 +29,7 @@ def pytest_generate_tests(metafunc: Any) -> None:
         )
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """How many tests a checkout would add."""
     skipped = sum(NEEDS_MEGATRON_LM in str(one.longrepr) for one in terminalreporter.stats.get("skipped", ()))

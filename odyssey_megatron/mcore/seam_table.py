@@ -70,6 +70,13 @@ SAVE_CHECKPOINT = Seam(
     open=True,
 )
 
+PRINT_RANK_LAST = Seam(
+    target="megatron.training.utils:print_rank_last",
+    why="the last rank prints, and it may be another one after a failure",
+    signatures={"0.16": "message"},
+    open=True,
+)
+
 # -- replaced, in megatron.core --------------------------------------------------------------------------------------
 
 GET_NUM_LAYERS_TO_BUILD = Seam(

@@ -5,12 +5,16 @@ from __future__ import annotations
 import importlib
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
 from odyssey_megatron.errors import MegatronIncompatible
 from odyssey_megatron.mcore import compat, seam_table, seams
 from odyssey_megatron.mcore.seams import Seam
+from odyssey_megatron.mcore.source import Source
+
+INSTALLED = Source(tuple(Path(folder).parent for folder in pytest.importorskip("megatron").__path__))
 
 
 @pytest.fixture
@@ -31,7 +35,10 @@ def untouched(megatron):
     ids=lambda one: one.target,
 )
 def test_the_installed_megatron_core_has_the_seam(seam, untouched):
-    assert seams.check_live(seam, compat.check_version()).state == "ok"
+    version = compat.check_version()
+    live = seams.check_live(seam, version)
+    assert live.state == "ok"
+    assert live == seams.check(seam, INSTALLED, version), "source and object are told apart"
 
 
 def test_a_replacement_reaches_every_copy_and_goes_again(untouched):
