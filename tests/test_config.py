@@ -95,7 +95,7 @@ def test_settings_are_found_among_another_program_s_flags(monkeypatch):
     ("argv", "message"),
     [
         (["--odyssey-policy", "pray"], "'pray' is unknown; use one of auto, reroute, replan"),
-        (["--odyssey-polcy", "auto"], "unknown flag --odyssey-polcy; known: --odyssey-policy"),
+        (["--odyssey-polcy", "auto"], "unknown flag --odyssey-polcy; known: --odyssey, --odyssey-policy"),
         (["--odyssey-hang-s", "soon"], "--odyssey-hang-s"),
         (["--odyssey-hang-s", "-1"], "--odyssey-hang-s must be positive, found -1"),
         (["--odyssey-heartbeat-s", "9"], "--odyssey-heartbeat-s (9.0 s) must be below --odyssey-hang-s"),

@@ -88,6 +88,26 @@ def test_no_rank_takes_optimizer_state_with_it(jobs, undisturbed, name, case):
     )
 
 
+ALONE = {
+    "forward": ("reroute", "rank=2,step=2,at=forward,microbatch=3"),
+    "rank0": ("replan", "rank=0,step=2,at=backward"),
+    "reduce": ("auto", "rank=3,step=2,at=reduce"),
+    "optimizer": ("reroute", "rank=1,step=2,at=optimizer"),
+    "in-a-row": ("replan", "rank=3,step=1,at=agreement;rank=0,step=4,at=forward"),
+}
+"""One pipeline, each of its layers with a shadow."""
+
+
+@pytest.mark.parametrize("case", ALONE)
+def test_a_shadow_takes_over_without_data_parallelism(jobs, undisturbed, name, case):
+    policy, inject = ALONE[case]
+    flags = f"--odyssey-redundancy state --odyssey-policy {policy} --odyssey-inject {inject}"
+    shot = jobs.run(name, ranks=4, stages=4, flags=flags)
+    assert_equal_runs(shot, undisturbed(4, 4), kills=inject.count("rank="))
+    if policy == "reroute":
+        assert shot.named("decision")[1]["policy"] == "takeover"
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_with_failures_equals_one_without(jobs, undisturbed, name, case):
     (ranks, stages), policy, inject = CASES[case]
