@@ -68,6 +68,7 @@ class OdysseyConfig:
     redundancy_level: int = _flag(
         1, "so many holders of a layer may be lost at once with --odyssey-redundancy state"
     )
+    memory_headroom_percent: int = _flag(10, "share of a GPU's memory that no plan may use (in percent)")
     profile: str = _flag("", "start from this profile (JSON) in place of estimated layer costs")
     profile_steps: int = _flag(5, "publish measured costs every so many steps")
     trace_steps: int = _flag(2, "journal the executed schedule for so many steps a generation")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -11,6 +12,7 @@ from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import ClusterState
 from odyssey_megatron.codec import from_json
 from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.generation import CandidateRow
 from odyssey_megatron.plan.plan import Plan
 
@@ -60,7 +62,18 @@ class PolicyPlanner:
         self._job = job
         self._profile = from_json(self._profiles.Profile, profile_json)
         job.check(len(state.ranks))
-        return self._decide.initial_plan(job, state, self._profile)
+        try:
+            return self._decide.initial_plan(job, state, self._profile)
+        except PlanInfeasible as error:
+            if self._profile.costs.memory_bytes is None:
+                raise
+            # The estimate may be wrong, and the user has chosen this layout: it decides over plans, not over jobs.
+            _log.warning(
+                "by the estimate the job does not fit, so plans are made without regard to memory: %s", error
+            )
+            costs = replace(self._profile.costs, memory_bytes=None)
+            self._profile = replace(self._profile, costs=costs)
+            return self._decide.initial_plan(job, state, self._profile)
 
     def decide(
         self, state: ClusterState, previous: Plan, observations: Sequence[str], now_s: float

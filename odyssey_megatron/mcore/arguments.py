@@ -101,7 +101,6 @@ def adapt(args: Any, config: OdysseyConfig) -> None:
     args.overlap_p2p_comm = args.batch_p2p_comm = False
     # Randomness is a function of the step (I2), so there is no state of generators to keep.
     args.no_save_rng = args.no_load_rng = True
-    args.gradient_accumulation_fusion = False  # the split backward adds weight gradients itself
     if config.float64 == "on":
         args.params_dtype = torch.float64
         args.accumulate_allreduce_grads_in_fp32 = False

@@ -228,10 +228,11 @@ class Door:
         )
         profile = load_profile(self._config.profile) if self._config.profile else estimate(
             config,
-            device=self._config.device,
+            self._config,
             seq_length=args.seq_length,
             micro_batch_size=args.micro_batch_size,
             vocab_size=args.padded_vocab_size,
+            tensor_parallel_size=args.tensor_model_parallel_size,
         )  # fmt: skip
         self._session.post(job, profile)
 

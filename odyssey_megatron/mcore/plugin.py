@@ -192,7 +192,7 @@ class Session:
             return load_profile(self.config.profile)
         return estimate(
             job.model.config,
-            device=self.config.device,
+            self.config,
             seq_length=job.seq_length,
             micro_batch_size=job.micro_batch_size,
             vocab_size=job.vocab_size,
@@ -220,8 +220,18 @@ class Session:
         )
 
 
-def estimate(config: Any, *, device: str, seq_length: int, micro_batch_size: int, vocab_size: int) -> Profile:
+def estimate(
+    config: Any,
+    settings: OdysseyConfig,
+    *,
+    seq_length: int,
+    micro_batch_size: int,
+    vocab_size: int,
+    tensor_parallel_size: int = 1,
+) -> Profile:
     """The profile of a model of Megatron's ``config`` until the job has measured itself."""
+    on_cpu = settings.device == "cpu"
+    usable_percent = 100 - settings.memory_headroom_percent
     return estimated_profile(
         num_transformer_layers=config.num_layers,
         hidden_size=config.hidden_size,
@@ -232,5 +242,7 @@ def estimate(config: Any, *, device: str, seq_length: int, micro_batch_size: int
         micro_batch_size=micro_batch_size,
         vocab_size=vocab_size,
         dtype_bytes=config.params_dtype.itemsize,
-        **(_CPU_GUESS if device == "cpu" else {}),
+        memory_bytes=None if on_cpu else torch.cuda.mem_get_info()[1] * usable_percent // 100,
+        tensor_parallel_size=tensor_parallel_size,
+        **(_CPU_GUESS if on_cpu else {}),
     )

@@ -21,7 +21,7 @@ class WeightGrads:
     """The deferred weight gradients of one microbatch on one worker. Use as a context around its backward."""
 
     def __init__(self) -> None:
-        self._pending: list[tuple[torch.nn.Parameter, torch.Tensor, torch.Tensor]] = []
+        self._pending: list[tuple[torch.nn.Parameter, torch.Tensor, torch.Tensor, bool]] = []
 
     def __enter__(self) -> WeightGrads:
         global _collecting
@@ -32,17 +32,30 @@ class WeightGrads:
         global _collecting
         _collecting = None
 
-    def add(self, weight: torch.nn.Parameter, total_input: torch.Tensor, grad_output: torch.Tensor) -> None:
-        self._pending.append((weight, total_input, grad_output))
+    def add(
+        self, weight: torch.nn.Parameter, total_input: torch.Tensor, grad_output: torch.Tensor, fused: bool
+    ) -> None:
+        """``fused``: by apex's kernel, which multiplies and accumulates at once (--gradient-accumulation-fusion)."""
+        self._pending.append((weight, total_input, grad_output, fused))
 
     def flush(self) -> None:
         """Computes what was left behind, and lets go of the activations."""
-        for weight, total_input, grad_output in self._pending:
+        for weight, total_input, grad_output, fused in self._pending:
             rows = grad_output.reshape(-1, grad_output.shape[-1])
-            weight.main_grad.add_(  # type: ignore[attr-defined]
-                rows.t().matmul(total_input.reshape(-1, total_input.shape[-1]))
-            )
+            columns = total_input.reshape(-1, total_input.shape[-1])
+            if fused:
+                _apex_kernel(weight.main_grad.dtype)(columns, rows, weight.main_grad)  # type: ignore[attr-defined]
+            else:
+                weight.main_grad.add_(rows.t().matmul(columns))  # type: ignore[attr-defined]
         self._pending.clear()
+
+
+def _apex_kernel(dtype: torch.dtype) -> Any:
+    """As megatron core_v0.16.1 core/tensor_parallel/layers.py chooses it. It needs a GPU, so no test here runs it."""
+    from megatron.core.tensor_parallel import layers
+
+    apex: Any = layers.fused_weight_gradient_mlp_cuda
+    return apex.wgrad_gemm_accum_fp32 if dtype == torch.float32 else apex.wgrad_gemm_accum_fp16
 
 
 def install() -> None:
@@ -52,15 +65,15 @@ def install() -> None:
     fused = seams.original(LINEAR_BACKWARD)
 
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[Any, ...]:
-        deferrable = not (ctx.sequence_parallel or ctx.gradient_accumulation_fusion)
-        if _collecting is None or not deferrable:
+        if _collecting is None or ctx.sequence_parallel:
             return fused(ctx, grad_output)
         total_input, weight = ctx.saved_tensors
         grad_input = grad_output.matmul(weight)
         if ctx.allreduce_dgrad:
             torch.distributed.all_reduce(grad_input, group=ctx.tp_group)
         if weight.requires_grad:
-            _collecting.add(weight, total_input.detach(), grad_output.detach())
+            inputs, outputs = total_input.detach(), grad_output.detach()
+            _collecting.add(weight, inputs, outputs, ctx.gradient_accumulation_fusion)
         grad_bias = grad_output.reshape(-1, grad_output.shape[-1]).sum(dim=0) if ctx.use_bias else None
         # input, weight, bias, and whatever else this version's forward takes.
         return (grad_input, None, grad_bias) + (None,) * (len(ctx.needs_input_grad) - 3)
