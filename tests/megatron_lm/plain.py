@@ -1,6 +1,6 @@
 """Plain Megatron-LM on the CPU, nothing of Odyssey in it but the device: what losses are compared with.
 
-    python -m torch.distributed.run --nproc-per-node 4 tests/megatron_lm/plain.py pretrain_gpt.py ...
+python -m torch.distributed.run --nproc-per-node 4 tests/megatron_lm/plain.py pretrain_gpt.py ...
 """
 
 from __future__ import annotations

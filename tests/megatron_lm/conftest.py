@@ -1,0 +1,34 @@
+"""One preloaded process for all jobs of these tests."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.launch.jobserver import JobServer
+
+collect_ignore_glob = [] if importlib.util.find_spec("torch") else ["test_*.py"]
+
+# Before torch is imported: its store client complains, with a C++ stack, of every connection that ends.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+if importlib.util.find_spec("torch"):
+    from tests.megatron_lm.jobs import MegatronJobs
+
+
+@pytest.fixture(scope="session")
+def jobs(megatron_lm: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MegatronJobs]:
+    """Torch and Megatron-LM are imported once; every job of the session is forked from there."""
+    server = JobServer.start(["tests.megatron_lm.preload"])
+    yield MegatronJobs(server, tmp_path_factory.mktemp("megatron-lm"), megatron_lm)
+    server.close()
+
+
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> str:
+    """A folder name for the test at hand."""
+    return request.node.name.replace("[", "-").replace("]", "").replace("/", "-")

@@ -1,0 +1,168 @@
+"""Jobs of the real ``pretrain_gpt.py``, with the plugin and without, and what they print."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+from tests.e2e.jobs import Outcome
+from tests.launch.jobserver import CHECKOUT, JobServer
+
+MODEL = (
+    "--num-layers 4 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --group-query-attention "
+    "--num-query-groups 2 --seq-length 16 --max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 12 "
+    "--train-iters 6 --lr 1e-2 --min-lr 1e-3 --lr-warmup-iters 2 --lr-decay-style cosine --weight-decay 0.1 "
+    "--clip-grad 1.0 --normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope "
+    "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --transformer-impl local "
+    "--no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-swiglu-fusion "
+    "--no-rope-fusion --tokenizer-type NullTokenizer --vocab-size 255 --split 90,8,2 --num-workers 0 "
+    "--log-interval 1 --eval-interval 3 --eval-iters 2 --distributed-backend gloo"
+)
+MOCK = "--mock-data"
+FLOAT32 = 1e-5
+"""Relative difference of two float32 losses that sum in different orders."""
+FLOAT64 = 1e-10
+
+_ITERATION = re.compile(
+    r"iteration +(\d+)/ *(\d+) \| consumed samples: +(\d+) \|.* learning rate: ([-+.E\d]+) "
+    r"\| global batch size: +(\d+) \| lm loss: ([-+.E\d]+) \|.* grad norm: ([.\d]+) \|"
+)
+_EVALUATION = re.compile(r"validation loss at (.+?) on (\w+) set \| lm loss value: ([-+.E\d]+) \|")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Iteration:
+    """One of Megatron's lines."""
+
+    number: int
+    of: int
+    consumed_samples: int
+    lr: str
+    """As printed: it must not differ at all."""
+    global_batch_size: int
+    loss: float
+    grad_norm: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronRun(Outcome):
+    """A job of Megatron-LM that has ended. Without the plugin there is nothing in ``run_dir``."""
+
+    @property
+    def iterations(self) -> list[Iteration]:
+        return [
+            Iteration(
+                number=int(number), of=int(of), consumed_samples=int(samples), lr=lr, global_batch_size=int(batch),
+                loss=float(loss), grad_norm=float(norm),
+            )
+            for number, of, samples, lr, batch, loss, norm in _ITERATION.findall(self.log)
+        ]  # fmt: skip
+
+    @property
+    def evaluations(self) -> list[tuple[str, str, float]]:
+        """(when, set, loss)."""
+        return [(when, name, float(loss)) for when, name, loss in _EVALUATION.findall(self.log)]
+
+    @property
+    def killed(self) -> list[int]:
+        """The ranks whose death was noticed."""
+        return sorted(rank for event in self.named("failure_detected") for rank in event["dead"])
+
+
+class MegatronJobs:
+    """Starts jobs from one preloaded process, and keeps those without the plugin to compare with."""
+
+    def __init__(self, server: JobServer, folder: Path, checkout: Path):
+        self._server, self.folder, self._checkout = server, folder, checkout
+        self._known: dict[str, MegatronRun] = {}
+
+    def plain(self, flags: str = MOCK, *, ranks: int, stages: int) -> MegatronRun:
+        """Megatron-LM itself; the ranks have nothing of Odyssey but the CPU device. Run once for the same flags."""
+        key = f"{ranks}-{stages} {flags}"
+        if key not in self._known:
+            script = str(CHECKOUT / "tests" / "megatron_lm" / "plain.py")
+            run = self._run([script], f"plain-{len(self._known)}", flags, ranks, stages)
+            assert run.exit_code == 0, run.log[-4000:]
+            self._known[key] = run
+        return self._known[key]
+
+    def odyssey(
+        self,
+        name: str,
+        flags: str = MOCK,
+        *,
+        ranks: int,
+        stages: int,
+        inject: str = "",
+        mode: str = "recover",
+    ) -> MegatronRun:
+        """The same under ``--odyssey``."""
+        flags += f" --odyssey {mode} --odyssey-run-dir {self.folder / name} --odyssey-hang-s 2"
+        return self._run([], name, flags + (f" --odyssey-inject {inject}" if inject else ""), ranks, stages)
+
+    def _run(self, before: list[str], name: str, flags: str, ranks: int, stages: int) -> MegatronRun:
+        argv = [
+            "--nproc-per-node",
+            str(ranks),
+            *before,
+            str(self._checkout / "pretrain_gpt.py"),
+            *MODEL.split(),
+        ]
+        argv += [
+            "--pipeline-model-parallel-size",
+            str(stages),
+            "--data-cache-path",
+            str(self.folder / "cache"),
+        ]
+        job = self._server.run(
+            [*argv, *flags.split()], log=self.folder / f"{name}.log", env={"ODYSSEY_DEVICE": "cpu"}
+        )
+        exit_code = job.wait(100.0)
+        return MegatronRun(exit_code=exit_code, run_dir=self.folder / name, log=job.log())
+
+
+def assert_same_lines(run: MegatronRun, plain: MegatronRun, *, rel: float = FLOAT32, first: int = 1) -> None:
+    """All that Megatron prints of iterations and evaluations: each once, in order, with the same numbers.
+
+    Args:
+        first: the iteration that ``run`` begins with, of those that ``plain`` printed.
+    """
+    assert run.exit_code == 0, run.log[-4000:]
+    ours, theirs = run.iterations, [one for one in plain.iterations if one.number >= first]
+    assert [one.number for one in ours] == list(range(first, theirs[-1].number + 1))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert (mine.of, mine.consumed_samples, mine.lr, mine.global_batch_size) == (
+            other.of, other.consumed_samples, other.lr, other.global_batch_size,
+        )  # fmt: skip
+        assert mine.grad_norm == pytest.approx(
+            other.grad_norm, rel=100 * rel, abs=1.1e-3
+        )  # 3 digits are printed
+    assert [one.loss for one in ours] == pytest.approx([one.loss for one in theirs], rel=rel)
+    evaluated = [one for one in plain.evaluations if _iteration_of(one[0]) >= first]
+    assert [one[:2] for one in run.evaluations] == [one[:2] for one in evaluated]
+    assert [one[2] for one in run.evaluations] == pytest.approx([one[2] for one in evaluated], rel=rel)
+
+
+def _iteration_of(when: str) -> int:
+    found = re.match(r"iteration (\d+)", when)
+    assert found is not None, when
+    return int(found.group(1))
+
+
+def checkpoint_tensors(folder: Path, iteration: int) -> Mapping[str, object]:
+    """What a torch_dist checkpoint holds, by global name."""
+    state: dict[str, object] = {}
+    _load_state_dict(
+        state,
+        storage_reader=FileSystemReader(folder / f"iter_{iteration:07d}"),
+        planner=_EmptyStateDictLoadPlanner(),
+        no_dist=True,
+    )
+    return state

@@ -1,0 +1,21 @@
+"""What the jobs of these tests import: the agent's modules, and Megatron-LM of the checkout MEGATRON_LM_PATH."""
+
+# ruff: noqa: E402, F401 - the checkout must be found first, and importing is all that this does
+import os
+import sys
+
+from odyssey_megatron.mcore import cpu_device  # isort: skip - the CPU device comes before Megatron
+
+sys.path.insert(0, os.environ["MEGATRON_LM_PATH"])
+cpu_device.install()
+cpu_device.prepare_training()
+
+import gpt_builders
+import megatron.training
+import model_provider
+import torch.testing._internal.distributed.fake_pg
+import torch.utils.tensorboard
+
+import odyssey_megatron.mcore.door
+import odyssey_megatron.policy.decide
+import tests.launch.preload

@@ -1,0 +1,84 @@
+"""An unmodified Megatron-LM job that loses ranks prints what it would have printed without."""
+
+from __future__ import annotations
+
+import numpy
+import pytest
+import torch
+
+from tests.megatron_lm.jobs import FLOAT64, MOCK, assert_same_lines, checkpoint_tensors
+
+CASES = {
+    "three-in-a-row": (8, 4, "rank=0,step=1,at=backward;rank=7,step=2,at=forward;rank=4,step=4,at=reduce"),
+    "evaluation-and-checkpoint": (8, 4, "rank=7,step=3,at=evaluate;rank=0,step=4,at=checkpoint"),
+    "two-at-once": (6, 2, "rank=0,step=2,at=forward;rank=5,step=2,at=forward"),
+    "agreement-and-optimizer": (6, 2, "rank=2,step=1,at=agreement;rank=3,step=3,at=optimizer"),
+    "commit-of-an-evaluated-step": (6, 2, "rank=5,step=2,at=commit;rank=4,step=5,at=commit"),
+    "first-and-last-step": (6, 2, "rank=1,step=0,at=weight_grad;rank=0,step=5,at=backward"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_lines_are_those_of_plain_megatron_lm(jobs, name, case):
+    ranks, stages, inject = CASES[case]
+    save = f" --save {jobs.folder / name / 'saved'} --save-interval 4" if "checkpoint" in inject else ""
+    run = jobs.odyssey(name, MOCK + save, ranks=ranks, stages=stages, inject=inject)
+    assert_same_lines(run, jobs.plain(ranks=ranks, stages=stages))
+    assert len(run.killed) == inject.count("rank="), run.log[-3000:]
+
+
+@pytest.fixture(scope="session")
+def corpus(jobs):
+    """The prefix of an indexed dataset of bytes."""
+    from pydoc_data.topics import topics
+
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    prefix = jobs.folder / "corpus" / "topics"
+    prefix.parent.mkdir()
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.uint16)
+    for _, text in sorted(topics.items()):  # 2 % of them, the test set, must be some
+        document = list(text.encode())
+        builder.add_document(torch.tensor(document), [len(document)])
+    builder.finalize(f"{prefix}.idx")
+    return prefix
+
+
+def test_an_indexed_dataset(jobs, name, corpus):
+    flags = f"--data-path {corpus}"
+    run = jobs.odyssey(
+        name, flags, ranks=4, stages=2, inject="rank=3,step=2,at=backward;rank=0,step=3,at=evaluate"
+    )
+    plain = jobs.plain(flags, ranks=4, stages=2)
+    assert_same_lines(run, plain)
+    assert run.killed == [0, 3]
+    assert plain.iterations[-1].loss != jobs.plain(ranks=4, stages=2).iterations[-1].loss, (
+        "the data did not matter"
+    )
+
+
+def test_float64_to_the_last_digits(jobs, name):
+    """Losses of all iterations, and what the checkpoint at the end holds: weights and optimizer state."""
+    saved = {one: jobs.folder / f"{name}-{one}" for one in ("shot", "undisturbed")}
+    flags = {
+        one: f"{MOCK} --odyssey-float64 on --save {folder} --save-interval 6" for one, folder in saved.items()
+    }
+    undisturbed = jobs.odyssey(f"{name}-reference", flags["undisturbed"], ranks=6, stages=2)
+    shot = jobs.odyssey(
+        name, flags["shot"], ranks=6, stages=2,
+        inject="rank=5,step=1,at=backward;rank=0,step=3,at=reduce;rank=3,step=5,at=agreement",
+    )  # fmt: skip
+    assert undisturbed.exit_code == shot.exit_code == 0, shot.log[-3000:]
+    assert shot.killed == [0, 3, 5]
+    ours, theirs = ([step.loss for step in run.run.steps] for run in (shot, undisturbed))
+    assert len(theirs) == 6
+    assert ours == pytest.approx(theirs, rel=FLOAT64)
+    mine, other = (checkpoint_tensors(saved[one], 6) for one in ("shot", "undisturbed"))
+    weights = {
+        key: value
+        for key, value in other.items()
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+    }
+    assert sum("exp_avg" in key for key in weights) >= 2 * 2, "no optimizer state was compared"
+    for key, value in weights.items():
+        assert value.numel() == 0 or (mine[key] - value).abs().max() <= FLOAT64 * value.abs().max(), key
