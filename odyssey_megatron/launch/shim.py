@@ -20,7 +20,10 @@ from odyssey_megatron.errors import EXIT_BAD_INPUT, ConfigError
 _LOOK_EVERY_S = 5.0
 _FAREWELL_S = 10.0
 """How long the stand-in that hosts the store waits for the others to read the verdict."""
-_LEFT_BEHIND = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_LEFT_BEHIND = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",  # torchrun sets 1, with which NCCL's watchdog ends a rank whose peer has died
+)  # fmt: skip
 
 
 def is_needed() -> bool:

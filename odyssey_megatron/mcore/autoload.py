@@ -1,15 +1,17 @@
 """The two calls through which Odyssey enters a process that runs an unmodified (or patched) Megatron-LM script.
 
-Both do nothing unless ``--odyssey`` is among the arguments, or ODYSSEY in the environment.
+They do nothing unless ``--odyssey`` is among the arguments, or ODYSSEY in the environment.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
 
 from odyssey_megatron.config import OdysseyConfig, config_from_argv
-from odyssey_megatron.errors import MegatronIncompatible
+from odyssey_megatron.errors import EXIT_BAD_INPUT, ConfigError, MegatronIncompatible
 from odyssey_megatron.launch import shim
 
 
@@ -27,13 +29,21 @@ def _config() -> OdysseyConfig | None:
     return None if config.mode == "off" else config
 
 
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """Bad input ends the process with one paragraph and its exit code, whoever has called."""
+    try:
+        yield
+    except (ConfigError, MegatronIncompatible) as error:
+        sys.stderr.write(f"error: {error}\n")
+        raise SystemExit(EXIT_BAD_INPUT) from None
+
+
+@_refusing()
 def before_megatron() -> None:
     """Chooses the device, before anything of Megatron is imported.
 
     Does not return if the launcher is not Odyssey's: then this process stands in for the rank that it was to be.
-
-    Raises:
-        ConfigError
     """
     if config := _config():
         if shim.is_needed():
@@ -43,8 +53,9 @@ def before_megatron() -> None:
         device.install(config)
 
 
+@_refusing()
 def import_training() -> None:
-    """Imports ``megatron.training``. Raises MegatronIncompatible if it is not there."""
+    """Imports ``megatron.training``."""
     config = _config()
     if config and config.device == "cpu":
         from odyssey_megatron.mcore import cpu_device
@@ -59,8 +70,9 @@ def import_training() -> None:
         ) from error
 
 
+@_refusing()
 def after_training() -> None:
-    """Hooks into ``megatron.training``, which has been imported. Raises ConfigError, MegatronIncompatible."""
+    """Hooks into ``megatron.training``, which has been imported."""
     if config := _config():
         from odyssey_megatron.mcore import door
 

@@ -6,7 +6,6 @@ import os
 import runpy
 import sys
 
-from odyssey_megatron.errors import EXIT_BAD_INPUT, ConfigError, MegatronIncompatible
 from odyssey_megatron.mcore import autoload
 
 
@@ -14,13 +13,9 @@ def main() -> None:
     """Runs the script that the arguments name, as the interpreter would."""
     del sys.argv[0]
     sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
-    try:
-        autoload.before_megatron()
-        autoload.import_training()
-        autoload.after_training()
-    except (ConfigError, MegatronIncompatible) as error:
-        sys.stderr.write(f"error: {error}\n")
-        sys.exit(EXIT_BAD_INPUT)
+    autoload.before_megatron()
+    autoload.import_training()
+    autoload.after_training()
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 

@@ -84,7 +84,8 @@ def test_no_rank_takes_optimizer_state_with_it(jobs, undisturbed, name, case):
     assert_equal_runs(shot, undisturbed(ranks, stages), kills=inject.count("rank="))
     first = shot.named("decision")[0]["layout"]
     assert all(
-        len(keepers) == 2 < len(holders) for keepers, holders in zip(first["keepers"], first["holders"])
+        len(keepers) == 2 < len(holders)
+        for keepers, holders in zip(first["keepers"], first["holders"], strict=True)
     )
 
 

@@ -1,0 +1,80 @@
+"""Every point of a step x every kind of victim x every way to keep state x every policy.
+
+    bash tests/run.sh tests/e2e/test_matrix.py -m matrix        # all of it, an hour on two cores
+
+The suite runs a representative part of this, ``test_exactness.py``. Tensor parallelism and checkpoints are in
+``tests/megatron_lm``, since they need Megatron-LM's own loop.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tests.e2e.jobs import Outcome, assert_equal_runs, assert_holders_agree
+
+pytestmark = pytest.mark.matrix
+
+POINTS = (
+    "forward",
+    "backward",
+    "weight_grad",
+    "reduce",
+    "agreement",
+    "optimizer",
+    "commit",
+    "groups",
+    "transfer",
+)
+POLICIES = ("reroute", "replan", "auto")
+PP4_DP2 = {"first": (1,), "middle": (4,), "last": (6,), "rank0": (0,), "two": (3, 6)}
+PP2_DP4 = {"first": (1,), "last": (6,), "rank0": (0,), "two": (2, 5)}
+PP4 = {"middle": (2,), "last": (3,), "rank0": (0,)}
+STATES = {
+    # ranks, stages, victims, flags
+    "replicated": (8, 4, PP4_DP2, ""),
+    "distributed-optimizer": (8, 2, PP2_DP4, "--use-distributed-optimizer"),
+    "bf16-distributed-optimizer": (8, 2, PP2_DP4, "--use-distributed-optimizer --bf16 --odyssey-float64 off"),
+    "shadows": (4, 4, PP4, "--odyssey-redundancy state"),
+}
+CASES = {
+    f"{state}-{point}-{victim}-{policy}": (state, point, victim, policy)
+    for state, (_, _, victims, _) in STATES.items()
+    for point, victim, policy in itertools.product(
+        (*POINTS, "param_gather") if "optimizer" in state else POINTS, victims, POLICIES
+    )
+}
+
+
+def faults(point: str, ranks: tuple[int, ...]) -> str:
+    """One of ``point`` for each of ``ranks``; points of a recovery need one that starts it."""
+    if point not in ("groups", "transfer"):
+        return ";".join(f"rank={rank},step=2,at={point}" for rank in ranks)
+    first, other = (*ranks, ranks[0] - 1)[:2] if len(ranks) > 1 or ranks[0] else (1, 0)
+    return f"rank={first},step=2,at=backward;rank={other},step=2,at={point},generation=2"
+
+
+def assert_alike(shot: Outcome, reference: Outcome, *, kills: int) -> None:
+    """In 16 bits: the same steps, losses to rounding, and the same bytes on all holders of a layer."""
+    assert shot.exit_code == 0, shot.log[-4000:]
+    assert len(shot.named("injected")) == kills
+    ours, theirs = shot.run.steps, reference.run.steps
+    assert [one.step for one in ours] == [one.step for one in theirs]
+    assert [one.loss for one in ours] == pytest.approx([one.loss for one in theirs], rel=2e-2)
+    assert_holders_agree(shot)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_with_failures_equals_one_without(jobs, undisturbed, name, case):
+    state, point, victim, policy = CASES[case]
+    ranks, stages, victims, flags = STATES[state]
+    inject = faults(point, victims[victim])
+    shot = jobs.run(
+        name,
+        ranks=ranks,
+        stages=stages,
+        flags=f"{flags} --odyssey-policy {policy} --odyssey-inject {inject}",
+    )
+    check = assert_alike if "bf16" in state else assert_equal_runs
+    check(shot, undisturbed(ranks, stages), kills=inject.count("rank="))
