@@ -370,6 +370,11 @@ class MegatronModel:
                 result[f"{index}.optimizer"] = _digest(layer.optimizer.state_tensors())
         return result
 
+    def state_bytes(self) -> int:
+        """Of weights, gradients and optimizer state of everything held."""
+        gradients = sum(buffer.nbytes for block in self.blocks for buffer in block.gradients)
+        return gradients + sum(one.nbytes for layer in self._held.values() for one in layer.moved_tensors())
+
     def weights(self) -> dict[int, dict[str, torch.Tensor]]:
         """Held layer -> its weights by name."""
         return {

@@ -130,7 +130,9 @@ class Session:
     def note_end(self, rank: RankRuntime, model: MegatronModel) -> None:
         """Writes down the last step and what the weights are."""
         rank.log_last_step()
-        self._journal.event("weights", step=rank.committed, digest=model.digests())
+        self._journal.event(
+            "weights", step=rank.committed, digest=model.digests(), state_bytes=model.state_bytes()
+        )
 
     def post(self, spec: JobSpec, profile: Profile) -> None:
         """Tells the coordinator what to plan for. Collective. Raises ConfigError."""

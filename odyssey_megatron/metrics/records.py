@@ -38,7 +38,7 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "samples": ("microbatches", "samples"),
     "trace": ("instructions",),
     "profile": ("observations",),
-    "weights": ("digest",),
+    "weights": ("digest", "state_bytes"),
     "fenced": ("why",),
     "stopped": ("why", "exit_code"),
 }
@@ -49,6 +49,7 @@ EVENTS: dict[str, tuple[str, ...]] = {
 next step; the other ``*_s`` are durations; ``outcome`` is ``redo`` or ``finish`` (the step had been agreed
 on). ``redone``: how long the redone step took until it was committed. ``samples`` (the rank that ran a microbatch
 through the head): ``samples`` holds, for each of ``microbatches``, the list of its global sample indices.
-``step_committed``: ``loss`` is a dict of named losses; ``step_s`` is -1 where it was not timed. ``trace``:
-[[text, start_s, end_s], ...] on the monotonic clock. ``dead`` is a list of ranks everywhere.
+``weights``: at the end of a rank, by layer. ``step_committed``: ``loss`` is a dict of named losses; ``step_s`` is -1
+where it was not timed. ``trace``: [[text, start_s, end_s], ...] on the monotonic clock. ``dead`` is a list of ranks
+everywhere.
 """
