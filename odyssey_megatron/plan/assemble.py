@@ -14,10 +14,11 @@ from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Hop, Layout, Route, layout_from_routes
 from odyssey_megatron.plan.list_schedule import Solved
 from odyssey_megatron.plan.memory import state_bytes
-from odyssey_megatron.plan.messages import add_messages, add_reductions, reduction_order
-from odyssey_megatron.plan.order import Group, Order
-from odyssey_megatron.plan.schedule import COMPUTE, SEND, Instr, Op
-from odyssey_megatron.plan.verify import verify
+from odyssey_megatron.plan.messages import reduction_order, with_messages, with_reductions
+from odyssey_megatron.plan.order import Order
+from odyssey_megatron.plan.schedule import Instr, Op
+from odyssey_megatron.plan.verify import verify_codes
+from odyssey_megatron.plan.visits import OPS, RECV_FORWARD, SEND_BACKWARD, SEND_FORWARD, Visits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +61,6 @@ def assemble(order: Order, layout: Layout, costs: Costs) -> Assembled:
     return Assembled(text="\n".join(lines), peak_bytes=tuple(peaks.items()))
 
 
-_NAME = {op: op.value for op in Op}  # ``value`` is a slow property
-
-
 class _Kind:
     """The programs of a group with its own numbers, as %-templates over (microbatch ids, worker ids)."""
 
@@ -76,14 +74,11 @@ class _Kind:
             for ids, hops in shape.routes
         )
         layout = layout_from_routes(len(costs.layers), routes)
-        seats = tuple(range(len(shape.caps)))
-        count = layout.num_microbatches
-        alone = Group(workers=seats, microbatches=tuple(range(count)), solved=solved)
-        order = Order(groups=(alone,), done_s=dict.fromkeys(seats, 0.0))
-        schedule = add_messages(order.schedule(), layout)
-        timeline = verify(
-            layout,
-            add_reductions(schedule, layout),
+        visits = Visits(layout)
+        programs = with_messages({seat: list(queue) for seat, queue in enumerate(solved.queues)}, visits)
+        timeline = verify_codes(
+            visits,
+            with_reductions(programs, visits),
             costs,
             in_flight_cap=dict(enumerate(shape.caps)),
             speeds=dict(enumerate(shape.speeds)),
@@ -91,17 +86,31 @@ class _Kind:
         self.peaks = [peak for _, peak in timeline.activation_bytes]
         self.templates: list[str] = []
         self.picks: list[Callable[[tuple[int, ...]], tuple[int, ...]]] = []
-        for _, program in schedule.programs:
+        spans = list(zip(visits.first, visits.last, strict=True))
+        named = {span: _texts(*span) for span in set(spans)}
+        texts, seats = [named[span] for span in spans], layout.num_microbatches
+        for program in programs.values():
             parts, places = [], []
-            for op, microbatch, first, last, peer in program:
-                places.append(microbatch)
-                if op in COMPUTE:
-                    parts.append(f"{_NAME[op]}%d[{first}:{last}]")
-                else:
-                    parts.append(f"{_NAME[op]}%d[{first}]{'>' if op in SEND else '<'}%d")
-                    places.append(count + peer)
+            for code in program:
+                visit, kind = code >> 3, code & 7
+                parts.append(texts[visit][kind])
+                places.append(visits.microbatch[visit])
+                if kind >= SEND_FORWARD:
+                    peers = visits.before if kind in (RECV_FORWARD, SEND_BACKWARD) else visits.behind
+                    places.append(seats + peers[visit])
             self.templates.append(" ".join(parts))
             self.picks.append(_picker(places))
+
+
+def _texts(first: int, last: int) -> tuple[str, ...]:
+    """Per kind, an instruction as text: %d for what differs between equal groups."""
+    return (
+        *(f"{op.value}%d[{first}:{last}]" for op in OPS[:SEND_FORWARD]),
+        f"{Op.SEND_FORWARD.value}%d[{last}]>%d",
+        f"{Op.RECV_FORWARD.value}%d[{first}]<%d",
+        f"{Op.SEND_BACKWARD.value}%d[{first}]>%d",
+        f"{Op.RECV_BACKWARD.value}%d[{last}]<%d",
+    )
 
 
 def _picker(places: list[int]) -> Callable[[tuple[int, ...]], tuple[int, ...]]:

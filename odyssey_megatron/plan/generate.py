@@ -6,9 +6,10 @@ from collections.abc import Mapping
 
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Layout
-from odyssey_megatron.plan.messages import add_messages, add_reductions
+from odyssey_megatron.plan.messages import with_messages, with_reductions
 from odyssey_megatron.plan.order import Order, independent, order_routes
 from odyssey_megatron.plan.schedule import Schedule
+from odyssey_megatron.plan.visits import Visits
 
 __all__ = ["Order", "build_schedule", "independent", "lower", "order_routes"]
 
@@ -31,4 +32,6 @@ def build_schedule(
 
 def lower(order: Order, layout: Layout) -> Schedule:
     """The passes from a compute order to what the interpreter runs."""
-    return add_reductions(add_messages(order.schedule(), layout), layout)
+    visits = Visits(layout)
+    lowered = with_reductions(with_messages(visits.encode(order.schedule()), visits), visits)
+    return Schedule(programs=tuple((worker, visits.decode(codes)) for worker, codes in lowered.items()))

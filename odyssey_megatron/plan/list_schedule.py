@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from math import inf
+from typing import NamedTuple
 
 from odyssey_megatron.errors import LayoutInvalid, PlanInfeasible
 from odyssey_megatron.plan.costs import Costs
-from odyssey_megatron.plan.schedule import Op
 
 TICKS_PER_S = 10**9
 """Scheduling counts in whole nanoseconds, so that equal times compare equal on every machine."""
@@ -43,33 +44,51 @@ class Solved:
     shape: Shape
     done_s: tuple[float, ...]
     """Per worker, when its last weight gradient ends."""
-    queues: tuple[tuple[tuple[Op, int, int, int], ...], ...]
-    """Per worker, (op, microbatch, first, last) in order."""
+    queues: tuple[tuple[int, ...], ...]
+    """Per worker, what it computes: codes as in :mod:`odyssey_megatron.plan.visits`."""
 
 
-@dataclass(slots=True)
+class Row(NamedTuple):
+    """What all visits of a route's hop have in common; times in ticks."""
+
+    worker: int
+    forward: int
+    input_grad: int
+    weight_grad: int
+    need: int
+    """Bytes that stay from the forward on; ``early`` of them until the input gradient only."""
+    early: int
+    room: int
+    """Bytes that may be live when the forward starts."""
+    behind: int
+    """Hops after this one; 0 for the last."""
+    scaled: int
+    """``behind``, scaled down by what fits where the route starts over what 1F1B would keep there."""
+    starts: bool
+
+
+@dataclass(slots=True, kw_only=True)
 class Tasks:
-    """One entry a visit (microbatch, hop), in parallel lists.
+    """What there is to run: the forward, input gradient and weight gradient of each visit (microbatch, hop).
 
-    The hops of a microbatch follow each other, and more urgent microbatches come first: a visit's index is
-    its priority.
+    The hops of a microbatch follow each other, and more urgent microbatches come first: a visit's place is its
+    priority. A task is visit + (0 forward, 1 input gradient, 2 weight gradient) * number of visits.
     """
 
-    visits: list[tuple[int, int, int]]
-    """(microbatch, first layer, last)."""
-    worker: list[int]
-    forward: list[int]
-    input_grad: list[int]
-    weight_grad: list[int]
-    need: list[int]
-    """Bytes that stay from the forward on; ``early`` of them until the input gradient only."""
-    early: list[int]
+    visits: list[int]
+    """As :mod:`odyssey_megatron.plan.visits` numbers them."""
     room: list[int]
-    """Bytes that may be live when this visit's forward starts."""
     behind: list[int]
-    """Hops after this one; 0 for the last."""
-    starts: list[bool]
-    lag: int
+    scaled: list[int]
+    """Of each visit, as in its :class:`Row`."""
+    worker: list[int]
+    ticks: list[int]
+    size: list[int]
+    """Of each task: bytes that it adds, or frees if negative."""
+    then: list[int]
+    """What each task's end makes ready: delay << bits | task; 0 for nothing."""
+    bits: int
+    """Enough for a task or a worker behind all tasks that an event can name."""
 
 
 def best_order(shape: Shape, costs: Costs) -> Solved:
@@ -79,49 +98,42 @@ def best_order(shape: Shape, costs: Costs) -> Solved:
     flight cannot be kept; then a number in proportion, and none (input gradients always first), are tried too.
     """
     by_number, abreast = _by_number(shape), _abreast(shape)
+    rows, lag = _rows(shape, costs), round(costs.message_s() * TICKS_PER_S)
+    work, least = _least(shape, rows, lag)
     # Large groups get one try: deciding has to be quick, and many routes average out.
     alone = abreast == by_number or len(by_number) > _LARGE
     best: tuple[Tasks, list[int], list[list[int]]] | None = None
     for urgency in (by_number,) if alone else (by_number, abreast):
-        tasks = _tasks(shape, costs, urgency)
-        scaled, enough = _scaled(tasks), _NEAR * _least_ticks(tasks)
-        targets = [tasks.behind] if scaled == tasks.behind else [tasks.behind, scaled, [-1] * len(scaled)]
+        tasks = _tasks(shape, rows, urgency, lag)
+        targets = [tasks.behind]
+        if tasks.scaled != tasks.behind:
+            targets += [tasks.scaled, [-1] * len(tasks.scaled)]
         for target in targets:
-            if best is None or max(best[1]) > enough:
-                one = (tasks, *_list_schedule(tasks, target, len(shape.caps)))
-                best = one if best is None or max(one[1]) < max(best[1]) else best
+            limit = inf if best is None else max(best[1])
+            if limit > _NEAR * least:
+                one = _list_schedule(tasks, target, work, limit)
+                best = best if one is None else (tasks, *one)
     assert best is not None  # the first rule has always run
     tasks, done, queues = best
-    count = len(tasks.visits)
+    count, visits = len(tasks.visits), tasks.visits
     return Solved(
         shape=shape,
         done_s=tuple(ticks / TICKS_PER_S for ticks in done),
-        queues=tuple(tuple((_OPS[item // count], *tasks.visits[item % count]) for item in q) for q in queues),
+        queues=tuple(tuple(visits[item % count] * 8 + item // count for item in queue) for queue in queues),
     )
 
 
-def _least_ticks(tasks: Tasks) -> int:
-    """No order is shorter: a worker has all its work to do from when the first activation can reach it."""
+def _least(shape: Shape, rows: list[list[Row]], lag: int) -> tuple[list[int], int]:
+    """All work of each worker; and no order is shorter than that, from when the first activation can reach it."""
     head: dict[int, int] = {}
-    work: dict[int, int] = {}
-    reached = 0
-    for visit, worker in enumerate(tasks.worker):
-        forward = tasks.forward[visit]
-        reached = 0 if tasks.starts[visit] else reached + tasks.lag
-        head[worker] = min(head.get(worker, reached), reached)
-        reached += forward
-        work[worker] = work.get(worker, 0) + forward + tasks.input_grad[visit] + tasks.weight_grad[visit]
-    return max((head[worker] + work[worker] for worker in work), default=0)
-
-
-def _scaled(tasks: Tasks) -> list[int]:
-    """``behind``, scaled down by what fits where the route starts over what 1F1B would keep there."""
-    scaled, share = [], 1.0
-    for behind, starts, room, need in zip(tasks.behind, tasks.starts, tasks.room, tasks.need, strict=True):
-        if starts:
-            share = min(1.0, ((room + need) // need) / (behind + 1)) if need else 1.0
-        scaled.append(min(behind, max(0, round((behind + 1) * share) - 1)))
-    return scaled
+    work = [0] * len(shape.caps)
+    for (ids, _), hops in zip(shape.routes, rows, strict=True):
+        reached = 0
+        for row in hops if ids else ():
+            head[row.worker] = min(head.get(row.worker, reached), reached)
+            work[row.worker] += len(ids) * (row.forward + row.input_grad + row.weight_grad)
+            reached += row.forward + lag
+    return work, max((head[worker] + work[worker] for worker in head), default=0)
 
 
 def _by_number(shape: Shape) -> list[tuple[int, int]]:
@@ -139,7 +151,8 @@ def _abreast(shape: Shape) -> list[tuple[int, int]]:
     return [(m, route) for _, m, route in sorted(places)]
 
 
-def _tasks(shape: Shape, costs: Costs, urgency: list[tuple[int, int]]) -> Tasks:
+def _rows(shape: Shape, costs: Costs) -> list[list[Row]]:
+    """Per route, what its hops take."""
     spans: dict[tuple[int, int, int], tuple[int, int, int, int, int]] = {}
     depths: list[dict[int, int]] = [{} for _ in shape.caps]
     for _, hops in shape.routes:
@@ -150,29 +163,50 @@ def _tasks(shape: Shape, costs: Costs, urgency: list[tuple[int, int]]) -> Tasks:
             depths[worker][first] = max(depths[worker].get(first, 0), span[3])
     rows = []
     for _, hops in shape.routes:
-        row = []
+        row, share = list[Row](), 1.0
         for at, (worker, first, last) in enumerate(hops):
             span = spans[worker, first, last]
             deeper = sum(need for depth, need in depths[worker].items() if depth > first)
             room = shape.caps[worker] - span[3] - deeper
             if room < 0:
                 raise PlanInfeasible(f"layers [{first}:{last}) need {-room} more bytes of activations")
-            row.append(((first, last), (worker, *span, room, len(hops) - 1 - at, at == 0)))
+            behind, need = len(hops) - 1 - at, span[3]
+            if at == 0 and need:
+                share = min(1.0, ((room + need) // need) / (behind + 1))
+            scaled = min(behind, max(0, round((behind + 1) * share) - 1))
+            row.append(Row(worker, *span, room, behind, scaled, at == 0))
         rows.append(row)
-    visits = [(m, *layers) for m, route in urgency for layers, _ in rows[route]]
-    values = [value for _, route in urgency for _, value in rows[route]]
+    return rows
+
+
+def _tasks(shape: Shape, rows: list[list[Row]], urgency: list[tuple[int, int]], lag: int) -> Tasks:
+    first = [0, *accumulate(len(rows[route]) for _, route in _by_number(shape))]
+    values = [row for _, route in urgency for row in rows[route]]
+    count = len(values)
+    bits = (2 * count + len(shape.caps)).bit_length()
+    delay = lag << bits
     return Tasks(
-        visits=visits,
-        worker=[value[0] for value in values],
-        forward=[value[1] for value in values],
-        input_grad=[value[2] for value in values],
-        weight_grad=[value[3] for value in values],
-        need=[value[4] for value in values],
-        early=[value[5] for value in values],
-        room=[value[6] for value in values],
-        behind=[value[7] for value in values],
-        starts=[value[8] for value in values],
-        lag=round(costs.message_s() * TICKS_PER_S),
+        visits=[first[m] + at for m, route in urgency for at in range(len(rows[route]))],
+        room=[row.room for row in values],
+        behind=[row.behind for row in values],
+        scaled=[row.scaled for row in values],
+        worker=[row.worker for row in values] * 3,
+        ticks=[
+            *(row.forward for row in values),
+            *(row.input_grad for row in values),
+            *(row.weight_grad for row in values),
+        ],
+        size=[
+            *(row.need for row in values),
+            *(-row.early for row in values),
+            *(row.early - row.need for row in values),
+        ],
+        then=[
+            *(delay + visit + 1 if row.behind else count + visit for visit, row in enumerate(values)),
+            *(0 if row.starts else delay + count + visit - 1 for visit, row in enumerate(values)),
+            *(0 for _ in values),
+        ],
+        bits=bits,
     )
 
 
@@ -188,73 +222,79 @@ def _span(costs: Costs, first: int, last: int, speed: float) -> tuple[int, int, 
     )
 
 
-_OPS = (Op.FORWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD)
+def _list_schedule(
+    tasks: Tasks, target: list[int], work: list[int], limit: float
+) -> tuple[list[int], list[list[int]]] | None:
+    """Runs the clock; returns when each worker is done, and the tasks that it runs.
 
-
-def _list_schedule(tasks: Tasks, target: list[int], num_workers: int) -> tuple[list[int], list[list[int]]]:
-    """Runs the clock over the tasks; returns when each worker is done, and what it runs.
-
+    None as soon as some worker, with ``work`` ticks in all, cannot be done before ``limit`` any more.
     A forward is due while the worker has at most ``target[visit]`` microbatches in flight.
-    What is run: visit + (0 forward, 1 input gradient, 2 weight gradient) * number of visits.
-    No deadlock: a forward is admitted only if one microbatch at each deeper visit to the same worker still
-    fits, so the deepest forward that is pending anywhere can always run.
     """
-    count, worker, lag, behind = len(tasks.visits), tasks.worker, tasks.lag, tasks.behind
-    need, early, room, starts = tasks.need, tasks.early, tasks.room, tasks.starts
-    forwards, input_grads, weight_grads = ([list[int]() for _ in range(num_workers)] for _ in range(3))
-    live, in_flight, done = [0] * num_workers, [0] * num_workers, [0] * num_workers
-    free, queues = [True] * num_workers, [list[int]() for _ in range(num_workers)]
-    # An event is time << bits | what. what < count: the forward of that visit is ready; < 2 count: its
-    # input gradient; else: a worker is free.
-    mask = (1 << (bits := (2 * count + num_workers).bit_length())) - 1
-    events = [visit for visit in range(count) if starts[visit]]
+    count, worker, ticks, size, then = len(tasks.visits), tasks.worker, tasks.ticks, tasks.size, tasks.then
+    forwards, input_grads, weight_grads = ([list[int]() for _ in work] for _ in range(3))
+    live, in_flight, done = [0] * len(work), [0] * len(work), [0] * len(work)
+    free, queues = [True] * len(work), [list[int]() for _ in work]
+    # A worker may start so late and still be done before the limit; running something moves that on.
+    latest = [limit - 1 - whole for whole in work]
+    # An event is time << bits | what: the forward or input gradient that is ready, or 2 count + a free worker.
+    bits, mask = tasks.bits, (1 << tasks.bits) - 1
+    # At a route's first hop, whose input gradient nobody waits for, the forwards are ready.
+    events = [visit for visit in range(count) if not then[count + visit]]
     while events:
         now = events[0] >> bits
         touched = set()
         while events and events[0] >> bits == now:
-            kind, what = divmod(heappop(events) & mask, count)
-            seat = worker[what] if kind < 2 else what + (kind - 2) * count
-            if kind < 2:
-                heappush((forwards, input_grads)[kind][seat], what)
+            what = heappop(events) & mask
+            if what < 2 * count:
+                seat = worker[what]
+                heappush((forwards if what < count else input_grads)[seat], what)
             else:
+                seat = what - 2 * count
                 free[seat] = True
             touched.add(seat)
         for seat in filter(free.__getitem__, touched):
             forward, input_grad, weight_grad = forwards[seat], input_grads[seat], weight_grads[seat]
-            visit = _admissible(forward, live[seat], room) if forward else -1
+            visit = _admissible(forward, live[seat], tasks.room) if forward else -1
             due = bool(forward) and in_flight[seat] <= target[forward[0] if visit < 0 else visit]
             if visit >= 0 and (due or not input_grad):
-                forward.remove(visit)
-                heapify(forward)
-                live[seat] += need[visit]
+                task = visit
+                _take(forward, visit)
                 in_flight[seat] += 1
-                queues[seat].append(visit)
-                end = now + tasks.forward[visit]
-                after = end + lag << bits | visit + 1 if behind[visit] else end << bits | count + visit
-                heappush(events, after)
             elif input_grad and not (due and weight_grad):
-                visit = heappop(input_grad)
-                heappush(weight_grad, visit)
-                live[seat] -= early[visit]
+                task = heappop(input_grad)
+                heappush(weight_grad, task + count)
                 in_flight[seat] -= 1
-                queues[seat].append(count + visit)
-                end = now + tasks.input_grad[visit]
-                if not starts[visit]:
-                    heappush(events, end + lag << bits | count + visit - 1)
             elif weight_grad:
-                visit = heappop(weight_grad)
-                live[seat] -= need[visit] - early[visit]
-                queues[seat].append(2 * count + visit)
-                end = now + tasks.weight_grad[visit]
+                task = heappop(weight_grad)
             else:
                 continue
+            if now > latest[seat]:
+                return None
+            latest[seat] += ticks[task]
+            live[seat] += size[task]
+            queues[seat].append(task)
+            end = now + ticks[task]
             free[seat], done[seat] = False, end
             heappush(events, end << bits | 2 * count + seat)
+            if then[task]:
+                heappush(events, (end << bits) + then[task])
     return done, queues
 
 
+def _take(ready: list[int], visit: int) -> None:
+    if visit == ready[0]:
+        heappop(ready)
+    else:
+        ready.remove(visit)
+        heapify(ready)
+
+
 def _admissible(ready: list[int], live: int, room: list[int]) -> int:
-    """The most urgent forward that fits, -1 if none does."""
+    """The most urgent forward that fits, -1 if none does.
+
+    No deadlock: a forward fits only if one microbatch at each deeper visit to the same worker still does, so the
+    deepest forward that is pending anywhere can always run.
+    """
     if live <= room[ready[0]]:
         return ready[0]
     # Only workers that are visited at several depths get further: their visits differ in room.

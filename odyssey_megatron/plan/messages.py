@@ -1,29 +1,34 @@
-"""Passes ``Schedule -> Schedule`` that lower a compute order to what the interpreter runs."""
+"""The passes that lower a compute order to what the interpreter runs."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 
 from odyssey_megatron.plan.layout import Block, Layout
-from odyssey_megatron.plan.schedule import COMPUTE, Instr, Op, Program, Schedule
+from odyssey_megatron.plan.schedule import Schedule
+from odyssey_megatron.plan.visits import (
+    FORWARD,
+    RECV_BACKWARD,
+    RECV_FORWARD,
+    SEND_BACKWARD,
+    SEND_FORWARD,
+    WEIGHT_GRAD,
+    Codes,
+    Visits,
+)
 
-Neighbours = dict[tuple[int, int], tuple[int, int]]
-"""(microbatch, first layer of a hop) -> (worker before, worker behind); -1 where there is none."""
-
-
-def neighbours(layout: Layout) -> Neighbours:
-    """Where each visit's activation comes from and goes to."""
-    table: Neighbours = {}
-    for route in layout.routes:
-        workers = (-1, *(hop.worker for hop in route.hops), -1)
-        ends = [(hop.first, workers[i], workers[i + 2]) for i, hop in enumerate(route.hops)]
-        for microbatch in route.microbatches:
-            for first, before, behind in ends:
-                table[microbatch, first] = (before, behind)
-    return table
+Channels = dict[tuple[int, int, bool], deque[int]]
+"""(sender, receiver, upwards?) -> the receives that its messages need, in the order in which they are sent."""
 
 
 def add_messages(schedule: Schedule, layout: Layout) -> Schedule:
+    """:func:`with_messages` of a schedule of compute instructions."""
+    visits = Visits(layout)
+    lowered = with_messages(visits.encode(schedule), visits)
+    return Schedule(programs=tuple((worker, visits.decode(codes)) for worker, codes in lowered.items()))
+
+
+def with_messages(programs: Codes, visits: Visits) -> Codes:
     """Inserts sends right after their producer and receives one compute instruction before their consumer.
 
     Sends do not block, and receives are only posted: the consumer waits. So the one thing that order
@@ -31,69 +36,55 @@ def add_messages(schedule: Schedule, layout: Layout) -> Schedule:
     in another order than the sender produces; then it posts the receives of the messages in between early,
     in the sender's order.
     """
-    table = neighbours(layout)
-    sending = {worker: _with_sends(program, table) for worker, program in schedule.programs}
-    channels: dict[tuple[int, int, Op], deque[Instr]] = {}
-    for worker, program in sending.items():
-        for instr in program:
-            if instr.peer >= 0:
-                channels.setdefault((worker, instr.peer, instr.op), deque()).append(instr)
-    return Schedule(
-        programs=tuple(
-            (worker, _with_receives(worker, program, table, channels)) for worker, program in sending.items()
-        )
-    )
+    channels: Channels = defaultdict(deque)
+    sending = {worker: _with_sends(worker, program, visits, channels) for worker, program in programs.items()}
+    return {worker: _with_receives(worker, program, visits, channels) for worker, program in sending.items()}
 
 
-def _with_sends(program: Program, table: Neighbours) -> list[Instr]:
-    out: list[Instr] = []
-    for instr in program:
-        out.append(instr)
-        op, microbatch, first, last, _ = instr
-        if op is Op.FORWARD:
-            peer = table[microbatch, first][1]
+def _with_sends(worker: int, program: list[int], visits: Visits, channels: Channels) -> list[int]:
+    before, behind = visits.before, visits.behind
+    out: list[int] = []
+    for code in program:
+        out.append(code)
+        visit, kind = code >> 3, code & 7
+        if kind == FORWARD:
+            peer = behind[visit]
             if peer >= 0:
-                out.append(Instr(Op.SEND_FORWARD, microbatch, last, -1, peer))
-        elif op is Op.INPUT_GRAD or op is Op.BACKWARD:
-            peer = table[microbatch, first][0]
+                out.append(visit * 8 + SEND_FORWARD)
+                channels[worker, peer, False].append((visit + 1) * 8 + RECV_FORWARD)
+        elif kind != WEIGHT_GRAD:
+            peer = before[visit]
             if peer >= 0:
-                out.append(Instr(Op.SEND_BACKWARD, microbatch, first, -1, peer))
+                out.append(visit * 8 + SEND_BACKWARD)
+                channels[worker, peer, True].append((visit - 1) * 8 + RECV_BACKWARD)
     return out
 
 
-def _with_receives(
-    worker: int,
-    program: list[Instr],
-    table: Neighbours,
-    channels: dict[tuple[int, int, Op], deque[Instr]],
-) -> Program:
-    out: list[Instr] = []
-    posted: set[tuple[Op, int, int]] = set()
+def _with_receives(worker: int, program: list[int], visits: Visits, channels: Channels) -> list[int]:
+    before, behind = visits.before, visits.behind
+    out: list[int] = []
+    posted: set[int] = set()
     previous = 0  # where the compute instruction before the current one stands in ``out``
-    for instr in program:
-        op, microbatch, first, last, _ = instr
-        if op not in COMPUTE:
-            out.append(instr)
+    for code in program:
+        visit, kind = code >> 3, code & 7
+        if kind >= SEND_FORWARD:
+            out.append(code)
             continue
-        before, behind = table[microbatch, first]
-        here = len(out)
-        if op is Op.FORWARD:
-            peer, sent, kind, at = before, Op.SEND_FORWARD, Op.RECV_FORWARD, first
-        elif op is not Op.WEIGHT_GRAD:
-            peer, sent, kind, at = behind, Op.SEND_BACKWARD, Op.RECV_BACKWARD, last
+        if kind == FORWARD:
+            peer, needed = before[visit], visit * 8 + RECV_FORWARD
         else:
-            peer = -1
-        if peer >= 0 and (kind, microbatch, at) not in posted:
-            queue, posts = channels[peer, worker, sent], []
-            while (kind, microbatch, at) not in posted:
-                one = queue.popleft()
-                posted.add((kind, one.microbatch, one.first))
-                posts.append(Instr(kind, one.microbatch, one.first, -1, peer))
+            peer, needed = behind[visit] if kind != WEIGHT_GRAD else -1, visit * 8 + RECV_BACKWARD
+        here = len(out)
+        if peer >= 0 and needed not in posted:
+            queue, posts = channels[peer, worker, kind != FORWARD], list[int]()
+            while needed not in posted:
+                posts.append(queue.popleft())
+                posted.add(posts[-1])
             out[previous:previous] = posts
             here += len(posts)
-        out.append(instr)
+        out.append(code)
         previous = here
-    return tuple(out)
+    return out
 
 
 def reduction_order(layout: Layout) -> tuple[Block, ...]:
@@ -116,18 +107,23 @@ def reduction_order(layout: Layout) -> tuple[Block, ...]:
 
 
 def add_reductions(schedule: Schedule, layout: Layout) -> Schedule:
+    """:func:`with_reductions` of a schedule."""
+    visits = Visits(layout)
+    lowered = with_reductions(visits.encode(schedule), visits)
+    return Schedule(programs=tuple((worker, visits.decode(codes)) for worker, codes in lowered.items()))
+
+
+def with_reductions(programs: Codes, visits: Visits) -> Codes:
     """Appends each block's gradient reduction to the programs of all its holders, then ``STEP``.
 
     Also for holders without a microbatch (their gradient is zero) and for single holders. Everybody keeps
     to one order of all blocks, so these blocking collectives cannot wait for each other in a circle.
     """
-    tails: dict[int, list[Instr]] = {worker: [] for worker in layout.workers}
-    for block in reduction_order(layout):
-        instr = Instr(Op.REDUCE_GRAD, first=block.first, last=block.last)
+    whole = {worker: list(programs.get(worker, ())) for worker in visits.layout.workers}
+    codes = {block.first: code for code, block in enumerate(visits.blocks, visits.reductions)}
+    for block in reduction_order(visits.layout):
         for worker in block.holders:
-            tails[worker].append(instr)
-    programs = dict(schedule.programs)
-    step = Instr(Op.STEP)
-    return Schedule(
-        programs=tuple((worker, (*programs.get(worker, ()), *tail, step)) for worker, tail in tails.items())
-    )
+            whole[worker].append(codes[block.first])
+    for program in whole.values():
+        program.append(visits.step)
+    return whole

@@ -11,6 +11,7 @@ from odyssey_megatron.plan.layout import Layout, Route
 from odyssey_megatron.plan.list_schedule import Shape, Solved, best_order
 from odyssey_megatron.plan.memory import activation_caps, minimum_bytes
 from odyssey_megatron.plan.schedule import Instr, Program, Schedule
+from odyssey_megatron.plan.visits import OPS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +36,10 @@ class Order:
         """Compute instructions only."""
         programs: dict[int, Program] = dict.fromkeys(self.done_s, ())
         for group in self.groups:
-            ids = group.microbatches
+            routes = sorted((m, hops) for ids, hops in group.solved.shape.routes for m in ids)
+            visits = [(group.microbatches[m], first, last) for m, hops in routes for _, first, last in hops]
             for worker, queue in zip(group.workers, group.solved.queues, strict=True):
-                programs[worker] = tuple(Instr(op, ids[m], first, last) for op, m, first, last in queue)
+                programs[worker] = tuple(Instr(OPS[code & 7], *visits[code >> 3]) for code in queue)
         return Schedule(programs=tuple(programs.items()))
 
 

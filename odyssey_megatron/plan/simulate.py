@@ -9,8 +9,19 @@ from odyssey_megatron.errors import ScheduleInvalid
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.memory import state_bytes
-from odyssey_megatron.plan.messages import neighbours, reduction_order
-from odyssey_megatron.plan.schedule import COMPUTE, RECV, SEND, Instr, Op, Program, Schedule
+from odyssey_megatron.plan.messages import reduction_order
+from odyssey_megatron.plan.schedule import Schedule
+from odyssey_megatron.plan.visits import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRAD,
+    RECV_BACKWARD,
+    RECV_FORWARD,
+    SEND_BACKWARD,
+    SEND_FORWARD,
+    Codes,
+    Visits,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,23 +74,49 @@ def simulate(
     Raises:
         ScheduleInvalid: some workers wait for ever; names one, its position and what it waits for.
     """
-    return _Clock(schedule, layout, costs, speeds or {}).run()
+    visits = Visits(layout)
+    return run_clock(visits, visits.encode(schedule), costs, speeds or {})
+
+
+def run_clock(visits: Visits, programs: Codes, costs: Costs, speeds: Mapping[int, float]) -> Timeline:
+    """:func:`simulate` of programs that are integers already."""
+    return _Clock(visits, programs, costs, speeds).run()
+
+
+Effect = tuple[float, int]
+"""Seconds that an instruction takes, and bytes of activations that it adds, or frees if negative."""
+
+
+_NEEDS = (RECV_FORWARD - FORWARD, RECV_BACKWARD - INPUT_GRAD, 0, RECV_BACKWARD - BACKWARD)
+"""From the code of each kind of compute instruction to the receive that it waits for; a weight gradient for none."""
+_TO_NEXT = 8 + RECV_FORWARD - SEND_FORWARD
+_TO_PREVIOUS = -8 + RECV_BACKWARD - SEND_BACKWARD
+"""From a send to its receive, at the visit after or before."""
 
 
 class _Clock:
-    def __init__(self, schedule: Schedule, layout: Layout, costs: Costs, speeds: Mapping[int, float]) -> None:
-        self.layout, self.costs, self.speeds = layout, costs, speeds
-        self.programs: dict[int, Program] = dict(schedule.programs)
-        self.table = neighbours(layout)
+    def __init__(self, visits: Visits, programs: Codes, costs: Costs, speeds: Mapping[int, float]) -> None:
+        self.visits, self.programs, self.costs = visits, programs, costs
         self.lag = costs.message_s()
-        self.position = dict.fromkeys(self.programs, 0)
-        self.now = dict.fromkeys(self.programs, 0.0)
-        self.spans: dict[int, list[tuple[float, float]]] = {w: [] for w in self.programs}
-        self.arrival: dict[tuple[Op, int, int], float] = {}
-        self.sleeping: dict[tuple[Op, int, int], int] = {}
-        self.gathering: dict[tuple[int, int], list[int]] = {}
-        self.holders = {(block.first, block.last): block.holders for block in layout.blocks()}
-        self.durations: dict[tuple[int, Op, int, int], float] = {}
+        self.position = dict.fromkeys(programs, 0)
+        self.now = dict.fromkeys(programs, 0.0)
+        self.live, self.peak = dict.fromkeys(programs, 0), dict.fromkeys(programs, 0)
+        self.spans: dict[int, list[tuple[float, float]]] = {worker: [] for worker in programs}
+        self.arrival = [0.0] * visits.reductions
+        """Receive -> when its message is there; negative as long as it was not sent."""
+        for visit, (before, behind) in enumerate(zip(visits.before, visits.behind, strict=True)):
+            if before >= 0:
+                self.arrival[visit * 8 + RECV_FORWARD] = -1.0
+            if behind >= 0:
+                self.arrival[visit * 8 + RECV_BACKWARD] = -1.0
+        self.sleeping: dict[int, int] = {}
+        """Receive -> who waits for its message."""
+        self.gathering: dict[int, list[int]] = {}
+        alike: dict[tuple[int, int, int], tuple[Effect, ...]] = {}
+        places = list(zip(visits.worker, visits.first, visits.last, strict=True))
+        for worker, first, last in set(places):
+            alike[worker, first, last] = _effects(costs, first, last, speeds.get(worker, 1.0))
+        self.effects = [alike[place] for place in places]
 
     def run(self) -> Timeline:
         runnable = list(self.programs)
@@ -93,69 +130,52 @@ class _Clock:
     def _advance(self, worker: int) -> list[int]:
         """Runs ``worker`` until it must wait; returns whom that has woken."""
         program, spans, woken = self.programs[worker], self.spans[worker], list[int]()
-        at, now = self.position[worker], self.now[worker]
-        arrival, sleeping = self.arrival, self.sleeping
-        while at < len(program):
-            op, microbatch, first, last, _ = instr = program[at]
-            start = now
-            if op in COMPUTE:
-                key = self._waits_for(instr)
-                if key is not None:
-                    if key not in arrival:
-                        sleeping[key] = worker
-                        break
-                    start = max(now, arrival[key])
-                duration = self.durations.get((worker, op, first, last))
-                now = start + (self._duration(worker, instr) if duration is None else duration)
-            elif op in SEND:
-                key = (op, microbatch, first)
-                arrival[key] = now + self.lag
-                if key in sleeping:
-                    woken.append(sleeping.pop(key))
-            elif op not in RECV:
-                self.position[worker], self.now[worker] = at, now
-                return woken + self._gather(worker, instr)
+        at, now, live, peak = self.position[worker], self.now[worker], self.live[worker], self.peak[worker]
+        arrival, sleeping, lag = self.arrival, self.sleeping, self.lag
+        reductions = self.visits.reductions
+        while at < len(program) and (code := program[at]) < reductions:
+            kind, start = code & 7, now
+            if kind < SEND_FORWARD:
+                needed = code + _NEEDS[kind]
+                if arrival[needed] > now:
+                    start = arrival[needed]
+                elif arrival[needed] < 0.0:
+                    sleeping[needed] = worker
+                    break
+                seconds, size = self.effects[code >> 3][kind]
+                now = start + seconds
+                live += size
+                if live > peak:
+                    peak = live
+            elif kind == SEND_FORWARD or kind == SEND_BACKWARD:
+                received = code + (_TO_NEXT if kind == SEND_FORWARD else _TO_PREVIOUS)
+                arrival[received] = now + lag
+                if received in sleeping:
+                    woken.append(sleeping.pop(received))
             spans.append((start, now))
             at += 1
-        self.position[worker], self.now[worker] = at, now
+        self.position[worker], self.now[worker], self.live[worker], self.peak[worker] = at, now, live, peak
+        if at < len(program) and program[at] >= reductions:
+            woken += self._gather(worker, program[at])
         return woken
 
-    def _waits_for(self, instr: Instr) -> tuple[Op, int, int] | None:
-        """The message that ``instr`` consumes, named by its send."""
-        op, microbatch, first, last, _ = instr
-        if op is Op.WEIGHT_GRAD:
-            return None
-        before, behind = self.table.get((microbatch, first), (-1, -1))
-        if op is Op.FORWARD:
-            return (Op.SEND_FORWARD, microbatch, first) if before >= 0 else None
-        return (Op.SEND_BACKWARD, microbatch, last) if behind >= 0 else None
-
-    def _duration(self, worker: int, instr: Instr) -> float:
-        op, _, first, last, _ = instr
-        layers, total = self.costs.layers[first:last], 0.0
-        if op is Op.FORWARD:
-            total = sum(layer.forward_s for layer in layers)
-        if op in (Op.INPUT_GRAD, Op.BACKWARD):
-            total += sum(layer.input_grad_s for layer in layers)
-        if op in (Op.WEIGHT_GRAD, Op.BACKWARD):
-            total += sum(layer.weight_grad_s for layer in layers)
-        seconds = self.durations[worker, op, first, last] = total / self.speeds.get(worker, 1.0)
-        return seconds
-
-    def _gather(self, worker: int, instr: Instr) -> list[int]:
+    def _gather(self, worker: int, code: int) -> list[int]:
         """``worker`` has come to a collective; once all have, they go on together."""
-        key = (instr.first, instr.last)
-        members = self.programs.keys() if instr.op is Op.STEP else self.holders.get(key, (worker,))
-        here = self.gathering.setdefault(key, [])
+        step = code == self.visits.step
+        block = None if step else self.visits.blocks[code - self.visits.reductions]
+        members = len(self.programs if block is None else block.holders)
+        here = self.gathering.setdefault(code, [])
         here.append(worker)
-        if len(here) < len(members):
+        if len(here) < members:
             return []
-        del self.gathering[key]
-        start = max(self.now[member] for member in here)
-        if instr.op is Op.STEP:
-            end = start + self.costs.optimizer_s
-        else:
-            end = start + reduce_s(self.costs, instr.first, instr.last, len(members))
+        del self.gathering[code]
+        end = max(self.now[member] for member in here)
+        start = end
+        end += (
+            self.costs.optimizer_s
+            if block is None
+            else reduce_s(self.costs, block.first, block.last, members)
+        )
         for member in here:
             self.spans[member].append((start, end))
             self.position[member] += 1
@@ -165,7 +185,7 @@ class _Clock:
     def _deadlock(self, stuck: list[int]) -> str:
         worker = stuck[0]
         at = self.position[worker]
-        program = self.programs[worker]
+        program = self.visits.decode(self.programs[worker])
         excerpt = " ".join(map(str, program[max(0, at - 3) : at + 3]))
         return (
             f"deadlock: worker(s) {stuck} never finish; worker {worker} waits at position {at} for "
@@ -173,35 +193,26 @@ class _Clock:
         )
 
     def _timeline(self) -> Timeline:
-        step_s = max(self.now.values(), default=0.0)
-        state = state_bytes(self.layout, self.costs)
-        live = tuple((worker, peak_activation_bytes(p, self.costs)) for worker, p in self.programs.items())
+        state = state_bytes(self.visits.layout, self.costs)
         return Timeline(
             spans=tuple((worker, tuple(spans)) for worker, spans in self.spans.items()),
-            step_s=step_s,
-            activation_bytes=live,
-            peak_bytes=tuple((worker, state.get(worker, 0) + size) for worker, size in live),
+            step_s=max(self.now.values(), default=0.0),
+            activation_bytes=tuple(self.peak.items()),
+            peak_bytes=tuple((worker, state.get(worker, 0) + size) for worker, size in self.peak.items()),
         )
 
 
-def peak_activation_bytes(program: Program, costs: Costs) -> int:
-    """The most activation bytes live at once: from a forward to its weight gradient."""
-    sizes: dict[tuple[int, int], tuple[int, int]] = {}
-    live = peak = 0
-    for op, _, first, last, _ in program:
-        if op not in COMPUTE:
-            continue
-        span = (first, last)
-        if span not in sizes:
-            layers = costs.layers[first:last]
-            early = sum(layer.early_bytes for layer in layers)
-            sizes[span] = (early, sum(layer.activation_bytes for layer in layers) - early)
-        early, late = sizes[span]
-        if op is Op.FORWARD:
-            live += early + late
-            peak = max(peak, live)
-        elif op is Op.INPUT_GRAD:
-            live -= early
-        else:
-            live -= late if op is Op.WEIGHT_GRAD else early + late
-    return peak
+def _effects(costs: Costs, first: int, last: int, speed: float) -> tuple[Effect, ...]:
+    """Of each kind of compute instruction: activations stay from the forward to the weight gradient."""
+    layers = costs.layers[first:last]
+    forward_s = sum(layer.forward_s for layer in layers)
+    input_grad_s = sum(layer.input_grad_s for layer in layers)
+    weight_grad_s = sum(layer.weight_grad_s for layer in layers)
+    early = sum(layer.early_bytes for layer in layers)
+    whole = sum(layer.activation_bytes for layer in layers)
+    return (
+        (forward_s / speed, whole),
+        (input_grad_s / speed, -early),
+        (weight_grad_s / speed, early - whole),
+        ((input_grad_s + weight_grad_s) / speed, -whole),
+    )

@@ -2,15 +2,53 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 
 from odyssey_megatron.errors import ScheduleInvalid
 from odyssey_megatron.plan.costs import Costs, LayerCost
 from odyssey_megatron.plan.layout import Layout
-from odyssey_megatron.plan.schedule import COMPUTE, MESSAGE, RECV, Instr, Op, Program, Schedule
-from odyssey_megatron.plan.simulate import Timeline, simulate
+from odyssey_megatron.plan.schedule import Schedule
+from odyssey_megatron.plan.simulate import Timeline, run_clock
+from odyssey_megatron.plan.visits import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRAD,
+    NO_BLOCK,
+    OPS,
+    RECV_BACKWARD,
+    RECV_FORWARD,
+    SEND_BACKWARD,
+    SEND_FORWARD,
+    WEIGHT_GRAD,
+    Codes,
+    Visits,
+    where,
+)
 
-_SENT_AS = {Op.RECV_FORWARD: Op.SEND_FORWARD, Op.RECV_BACKWARD: Op.SEND_BACKWARD}
+
+def _bits(*kinds: int) -> int:
+    return sum(1 << kind for kind in kinds)
+
+
+_DOES = tuple(_bits(INPUT_GRAD, WEIGHT_GRAD) if kind == BACKWARD else _bits(kind) for kind in range(8))
+"""What an instruction of each kind does to its visit: a fused backward does both gradients."""
+
+_AFTER = {
+    FORWARD: _bits(RECV_FORWARD),
+    INPUT_GRAD: _bits(FORWARD, RECV_BACKWARD),
+    WEIGHT_GRAD: _bits(INPUT_GRAD),
+    BACKWARD: _bits(FORWARD, RECV_BACKWARD),
+    SEND_FORWARD: _bits(FORWARD),
+    RECV_FORWARD: 0,
+    SEND_BACKWARD: _bits(INPUT_GRAD),
+    RECV_BACKWARD: 0,
+}
+"""What must be done before, where the visit has it at all."""
+
+_COMPUTE = _bits(FORWARD, INPUT_GRAD, WEIGHT_GRAD)
+_FROM_ABOVE = _bits(RECV_FORWARD, SEND_BACKWARD)
+_FROM_BELOW = _bits(SEND_FORWARD, RECV_BACKWARD)
 
 
 def verify(
@@ -24,24 +62,36 @@ def verify(
     """Checks that ``schedule`` carries out ``layout``; returns the simulated step, since that checks too.
 
     Every layer of every microbatch has one forward, one input and one weight gradient (or one fused
-    backward), on the routed worker, in that order; each activation and gradient that crosses workers is sent
-    once, received before it is consumed, and channels (sender, receiver, kind) agree on their order; each
-    block's gradient is reduced once by each holder, after all its weight gradients; ``STEP`` comes once and
-    last; nobody waits for ever; and, where ``in_flight_cap`` is given (worker -> bytes), activations fit.
+    backward), on the routed worker, a hop in one piece, in that order; each activation and gradient that crosses
+    workers is sent once, received before it is consumed, and channels (sender, receiver, kind) agree on their
+    order; each block's gradient is reduced once by each holder, after all its weight gradients; ``STEP`` comes
+    once and last; nobody waits for ever; and, where ``in_flight_cap`` is given (worker -> bytes), activations fit.
 
     Raises:
         ScheduleInvalid: with the worker, the position in its program, and the program around it.
     """
-    expected = layout.workers
-    found = tuple(worker for worker, _ in schedule.programs)
-    if found != expected:
-        raise ScheduleInvalid(f"programs of workers {found}, the layout has {expected}")
-    check = _Check(layout)
-    for worker, program in schedule.programs:
+    visits = Visits(layout)
+    return verify_codes(visits, visits.encode(schedule), costs, in_flight_cap=in_flight_cap, speeds=speeds)
+
+
+def verify_codes(
+    visits: Visits,
+    programs: Codes,
+    costs: Costs | None = None,
+    *,
+    in_flight_cap: Mapping[int, int] | None = None,
+    speeds: Mapping[int, float] | None = None,
+) -> Timeline:
+    """:func:`verify` of programs that are integers already, ascending by worker."""
+    layout, found = visits.layout, tuple(programs)
+    if found != layout.workers:
+        raise ScheduleInvalid(f"programs of workers {found}, the layout has {layout.workers}")
+    check = _Check(visits)
+    for worker, program in programs.items():
         check.program(worker, program)
+    check.channels()
     check.complete()
-    check.channels(schedule)
-    timeline = simulate(schedule, layout, costs or _unit_costs(layout.num_layers), speeds)
+    timeline = run_clock(visits, programs, costs or _unit_costs(layout.num_layers), speeds or {})
     caps = in_flight_cap or {}
     for worker, peak in timeline.activation_bytes:
         if peak > caps.get(worker, peak):
@@ -65,169 +115,113 @@ def _unit_costs(num_layers: int) -> Costs:
 
 
 class _Check:
-    """Sets of layers are bit masks: bit i is layer i."""
+    """What an order says without a clock: each worker's program by itself, then what they send each other."""
 
-    def __init__(self, layout: Layout) -> None:
-        self.num_layers = layout.num_layers
-        self.full = (1 << layout.num_layers) - 1
-        count = layout.num_microbatches
-        self.forward, self.input_grad, self.weight_grad = [0] * count, [0] * count, [0] * count
-        """Per microbatch, the layers done so far."""
-        self.routed: dict[tuple[int, int], int] = {}
-        """(worker, microbatch) -> layers."""
-        self.reductions: dict[int, set[tuple[int, int]]] = {worker: set() for worker in layout.workers}
-        for block in layout.blocks():
+    def __init__(self, visits: Visits) -> None:
+        self.visits = visits
+        self.left = [
+            _COMPUTE | (_FROM_ABOVE if before >= 0 else 0) | (_FROM_BELOW if behind >= 0 else 0)
+            for before, behind in zip(visits.before, visits.behind, strict=True)
+        ]
+        """Per visit, the kinds of instructions that are still to come."""
+        self.reductions: dict[int, set[int]] = {worker: set() for worker in visits.layout.workers}
+        for code, block in enumerate(visits.blocks, visits.reductions):
             for worker in block.holders:
-                self.reductions[worker].add((block.first, block.last))
-        self.crossings: dict[tuple[int, int], tuple[int, int]] = {}
-        """(microbatch, layer) -> (worker that the activation comes from, to), where it changes worker."""
-        for route in layout.routes:
-            for microbatch in route.microbatches:
-                sender = -1
-                for hop in route.hops:
-                    key = (hop.worker, microbatch)
-                    span = (1 << hop.last) - (1 << hop.first)
-                    self.routed[key] = self.routed.get(key, 0) | span
-                    if sender not in (-1, hop.worker):
-                        self.crossings[microbatch, hop.first] = (sender, hop.worker)
-                    sender = hop.worker
+                self.reductions[worker].add(code)
+        self.sent: dict[tuple[int, int, int], list[int]] = defaultdict(list)
+        self.received: dict[tuple[int, int, int], list[int]] = defaultdict(list)
+        """(sender, receiver, kind of the send) -> receiving visit of each message."""
 
-    def program(self, worker: int, program: Program) -> None:
+    def program(self, worker: int, program: list[int]) -> None:
         """Everything that can be seen in one worker's program."""
-        posted: set[tuple[Op, int, int]] = set()
-        used: set[tuple[Op, int, int]] = set()
-        reductions = set(self.reductions[worker])
-        reduced = 0
-        for at, instr in enumerate(program):
-            op, problem = instr.op, ""
-            if op in COMPUTE:
-                problem = self._compute(worker, instr, posted, used, reduced)
-            elif op in MESSAGE:
-                problem = self._message(worker, instr, posted)
-            elif op is Op.REDUCE_GRAD:
-                span = (instr.first, instr.last)
-                problem = "" if span in reductions else "is no block of this worker, or reduced twice"
-                reductions.discard(span)
-                reduced |= (1 << instr.last) - (1 << instr.first)
-            else:
-                problem = "" if at == len(program) - 1 else "must come last, and once"
-            if problem:
-                raise ScheduleInvalid(_where(worker, at, program) + problem)
-        at = len(program) - 1
-        if not program or program[-1].op is not Op.STEP:
-            raise ScheduleInvalid(_where(worker, at, program) + "the program must end with STEP")
+        visits, left, reductions = self.visits, self.left, self.reductions[worker]
+        reduced = 0  # layers, as bits
+        for at, code in enumerate(program):
+            if code < visits.reductions:
+                visit, kind = code >> 3, code & 7
+                does, still = _DOES[kind], left[visit]
+                if still & does != does or still & _AFTER[kind] or visits.worker[visit] != worker:
+                    raise self._wrong(worker, at, program, self._out_of_turn(worker, code))
+                left[visit] = still & ~does
+                if kind >= SEND_FORWARD:
+                    self._message(worker, visit, kind)
+                elif reduced and does & 1 << WEIGHT_GRAD and reduced & self._layers(visit):
+                    raise self._wrong(worker, at, program, "comes after the reduction of its block")
+            elif code in reductions:
+                reductions.remove(code)
+                block = visits.blocks[code - visits.reductions]
+                reduced |= (1 << block.last) - (1 << block.first)
+            elif code != visits.step:
+                raise self._wrong(worker, at, program, NO_BLOCK)
+            elif at < len(program) - 1:
+                raise self._wrong(worker, at, program, "must come last, and once")
+        if not program or program[-1] != visits.step:
+            raise self._wrong(worker, len(program) - 1, program, "the program must end with STEP")
         if reductions:
-            raise ScheduleInvalid(_where(worker, at, program) + f"blocks {sorted(reductions)} not reduced")
-        if posted - used:
-            idle = sorted(f"{op.value}{m}[{layer}]" for op, m, layer in posted - used)
-            raise ScheduleInvalid(_where(worker, at, program) + f"received but never used: {idle}")
+            spans = [(visits.blocks[c - visits.reductions]) for c in sorted(reductions)]
+            spans_text = f"blocks {[(block.first, block.last) for block in spans]} not reduced"
+            raise self._wrong(worker, len(program) - 1, program, spans_text)
 
-    def _compute(
-        self,
-        worker: int,
-        instr: Instr,
-        posted: set[tuple[Op, int, int]],
-        used: set[tuple[Op, int, int]],
-        reduced: int,
-    ) -> str:
-        op, microbatch, first, last, _ = instr
-        span = (1 << last) - (1 << first)
-        if span <= 0 or span & ~self.routed.get((worker, microbatch), 0):
-            return f"microbatch {microbatch} is not routed through these layers here"
-        forward, input_grad, weight_grad = self.forward, self.input_grad, self.weight_grad
-        fused = op is Op.BACKWARD
-        if op is Op.FORWARD:
-            twice, missing = forward[microbatch] & span, 0
-            forward[microbatch] |= span
-        elif op is Op.WEIGHT_GRAD:
-            twice, missing = weight_grad[microbatch] & span, span & ~input_grad[microbatch]
+    def _message(self, worker: int, visit: int, kind: int) -> None:
+        if kind == SEND_FORWARD:
+            self.sent[worker, self.visits.behind[visit], kind].append(visit + 1)
+        elif kind == SEND_BACKWARD:
+            self.sent[worker, self.visits.before[visit], kind].append(visit - 1)
+        elif kind == RECV_FORWARD:
+            self.received[self.visits.before[visit], worker, SEND_FORWARD].append(visit)
         else:
-            twice, missing = input_grad[microbatch] & span, span & ~forward[microbatch]
-            input_grad[microbatch] |= span
-        if op is Op.WEIGHT_GRAD or fused:
-            twice |= weight_grad[microbatch] & span
-            weight_grad[microbatch] |= span
-            if span & reduced:
-                return "comes after the reduction of its block"
-        if twice:
-            return f"layer(s) {_layers(twice)} twice"
-        if missing:
-            return f"layer(s) {_layers(missing)} before what they depend on"
-        return "" if op is Op.WEIGHT_GRAD else self._needs(instr, posted, used)
+            self.received[self.visits.behind[visit], worker, SEND_BACKWARD].append(visit)
 
-    def _needs(self, instr: Instr, posted: set[tuple[Op, int, int]], used: set[tuple[Op, int, int]]) -> str:
-        """What ``instr`` consumes must have been computed here or received."""
-        op, microbatch, first, last, _ = instr
-        if op is Op.FORWARD:
-            key, edge = (Op.RECV_FORWARD, microbatch, first), first
-            ready = edge == 0 or self.forward[microbatch] >> (edge - 1) & 1
-        else:
-            key, edge = (Op.RECV_BACKWARD, microbatch, last), last
-            ready = edge == self.num_layers or self.input_grad[microbatch] >> edge & 1
-        if (microbatch, edge) in self.crossings:
-            used.add(key)
-            return "" if key in posted else "its input was not received before"
-        return "" if ready else "its input was not computed before"
+    def _layers(self, visit: int) -> int:
+        return (1 << self.visits.last[visit]) - (1 << self.visits.first[visit])
 
-    def _message(self, worker: int, instr: Instr, posted: set[tuple[Op, int, int]]) -> str:
-        op, microbatch, edge, _, peer = instr
-        key = (op, microbatch, edge)
-        if key in posted:
-            return "twice"
-        crossing = self.crossings.get((microbatch, edge))
-        down = op is Op.SEND_FORWARD or op is Op.RECV_BACKWARD
-        if crossing != ((worker, peer) if down else (peer, worker)):
-            return f"nothing crosses so at layer {edge}; the route says {crossing}"
-        if op in RECV:
-            posted.add(key)
-            return ""
-        done = self.forward[microbatch] >> (edge - 1) if down else self.input_grad[microbatch] >> edge
-        return "" if done & 1 else "sent before it is computed"
+    def _wrong(self, worker: int, at: int, program: list[int], problem: str) -> ScheduleInvalid:
+        return ScheduleInvalid(where(worker, at, self.visits.decode(program)) + problem)
 
-    def complete(self) -> None:
-        """Every layer of every microbatch, all three kinds."""
-        for kind, masks in (("F", self.forward), ("I", self.input_grad), ("W", self.weight_grad)):
-            for microbatch, mask in enumerate(masks):
-                if mask != self.full:
-                    raise ScheduleInvalid(
-                        f"microbatch {microbatch}: {kind} is missing for layer(s) "
-                        f"{_layers(self.full & ~mask)}"
-                    )
+    def _out_of_turn(self, worker: int, code: int) -> str:
+        """Why an instruction cannot come here."""
+        visits, visit, kind = self.visits, code >> 3, code & 7
+        layers = list(range(visits.first[visit], visits.last[visit]))
+        if visits.worker[visit] != worker:
+            return f"microbatch {visits.microbatch[visit]} is not routed through these layers here"
+        if self.left[visit] & _DOES[kind] != _DOES[kind]:
+            if kind < SEND_FORWARD:
+                return f"layer(s) {layers} twice"
+            if kind == SEND_FORWARD:
+                return f"twice on channel {OPS[kind].value} {worker}>{visits.behind[visit]}"
+            return f"twice on the channel of {OPS[kind].value}, or nothing crosses here"
+        if kind >= SEND_FORWARD:
+            return "sent before it is computed"
+        if self.left[visit] & _AFTER[kind] & _bits(RECV_FORWARD, RECV_BACKWARD):
+            return "its input was not received before"
+        return f"layer(s) {layers} before what they depend on"
 
-    def channels(self, schedule: Schedule) -> None:
+    def channels(self) -> None:
         """Both ends of each (sender, receiver, kind) name the same messages in the same order."""
-        sent: dict[tuple[int, int, Op], list[tuple[int, int]]] = {}
-        received: dict[tuple[int, int, Op], list[tuple[int, int]]] = {}
-        for worker, program in schedule.programs:
-            for instr in program:
-                if instr.peer < 0:
-                    continue
-                kind = _SENT_AS.get(instr.op)
-                if kind is None:
-                    side, key = sent, (worker, instr.peer, instr.op)
-                else:
-                    side, key = received, (instr.peer, worker, kind)
-                side.setdefault(key, []).append((instr.microbatch, instr.first))
-        for key in sorted(sent.keys() | received.keys(), key=str):
-            ours, theirs = sent.get(key, []), received.get(key, [])
+        for key in sorted(self.sent.keys() | self.received.keys()):
+            ours, theirs = self.sent[key], self.received[key]
             if ours != theirs:
                 at = next(
                     (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b),
                     min(len(ours), len(theirs)),
                 )
+                sender, receiver, kind = key
                 raise ScheduleInvalid(
-                    f"channel {key[2].value} {key[0]}>{key[1]}: message {at} is (microbatch, layer) "
-                    f"{ours[at : at + 3]}… at the sender and {theirs[at : at + 3]}… at the receiver"
+                    f"channel {OPS[kind].value} {sender}>{receiver}: message {at} is (microbatch, layer) "
+                    f"{self._named(ours[at : at + 3], kind)}… at the sender and "
+                    f"{self._named(theirs[at : at + 3], kind)}… at the receiver"
                 )
 
+    def _named(self, receiving: list[int], kind: int) -> list[tuple[int, int]]:
+        edge = self.visits.first if kind == SEND_FORWARD else self.visits.last
+        return [(self.visits.microbatch[visit], edge[visit]) for visit in receiving]
 
-def _layers(mask: int) -> list[int]:
-    return [layer for layer in range(mask.bit_length()) if mask >> layer & 1]
-
-
-def _where(worker: int, at: int, program: Program) -> str:
-    shown = " ".join(
-        f"»{instr}«" if i == at else str(instr)
-        for i, instr in enumerate(program[max(0, at - 3) : at + 3], max(0, at - 3))
-    )
-    return f"worker {worker}, position {at}: … {shown} …: "
+    def complete(self) -> None:
+        """Every layer of every microbatch, all three kinds."""
+        for visit, still in enumerate(self.left):
+            if still:
+                kind = next(kind for kind in range(8) if still >> kind & 1)
+                raise ScheduleInvalid(
+                    f"microbatch {self.visits.microbatch[visit]}: {OPS[kind].value} is missing for layer(s) "
+                    f"{list(range(self.visits.first[visit], self.visits.last[visit]))}"
+                )
