@@ -10,6 +10,7 @@ import os
 import struct
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from odyssey_megatron.launch import lifeline
@@ -17,7 +18,7 @@ from odyssey_megatron.launch.lifeline import Lifeline
 
 _LINE_BYTES = 64  # a cache line each: ranks do not disturb one another
 _SLOT_BYTES = _LINE_BYTES + lifeline.SIZE_BYTES
-_LEAVING = -1.0
+_EXCUSED = -1.0
 _PREFIX = "odyssey-heartbeat-"
 
 
@@ -36,7 +37,7 @@ class HeartbeatBoard:
             one.create()
 
     def silent_s(self, slot: int, now_s: float) -> float:
-        """Seconds since the last beat; 0.0 before the first one and once the rank is leaving."""
+        """Seconds since the last beat; 0.0 before the first one, and while silence means nothing."""
         beat_s = self._beat_s(slot)
         return max(now_s - beat_s, 0.0) if beat_s > 0.0 else 0.0
 
@@ -68,6 +69,7 @@ class Heartbeat:
         self._lifeline = Lifeline(self._memory, self._offset + _LINE_BYTES)
         self._lifeline.take()
         self._leaving = threading.Event()
+        self._excused = False
         self._beat(time.monotonic())
         self._thread = threading.Thread(target=self._run, name="odyssey-heartbeat", daemon=True)
         self._thread.start()
@@ -76,11 +78,22 @@ class Heartbeat:
         """From now on silence means nothing: the rank is about to end."""
         self._leaving.set()
         self._thread.join()
-        self._beat(_LEAVING)
+        self._beat(_EXCUSED)
+
+    @contextlib.contextmanager
+    def excused(self) -> Iterator[None]:
+        """In the body silence means nothing: for compiled code that keeps the GIL, however long it takes."""
+        self._excused = True
+        self._beat(_EXCUSED)
+        try:
+            yield
+        finally:
+            self._excused = False
+            self._beat(time.monotonic())
 
     def _run(self) -> None:
         while not self._leaving.wait(self._interval_s):
-            self._beat(time.monotonic())
+            self._beat(_EXCUSED if self._excused else time.monotonic())
 
     def _beat(self, value: float) -> None:
         struct.pack_into("d", self._memory, self._offset, value)

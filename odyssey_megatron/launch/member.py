@@ -145,6 +145,10 @@ class Member:
         if self.rank == 0:
             self._control.put(name, "")
 
+    def excused(self) -> contextlib.AbstractContextManager[None]:
+        """In the body this rank is not taken for hung: for compiled code that keeps the GIL. Its death is noticed."""
+        return contextlib.nullcontext() if self._heartbeat is None else self._heartbeat.excused()
+
     # -- generations ----------------------------------------------------------------------------------
 
     def newer_than(self, number: int) -> bool:

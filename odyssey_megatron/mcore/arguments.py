@@ -34,6 +34,7 @@ _LEAVE_OUT = "Leave it out."
 REFUSALS = tuple(
     Refusal(flag=flag, given=given, remedy=remedy)
     for flag, given, remedy in (
+        ("--yaml-cfg", _set("yaml_cfg"), "Give the model by flags."),
         ("--fp16", _set("fp16"), "Its loss scale would have to be agreed on over generations. Use --bf16."),
         ("--sequence-parallel", _set("sequence_parallel"),
          "Its norms' gradients would have to be summed over a cell. Leave it out; tensor parallelism works without."),
@@ -51,7 +52,6 @@ REFUSALS = tuple(
         ("--use-megatron-fsdp", _set("use_megatron_fsdp"), _LEAVE_OUT),
         ("--use-torch-fsdp2", _set("use_torch_fsdp2"), _LEAVE_OUT),
         ("--use-legacy-models", _set("use_legacy_models"), _LEAVE_OUT),
-        ("--yaml-cfg", _set("yaml_cfg"), "Give the model by flags."),
         ("--cuda-graph-impl", lambda args: getattr(args, "cuda_graph_impl", "none") not in (None, "none"), _LEAVE_OUT),
         ("--rampup-batch-size", _set("rampup_batch_size"),
          "The plan is made for one global batch size. Start with the full batch."),
@@ -81,6 +81,17 @@ REFUSALS = tuple(
     )
 )  # fmt: skip
 """The README's table is made of these."""
+
+
+def check_early() -> None:
+    """:func:`check` before Megatron does anything with its arguments. Raises ConfigError."""
+    from megatron.training.arguments import parse_args
+
+    args = parse_args(ignore_unknown_args=True)
+    if not getattr(
+        args, "use_checkpoint_args", False
+    ):  # else the checkpoint has the last word, and is read later
+        check(args)
 
 
 def check(args: Any) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -90,6 +91,7 @@ class Door:
     def pretrain(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         with Session.start(self._config, default_group=False) as session:
             self._session = session
+            arguments.check_early()
             self._attach_all()
             try:
                 result = original(*args, **kwargs)
@@ -111,6 +113,7 @@ class Door:
         _replace(initialize, "_initialize_distributed", self.initialize_distributed)
         for name in ("setup_model_and_optimizer", "build_pretraining_data_loader", "train_step"):
             _replace(training, name, getattr(self, name))
+        _replace(training, "build_train_valid_test_data_iterators", self.build_data_iterators)
         _replace(training, "get_forward_backward_func", self.get_forward_backward_func)
         _replace(checkpointing, "save_checkpoint", self.save_checkpoint)
         _replace(megatron_utils, "print_rank_last", self.print_rank_last)
@@ -138,6 +141,9 @@ class Door:
         args, session = get_args(), self._session
         cell = Cell(rank=session.rank, size=args.tensor_model_parallel_size)
         device = self._config.device
+        # Megatron waits that long for others, e.g. while the first rank builds an index.
+        patience_s = max(self._config.op_timeout_s, 60.0 * args.distributed_timeout_minutes)
+        self._config = session.config = replace(self._config, op_timeout_s=patience_s)
         living.stand_alone(cell.index, cell.size)
         self._tensor = living.cell_group(cell.index, cell.size, device) if cell.size > 1 else None
         self._cell = groups.initialize(self._tensor, data_parallel=True)
@@ -309,6 +315,12 @@ class Door:
         result = self._recovery.together(guarded)
         self._refresh()
         return result
+
+    def build_data_iterators(self, original: Any, provider: Any) -> Any:
+        with (
+            self._session.member.excused()
+        ):  # Megatron's compiled helpers keep the GIL while they build an index
+            return original(provider)
 
     def build_pretraining_data_loader(self, original: Any, dataset: Any, consumed_samples: int) -> Any:
         from megatron.training import get_args

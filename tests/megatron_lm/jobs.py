@@ -102,27 +102,34 @@ class MegatronJobs:
         stages: int,
         inject: str = "",
         mode: str = "recover",
+        without: str = "",
     ) -> MegatronRun:
-        """The same under ``--odyssey``."""
+        """The same under ``--odyssey``, ``without`` one of the usual flags."""
         flags += f" --odyssey {mode} --odyssey-run-dir {self.folder / name} --odyssey-hang-s 2"
-        return self._run([], name, flags + (f" --odyssey-inject {inject}" if inject else ""), ranks, stages)
+        flags += f" --odyssey-inject {inject}" if inject else ""
+        return self._run([], name, flags, ranks, stages, without)
 
-    def _run(self, before: list[str], name: str, flags: str, ranks: int, stages: int) -> MegatronRun:
-        argv = [
-            "--nproc-per-node",
-            str(ranks),
-            *before,
-            str(self._checkout / "pretrain_gpt.py"),
-            *MODEL.split(),
-        ]
-        argv += [
-            "--pipeline-model-parallel-size",
-            str(stages),
-            "--data-cache-path",
-            str(self.folder / "cache"),
-        ]
+    def script(self, argv: list[str]) -> None:
+        """A Python script in a fork of the preloaded process. Raises AssertionError if it fails."""
+        log = self.folder / "script.log"
+        assert self._server.script(argv, log=log).wait(60.0) == 0, log.read_text()[-3000:]
+
+    def _run(
+        self, before: list[str], name: str, flags: str, ranks: int, stages: int, without: str = ""
+    ) -> MegatronRun:
+        usual = [one for one in MODEL.split() if one != without]
+        flags += f" --pipeline-model-parallel-size {stages} --data-cache-path {self.folder / 'cache'}"
         job = self._server.run(
-            [*argv, *flags.split()], log=self.folder / f"{name}.log", env={"ODYSSEY_DEVICE": "cpu"}
+            [
+                "--nproc-per-node",
+                str(ranks),
+                *before,
+                self._checkout / "pretrain_gpt.py",
+                *usual,
+                *flags.split(),
+            ],
+            log=self.folder / f"{name}.log",
+            env={"ODYSSEY_DEVICE": "cpu"},
         )
         exit_code = job.wait(100.0)
         return MegatronRun(exit_code=exit_code, run_dir=self.folder / name, log=job.log())
@@ -141,9 +148,8 @@ def assert_same_lines(run: MegatronRun, plain: MegatronRun, *, rel: float = FLOA
         assert (mine.of, mine.consumed_samples, mine.lr, mine.global_batch_size) == (
             other.of, other.consumed_samples, other.lr, other.global_batch_size,
         )  # fmt: skip
-        assert mine.grad_norm == pytest.approx(
-            other.grad_norm, rel=100 * rel, abs=1.1e-3
-        )  # 3 digits are printed
+        # Three digits of it are printed.
+        assert mine.grad_norm == pytest.approx(other.grad_norm, rel=100 * rel, abs=1.1e-3)
     assert [one.loss for one in ours] == pytest.approx([one.loss for one in theirs], rel=rel)
     evaluated = [one for one in plain.evaluations if _iteration_of(one[0]) >= first]
     assert [one[:2] for one in run.evaluations] == [one[:2] for one in evaluated]

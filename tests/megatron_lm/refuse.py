@@ -1,0 +1,29 @@
+"""Megatron-LM's own parser, and then Odyssey's look at what it found.
+
+python tests/megatron_lm/refuse.py CASES.json OUT.json   # {name: argv} -> {name: the refusal, or null}
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from megatron.training.arguments import parse_args
+
+from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.mcore import arguments
+
+
+def refusal(argv: list[str]) -> str | None:
+    sys.argv = ["pretrain_gpt.py", *argv]
+    try:
+        arguments.check(parse_args())
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+if __name__ == "__main__":
+    cases, out = map(Path, sys.argv[1:])
+    out.write_text(json.dumps({name: refusal(argv) for name, argv in json.loads(cases.read_text()).items()}))

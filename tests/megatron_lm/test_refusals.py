@@ -1,0 +1,88 @@
+"""What cannot work under failure is refused before anything is trained: exit code 2, and one message."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from odyssey_megatron.mcore.arguments import REFUSALS
+from tests.launch.jobserver import CHECKOUT
+from tests.megatron_lm.jobs import MOCK, MODEL
+
+TIED = "tied embeddings (no --untie-embeddings-and-output-weights)"
+GIVEN = {
+    "--fp16": "--fp16",
+    "--sequence-parallel": "--sequence-parallel",
+    "--context-parallel-size": "--context-parallel-size 2",
+    "--expert-model-parallel-size": "--expert-model-parallel-size 2",
+    "--num-experts": "--num-experts 4",
+    "--mtp-num-layers": "--mtp-num-layers 1",
+    "--num-layers-per-virtual-pipeline-stage": "--num-layers-per-virtual-pipeline-stage 1",
+    "--num-virtual-stages-per-pipeline-rank": "--num-virtual-stages-per-pipeline-rank 2",
+    "--use-megatron-fsdp": "--use-megatron-fsdp",
+    "--use-torch-fsdp2": "--use-torch-fsdp2",
+    "--use-legacy-models": "--use-legacy-models",
+    "--cuda-graph-impl": "--cuda-graph-impl local",
+    "--rampup-batch-size": "--rampup-batch-size 4 4 100",
+    "--iterations-to-skip": "--iterations-to-skip 3",
+    "--dataloader-type": "--dataloader-type cyclic",
+    "--full-validation": "--full-validation",
+    "--multiple-validation-sets": "--multiple-validation-sets",
+    "--async-save": "--async-save",
+    "--ckpt-format": "--ckpt-format torch --save nowhere",
+    "--non-persistent-ckpt-type local": "--non-persistent-ckpt-type local",
+    "--inprocess-restart": "--inprocess-restart",
+    "--enable-ft-package": "--enable-ft-package",
+    "--skip-train": "--skip-train",
+    "--perform-rl-step": "--perform-rl-step",
+    "--sft": "--sft",
+    "--check-weight-hash-across-dp-replicas-interval": "--check-weight-hash-across-dp-replicas-interval 2",
+    "--save-wgrads-interval": "--save-wgrads-interval 2",
+    "--save-dgrads-interval": "--save-dgrads-interval 2",
+    "--log-params-norm": "--log-params-norm",
+    "--log-num-zeros-in-grad": "--log-num-zeros-in-grad",
+    "--optimizer": "--optimizer muon",
+}
+"""As a launch line has them. Those of tied embeddings and --yaml-cfg are jobs of their own below."""
+
+
+@pytest.fixture(scope="session")
+def refused(jobs):
+    """Flag -> what Odyssey says to a launch line with it."""
+    cases, out = jobs.folder / "cases.json", jobs.folder / "refused.json"
+    usual = [*MODEL.split(), MOCK]
+    cases.write_text(
+        json.dumps({"none": usual} | {flag: [*usual, *given.split()] for flag, given in GIVEN.items()})
+    )
+    jobs.script([str(CHECKOUT / "tests/megatron_lm/refuse.py"), str(cases), str(out)])
+    return json.loads(out.read_text())
+
+
+def test_every_refused_flag_is_tried():
+    assert set(GIVEN) | {TIED, "--yaml-cfg"} == {one.flag for one in REFUSALS}
+
+
+@pytest.mark.parametrize("flag", GIVEN)
+def test_a_refusal_names_flag_and_remedy(refused, flag):
+    (refusal,) = (one for one in REFUSALS if one.flag == flag)
+    assert refused["none"] is None
+    assert refused[flag].startswith(flag), refused[flag]
+    assert refused[flag].endswith(refusal.remedy)
+    assert "\n" not in refused[flag]
+
+
+@pytest.mark.parametrize("flag", ["--fp16", TIED, "--yaml-cfg", "--inprocess-restart", "--enable-ft-package"])
+def test_a_refused_job_ends_with_one_message(jobs, name, flag):
+    (refusal,) = (one for one in REFUSALS if one.flag == flag)
+    yaml = jobs.folder / f"{name}.yaml"
+    yaml.write_text("enable_msc: true\ninprocess_restart: false\n")
+    more = {TIED: "", "--yaml-cfg": f" --yaml-cfg {yaml}"}.get(flag, f" {flag}")
+    run = jobs.odyssey(
+        name, MOCK + more, ranks=4, stages=2,
+        without="--untie-embeddings-and-output-weights" if flag == TIED else "",
+    )  # fmt: skip
+    assert run.exit_code == 2, run.log[-3000:]
+    assert "Traceback" not in run.log
+    assert run.log.count(refusal.remedy) == 1, run.log[-3000:]
+    assert not run.iterations
