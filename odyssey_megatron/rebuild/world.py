@@ -24,10 +24,15 @@ Together = Callable[[Callable[[Any], Any]], Any]
 class FollowingGroup(dist.ProcessGroup):
     """Passes every operation on to a group of the current generation. ``torch.distributed`` takes it like any group."""
 
-    def __init__(self, rank: int, size: int):
+    def __init__(self, rank: int, size: int, device: str):
         super().__init__(rank, size)
-        self._rank, self._size = rank, size
+        self._rank, self._size, self._device = rank, size, torch.device(device)
         self._current: dist.ProcessGroup | None = None
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """Torch's name: where collectives of objects put their bytes. By default that of backends, and none is here."""
+        return [self._device]
 
     def rank(self) -> int:
         return self._rank
@@ -54,8 +59,8 @@ class LivingWorld(FollowingGroup):
     and repeated with the survivors if a failure cuts it short.
     """
 
-    def __init__(self, rank: int, size: int):
-        super().__init__(rank, size)
+    def __init__(self, rank: int, size: int, device: str):
+        super().__init__(rank, size, device)
         self.before: dist.ProcessGroup | None = None
         """The default group that this one has replaced: of this process, or cell, alone."""
         self._together: Together | None = None
@@ -166,7 +171,7 @@ class _WithinCell(dict[int, int]):
 
 def become_default(rank: int, size: int, device: str) -> LivingWorld:
     """Puts a :class:`LivingWorld` in the place of the default group; groups of :func:`stand_alone` stay in the cell."""
-    world = LivingWorld(rank, size)
+    world = LivingWorld(rank, size, device)
     _register(world, "odyssey-world", device, {one: one for one in range(size)})
     world.before = c10d._get_default_group()
     for group in list(c10d._world.pg_group_ranks):
@@ -178,7 +183,7 @@ def become_default(rank: int, size: int, device: str) -> LivingWorld:
 
 def cell_group(rank: int, size: int, device: str) -> FollowingGroup:
     """The tensor-parallel group of this rank's cell, for Megatron's modules to keep."""
-    group = FollowingGroup(rank, size)
+    group = FollowingGroup(rank, size, device)
     _register(group, "odyssey-cell", device, _WithinCell(size))
     return group
 
