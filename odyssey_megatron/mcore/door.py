@@ -317,9 +317,8 @@ class Door:
         return result
 
     def build_data_iterators(self, original: Any, provider: Any) -> Any:
-        with (
-            self._session.member.excused()
-        ):  # Megatron's compiled helpers keep the GIL while they build an index
+        # Megatron's compiled helpers keep the GIL while they build an index.
+        with self._session.member.excused():
             return original(provider)
 
     def build_pretraining_data_loader(self, original: Any, dataset: Any, consumed_samples: int) -> Any:
@@ -358,7 +357,10 @@ class Door:
         self._refresh()
         outcome = self._runtime.outcome
         opt_param_scheduler.step(increment=get_args().global_batch_size)
-        losses = {name: torch.tensor([value], dtype=torch.float32) for name, value in outcome.losses.items()}
+        losses = {  # beside Megatron's own sums, on its device
+            name: torch.tensor([value], dtype=torch.float32, device=torch.cuda.current_device())
+            for name, value in outcome.losses.items()
+        }
         return compat.train_step_result(losses, outcome.grad_norm)
 
     def _source(self, data_iterator: Any) -> MicrobatchSource:
