@@ -87,5 +87,7 @@ def test_a_run_with_failures_equals_one_without(jobs, undisturbed, name, case):
         stages=stages,
         flags=f"{flags} --odyssey-policy {policy} --odyssey-inject {inject}",
     )
+    if point == "transfer" and shot.exit_code == 0 and len(shot.named("injected")) == 1:
+        pytest.skip("this plan moves no layer to or from the second rank")
     check = assert_alike if "bf16" in state else assert_equal_runs
     check(shot, undisturbed(ranks, stages), kills=inject.count("rank="))
