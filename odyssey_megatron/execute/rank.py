@@ -143,6 +143,8 @@ class RankRuntime:
         self._times = ComputeTimes()
         self._link: LinkTimes | None = None
         self._regroup_s: float | None = None
+        self.stalled_s = 0.0
+        """What recoveries have cost: from their detection until this rank trained again. Whoever logs it resets it."""
         self._phase = Phase.ABORT
         self._phase_began_s = time.monotonic()
         self._durations: dict[str, float] = {}
@@ -426,6 +428,7 @@ class RankRuntime:
     def _log_recovery(self) -> None:
         durations, record, self._resume = self._durations, self._resume or {}, None
         self._regroup_s = sum(durations.get(name, 0.0) for name in ("abort", "groups", "agree"))
+        self.stalled_s += record.get("decide_s", 0.0) + self._regroup_s + durations.get("transfer", 0.0)
         self._event(
             "recovered",
             self.committed,

@@ -88,9 +88,8 @@ def check_early() -> None:
     from megatron.training.arguments import parse_args
 
     args = parse_args(ignore_unknown_args=True)
-    if not getattr(
-        args, "use_checkpoint_args", False
-    ):  # else the checkpoint has the last word, and is read later
+    # If a checkpoint has the last word, it is read later.
+    if not getattr(args, "use_checkpoint_args", False):
         check(args)
 
 

@@ -30,6 +30,7 @@ from odyssey_megatron.mcore.layers import ModelSpec
 from odyssey_megatron.mcore.model import MegatronModel
 from odyssey_megatron.mcore.optimizer import LearningRate
 from odyssey_megatron.mcore.plugin import Session, estimate
+from odyssey_megatron.mcore.tensorboard import SurvivingWriter
 from odyssey_megatron.policy.profile import load_profile
 from odyssey_megatron.rebuild import world as living
 from odyssey_megatron.rebuild.groups import build_groups
@@ -80,6 +81,7 @@ class Door:
         self._is_last = self._took_over = False
         self._printed = 0
         self._chunks: list[Any] = []
+        self._board: SurvivingWriter | None = None
 
     # -- start and end --------------------------------------------------------------------------------------------
 
@@ -103,7 +105,7 @@ class Door:
             return result
 
     def _attach_all(self) -> None:
-        from megatron.training import checkpointing, initialize
+        from megatron.training import checkpointing, global_vars, initialize
         from megatron.training import utils as megatron_utils
 
         training = self._training
@@ -117,10 +119,13 @@ class Door:
         _replace(training, "get_forward_backward_func", self.get_forward_backward_func)
         _replace(checkpointing, "save_checkpoint", self.save_checkpoint)
         _replace(megatron_utils, "print_rank_last", self.print_rank_last)
+        _replace(global_vars, "_set_tensorboard_writer", self.set_tensorboard_writer)
 
     def _finish(self) -> None:
         if self._recovery is None:
             return
+        if self._board is not None:
+            self._board.close()
         self._session.note_end(self._runtime, self._model)
         self._living.repeat_with(None)
         self._recovery.carry_out(lambda generation: self._session.member.finish(generation.number))
@@ -265,7 +270,7 @@ class Door:
 
     def _on_groups(self, named: Any) -> None:
         """Rank 0 and the last rank may be others now."""
-        from megatron.training import get_args, global_vars
+        from megatron.training import get_args
 
         self._follow(named)
         world = named[WORLD]
@@ -274,8 +279,40 @@ class Door:
         last = world.rank() == world.size() - 1
         self._took_over = self._took_over or last != self._is_last
         self._is_last = last
-        if last and args.tensorboard_dir and global_vars.get_tensorboard_writer() is None:
-            global_vars._set_tensorboard_writer(args)
+        if last and self._board is not None:
+            self._board.become_last()
+
+    def set_tensorboard_writer(self, original: Any, args: Any) -> None:
+        from megatron.training import global_vars
+
+        if not args.tensorboard_dir:
+            return
+        member = self._session.member
+
+        def open_file() -> Any:
+            global_vars._GLOBAL_TENSORBOARD_WRITER = None
+            original(args)
+            made, global_vars._GLOBAL_TENSORBOARD_WRITER = global_vars._GLOBAL_TENSORBOARD_WRITER, self._board
+            return made
+
+        self._board = global_vars._GLOBAL_TENSORBOARD_WRITER = SurvivingWriter(
+            open_file,
+            note=lambda iteration: member.note("tensorboard", str(iteration)),
+            noted=lambda: int(member.noted("tensorboard") or -1),
+        )
+        if args.rank == args.world_size - 1:
+            self._board.become_last()
+
+    def _log_own(self, iteration: int, interval: int) -> None:
+        """Odyssey's scalars, beside those that Megatron logs of ``iteration`` (counted from 1)."""
+        stalled_s, self._runtime.stalled_s = self._runtime.stalled_s, 0.0
+        if self._board is None:
+            return
+        if stalled_s:
+            self._board.add_scalar("odyssey/recovery_stall_s", stalled_s, iteration)
+        if iteration % interval == 0:
+            self._board.add_scalar("odyssey/generation", self._runtime.generation, iteration)
+            self._board.add_scalar("odyssey/living_ranks", self._living.size(), iteration)
 
     def print_rank_last(self, original: Any, message: str) -> None:
         """Of Megatron's log. A rank that has just become the last leaves out what its predecessor has printed."""
@@ -351,11 +388,14 @@ class Door:
         if source is not self._train_source:
             self._train_source, source.first_step = source, step
         self._model.forward_step, self._model.source = self._in_stage(forward_step_func), source
+        if self._board is not None:
+            self._board.begin(step)
         self._recovery.carry_out(
             lambda generation: self._runtime.run_step(generation) if self._runtime.committed == step else None
         )
         self._refresh()
         outcome = self._runtime.outcome
+        self._log_own(self._runtime.committed, get_args().tensorboard_log_interval)
         opt_param_scheduler.step(increment=get_args().global_batch_size)
         losses = {  # beside Megatron's own sums, on its device
             name: torch.tensor([value], dtype=torch.float32, device=torch.cuda.current_device())
