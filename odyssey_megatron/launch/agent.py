@@ -104,7 +104,7 @@ class OdysseyAgent(LocalElasticAgent):
         control.put(keys.node_key(node), json.dumps([w.global_rank for w in group.workers]))
         control.put(keys.lease_key(node), "0")
         handles = self._pcontext.subprocess_handlers
-        ranks = _Ranks(control, board, launch.config.hang_s)
+        ranks = _Ranks(control, board, launch.config.hang_s, fences=launch.config.mode != "observe")
         for worker in group.workers:
             process = handles[worker.local_rank].proc
             ranks.add(worker.global_rank, worker.local_rank, process)
@@ -190,8 +190,9 @@ class OdysseyAgent(LocalElasticAgent):
 class _Ranks:
     """The processes of this node: who has ended, who is silent."""
 
-    def __init__(self, control: Control, board: HeartbeatBoard, hang_s: float):
-        self._control, self._board, self._hang_s = control, board, hang_s
+    def __init__(self, control: Control, board: HeartbeatBoard, hang_s: float, *, fences: bool):
+        """``fences``: kill a rank that is silent for ``hang_s``; else only say so."""
+        self._control, self._board, self._hang_s, self._fences = control, board, hang_s, fences
         self._poll = select.poll()
         self._living: dict[int, tuple[int, int, Any]] = {}  # pidfd -> rank, slot, process
         self._fenced: set[int] = set()
@@ -250,7 +251,7 @@ class _Ranks:
     def _report(self, rank: int, code: int, seen_s: float) -> None:
         if rank not in self._reported:  # else its lifeline was faster
             self._reported.add(rank)
-            cause = "hang" if rank in self._fenced else "killed" if code < 0 else "exit"
+            cause = "hang" if self._fences and rank in self._fenced else "killed" if code < 0 else "exit"
             self._control.send(RankDied(rank=rank, code=code, cause=cause, t_s=seen_s))
 
     def _guard_begun(self) -> None:
@@ -276,9 +277,11 @@ class _Ranks:
         now_s = time.monotonic()
         for rank, slot, process in self._living.values():
             if rank not in self._fenced and self._board.silent_s(slot, now_s) > self._hang_s:
-                _say(f"[odyssey] rank {rank} has been silent for {self._hang_s} s: it is killed")
+                fate = "it is killed" if self._fences else "with --odyssey recover it would be killed"
+                _say(f"[odyssey] rank {rank} has been silent for {self._hang_s} s: {fate}")
                 self._fenced.add(rank)
-                _signal_session(process.pid, signal.SIGKILL)
+                if self._fences:
+                    _signal_session(process.pid, signal.SIGKILL)
 
 
 class _VerdictWatch:

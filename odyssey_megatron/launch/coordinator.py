@@ -88,6 +88,7 @@ class Coordinator:
     ):
         self._control, self._queue, self._planner = control, events, planner
         self._journal, self._say = journal, say
+        self._observes = config.mode == "observe"
         self._world_size = len(nodes)
         self._nodes = tuple(nodes[rank] for rank in sorted(nodes))
         self._state = initial_state(nodes=self._nodes, started_s=time.monotonic())
@@ -102,7 +103,9 @@ class Coordinator:
     def run(self) -> Verdict | None:
         """Until the job ends; publishes the verdict. None if the store is gone."""
         try:
-            verdict = self._await_job() or self._start() or self._train()
+            verdict = self._await_job() or (
+                self._observe() if self._observes else self._start() or self._train()
+            )
         except ControlPlaneLost:
             return None
         except Exception as error:  # noqa: BLE001 - whatever it is, agents and ranks must hear of an end
@@ -158,6 +161,27 @@ class Coordinator:
         self._start_plan = plan
         self._publish(plan, previous=None, why="start", dead=(), rows=(), began_s=time.monotonic())
         return None
+
+    def _observe(self) -> Verdict:
+        """Says what would be done about the first failure, and ends the job as a launcher does that knows no better."""
+        hopeless = self._start()  # the ranks do not read the generations that are published
+        self._rehearse()
+        left, dead = set(range(self._world_size)), list[int]()
+        while left and not dead:
+            deaths = [one for one in self._batch() if isinstance(one, (RankDied, NodeLost))]
+            ended = {one.rank for one in deaths if isinstance(one, RankDied) and one.code == 0}
+            deaths = [one for one in deaths if not (isinstance(one, RankDied) and one.rank in ended)]
+            before, left = self._state, left - ended
+            for event in deaths:
+                self._apply(event)
+            dead = sorted(set(before.ranks) - set(self._state.ranks))
+        if not dead:
+            return Verdict(code=0)
+        self._note_deaths(dead, deaths)
+        verdict = hopeless or self._recover(dead, "observed", deaths[0].t_s)
+        would = f"stopped: {verdict.why}" if verdict else "gone on as decided above."
+        lost = f"the loss of rank(s) {dead} ends the job, since --odyssey observe only looks on"
+        return Verdict(code=1, why=f"{lost}; --odyssey recover would have {would}")
 
     # -- training -------------------------------------------------------------------------------------
 

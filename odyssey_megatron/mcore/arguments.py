@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
+from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.mcore.plugin import estimate
+from odyssey_megatron.policy.profile import Profile, load_profile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,13 +96,53 @@ def check_early() -> None:
         check(args)
 
 
-def check(args: Any) -> None:
-    """Raises ConfigError for the first flag that cannot work, before any GPU time is spent."""
+def refused(args: Any) -> Iterator[str]:
+    """What is said of each flag that cannot work."""
     for one in REFUSALS:
         if one.given(args):
             value = getattr(args, one.flag.removeprefix("--").replace("-", "_"), None)
             shown = one.flag if value in (None, True) else f"{one.flag} {value}"
-            raise ConfigError(f"{shown} does not work with --odyssey yet. {one.remedy}")
+            yield f"{shown} does not work with --odyssey yet. {one.remedy}"
+
+
+def check(args: Any) -> None:
+    """Raises ConfigError for the first flag that cannot work, before any GPU time is spent."""
+    for message in refused(args):
+        raise ConfigError(message)
+
+
+def optimizer_copies(args: Any) -> int:
+    """On how many ranks each layer's optimizer state is; 0: on all that hold the layer."""
+    # With --use-distributed-optimizer two: one is lost with its rank, the other goes on.
+    return 2 if args.use_distributed_optimizer else 0
+
+
+def job_of(args: Any, config: OdysseyConfig, *, optimizer_copies: int) -> JobSpec:
+    """What the coordinator plans for."""
+    return JobSpec(
+        num_layers=args.num_layers + 2,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        num_microbatches=args.global_batch_size // args.micro_batch_size,
+        tokens_per_step=args.global_batch_size * args.seq_length,
+        train_steps=args.train_iters,
+        least_holders=config.least_holders,
+        optimizer_copies=optimizer_copies,
+    )
+
+
+def profile_of(args: Any, transformer_config: Any, config: OdysseyConfig) -> Profile:
+    """What a step is expected to cost, until the job has measured itself. Raises ConfigError."""
+    if config.profile:
+        return load_profile(config.profile)
+    return estimate(
+        transformer_config,
+        config,
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        vocab_size=args.padded_vocab_size,
+        tensor_parallel_size=args.tensor_model_parallel_size,
+    )
 
 
 def adapt(args: Any, config: OdysseyConfig) -> None:

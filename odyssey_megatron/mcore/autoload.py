@@ -74,6 +74,6 @@ def import_training() -> None:
 def after_training() -> None:
     """Hooks into ``megatron.training``, which has been imported."""
     if config := _config():
-        from odyssey_megatron.mcore import door
+        from odyssey_megatron.mcore import door, observe
 
-        door.attach(config)
+        (observe if config.mode == "observe" else door).attach(config)

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import Cell
 from odyssey_megatron.config import OdysseyConfig, add_arguments
 from odyssey_megatron.errors import ConfigError, OdysseyError, Superseded
@@ -29,9 +28,8 @@ from odyssey_megatron.mcore.data import MicrobatchSource
 from odyssey_megatron.mcore.layers import ModelSpec
 from odyssey_megatron.mcore.model import MegatronModel
 from odyssey_megatron.mcore.optimizer import LearningRate
-from odyssey_megatron.mcore.plugin import Session, estimate
+from odyssey_megatron.mcore.plugin import Session
 from odyssey_megatron.mcore.tensorboard import SurvivingWriter
-from odyssey_megatron.policy.profile import load_profile
 from odyssey_megatron.rebuild import world as living
 from odyssey_megatron.rebuild.groups import build_groups
 from odyssey_megatron.recover import Recovery
@@ -45,11 +43,11 @@ def attach(config: OdysseyConfig) -> None:
     if getattr(training.pretrain, "_odyssey", False):
         return
     door = Door(config, training)
-    _replace(training, "pretrain", door.pretrain)
-    _replace(megatron_arguments, "add_megatron_arguments", door.add_megatron_arguments)
+    wrap(training, "pretrain", door.pretrain)
+    wrap(megatron_arguments, "add_megatron_arguments", door.add_megatron_arguments)
 
 
-def _replace(home: Any, name: str, wrapper: Callable[..., Any]) -> None:
+def wrap(home: Any, name: str, wrapper: Callable[..., Any]) -> None:
     """``home.name`` and every copy of it in Megatron becomes ``wrapper(original, ...)``."""
     original = getattr(home, name)
 
@@ -64,10 +62,6 @@ def _replace(home: Any, name: str, wrapper: Callable[..., Any]) -> None:
             and getattr(module, name, None) is original
         ):
             setattr(module, name, replaced)
-
-
-_OPTIMIZER_COPIES = 2
-"""Of each layer's optimizer state with --use-distributed-optimizer: one is lost with its rank, the other goes on."""
 
 
 class Door:
@@ -111,15 +105,15 @@ class Door:
         training = self._training
         span.install()
         wgrad.install()
-        _replace(initialize, "validate_args", self.validate_args)
-        _replace(initialize, "_initialize_distributed", self.initialize_distributed)
+        wrap(initialize, "validate_args", self.validate_args)
+        wrap(initialize, "_initialize_distributed", self.initialize_distributed)
         for name in ("setup_model_and_optimizer", "build_pretraining_data_loader", "train_step"):
-            _replace(training, name, getattr(self, name))
-        _replace(training, "build_train_valid_test_data_iterators", self.build_data_iterators)
-        _replace(training, "get_forward_backward_func", self.get_forward_backward_func)
-        _replace(checkpointing, "save_checkpoint", self.save_checkpoint)
-        _replace(megatron_utils, "print_rank_last", self.print_rank_last)
-        _replace(global_vars, "_set_tensorboard_writer", self.set_tensorboard_writer)
+            wrap(training, name, getattr(self, name))
+        wrap(training, "build_train_valid_test_data_iterators", self.build_data_iterators)
+        wrap(training, "get_forward_backward_func", self.get_forward_backward_func)
+        wrap(checkpointing, "save_checkpoint", self.save_checkpoint)
+        wrap(megatron_utils, "print_rank_last", self.print_rank_last)
+        wrap(global_vars, "_set_tensorboard_writer", self.set_tensorboard_writer)
 
     def _finish(self) -> None:
         if self._recovery is None:
@@ -134,7 +128,7 @@ class Door:
 
     def validate_args(self, original: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
         arguments.check(args)
-        self._shards_optimizer = args.use_distributed_optimizer
+        self._optimizer_copies = arguments.optimizer_copies(args)
         result = original(args, *rest, **kwargs)
         arguments.adapt(args, self._config)
         return result
@@ -182,7 +176,7 @@ class Door:
             message_shape=(args.seq_length, args.micro_batch_size, config.hidden_size),
             cell=self._cell,
         )
-        self._post(args, config, num_microbatches)
+        self._post(args, config)
         self._enter()
         self._refresh()
         optimizer = checkpoint.OptimizerView(self._model, self._cell)
@@ -226,26 +220,9 @@ class Door:
             seed_stage=seed_stage,
         )
 
-    def _post(self, args: Any, config: Any, num_microbatches: int) -> None:
-        job = JobSpec(
-            num_layers=config.num_layers + 2,
-            pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-            tensor_model_parallel_size=args.tensor_model_parallel_size,
-            num_microbatches=num_microbatches,
-            tokens_per_step=args.global_batch_size * args.seq_length,
-            train_steps=args.train_iters,
-            least_holders=self._config.least_holders,
-            optimizer_copies=_OPTIMIZER_COPIES if self._shards_optimizer else 0,
-        )
-        profile = load_profile(self._config.profile) if self._config.profile else estimate(
-            config,
-            self._config,
-            seq_length=args.seq_length,
-            micro_batch_size=args.micro_batch_size,
-            vocab_size=args.padded_vocab_size,
-            tensor_parallel_size=args.tensor_model_parallel_size,
-        )  # fmt: skip
-        self._session.post(job, profile)
+    def _post(self, args: Any, config: Any) -> None:
+        job = arguments.job_of(args, self._config, optimizer_copies=self._optimizer_copies)
+        self._session.post(job, arguments.profile_of(args, config, self._config))
 
     def _enter(self) -> None:
         """The first generation; the groups of the start are not needed any more."""

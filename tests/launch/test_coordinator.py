@@ -71,10 +71,10 @@ class FakePlanner:
 class Job:
     """Four ranks on two nodes, played by the test."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, mode="off"):
         self.rendezvous = LocalRendezvous("test")
         self.control, self.planner, self.said = self.connect(), FakePlanner(), []
-        self.config = OdysseyConfig(device="cpu", node_lease_s=0.3, run_dir=str(folder))
+        self.config = OdysseyConfig(mode=mode, device="cpu", node_lease_s=0.3, run_dir=str(folder))
         self.control.put(keys.lease_key(1), "0")
         self.coordinator = Coordinator(
             control=self.connect(),
@@ -318,3 +318,46 @@ def test_all_ranks_fail_alike_in_training(started):
     started.live(1, 0, 1, 2, 3)
     started.died(0, 1, 2, 3, code=5)
     assert started.end().code == 5
+
+
+@pytest.fixture
+def observed(tmp_path):
+    job = Job(tmp_path, mode="observe")
+    job.post()
+    job.generation(1)  # published, though no rank reads it
+    yield job
+    job.beating.set()
+
+
+def test_an_observed_job_ends_when_all_ranks_have(observed):
+    observed.died(0, 1, code=0)
+    observed.died(2, 3, code=0)
+    assert observed.end().code == 0
+    assert not observed.planner.observations, "there was nothing to decide"
+
+
+def test_the_first_failure_of_an_observed_job_is_decided_on_and_its_last(observed):
+    observed.died(3, code=0)
+    observed.died(1)
+    verdict = observed.end()
+    assert (verdict.code, len(observed.planner.observations)) == (1, 1)
+    assert verdict.why.startswith("the loss of rank(s) [1] ends the job")
+    assert verdict.why.endswith("would have gone on as decided above.")
+
+
+def test_an_observed_job_that_recover_could_not_have_saved(observed):
+    observed.planner.error = LayersLost((1,), (0, 1))
+    observed.died(0, 1)
+    verdict = observed.end()
+    assert verdict.code == 1
+    assert "would have stopped: no holder is left of layer(s) [1]" in verdict.why
+
+
+def test_an_observed_job_runs_even_if_there_is_no_plan_for_it(tmp_path):
+    job = Job(tmp_path, mode="observe")
+    job.planner.start_error = PlanInfeasible("too little memory")
+    job.post()
+    job.generation(1)
+    job.died(0)
+    assert "would have stopped: too little memory" in job.end().why
+    job.beating.set()

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed.checkpoint import FileSystemReader
@@ -13,7 +14,7 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from tests.e2e.jobs import Outcome
-from tests.launch.jobserver import CHECKOUT, JobServer
+from tests.launch.jobserver import CHECKOUT, Job, JobServer
 
 MODEL = (
     "--num-layers 4 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --group-query-attention "
@@ -88,51 +89,53 @@ class MegatronJobs:
         key = f"{ranks}-{stages} {flags}"
         if key not in self._known:
             script = str(CHECKOUT / "tests" / "megatron_lm" / "plain.py")
-            run = self._run([script], f"plain-{len(self._known)}", flags, ranks, stages)
+            name = f"plain-{len(self._known)}"
+            run = self.outcome(name, self._start([script], name, flags, ranks, stages))
             assert run.exit_code == 0, run.log[-4000:]
             self._known[key] = run
         return self._known[key]
 
-    def odyssey(
+    def odyssey(self, name: str, flags: str = MOCK, **how: Any) -> MegatronRun:
+        """The same under ``--odyssey``; ``how`` as of :meth:`start`."""
+        return self.outcome(name, self.start(name, flags, **how))
+
+    def start(
         self,
         name: str,
-        flags: str = MOCK,
+        flags: str,
         *,
         ranks: int,
         stages: int,
         inject: str = "",
         mode: str = "recover",
         without: str = "",
-    ) -> MegatronRun:
-        """The same under ``--odyssey``, ``without`` one of the usual flags."""
+    ) -> Job:
+        """A job that is on its way, ``without`` one of the usual flags."""
         flags += f" --odyssey {mode} --odyssey-run-dir {self.folder / name} --odyssey-hang-s 2"
         flags += f" --odyssey-inject {inject}" if inject else ""
-        return self._run([], name, flags, ranks, stages, without)
+        return self._start([], name, flags, ranks, stages, without)
+
+    def outcome(self, name: str, job: Job) -> MegatronRun:
+        """What ``job`` has come to."""
+        exit_code = job.wait(100.0)
+        return MegatronRun(exit_code=exit_code, run_dir=self.folder / name, log=job.log())
 
     def script(self, argv: list[str]) -> None:
         """A Python script in a fork of the preloaded process. Raises AssertionError if it fails."""
         log = self.folder / "script.log"
         assert self._server.script(argv, log=log).wait(60.0) == 0, log.read_text()[-3000:]
 
-    def _run(
+    def _start(
         self, before: list[str], name: str, flags: str, ranks: int, stages: int, without: str = ""
-    ) -> MegatronRun:
+    ) -> Job:
         usual = [one for one in MODEL.split() if one != without]
         flags += f" --pipeline-model-parallel-size {stages} --data-cache-path {self.folder / 'cache'}"
-        job = self._server.run(
-            [
-                "--nproc-per-node",
-                str(ranks),
-                *before,
-                self._checkout / "pretrain_gpt.py",
-                *usual,
-                *flags.split(),
-            ],
+        script = str(self._checkout / "pretrain_gpt.py")
+        return self._server.run(
+            ["--nproc-per-node", str(ranks), *before, script, *usual, *flags.split()],
             log=self.folder / f"{name}.log",
             env={"ODYSSEY_DEVICE": "cpu"},
         )
-        exit_code = job.wait(100.0)
-        return MegatronRun(exit_code=exit_code, run_dir=self.folder / name, log=job.log())
 
 
 def assert_same_lines(run: MegatronRun, plain: MegatronRun, *, rel: float = FLOAT32, first: int = 1) -> None:

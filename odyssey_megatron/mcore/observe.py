@@ -1,0 +1,77 @@
+"""``--odyssey observe``: Megatron-LM runs as it would without, and its failures are noticed and thought through.
+
+A rank only beats its heart and says what is trained; groups, schedule and steps are Megatron's own. What would be done
+about a failure the coordinator says (``launch/coordinator.py``).
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from odyssey_megatron.codec import to_json
+from odyssey_megatron.config import OdysseyConfig, add_arguments
+from odyssey_megatron.errors import OdysseyError
+from odyssey_megatron.launch.member import Member
+from odyssey_megatron.mcore import arguments
+from odyssey_megatron.mcore.door import wrap
+
+
+def attach(config: OdysseyConfig) -> None:
+    """Puts the observer into ``megatron.training``, which has been imported; a second call does nothing."""
+    from megatron.training import arguments as megatron_arguments
+    from megatron.training import training
+
+    if getattr(training.pretrain, "_odyssey", False):
+        return
+    observer = Observer(config)
+    wrap(training, "pretrain", observer.pretrain)
+    wrap(training, "setup_model_and_optimizer", observer.setup_model_and_optimizer)
+    wrap(training, "build_train_valid_test_data_iterators", observer.build_data_iterators)
+    wrap(megatron_arguments, "add_megatron_arguments", observer.add_megatron_arguments)
+
+
+class Observer:
+    """One rank that is looked at."""
+
+    def __init__(self, config: OdysseyConfig):
+        self._config = config
+        self._member: Any = None
+
+    def add_megatron_arguments(self, original: Any, parser: Any) -> Any:
+        parser = original(parser)
+        add_arguments(parser)
+        return parser
+
+    def pretrain(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        self._member = Member.connect(self._config)
+        return original(*args, **kwargs)
+
+    def setup_model_and_optimizer(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        try:
+            self._post()
+        except OdysseyError as error:
+            self._say(f"what it would do cannot be said: {error}")
+        return result
+
+    def build_data_iterators(self, original: Any, provider: Any) -> Any:
+        # Megatron's compiled helpers keep the GIL while they build an index.
+        with self._member.excused():
+            return original(provider)
+
+    def _post(self) -> None:
+        from megatron.training import get_args
+        from megatron.training.arguments import core_transformer_config_from_args
+
+        args = get_args()
+        for message in arguments.refused(args):
+            self._say(f"--odyssey recover would refuse this job: {message}")
+        job = arguments.job_of(args, self._config, optimizer_copies=arguments.optimizer_copies(args))
+        job.check(self._member.world_size)
+        profile = arguments.profile_of(args, core_transformer_config_from_args(args), self._config)
+        self._member.post_job(job, to_json(profile))
+
+    def _say(self, text: str) -> None:
+        if self._member.rank == 0:
+            sys.stderr.write(f"[odyssey] {text}\n")

@@ -1,0 +1,53 @@
+"""What real launch lines have, each under a failure. Grouped-query attention is part of every job here."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e.jobs import assert_holders_agree
+from tests.megatron_lm.jobs import FLOAT32, FLOAT64, MOCK, assert_same_lines
+
+BFLOAT16 = 2e-3
+"""Relative difference of losses when weights of 8 bits were rounded in another order."""
+FLAGS = {
+    "recompute-full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "recompute-selective": "--recompute-granularity selective",
+    "overlap-grad-reduce": "--overlap-grad-reduce",
+    "per-token-loss": "--calculate-per-token-loss",
+    "uneven-stages": "--decoder-first-pipeline-num-layers 1",
+    "bf16": "--bf16 --accumulate-allreduce-grads-in-fp32",
+}
+
+
+@pytest.mark.parametrize("case", FLAGS)
+def test_losses_are_those_of_plain_megatron_lm(jobs, name, case):
+    flags = f"{MOCK} {FLAGS[case]}"
+    run = jobs.odyssey(name, flags, ranks=4, stages=2, inject="rank=2,step=2,at=backward")
+    plain = jobs.plain(flags, ranks=4, stages=2)
+    assert_same_lines(run, plain, rel=BFLOAT16 if case == "bf16" else FLOAT32)
+    assert run.killed == [2]
+    assert_holders_agree(run)
+
+
+def test_dropout_is_that_of_the_same_job_without_a_failure(jobs, name):
+    """Plain Megatron-LM draws by rank, which no survivor could repeat; Odyssey by microbatch and layer."""
+    flags = f"{MOCK} --odyssey-float64 on --attention-dropout 0.1 --hidden-dropout 0.1"
+    reference = jobs.odyssey(f"{name}-reference", flags, ranks=4, stages=2)
+    run = jobs.odyssey(name, flags, ranks=4, stages=2, inject="rank=1,step=2,at=backward")
+    assert run.exit_code == reference.exit_code == 0, run.log[-3000:]
+    assert run.killed == [1]
+    ours, theirs = ([step.loss for step in one.run.steps] for one in (run, reference))
+    assert ours == pytest.approx(theirs, rel=FLOAT64)
+    assert theirs != pytest.approx(
+        [one.loss for one in jobs.plain(ranks=4, stages=2).iterations], rel=FLOAT32
+    )
+
+
+def test_an_exit_interval(jobs, name):
+    """Megatron's own exit, from the middle of its loop, by ranks that have survived others."""
+    flags = f"{MOCK} --exit-interval 4 --save-interval 6 --save {jobs.folder / name / 'saved'}"
+    run = jobs.odyssey(name, flags, ranks=4, stages=2, inject="rank=3,step=2,at=reduce")
+    assert run.exit_code == 0, run.log[-3000:]
+    assert [one.number for one in run.iterations] == [1, 2, 3, 4]
+    assert "exiting program at iteration 4" in run.log
+    assert (jobs.folder / name / "saved" / "latest_checkpointed_iteration.txt").read_text() == "4"
