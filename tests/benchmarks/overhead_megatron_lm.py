@@ -1,0 +1,106 @@
+"""What Odyssey costs an unmodified Megatron-LM job while nothing fails: its iteration time over plain Megatron-LM's.
+
+Both sides are ``pretrain_gpt.py`` of the checkout MEGATRON_LM_PATH with the same flags, 8 CPU ranks as PP4 x DP2; one
+has ``--odyssey``, the other nothing of Odyssey but the CPU device. Times and losses are those that Megatron-LM itself
+prints. Runs alternate, so that whatever else the machine does falls on both.
+
+    MEGATRON_LM_PATH=... python tests/benchmarks/overhead_megatron_lm.py [--json] [--rounds 3] [--steps 12]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(CHECKOUT), str(Path(__file__).parent)]
+
+from bars import at_most, finish, summarize
+
+RANKS, WARM_UP_STEPS, BAR = 8, 3, 1.03
+FLAGS = (
+    "--pipeline-model-parallel-size 4 --num-layers 8 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 8 "
+    "--group-query-attention --num-query-groups 4 --seq-length 128 --max-position-embeddings 128 --micro-batch-size 1 "
+    "--global-batch-size 16 --lr 1e-3 --min-lr 1e-4 --lr-warmup-iters 2 --lr-decay-style cosine --weight-decay 0.1 "
+    "--clip-grad 1.0 --normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope "
+    "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --transformer-impl local "
+    "--no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-swiglu-fusion "
+    "--no-rope-fusion --mock-data --tokenizer-type NullTokenizer --vocab-size 383 --num-workers 0 --log-interval 1 "
+    "--eval-interval 1000 --eval-iters 0 --distributed-backend gloo"
+)
+_LINE = re.compile(r"elapsed time per iteration \(ms\): ([.\d]+) \|.* lm loss: ([-+.E\d]+) \|")
+
+
+def train(checkout: Path, steps: int, folder: Path, *, odyssey: bool) -> tuple[list[float], list[float]]:
+    """(iteration times in seconds, losses), as printed. Raises with the end of the log if the job fails."""
+    command = [sys.executable, "-m", "odyssey_megatron", "run", "--nproc-per-node", str(RANKS)]
+    command += ["--preload", "tests.megatron_lm.preload"]
+    command += [] if odyssey else [str(CHECKOUT / "tests" / "megatron_lm" / "plain.py")]
+    command += [str(checkout / "pretrain_gpt.py"), *FLAGS.split(), "--train-iters", str(steps)]
+    command += ["--odyssey", "--odyssey-run-dir", str(folder / "run")] if odyssey else []
+    env = {
+        **os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(CHECKOUT),
+        "PYTHONWARNINGS": "ignore", "ODYSSEY_DEVICE": "cpu",
+    }  # fmt: skip
+    log = folder / "log"
+    with log.open("w") as file:
+        code = subprocess.run(command, env=env, stdout=file, stderr=file, check=False).returncode
+    lines = _LINE.findall(log.read_text())
+    if code or len(lines) != steps:
+        raise RuntimeError(
+            f"{command} ended with exit code {code} after {len(lines)} of {steps} iterations:\n"
+            f"{log.read_text()[-3000:]}"
+        )
+    return [float(time_ms) / 1e3 for time_ms, _ in lines], [float(loss) for _, loss in lines]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=12)
+    args = parser.parse_args()
+    if "MEGATRON_LM_PATH" not in os.environ:
+        parser.error("set MEGATRON_LM_PATH to a checkout of Megatron-LM at core_v0.16.1")
+    checkout = Path(os.environ["MEGATRON_LM_PATH"])
+    sides = ("odyssey", "megatron")
+    times: dict[str, list[float]] = {side: [] for side in sides}
+    medians: dict[str, list[float]] = {side: [] for side in sides}
+    worst_gap = 0.0
+    for number in range(args.rounds):
+        losses = {}
+        # Each second round the other way round: a slow drift of the machine cancels.
+        for side in sides if number % 2 == 0 else sides[::-1]:
+            with tempfile.TemporaryDirectory() as folder:
+                step_s, losses[side] = train(checkout, args.steps, Path(folder), odyssey=side == "odyssey")
+            times[side] += step_s[WARM_UP_STEPS:]
+            medians[side].append(statistics.median(step_s[WARM_UP_STEPS:]))
+        pairs = zip(losses["odyssey"], losses["megatron"], strict=True)
+        worst_gap = max(worst_gap, max(abs(a - b) / b for a, b in pairs))
+        print(f"round {number + 1}: median iteration "
+              + ", ".join(f"{n} {m[-1]:.4f} s" for n, m in medians.items()), file=sys.stderr, flush=True)  # fmt: skip
+    result = {
+        "ranks": RANKS,
+        "layout": "PP4 x DP2",
+        "odyssey_iteration_s": summarize(times["odyssey"]),
+        "megatron_lm_iteration_s": summarize(times["megatron"]),
+        "ratio_of_each_round": [a / b for a, b in zip(medians["odyssey"], medians["megatron"], strict=True)],
+    }
+    ratio = statistics.median(times["odyssey"]) / statistics.median(times["megatron"])
+    bars = [
+        at_most("overhead", ratio, BAR),
+        at_most("largest relative loss difference (float32)", worst_gap, 1e-5),
+    ]
+    return finish(result, bars, as_json=args.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
