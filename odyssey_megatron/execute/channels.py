@@ -78,6 +78,10 @@ class Channels:
         wait_all(self._sent)
         self._sent.clear()
 
+    def abandon(self) -> None:
+        """Lets go of what is still being sent."""
+        self._sent.clear()
+
     def _where(self, instr: Instr) -> dict[str, Any]:
         if not self._tagged:
             return {"group": self._groups[self._cell.named(channel_name(instr, self._cell.worker))]}

@@ -98,6 +98,12 @@ class Interpreter:
                 "was not verified; please report it with the journal."
             )
 
+    def abandon(self) -> None:
+        """Lets go of messages that will not come any more: they would keep their group's threads until a collection."""
+        self._arriving.clear()
+        self._leaving.clear()
+        self._channels.abandon()
+
     def _forward(self, instr: Instr) -> None:
         key = (Op.RECV_FORWARD, instr.microbatch, instr.first)
         activation = self._arriving.pop(key).wait() if instr.first else None

@@ -170,6 +170,9 @@ class RankRuntime:
         self._phase, self._phase_began_s = phase, now_s
 
     def abort(self, why: Exception) -> None:
+        if self._interpreter is not None:
+            self._interpreter.abandon()
+            self._interpreter = None
         if self._groups is not None:
             self._groups.abort()
             self._groups.close()
