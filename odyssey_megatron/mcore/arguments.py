@@ -77,6 +77,8 @@ REFUSALS = tuple(
          "The journal has a digest of each layer on each holder at the end. Leave it out."),
         ("--save-wgrads-interval", _set("save_wgrads_interval"), _LEAVE_OUT),
         ("--save-dgrads-interval", _set("save_dgrads_interval"), _LEAVE_OUT),
+        ("--log-progress", _set("log_progress"),
+         "Megatron stops at a checkpoint if the number of ranks has changed. Leave it out; the journal has the times."),
         ("--log-params-norm", _set("log_params_norm"), "It would be that of one rank's layers. Leave it out."),
         ("--log-num-zeros-in-grad", _set("log_num_zeros_in_grad"), "It would be that of one rank's layers. Leave it "
          "out."),

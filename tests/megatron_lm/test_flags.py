@@ -13,6 +13,7 @@ FLAGS = {
     "recompute-full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     "recompute-selective": "--recompute-granularity selective",
     "overlap-grad-reduce": "--overlap-grad-reduce",
+    "distributed-optimizer": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
     "per-token-loss": "--calculate-per-token-loss",
     "uneven-stages": "--decoder-first-pipeline-num-layers 1",
     "bf16": "--bf16 --accumulate-allreduce-grads-in-fp32",
@@ -27,6 +28,14 @@ def test_losses_are_those_of_plain_megatron_lm(jobs, name, case):
     assert_same_lines(run, plain, rel=BFLOAT16 if case == "bf16" else FLOAT32)
     assert run.killed == [2]
     assert_holders_agree(run)
+
+
+def test_tensor_parallel_cells(jobs, name):
+    """Two ranks to a worker: with one of them its whole cell is lost."""
+    flags = f"{MOCK} --tensor-model-parallel-size 2"
+    run = jobs.odyssey(name, flags, ranks=8, stages=2, inject="rank=7,step=2,at=backward")
+    assert_same_lines(run, jobs.plain(flags, ranks=8, stages=2))
+    assert run.killed == [6, 7]
 
 
 def test_dropout_is_that_of_the_same_job_without_a_failure(jobs, name):

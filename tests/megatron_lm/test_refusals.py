@@ -40,6 +40,7 @@ GIVEN = {
     "--check-weight-hash-across-dp-replicas-interval": "--check-weight-hash-across-dp-replicas-interval 2",
     "--save-wgrads-interval": "--save-wgrads-interval 2",
     "--save-dgrads-interval": "--save-dgrads-interval 2",
+    "--log-progress": "--log-progress",
     "--log-params-norm": "--log-params-norm",
     "--log-num-zeros-in-grad": "--log-num-zeros-in-grad",
     "--optimizer": "--optimizer muon",

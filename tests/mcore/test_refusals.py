@@ -1,0 +1,22 @@
+"""The README's table of refused flags is the one that jobs are held to."""
+
+from __future__ import annotations
+
+import re
+
+from odyssey_megatron.mcore.arguments import REFUSALS
+
+BEGIN, END = r"<!-- refused: begin[^>]*-->\n", r"<!-- refused: end -->"
+
+
+def refused_table() -> str:
+    rows = [
+        f"| {f'`{one.flag}`' if one.flag.startswith('--') else one.flag} | {one.remedy} |" for one in REFUSALS
+    ]
+    return "\n".join(["| refused | what to do |", "|---|---|", *rows]) + "\n"
+
+
+def test_the_table_in_the_readme_is_that_of_the_code(checkout):
+    match = re.search(BEGIN + "(.*?)" + END, (checkout / "README.md").read_text(), re.DOTALL)
+    assert match is not None
+    assert match.group(1) == refused_table(), "paste this into README.md:\n" + refused_table()
