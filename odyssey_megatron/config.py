@@ -68,6 +68,9 @@ class OdysseyConfig:
     redundancy_level: int = _flag(
         1, "so many holders of a layer may be lost at once with --odyssey-redundancy state"
     )
+    respawn: int = _flag(
+        0, "start a dead rank again, at most so many times each: it joins the running job (0: never)"
+    )
     memory_headroom_percent: int = _flag(10, "share of a GPU's memory that no plan may use (in percent)")
     profile: str = _flag("", "start from this profile (JSON) in place of estimated layer costs")
     profile_steps: int = _flag(5, "publish measured costs every so many steps")
@@ -108,6 +111,8 @@ class Injection:
     """-1: the first one that comes by."""
     generation: int = -1
     """-1: any; 2 means only in the second generation, e.g. during the redone step."""
+    incarnation: int = 0
+    """Which of the processes that are this rank one after another; 0 is the first."""
 
 
 def parse_injections(text: str) -> tuple[Injection, ...]:
@@ -154,12 +159,15 @@ def variable_of(setting: Field[Any]) -> str:
     return flag_of(setting).removeprefix("--").replace("-", "_").upper()
 
 
+_MAY_BE_ZERO = ("trace_steps", "respawn")
+
+
 def _check(config: OdysseyConfig) -> None:
     for one in fields(config):
         value, choices = getattr(config, one.name), one.metadata.get("choices")
         if choices and value not in choices:
             raise ConfigError(f"{flag_of(one)} {value!r} is unknown; use one of " + ", ".join(choices) + ".")
-        if isinstance(value, (int, float)) and value <= 0 and one.name != "trace_steps":
+        if isinstance(value, (int, float)) and value <= 0 and one.name not in _MAY_BE_ZERO:
             raise ConfigError(f"{flag_of(one)} must be positive, found {value}.")
     # The order of the limits: each must be able to expire before the one that would hide it.
     chain = ("heartbeat_s", "hang_s", "op_timeout_s")

@@ -36,9 +36,10 @@ NEXT: dict[Phase, tuple[Phase, ...]] = {
     Phase.GROUPS: (Phase.AGREE, Phase.ABORT),
     Phase.AGREE: (Phase.TRANSFER, Phase.ABORT),
     Phase.TRANSFER: (Phase.TRAIN, Phase.ABORT),
-    Phase.TRAIN: (Phase.ABORT,),
+    Phase.TRAIN: (Phase.ABORT, Phase.GROUPS),
 }
-"""The legal transitions. After TRAIN a rank may also be done."""
+"""The legal transitions. From TRAIN to GROUPS: an offered generation begins between two steps. After TRAIN a rank may
+also be done."""
 
 
 class Control(Protocol):
@@ -46,6 +47,10 @@ class Control(Protocol):
 
     def next_generation(self, after: int, timeout_s: float | None = None) -> Generation:
         """Waits for a generation newer than ``after``. Raises Fenced if this rank is not in it."""
+        ...
+
+    def take_offer(self, number: int) -> None:
+        """Offered generation ``number`` is the newest one from now on, unless there is a newer one."""
         ...
 
     def report_live(self, number: int) -> None:
@@ -86,8 +91,17 @@ class Rank(Protocol):
         """All members carry out the same plan; a step that somebody has committed is finished by everybody (I5)."""
         ...
 
-    def transfer(self, generation: Generation) -> None:
-        """Moves the missing layers and assembles this rank's blocks."""
+    def transfer(self, generation: Generation, live: Callable[[], None]) -> None:
+        """Moves the missing layers and assembles this rank's blocks.
+
+        Calls ``live`` when all is here: at once, or in an offered generation before its first agreement, as the layers
+        may move while the first step computes.
+        """
+        ...
+
+    @property
+    def boundary(self) -> int:
+        """The offered generation that all members have prepared and enter before the next step; 0: none."""
         ...
 
     def run_step(self, generation: Generation) -> None:
@@ -116,7 +130,7 @@ class Recovery:
         """
         while True:
             try:
-                if self._live is None:
+                if self._live is None or self._at_boundary():
                     self._live = self._enter_next()
                 return work(self._live)
             except (Superseded, PeerFailed) as why:
@@ -139,6 +153,12 @@ class Recovery:
         self.carry_out(once)
         return results[0]
 
+    def _at_boundary(self) -> bool:
+        number = self._rank.boundary
+        if number:
+            self._control.take_offer(number)
+        return bool(number)
+
     def _enter_next(self) -> Generation:
         control, rank = self._control, self._rank
         generation = control.next_generation(after=self._number)
@@ -150,8 +170,7 @@ class Recovery:
         rank.enter_phase(Phase.AGREE)
         rank.agree(generation)
         rank.enter_phase(Phase.TRANSFER)
-        rank.transfer(generation)
-        control.report_live(generation.number)
+        rank.transfer(generation, live=lambda: control.report_live(generation.number))
         rank.enter_phase(Phase.TRAIN)
         return generation
 
@@ -159,9 +178,12 @@ class Recovery:
 def train(control: Control, rank: Rank, *, train_steps: int) -> None:
     """Trains until ``train_steps`` are committed everywhere, through any number of generations. Raises as above."""
 
-    def to_the_end(generation: Generation) -> None:
-        while rank.committed < train_steps:
-            rank.run_step(generation)
-        control.finish(generation.number)
+    recovery = Recovery(control, rank)
 
-    Recovery(control, rank).carry_out(to_the_end)
+    def once(generation: Generation) -> None:
+        if rank.committed == step:
+            rank.run_step(generation)
+
+    while (step := rank.committed) < train_steps:
+        recovery.carry_out(once)
+    recovery.carry_out(lambda generation: control.finish(generation.number))

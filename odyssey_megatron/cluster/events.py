@@ -47,13 +47,36 @@ class Retry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFinished:
-    """``rank`` ended with exit code 0."""
+    """``rank`` has committed all steps, in ``generation``."""
 
     rank: int
+    generation: int
 
 
-Event = RankDied | NodeLost | GenerationLive | Retry | RankFinished
-_KINDS = {kind.__name__: kind for kind in (RankDied, NodeLost, GenerationLive, Retry, RankFinished)}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankJoined:
+    """A process has taken the place of the dead ``rank``: its model is built, and it holds nothing yet."""
+
+    rank: int
+    node: int
+    incarnation: int
+    """How many processes were this rank before it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfferFailed:
+    """``rank`` could not prepare the offered ``generation``, so nobody has entered it."""
+
+    rank: int
+    generation: int
+    reason: str
+
+
+Event = RankDied | NodeLost | GenerationLive | Retry | RankFinished | RankJoined | OfferFailed
+_KINDS = {
+    kind.__name__: kind
+    for kind in (RankDied, NodeLost, GenerationLive, Retry, RankFinished, RankJoined, OfferFailed)
+}
 
 
 def event_to_jsonable(event: Event) -> dict[str, Any]:

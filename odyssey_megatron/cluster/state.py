@@ -8,8 +8,10 @@ from odyssey_megatron.cluster.events import (
     Event,
     GenerationLive,
     NodeLost,
+    OfferFailed,
     RankDied,
     RankFinished,
+    RankJoined,
     Retry,
 )
 
@@ -70,6 +72,17 @@ class ClusterState:
     """Ranks that reported the current generation live."""
     finished: frozenset[int] = frozenset()
     generation: int = 0
+    newest: int = 0
+    """The largest number that a generation has had; none is used twice, be it of an offer that came to nothing."""
+    offered: int = 0
+    """A generation that its members enter between two steps, once all are prepared; 0: none. Until all of them have
+    reported it live, ``generation`` counts."""
+    offered_members: frozenset[int] = frozenset()
+    offered_live: frozenset[int] = frozenset()
+    joining: frozenset[int] = frozenset()
+    """New ranks of dead workers, which live again when all their ranks are here."""
+    incarnations: tuple[tuple[int, int], ...] = ()
+    """(rank, incarnation) of those that are not their rank's first process, ascending."""
 
     @property
     def alive(self) -> tuple[int, ...]:
@@ -124,23 +137,71 @@ def apply(state: ClusterState, event: Event) -> ClusterState:
         case NodeLost(node=node, t_s=t_s):
             return _kill(state, {r for w in state.workers if w.node == node for r in w.ranks}, t_s)
         case GenerationLive(rank=rank, generation=generation):
-            if generation != state.generation or rank in state.live:
-                return state
-            return replace(state, live=state.live | {rank})
-        case RankFinished(rank=rank):
+            return _report_live(state, rank, generation)
+        case RankFinished(rank=rank, generation=generation):
+            if generation not in (state.generation, state.offered):
+                return state  # said in an earlier generation, before it had to help with the next one
             return replace(state, finished=state.finished | {rank})
-        case Retry():
+        case RankJoined():
+            return _join(state, event)
+        case Retry() | OfferFailed():
             return state
 
 
 def next_generation(state: ClusterState) -> ClusterState:
-    """The same members in a new generation that nobody has reported live yet."""
-    return replace(state, generation=state.generation + 1, members=frozenset(state.ranks), live=frozenset())
+    """The living in a new generation that nobody has reported live yet. An offer that is open is void."""
+    return replace(
+        state,
+        generation=state.newest + 1,
+        newest=state.newest + 1,
+        members=frozenset(state.ranks),
+        live=frozenset(),
+        finished=frozenset(),
+        offered=0,
+    )
+
+
+def offer_generation(state: ClusterState) -> ClusterState:
+    """A new generation is offered to the living, in place of any other offer."""
+    return replace(
+        state,
+        offered=state.newest + 1,
+        newest=state.newest + 1,
+        offered_members=frozenset(state.ranks),
+        offered_live=frozenset(),
+    )
+
+
+def _report_live(state: ClusterState, rank: int, generation: int) -> ClusterState:
+    if generation == state.generation and rank not in state.live:
+        return replace(state, live=state.live | {rank})
+    if generation != state.offered or not state.offered:
+        return state
+    live = state.offered_live | {rank}
+    if not state.offered_members <= live:
+        return replace(state, offered_live=live)
+    return replace(state, generation=generation, members=state.offered_members, live=live, offered=0)
+
+
+def _join(state: ClusterState, event: RankJoined) -> ClusterState:
+    worker = state.worker_of(event.rank)
+    if worker.alive:
+        return state
+    known = {**dict(state.incarnations), event.rank: event.incarnation}
+    joining = state.joining | {event.rank}
+    workers = state.workers
+    if set(worker.ranks) <= joining:
+        joining -= set(worker.ranks)
+        back = replace(worker, alive=True, node=event.node, speed=1.0)
+        workers = tuple(back if w is worker else w for w in workers)
+    return replace(state, workers=workers, joining=joining, incarnations=tuple(sorted(known.items())))
 
 
 def _kill(state: ClusterState, ranks: set[int], t_s: float) -> ClusterState:
     hit = {w.worker for w in state.workers if w.alive and ranks & set(w.ranks)}
     hit -= {w.worker for w in state.workers if set(w.ranks) <= state.finished}
+    if state.joining & ranks:
+        state = replace(state, joining=state.joining - ranks)
     if not hit:
         return state
     workers = tuple(replace(w, alive=False) if w.worker in hit else w for w in state.workers)

@@ -15,15 +15,16 @@ from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import OdysseyError, Superseded
 from odyssey_megatron.execute.channels import WORLD, Channels, channel_groups
 from odyssey_megatron.execute.interpreter import FORWARD_ONLY, Compute, Interpreter
+from odyssey_megatron.execute.prepare import Preparation
 from odyssey_megatron.execute.timing import ComputeTimes, Trace, link_times
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.plan.generation import Generation
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.plan import Plan
-from odyssey_megatron.plan.schedule import Program
+from odyssey_megatron.plan.schedule import COMPUTE, Program
 from odyssey_megatron.policy.measured import LinkTimes, Measured
-from odyssey_megatron.rebuild import agree, transfer
-from odyssey_megatron.rebuild.transfer import spread
+from odyssey_megatron.rebuild import agree
+from odyssey_megatron.rebuild.transfer import Moving, spread
 from odyssey_megatron.recover import NEXT, Phase
 
 
@@ -49,8 +50,11 @@ class Member(Protocol):
     """The part of ``launch/member.py`` that steps need."""
 
     rank: int
+    joins: bool
 
     def newer_than(self, number: int) -> bool: ...
+    def on_offer(self, callback: Callable[[Generation], None]) -> None: ...
+    def decline(self, number: int, reason: str) -> None: ...
     def publish_observations(self, text: str) -> None: ...
 
 
@@ -99,6 +103,11 @@ def cell_group_name(worker: int) -> str:
     return f"cell:{worker}"
 
 
+def _computed(program: Program) -> set[int]:
+    """The layers that ``program`` computes."""
+    return {layer for one in program if one.op in COMPUTE for layer in range(one.first, one.last)}
+
+
 class RankRuntime:
     """Implements ``recover.Rank``."""
 
@@ -134,6 +143,15 @@ class RankRuntime:
         """Of the last committed step."""
         self._outcome_logged = True
         self._groups: Groups | None = None
+        self._joins = member.joins
+        self._left: Groups | None = None
+        """Of the generation before, until all its members are in the next one."""
+        self._preparation: Preparation[Groups] | None = None
+        self._boundary = 0
+        self._planned = False
+        self._moving: Moving | None = None
+        self._live: Callable[[], None] = lambda: None
+        member.on_offer(self._prepare)
         self._interpreter: Interpreter | None = None
         self._program: Program = ()
         self._plan: Plan | None = None
@@ -163,53 +181,101 @@ class RankRuntime:
         if phase not in NEXT[self._phase]:
             raise OdysseyError(f"{self._phase} does not lead to {phase}: a bug in recover.py")
         now_s = time.monotonic()
-        if phase is Phase.ABORT:
+        if phase is Phase.ABORT or self._phase is Phase.TRAIN:
             self._durations = {}
         elif self._phase is not Phase.ABORT:
             self._durations[self._phase.value] = now_s - self._phase_began_s
         self._phase, self._phase_began_s = phase, now_s
 
+    @property
+    def boundary(self) -> int:
+        """See ``recover.Rank``."""
+        return self._boundary
+
+    def _prepare(self, offered: Generation) -> None:
+        """Builds the groups of ``offered`` behind the back of the steps. The watcher's thread."""
+        if self._groups is None:
+            return  # a rank that joins has nothing else to do, and builds them itself
+        assert offered.plan is not None
+        number, mine = offered.number, self._groups_in(offered)
+        before, self._preparation = (
+            self._preparation,
+            Preparation(
+                number,
+                lambda: self._build(number, mine),
+                declined=lambda why: self._member.decline(number, why),
+            ),
+        )
+        if before is not None:
+            before.drop()
+
+    def _groups_in(self, generation: Generation) -> dict[str, tuple[int, ...]]:
+        assert generation.plan is not None
+        return group_members(generation.plan, generation.members, self._cell, tagged=self._tagged)
+
     def abort(self, why: Exception) -> None:
         if self._interpreter is not None:
             self._interpreter.abandon()
             self._interpreter = None
-        if self._groups is not None:
-            self._groups.abort()
-            self._groups.close()
-            self._groups = None
+        self._moving = None
+        for groups in (self._groups, self._left):
+            if groups is not None:
+                groups.abort()
+                groups.close()
+        self._groups = self._left = None
+        self._drop_preparation()
         self._model.discard_incoming()
+
+    def _drop_preparation(self) -> None:
+        preparation, self._preparation = self._preparation, None
+        if preparation is not None:
+            preparation.drop()
 
     def build_groups(self, generation: Generation) -> None:
         plan = generation.plan
         if plan is None or plan.hash() != generation.plan_hash:
             raise OdysseyError(f"generation {generation.number} has no plan, or its hash differs")
         # Not verified once more: the coordinator did, and every rank would spend milliseconds of the stall on it.
-        if generation.previous is not None:
+        self._planned, self._boundary = generation.planned, 0
+        if generation.previous is not None and not generation.planned:
             # How long the old step held on after the news was out; 0 for a rank that was waiting already.
             self._durations["abort"] = max(0.0, self._phase_began_s - generation.published_s)
         self._generation, self._plan, self._steps_here = generation.number, plan, 0
         self._fault_point("groups", step=self.committed, generation=self._generation, microbatch=-1)
-        mine = group_members(plan, generation.members, self._cell, tagged=self._tagged)
-        self._groups = self._build(generation.number, mine)
+        if self._preparation is not None and self._preparation.number == generation.number:
+            self._left, self._groups = self._groups, self._preparation.take()
+            self._preparation = None
+        else:
+            self.abort(Superseded("a newer generation came before the one that was prepared"))
+            self._groups = self._build(generation.number, self._groups_in(generation))
         self._in_groups_s = time.monotonic()
         self._on_groups(self._groups)
 
     def agree(self, generation: Generation) -> None:
-        standing = agree.Standing(done=self.done, ready=self._ready)
+        standing = agree.Standing(
+            done=self.done, ready=self._ready, committed=self.committed, joins=self._joins
+        )
         fingerprint = int(generation.plan_hash, 16) % 2**40 + generation.number
         standings, totals = agree.exchange(self._world, standing, fingerprint, self._totals)
-        behind = agree.left_behind(standings) and self.done == min(one.done for one in standings)
+        ahead = agree.furthest(standings)
+        behind = agree.left_behind(standings) and self.done < ahead.done
         self._durations["finished"] = float(agree.left_behind(standings))
-        if behind and self._in_step:
-            self._commit(totals[next(i for i, one in enumerate(standings) if one.done > self.done)])
+        if self._joins:
+            self._joins, self.done, self.committed = False, ahead.done, ahead.committed
+            self._totals = totals[standings.index(ahead)]
+        elif behind and self._in_step:
+            self._commit(totals[standings.index(ahead)])
         elif behind:
             self.done += 1
+        if self._left is not None:  # everybody has left it by now
+            self._left.close()
+            self._left = None
         self._ready = False  # nobody is ahead any more, and the blocks with these gradients may go
         if self._logs:
             self._speak()
 
-    def transfer(self, generation: Generation) -> None:
-        plan, model = self._require_plan(), self._model
+    def transfer(self, generation: Generation, live: Callable[[], None]) -> None:
+        plan, model, self._live = self._require_plan(), self._model, live
         if generation.previous is None:
             model.create_layers(plan.layout.held_by(self._worker), self._kept())
             self._link = link_times(self._world, model.empty_message())
@@ -217,7 +283,9 @@ class RankRuntime:
         def checkpoint() -> None:
             self._check("transfer", -1)
 
-        transfer.carry_out(
+        # Once a generation: the plan's schedule is text, and has the programs of all workers.
+        self._program = plan.schedule.program(self._worker) if self._worker in plan.layout.workers else ()
+        self._moving = Moving(
             plan.transfers,
             cell=self._cell,
             group=self._world,
@@ -225,6 +293,8 @@ class RankRuntime:
             tensors_to_fill=model.tensors_to_fill,
             checkpoint=checkpoint,
         )
+        if not (generation.planned and self._moving.arriving.isdisjoint(_computed(self._program))):
+            self._settle()
         with torch.enable_grad():  # an evaluation, which runs without, may have been cut short
             model.take_layout(plan.layout, self._worker)
         groups, num_layers = self._groups, plan.layout.num_layers
@@ -242,8 +312,6 @@ class RankRuntime:
             checkpoint=self._check,
         )
         self._spread_weights()  # some may have been cut off from those of the last step
-        # Once a generation: the plan's schedule is text, and has the programs of all workers.
-        self._program = plan.schedule.program(self._worker) if self._worker in plan.layout.workers else ()
         self._resume = self._recovery_record(generation)
         self._journal.event(
             "generation_started",
@@ -255,6 +323,17 @@ class RankRuntime:
             policy=plan.policy,
         )
 
+    def _settle(self) -> None:
+        """All state of the plan is here. Before anything that changes weights, or needs those that were sent."""
+        if self._moving is None:
+            return
+        began_s = time.monotonic()
+        self._moving.finish()
+        self._moving = None
+        self._live()
+        if self._planned:
+            self._log_switch(time.monotonic() - began_s)
+
     def run_step(self, generation: Generation) -> None:
         step = self.committed
         began_s, self._ready, self._in_step = time.monotonic(), False, True
@@ -263,11 +342,19 @@ class RankRuntime:
         assert self._interpreter is not None
         self._interpreter.run(self._program, trace)
         self._log_samples(step)
+        self._settle()
         self._ready = True
         self._check("agreement", -1)
-        totals = self._model.local_totals()
+        preparation = self._preparation
+        offered = preparation.number if preparation is not None and preparation.ready else 0
+        own = self._model.local_totals()
+        totals = torch.cat([own, own.new_tensor([offered, offered**2])])
         dist.all_reduce(totals, group=self._world)
-        self._commit(totals)
+        self._commit(totals[:-2])
+        # All have prepared the same offer if the numbers have no variance: the next step is in that generation.
+        size = self._world.size()
+        alike = bool(offered) and totals[-2:].tolist() == [size * offered, size * offered**2]
+        self._boundary = offered if alike else 0
         self._spread_weights()
         self._steps_here += 1
         self._measure(step, trace, time.monotonic() - began_s)
@@ -285,6 +372,7 @@ class RankRuntime:
 
     def together(self, work: Callable[[dist.ProcessGroup], None]) -> None:
         self._ready = self._in_step = False
+        self._settle()
         work(self._world)
         self._check("", -1)
         self._ready = True
@@ -396,7 +484,7 @@ class RankRuntime:
     def _measure(self, step: int, trace: Trace, step_s: float) -> None:
         if self._logs:
             self._speak(step_s)
-        if self._generation > 1 and self._steps_here == 1:
+        if self._generation > 1 and self._steps_here == 1 and not self._planned:
             self._event("redone", step, redo_s=step_s)
         if self._steps_here <= self._config.trace_steps:
             self._event("trace", step, instructions=trace.to_jsonable())
@@ -418,7 +506,7 @@ class RankRuntime:
         self._member.publish_observations(to_json(measured))
 
     def _recovery_record(self, generation: Generation) -> dict[str, Any] | None:
-        if generation.previous is None:
+        if generation.previous is None or generation.planned:
             return None
         return {
             "dead": list(generation.dead),
@@ -427,6 +515,19 @@ class RankRuntime:
             "detected_s": generation.detected_s,
             "decide_s": generation.decide_s,
         }
+
+    def _log_switch(self, fill_s: float) -> None:
+        durations, plan = self._durations, self._require_plan()
+        self._event(
+            "switched",
+            self.committed,
+            policy=plan.policy,
+            plan_hash=plan.hash(),
+            groups_s=durations.get("groups", 0.0),
+            agree_s=durations.get("agree", 0.0),
+            transfer_s=durations.get("transfer", 0.0),
+            fill_s=fill_s,
+        )
 
     def _log_recovery(self) -> None:
         durations, record, self._resume = self._durations, self._resume or {}, None

@@ -38,6 +38,8 @@ from odyssey_megatron.metrics.journal import Journal
 
 _log = logging.getLogger(__name__)
 
+_RESPAWN_AFTER_S = 0.5
+"""Before a rank is started again for the first time; twice as long each further time."""
 _TERMINATE_S = 5.0
 """From SIGTERM to SIGKILL, for ranks that outlast the verdict."""
 _OTHER_TOKEN = (
@@ -104,7 +106,13 @@ class OdysseyAgent(LocalElasticAgent):
         control.put(keys.node_key(node), json.dumps([w.global_rank for w in group.workers]))
         control.put(keys.lease_key(node), "0")
         handles = self._pcontext.subprocess_handlers
-        ranks = _Ranks(control, board, launch.config.hang_s, fences=launch.config.mode != "observe")
+        ranks = _Ranks(
+            control,
+            board,
+            launch.config.hang_s,
+            fences=launch.config.mode != "observe",
+            respawn=_Respawn(self._pcontext, launch, journal) if launch.config.respawn else None,
+        )
         for worker in group.workers:
             process = handles[worker.local_rank].proc
             ranks.add(worker.global_rank, worker.local_rank, process)
@@ -190,9 +198,18 @@ class OdysseyAgent(LocalElasticAgent):
 class _Ranks:
     """The processes of this node: who has ended, who is silent."""
 
-    def __init__(self, control: Control, board: HeartbeatBoard, hang_s: float, *, fences: bool):
+    def __init__(
+        self,
+        control: Control,
+        board: HeartbeatBoard,
+        hang_s: float,
+        *,
+        fences: bool,
+        respawn: _Respawn | None = None,
+    ):
         """``fences``: kill a rank that is silent for ``hang_s``; else only say so."""
         self._control, self._board, self._hang_s, self._fences = control, board, hang_s, fences
+        self._respawn = respawn
         self._poll = select.poll()
         self._living: dict[int, tuple[int, int, Any]] = {}  # pidfd -> rank, slot, process
         self._fenced: set[int] = set()
@@ -213,6 +230,7 @@ class _Ranks:
         tick_ms = max(1, int(min(self._hang_s / 10, 0.2) * 1e3))
         while not verdict.arrived:
             self._reap(tick_ms, report=True)
+            self._start_due()
             self._guard_begun()
             self._fence_silent()
         self._poll.unregister(verdict.fd)
@@ -239,7 +257,7 @@ class _Ranks:
             if fd not in self._living:
                 continue
             now_s = time.monotonic()
-            rank, _, process = self._living.pop(fd)
+            rank, slot, process = self._living.pop(fd)
             self._poll.unregister(fd)
             os.close(fd)
             # Its own children (data loaders) are in its session, which is known by its pid until it is reaped.
@@ -247,6 +265,18 @@ class _Ranks:
             code = process.wait()
             if report:
                 self._report(rank, code, now_s)
+                if self._respawn is not None:
+                    self._respawn.note_end(rank, slot, code, now_s)
+
+    def _start_due(self) -> None:
+        """Processes in the place of those that have died."""
+        if self._respawn is None:
+            return
+        for rank, slot in self._respawn.due(time.monotonic()):
+            self._board.vacate(slot)
+            for noted in (self._fenced, self._guarded, self._reported):
+                noted.discard(rank)
+            self.add(rank, slot, self._respawn.start(rank, slot))
 
     def _report(self, rank: int, code: int, seen_s: float) -> None:
         if rank not in self._reported:  # else its lifeline was faster
@@ -282,6 +312,48 @@ class _Ranks:
                 self._fenced.add(rank)
                 if self._fences:
                     _signal_session(process.pid, signal.SIGKILL)
+
+
+class _Respawn:
+    """Starts ranks that have died again, a limited number of times each; they join the running job."""
+
+    def __init__(self, context: Any, launch: Launch, journal: Journal):
+        self._context, self._launch, self._journal = context, launch, journal
+        self._starts: dict[int, int] = {}
+        self._due: list[tuple[float, int, int]] = []
+
+    def note_end(self, rank: int, slot: int, code: int, now_s: float) -> None:
+        """``rank`` ended. Not started again: one that has finished, was refused, or has died too often."""
+        starts = self._starts.get(rank, 0)
+        if code not in (0, EXIT_BAD_INPUT) and starts < self._launch.config.respawn:
+            # What failed at once may well fail at once again.
+            self._due.append((now_s + _RESPAWN_AFTER_S * 2**starts, rank, slot))
+
+    def due(self, now_s: float) -> list[tuple[int, int]]:
+        """(rank, slot) of those whose time has come."""
+        found = [(rank, slot) for at_s, rank, slot in self._due if at_s <= now_s]
+        self._due = [one for one in self._due if one[0] > now_s]
+        return found
+
+    def start(self, rank: int, slot: int) -> Any:
+        """The new process."""
+        context, number = self._context, self._starts.get(rank, 0) + 1
+        self._starts[rank] = number
+        incarnation = number + int(os.environ.get("ODYSSEY_INCARNATION", "0"))
+        logs = [f"{path}.{number}" if path else None for path in (context.stdouts[slot], context.stderrs[slot])]
+        with _forking(self._launch.zygote):
+            handler = multiprocessing_api.get_subprocess_handler(
+                entrypoint=context.entrypoint,
+                args=context.args[slot],
+                env={**context.envs[slot], "ODYSSEY_INCARNATION": str(incarnation)},
+                stdout=logs[0],
+                stderr=logs[1],
+                local_rank_id=slot,
+                numa_options=None,
+            )
+        process = handler.proc
+        self._journal.event("rank_started", target=rank, pid=process.pid, echo=True)
+        return process
 
 
 class _VerdictWatch:

@@ -45,6 +45,11 @@ def observations_key(rank: int) -> str:
     return f"observations/{rank}"
 
 
+def welcome_key(rank: int, incarnation: int) -> str:
+    """Where the coordinator answers a rank that joins: with the number of the newest generation."""
+    return f"welcome/{rank}/{incarnation}"
+
+
 def node_key(node: int) -> str:
     """Where the agent of a node lists its ranks."""
     return f"node/{node}"
@@ -53,6 +58,9 @@ def node_key(node: int) -> str:
 def lease_key(node: int) -> str:
     return f"lease/{node}"
 
+
+OFFER = "offer "
+"""Marks a generation that begins between two steps; one without this mark ends its predecessor at once."""
 
 _OF_GENERATION = re.compile(r"(?:generation|groups)/(\d+)(?:/.*)?")
 """Generations, and the addresses that their members exchange (``rebuild/groups.py``)."""

@@ -18,12 +18,13 @@ from odyssey_megatron.cluster.events import (
     Event,
     GenerationLive,
     NodeLost,
+    OfferFailed,
     RankDied,
-    RankFinished,
+    RankJoined,
     Retry,
 )
 from odyssey_megatron.cluster.job import JobSpec
-from odyssey_megatron.cluster.state import apply, initial_state, next_generation
+from odyssey_megatron.cluster.state import apply, initial_state, next_generation, offer_generation
 from odyssey_megatron.codec import from_json, to_json, to_jsonable
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import (
@@ -50,6 +51,8 @@ _COALESCE_S = 0.003
 _TICK_S = 0.1
 _MAX_FRUITLESS = 20
 """So many requests for fresh groups in a row, without one generation that becomes live, end the job."""
+_MAX_FAILED_OFFERS = 3
+"""So many in a row, and what was offered is given up; the job goes on as it is."""
 _STOP_GRACE_S = 15.0
 """How long ranks may take to leave by themselves after a stop."""
 
@@ -98,7 +101,12 @@ class Coordinator:
         self._live_plan: Plan | None = None
         """Of the last generation that every member reported live; its holders are complete."""
         self._start_plan: Plan | None = None
-        self._fruitless = 0
+        self._offered: Generation | None = None
+        self._target: Plan | None = None
+        """Where to go from the live plan, between two steps."""
+        self._arrived: set[int] = set()
+        """Ranks that have joined and are in no generation yet."""
+        self._fruitless = self._failed_offers = 0
 
     def run(self) -> Verdict | None:
         """Until the job ends; publishes the verdict. None if the store is gone."""
@@ -198,7 +206,7 @@ class Coordinator:
         while True:
             before, wanted, deaths = self._state, "", []
             for event in self._batch():
-                if isinstance(event, Retry) and event.generation == before.generation:
+                if isinstance(event, Retry) and event.generation in (before.generation, before.offered):
                     wanted = f"rank {event.rank} asked for it: {event.reason}"
                 if isinstance(event, (RankDied, NodeLost)):
                     deaths.append(event)
@@ -208,26 +216,81 @@ class Coordinator:
                 self._note_deaths(dead, deaths)
                 if verdict := self._hopeless(dead):
                     return verdict
-            if set(self._state.ranks) <= self._state.finished:
+            if self._state.members & set(self._state.ranks) <= self._state.finished:
                 return self._finish()
             self._fruitless += bool(wanted and not dead)
             if self._fruitless > _MAX_FRUITLESS:
                 return self._stop(f"{_MAX_FRUITLESS} generations in a row failed: {wanted}", 1)
-            if dead or wanted:
+            missed = before.members | (before.offered_members if before.offered else frozenset())
+            if missed.intersection(dead) or wanted:
                 detected_s = deaths[0].t_s if deaths else time.monotonic()
                 if verdict := self._recover(dead, wanted or "failure", detected_s):
                     return verdict
+            self._move_on()
 
     def _apply(self, event: Event) -> None:
-        if isinstance(event, RankFinished) and event.rank not in self._state.live:
-            return  # said in an earlier generation, before it had to help with the next one
         if isinstance(event, RankDied):
             self._exits[event.rank] = event.code
-        self._state = apply(self._state, event)
-        if isinstance(event, GenerationLive) and self._state.is_live and self._current is not None:
+        before, self._state = self._state, apply(self._state, event)
+        if isinstance(event, RankJoined):
+            self._welcome(event, came=set(self._state.ranks) - set(before.ranks))
+        elif isinstance(event, OfferFailed) and event.generation == self._state.offered:
+            self._journal.event("offer_failed", generation=event.generation, why=event.reason, echo=True)
+            self._state, self._offered = replace(self._state, offered=0), None
+            self._failed_offers += 1
+            if self._failed_offers < _MAX_FAILED_OFFERS:
+                self._arrived |= set(self._state.ranks) - self._state.members
+            else:
+                self._target = None
+        if not isinstance(event, GenerationLive) or not self._state.is_live:
+            return
+        if self._offered is not None and self._state.generation == self._offered.number:
+            self._current, self._offered, self._failed_offers = self._offered, None, 0
+        if self._current is not None:
             self._live_plan, self._fruitless = self._current.plan, 0
-            # Every member has read this generation, so nobody still waits for an earlier one.
-            self._control.forget_before(self._current.number)
+            if not self._state.joining:
+                # Every member has read this generation, so nobody still waits for an earlier one.
+                self._control.forget_before(self._current.number)
+
+    # -- ranks that come back, and layouts that are entered between two steps -------------------------
+
+    def _welcome(self, event: RankJoined, came: set[int]) -> None:
+        self._exits.pop(event.rank, None)
+        self._arrived |= came
+        self._leases.watch(event.node)
+        self._control.put(keys.welcome_key(event.rank, event.incarnation), str(self._state.newest))
+        self._journal.event("rank_joined", generation=self._state.newest, echo=True, target=event.rank)
+
+    def _move_on(self) -> None:
+        """Offers the next generation on the way to something better, when the last one is live."""
+        state, live = self._state, self._live_plan
+        if live is None or state.offered or not state.is_live or not state.members & set(state.ranks):
+            return
+        why, rows, began_s = "the layers have moved", (), time.monotonic()
+        arrived = self._arrived & set(state.ranks)
+        if arrived:
+            try:
+                decided = self._planner.decide(state, live, self._observations(), began_s)
+            except OdysseyError as error:
+                _log.warning("no plan with the ranks that have joined: %s", error)
+                return self._arrived.clear()
+            self._target, rows = decided.plan, decided.rows
+            why = f"rank(s) {sorted(arrived)} joined"
+        elif self._target is None:
+            return
+        if self._target.layout == live.layout and not arrived:
+            self._target = None
+            return
+        self._arrived.clear()
+        plan = self._planner.towards(state, live, self._target)
+        self._state = offer_generation(state)
+        self._offered = self._generation(
+            self._state.offered, plan, live, why, rows=rows, decide_s=time.monotonic() - began_s, planned=True
+        )
+        self._control.put(
+            keys.generation_key(self._offered.number), keys.OFFER + to_json(self._offered)
+        )
+        self._record(self._offered)
 
     def _note_deaths(self, dead: list[int], deaths: Sequence[RankDied | NodeLost]) -> None:
         reports = {one.rank: one for one in deaths if isinstance(one, RankDied)}
@@ -265,15 +328,16 @@ class Coordinator:
         known = self._live_plan or self._start_plan
         assert known is not None
         try:
-            plan, rows = self._planner.decide(self._state, known, self._observations(), began_s)
+            decided = self._planner.decide(self._state, known, self._observations(), began_s)
         except LayersLost as error:
             return self._layers_lost(error)
         except OdysseyError as error:
             return self._stop(f"no plan for the surviving ranks: {error}", 1)
+        plan, self._target = decided.plan, decided.target
         if self._live_plan is None:
             # Nobody has trained yet: every rank makes its layers, and there is nothing to send.
             plan = replace(plan, transfers=(), transition_s=0.0)
-        self._publish(plan, self._live_plan, why, tuple(dead), rows, began_s, detected_s)
+        self._publish(plan, self._live_plan, why, tuple(dead), decided.rows, began_s, detected_s)
         return None
 
     def _layers_lost(self, error: LayersLost) -> Verdict:
@@ -289,7 +353,7 @@ class Coordinator:
         members = set(self._state.ranks)
         self._planner.finish(self._observations())
         self._put(Generation(
-            number=self._state.generation + 1, members=(), dead=(), why=FINISHED, previous=None, plan=None,
+            number=next_generation(self._state).generation, members=(), dead=(), why=FINISHED, previous=None, plan=None,
             plan_hash="", candidates=(), published_s=time.monotonic(),
         ))  # fmt: skip
         while members - set(self._exits):
@@ -309,7 +373,7 @@ class Coordinator:
     def _stop(self, message: str, code: int) -> Verdict:
         """Tells the members to stop; they leave with ``code`` by themselves."""
         self._put(Generation(
-            number=self._state.generation + 1, members=self._state.ranks, dead=(), why="stop", previous=None,
+            number=next_generation(self._state).generation, members=self._state.ranks, dead=(), why="stop", previous=None,
             plan=None, plan_hash="", candidates=(), stop=message, stop_code=code,
             published_s=time.monotonic(),
         ))  # fmt: skip
@@ -327,11 +391,30 @@ class Coordinator:
         began_s: float,
         detected_s: float = 0.0,
     ) -> None:
-        self._state = replace(next_generation(self._state), finished=frozenset())
-        now_s = time.monotonic()
-        generation = Generation(
-            number=self._state.generation,
-            members=self._state.ranks,
+        self._state, self._offered = next_generation(self._state), None
+        self._arrived.clear()  # they are members of this one
+        generation = self._generation(
+            self._state.generation, plan, previous, why, dead, rows, detected_s, time.monotonic() - began_s
+        )
+        self._put(generation)
+        self._record(generation)
+
+    def _generation(
+        self,
+        number: int,
+        plan: Plan,
+        previous: Plan | None,
+        why: str,
+        dead: tuple[int, ...] = (),
+        rows: tuple[CandidateRow, ...] = (),
+        detected_s: float = 0.0,
+        decide_s: float = 0.0,
+        planned: bool = False,
+    ) -> Generation:
+        members = self._state.ranks
+        return Generation(
+            number=number,
+            members=members,
             dead=dead,
             why=why,
             previous=previous,
@@ -339,11 +422,11 @@ class Coordinator:
             plan_hash=plan.hash(),
             candidates=rows,
             detected_s=detected_s,
-            decide_s=now_s - began_s,
-            published_s=now_s,
+            decide_s=decide_s,
+            published_s=time.monotonic(),
+            planned=planned,
+            incarnations=tuple(one for one in self._state.incarnations if one[0] in members),
         )
-        self._put(generation)
-        self._record(generation)
 
     def _put(self, generation: Generation) -> None:
         self._current = generation
@@ -398,6 +481,12 @@ class _Leases:
         self._control, self._limit_s = control, limit_s
         self.nodes = nodes
         self._seen: dict[int, tuple[str, float]] = {}
+
+    def watch(self, node: int) -> None:
+        """``node`` has ranks (again). The first one is where this runs."""
+        if node and node not in self.nodes:
+            self.nodes.append(node)
+            self._seen.pop(node, None)
 
     def expired(self, now_s: float) -> list[Event]:
         if not self.nodes:

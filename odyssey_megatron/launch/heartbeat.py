@@ -45,6 +45,10 @@ class HeartbeatBoard:
         """Whether the rank has taken its lifeline."""
         return self._beat_s(slot) != 0.0
 
+    def vacate(self, slot: int) -> None:
+        """The rank has ended, and another process will take the slot."""
+        struct.pack_into("d", self._memory, slot * _SLOT_BYTES, 0.0)
+
     def await_end(self, slot: int) -> None:
         """Returns once the rank has begun to end, however it does; only after :meth:`has_begun`."""
         self._lifelines[slot].await_end()

@@ -12,8 +12,14 @@ from odyssey_megatron.metrics.journal import Journal
 class Injector:
     """Fires each armed injection of this rank once."""
 
-    def __init__(self, injections: tuple[Injection, ...], rank: int, journal: Journal | None = None):
-        self._armed = [one for one in injections if one.rank == rank]
+    def __init__(
+        self,
+        injections: tuple[Injection, ...],
+        rank: int,
+        journal: Journal | None = None,
+        incarnation: int = 0,
+    ):
+        self._armed = [one for one in injections if (one.rank, one.incarnation) == (rank, incarnation)]
         self._journal = journal
 
     def at(self, point: str, *, step: int, generation: int, microbatch: int = -1) -> None:

@@ -38,7 +38,9 @@ class Lifeline:
     def take(self) -> None:
         """The calling thread, a process's main one, holds it until it ends."""
         _taken.append(self)
-        self._call("pthread_mutex_lock", self._room)
+        # Its last holder may have ended before anybody waited for that.
+        self._call("pthread_mutex_lock", self._room, accept=errno.EOWNERDEAD)
+        self._call("pthread_mutex_consistent", self._room, accept=errno.EINVAL)
 
     def await_end(self) -> None:
         """Returns once the holder has begun to end. Other threads of the caller go on."""

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from odyssey_megatron.cluster.events import GenerationLive, RankFinished, Retry
+from odyssey_megatron.cluster.events import GenerationLive, OfferFailed, RankFinished, RankJoined, Retry
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.codec import from_json, to_json
 from odyssey_megatron.config import OdysseyConfig
@@ -24,6 +24,7 @@ from odyssey_megatron.errors import (
     ConfigError,
     ControlPlaneLost,
     Fenced,
+    JobStopped,
     Superseded,
 )
 from odyssey_megatron.launch import control as keys
@@ -63,9 +64,34 @@ class Member:
         self._control, self._watch, self._config, self._heartbeat = control, watch, config, heartbeat
         self._changed = threading.Condition()
         self._newest, self._newest_text = 0, ""
+        self._seen = 0
+        """The last number read: of the newest generation, or of one that is offered."""
+        self._offer, self._offer_text = 0, ""
         self._lost: ControlPlaneLost | None = None
-        self._on_newer: Callable[[int], None] = lambda number: None
+        self._on_newer: dict[int, Callable[[], None]] = {}
+        self._on_offer: Callable[[Generation], None] = lambda offered: None
+        if not self.joins:
+            self._start_watch()
+
+    @property
+    def joins(self) -> bool:
+        """Whether this process takes the place of one that has died, in a job that runs."""
+        return self.incarnation > 0
+
+    def _start_watch(self) -> None:
         threading.Thread(target=self._run_watch, name="odyssey-watch", daemon=True).start()
+
+    def join(self) -> None:
+        """A new process in the place of a dead rank: says that it is ready, and follows the generations from here on.
+
+        Everything that takes time should be done by now, since the others will wait for this rank in their steps.
+        """
+        node = int(os.environ.get("GROUP_RANK", "0"))
+        self._control.send(RankJoined(rank=self.rank, node=node, incarnation=self.incarnation))
+        answer = keys.welcome_key(self.rank, self.incarnation)
+        self._wait([answer], "been welcomed")
+        self._seen = int(self._control.get(answer))
+        self._start_watch()
 
     @classmethod
     def connect(cls, config: OdysseyConfig, *, journal: Journal | None = None) -> Member:
@@ -105,6 +131,13 @@ class Member:
         """
         text = to_json({"job": to_json(job), "profile": profile_json})
         digest = hashlib.sha256(text.encode()).hexdigest()
+        if self.joins:
+            if self._control.get(keys.digest_key(0)) != digest:
+                raise ConfigError(
+                    f"rank {self.rank} was not started for the job that it would join: its model, batch or profile "
+                    "differ. Use the arguments that the job was started with."
+                )
+            return
         self._control.put(keys.observations_key(self.rank), "")
         if self.rank == 0:
             self._control.put(keys.JOB, text)
@@ -126,6 +159,8 @@ class Member:
 
     def wait_all(self, name: str) -> None:
         """A barrier over all ranks of the start, once a ``name``. Nobody waits for a rank that has died."""
+        if self.joins:
+            return
         done, ends_s = f"barrier/{name}", time.monotonic() + self._config.store_timeout_s
         if self._control.count(f"{done}/count") == self.world_size:
             self._control.put(done, "")
@@ -155,26 +190,43 @@ class Member:
         """Whether a generation after ``number`` exists (or the control plane is lost). Reads a variable."""
         return self._newest > number or self._lost is not None
 
-    def on_newer(self, callback: Callable[[int], None]) -> None:
-        """Makes the watcher call ``callback(number)`` for each new generation *before* anyone can see it.
+    def on_newer(self, number: int, callback: Callable[[], None]) -> None:
+        """Makes the watcher call ``callback`` when generation ``number`` ends, *before* anyone can see a newer one.
 
-        One callback at a time: it aborts the one set of groups that is in use. Also called, with the last
-        number, when the control plane is lost.
+        Also called when the control plane is lost.
         """
         with self._changed:
-            self._on_newer = callback
+            self._on_newer[number] = callback
+
+    def forget(self, number: int) -> None:
+        """Nothing is to be called any more when generation ``number`` ends."""
+        with self._changed:
+            self._on_newer.pop(number, None)
+
+    def on_offer(self, callback: Callable[[Generation], None]) -> None:
+        """Makes the watcher call ``callback`` for each generation that is offered from now on."""
+        self._on_offer = callback
+
+    def take_offer(self, number: int) -> None:
+        """This rank enters offered generation ``number``, unless a newer one has ended it."""
+        with self._changed:
+            if self._offer == number and self._newest < number:
+                self._newest, self._newest_text = number, self._offer_text
 
     def next_generation(self, after: int, timeout_s: float | None = None) -> Generation:
         """Blocks for the newest generation after ``after``, asking for one if none comes soon.
 
         Args:
             after: the last generation this rank was in; 0 before the first.
-            timeout_s: default ``recovery_timeout_s``; ``store_timeout_s`` for the first.
+            timeout_s: default ``recovery_timeout_s``; ``store_timeout_s`` for the first. A rank that joins waits
+                for as long as it takes.
 
         Raises:
             Fenced: the others go on without this rank (I8).
             ControlPlaneLost: also if no generation came in time.
         """
+        if not after and self.joins:
+            return self._first_with_this_rank()
         if timeout_s is None:
             timeout_s = self._config.recovery_timeout_s if after else self._config.store_timeout_s
         ends_s = time.monotonic() + timeout_s
@@ -183,7 +235,7 @@ class Member:
         if not self._await_newer(after, ends_s - time.monotonic()):
             raise ControlPlaneLost(f"no generation after {after} within {timeout_s} s")
         generation = from_json(Generation, self._newest_text)
-        if not generation.stop and self.rank not in generation.members:
+        if not generation.stop and not self._belongs_to(generation):
             if self.journal:
                 self.journal.event("fenced", generation=generation.number, why=generation.why)
             raise Fenced(
@@ -192,9 +244,34 @@ class Member:
             )
         return generation
 
+    def _belongs_to(self, generation: Generation) -> bool:
+        """Not if another process has this rank by now."""
+        incarnation = dict(generation.incarnations).get(self.rank, 0)
+        return self.rank in generation.members and incarnation == self.incarnation
+
+    def _first_with_this_rank(self) -> Generation:
+        seen = 0
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: max(self._newest, self._offer) > seen or self._lost)
+                if self._lost is not None:
+                    raise self._lost
+                seen = max(self._newest, self._offer)
+                text = self._offer_text if self._offer > self._newest else self._newest_text
+            generation = from_json(Generation, text)
+            if generation.why == FINISHED or generation.stop:
+                raise JobStopped(generation.stop or "the job finished first", generation.stop_code)
+            if self._belongs_to(generation):
+                self.take_offer(generation.number)
+                return generation
+
     def report_live(self, number: int) -> None:
         """Says that this rank holds all its state of generation ``number``. Returns once on record."""
         self._control.send(GenerationLive(rank=self.rank, generation=number), acknowledged=True)
+
+    def decline(self, number: int, reason: str) -> None:
+        """This rank cannot prepare offered generation ``number``."""
+        self._control.send(OfferFailed(rank=self.rank, generation=number, reason=reason))
 
     def ask_retry(self, number: int, reason: str) -> None:
         """Asks for fresh groups, although nobody may have died. Ignored once ``number`` is outdated."""
@@ -219,7 +296,7 @@ class Member:
             Superseded: somebody died first, and the others may need this rank to finish their step.
         """
         self.report_live(number)
-        self._control.send(RankFinished(rank=self.rank))
+        self._control.send(RankFinished(rank=self.rank, generation=number))
         self._await_newer(number, None)
         if self._lost is not None:
             raise self._lost
@@ -239,23 +316,39 @@ class Member:
 
     def _run_watch(self) -> None:
         while True:
-            number = self._newest + 1
+            number = self._seen + 1
             try:
                 text = self._watch.get(keys.generation_key(number))
             except ControlPlaneLost as error:
                 with self._changed:
                     self._lost = error
-                    self._on_newer(number)
+                    self._end_before(number)
                     self._changed.notify_all()
                 return
             except ValueError:  # not sealed by the coordinator, whose own write will replace it
                 time.sleep(0.01)
                 continue
+            self._seen = number
+            if text.startswith(keys.OFFER):
+                self._hear_offer(number, text.removeprefix(keys.OFFER))
+                continue
             with self._changed:
                 # Were the abort to come second, it would hit the groups that the main thread builds for it.
-                self._on_newer(number)
+                self._end_before(number)
                 self._newest_text, self._newest = text, number
                 self._changed.notify_all()
+
+    def _hear_offer(self, number: int, text: str) -> None:
+        with self._changed:
+            self._offer, self._offer_text = number, text
+            self._changed.notify_all()
+        offered = from_json(Generation, text)
+        if self._belongs_to(offered):
+            self._on_offer(offered)
+
+    def _end_before(self, number: int) -> None:
+        for one in [one for one in self._on_newer if one < number]:
+            self._on_newer.pop(one)()
 
     def _wait(self, names: list[str], what: str) -> None:
         try:

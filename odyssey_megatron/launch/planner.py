@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -22,6 +22,17 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decided:
+    """What to do now, and where to go from there."""
+
+    plan: Plan
+    rows: tuple[CandidateRow, ...]
+    """All that was considered."""
+    target: Plan | None = None
+    """Better than ``plan``, but layers must move first: behind the back of its steps."""
+
+
 class Planner(Protocol):
     """The decisions of one job."""
 
@@ -31,8 +42,8 @@ class Planner(Protocol):
 
     def decide(
         self, state: ClusterState, previous: Plan, observations: Sequence[str], now_s: float
-    ) -> tuple[Plan, tuple[CandidateRow, ...]]:
-        """The plan for the living workers, and all that was considered.
+    ) -> Decided:
+        """The plan for the living workers.
 
         Args:
             observations: what ranks have measured, as they published it; "" where nothing yet.
@@ -41,6 +52,10 @@ class Planner(Protocol):
             LayersLost: some layer has no living holder.
             PlanInfeasible: no candidate fits.
         """
+        ...
+
+    def towards(self, state: ClusterState, current: Plan, target: Plan) -> Plan:
+        """The next plan on the way to ``target``: that, or one behind whose steps its layers move."""
         ...
 
     def finish(self, observations: Sequence[str]) -> None:
@@ -53,15 +68,20 @@ class PolicyPlanner:
 
     def __init__(self, config: OdysseyConfig):
         # Now, not at the first failure: these load numpy and scipy.
-        from odyssey_megatron.policy import decide, measured, profile
+        from odyssey_megatron.policy import decide, measured, profile, two_speed
 
         self._config, self._decide, self._measured = config, decide, measured
-        self._profiles = profile
+        self._profiles, self._two_speed = profile, two_speed
+        self._home: Plan | None = None
 
     def start(self, job: JobSpec, state: ClusterState, profile_json: str) -> Plan:
         self._job = job
         self._profile = from_json(self._profiles.Profile, profile_json)
         job.check(len(state.ranks))
+        self._home = self._first_plan(job, state)
+        return self._home
+
+    def _first_plan(self, job: JobSpec, state: ClusterState) -> Plan:
         try:
             return self._decide.initial_plan(job, state, self._profile)
         except PlanInfeasible as error:
@@ -77,17 +97,29 @@ class PolicyPlanner:
 
     def decide(
         self, state: ClusterState, previous: Plan, observations: Sequence[str], now_s: float
-    ) -> tuple[Plan, tuple[CandidateRow, ...]]:
-        profile = self._calibrated(observations)
-        decision = self._decide.decide(
-            job=self._job,
-            state=state,
-            previous=previous,
-            profile=profile,
-            config=self._config,
-            now_s=now_s,
-        )
-        return decision.plan, decision.candidates
+    ) -> Decided:
+        case = {
+            "job": self._job,
+            "state": state,
+            "previous": previous,
+            "profile": self._calibrated(observations),
+            "config": self._config,
+            "now_s": now_s,
+        }
+        home = self._home
+        decision = self._decide.decide(**case, home=home.layout if home else None)
+        plan, rows = decision.plan, decision.candidates
+        if home is not None and plan.layout == home.layout and not state.dead:
+            plan = replace(home, transfers=plan.transfers)
+        after_a_loss = not set(previous.layout.workers) <= set(state.alive)
+        if after_a_loss and self._config.policy == "auto":
+            both = self._two_speed.two_speed(**case, direct=decision)
+            if both is not None and both.tokens > both.direct_tokens:
+                return Decided(plan=both.now, rows=self._two_speed.rows(both, rows), target=plan)
+        return Decided(plan=plan, rows=rows)
+
+    def towards(self, state: ClusterState, current: Plan, target: Plan) -> Plan:
+        return self._two_speed.towards(target, current=current, state=state, profile=self._profile)
 
     def finish(self, observations: Sequence[str]) -> None:
         self._calibrated(observations).save(Path(self._config.run_dir) / "profile.json")

@@ -147,25 +147,35 @@ class Session:
         on_groups: Callable[[Any], None] = lambda groups: None,
         tensor_model_parallel_size: int = 1,
         first_step: int = 0,
+        joins: bool = True,
     ) -> RankRuntime:
-        """This rank as ``recover.Recovery`` needs it. Returns when all ranks have come so far."""
+        """This rank as ``recover.Recovery`` needs it. Returns when all ranks have come so far.
+
+        Args:
+            joins: a process in the place of a dead rank says now that it is ready; else its caller does later.
+        """
         from odyssey_megatron.execute.rank import RankRuntime
         from odyssey_megatron.rebuild.groups import build_groups
 
         self.member.wait_all("model-built")
-        return RankRuntime(
+        rank = RankRuntime(
             config=self.config,
             member=self.member,
             model=model,
             build=lambda number, named: build_groups(self.member, number, named, self.config),
             tagged_messages=self.config.device == "cpu",
-            fault_point=Injector(self.config.injections, self.rank, self._journal).at,
+            fault_point=Injector(
+                self.config.injections, self.rank, self._journal, self.member.incarnation
+            ).at,
             journal=self._journal,
             on_commit=on_commit,
             on_groups=on_groups,
             tensor_model_parallel_size=tensor_model_parallel_size,
             first_step=first_step,
         )
+        if joins and self.member.joins:
+            self.member.join()
+        return rank
 
     def _job_spec(self, job: TrainingJob) -> JobSpec:
         if job.tensor_model_parallel_size != 1:

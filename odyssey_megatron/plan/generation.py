@@ -44,3 +44,7 @@ class Generation:
     decide_s: float = 0.0
     """How long deciding took."""
     published_s: float = 0.0
+    planned: bool = False
+    """Offered: nobody has died, and it begins between two steps, when all members have prepared it."""
+    incarnations: tuple[tuple[int, int], ...] = ()
+    """(rank, incarnation) of the members that are not their rank's first process."""

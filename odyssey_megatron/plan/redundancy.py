@@ -48,6 +48,23 @@ def with_shadows(
     return replace(layout, holders=tuple(new))
 
 
+def filling(current: Layout, target: Layout) -> Layout:
+    """``current``, where the holders of ``target`` hold their layers already, without microbatches.
+
+    They get the layers' state while a step computes, which does not change it, take part in that step's gradient
+    reduction, and can be routed to from the next one on (design section 2, two-speed recovery).
+    """
+    pairs = list(zip(current.holders, target.holders, strict=True))
+    holders = tuple(tuple(sorted({*now, *then})) for now, then in pairs)
+    # Those who have the state already come first: the others get the weights from the first one.
+    states = tuple(
+        (*now, *(worker for worker in then if worker not in now))
+        for now, then in zip(current.states, target.states, strict=True)
+    )
+    all_keep = all(set(keep) == set(held) for keep, held in zip(states, holders, strict=True))
+    return Layout(holders=holders, routes=current.routes, keepers=() if all_keep else states)
+
+
 def with_keepers(
     layout: Layout, previous: Layout | None, nodes: Mapping[int, int], copies: int, costs: Costs
 ) -> Layout:

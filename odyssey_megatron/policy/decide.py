@@ -87,15 +87,22 @@ def initial_plan(job: JobSpec, state: ClusterState, profile: Profile) -> Plan:
     layout = with_shadows(layout, None, nodes, job.least_holders, profile.costs)
     layout = with_keepers(layout, None, nodes, job.optimizer_copies, profile.costs)
     prepare(job, state, profile)
+    return scheduled("initial", layout, (), state, profile)
+
+
+def scheduled(
+    policy: str, layout: Layout, transfers: tuple[Transfer, ...], state: ClusterState, profile: Profile
+) -> Plan:
+    """The verified plan of a layout that needs no choosing. Raises PlanInfeasible if it does not fit."""
     speeds = worker_speeds(state)
     caps = caps_for(layout, profile)
     order = order_routes(layout, profile.costs, in_flight_cap=caps, speeds=speeds)
     assembled = assemble(order, layout, profile.costs)
     return Plan(
-        policy="initial",
+        policy=policy,
         layout=layout,
         schedule_text=assembled.text,
-        transfers=(),
+        transfers=transfers,
         step_s=step_end_s(layout, profile.costs, order.done_s),
         bound_s=lower_bound_s(layout, profile.costs, speeds, caps),
         transition_s=0.0,
@@ -123,6 +130,7 @@ def decide(
     config: OdysseyConfig,
     now_s: float,
     among: Collection[str] | None = None,
+    home: Layout | None = None,
 ) -> Decision:
     """The best plan for the workers that are alive.
 
@@ -130,6 +138,7 @@ def decide(
         previous: the plan whose holders are complete and current.
         now_s: on the clock of ``state``'s times.
         among: names of options to choose from; None = all.
+        home: the failure-free layout, which workers that are back may make possible again.
 
     Raises:
         LayersLost: some layer has no living holder (I9); names ranks.
@@ -143,6 +152,7 @@ def decide(
         profile=profile,
         horizon_s=config.horizon_s,
         mtbf_s=mean_time_between_failures_s(state, config.mtbf_s, now_s),
+        home=home,
     )
     _check_holders(case)
     found, impossible = options(case)
@@ -194,7 +204,7 @@ def _search(case: Case, found: list[Option], policy: str) -> tuple[_Candidate | 
     def wanted(option: Option) -> bool:
         # A takeover is a reroute to shadows.
         name = "reroute" if option.name == "takeover" else option.name
-        return policy == "auto" or name in (policy, "keep", "rebalance")
+        return policy == "auto" or name in (policy, "keep", "rebalance", "rejoin")
 
     many = len(case.state.workers) > _MANY_WORKERS
     finalists, margin = (1, 0.005) if many else (_FINALISTS, 0.0)
@@ -276,7 +286,7 @@ def _work_out(case: Case, option: Option, found: LaidOut) -> _Candidate:
 
 
 def _why(best: _Candidate, policy: str, rows: list[CandidateRow]) -> str:
-    if policy == "auto" or best.name in ("keep", "rebalance"):
+    if policy == "auto" or best.name in ("keep", "rebalance", "rejoin"):
         return f"{best.note}; best score"
     if best.name == policy:
         return f"{best.note}; --odyssey-policy {policy}"

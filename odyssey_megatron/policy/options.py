@@ -35,6 +35,8 @@ class Case:
     profile: Profile
     horizon_s: float
     mtbf_s: float
+    home: Layout | None = None
+    """Of the failure-free plan, where the job comes from."""
 
     @property
     def speeds(self) -> dict[int, float]:
@@ -112,6 +114,10 @@ def options(case: Case) -> tuple[list[Option], list[tuple[str, str]]]:
     alive, costs = case.state.alive, case.profile.costs
     if set(case.previous.workers) <= set(alive):
         found.append(lay_out(case, "keep", "no member of the layout is lost", case.previous))
+        if case.home is not None and set(alive) - set(case.previous.workers):
+            _add_return(case, case.home, found, impossible)
+            if not case.state.dead and not case.speeds and found[-1].name == "rejoin":
+                return found[-1:], impossible  # all are back: the job is what it was
         if case.speeds:
             layout = reroute(case.previous, alive, costs, case.speeds)
             found.append(lay_out(case, "rebalance", "microbatches moved off slow workers", layout))
@@ -139,6 +145,17 @@ def options(case: Case) -> tuple[list[Option], list[tuple[str, str]]]:
     _add_shadowed(case, found, impossible)
     _add_replans(case, found, impossible)
     return found, impossible
+
+
+def _add_return(case: Case, home: Layout, found: list[Option], impossible: list[tuple[str, str]]) -> None:
+    """The first layout, as far as its workers are alive."""
+    complete = set(home.workers) <= set(case.state.alive)
+    try:
+        layout = home if complete else reroute(home, case.state.alive, case.profile.costs, case.speeds)
+        note = "back to the first layout" if complete else "the first layout without the dead"
+        found.append(lay_out(case, "rejoin", note, layout))
+    except PlanInfeasible as error:
+        impossible.append(("rejoin", str(error)))
 
 
 def _takes_over(previous: Layout, layout: Layout) -> bool:

@@ -8,15 +8,17 @@ groups is then exposed, not the bytes.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import ClusterState
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import PlanInfeasible
+from odyssey_megatron.plan.generation import CandidateRow
 from odyssey_megatron.plan.plan import Plan
-from odyssey_megatron.plan.transfer import transfer_s
-from odyssey_megatron.policy.decide import Decision, decide
+from odyssey_megatron.plan.redundancy import filling
+from odyssey_megatron.plan.transfer import plan_transfers, transfer_s
+from odyssey_megatron.policy.decide import Decision, decide, scheduled
 from odyssey_megatron.policy.options import ZERO_TRANSFER
 from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.score import mean_time_between_failures_s
@@ -85,3 +87,34 @@ def two_speed(
         + tokens(then_s, switch + profile.group_build_s, horizon),
         direct_tokens=tokens(then_s, direct.plan.transition_s, horizon),
     )
+
+
+def rows(both: TwoSpeed, direct: tuple[CandidateRow, ...]) -> tuple[CandidateRow, ...]:
+    """The decision table of ``both``, made from that of going there at once."""
+    now = both.now
+    chosen = CandidateRow(
+        name=now.policy,
+        step_s=now.step_s,
+        transition_s=now.transition_s,
+        score=both.tokens,
+        chosen=True,
+        reason=f"at once, and {both.then.policy} when its layers have moved behind about {both.after_steps} step(s)",
+    )
+    return (chosen, *(replace(row, chosen=False) for row in direct if row.name != now.policy))
+
+
+def towards(target: Plan, *, current: Plan, state: ClusterState, profile: Profile) -> Plan:
+    """The next plan on the way from ``current`` to ``target``, each entered between two steps and stopping nothing.
+
+    First the new holders are filled behind a step of the current routes; then ``target`` needs no transfers. Where both
+    layouts' state does not fit memory, ``target`` at once: its workers wait for what they lack.
+    """
+    alive, costs = state.alive, profile.costs
+    transfers = plan_transfers(current.layout, target.layout, alive, costs)
+    if transfers:
+        both = filling(current.layout, target.layout)
+        try:
+            return scheduled("fill", both, plan_transfers(current.layout, both, alive, costs), state, profile)
+        except PlanInfeasible:
+            pass
+    return replace(target, transfers=transfers)

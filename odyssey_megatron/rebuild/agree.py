@@ -26,10 +26,19 @@ class Standing:
     """Pieces of common work done so far: steps, evaluations, checkpoints."""
     ready: bool
     """This rank's part of the one at hand is complete; of a step: all its gradients are reduced."""
+    committed: int = 0
+    """Steps committed so far."""
+    joins: bool = False
+    """It has just joined, and takes over from the others how far the job is."""
 
 
 class AgreementBroken(OdysseyError):
     """The standings contradict I5: a bug. The job must stop rather than train on."""
+
+
+def furthest(standings: Sequence[Standing]) -> Standing:
+    """Of those that have been there, who has done most: where a rank that joins starts."""
+    return max((one for one in standings if not one.joins), key=lambda one: one.done)
 
 
 def left_behind(standings: Sequence[Standing]) -> bool:
@@ -38,6 +47,7 @@ def left_behind(standings: Sequence[Standing]) -> bool:
     Raises:
         AgreementBroken
     """
+    standings = [one for one in standings if not one.joins]
     ahead = max(one.done for one in standings)
     behind = min(one.done for one in standings)
     if ahead == behind:
@@ -64,7 +74,13 @@ def exchange(
         AgreementBroken: a member carries out another plan.
     """
     mine = torch.cat(
-        [torch.tensor([fingerprint, standing.done, standing.ready], dtype=torch.float64), totals.cpu()]
+        [
+            torch.tensor(
+                [fingerprint, standing.done, standing.ready, standing.committed, standing.joins],
+                dtype=torch.float64,
+            ),
+            totals.cpu(),
+        ]
     )
     size = dist.get_world_size(group)
     everyone = [torch.empty_like(mine) for _ in range(size)]
@@ -74,5 +90,8 @@ def exchange(
     everyone = [one.cpu() for one in received]
     if any(int(one[0]) != fingerprint for one in everyone):
         raise AgreementBroken("the members do not carry out the same plan of the same generation")
-    standings = [Standing(done=int(one[1]), ready=bool(one[2])) for one in everyone]
-    return standings, [one[3:].to(device) for one in everyone]
+    standings = [
+        Standing(done=int(one[1]), ready=bool(one[2]), committed=int(one[3]), joins=bool(one[4]))
+        for one in everyone
+    ]
+    return standings, [one[5:].to(device) for one in everyone]

@@ -36,7 +36,9 @@ class MemberLike(Protocol):
 
     def newer_than(self, number: int) -> bool: ...
 
-    def on_newer(self, callback: Any) -> None: ...
+    def on_newer(self, number: int, callback: Any) -> None: ...
+
+    def forget(self, number: int) -> None: ...
 
 
 class GroupSet(Mapping[str, dist.ProcessGroup]):
@@ -46,9 +48,9 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
     newer generation exists every operation raises Superseded; if a peer is lost before that, PeerFailed.
     """
 
-    def __init__(self, number: int, abort: GlooAbort | NcclAbort, bury_s: float):
+    def __init__(self, number: int, abort: GlooAbort | NcclAbort, bury_s: float, forget: Any):
         self.number = number
-        self._abort, self._bury_s = abort, bury_s
+        self._abort, self._bury_s, self._forget = abort, bury_s, forget
         self._groups: dict[str, dist.ProcessGroup] = {}
 
     def __getitem__(self, name: str) -> dist.ProcessGroup:
@@ -66,6 +68,7 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
 
     def close(self) -> None:
         """Takes the groups out of ``torch.distributed`` and ends their connections. Returns at once."""
+        self._forget(self.number)
         self._abort.close()
         remains = []
         for group in self._groups.values():
@@ -140,8 +143,8 @@ def build_groups(
     """
     cuda = config.device == "cuda"
     abort: GlooAbort | NcclAbort = NcclAbort() if cuda else GlooAbort()
-    groups = GroupSet(number, abort, config.op_timeout_s + 2.0)
-    member.on_newer(lambda _: abort.fire())
+    groups = GroupSet(number, abort, config.op_timeout_s + 2.0, member.forget)
+    member.on_newer(number, abort.fire)
     if member.newer_than(number):
         abort.fire()  # it came before the callback was in place
     mine = {name: ranks for name, ranks in named.items() if member.rank in ranks}

@@ -5,6 +5,7 @@ committed in the new generation, so an interrupted transfer loses nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,38 +17,52 @@ TensorsOf = Callable[[int], list[torch.Tensor]]
 """Layer -> all its tensors, in an order that is the same on every rank."""
 
 
-def carry_out(
-    transfers: Sequence[Transfer],
-    *,
-    cell: Cell,
-    group: dist.ProcessGroup,
-    tensors_to_send: TensorsOf,
-    tensors_to_fill: TensorsOf,
-    checkpoint: Callable[[], None],
-) -> None:
-    """Sends and receives this worker's part of ``transfers``; every layer travels as one message.
+class Moving:
+    """Transfers under way: what this worker sends and receives of them; every layer travels as one message.
 
-    ``checkpoint`` is called between layers. Raises what the group raises when the generation ends.
+    What is sent must not change before :meth:`finish` returns, and what is received is not there before. Methods raise
+    what the group raises when the generation ends.
     """
-    sends, receives = [], []
-    for tag, transfer in enumerate(transfers):
-        if transfer.source == cell.worker:
-            checkpoint()
-            flat = _packed(tensors_to_send(transfer.layer))
-            sends.append((dist.isend(flat, cell.peer(transfer.target), group=group, tag=tag), flat))
-        elif transfer.target == cell.worker:
-            checkpoint()
-            tensors = tensors_to_fill(transfer.layer)
-            flat = torch.empty_like(_packed(tensors))
-            receives.append(
-                (dist.irecv(flat, cell.peer(transfer.source), group=group, tag=tag), flat, tensors)
-            )
-    for work, flat, tensors in receives:
-        work.wait()
-        _unpack(flat, tensors)
-        checkpoint()
-    for work, _ in sends:
-        work.wait()
+
+    def __init__(
+        self,
+        transfers: Sequence[Transfer],
+        *,
+        cell: Cell,
+        group: dist.ProcessGroup,
+        tensors_to_send: TensorsOf,
+        tensors_to_fill: TensorsOf,
+        checkpoint: Callable[[], None],
+    ):
+        """``checkpoint`` is called between layers."""
+        self._checkpoint = checkpoint
+        self._sends: list[tuple[Any, torch.Tensor]] = []
+        self._receives: list[tuple[Any, torch.Tensor, list[torch.Tensor]]] = []
+        self.arriving: set[int] = set()
+        """Layers."""
+        for tag, transfer in enumerate(transfers):
+            if transfer.source == cell.worker:
+                checkpoint()
+                flat = _packed(tensors_to_send(transfer.layer))
+                work = dist.isend(flat, cell.peer(transfer.target), group=group, tag=tag)
+                self._sends.append((work, flat))
+            elif transfer.target == cell.worker:
+                checkpoint()
+                tensors = tensors_to_fill(transfer.layer)
+                flat = torch.empty_like(_packed(tensors))
+                work = dist.irecv(flat, cell.peer(transfer.source), group=group, tag=tag)
+                self._receives.append((work, flat, tensors))
+                self.arriving.add(transfer.layer)
+
+    def finish(self) -> None:
+        """Returns when all has been sent and received."""
+        for work, flat, tensors in self._receives:
+            work.wait()
+            _unpack(flat, tensors)
+            self._checkpoint()
+        for work, _ in self._sends:
+            work.wait()
+        self.arriving, self._sends, self._receives = set(), [], []
 
 
 def spread(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, *, source: int) -> None:

@@ -197,7 +197,7 @@ def main() -> None:
         model=model,
         build=lambda generation, named: build_groups(member, generation, named, config),
         tagged_messages=args.messages == "tags",
-        fault_point=Injector(config.injections, member.rank, journal).at,
+        fault_point=Injector(config.injections, member.rank, journal, member.incarnation).at,
         journal=journal,
         on_commit=lambda step, outcome: None,
     )
