@@ -116,6 +116,16 @@ class MegatronModel:
         self._incoming[layer] = self._hold(layer, parts, kept=True)
         return self._incoming[layer].moved_tensors()
 
+    def stand_in(self) -> None:
+        """One block of one transformer layer that nobody uses, before this rank has joined: code that expects a model
+        has one, and building the layers that will be sent takes no first-time cost while the others wait.
+        """
+        self.tensors_to_fill(1)
+        nobody: tuple[int, ...] = ()
+        holders = tuple((0,) if layer == 1 else nobody for layer in range(self.spec.num_layers))
+        self.take_layout(Layout(holders=holders, routes=()), worker=0)
+        self._held.clear()
+
     def discard_incoming(self) -> None:
         """Forgets half-received layers of a generation that has ended."""
         self._incoming.clear()

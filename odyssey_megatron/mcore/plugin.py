@@ -173,7 +173,9 @@ class Session:
             tensor_model_parallel_size=tensor_model_parallel_size,
             first_step=first_step,
         )
-        if joins and self.member.joins:
+        if self.member.joins:
+            model.stand_in()
+        if self.member.joins and joins:
             self.member.join()
         return rank
 
