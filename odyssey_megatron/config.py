@@ -105,6 +105,7 @@ class Injection:
 
     rank: int
     step: int
+    """-1: any."""
     at: str
     signal: str = "KILL"
     microbatch: int = -1

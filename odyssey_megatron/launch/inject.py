@@ -27,7 +27,7 @@ class Injector:
         if not self._armed:
             return
         for one in self._armed:
-            if (one.at, one.step) != (point, step):
+            if one.at != point or one.step not in (-1, step):
                 continue
             if one.microbatch not in (-1, microbatch) or one.generation not in (-1, generation):
                 continue

@@ -1,0 +1,77 @@
+"""Ranks that come back: started again, filled behind a step, routed to between two steps; and nothing changes but speed."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e.jobs import assert_equal_runs
+
+STEPS = "--train-iters 60"
+ONCE, TWICE = "--odyssey-respawn 1", "--odyssey-respawn 2"
+
+
+@pytest.fixture(scope="module")
+def reference(jobs):
+    """PP4 x DP2 without failures, long enough for ranks to come back."""
+    outcome = jobs.run("long", ranks=8, stages=4, flags=STEPS)
+    assert outcome.exit_code == 0, outcome.log[-4000:]
+    return outcome
+
+
+def members(outcome) -> list[int]:
+    """How many ranks each generation began with, in the order of generations."""
+    begun = {e["generation"]: len(e["members"]) for e in outcome.named("generation_started")}
+    return [begun[generation] for generation in sorted(begun)]
+
+
+def plans(outcome) -> list[str]:
+    """The hashes of the plans carried out, in order."""
+    begun = {e["generation"]: e["plan_hash"] for e in outcome.named("generation_started")}
+    return [begun[generation] for generation in sorted(begun)]
+
+
+@pytest.mark.parametrize(
+    ("policy", "inject"),
+    [
+        ("replan", "rank=0,step=2,at=forward"),
+        pytest.param("reroute", "rank=5,step=2,at=backward", marks=pytest.mark.matrix),
+        pytest.param("auto", "rank=7,step=2,at=optimizer", marks=pytest.mark.matrix),
+        pytest.param("auto", "rank=3,step=2,at=backward,signal=STOP", marks=pytest.mark.matrix),
+        pytest.param("replan", "rank=2,step=2,at=reduce;rank=5,step=2,at=reduce", marks=pytest.mark.matrix),
+    ],
+)
+def test_back_to_the_first_plan(jobs, reference, name, policy, inject):
+    shot = jobs.run(
+        name, ranks=8, stages=4, flags=f"{STEPS} {ONCE} --odyssey-policy {policy} --odyssey-inject {inject}"
+    )
+    assert_equal_runs(shot, reference, kills=inject.count("rank="))
+    assert len(shot.named("rank_joined")) == inject.count("rank=")
+    assert members(shot)[0] == members(shot)[-1] == 8
+    assert plans(shot)[0] == plans(shot)[-1], "back to the full layout gives exactly the first plan"
+
+
+@pytest.mark.parametrize(
+    "inject",
+    [
+        # the new process dies in turn, and a third one takes its place
+        "rank=5,step=-1,at=reduce,incarnation=1",
+        pytest.param("rank=5,step=0,at=groups,incarnation=1", marks=pytest.mark.matrix),
+        pytest.param("rank=5,step=-1,at=transfer,incarnation=1", marks=pytest.mark.matrix),
+        pytest.param("rank=5,step=-1,at=agreement,incarnation=1", marks=pytest.mark.matrix),
+        pytest.param("rank=5,step=-1,at=commit,incarnation=1", marks=pytest.mark.matrix),
+        # somebody else dies while it is filled, or when it has just been routed to
+        "rank=2,step=-1,at=forward,generation=3",
+        pytest.param("rank=2,step=-1,at=groups,generation=3", marks=pytest.mark.matrix),
+        pytest.param("rank=6,step=-1,at=agreement,generation=3", marks=pytest.mark.matrix),
+        pytest.param("rank=7,step=-1,at=commit,generation=3", marks=pytest.mark.matrix),
+        pytest.param("rank=0,step=-1,at=groups,generation=4", marks=pytest.mark.matrix),
+        pytest.param("rank=1,step=-1,at=backward,generation=4", marks=pytest.mark.matrix),
+        pytest.param("rank=4,step=-1,at=optimizer,generation=4", marks=pytest.mark.matrix),
+    ],
+)
+def test_killed_while_it_joins(jobs, reference, name, inject):
+    flags = f"{STEPS} {TWICE} --odyssey-policy reroute --odyssey-inject rank=5,step=2,at=backward;{inject}"
+    shot = jobs.run(name, ranks=8, stages=4, flags=flags)
+    assert_equal_runs(shot, reference, kills=2)
+    assert members(shot)[-1] == 8, members(shot)
+    assert plans(shot)[0] == plans(shot)[-1]
