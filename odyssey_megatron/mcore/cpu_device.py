@@ -229,9 +229,8 @@ def prepare_training() -> None:
     defaults[names.index("allow_no_cuda") - len(names)] = True
     original.__defaults__ = tuple(defaults)
     _keep_spawned_processes_small()
-    load = seam_table.FUSED_KERNELS_LOAD
-    if seams.is_needed(load) and not seams.is_applied(load):
-        seams.apply(load, lambda args: None)
+    if not seams.is_applied(seam_table.FUSED_KERNELS_LOAD):
+        seams.apply(seam_table.FUSED_KERNELS_LOAD, lambda args: None)
 
 
 def _keep_spawned_processes_small() -> None:

@@ -8,8 +8,9 @@ logging, evaluation, checkpoints, exit conditions and timers stay Megatron's.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -54,6 +55,7 @@ def attach(config: OdysseyConfig) -> None:
     door = Door(config)
     seams.wrap(seam_table.PRETRAIN, door.pretrain)
     seams.wrap(seam_table.ADD_MEGATRON_ARGUMENTS, door.add_megatron_arguments)
+    seams.wrap(seam_table.PARSE_AND_VALIDATE_ARGS, door.parse_and_validate_args)
 
 
 class Door:
@@ -76,11 +78,25 @@ class Door:
         add_arguments(parser)
         return parser
 
-    def pretrain(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        with Session.start(self._config, default_group=False) as session:
-            self._session = session
+    @contextlib.contextmanager
+    def _joined(self) -> Iterator[None]:
+        """In the body this rank has joined the job, and what ends the job ends this process."""
+        if self._session is not None:
+            with self._session.ending():
+                yield
+            return
+        with Session.start(self._config, default_group=False) as self._session:
             self._replace()
             arguments.check_early()
+            yield
+
+    def parse_and_validate_args(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._joined():
+            return original(*args, **kwargs)
+
+    def pretrain(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._joined():
+            compat.check_pretrain(kwargs)
             try:
                 result = original(*args, **kwargs)
             except SystemExit as end:
@@ -151,13 +167,13 @@ class Door:
         )
 
     def setup_model_and_optimizer(
-        self, original: Any, model_provider_func: Any, model_type: Any, checkpointing_context: Any = None
+        self, original: Any, *given: Any, **named: Any
     ) -> tuple[list[Any], Any, Any]:
         from megatron.training import get_args, training
         from megatron.training.arguments import core_transformer_config_from_args
 
         args = get_args()
-        args.model_type = model_type
+        model_provider, args.model_type, context = compat.setup_arguments(original, *given, **named)
         training.update_train_iters(args)
         config = core_transformer_config_from_args(args)
         if config.params_dtype == torch.float64:
@@ -165,7 +181,7 @@ class Door:
         arguments.silence_reruns()
         num_microbatches = args.global_batch_size // args.micro_batch_size
         self._model = MegatronModel(
-            self._spec(args, config, model_provider_func),
+            self._spec(args, config, model_provider),
             num_microbatches=num_microbatches,
             message_shape=(args.seq_length, args.micro_batch_size, config.hidden_size),
             cell=self._cell,
@@ -177,7 +193,7 @@ class Door:
         scheduler = training.get_optimizer_param_scheduler(optimizer)
         args.iteration = args.num_floating_point_operations_so_far = 0
         if args.load is not None or args.pretrained_checkpoint is not None:
-            self._load(args, optimizer, scheduler, checkpointing_context)
+            self._load(args, optimizer, scheduler, context)
         self._scheduler = scheduler
         self._model.learning_rate = LearningRate(args.global_batch_size, **arguments.schedule_of(scheduler))
         self._runtime.committed = args.iteration
@@ -351,6 +367,7 @@ class Door:
         config: Any,
         forward_backward_func: Any,
         iteration: int | None = None,
+        **grids: Any,
     ) -> tuple[Any, ...]:
         from megatron.training import get_args
 
@@ -381,15 +398,14 @@ class Door:
         return getattr(data_iterator, "iterable", data_iterator)
 
     def _in_stage(self, forward_step: Any) -> Any:
-        """``forward_step`` as of the stage at hand: what a cell's ranks send one another of a batch depends on it."""
+        """``forward_step`` as of the stage at hand: what it takes of a batch, and sends around a cell, depends on it."""
         from megatron.core import parallel_state
         from megatron.training import get_args
 
         def in_stage(data_iterator: Any, model: Any) -> Any:
             args = get_args()
             usual = args.pipeline_model_parallel_size
-            if self._tensor is not None:
-                args.pipeline_model_parallel_size = parallel_state.get_pipeline_model_parallel_world_size()
+            args.pipeline_model_parallel_size = parallel_state.get_pipeline_model_parallel_world_size()
             try:
                 return forward_step(data_iterator, model)
             finally:

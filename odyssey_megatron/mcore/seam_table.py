@@ -23,6 +23,11 @@ ADD_MEGATRON_ARGUMENTS = Seam(
     why="adds the --odyssey flags to Megatron's",
     signatures={"0.16": "parser"},
 )
+PARSE_AND_VALIDATE_ARGS = Seam(
+    target="megatron.training.arguments:parse_and_validate_args",
+    why="joins the job before Megatron acts upon any flag: the script calls this before pretrain",
+    signatures={"0.16": None, "0.18": "extra_args_provider ignore_unknown_args args_defaults"},
+)
 VALIDATE_ARGS = Seam(
     target="megatron.training.arguments:validate_args",
     why="refuses flags that cannot survive a failure, before any GPU time is spent",

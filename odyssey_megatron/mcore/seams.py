@@ -116,8 +116,11 @@ _applied: dict[str, tuple[Any, str, Any, Any]] = {}
 def apply(seam: Seam, replacement: Callable[..., Any]) -> None:
     """Puts ``replacement`` in the place of ``seam`` and of every copy that a module has imported.
 
-    Copies in Odyssey's own modules stay: they mean the original. Raises MegatronIncompatible.
+    Copies in Odyssey's own modules stay: they mean the original. What this version neither has nor needs is left
+    alone. Raises MegatronIncompatible.
     """
+    if not is_needed(seam):
+        return
     assert seam.target not in _applied, f"{seam.target} is replaced already"
     check_live(seam, compat.check_version()).demand()
     owner, name = _resolve(seam.target)
@@ -130,6 +133,8 @@ def apply(seam: Seam, replacement: Callable[..., Any]) -> None:
 
 def wrap(seam: Seam, wrapper: Callable[..., Any]) -> None:
     """As :func:`apply`; ``wrapper`` is called with the original function and then the arguments."""
+    if not is_needed(seam):
+        return
     function = original(seam)
 
     @functools.wraps(function)
@@ -155,7 +160,7 @@ def is_applied(seam: Seam) -> bool:
 
 
 def is_needed(seam: Seam) -> bool:
-    """Whether the imported version has it at all. Raises MegatronIncompatible."""
+    """Whether there is something to replace in the imported version. Raises MegatronIncompatible."""
     return seam.expected(compat.check_version()) is not None
 
 
