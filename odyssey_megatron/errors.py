@@ -20,6 +20,10 @@ class ConfigError(OdysseyError):
     """The user's input cannot work. Raised before training starts; exit code 2."""
 
 
+class MegatronIncompatible(ConfigError):
+    """A seam of the installed Megatron is missing or changed: found, expected, tested versions."""
+
+
 class LayoutInvalid(OdysseyError):
     """A layout breaks an invariant of design section 2 (every microbatch through every layer)."""
 
@@ -59,10 +63,6 @@ class Fenced(OdysseyError):
 
 class ControlPlaneLost(OdysseyError):
     """The coordinator's store is gone; the job ends cleanly."""
-
-
-class MegatronIncompatible(OdysseyError):
-    """A seam of the installed Megatron is missing or changed: found, expected, tested versions."""
 
 
 class TransferIncomplete(OdysseyError):

@@ -34,7 +34,7 @@ def _refusing() -> Iterator[None]:
     """Bad input ends the process with one paragraph and its exit code, whoever has called."""
     try:
         yield
-    except (ConfigError, MegatronIncompatible) as error:
+    except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         raise SystemExit(EXIT_BAD_INPUT) from None
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from odyssey_megatron.errors import MegatronIncompatible
+from odyssey_megatron.errors import ConfigError, MegatronIncompatible
 
 TESTED = ("0.16.1",)
 
@@ -37,6 +38,37 @@ def backward_step(input_tensor: Any, output_tensor: Any, output_grad: Any, confi
             input_tensor, output_tensor, output_grad, ModelType.encoder_or_decoder, config
         )
     return schedules.backward_step(input_tensor, output_tensor, output_grad, config)
+
+
+def check_pretrain(named: Mapping[str, Any]) -> None:
+    """Raises ConfigError: core_v0.19.0's ``pretrain`` (training/training.py, line 1014) may be given groups."""
+    if named.get("pg_collection") is not None or named.get("skip_model_parallel_init"):
+        raise ConfigError(
+            "pretrain() with groups of the script's own (pg_collection) does not work with --odyssey: the groups span "
+            "ranks, which come and go. Leave them to Megatron."
+        )
+
+
+def setup_arguments(function: Any, *args: Any, **kwargs: Any) -> tuple[Callable[..., Any], Any, Any]:
+    """Of a call of ``setup_model_and_optimizer``: the model's provider, its type, the checkpoints' context.
+
+    core_v0.19.0 (training/training.py, line 2017) has another order, and a configuration that builds the model in the
+    provider's place. The provider can go with the oldest version that has none.
+    """
+    given = inspect.signature(function).bind(*args, **kwargs).arguments
+    model = getattr(given.get("cfg_container"), "model", None)
+    provider = given.get("model_provider_func") if model is None else _provider_of(model)
+    return provider, given["model_type"], given.get("checkpointing_context")
+
+
+def _provider_of(model: Any) -> Callable[..., Any]:
+    """core_v0.19.0 training/models/gpt.py, line 255: ``build_model``, as a provider would be called."""
+
+    def provider(*, config: Any, pg_collection: Any, pre_process: bool, post_process: bool) -> Any:
+        model.transformer = config
+        return model.get_builder_cls()(model).build_model(pg_collection, pre_process, post_process)
+
+    return provider
 
 
 def train_step_result(losses: dict[str, Any], grad_norm: float) -> tuple[Any, ...]:

@@ -220,19 +220,17 @@ def _redirect_cuda() -> None:
 
 def prepare_training() -> None:
     """What ``megatron.training`` needs besides, before it is imported."""
-    import megatron.training.initialize as initialize
+    from odyssey_megatron.mcore import seam_table, seams
 
     # Its default, but not its check, is for GPUs.
-    original = initialize.initialize_megatron
+    original = seams.original(seam_table.INITIALIZE_MEGATRON)
     names = list(inspect.signature(original).parameters)
     defaults = list(original.__defaults__ or ())
     defaults[names.index("allow_no_cuda") - len(names)] = True
     original.__defaults__ = tuple(defaults)
     _keep_spawned_processes_small()
-    with contextlib.suppress(ImportError):  # gone in 0.17
-        from megatron.legacy import fused_kernels
-
-        fused_kernels.load = lambda args: None
+    if not seams.is_applied(seam_table.FUSED_KERNELS_LOAD):
+        seams.apply(seam_table.FUSED_KERNELS_LOAD, lambda args: None)
 
 
 def _keep_spawned_processes_small() -> None:
@@ -257,10 +255,10 @@ class _Absent(types.ModuleType):
 
 def _stub_missing_helpers() -> None:
     """The wheel ships its compiled dataset helpers without their Makefile, and Megatron runs ``make`` regardless."""
-    import megatron.core.datasets.utils as dataset_utils
+    from odyssey_megatron.mcore import seam_table, seams
 
     try:
         import megatron.core.datasets.helpers_cpp  # noqa: F401
     except ImportError:
         return
-    dataset_utils.compile_helpers = lambda: None
+    seams.apply(seam_table.COMPILE_HELPERS, lambda: None)

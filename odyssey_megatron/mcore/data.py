@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -59,4 +60,4 @@ class MicrobatchSource:
             )
             self._batch = self._collate([self._dataset[self._offset + sample] for sample in samples])
             self.fetched[microbatch] = [self._offset + sample for sample in samples]
-        return self._batch
+        return copy.copy(self._batch)  # from 0.18 on, the first stage's forward step takes the labels out of it

@@ -8,9 +8,9 @@ logging, evaluation, checkpoints, exit conditions and timers stay Megatron's.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,17 @@ from odyssey_megatron.errors import ConfigError, OdysseyError, Superseded
 from odyssey_megatron.execute.channels import WORLD
 from odyssey_megatron.execute.rank import cell_group_name
 from odyssey_megatron.launch.inject import Injector
-from odyssey_megatron.mcore import arguments, checkpoint, compat, float64, groups, span, wgrad
+from odyssey_megatron.mcore import (
+    arguments,
+    checkpoint,
+    compat,
+    float64,
+    groups,
+    seam_table,
+    seams,
+    span,
+    wgrad,
+)
 from odyssey_megatron.mcore.data import MicrobatchSource
 from odyssey_megatron.mcore.layers import ModelSpec
 from odyssey_megatron.mcore.model import MegatronModel
@@ -36,39 +46,23 @@ from odyssey_megatron.recover import Recovery
 
 
 def attach(config: OdysseyConfig) -> None:
-    """Puts Odyssey into ``megatron.training``, which has been imported; a second call does nothing."""
-    from megatron.training import arguments as megatron_arguments
-    from megatron.training import training
+    """Puts Odyssey into ``megatron.training``, which has been imported; a second call does nothing.
 
-    if getattr(training.pretrain, "_odyssey", False):
+    Raises MegatronIncompatible.
+    """
+    if seams.is_applied(seam_table.PRETRAIN):
         return
-    door = Door(config, training)
-    wrap(training, "pretrain", door.pretrain)
-    wrap(megatron_arguments, "add_megatron_arguments", door.add_megatron_arguments)
-
-
-def wrap(home: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """``home.name`` and every copy of it in Megatron becomes ``wrapper(original, ...)``."""
-    original = getattr(home, name)
-
-    @functools.wraps(original)
-    def replaced(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, *args, **kwargs)
-
-    replaced._odyssey = True  # type: ignore[attr-defined]
-    for module in list(sys.modules.values()):
-        if (
-            getattr(module, "__name__", "").startswith("megatron.")
-            and getattr(module, name, None) is original
-        ):
-            setattr(module, name, replaced)
+    door = Door(config)
+    seams.wrap(seam_table.PRETRAIN, door.pretrain)
+    seams.wrap(seam_table.ADD_MEGATRON_ARGUMENTS, door.add_megatron_arguments)
+    seams.wrap(seam_table.PARSE_AND_VALIDATE_ARGS, door.parse_and_validate_args)
 
 
 class Door:
     """One rank's Megatron-LM run."""
 
-    def __init__(self, config: OdysseyConfig, training: Any):
-        self._config, self._training = config, training
+    def __init__(self, config: OdysseyConfig):
+        self._config = config
         self._session: Any = None
         self._recovery: Any = None
         self._train_source: Any = None
@@ -84,11 +78,25 @@ class Door:
         add_arguments(parser)
         return parser
 
-    def pretrain(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        with Session.start(self._config, default_group=False) as session:
-            self._session = session
+    @contextlib.contextmanager
+    def _joined(self) -> Iterator[None]:
+        """In the body this rank has joined the job, and what ends the job ends this process."""
+        if self._session is not None:
+            with self._session.ending():
+                yield
+            return
+        with Session.start(self._config, default_group=False) as self._session:
+            self._replace()
             arguments.check_early()
-            self._attach_all()
+            yield
+
+    def parse_and_validate_args(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._joined():
+            return original(*args, **kwargs)
+
+    def pretrain(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._joined():
+            compat.check_pretrain(kwargs)
             try:
                 result = original(*args, **kwargs)
             except SystemExit as end:
@@ -98,22 +106,24 @@ class Door:
             self._finish()
             return result
 
-    def _attach_all(self) -> None:
-        from megatron.training import checkpointing, global_vars, initialize
-        from megatron.training import utils as megatron_utils
-
-        training = self._training
+    def _replace(self) -> None:
+        """Everything of Megatron's that Odyssey replaces. Raises MegatronIncompatible, and then nothing is."""
+        seams.demand_all(seam_table.SEAMS)
         span.install()
         wgrad.install()
-        wrap(initialize, "validate_args", self.validate_args)
-        wrap(initialize, "_initialize_distributed", self.initialize_distributed)
-        for name in ("setup_model_and_optimizer", "build_pretraining_data_loader", "train_step"):
-            wrap(training, name, getattr(self, name))
-        wrap(training, "build_train_valid_test_data_iterators", self.build_data_iterators)
-        wrap(training, "get_forward_backward_func", self.get_forward_backward_func)
-        wrap(checkpointing, "save_checkpoint", self.save_checkpoint)
-        wrap(megatron_utils, "print_rank_last", self.print_rank_last)
-        wrap(global_vars, "_set_tensorboard_writer", self.set_tensorboard_writer)
+        for seam, replacement in (
+            (seam_table.VALIDATE_ARGS, self.validate_args),
+            (seam_table.INITIALIZE_DISTRIBUTED, self.initialize_distributed),
+            (seam_table.SET_TENSORBOARD_WRITER, self.set_tensorboard_writer),
+            (seam_table.SETUP_MODEL_AND_OPTIMIZER, self.setup_model_and_optimizer),
+            (seam_table.BUILD_DATA_ITERATORS, self.build_data_iterators),
+            (seam_table.BUILD_PRETRAINING_DATA_LOADER, self.build_pretraining_data_loader),
+            (seam_table.TRAIN_STEP, self.train_step),
+            (seam_table.GET_FORWARD_BACKWARD_FUNC, self.get_forward_backward_func),
+            (seam_table.SAVE_CHECKPOINT, self.save_checkpoint),
+            (seam_table.PRINT_RANK_LAST, self.print_rank_last),
+        ):
+            seams.wrap(seam, replacement)
 
     def _finish(self) -> None:
         if self._recovery is None:
@@ -157,13 +167,13 @@ class Door:
         )
 
     def setup_model_and_optimizer(
-        self, original: Any, model_provider_func: Any, model_type: Any, checkpointing_context: Any = None
+        self, original: Any, *given: Any, **named: Any
     ) -> tuple[list[Any], Any, Any]:
-        from megatron.training import get_args
+        from megatron.training import get_args, training
         from megatron.training.arguments import core_transformer_config_from_args
 
-        args, training = get_args(), self._training
-        args.model_type = model_type
+        args = get_args()
+        model_provider, args.model_type, context = compat.setup_arguments(original, *given, **named)
         training.update_train_iters(args)
         config = core_transformer_config_from_args(args)
         if config.params_dtype == torch.float64:
@@ -171,7 +181,7 @@ class Door:
         arguments.silence_reruns()
         num_microbatches = args.global_batch_size // args.micro_batch_size
         self._model = MegatronModel(
-            self._spec(args, config, model_provider_func),
+            self._spec(args, config, model_provider),
             num_microbatches=num_microbatches,
             message_shape=(args.seq_length, args.micro_batch_size, config.hidden_size),
             cell=self._cell,
@@ -183,16 +193,16 @@ class Door:
         scheduler = training.get_optimizer_param_scheduler(optimizer)
         args.iteration = args.num_floating_point_operations_so_far = 0
         if args.load is not None or args.pretrained_checkpoint is not None:
-            self._load(args, optimizer, scheduler, checkpointing_context)
+            self._load(args, optimizer, scheduler, context)
         self._scheduler = scheduler
         self._model.learning_rate = LearningRate(args.global_batch_size, **arguments.schedule_of(scheduler))
         self._runtime.committed = args.iteration
         return self._chunks, optimizer, scheduler
 
     def _spec(self, args: Any, config: Any, model_provider: Any) -> ModelSpec:
-        from megatron.training import initialize
+        from megatron.training import initialize, training
 
-        optimizer_config, overrides = self._training.get_megatron_optimizer_config(args)
+        optimizer_config, overrides = training.get_megatron_optimizer_config(args)
 
         def seed_stage(stage: int) -> None:
             with groups.in_stage(stage, args.pipeline_model_parallel_size):
@@ -357,6 +367,7 @@ class Door:
         config: Any,
         forward_backward_func: Any,
         iteration: int | None = None,
+        **grids: Any,
     ) -> tuple[Any, ...]:
         from megatron.training import get_args
 
@@ -387,15 +398,14 @@ class Door:
         return getattr(data_iterator, "iterable", data_iterator)
 
     def _in_stage(self, forward_step: Any) -> Any:
-        """``forward_step`` as of the stage at hand: what a cell's ranks send one another of a batch depends on it."""
+        """``forward_step`` as of the stage at hand: what it takes of a batch, and sends around a cell, depends on it."""
         from megatron.core import parallel_state
         from megatron.training import get_args
 
         def in_stage(data_iterator: Any, model: Any) -> Any:
             args = get_args()
             usual = args.pipeline_model_parallel_size
-            if self._tensor is not None:
-                args.pipeline_model_parallel_size = parallel_state.get_pipeline_model_parallel_world_size()
+            args.pipeline_model_parallel_size = parallel_state.get_pipeline_model_parallel_world_size()
             try:
                 return forward_step(data_iterator, model)
             finally:
@@ -437,8 +447,10 @@ class Door:
         self._together(work)
 
     def _load(self, args: Any, optimizer: Any, scheduler: Any, context: Any) -> None:
+        from megatron.training import training
+
         def work(world: Any) -> None:
-            args.iteration, args.num_floating_point_operations_so_far = self._training.load_checkpoint(
+            args.iteration, args.num_floating_point_operations_so_far = training.load_checkpoint(
                 self._chunks, optimizer, scheduler, checkpointing_context=context or {}
             )
 

@@ -13,22 +13,21 @@ from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig, add_arguments
 from odyssey_megatron.errors import OdysseyError
 from odyssey_megatron.launch.member import Member
-from odyssey_megatron.mcore import arguments
-from odyssey_megatron.mcore.door import wrap
+from odyssey_megatron.mcore import arguments, seam_table, seams
 
 
 def attach(config: OdysseyConfig) -> None:
-    """Puts the observer into ``megatron.training``, which has been imported; a second call does nothing."""
-    from megatron.training import arguments as megatron_arguments
-    from megatron.training import training
+    """Puts the observer into ``megatron.training``, which has been imported; a second call does nothing.
 
-    if getattr(training.pretrain, "_odyssey", False):
+    Raises MegatronIncompatible.
+    """
+    if seams.is_applied(seam_table.PRETRAIN):
         return
     observer = Observer(config)
-    wrap(training, "pretrain", observer.pretrain)
-    wrap(training, "setup_model_and_optimizer", observer.setup_model_and_optimizer)
-    wrap(training, "build_train_valid_test_data_iterators", observer.build_data_iterators)
-    wrap(megatron_arguments, "add_megatron_arguments", observer.add_megatron_arguments)
+    seams.wrap(seam_table.PRETRAIN, observer.pretrain)
+    seams.wrap(seam_table.SETUP_MODEL_AND_OPTIMIZER, observer.setup_model_and_optimizer)
+    seams.wrap(seam_table.BUILD_DATA_ITERATORS, observer.build_data_iterators)
+    seams.wrap(seam_table.ADD_MEGATRON_ARGUMENTS, observer.add_megatron_arguments)
 
 
 class Observer:

@@ -84,25 +84,32 @@ class Session:
         member = Member.connect(config)
         journal = Journal(config.run_dir, source=f"rank{member.rank}", rank=member.rank)
         member.journal = journal
-        try:
+        session = cls(config, member, journal)
+        with session.ending():
             device.install(config)
             compat.check_version()
             if default_group:
                 from odyssey_megatron.rebuild.groups import init_default_group
 
                 init_default_group(member)
-            yield cls(config, member, journal)
+            yield session
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """What ends the job in the body ends this process. Raises SystemExit, with the job's exit code."""
+        try:
+            yield
         except ConfigError as error:
-            member.refuse(error)
+            self.member.refuse(error)
         except JobStopped as stop:
-            journal.event("stopped", why=str(stop), exit_code=stop.exit_code)
+            self._journal.event("stopped", why=str(stop), exit_code=stop.exit_code)
             raise SystemExit(stop.exit_code) from None
         except (Fenced, ControlPlaneLost) as end:
-            sys.stderr.write(f"[odyssey] rank {member.rank} stops: {end}\n")
+            sys.stderr.write(f"[odyssey] rank {self.rank} stops: {end}\n")
             raise SystemExit(1) from None
         except (PeerFailed, Superseded) as end:
             sys.stderr.write(
-                f"[odyssey] rank {member.rank} stops: a rank was lost before training began ({end})\n"
+                f"[odyssey] rank {self.rank} stops: a rank was lost before training began ({end})\n"
             )
             raise SystemExit(1) from None
 

@@ -1,6 +1,6 @@
 """The seams that Odyssey uses. A row is added with the code that needs it, and compared with each tag's source.
 
-``tests/mcore/test_seam_table.py`` compares all rows with the checkouts that it is given.
+``tests/doctor/test_seam_table.py`` compares all rows with the checkouts that it is given.
 """
 
 from __future__ import annotations
@@ -22,6 +22,11 @@ ADD_MEGATRON_ARGUMENTS = Seam(
     target="megatron.training.arguments:add_megatron_arguments",
     why="adds the --odyssey flags to Megatron's",
     signatures={"0.16": "parser"},
+)
+PARSE_AND_VALIDATE_ARGS = Seam(
+    target="megatron.training.arguments:parse_and_validate_args",
+    why="joins the job before Megatron acts upon any flag: the script calls this before pretrain",
+    signatures={"0.16": None, "0.18": "extra_args_provider ignore_unknown_args args_defaults"},
 )
 VALIDATE_ARGS = Seam(
     target="megatron.training.arguments:validate_args",
@@ -70,11 +75,22 @@ SAVE_CHECKPOINT = Seam(
     open=True,
 )
 
+BUILD_DATA_ITERATORS = Seam(
+    target="megatron.training.training:build_train_valid_test_data_iterators",
+    why="silence while Megatron builds its data indices is no hang",
+    signatures={"0.16": "build_train_valid_test_datasets_provider"},
+)
 PRINT_RANK_LAST = Seam(
     target="megatron.training.utils:print_rank_last",
     why="the last rank prints, and it may be another one after a failure",
     signatures={"0.16": "message"},
     open=True,
+)
+
+SET_TENSORBOARD_WRITER = Seam(
+    target="megatron.training.global_vars:_set_tensorboard_writer",
+    why="the curves go on when the rank that writes them has died",
+    signatures={"0.16": "args"},
 )
 
 # -- replaced, in megatron.core --------------------------------------------------------------------------------------
@@ -99,6 +115,7 @@ CALCULATE_LOGITS_MAX = Seam(
     why="--odyssey-float64 keeps the loss in float64",
     signatures={"0.16": "vocab_parallel_logits"},
     remedy="Leave out --odyssey-float64, or use a tested version of Megatron-LM.",
+    only_if="--odyssey-float64 on",
 )
 
 # -- called, or set ---------------------------------------------------------------------------------------------------
@@ -194,6 +211,31 @@ GET_OPTIMIZER_PARAM_SCHEDULER = Seam(
     why="the learning rate follows Megatron's flags",
     signatures={"0.16": "optimizer"},
 )
+TENSORBOARD_WRITER = Seam(
+    target="megatron.training.global_vars:_GLOBAL_TENSORBOARD_WRITER",
+    why="the curves go on when the rank that writes them has died",
+    signatures={"0.16": ""},
+)
+PARSE_ARGS = Seam(
+    target="megatron.training.arguments:parse_args",
+    why="refuses flags before Megatron acts upon them",
+    signatures={"0.16": "extra_args_provider ignore_unknown_args"},
+)
+TRANSFORMER_CONFIG = Seam(
+    target="megatron.training.arguments:core_transformer_config_from_args",
+    why="the model is what Megatron's flags say",
+    signatures={"0.16": "args config_class"},
+)
+UPDATE_TRAIN_ITERS = Seam(
+    target="megatron.training.training:update_train_iters",
+    why="the plan knows how many steps there are",
+    signatures={"0.16": "args"},
+)
+RERUN_STATE_MACHINE = Seam(
+    target="megatron.core.rerun_state_machine:RerunStateMachine.set_mode",
+    why="a step that is repeated is repeated by Odyssey",
+    signatures={"0.16": "self mode"},
+)
 LOAD_CHECKPOINT = Seam(
     target="megatron.training.training:load_checkpoint",
     why="a resumed job starts from Megatron's checkpoint",
@@ -213,16 +255,19 @@ INITIALIZE_MEGATRON = Seam(
     why="--odyssey-device cpu changes its default for allow_no_cuda",
     signatures={"0.16": "allow_no_cuda"},
     open=True,
+    only_if="--odyssey-device cpu",
 )
 COMPILE_HELPERS = Seam(
     target="megatron.core.datasets.utils:compile_helpers",
     why="the wheel of megatron-core has the compiled helpers and no Makefile",
     signatures={"0.16": ""},
+    only_if="--odyssey-device cpu",
 )
 FUSED_KERNELS_LOAD = Seam(
     target="megatron.legacy.fused_kernels:load",
     why="--odyssey-device cpu has no nvcc to build them with",
     signatures={"0.16": "args", "0.17": None},
+    only_if="--odyssey-device cpu",
 )
 
 SEAMS: tuple[Seam, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Seam))

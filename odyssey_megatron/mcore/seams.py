@@ -11,7 +11,7 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,8 @@ class Seam:
     """From this version (major.minor) on: the names of its parameters; None: the seam is not there and not needed."""
     open: bool = False
     """The names must be among the parameters, there may be more: we pass everything on, or call it by keyword."""
+    only_if: str = ""
+    """Which jobs need it. It is checked when it is put to use, and not at the start of every job."""
     remedy: str = "Use a tested version of Megatron-LM, or train without --odyssey."
 
     def expected(self, version: str) -> tuple[str, ...] | None:
@@ -99,6 +101,14 @@ def check_live(seam: Seam, version: str) -> Finding:
     return Finding(seam=seam, version=version, expected=expected, found=found)
 
 
+def demand_all(table: Iterable[Seam]) -> None:
+    """Every seam of ``table`` that all jobs need is there, and as recorded. Raises MegatronIncompatible."""
+    version = compat.check_version()
+    for seam in table:
+        if not seam.only_if:
+            check_live(seam, version).demand()
+
+
 _applied: dict[str, tuple[Any, str, Any, Any]] = {}
 """By target: module or class, name in it, what it held before, what it holds now."""
 
@@ -106,8 +116,11 @@ _applied: dict[str, tuple[Any, str, Any, Any]] = {}
 def apply(seam: Seam, replacement: Callable[..., Any]) -> None:
     """Puts ``replacement`` in the place of ``seam`` and of every copy that a module has imported.
 
-    Copies in Odyssey's own modules stay: they mean the original. Raises MegatronIncompatible.
+    Copies in Odyssey's own modules stay: they mean the original. What this version neither has nor needs is left
+    alone. Raises MegatronIncompatible.
     """
+    if not is_needed(seam):
+        return
     assert seam.target not in _applied, f"{seam.target} is replaced already"
     check_live(seam, compat.check_version()).demand()
     owner, name = _resolve(seam.target)
@@ -120,6 +133,8 @@ def apply(seam: Seam, replacement: Callable[..., Any]) -> None:
 
 def wrap(seam: Seam, wrapper: Callable[..., Any]) -> None:
     """As :func:`apply`; ``wrapper`` is called with the original function and then the arguments."""
+    if not is_needed(seam):
+        return
     function = original(seam)
 
     @functools.wraps(function)
@@ -142,6 +157,11 @@ def original(seam: Seam) -> Any:
 
 def is_applied(seam: Seam) -> bool:
     return seam.target in _applied
+
+
+def is_needed(seam: Seam) -> bool:
+    """Whether there is something to replace in the imported version. Raises MegatronIncompatible."""
+    return seam.expected(compat.check_version()) is not None
 
 
 def undo_all() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,11 +109,12 @@ class MegatronJobs:
         inject: str = "",
         mode: str = "recover",
         without: str = "",
+        before: Sequence[str] = (),
     ) -> Job:
-        """A job that is on its way, ``without`` one of the usual flags."""
+        """A job that is on its way, ``without`` one of the usual flags, its script run by ``before``."""
         flags += f" --odyssey {mode} --odyssey-run-dir {self.folder / name} --odyssey-hang-s 2"
         flags += f" --odyssey-inject {inject}" if inject else ""
-        return self._start([], name, flags, ranks, stages, without)
+        return self._start(before, name, flags, ranks, stages, without)
 
     def outcome(self, name: str, job: Job) -> MegatronRun:
         """What ``job`` has come to."""
@@ -126,7 +127,7 @@ class MegatronJobs:
         assert self._server.script(argv, log=log).wait(60.0) == 0, log.read_text()[-3000:]
 
     def _start(
-        self, before: list[str], name: str, flags: str, ranks: int, stages: int, without: str = ""
+        self, before: Sequence[str], name: str, flags: str, ranks: int, stages: int, without: str = ""
     ) -> Job:
         usual = [one for one in MODEL.split() if one != without]
         flags += f" --pipeline-model-parallel-size {stages} --data-cache-path {self.folder / 'cache'}"
