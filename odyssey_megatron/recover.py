@@ -130,13 +130,26 @@ class Recovery:
         """
         while True:
             try:
-                if self._live is None or self._at_boundary():
+                if self._live is None:
                     self._live = self._enter_next()
                 return work(self._live)
             except (Superseded, PeerFailed) as why:
                 self._live = None
                 self._rank.enter_phase(Phase.ABORT)
                 self._rank.abort(why)
+
+    def step(self) -> None:
+        """The next training step. An offered generation that all have prepared begins before it."""
+        step = self._rank.committed
+
+        def once(generation: Generation) -> None:
+            if self._rank.committed == step:
+                self._rank.run_step(generation)
+
+        if self._rank.boundary:
+            self._control.take_offer(self._rank.boundary)
+            self._live = None
+        self.carry_out(once)
 
     def together(self, work: Callable[[Any], T]) -> T:
         """``work(world)``, which all ranks do together besides steps: an evaluation, a checkpoint, a barrier.
@@ -152,12 +165,6 @@ class Recovery:
 
         self.carry_out(once)
         return results[0]
-
-    def _at_boundary(self) -> bool:
-        number = self._rank.boundary
-        if number:
-            self._control.take_offer(number)
-        return bool(number)
 
     def _enter_next(self) -> Generation:
         control, rank = self._control, self._rank
@@ -179,11 +186,7 @@ def train(control: Control, rank: Rank, *, train_steps: int) -> None:
     """Trains until ``train_steps`` are committed everywhere, through any number of generations. Raises as above."""
 
     recovery = Recovery(control, rank)
-
-    def once(generation: Generation) -> None:
-        if rank.committed == step:
-            rank.run_step(generation)
-
-    while (step := rank.committed) < train_steps:
-        recovery.carry_out(once)
+    recovery.carry_out(lambda generation: None)
+    while rank.committed < train_steps:
+        recovery.step()
     recovery.carry_out(lambda generation: control.finish(generation.number))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -35,6 +36,7 @@ from odyssey_megatron.mcore import (
     wgrad,
 )
 from odyssey_megatron.mcore.data import MicrobatchSource
+from odyssey_megatron.mcore.joining import Start
 from odyssey_megatron.mcore.layers import ModelSpec
 from odyssey_megatron.mcore.model import MegatronModel
 from odyssey_megatron.mcore.optimizer import LearningRate
@@ -118,6 +120,7 @@ class Door:
             (seam_table.SETUP_MODEL_AND_OPTIMIZER, self.setup_model_and_optimizer),
             (seam_table.BUILD_DATA_ITERATORS, self.build_data_iterators),
             (seam_table.BUILD_PRETRAINING_DATA_LOADER, self.build_pretraining_data_loader),
+            (seam_table.TRAIN, self.train),
             (seam_table.TRAIN_STEP, self.train_step),
             (seam_table.GET_FORWARD_BACKWARD_FUNC, self.get_forward_backward_func),
             (seam_table.SAVE_CHECKPOINT, self.save_checkpoint),
@@ -157,10 +160,15 @@ class Door:
         self._tensor = living.cell_group(cell.index, cell.size, device) if cell.size > 1 else None
         self._cell = groups.initialize(self._tensor, data_parallel=True)
         self._living = living.become_default(session.rank, session.world_size, device)
-        everyone = tuple(range(session.world_size))
+        member = session.member
+        # A rank that joins is alone with its cell until it trains; an earlier process may have used the cell's names.
+        everyone = cell.ranks if member.joins else tuple(range(session.world_size))
+        suffix = f".{cell.worker}.{member.incarnation}" if member.joins else ""
         named = {WORLD: everyone} | ({cell_group_name(cell.worker): cell.ranks} if cell.size > 1 else {})
-        self._start_groups = build_groups(session.member, 0, named, self._config)
-        self._follow(self._start_groups)
+        named = {name + suffix: ranks for name, ranks in named.items()}
+        self._start_groups = build_groups(member, 0, named, self._config)
+        self._alone = {name.removesuffix(suffix): group for name, group in self._start_groups.items()}
+        self._follow(self._alone)
         args.data_parallel_size = 1
         num_microbatches_calculator.reconfigure_num_microbatches_calculator(
             args.rank, None, args.global_batch_size, args.micro_batch_size, 1, False
@@ -192,9 +200,15 @@ class Door:
         optimizer = checkpoint.OptimizerView(self._model, self._cell)
         scheduler = training.get_optimizer_param_scheduler(optimizer)
         args.iteration = args.num_floating_point_operations_so_far = 0
-        if args.load is not None or args.pretrained_checkpoint is not None:
+        member = self._session.member
+        if member.joins:
+            self._start = Start.noted(member)
+            self._start.apply(args)
+        elif args.load is not None or args.pretrained_checkpoint is not None:
             self._load(args, optimizer, scheduler, context)
-        self._scheduler = scheduler
+        if not member.joins:
+            self._start = Start.of(args)
+            self._start.note(member)
         self._model.learning_rate = LearningRate(args.global_batch_size, **arguments.schedule_of(scheduler))
         self._runtime.committed = args.iteration
         return self._chunks, optimizer, scheduler
@@ -242,12 +256,45 @@ class Door:
             on_commit=lambda step, outcome: None,
             on_groups=self._on_groups,
             tensor_model_parallel_size=self._cell.tp.size(),
+            joins=False,
         )
         self._recovery = Recovery(session.member, self._runtime)
-        self._recovery.carry_out(lambda generation: None)
+        self._fault_point = Injector(
+            self._config.injections, session.rank, None, session.member.incarnation
+        ).at
+        if not session.member.joins:
+            self._recovery.carry_out(lambda generation: None)
+            self._leave_start()
+
+    def _leave_start(self) -> None:
+        """From here on what Megatron does with all ranks is common work of the job."""
         self._start_groups.close()
-        self._fault_point = Injector(self._config.injections, session.rank, None).at
+        self._alone = None
         self._living.repeat_with(self._together)
+
+    def train(self, original: Any, *given: Any, **named: Any) -> Any:
+        if self._session.member.joins:
+            called = inspect.signature(original).bind(*given, **named).arguments
+            self._join(called["opt_param_scheduler"], called["valid_data_iterator"])
+        return original(*given, **named)
+
+    def _join(self, scheduler: Any, valid: Any) -> None:
+        """Into the job, between two steps of the others; Megatron's loop goes on at theirs."""
+        from megatron.training import get_args, training
+
+        args, member = get_args(), self._session.member
+        member.join()
+        self._recovery.carry_out(lambda generation: None)
+        self._refresh()
+        iteration = self._runtime.committed
+        self._start.go_on(
+            args, scheduler, iteration, training.num_floating_point_operations(args, args.global_batch_size)
+        )
+        if valid is not None:
+            self._source(valid).evaluated = self._start.evaluated(args, iteration)
+        self._printed = int(member.noted("printed") or 0)
+        # What Megatron does with all ranks before its first step, the others have done long ago.
+        self._follow(self._alone)
 
     def _follow(self, named: Any) -> None:
         self._living.follow(named[WORLD])
@@ -259,6 +306,7 @@ class Door:
         """Rank 0 and the last rank may be others now."""
         from megatron.training import get_args
 
+        self._named = named
         self._follow(named)
         world = named[WORLD]
         args = get_args()
@@ -266,8 +314,8 @@ class Door:
         last = world.rank() == world.size() - 1
         self._took_over = self._took_over or last != self._is_last
         self._is_last = last
-        if last and self._board is not None:
-            self._board.become_last()
+        if self._board is not None:
+            self._board.become_last() if last else self._board.hand_over()
 
     def set_tensorboard_writer(self, original: Any, args: Any) -> None:
         from megatron.training import global_vars
@@ -287,7 +335,7 @@ class Door:
             note=lambda iteration: member.note("tensorboard", str(iteration)),
             noted=lambda: int(member.noted("tensorboard") or -1),
         )
-        if args.rank == args.world_size - 1:
+        if args.rank == args.world_size - 1 and not member.joins:
             self._board.become_last()
 
     def _log_own(self, iteration: int, interval: int) -> None:
@@ -371,16 +419,17 @@ class Door:
     ) -> tuple[Any, ...]:
         from megatron.training import get_args
 
+        if self._alone is not None:
+            self._follow(self._named)
+            self._leave_start()
         step = self._runtime.committed
         source = self._source(data_iterator)
         if source is not self._train_source:
-            self._train_source, source.first_step = source, step
+            self._train_source, source.first_step = source, self._start.iteration
         self._model.forward_step, self._model.source = self._in_stage(forward_step_func), source
         if self._board is not None:
             self._board.begin(step)
-        self._recovery.carry_out(
-            lambda generation: self._runtime.run_step(generation) if self._runtime.committed == step else None
-        )
+        self._recovery.step()
         self._refresh()
         outcome = self._runtime.outcome
         self._log_own(self._runtime.committed, get_args().tensorboard_log_interval)

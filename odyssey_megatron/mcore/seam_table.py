@@ -62,6 +62,20 @@ TRAIN_STEP = Seam(
         "iteration pg_collection p2p_communicator",
     },
 )
+TRAIN = Seam(
+    target="megatron.training.training:train",
+    why="a process in the place of a dead rank joins here, and goes on at the iteration of the others",
+    signatures={
+        "0.16": "forward_step_func model optimizer opt_param_scheduler train_data_iterator valid_data_iterator"
+    },
+    open=True,
+)
+NUM_FLOATING_POINT_OPERATIONS = Seam(
+    target="megatron.training.training:num_floating_point_operations",
+    why="what a rank that joins has not counted itself",
+    signatures={"0.16": "args batch_size"},
+    open=True,
+)
 GET_FORWARD_BACKWARD_FUNC = Seam(
     target="megatron.training.training:get_forward_backward_func",
     why="evaluation runs by the plan too",

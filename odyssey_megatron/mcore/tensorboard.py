@@ -41,6 +41,12 @@ class SurvivingWriter:
         if self._file is not None:
             self._file.add_text(*args, **kwargs)
 
+    def hand_over(self) -> None:
+        """Another rank is the last one now."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
     def flush(self) -> None:
         if self._file is not None:
             self._file.flush()
