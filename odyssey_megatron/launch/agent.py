@@ -46,6 +46,15 @@ _OTHER_TOKEN = (
     "the nodes have different secrets, so they cannot work together. Set the variable ODYSSEY_TOKEN to the same "
     "value on all nodes."
 )
+_RUNNING = (
+    "a job with a node {node} is running under this address. To replace that node after it was lost, use 'odyssey join' "
+    "with the same arguments; for another job, use another --master-port."
+)
+_NOT_RUNNING = (
+    "no job with a node {node} is running under this address, so there is nothing to join. Start a job with 'odyssey run'."
+)
+_RESPAWNS_OF_A_NODE = 10_000
+"""More than a node's agent can start a rank again: incarnations of a rank are never alike."""
 _FAREWELL_S = 5.0
 """How long the first agent keeps the store for the others to read the verdict."""
 
@@ -58,6 +67,8 @@ class Launch:
     token: str
     planner: Planner
     zygote: Zygote | None = None
+    joins: bool = False
+    """The node takes the place of one that was lost, in a job that runs."""
 
 
 class OdysseyAgent(LocalElasticAgent):
@@ -73,8 +84,16 @@ class OdysseyAgent(LocalElasticAgent):
 
     def _rendezvous(self, worker_group: Any) -> None:
         super()._rendezvous(worker_group)
-        if not self._connect().same_token():
+        control = self._connect()
+        if not control.same_token():
             raise ConfigError(_OTHER_TOKEN)
+        node = worker_group.group_rank
+        running = control.has([keys.node_key(node)])
+        if running != self._launch.joins:
+            raise ConfigError(_NOT_RUNNING.format(node=node) if not running else _RUNNING.format(node=node))
+        if running:
+            number = control.count(f"{keys.node_key(node)}/replaced")
+            os.environ["ODYSSEY_INCARNATION"] = str(_RESPAWNS_OF_A_NODE * number)
 
     def _invoke_run(self, role: str = "default") -> RunResult:
         group, launch = self._worker_group, self._launch

@@ -50,6 +50,10 @@ def welcome_key(rank: int, incarnation: int) -> str:
     return f"welcome/{rank}/{incarnation}"
 
 
+NOT_WELCOME = "alive"
+"""That answer to a rank that is alive: two processes would be it."""
+
+
 def node_key(node: int) -> str:
     """Where the agent of a node lists its ranks."""
     return f"node/{node}"

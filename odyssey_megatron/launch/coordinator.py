@@ -24,7 +24,13 @@ from odyssey_megatron.cluster.events import (
     Retry,
 )
 from odyssey_megatron.cluster.job import JobSpec
-from odyssey_megatron.cluster.state import apply, initial_state, next_generation, offer_generation
+from odyssey_megatron.cluster.state import (
+    ClusterState,
+    apply,
+    initial_state,
+    next_generation,
+    offer_generation,
+)
 from odyssey_megatron.codec import from_json, to_json, to_jsonable
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import (
@@ -233,7 +239,7 @@ class Coordinator:
             self._exits[event.rank] = event.code
         before, self._state = self._state, apply(self._state, event)
         if isinstance(event, RankJoined):
-            self._welcome(event, came=set(self._state.ranks) - set(before.ranks))
+            self._welcome(event, before)
         elif isinstance(event, OfferFailed) and event.generation == self._state.offered:
             self._journal.event("offer_failed", generation=event.generation, why=event.reason, echo=True)
             self._state, self._offered = replace(self._state, offered=0), None
@@ -254,11 +260,15 @@ class Coordinator:
 
     # -- ranks that come back, and layouts that are entered between two steps -------------------------
 
-    def _welcome(self, event: RankJoined, came: set[int]) -> None:
+    def _welcome(self, event: RankJoined, before: ClusterState) -> None:
+        answer = keys.welcome_key(event.rank, event.incarnation)
+        if before is self._state:
+            return self._control.put(answer, keys.NOT_WELCOME)
+        came = set(self._state.ranks) - set(before.ranks)
         self._exits.pop(event.rank, None)
         self._arrived |= came
         self._leases.watch(event.node)
-        self._control.put(keys.welcome_key(event.rank, event.incarnation), str(self._state.newest))
+        self._control.put(answer, str(self._state.newest))
         self._journal.event("rank_joined", generation=self._state.newest, echo=True, target=event.rank)
 
     def _move_on(self) -> None:

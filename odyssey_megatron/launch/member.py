@@ -85,12 +85,18 @@ class Member:
         """A new process in the place of a dead rank: says that it is ready, and follows the generations from here on.
 
         Everything that takes time should be done by now, since the others will wait for this rank in their steps.
+
+        Raises:
+            Fenced: the rank is alive.
         """
         node = int(os.environ.get("GROUP_RANK", "0"))
         self._control.send(RankJoined(rank=self.rank, node=node, incarnation=self.incarnation))
         answer = keys.welcome_key(self.rank, self.incarnation)
         self._wait([answer], "been welcomed")
-        self._seen = int(self._control.get(answer))
+        text = self._control.get(answer)
+        if text == keys.NOT_WELCOME:
+            raise Fenced(f"rank {self.rank} is alive, so no other process can take its place")
+        self._seen = int(text)
         self._start_watch()
 
     @classmethod

@@ -15,11 +15,12 @@ from odyssey_megatron.launch.zygote import Zygote, prepare_environment
 _ENTRY = "odyssey_megatron.mcore.entry"
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str], *, joins: bool = False) -> int:
     """Runs a job; returns its exit code.
 
     Args:
         argv: ``[--preload MODULE,...] [torchrun arguments] script [script arguments]``.
+        joins: this node takes the place of one that a running job has lost; ``argv`` is what that job was started with.
 
     Raises:
         ConfigError: before any rank was started.
@@ -30,6 +31,11 @@ def main(argv: Sequence[str]) -> int:
     nodes = _number_of_nodes(args)
     _check_injections(config, nodes, args.nproc_per_node)
     token = _token(nodes)
+    if joins and (nodes == 1 or args.node_rank == 0):
+        raise ConfigError(
+            "odyssey join replaces a lost node, but the first node hosts the job: with it the job has ended. Ranks that "
+            "die on a living node are started again with --odyssey-respawn."
+        )
     modules = [one for one in args.preload.split(",") if one]
     if modules and config.device != "cpu":
         raise ConfigError(
@@ -38,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
         )
     zygote = Zygote.start(modules) if modules else None  # while this process has a single thread
     try:
-        return _launch(args, config, nodes, token, zygote)
+        return _launch(args, config, nodes, token, zygote, joins)
     finally:
         if zygote is not None:
             zygote.close()
@@ -58,7 +64,9 @@ def _parse(argv: Sequence[str]) -> Any:
     return parser.parse_args(list(argv))
 
 
-def _launch(args: Any, config: OdysseyConfig, nodes: int, token: str, zygote: Zygote | None) -> int:
+def _launch(
+    args: Any, config: OdysseyConfig, nodes: int, token: str, zygote: Zygote | None, joins: bool
+) -> int:
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.launcher import api
@@ -73,7 +81,7 @@ def _launch(args: Any, config: OdysseyConfig, nodes: int, token: str, zygote: Zy
     if nodes == 1:
         local_rendezvous.register()
         _use_local_rendezvous(args, local_rendezvous.BACKEND)
-    launch = Launch(config=config, token=token, planner=PolicyPlanner(config), zygote=zygote)
+    launch = Launch(config=config, token=token, planner=PolicyPlanner(config), zygote=zygote, joins=joins)
     original = api.LocalElasticAgent
     api.LocalElasticAgent = functools.partial(OdysseyAgent, launch=launch)
     try:

@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import socket
 
+import pytest
+
 from tests.e2e.jobs import SCRIPT, assert_equal_weights
 from tests.launch.jobserver import events, wait_for
+
+
+def start_nodes(jobs, name, *flags):
+    """Two agents, and how to start one more like the second: (agents, again)."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+
+
+    def start(node, command="run", log="log"):
+        return jobs.server.run(
+            ["--nnodes", 2, "--node-rank", node, "--nproc-per-node", 2, "--master-addr", "127.0.0.1", "--master-port",
+             port, SCRIPT, *jobs.flags(name, stages=1), "--odyssey-node-lease-s", 0.8, *flags],
+            log=jobs.folder / f"{name}-{node}.{log}", env={"ODYSSEY_TOKEN": "both nodes know it"}, command=command,
+        )  # fmt: skip
+
+    return [start(node) for node in range(2)], lambda: start(1, "join", "again")
 
 
 def test_a_lost_node(jobs, undisturbed, name):
     """One stage, four replicas: Megatron puts a stage's replicas side by side, so each node has two of them."""
     reference = undisturbed(4, 1)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    agents = [
-        jobs.server.run(
-            ["--nnodes", 2, "--node-rank", node, "--nproc-per-node", 2, "--master-addr", "127.0.0.1", "--master-port",
-             port, SCRIPT, *jobs.flags(name, stages=1), "--odyssey-node-lease-s", 0.8],
-            log=jobs.folder / f"{name}-{node}.log", env={"ODYSSEY_TOKEN": "both nodes know it"},
-        )
-        for node in range(2)
-    ]  # fmt: skip
+    agents, _ = start_nodes(jobs, name)
     run_dir = jobs.folder / name
     wait_for(lambda: events(run_dir, "step_committed"), 60, "the first step")
     agents[1].kill()
@@ -31,3 +40,34 @@ def test_a_lost_node(jobs, undisturbed, name):
     outcome = jobs.outcome(name, exit_code=0, log=agents[0].log())
     assert [one.step for one in outcome.run.steps] == list(range(6))
     assert_equal_weights(outcome.weights(), reference.weights())
+
+
+@pytest.mark.timeout(240)
+def test_a_lost_node_is_replaced(jobs, name):
+    """``odyssey join`` with the arguments of the run: the new node's ranks are filled, and train to the end."""
+    steps = ("--train-iters", 80)
+    agents, again = start_nodes(jobs, name, *steps)
+    run_dir = jobs.folder / name
+    wait_for(lambda: events(run_dir, "step_committed"), 60, "the first step")
+    agents[1].kill()
+    wait_for(lambda: events(run_dir, "failure_detected"), 60, "the loss of the node")
+    replaced = again()
+    assert agents[0].wait(100) == 0, agents[0].log()
+    assert replaced.wait(20) == 0, replaced.log()
+    outcome = jobs.outcome(name, exit_code=0, log=agents[0].log())
+    assert [one.step for one in outcome.run.steps] == list(range(80))
+    assert sorted(event["target"] for event in outcome.named("rank_joined")) == [2, 3]
+    begun = {e["generation"]: (e["plan_hash"], len(e["members"])) for e in outcome.named("generation_started")}
+    assert begun[max(begun)] == begun[1] == (begun[1][0], 4)
+    reference = jobs.run(f"{name}-reference", ranks=4, stages=1, flags="--train-iters 80")
+    assert_equal_weights(outcome.weights(), reference.weights())
+
+
+def test_a_node_that_is_not_lost_is_not_replaced(jobs, name):
+    agents, again = start_nodes(jobs, name, "--train-iters", 40)
+    run_dir = jobs.folder / name
+    wait_for(lambda: events(run_dir, "step_committed"), 60, "the first step")
+    intruder = again()
+    assert intruder.wait(60) != 0
+    assert "is alive, so no other process can take its place" in intruder.log()
+    assert [agent.wait(60) for agent in agents] == [0, 0], agents[0].log()

@@ -62,11 +62,13 @@ class JobServer:
         env = {**os.environ, "PYTHONPATH": path}
         return cls(Zygote.spawn(modules, env), modules, env)
 
-    def run(self, argv: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None) -> Job:
+    def run(
+        self, argv: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None, command: str = "run"
+    ) -> Job:
         """``odyssey run argv``; its ranks are forked, too."""
         whole = {**self._env, "ODYSSEY_PRELOAD": ",".join(self._modules), **(env or {})}
-        command = ["-m", "odyssey_megatron", "run", *map(str, argv)]
-        return Job(self._zygote.run(command, env=whole, stdout=str(log), stderr=str(log)), log)
+        whole_command = ["-m", "odyssey_megatron", command, *map(str, argv)]
+        return Job(self._zygote.run(whole_command, env=whole, stdout=str(log), stderr=str(log)), log)
 
     def script(self, argv: Sequence[str], *, log: Path) -> Job:
         """``python argv``, in a fork of the preloaded process."""

@@ -118,7 +118,7 @@ class MegatronJobs:
 
     def outcome(self, name: str, job: Job) -> MegatronRun:
         """What ``job`` has come to."""
-        exit_code = job.wait(100.0)
+        exit_code = job.wait(180.0)
         return MegatronRun(exit_code=exit_code, run_dir=self.folder / name, log=job.log())
 
     def script(self, argv: list[str]) -> None:
