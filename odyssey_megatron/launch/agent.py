@@ -39,7 +39,8 @@ from odyssey_megatron.metrics.journal import Journal
 _log = logging.getLogger(__name__)
 
 _RESPAWN_AFTER_S = 0.5
-"""Before a rank is started again for the first time; twice as long each further time."""
+"""Before a rank is started again; twice as long each time that it has lived for less than a short life."""
+_SHORT_LIFE_S = 10.0
 _TERMINATE_S = 5.0
 """From SIGTERM to SIGKILL, for ranks that outlast the verdict."""
 _OTHER_TOKEN = (
@@ -50,9 +51,7 @@ _RUNNING = (
     "a job with a node {node} is running under this address. To replace that node after it was lost, use 'odyssey join' "
     "with the same arguments; for another job, use another --master-port."
 )
-_NOT_RUNNING = (
-    "no job with a node {node} is running under this address, so there is nothing to join. Start a job with 'odyssey run'."
-)
+_NOT_RUNNING = "no job with a node {node} is running under this address, so there is nothing to join. Start a job with 'odyssey run'."
 _RESPAWNS_OF_A_NODE = 10_000
 """More than a node's agent can start a rank again: incarnations of a rank are never alike."""
 _FAREWELL_S = 5.0
@@ -339,14 +338,19 @@ class _Respawn:
     def __init__(self, context: Any, launch: Launch, journal: Journal):
         self._context, self._launch, self._journal = context, launch, journal
         self._starts: dict[int, int] = {}
+        self._began_s: dict[int, float] = {}
+        self._short: dict[int, int] = {}
+        """Of each rank, how many processes in a row ended soon."""
         self._due: list[tuple[float, int, int]] = []
 
     def note_end(self, rank: int, slot: int, code: int, now_s: float) -> None:
         """``rank`` ended. Not started again: one that has finished, was refused, or has died too often."""
-        starts = self._starts.get(rank, 0)
-        if code not in (0, EXIT_BAD_INPUT) and starts < self._launch.config.respawn:
-            # What failed at once may well fail at once again.
-            self._due.append((now_s + _RESPAWN_AFTER_S * 2**starts, rank, slot))
+        if code in (0, EXIT_BAD_INPUT) or self._starts.get(rank, 0) >= self._launch.config.respawn:
+            return
+        # What failed at once may well fail at once again.
+        soon = now_s - self._began_s.get(rank, 0.0) < _SHORT_LIFE_S
+        self._short[rank] = self._short.get(rank, 0) + 1 if soon else 0
+        self._due.append((now_s + _RESPAWN_AFTER_S * 2 ** self._short[rank], rank, slot))
 
     def due(self, now_s: float) -> list[tuple[int, int]]:
         """(rank, slot) of those whose time has come."""
@@ -357,9 +361,11 @@ class _Respawn:
     def start(self, rank: int, slot: int) -> Any:
         """The new process."""
         context, number = self._context, self._starts.get(rank, 0) + 1
-        self._starts[rank] = number
+        self._starts[rank], self._began_s[rank] = number, time.monotonic()
         incarnation = number + int(os.environ.get("ODYSSEY_INCARNATION", "0"))
-        logs = [f"{path}.{number}" if path else None for path in (context.stdouts[slot], context.stderrs[slot])]
+        logs = [
+            f"{path}.{number}" if path else None for path in (context.stdouts[slot], context.stderrs[slot])
+        ]
         with _forking(self._launch.zygote):
             handler = multiprocessing_api.get_subprocess_handler(
                 entrypoint=context.entrypoint,

@@ -297,9 +297,7 @@ class Coordinator:
         self._offered = self._generation(
             self._state.offered, plan, live, why, rows=rows, decide_s=time.monotonic() - began_s, planned=True
         )
-        self._control.put(
-            keys.generation_key(self._offered.number), keys.OFFER + to_json(self._offered)
-        )
+        self._control.put(keys.generation_key(self._offered.number), keys.OFFER + to_json(self._offered))
         self._record(self._offered)
 
     def _note_deaths(self, dead: list[int], deaths: Sequence[RankDied | NodeLost]) -> None:

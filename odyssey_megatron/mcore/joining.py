@@ -50,7 +50,9 @@ class Start:
         done = iteration - self.iteration
         args.iteration = iteration
         args.consumed_train_samples = self.consumed_train_samples + done * args.global_batch_size
-        args.num_floating_point_operations_so_far = self.floating_point_operations + done * operations_per_step
+        args.num_floating_point_operations_so_far = (
+            self.floating_point_operations + done * operations_per_step
+        )
         scheduler.step(increment=done * args.global_batch_size)
 
     def evaluated(self, args: Any, iteration: int) -> int:

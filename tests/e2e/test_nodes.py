@@ -16,7 +16,6 @@ def start_nodes(jobs, name, *flags):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
 
-
     def start(node, command="run", log="log"):
         return jobs.server.run(
             ["--nnodes", 2, "--node-rank", node, "--nproc-per-node", 2, "--master-addr", "127.0.0.1", "--master-port",
@@ -57,7 +56,9 @@ def test_a_lost_node_is_replaced(jobs, name):
     outcome = jobs.outcome(name, exit_code=0, log=agents[0].log())
     assert [one.step for one in outcome.run.steps] == list(range(80))
     assert sorted(event["target"] for event in outcome.named("rank_joined")) == [2, 3]
-    begun = {e["generation"]: (e["plan_hash"], len(e["members"])) for e in outcome.named("generation_started")}
+    begun = {
+        e["generation"]: (e["plan_hash"], len(e["members"])) for e in outcome.named("generation_started")
+    }
     assert begun[max(begun)] == begun[1] == (begun[1][0], 4)
     reference = jobs.run(f"{name}-reference", ranks=4, stages=1, flags="--train-iters 80")
     assert_equal_weights(outcome.weights(), reference.weights())

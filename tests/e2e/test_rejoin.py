@@ -1,4 +1,4 @@
-"""Ranks that come back: started again, filled behind a step, routed to between two steps; and nothing changes but speed."""
+"""Ranks that come back: started again, filled behind a step, routed to between two steps. The losses stay the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks of an unmodified Megatron-LM job that come back: its loop on the new process goes on at the others' iteration."""
+"""Ranks of an unmodified Megatron-LM job come back: the new process goes on at the iteration of the others."""
 
 from __future__ import annotations
 

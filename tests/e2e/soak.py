@@ -1,0 +1,245 @@
+"""A job that is shot at for long: random kills and hangs from a seed, at random moments; all that die come back.
+
+    python tests/e2e/soak.py --kills 200 [--seed 1] [--json]
+
+One small Megatron job (PP2 x DP3, float64) with --odyssey-respawn, beside the same without failures. Whoever may die
+without taking the last copy of a layer along may be hit at any moment: in a step, in a recovery, while it is filled.
+One rank is spared: it and the agent must not have grown at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(CHECKOUT), str(CHECKOUT / "tests" / "benchmarks")]
+
+from bars import at_least, at_most, finish
+
+from odyssey_megatron.metrics.journal import read_journal
+from odyssey_megatron.metrics.run import read_run
+from odyssey_megatron.metrics.steps import check_samples, loss_difference
+from tests.e2e.test_leaks import usage
+
+RANKS, STAGES, SPARED = 6, 2, 3
+STEPS_A_KILL = 12
+_BURIED_S = 6.0
+"""By then the groups of ended generations are gone (rebuild/groups.py)."""
+_WANTED = {
+    "step_committed", "failure_detected", "decision", "generation_started", "rank_started", "switched"
+}  # fmt: skip
+HANGS = 0.1
+"""Of the faults, so many are SIGSTOP."""
+FLAGS = (
+    "--num-layers 4 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --num-query-groups 2 --seq-length 16 "
+    "--micro-batch-size 1 --global-batch-size 12 --lr 1e-3 --odyssey-device cpu --odyssey-float64 on "
+    "--odyssey-hang-s 1.0 --odyssey-op-timeout-s 3"
+)
+
+
+def start(folder: Path, steps: int, *flags: str) -> subprocess.Popen[bytes]:
+    """The job, its log in ``folder``."""
+    command = [sys.executable, "-m", "odyssey_megatron", "run", "--nproc-per-node", str(RANKS)]
+    command += ["--preload", "odyssey_megatron.mcore.cpu_preload", "examples/llama/pretrain_llama.py"]
+    command += [*FLAGS.split(), "--pipeline-model-parallel-size", str(STAGES), "--train-iters", str(steps)]
+    command += ["--odyssey-run-dir", str(folder), "--data-cache-path", str(folder.parent / "cache"), *flags]
+    env = {
+        **os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore",
+        "PYTHONPATH": str(CHECKOUT),
+    }  # fmt: skip
+    folder.mkdir()
+    with (folder / "log").open("w") as log:
+        return subprocess.Popen(command, cwd=CHECKOUT, env=env, stdout=log, stderr=log)
+
+
+class Tail:
+    """The journal of a running job, read on as it grows."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder / "journal"
+        self._read: dict[Path, int] = {}
+        self.events: list[dict[str, Any]] = []
+
+    def more(self) -> list[dict[str, Any]]:
+        """All events so far, in order."""
+        new = []
+        for path in self._folder.glob("*.jsonl"):
+            with path.open("rb") as file:
+                file.seek(self._read.get(path, 0))
+                lines = file.read()
+            whole = lines[: lines.rfind(b"\n") + 1]
+            self._read[path] = self._read.get(path, 0) + len(whole)
+            new += [json.loads(line) for line in whole.splitlines()]
+        kept = [event for event in new if event["event"] in _WANTED]
+        self.events += sorted(kept, key=lambda event: event["wall_s"])
+        return self.events
+
+
+class Gunman:
+    """Kills and stops ranks of a running job, but never the last holder of a layer."""
+
+    def __init__(self, job: subprocess.Popen[bytes], folder: Path, seed: int):
+        self._job, self._tail, self._rng = job, Tail(folder), random.Random(seed)
+        self.shot: list[tuple[int, str]] = []
+        self.grown: dict[str, dict[str, int]] = {}
+        self._first: dict[str, dict[str, int]] = {}
+
+    def fire(self, kills: int) -> None:
+        """Until so many are dead, or the job has ended."""
+        while len(self.shot) < kills and self._job.poll() is None:
+            time.sleep(self._rng.choice((0.05, 0.3, 1.0, 2.0)) * self._rng.random())
+            events = self._tail.more()
+            if sum(event["event"] == "step_committed" for event in events) < 3:
+                continue
+            if len(self.shot) == kills // 4 and not self._first:
+                self._first = self._usage(events)
+            victims = self._who_may_die(events)
+            if victims:
+                self._shoot(self._rng.choice(victims), events)
+        if self._job.poll() is None:
+            now = self._usage(self._tail.more())
+            self.grown = {
+                who: {what: now[who][what] - count for what, count in before.items()}
+                for who, before in self._first.items()
+            }
+
+    def _shoot(self, rank: int, events: list[dict[str, Any]]) -> None:
+        name = "STOP" if self._rng.random() < HANGS else "KILL"
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(_pids(events)[rank], getattr(signal, "SIG" + name))
+            self.shot.append((rank, name))
+        # Until its death is on record it counts as alive, and the next one might be the last other holder.
+        known = _losses(events)
+        ends_s = time.monotonic() + 5.0
+        while time.monotonic() < ends_s and self._job.poll() is None:
+            if _losses(self._tail.more()) > known:
+                return
+            time.sleep(0.02)
+
+    def _who_may_die(self, events: list[dict[str, Any]]) -> list[int]:
+        """Members without whom each layer keeps a holder, in every layout that may still count."""
+        decided = [event for event in events if event["event"] == "decision"]
+        begun = [event for event in events if event["event"] == "generation_started"]
+        if not decided or not begun:
+            return []
+        dead = _dead(events)
+        counts = [e for e in decided if e["generation"] >= begun[-1]["generation"] - 1]
+        return [
+            rank
+            for rank in begun[-1]["members"]
+            if rank != SPARED
+            and rank not in dead
+            and all(
+                set(holders) - dead - {rank} for event in counts for holders in event["layout"]["holders"]
+            )
+        ]
+
+    def _usage(self, events: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
+        time.sleep(_BURIED_S)
+        return {"agent": usage(self._job.pid), "spared": usage(_pids(events)[SPARED])}
+
+
+def _losses(events: list[dict[str, Any]]) -> int:
+    return sum(event["event"] == "failure_detected" for event in events)
+
+
+def _pids(events: list[dict[str, Any]]) -> dict[int, int]:
+    return {event["target"]: event["pid"] for event in events if event["event"] == "rank_started"}
+
+
+def _dead(events: list[dict[str, Any]]) -> set[int]:
+    """Ranks that have died and are not filled yet."""
+    dead: set[int] = set()
+    for event in events:
+        if event["event"] == "failure_detected":
+            dead |= set(event["dead"])
+        elif event["event"] == "switched":
+            dead.discard(event["rank"])
+    return dead
+
+
+def stalls(events: list[dict[str, Any]]) -> list[float]:
+    """Of each recovery, from the agent's notice to the last rank's first instruction (seconds)."""
+    found: dict[int, float] = {}
+    for event in events:
+        if event["event"] == "recovered" and event["dead"]:
+            stall_s = event["resumed_s"] - event["detected_s"]
+            found[event["generation"]] = max(found.get(event["generation"], 0.0), stall_s)
+    return sorted(found.values())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--keep", default="", help="folder for the two runs; default: a temporary one")
+    args = parser.parse_args()
+    with contextlib.ExitStack() as stack:
+        folder = Path(args.keep or stack.enter_context(tempfile.TemporaryDirectory()))
+        folder.mkdir(exist_ok=True)
+        steps = STEPS_A_KILL * args.kills
+        undisturbed = start(folder / "undisturbed", steps)
+        if undisturbed.wait():
+            sys.exit((folder / "undisturbed" / "log").read_text()[-3000:])
+        job = start(folder / "shot-at", steps, "--odyssey-respawn", "10000")
+        gunman = Gunman(job, folder / "shot-at", args.seed)
+        gunman.fire(args.kills)
+        code = job.wait()
+        if code:
+            sys.stderr.write((folder / "shot-at" / "log").read_text()[-5000:])
+        return report(folder, code, gunman, args.kills, steps, as_json=args.json)
+
+
+def report(folder: Path, code: int, gunman: Gunman, kills: int, steps: int, *, as_json: bool) -> int:
+    """Prints what came out of it; returns the exit code."""
+    events = list(read_journal(folder / "shot-at"))
+    ours, theirs = read_run(folder / "shot-at").steps, read_run(folder / "undisturbed").steps
+    recoveries = stalls(events)
+    grown = gunman.grown or {"spared": {}, "agent": {}}
+    bars = [
+        at_most("exit code", code, 0),
+        at_least("kills and hangs", len(gunman.shot), kills),
+        at_most("lost steps", steps - len({one.step for one in ours}), 0),
+        at_most(
+            "largest relative loss difference (float64)", loss_difference(ours, theirs).max_relative, 1e-10
+        ),
+        at_most("wrong samples", len(check_samples(events, ours).problems), 0),
+        *(
+            at_most(f"{what} of {who}, growth since a quarter of the kills", grown[who].get(what, 0), room)
+            for who in ("spared", "agent")
+            for what, room in (("threads", 8), ("fds", 16))
+        ),
+    ]
+    result = {
+        "seed_shots": [f"{rank}:{name}" for rank, name in gunman.shot],
+        "steps": steps,
+        "hangs": sum(name == "STOP" for _, name in gunman.shot),
+        "rejoined": sum(event["event"] == "rank_joined" for event in events),
+        "generations": max(event["generation"] for event in events),
+        "recovery_s": {
+            "count": len(recoveries),
+            "median": statistics.median(recoveries) if recoveries else 0.0,
+            "slowest": max(recoveries, default=0.0),
+        },
+        "grown": grown,
+    }
+    return finish(result, bars, as_json=as_json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
