@@ -29,6 +29,7 @@ from odyssey_megatron.mcore import (
     compat,
     float64,
     groups,
+    refusals,
     seam_table,
     seams,
     span,
@@ -137,7 +138,7 @@ class Door:
     # -- setting up -----------------------------------------------------------------------------------------------
 
     def validate_args(self, original: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
-        arguments.check(args)
+        refusals.check(args)
         self._optimizer_copies = arguments.optimizer_copies(args)
         result = original(args, *rest, **kwargs)
         arguments.adapt(args, self._config)
@@ -398,7 +399,7 @@ class Door:
         return getattr(data_iterator, "iterable", data_iterator)
 
     def _in_stage(self, forward_step: Any) -> Any:
-        """``forward_step`` as of the stage at hand: what it takes of a batch, and sends around a cell, depends on it."""
+        """``forward_step`` as of the stage at hand: what it takes and sends of a batch depends on it."""
         from megatron.core import parallel_state
         from megatron.training import get_args
 
