@@ -81,7 +81,7 @@ class MegatronJobs:
     """Starts jobs from one preloaded process, and keeps those without the plugin to compare with."""
 
     def __init__(self, server: JobServer, folder: Path, checkout: Path):
-        self._server, self.folder, self._checkout = server, folder, checkout
+        self._server, self.folder, self.checkout = server, folder, checkout
         self._known: dict[str, MegatronRun] = {}
 
     def plain(self, flags: str = MOCK, *, ranks: int, stages: int) -> MegatronRun:
@@ -118,7 +118,7 @@ class MegatronJobs:
 
     def outcome(self, name: str, job: Job) -> MegatronRun:
         """What ``job`` has come to."""
-        exit_code = job.wait(100.0)
+        exit_code = job.wait(200.0)
         return MegatronRun(exit_code=exit_code, run_dir=self.folder / name, log=job.log())
 
     def script(self, argv: list[str]) -> None:
@@ -131,7 +131,7 @@ class MegatronJobs:
     ) -> Job:
         usual = [one for one in MODEL.split() if one != without]
         flags += f" --pipeline-model-parallel-size {stages} --data-cache-path {self.folder / 'cache'}"
-        script = str(self._checkout / "pretrain_gpt.py")
+        script = str(self.checkout / "pretrain_gpt.py")
         return self._server.run(
             ["--nproc-per-node", str(ranks), *before, script, *usual, *flags.split()],
             log=self.folder / f"{name}.log",

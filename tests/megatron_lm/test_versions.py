@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.megatron_lm import torchrun
 from tests.megatron_lm.jobs import MOCK, assert_same_lines
 from tests.megatron_lm.test_refusals import assert_refused
 
@@ -39,6 +40,19 @@ def test_a_checkpoint_of_survivors_loads_into_plain_megatron_lm_and_back(other_j
     assert_same_lines(again, plain, first=4)
     whole = other_jobs.plain(ranks=6, stages=2)
     assert plain.iterations[0].loss == pytest.approx(whole.iterations[3].loss, rel=1e-5)
+
+
+def test_under_torchrun_in_a_patched_checkout(other_jobs, tmp_path):
+    run = torchrun.run(
+        other_jobs,
+        tmp_path,
+        MOCK,
+        ranks=4,
+        stages=2,
+        inject="rank=3,step=2,at=backward;rank=0,step=4,at=forward",
+    )
+    assert_same_lines(run, other_jobs.plain(ranks=4, stages=2))
+    assert run.killed == [0, 3]
 
 
 def test_every_refusal_that_this_version_has(other_jobs):
