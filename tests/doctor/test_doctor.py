@@ -13,6 +13,7 @@ from odyssey_megatron.cli import main
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.doctor import command, environment, megatron, packages
 from odyssey_megatron.doctor.rows import Host, Job, Package
+from odyssey_megatron.mcore import compat
 from odyssey_megatron.mcore.seam_table import SEAMS
 from odyssey_megatron.mcore.source import Source
 
@@ -216,7 +217,8 @@ def test_changed_and_missing_seams_and_an_old_python(tree):
     )
 
 
-def test_a_version_without_a_job_is_said(tree):
+def test_a_version_without_a_job_is_said(tree, monkeypatch):
+    monkeypatch.setattr(compat, "TESTED", ("0.16.1",))
     info = tree / "megatron/core/package_info.py"
     for minor, said in ((17, "seams were read (core_v0.17.1)"), (99, "nobody")):
         info.write_text(f"MAJOR = 0\nMINOR = {minor}\nPATCH = 1\n")

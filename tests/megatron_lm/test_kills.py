@@ -45,6 +45,7 @@ def corpus(jobs):
     return prefix
 
 
+@pytest.mark.timeout(300)
 def test_under_torchrun_in_a_patched_checkout(jobs, tmp_path, corpus):
     flags = f"--data-path {corpus}"
     run = torchrun.run(

@@ -8,6 +8,9 @@ from tests.megatron_lm import torchrun
 from tests.megatron_lm.jobs import MOCK, assert_same_lines
 from tests.megatron_lm.test_refusals import assert_refused
 
+pytestmark = pytest.mark.timeout(300)
+"""Each is two or three jobs of up to 8 ranks; half a minute each where nothing else runs."""
+
 
 def test_ranks_die_in_a_step_an_evaluation_and_a_checkpoint(other_jobs, name):
     run = other_jobs.odyssey(
