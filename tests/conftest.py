@@ -21,12 +21,16 @@ def megatron_lm_checkouts() -> list[Path]:
 
 
 def pytest_generate_tests(metafunc: Any) -> None:
-    """A test that takes ``any_megatron_lm`` runs with each checkout, or is skipped once."""
-    if "any_megatron_lm" in metafunc.fixturenames:
-        skipped = pytest.param(None, marks=pytest.mark.skip(reason=NEEDS_MEGATRON_LM))
-        metafunc.parametrize(
-            "any_megatron_lm", megatron_lm_checkouts() or [skipped], ids=lambda one: one and one.name
-        )
+    """A test that takes ``any_megatron_lm`` runs with each checkout, or is skipped once.
+
+    ``other_megatron_lm``: with each but that of MEGATRON_LM_PATH.
+    """
+    checkouts = megatron_lm_checkouts()
+    others = [one for one in checkouts if str(one) != os.environ.get("MEGATRON_LM_PATH")]
+    skipped = pytest.param(None, marks=pytest.mark.skip(reason=NEEDS_MEGATRON_LM))
+    for name, given in (("any_megatron_lm", checkouts), ("other_megatron_lm", others)):
+        if name in metafunc.fixturenames:
+            metafunc.parametrize(name, given or [skipped], ids=lambda one: one and one.name, scope="session")
 
 
 @pytest.hookimpl(trylast=True)

@@ -44,7 +44,7 @@ ALLOWED: dict[str, set[str]] = {
 
 IMPORTED_WITHOUT_TORCH = (
     *sorted(PURE), "recover", "cli", "patch", "doctor", "launch/heartbeat", "launch/inject",
-    "mcore/compat", "mcore/seam", "mcore/source",
+    "mcore/compat", "mcore/refusals", "mcore/seam", "mcore/source",
 )  # fmt: skip
 NEEDS_MATPLOTLIB = {"odyssey_megatron.metrics.plots"}
 

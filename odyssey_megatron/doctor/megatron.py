@@ -60,7 +60,7 @@ def _version(version: str) -> Row:
     how = f"its seams were read ({known[0]})" if known else "nobody has looked at it"
     return _row(
         "megatron-core", WARNING, f"{version}: {how}, and no job has run with it",
-        f"Use {compat.TESTED[-1]}, or try a short job first.",
+        f"Use {compat.TESTED[0]}, or try a short job first.",
     )  # fmt: skip
 
 

@@ -10,7 +10,6 @@ _INSTALL = {"yaml": "PyYAML"}
 """Distributions that are not called as they are imported."""
 _TORCH = (2, 13)
 """The first version that Odyssey runs with (pyproject.toml)."""
-_RESTARTERS = ("--inprocess-restart", "--enable-ft-package")
 
 
 def rows(host: Host, job: Job, needed: Mapping[str, str]) -> Iterator[Row]:
@@ -25,7 +24,6 @@ def rows(host: Host, job: Job, needed: Mapping[str, str]) -> Iterator[Row]:
             yield _needed(host, job, name, wanted_by)
     yield _transformer_engine(host)
     yield _apex(host)
-    yield _restarter(host, job)
 
 
 def _row(name: str, state: str, found: str, remedy: str = "") -> Row:
@@ -81,17 +79,6 @@ def _apex(host: Host) -> Row:
             "pip uninstall apex; NVIDIA's is built from its repository.",
         )  # fmt: skip
     return _row("apex", OK, package.version)
-
-
-def _restarter(host: Host, job: Job) -> Row:
-    name = "nvidia-resiliency-ext"
-    package = host.packages.get(name)
-    found = package.version if package else "not installed, not needed"
-    if given := [flag for flag in _RESTARTERS if flag in job.flags]:
-        return _row(
-            name, PROBLEM, f"{found}; {given[0]} restarts what Odyssey keeps alive", f"Leave out {given[0]}."
-        )  # fmt: skip
-    return _row(name, OK, found)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -8,7 +8,10 @@ from typing import Any
 
 from odyssey_megatron.errors import ConfigError, MegatronIncompatible
 
-TESTED = ("0.16.1",)
+TESTED = ("0.16.1", "0.17.1", "0.18.2", "0.19.1")
+"""Jobs have run with these; with the first of them the most (README, "A Megatron-LM checkout"). core_v0.19.0 says of
+itself that it is 0.19.1.
+"""
 
 
 def check_version() -> str:
@@ -17,7 +20,7 @@ def check_version() -> str:
         from megatron.core import __version__ as found
     except ImportError as error:
         raise MegatronIncompatible(
-            f"megatron-core cannot be imported ({error}); install megatron-core=={TESTED[-1]}."
+            f"megatron-core cannot be imported ({error}); install megatron-core=={TESTED[0]}."
         ) from error
     if tuple(map(int, found.split(".")[:2])) < (0, 16):
         raise MegatronIncompatible(

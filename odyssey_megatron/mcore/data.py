@@ -60,6 +60,5 @@ class MicrobatchSource:
             )
             self._batch = self._collate([self._dataset[self._offset + sample] for sample in samples])
             self.fetched[microbatch] = [self._offset + sample for sample in samples]
-        return copy.copy(
-            self._batch
-        )  # from 0.18 on, the first stage's forward step takes the labels out of it
+        # From 0.18 on the first stage's forward step takes the labels out of what it is given.
+        return copy.copy(self._batch)

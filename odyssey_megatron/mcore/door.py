@@ -30,6 +30,7 @@ from odyssey_megatron.mcore import (
     compat,
     float64,
     groups,
+    refusals,
     seam_table,
     seams,
     span,
@@ -68,6 +69,7 @@ class Door:
         self._session: Any = None
         self._recovery: Any = None
         self._train_source: Any = None
+        self._stage_config: Any = None
         self._is_last = self._took_over = False
         self._printed = 0
         self._chunks: list[Any] = []
@@ -115,6 +117,7 @@ class Door:
         wgrad.install()
         for seam, replacement in (
             (seam_table.VALIDATE_ARGS, self.validate_args),
+            (seam_table.TRANSFORMER_CONFIG, self.transformer_config),
             (seam_table.INITIALIZE_DISTRIBUTED, self.initialize_distributed),
             (seam_table.SET_TENSORBOARD_WRITER, self.set_tensorboard_writer),
             (seam_table.SETUP_MODEL_AND_OPTIMIZER, self.setup_model_and_optimizer),
@@ -140,7 +143,7 @@ class Door:
     # -- setting up -----------------------------------------------------------------------------------------------
 
     def validate_args(self, original: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
-        arguments.check(args)
+        refusals.check(args)
         self._optimizer_copies = arguments.optimizer_copies(args)
         result = original(args, *rest, **kwargs)
         arguments.adapt(args, self._config)
@@ -447,7 +450,7 @@ class Door:
         return getattr(data_iterator, "iterable", data_iterator)
 
     def _in_stage(self, forward_step: Any) -> Any:
-        """``forward_step`` as of the stage at hand: what it takes of a batch, and sends around a cell, depends on it."""
+        """``forward_step`` as of the stage at hand: what it takes and sends of a batch depends on it."""
         from megatron.core import parallel_state
         from megatron.training import get_args
 
@@ -455,12 +458,17 @@ class Door:
             args = get_args()
             usual = args.pipeline_model_parallel_size
             args.pipeline_model_parallel_size = parallel_state.get_pipeline_model_parallel_world_size()
+            self._stage_config = self._model.spec.config
             try:
                 return forward_step(data_iterator, model)
             finally:
-                args.pipeline_model_parallel_size = usual
+                args.pipeline_model_parallel_size, self._stage_config = usual, None
 
         return in_stage
+
+    def transformer_config(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """From 0.17 on a forward step asks for each microbatch. Its layers are those of the job, not of the stage."""
+        return original(*args, **kwargs) if self._stage_config is None else self._stage_config
 
     def get_forward_backward_func(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         return self.forward_backward

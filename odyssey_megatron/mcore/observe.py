@@ -13,7 +13,7 @@ from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig, add_arguments
 from odyssey_megatron.errors import OdysseyError
 from odyssey_megatron.launch.member import Member
-from odyssey_megatron.mcore import arguments, seam_table, seams
+from odyssey_megatron.mcore import arguments, refusals, seam_table, seams
 
 
 def attach(config: OdysseyConfig) -> None:
@@ -64,7 +64,7 @@ class Observer:
         from megatron.training.arguments import core_transformer_config_from_args
 
         args = get_args()
-        for message in arguments.refused(args):
+        for message in refusals.refused(args):
             self._say(f"--odyssey recover would refuse this job: {message}")
         job = arguments.job_of(args, self._config, optimizer_copies=arguments.optimizer_copies(args))
         job.check(self._member.world_size)

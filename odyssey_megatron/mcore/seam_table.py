@@ -89,6 +89,11 @@ SAVE_CHECKPOINT = Seam(
     open=True,
 )
 
+TRANSFORMER_CONFIG = Seam(
+    target="megatron.training.arguments:core_transformer_config_from_args",
+    why="the model is what Megatron's flags say",
+    signatures={"0.16": "args config_class"},
+)
 BUILD_DATA_ITERATORS = Seam(
     target="megatron.training.training:build_train_valid_test_data_iterators",
     why="silence while Megatron builds its data indices is no hang",
@@ -234,11 +239,6 @@ PARSE_ARGS = Seam(
     target="megatron.training.arguments:parse_args",
     why="refuses flags before Megatron acts upon them",
     signatures={"0.16": "extra_args_provider ignore_unknown_args"},
-)
-TRANSFORMER_CONFIG = Seam(
-    target="megatron.training.arguments:core_transformer_config_from_args",
-    why="the model is what Megatron's flags say",
-    signatures={"0.16": "args config_class"},
 )
 UPDATE_TRAIN_ITERS = Seam(
     target="megatron.training.training:update_train_iters",

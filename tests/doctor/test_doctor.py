@@ -13,6 +13,7 @@ from odyssey_megatron.cli import main
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.doctor import command, environment, megatron, packages
 from odyssey_megatron.doctor.rows import Host, Job, Package
+from odyssey_megatron.mcore import compat
 from odyssey_megatron.mcore.seam_table import SEAMS
 from odyssey_megatron.mcore.source import Source
 
@@ -133,18 +134,34 @@ def test_a_job_on_the_cpu_needs_neither_gpu_nor_nccl():
         (having(transformer_engine="2.9.0+70f53666"), {}),
         (having(apex="0.9.10.dev0"), {"apex": "warning"}),
         (having(apex="0.1"), {}),
-        (having(nvidia_resiliency_ext="0.6.0"), {}),
     ],
 )
 def test_packages(host, expected):
     assert checked(packages.rows(host, JOB, {})) == expected
 
 
-@pytest.mark.parametrize("flag", ["--inprocess-restart", "--enable-ft-package"])
-def test_what_restarts_the_job_is_in_the_way(flag):
-    assert checked(packages.rows(HOST, replace(JOB, flags=(flag,)), {})) == {
-        "nvidia-resiliency-ext": "problem"
-    }
+@pytest.mark.parametrize(
+    ("line", "refused"),
+    [
+        ("", []),
+        (
+            "--num-layers 4 --untie-embeddings-and-output-weights --optimizer sgd --context-parallel-size 1",
+            [],
+        ),
+        ("--num-layers 4", ["tied embeddings (no --untie-embeddings-and-output-weights)"]),
+        ("--inprocess-restart --enable-ft-package", ["--inprocess-restart", "--enable-ft-package"]),
+        ("--context-parallel-size=2 --fp16", ["--fp16", "--context-parallel-size"]),
+        ("--ckpt-format torch", []),
+        ("--save here --ckpt-format torch --optimizer muon", ["--ckpt-format", "--optimizer"]),
+        ("--global-batch-size 8 --eval-global-batch-size 8", []),
+        ("--global-batch-size 8 --eval-global-batch-size 16", ["--eval-global-batch-size"]),
+    ],
+)
+def test_flags_that_a_job_would_be_refused_for(line, refused):
+    job = replace(JOB, flags=tuple(line.split()))
+    assert checked(command._refused(job)) == dict.fromkeys(refused, "problem")
+    observing = replace(job, config=OdysseyConfig(mode="observe"))
+    assert checked(command._refused(observing)) == dict.fromkeys(refused, "warning")
 
 
 def test_missing_packages_are_named_as_pip_knows_them():
@@ -163,7 +180,9 @@ def tree(tmp_path):
     for seam in SEAMS:
         module, _, path = seam.target.partition(":")
         *classes, name = path.split(".")
-        text = f"def {name}({', '.join(seam.expected('0.16.1'))}): ...\n"
+        if (parameters := seam.expected("0.16.1")) is None:
+            continue
+        text = f"def {name}({', '.join(parameters)}): ...\n"
         texts[module] = texts.get(module, "") + "".join(f"class {one}:\n    " for one in classes) + text
     texts["megatron.training.__init__"] = "import six\n"
     for module, text in texts.items():
@@ -198,7 +217,8 @@ def test_changed_and_missing_seams_and_an_old_python(tree):
     )
 
 
-def test_a_version_without_a_job_is_said(tree):
+def test_a_version_without_a_job_is_said(tree, monkeypatch):
+    monkeypatch.setattr(compat, "TESTED", ("0.16.1",))
     info = tree / "megatron/core/package_info.py"
     for minor, said in ((17, "seams were read (core_v0.17.1)"), (99, "nobody")):
         info.write_text(f"MAJOR = 0\nMINOR = {minor}\nPATCH = 1\n")
@@ -244,7 +264,7 @@ def test_the_command(tree, capsys, monkeypatch):
     assert main(["doctor", "--json", str(tree), "--inprocess-restart"]) == 1
     printed = json.loads(capsys.readouterr().out)
     assert not printed["can_run"]
-    assert [row["name"] for row in printed["rows"] if row["state"] == "problem"] == ["nvidia-resiliency-ext"]
+    assert [row["name"] for row in printed["rows"] if row["state"] == "problem"] == ["--inprocess-restart"]
 
 
 @pytest.mark.parametrize(

@@ -20,12 +20,25 @@ if importlib.util.find_spec("torch"):
     from tests.megatron_lm.jobs import MegatronJobs
 
 
+def jobs_with(checkout: Path, folder: Path) -> Iterator[MegatronJobs]:
+    """Torch and Megatron-LM are imported once; every job is forked from there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEGATRON_LM_PATH", str(checkout))
+        server = JobServer.start(["tests.megatron_lm.preload"])
+    yield MegatronJobs(server, folder, checkout)
+    server.close()
+
+
 @pytest.fixture(scope="session")
 def jobs(megatron_lm: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MegatronJobs]:
-    """Torch and Megatron-LM are imported once; every job of the session is forked from there."""
-    server = JobServer.start(["tests.megatron_lm.preload"])
-    yield MegatronJobs(server, tmp_path_factory.mktemp("megatron-lm"), megatron_lm)
-    server.close()
+    """With the checkout of MEGATRON_LM_PATH."""
+    yield from jobs_with(megatron_lm, tmp_path_factory.mktemp("megatron-lm"))
+
+
+@pytest.fixture(scope="session")
+def other_jobs(other_megatron_lm: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MegatronJobs]:
+    """With each checkout of MEGATRON_LM_PATHS."""
+    yield from jobs_with(other_megatron_lm, tmp_path_factory.mktemp("other-megatron-lm"))
 
 
 @pytest.fixture

@@ -3,8 +3,14 @@
 # ruff: noqa: E402, F401 - the checkout must be found first, and importing is all that this does
 import os
 import sys
+import typing
+
+import typing_extensions
 
 from odyssey_megatron.mcore import cpu_device  # isort: skip - the CPU device comes before Megatron
+
+if not hasattr(typing, "override"):  # Python 3.11: Megatron-LM asks for 3.12 from core_v0.17.1 on
+    typing.override = typing_extensions.override
 
 sys.path.insert(0, os.environ["MEGATRON_LM_PATH"])
 cpu_device.install()

@@ -1,6 +1,6 @@
 """Megatron-LM's own parser, and then Odyssey's look at what it found.
 
-python tests/megatron_lm/refuse.py CASES.json OUT.json   # {name: argv} -> {name: the refusal, or null}
+python tests/megatron_lm/refuse.py CASES.json OUT.json   # {name: argv} -> {name: what is said}
 """
 
 from __future__ import annotations
@@ -12,15 +12,18 @@ from pathlib import Path
 from megatron.training.arguments import parse_args
 
 from odyssey_megatron.errors import ConfigError
-from odyssey_megatron.mcore import arguments
+from odyssey_megatron.mcore import refusals
 
 
 def refusal(argv: list[str]) -> str | None:
+    """None: nothing. "unknown": this Megatron-LM does not have one of the flags."""
     sys.argv = ["pretrain_gpt.py", *argv]
     try:
-        arguments.check(parse_args())
+        refusals.check(parse_args())
     except ConfigError as error:
         return str(error)
+    except SystemExit:
+        return "unknown"
     return None
 
 

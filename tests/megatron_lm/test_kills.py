@@ -6,6 +6,7 @@ import numpy
 import pytest
 import torch
 
+from tests.megatron_lm import torchrun
 from tests.megatron_lm.jobs import FLOAT64, MOCK, assert_same_lines, checkpoint_tensors
 
 CASES = {
@@ -42,6 +43,24 @@ def corpus(jobs):
         builder.add_document(torch.tensor(document), [len(document)])
     builder.finalize(f"{prefix}.idx")
     return prefix
+
+
+@pytest.mark.timeout(300)
+def test_under_torchrun_in_a_patched_checkout(jobs, tmp_path, corpus):
+    flags = f"--data-path {corpus}"
+    run = torchrun.run(
+        jobs, tmp_path, flags, ranks=6, stages=2, inject="rank=5,step=2,at=backward;rank=0,step=3,at=evaluate"
+    )
+    assert_same_lines(run, jobs.plain(flags, ranks=6, stages=2))
+    assert run.killed == [0, 5]
+
+
+def test_an_indexed_dataset_and_cells(jobs, name, corpus):
+    flags = f"--data-path {corpus} --tensor-model-parallel-size 2"
+    inject = "rank=2,step=1,at=forward;rank=5,step=3,at=reduce"
+    run = jobs.odyssey(name, flags, ranks=8, stages=2, inject=inject)
+    assert_same_lines(run, jobs.plain(flags, ranks=8, stages=2))
+    assert run.killed == [2, 3, 4, 5]
 
 
 def test_an_indexed_dataset(jobs, name, corpus):

@@ -1,0 +1,62 @@
+"""The newer versions of Megatron-LM: the same jobs, compared with that version without the plugin."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.megatron_lm import torchrun
+from tests.megatron_lm.jobs import MOCK, assert_same_lines
+from tests.megatron_lm.test_refusals import assert_refused
+
+pytestmark = pytest.mark.timeout(300)
+"""Each is two or three jobs of up to 8 ranks; half a minute each where nothing else runs."""
+
+
+def test_ranks_die_in_a_step_an_evaluation_and_a_checkpoint(other_jobs, name):
+    run = other_jobs.odyssey(
+        name, f"{MOCK} --save {other_jobs.folder / name / 'saved'} --save-interval 4", ranks=8, stages=4,
+        inject="rank=3,step=1,at=backward;rank=7,step=3,at=evaluate;rank=0,step=4,at=checkpoint",
+    )  # fmt: skip
+    assert_same_lines(run, other_jobs.plain(ranks=8, stages=4))
+    assert run.killed == [0, 3, 7]
+
+
+def test_uneven_stages_of_cells_that_share_out_the_optimizer(other_jobs, name):
+    flags = (
+        f"{MOCK} --tensor-model-parallel-size 2 --decoder-first-pipeline-num-layers 1 "
+        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+    )
+    run = other_jobs.odyssey(name, flags, ranks=8, stages=2, inject="rank=2,step=2,at=backward")
+    assert_same_lines(run, other_jobs.plain(flags, ranks=8, stages=2))
+    assert run.killed == [2, 3]
+
+
+def test_a_checkpoint_of_survivors_loads_into_plain_megatron_lm_and_back(other_jobs, name):
+    folder = other_jobs.folder / name / "saved"
+    run = other_jobs.odyssey(
+        name, f"{MOCK} --save {folder} --save-interval 3 --exit-interval 3", ranks=6, stages=2,
+        inject="rank=0,step=0,at=backward;rank=4,step=1,at=forward",
+    )  # fmt: skip
+    assert run.exit_code == 0, run.log[-4000:]
+    plain = other_jobs.plain(f"{MOCK} --load {folder}", ranks=2, stages=2)
+    again = other_jobs.odyssey(f"{name}-again", f"{MOCK} --load {folder}", ranks=4, stages=4)
+    assert_same_lines(again, plain, first=4)
+    whole = other_jobs.plain(ranks=6, stages=2)
+    assert plain.iterations[0].loss == pytest.approx(whole.iterations[3].loss, rel=1e-5)
+
+
+def test_under_torchrun_in_a_patched_checkout(other_jobs, tmp_path):
+    run = torchrun.run(
+        other_jobs,
+        tmp_path,
+        MOCK,
+        ranks=4,
+        stages=2,
+        inject="rank=3,step=2,at=backward;rank=0,step=4,at=forward",
+    )
+    assert_same_lines(run, other_jobs.plain(ranks=4, stages=2))
+    assert run.killed == [0, 3]
+
+
+def test_every_refusal_that_this_version_has(other_jobs):
+    assert_refused(other_jobs)
