@@ -14,6 +14,7 @@ from odyssey_megatron.errors import ConfigError
 MODES = ("off", "observe", "recover")
 POLICIES = ("auto", "reroute", "replan")
 REDUNDANCIES = ("off", "state")
+INTERRUPTED_STEPS = ("resume", "redo")
 DEVICES = ("cuda", "cpu")
 INJECTION_POINTS = (
     "forward",
@@ -70,6 +71,12 @@ class OdysseyConfig:
     )
     respawn: int = _flag(
         0, "start a dead rank again, at most so many times each: it joins the running job (0: never)"
+    )
+    interrupted_step: str = _flag(
+        "resume",
+        "resume: survivors keep what they have done of it, and only the dead rank's part is done again; for that, what "
+        "was sent stays in memory until the step's end. redo: all do it again",
+        choices=INTERRUPTED_STEPS,
     )
     memory_headroom_percent: int = _flag(10, "share of a GPU's memory that no plan may use (in percent)")
     profile: str = _flag("", "start from this profile (JSON) in place of estimated layer costs")

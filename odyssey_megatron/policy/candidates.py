@@ -51,7 +51,10 @@ def reroute(
         for hop in by_microbatch[microbatch]:
             hops += [hop] if hop.worker in steady else spread.cover(hop.first, hop.last)
         paths[microbatch] = merge_hops(hops)
-    return Layout(holders=holders, routes=group_routes(paths)).check()
+    routes = group_routes(paths)
+    ends = {hop.first for route in routes for hop in route.hops}
+    cuts = tuple(block.first for block in previous.blocks() if block.first not in ends)
+    return Layout(holders=holders, routes=routes, cuts=cuts).check()
 
 
 def drop_pipelines(previous: Layout, alive: Collection[int]) -> Layout:

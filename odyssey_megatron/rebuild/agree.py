@@ -2,7 +2,8 @@
 
 A rank enters a step's agreement (one all-reduce over all members) only when all its gradients are reduced.
 So if anyone came out of it, everyone had entered it, holds complete gradients, and can finish the step
-alone with the totals that the one who came out has. If nobody came out, everyone does the step again.
+alone with the totals that the one who came out has. If nobody came out, everyone goes on with the step where it can
+(``plan/resume.py``), and else does it again.
 Other work that all ranks do together (an evaluation, a checkpoint) stands in the same sequence and ends in the same
 way: whoever enters the barrier at its end has done its part.
 """
@@ -10,12 +11,18 @@ way: whoever enters the barrier at its end has done its part.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 
 import torch
 import torch.distributed as dist
 
+from odyssey_megatron.cluster.state import Cell
 from odyssey_megatron.errors import OdysseyError
+from odyssey_megatron.execute.progress import Progress
+from odyssey_megatron.plan.layout import Layout
+from odyssey_megatron.plan.plan import Plan
+from odyssey_megatron.plan.resume import fits, resume
+from odyssey_megatron.plan.schedule import Program
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +37,8 @@ class Standing:
     """Steps committed so far."""
     joins: bool = False
     """It has just joined, and takes over from the others how far the job is."""
+    resumable: bool = False
+    """A step, and this rank can go on where it is: see ``plan/resume.py``."""
 
 
 class AgreementBroken(OdysseyError):
@@ -73,15 +82,7 @@ def exchange(
     Raises:
         AgreementBroken: a member carries out another plan.
     """
-    mine = torch.cat(
-        [
-            torch.tensor(
-                [fingerprint, standing.done, standing.ready, standing.committed, standing.joins],
-                dtype=torch.float64,
-            ),
-            totals.cpu(),
-        ]
-    )
+    mine = torch.cat([torch.tensor([fingerprint, *astuple(standing)], dtype=torch.float64), totals.cpu()])
     size = dist.get_world_size(group)
     everyone = [torch.empty_like(mine) for _ in range(size)]
     device = totals.device
@@ -90,8 +91,49 @@ def exchange(
     everyone = [one.cpu() for one in received]
     if any(int(one[0]) != fingerprint for one in everyone):
         raise AgreementBroken("the members do not carry out the same plan of the same generation")
-    standings = [
-        Standing(done=int(one[1]), ready=bool(one[2]), committed=int(one[3]), joins=bool(one[4]))
-        for one in everyone
-    ]
-    return standings, [one[5:].to(device) for one in everyone]
+    size = len(fields(Standing))
+    standings = []
+    for one in everyone:
+        done, ready, committed, joins, resumable = (int(value) for value in one[1 : 1 + size])
+        standings.append(
+            Standing(
+                done=done,
+                ready=bool(ready),
+                committed=committed,
+                joins=bool(joins),
+                resumable=bool(resumable),
+            )
+        )
+    return standings, [one[1 + size :].to(device) for one in everyone]
+
+
+def can_resume(
+    cell_group: dist.ProcessGroup | None,
+    layout: Layout,
+    worker: int,
+    progress: Progress,
+    device: torch.device,
+) -> bool:
+    """Whether what ``worker`` has done of the interrupted step, if anything, can stay under the new ``layout``.
+
+    Collective over its cell, whose ranks must be equally far; no group is a cell of one.
+    """
+    alike = True
+    if cell_group is not None:
+        both = torch.stack([progress.table.int(), -progress.table.int()]).to(device)
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=cell_group)
+        alike = torch.equal(both[0], -both[1])
+    return alike and progress.whole and fits(layout, worker, progress.table.tolist())
+
+
+def what_is_left(
+    group: dist.ProcessGroup, plan: Plan, cell: Cell, progress: Progress, device: torch.device
+) -> Program | None:
+    """The program of the rest of the step for this rank's worker; None if all must do the step again. Collective."""
+    total = progress.table.int().to(device)
+    dist.all_reduce(total, group=group)
+    table = (total // cell.size).tolist()
+    schedule = resume(plan.layout, plan.schedule, table) if total.any() else None
+    if schedule is None:
+        return None
+    return schedule.program(cell.worker) if cell.worker in plan.layout.workers else ()
