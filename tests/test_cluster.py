@@ -7,14 +7,16 @@ import pytest
 from odyssey_megatron.cluster.events import (
     GenerationLive,
     NodeLost,
+    OfferFailed,
     RankDied,
     RankFinished,
+    RankJoined,
     Retry,
     event_from_jsonable,
     event_to_jsonable,
 )
 from odyssey_megatron.cluster.job import JobSpec
-from odyssey_megatron.cluster.state import Cell, apply, initial_state, next_generation
+from odyssey_megatron.cluster.state import Cell, apply, initial_state, next_generation, offer_generation
 from odyssey_megatron.errors import ConfigError
 
 
@@ -64,12 +66,63 @@ def test_ranks_of_a_cell_talk_to_their_likes():
 
 
 def test_a_rank_that_finished_does_not_die(state):
-    after = apply(apply(state, RankFinished(rank=1)), died(1))
+    after = apply(apply(state, RankFinished(rank=1, generation=1)), died(1))
     assert after.alive == (0, 1, 2, 3)
 
 
 def test_a_retry_changes_no_membership(state):
     assert apply(state, Retry(rank=0, generation=1, reason="connection reset")) is state
+
+
+def test_finished_in_an_earlier_generation_does_not_count(state):
+    """It has to help with the next one first."""
+    later = next_generation(state)
+    assert apply(later, RankFinished(rank=1, generation=1)) is later
+
+
+def joined(rank: int, incarnation: int = 1, node: int = 0) -> RankJoined:
+    return RankJoined(rank=rank, node=node, incarnation=incarnation)
+
+
+def test_a_worker_lives_again_when_all_its_ranks_have_joined():
+    state = next_generation(initial_state(nodes=(0, 0, 1, 1), tensor_model_parallel_size=2))
+    state = apply(state, died(3))
+    half = apply(state, joined(3))
+    assert (half.alive, half.joining) == ((0,), {3})
+    back = apply(half, joined(2, node=5))
+    assert (back.alive, back.joining, back.worker_of(3).node) == ((0, 1), frozenset(), 5)
+    assert back.incarnations == ((2, 1), (3, 1))
+    assert back.members == state.members, "of no generation yet"
+
+
+def test_a_rank_that_dies_while_it_waits_for_its_cell():
+    state = initial_state(nodes=(0, 0, 0, 0), tensor_model_parallel_size=2)
+    state = apply(apply(apply(state, died(3)), joined(3)), died(3))
+    assert (state.joining, len(state.failure_times_s)) == (frozenset(), 1)
+    assert apply(state, joined(2)).alive == (0,)
+
+
+def test_a_living_rank_cannot_be_replaced(state):
+    assert apply(state, joined(1)) is state
+
+
+def test_an_offer_counts_once_all_its_members_are_live_in_it(state):
+    state = apply(apply(state, died(2)), joined(2))
+    offered = offer_generation(state)
+    assert (offered.generation, offered.offered, offered.offered_members) == (1, 2, {0, 1, 2, 3})
+    for rank in (0, 1, 3):
+        offered = apply(offered, GenerationLive(rank=rank, generation=2))
+        assert offered.generation == 1
+    entered = apply(offered, GenerationLive(rank=2, generation=2))
+    assert (entered.generation, entered.offered, entered.members, entered.is_live) == (2, 0, {0, 1, 2, 3}, True)
+
+
+def test_a_loss_ends_an_offer_and_its_number_is_not_used_again(state):
+    offered = offer_generation(state)
+    after = next_generation(apply(offered, died(0)))
+    assert (after.generation, after.offered, after.members) == (3, 0, {1, 2, 3})
+    late = apply(after, GenerationLive(rank=1, generation=2))
+    assert late.live == frozenset()
 
 
 def test_live_once_every_member_said_so(state):
@@ -117,7 +170,7 @@ def random_event(rng: random.Random, ranks: int, nodes: int):
             NodeLost(node=rng.randrange(nodes), t_s=rng.random()),
             GenerationLive(rank=rank, generation=rng.randrange(4)),
             Retry(rank=rank, generation=1, reason="x"),
-            RankFinished(rank=rank),
+            RankFinished(rank=rank, generation=rng.randrange(4)),
         ]
     )
 
@@ -159,7 +212,9 @@ def test_the_order_of_deaths_does_not_matter_for_who_is_left(seed):
 
 
 def test_events_round_trip_and_strangers_are_refused():
-    events = (died(1), NodeLost(node=0, t_s=1.0), GenerationLive(rank=1, generation=2), RankFinished(rank=0),
+    events = (died(1), NodeLost(node=0, t_s=1.0), GenerationLive(rank=1, generation=2),
+              RankFinished(rank=0, generation=1), RankJoined(rank=1, node=0, incarnation=2),
+              OfferFailed(rank=1, generation=2, reason="x"),
               Retry(rank=1, generation=1, reason="x"))  # fmt: skip
     for event in events:
         assert event_from_jsonable(event_to_jsonable(event)) == event

@@ -81,6 +81,8 @@ class ClusterState:
     offered_live: frozenset[int] = frozenset()
     joining: frozenset[int] = frozenset()
     """New ranks of dead workers, which live again when all their ranks are here."""
+    fresh: frozenset[int] = frozenset()
+    """Workers that live again, but hold nothing yet: they have not been in a generation that was live."""
     incarnations: tuple[tuple[int, int], ...] = ()
     """(rank, incarnation) of those that are not their rank's first process, ascending."""
 
@@ -98,6 +100,11 @@ class ClusterState:
     def ranks(self) -> tuple[int, ...]:
         """Ranks of the living workers, ascending."""
         return tuple(sorted(rank for w in self.workers if w.alive for rank in w.ranks))
+
+    @property
+    def fresh_ranks(self) -> tuple[int, ...]:
+        """Ranks of fresh workers, ascending."""
+        return tuple(sorted(rank for w in self.workers if w.worker in self.fresh for rank in w.ranks))
 
     @property
     def is_live(self) -> bool:
@@ -149,16 +156,25 @@ def apply(state: ClusterState, event: Event) -> ClusterState:
 
 
 def next_generation(state: ClusterState) -> ClusterState:
-    """The living in a new generation that nobody has reported live yet. An offer that is open is void."""
+    """The living in a new generation that nobody has reported live yet. An offer that is open is void.
+
+    Fresh workers are not in it: they would have to be filled while all others stand still.
+    """
     return replace(
         state,
         generation=state.newest + 1,
         newest=state.newest + 1,
-        members=frozenset(state.ranks),
+        members=frozenset(state.ranks) - set(state.fresh_ranks),
         live=frozenset(),
         finished=frozenset(),
         offered=0,
     )
+
+
+def without_fresh(state: ClusterState) -> ClusterState:
+    """``state`` as if fresh workers were still dead: what a recovery can count on."""
+    workers = tuple(replace(w, alive=w.alive and w.worker not in state.fresh) for w in state.workers)
+    return replace(state, workers=workers, fresh=frozenset())
 
 
 def offer_generation(state: ClusterState) -> ClusterState:
@@ -180,7 +196,15 @@ def _report_live(state: ClusterState, rank: int, generation: int) -> ClusterStat
     live = state.offered_live | {rank}
     if not state.offered_members <= live:
         return replace(state, offered_live=live)
-    return replace(state, generation=generation, members=state.offered_members, live=live, offered=0)
+    settled = {w.worker for w in state.workers if set(w.ranks) <= state.offered_members}
+    return replace(
+        state,
+        generation=generation,
+        members=state.offered_members,
+        live=live,
+        offered=0,
+        fresh=state.fresh - settled,
+    )
 
 
 def _join(state: ClusterState, event: RankJoined) -> ClusterState:
@@ -189,12 +213,15 @@ def _join(state: ClusterState, event: RankJoined) -> ClusterState:
         return state
     known = {**dict(state.incarnations), event.rank: event.incarnation}
     joining = state.joining | {event.rank}
-    workers = state.workers
+    workers, fresh = state.workers, state.fresh
     if set(worker.ranks) <= joining:
         joining -= set(worker.ranks)
+        fresh |= {worker.worker}
         back = replace(worker, alive=True, node=event.node, speed=1.0)
         workers = tuple(back if w is worker else w for w in workers)
-    return replace(state, workers=workers, joining=joining, incarnations=tuple(sorted(known.items())))
+    return replace(
+        state, workers=workers, joining=joining, fresh=fresh, incarnations=tuple(sorted(known.items()))
+    )
 
 
 def _kill(state: ClusterState, ranks: set[int], t_s: float) -> ClusterState:
@@ -205,4 +232,5 @@ def _kill(state: ClusterState, ranks: set[int], t_s: float) -> ClusterState:
     if not hit:
         return state
     workers = tuple(replace(w, alive=False) if w.worker in hit else w for w in state.workers)
-    return replace(state, workers=workers, failure_times_s=state.failure_times_s + (t_s,) * len(hit))
+    times_s = state.failure_times_s + (t_s,) * len(hit)
+    return replace(state, workers=workers, fresh=state.fresh - hit, failure_times_s=times_s)

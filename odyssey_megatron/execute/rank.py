@@ -51,7 +51,6 @@ class Member(Protocol):
     """The part of ``launch/member.py`` that steps need."""
 
     rank: int
-    joins: bool
 
     def newer_than(self, number: int) -> bool: ...
     def on_offer(self, callback: Callable[[Generation], None]) -> None: ...
@@ -144,7 +143,7 @@ class RankRuntime:
         """Of the last committed step."""
         self._outcome_logged = True
         self._groups: Groups | None = None
-        self._joins = member.joins
+        self._joins = False
         self._left: Groups | None = None
         """Of the generation before, until all its members are in the next one."""
         self._preparation: Preparation[Groups] | None = None
@@ -243,6 +242,7 @@ class RankRuntime:
             raise OdysseyError(f"generation {generation.number} has no plan, or its hash differs")
         # Not verified once more: the coordinator did, and every rank would spend milliseconds of the stall on it.
         self._planned, self._boundary = generation.planned, 0
+        self._joins = self._member.rank in generation.fresh
         if generation.previous is not None and not generation.planned:
             # How long the old step held on after the news was out; 0 for a rank that was waiting already.
             self._durations["abort"] = max(0.0, self._phase_began_s - generation.published_s)

@@ -30,6 +30,7 @@ from odyssey_megatron.cluster.state import (
     initial_state,
     next_generation,
     offer_generation,
+    without_fresh,
 )
 from odyssey_megatron.codec import from_json, to_json, to_jsonable
 from odyssey_megatron.config import OdysseyConfig
@@ -110,8 +111,6 @@ class Coordinator:
         self._offered: Generation | None = None
         self._target: Plan | None = None
         """Where to go from the live plan, between two steps."""
-        self._arrived: set[int] = set()
-        """Ranks that have joined and are in no generation yet."""
         self._fruitless = self._failed_offers = 0
 
     def run(self) -> Verdict | None:
@@ -210,19 +209,21 @@ class Coordinator:
     def _train(self) -> Verdict:
         self._rehearse()
         while True:
-            before, wanted, deaths = self._state, "", []
+            before, wanted, deaths, lost = self._state, "", [], set[int]()
             for event in self._batch():
                 if isinstance(event, Retry) and event.generation in (before.generation, before.offered):
                     wanted = f"rank {event.rank} asked for it: {event.reason}"
                 if isinstance(event, (RankDied, NodeLost)):
                     deaths.append(event)
+                living = set(self._state.ranks)
                 self._apply(event)
-            dead = sorted(set(before.ranks) - set(self._state.ranks))
+                lost |= living - set(self._state.ranks)  # also of a rank that is back already
+            dead = sorted(lost)
             if dead:
                 self._note_deaths(dead, deaths)
                 if verdict := self._hopeless(dead):
                     return verdict
-            if self._state.members & set(self._state.ranks) <= self._state.finished:
+            if (self._state.members & set(self._state.ranks)) - lost <= self._state.finished:
                 return self._finish()
             self._fruitless += bool(wanted and not dead)
             if self._fruitless > _MAX_FRUITLESS:
@@ -244,10 +245,6 @@ class Coordinator:
             self._journal.event("offer_failed", generation=event.generation, why=event.reason, echo=True)
             self._state, self._offered = replace(self._state, offered=0), None
             self._failed_offers += 1
-            if self._failed_offers < _MAX_FAILED_OFFERS:
-                self._arrived |= set(self._state.ranks) - self._state.members
-            else:
-                self._target = None
         if not isinstance(event, GenerationLive) or not self._state.is_live:
             return
         if self._offered is not None and self._state.generation == self._offered.number:
@@ -264,9 +261,8 @@ class Coordinator:
         answer = keys.welcome_key(event.rank, event.incarnation)
         if before is self._state:
             return self._control.put(answer, keys.NOT_WELCOME)
-        came = set(self._state.ranks) - set(before.ranks)
         self._exits.pop(event.rank, None)
-        self._arrived |= came
+        self._failed_offers = 0
         self._leases.watch(event.node)
         self._control.put(answer, str(self._state.newest))
         self._journal.event("rank_joined", generation=self._state.newest, echo=True, target=event.rank)
@@ -274,24 +270,21 @@ class Coordinator:
     def _move_on(self) -> None:
         """Offers the next generation on the way to something better, when the last one is live."""
         state, live = self._state, self._live_plan
-        if live is None or state.offered or not state.is_live or not state.members & set(state.ranks):
+        if live is None or state.offered or not state.is_live or self._failed_offers >= _MAX_FAILED_OFFERS:
             return
         why, rows, began_s = "the layers have moved", (), time.monotonic()
-        arrived = self._arrived & set(state.ranks)
-        if arrived:
+        if state.fresh:
             try:
                 decided = self._planner.decide(state, live, self._observations(), began_s)
             except OdysseyError as error:
                 _log.warning("no plan with the ranks that have joined: %s", error)
-                return self._arrived.clear()
+                self._failed_offers = _MAX_FAILED_OFFERS
+                return
             self._target, rows = decided.plan, decided.rows
-            why = f"rank(s) {sorted(arrived)} joined"
-        elif self._target is None:
-            return
-        if self._target.layout == live.layout and not arrived:
+            why = f"rank(s) {list(state.fresh_ranks)} joined"
+        elif self._target is None or self._target.layout == live.layout:
             self._target = None
             return
-        self._arrived.clear()
         plan = self._planner.towards(state, live, self._target)
         self._state = offer_generation(state)
         self._offered = self._generation(
@@ -336,7 +329,9 @@ class Coordinator:
         known = self._live_plan or self._start_plan
         assert known is not None
         try:
-            decided = self._planner.decide(self._state, known, self._observations(), began_s)
+            decided = self._planner.decide(
+                without_fresh(self._state), known, self._observations(), began_s
+            )
         except LayersLost as error:
             return self._layers_lost(error)
         except OdysseyError as error:
@@ -400,7 +395,6 @@ class Coordinator:
         detected_s: float = 0.0,
     ) -> None:
         self._state, self._offered = next_generation(self._state), None
-        self._arrived.clear()  # they are members of this one
         generation = self._generation(
             self._state.generation, plan, previous, why, dead, rows, detected_s, time.monotonic() - began_s
         )
@@ -419,10 +413,10 @@ class Coordinator:
         decide_s: float = 0.0,
         planned: bool = False,
     ) -> Generation:
-        members = self._state.ranks
+        state = self._state
         return Generation(
             number=number,
-            members=members,
+            members=tuple(sorted(state.offered_members if planned else state.members)),
             dead=dead,
             why=why,
             previous=previous,
@@ -433,7 +427,8 @@ class Coordinator:
             decide_s=decide_s,
             published_s=time.monotonic(),
             planned=planned,
-            incarnations=tuple(one for one in self._state.incarnations if one[0] in members),
+            incarnations=state.incarnations,
+            fresh=state.fresh_ranks,
         )
 
     def _put(self, generation: Generation) -> None:

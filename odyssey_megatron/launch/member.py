@@ -70,7 +70,9 @@ class Member:
         self._lost: ControlPlaneLost | None = None
         self._on_newer: dict[int, Callable[[], None]] = {}
         self._on_offer: Callable[[Generation], None] = lambda offered: None
-        if not self.joins:
+        self._settled = not self.joins
+        """Whether this rank may hold something: else it only waits to be offered a place."""
+        if self._settled:
             self._start_watch()
 
     @property
@@ -231,8 +233,8 @@ class Member:
             Fenced: the others go on without this rank (I8).
             ControlPlaneLost: also if no generation came in time.
         """
-        if not after and self.joins:
-            return self._first_with_this_rank()
+        if not self._settled:
+            return self._next_with_this_rank(after)
         if timeout_s is None:
             timeout_s = self._config.recovery_timeout_s if after else self._config.store_timeout_s
         ends_s = time.monotonic() + timeout_s
@@ -241,6 +243,9 @@ class Member:
         if not self._await_newer(after, ends_s - time.monotonic()):
             raise ControlPlaneLost(f"no generation after {after} within {timeout_s} s")
         generation = from_json(Generation, self._newest_text)
+        if self._waits_in(generation):
+            self._settled = False
+            return self._next_with_this_rank(generation.number)
         if not generation.stop and not self._belongs_to(generation):
             if self.journal:
                 self.journal.event("fenced", generation=generation.number, why=generation.why)
@@ -250,16 +255,23 @@ class Member:
             )
         return generation
 
-    def _belongs_to(self, generation: Generation) -> bool:
+    def _is_this_process(self, generation: Generation) -> bool:
         """Not if another process has this rank by now."""
-        incarnation = dict(generation.incarnations).get(self.rank, 0)
-        return self.rank in generation.members and incarnation == self.incarnation
+        return dict(generation.incarnations).get(self.rank, 0) == self.incarnation
 
-    def _first_with_this_rank(self) -> Generation:
-        seen = 0
+    def _belongs_to(self, generation: Generation) -> bool:
+        return self.rank in generation.members and self._is_this_process(generation)
+
+    def _waits_in(self, generation: Generation) -> bool:
+        """A recovery goes on without this rank, which holds nothing, and offers it a place afterwards."""
+        outside = self.rank in generation.fresh and self.rank not in generation.members
+        return outside and self._is_this_process(generation)
+
+    def _next_with_this_rank(self, seen: int) -> Generation:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: max(self._newest, self._offer) > seen or self._lost)
+                while max(self._newest, self._offer) <= seen and self._lost is None:
+                    self._changed.wait()
                 if self._lost is not None:
                     raise self._lost
                 seen = max(self._newest, self._offer)
@@ -273,6 +285,7 @@ class Member:
 
     def report_live(self, number: int) -> None:
         """Says that this rank holds all its state of generation ``number``. Returns once on record."""
+        self._settled = True
         self._control.send(GenerationLive(rank=self.rank, generation=number), acknowledged=True)
 
     def decline(self, number: int, reason: str) -> None:
@@ -346,6 +359,8 @@ class Member:
 
     def _hear_offer(self, number: int, text: str) -> None:
         with self._changed:
+            if not self._settled:
+                self._end_before(number)  # the offer that it is getting ready for has come to nothing
             self._offer, self._offer_text = number, text
             self._changed.notify_all()
         offered = from_json(Generation, text)

@@ -47,4 +47,6 @@ class Generation:
     planned: bool = False
     """Offered: nobody has died, and it begins between two steps, when all members have prepared it."""
     incarnations: tuple[tuple[int, int], ...] = ()
-    """(rank, incarnation) of the members that are not their rank's first process."""
+    """(rank, incarnation) of the ranks that are not their rank's first process."""
+    fresh: tuple[int, ...] = ()
+    """Ranks that hold nothing yet. Members begin with this generation; others are to wait for the next offer."""

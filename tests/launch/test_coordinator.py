@@ -10,8 +10,10 @@ import pytest
 
 from odyssey_megatron.cluster.events import (
     GenerationLive,
+    OfferFailed,
     RankDied,
     RankFinished,
+    RankJoined,
     Retry,
 )
 from odyssey_megatron.codec import from_json, to_json
@@ -22,6 +24,7 @@ from odyssey_megatron.launch.control import EVENTS, Control, EventReader
 from odyssey_megatron.launch.coordinator import Coordinator
 from odyssey_megatron.launch.local_rendezvous import LocalRendezvous
 from odyssey_megatron.launch.member import FINISHED
+from odyssey_megatron.launch.planner import Decided
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.plan.generation import Generation
 from odyssey_megatron.plan.layout import Layout
@@ -47,6 +50,7 @@ class FakePlanner:
         self.previous: list[Plan] = []
         self.observations: list[tuple[str, ...]] = []
         self.error: Exception | None = None
+        self.target: Plan | None = None
         self.start_error: Exception | None = None
 
     def start(self, job, state, profile_json):
@@ -56,13 +60,17 @@ class FakePlanner:
 
     def decide(self, state, previous, observations, now_s):
         if not observations:  # the rehearsal
-            return PLAN, ()
+            return Decided(plan=PLAN, rows=())
         self.previous.append(previous)
         self.observations.append(tuple(observations))
         if self.error:
             raise self.error
         transfers = (Transfer(layer=0, source=0, target=1),)
-        return replace(PLAN, policy="replan", step_s=1.0 + len(self.previous), transfers=transfers), ()
+        plan = replace(PLAN, policy="replan", step_s=1.0 + len(self.previous), transfers=transfers)
+        return Decided(plan=plan, rows=(), target=self.target)
+
+    def towards(self, state, current, target):
+        return target
 
     def finish(self, observations):
         self.finished = True
@@ -120,6 +128,17 @@ class Job:
 
     def died(self, *ranks, code=-9):
         self.send(*(RankDied(rank=rank, code=code, cause="killed", t_s=time.monotonic()) for rank in ranks))
+
+    def finished(self, number, *ranks):
+        self.send(*(RankFinished(rank=rank, generation=number) for rank in ranks))
+
+    def joins(self, *ranks):
+        self.send(*(RankJoined(rank=rank, node=0, incarnation=1) for rank in ranks))
+
+    def offer(self, number) -> Generation:
+        text = self.control.get(keys.generation_key(number), timeout_s=5)
+        assert text.startswith(keys.OFFER)
+        return from_json(Generation, text.removeprefix(keys.OFFER))
 
     def generation(self, number) -> Generation:
         return from_json(Generation, self.control.get(keys.generation_key(number), timeout_s=5))
@@ -245,9 +264,9 @@ def test_a_silent_agent(started):
 
 def test_finish(started):
     started.live(1, 0, 1, 2, 3)
-    started.send(*(RankFinished(rank=rank) for rank in range(3)))
+    started.send(*(RankFinished(rank=rank, generation=1) for rank in range(3)))
     assert started.absent(2)
-    started.send(RankFinished(rank=3))
+    started.send(RankFinished(rank=3, generation=1))
     assert started.generation(2).why == FINISHED
     started.died(0, 1, 2, 3, code=0)
     assert started.end().code == 0
@@ -256,21 +275,104 @@ def test_finish(started):
 
 def test_a_death_sends_those_who_had_finished_back(started):
     started.live(1, 0, 1, 2, 3)
-    started.send(RankFinished(rank=0), RankFinished(rank=1))
+    started.finished(1, 0, 1)
     started.died(3)
     assert started.generation(2).members == (0, 1, 2)
-    started.send(RankFinished(rank=0))  # still the old one, from before it heard of the new generation
+    started.finished(1, 0)  # from before it heard of the new generation
     started.live(2, 1, 2)
-    started.send(RankFinished(rank=1), RankFinished(rank=2))
+    started.finished(2, 1, 2)
     assert started.absent(3)
     started.live(2, 0)
-    started.send(RankFinished(rank=0))
+    started.finished(2, 0)
     assert started.generation(3).why == FINISHED
+
+
+def test_a_rank_that_joins_is_offered_a_place_between_two_steps(started):
+    started.live(1, 0, 1, 2, 3)
+    started.died(2)
+    assert started.generation(2).members == (0, 1, 3)
+    started.joins(2)
+    assert started.control.get(keys.welcome_key(2, 1), timeout_s=5) == "2"
+    assert started.absent(3), "not before the survivors are live in theirs"
+    started.live(2, 0, 1, 3)
+    offer = started.offer(3)
+    assert (offer.members, offer.dead, offer.planned) == ((0, 1, 2, 3), (), True)
+    assert offer.incarnations == ((2, 1),)
+    started.live(3, 0, 1, 2)
+    started.died(0)
+    after = started.generation(4)
+    assert after.previous == started.generation(2).plan, "not all had entered the offered one"
+    assert (after.members, after.fresh) == ((1, 3), (2,)), "rank 2 holds nothing, and is offered a place later"
+    started.live(4, 1, 3)
+    assert started.offer(5).members == (1, 2, 3)
+
+
+def test_an_offer_that_all_have_entered_is_the_truth(started):
+    started.live(1, 0, 1, 2, 3)
+    started.died(2)
+    started.joins(2)
+    assert started.generation(2).members == (0, 1, 3), "not even if it is back by then"
+    started.live(2, 0, 1, 3)
+    offer = started.offer(3)
+    started.live(3, 0, 1, 2, 3)
+    started.died(0)
+    assert started.generation(4).previous == offer.plan
+
+
+def test_a_living_rank_has_no_second_process(started):
+    started.live(1, 0, 1, 2, 3)
+    started.joins(2)
+    assert started.control.get(keys.welcome_key(2, 1), timeout_s=5) == keys.NOT_WELCOME
+    assert started.absent(2)
+
+
+def test_a_rank_that_dies_before_it_is_offered_a_place_costs_the_others_nothing(started):
+    started.live(1, 0, 1, 2, 3)
+    started.died(2)
+    started.generation(2)
+    started.joins(2)
+    started.died(2)
+    started.live(2, 0, 1, 3)
+    assert started.absent(3)
+
+
+def test_an_offer_that_cannot_be_prepared_is_made_again_and_then_given_up(started):
+    started.live(1, 0, 1, 2, 3)
+    started.died(2)
+    started.joins(2)
+    assert started.generation(2).members == (0, 1, 3), "not even if it is back by then"
+    started.live(2, 0, 1, 3)
+    for number in (3, 4, 5):
+        assert started.offer(number).members == (0, 1, 2, 3)
+        started.send(OfferFailed(rank=1, generation=number, reason="no address"))
+    assert started.absent(6)
+
+
+def test_a_better_layout_is_offered_after_a_recovery_that_moved_nothing(started):
+    started.planner.target = replace(PLAN, policy="replan", layout=Layout(holders=((1,),), routes=()))
+    started.live(1, 0, 1, 2, 3)
+    started.died(2)
+    started.generation(2)
+    started.live(2, 0, 1, 3)
+    assert started.offer(3).plan == started.planner.target
+    started.live(3, 0, 1, 3)
+    assert started.absent(4), "it is there"
+
+
+def test_finished_while_an_offer_is_open(started):
+    started.live(1, 0, 1, 2, 3)
+    started.died(2)
+    started.joins(2)
+    assert started.generation(2).members == (0, 1, 3), "not even if it is back by then"
+    started.live(2, 0, 1, 3)
+    started.offer(3)
+    started.finished(2, 0, 1, 3)
+    assert started.generation(4).why == FINISHED
 
 
 def test_a_failing_exit_after_the_end_fails_the_job(started):
     started.live(1, 0, 1, 2, 3)
-    started.send(*(RankFinished(rank=rank) for rank in range(4)))
+    started.send(*(RankFinished(rank=rank, generation=1) for rank in range(4)))
     started.died(0, 1, 2, code=0)
     started.died(3, code=6)
     assert started.end().code == 6
