@@ -15,8 +15,8 @@ from odyssey_megatron.cluster.state import ClusterState
 from odyssey_megatron.codec import from_json, to_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.launch import planner
+from odyssey_megatron.launch.planner import Decided
 from odyssey_megatron.plan.costs import Costs
-from odyssey_megatron.plan.generation import CandidateRow
 from odyssey_megatron.plan.memory import activation_caps
 from odyssey_megatron.plan.messages import add_messages, add_reductions
 from odyssey_megatron.plan.order import order_routes
@@ -70,7 +70,7 @@ class EmulationPlanner(planner.PolicyPlanner):
 
     def decide(
         self, state: ClusterState, previous: Plan, observations: Sequence[str], now_s: float
-    ) -> tuple[Plan, tuple[CandidateRow, ...]]:
+    ) -> Decided:
         decision = self._decide.decide(
             job=self._job,
             state=self._slowed(state),
@@ -80,7 +80,7 @@ class EmulationPlanner(planner.PolicyPlanner):
             now_s=now_s,
             among=self._emulation.among or None,
         )
-        return decision.plan, decision.candidates
+        return Decided(plan=decision.plan, rows=decision.candidates)
 
     def _slowed(self, state: ClusterState) -> ClusterState:
         speeds = dict(self._emulation.speeds)
