@@ -47,6 +47,8 @@ class Layout:
     keepers: tuple[tuple[int, ...], ...] = ()
     """``keepers[layer]``: the holders that have its optimizer state and make its step; the others get the new weights
     from the first of them. Empty: every holder keeps it."""
+    cuts: tuple[int, ...] = ()
+    """Where blocks end besides, so that what was two model chunks can go on in an interrupted step."""
 
     @property
     def num_layers(self) -> int:
@@ -67,8 +69,8 @@ class Layout:
         return tuple(sorted({worker for holders in self.holders for worker in holders}))
 
     def blocks(self) -> tuple[Block, ...]:
-        """The coarsest cut of the layers such that holders agree within a block and no hop ends inside."""
-        cuts = {0, self.num_layers}
+        """The coarsest cut, at ``cuts`` and such that holders agree within a block and no hop ends inside."""
+        cuts = {0, self.num_layers, *self.cuts}
         cuts |= {i for i in range(1, self.num_layers) if self.holders[i] != self.holders[i - 1]}
         cuts |= {end for route in self.routes for hop in route.hops for end in (hop.first, hop.last)}
         return tuple(Block(first=a, last=b, holders=self.holders[a]) for a, b in pairwise(sorted(cuts)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from odyssey_megatron.errors import ScheduleInvalid
 from odyssey_megatron.plan.costs import Costs, LayerCost
@@ -11,10 +11,14 @@ from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.schedule import Schedule
 from odyssey_megatron.plan.simulate import Timeline, run_clock
 from odyssey_megatron.plan.visits import (
+    BACKED,
     BACKWARD,
+    FINISHED,
     FORWARD,
+    FORWARDED,
     INPUT_GRAD,
     NO_BLOCK,
+    NOTHING,
     OPS,
     RECV_BACKWARD,
     RECV_FORWARD,
@@ -46,9 +50,18 @@ _AFTER = {
 }
 """What must be done before, where the visit has it at all."""
 
-_COMPUTE = _bits(FORWARD, INPUT_GRAD, WEIGHT_GRAD)
-_FROM_ABOVE = _bits(RECV_FORWARD, SEND_BACKWARD)
-_FROM_BELOW = _bits(SEND_FORWARD, RECV_BACKWARD)
+_LEVELS = (NOTHING, FORWARDED, BACKED, FINISHED)
+_LEFT = [_bits(*(FORWARD, INPUT_GRAD, WEIGHT_GRAD)[level:]) for level in _LEVELS]
+"""What a visit of each level has still to compute."""
+_FROM_ABOVE = [
+    [_bits(*[RECV_FORWARD] * (level < FORWARDED), *[SEND_BACKWARD] * (other < BACKED)) for other in _LEVELS]
+    for level in _LEVELS
+]
+_FROM_BELOW = [
+    [_bits(*[RECV_BACKWARD] * (level < BACKED), *[SEND_FORWARD] * (other < FORWARDED)) for other in _LEVELS]
+    for level in _LEVELS
+]
+"""[level][level of the visit before, or behind]: what there is to exchange with it."""
 
 
 def verify(
@@ -81,12 +94,16 @@ def verify_codes(
     *,
     in_flight_cap: Mapping[int, int] | None = None,
     speeds: Mapping[int, float] | None = None,
+    done: Sequence[int] | None = None,
 ) -> Timeline:
-    """:func:`verify` of programs that are integers already, ascending by worker."""
+    """:func:`verify` of programs that are integers already, ascending by worker.
+
+    ``done``: how far each visit is before they begin; then they must do the rest, and send what is still to be used.
+    """
     layout, found = visits.layout, tuple(programs)
     if found != layout.workers:
         raise ScheduleInvalid(f"programs of workers {found}, the layout has {layout.workers}")
-    check = _Check(visits)
+    check = _Check(visits, done or [0] * len(visits.worker))
     for worker, program in programs.items():
         check.program(worker, program)
     check.channels()
@@ -117,11 +134,15 @@ def _unit_costs(num_layers: int) -> Costs:
 class _Check:
     """What an order says without a clock: each worker's program by itself, then what they send each other."""
 
-    def __init__(self, visits: Visits) -> None:
+    def __init__(self, visits: Visits, done: Sequence[int]) -> None:
         self.visits = visits
         self.left = [
-            _COMPUTE | (_FROM_ABOVE if before >= 0 else 0) | (_FROM_BELOW if behind >= 0 else 0)
-            for before, behind in zip(visits.before, visits.behind, strict=True)
+            _LEFT[level]
+            | (_FROM_ABOVE[level][done[visit - 1]] if before >= 0 else 0)
+            | (_FROM_BELOW[level][done[visit + 1]] if behind >= 0 else 0)
+            for visit, (level, before, behind) in enumerate(
+                zip(done, visits.before, visits.behind, strict=True)
+            )
         ]
         """Per visit, the kinds of instructions that are still to come."""
         self.reductions: dict[int, set[int]] = {worker: set() for worker in visits.layout.workers}
@@ -142,6 +163,8 @@ class _Check:
                 does, still = _DOES[kind], left[visit]
                 if still & does != does or still & _AFTER[kind] or visits.worker[visit] != worker:
                     raise self._wrong(worker, at, program, self._out_of_turn(worker, code))
+                if visits.joined and kind < SEND_FORWARD and self._jumps(visit, kind):
+                    raise self._wrong(worker, at, program, "before what it gets from its neighbour here")
                 left[visit] = still & ~does
                 if kind >= SEND_FORWARD:
                     self._message(worker, visit, kind)
@@ -161,6 +184,16 @@ class _Check:
             spans = [(visits.blocks[c - visits.reductions]) for c in sorted(reductions)]
             spans_text = f"blocks {[(block.first, block.last) for block in spans]} not reduced"
             raise self._wrong(worker, len(program) - 1, program, spans_text)
+
+    def _jumps(self, visit: int, kind: int) -> bool:
+        """Whether what comes from a visit of the same worker, without a message, is not there yet."""
+        if kind == FORWARD:
+            return visit in self.visits.joined and bool(self.left[visit - 1] & 1 << FORWARD)
+        return (
+            kind != WEIGHT_GRAD
+            and visit + 1 in self.visits.joined
+            and bool(self.left[visit + 1] & 1 << INPUT_GRAD)
+        )
 
     def _message(self, worker: int, visit: int, kind: int) -> None:
         if kind == SEND_FORWARD:

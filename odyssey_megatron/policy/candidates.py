@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from heapq import heapify, heapreplace
 from itertools import accumulate, pairwise
 
@@ -51,7 +52,9 @@ def reroute(
         for hop in by_microbatch[microbatch]:
             hops += [hop] if hop.worker in steady else spread.cover(hop.first, hop.last)
         paths[microbatch] = merge_hops(hops)
-    return Layout(holders=holders, routes=group_routes(paths)).check()
+    layout = Layout(holders=holders, routes=group_routes(paths)).check()
+    before, after = ({block.first for block in one.blocks()} for one in (previous, layout))
+    return replace(layout, cuts=tuple(sorted(before - after)))
 
 
 def drop_pipelines(previous: Layout, alive: Collection[int]) -> Layout:

@@ -1,0 +1,221 @@
+"""An interrupted step goes on: whatever was done when whoever died, the rest is done exactly once, by somebody."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter, defaultdict
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from odyssey_megatron.errors import PlanInfeasible
+from odyssey_megatron.plan.generate import build_schedule
+from odyssey_megatron.plan.layout import layout_from_routes, megatron_layout, pipeline_route
+from odyssey_megatron.plan.redundancy import with_shadows
+from odyssey_megatron.plan.resume import BEGINS, REACHES, done_visits, fits, resume
+from odyssey_megatron.plan.schedule import COMPUTE, Op
+from odyssey_megatron.policy.candidates import drop_pipelines, reroute, shift_layers
+from tests.plan.samples import uniform_costs
+
+SLOW = "ODYSSEY_SLOW_TESTS" in os.environ
+
+
+class Running:
+    """Workers that carry out programs in any interleaving, and keep what the real ones keep (``execute/``)."""
+
+    def __init__(self, layout):
+        self.layout = layout
+        self.tables = {
+            w: [[0] * layout.num_layers for _ in range(layout.num_microbatches)] for w in layout.workers
+        }
+        self.results = {worker: set() for worker in layout.workers}
+        self.sums = {worker: Counter() for worker in layout.workers}
+        self.ran = Counter()
+
+    def lose(self, dead):
+        for worker in dead:
+            del self.tables[worker], self.results[worker], self.sums[worker]
+
+    def total(self):
+        return [
+            [sum(codes) for codes in zip(*rows, strict=True)]
+            for rows in zip(*self.tables.values(), strict=True)
+        ]
+
+    def go(self, schedule, rng, most=None):
+        """Runs until nobody can, or for ``most`` instructions; returns whether all came to their reductions."""
+        programs = {
+            w: [i for i in program if i.op not in (Op.REDUCE_GRAD, Op.STEP)]
+            for w, program in schedule.programs
+        }
+        at, sent, posted, arrived = dict.fromkeys(programs, 0), defaultdict(list), defaultdict(list), set()
+        while most is None or most > 0:
+            ready = [
+                w for w in programs if at[w] < len(programs[w]) and self._can(w, programs[w][at[w]], arrived)
+            ]
+            if not ready:
+                break
+            worker = rng.choice(ready)
+            instr = programs[worker][at[worker]]
+            at[worker] += 1
+            most = None if most is None else most - 1
+            if instr.op in COMPUTE:
+                self._compute(worker, instr)
+                continue
+            forward = instr.op in (Op.SEND_FORWARD, Op.RECV_FORWARD)
+            name = (instr.microbatch, instr.first)
+            if instr.op in (Op.SEND_FORWARD, Op.SEND_BACKWARD):
+                assert (forward, *name) in self.results[worker], f"{worker} has not got {instr}"
+                channel = (worker, instr.peer, forward)
+                sent[channel].append(name)
+            else:
+                channel = (instr.peer, worker, forward)
+                posted[channel].append(name)
+            for ours, theirs in zip(sent[channel], posted[channel], strict=False):
+                assert ours == theirs, channel
+                arrived.add((channel[1], forward, *ours))
+        return all(at[worker] == len(program) for worker, program in programs.items())
+
+    def _can(self, worker, instr, arrived):
+        forward = instr.op is Op.FORWARD
+        if instr.op not in COMPUTE or instr.op is Op.WEIGHT_GRAD:
+            return True
+        edge = instr.first if forward else instr.last
+        message = (forward, instr.microbatch, edge)
+        return (
+            edge in (0, self.layout.num_layers)
+            or (worker, *message) in arrived
+            or message in self.results[worker]
+        )
+
+    def _compute(self, worker, instr):
+        row, before = (
+            self.tables[worker][instr.microbatch],
+            {Op.FORWARD: 0, Op.INPUT_GRAD: 1, Op.WEIGHT_GRAD: 2},
+        )
+        assert {code % BEGINS for code in row[instr.first : instr.last]} == {before[instr.op]}, (
+            f"{instr}: {row}"
+        )
+        row[instr.first : instr.last] = [REACHES[instr.op]] * (instr.last - instr.first)
+        row[instr.first] += BEGINS
+        self.ran[instr.op, worker] += instr.last - instr.first
+        if instr.op is Op.WEIGHT_GRAD:
+            self.sums[worker].update((instr.microbatch, layer) for layer in range(instr.first, instr.last))
+        else:
+            forward = instr.op is Op.FORWARD
+            self.results[worker].add((forward, instr.microbatch, instr.last if forward else instr.first))
+
+
+def goes_on(running, layout, schedule):
+    """What the survivors agree on."""
+    if not all(fits(layout, worker, table) for worker, table in running.tables.items()):
+        return None
+    return resume(layout, schedule, running.total())
+
+
+@st.composite
+def layouts(draw):
+    pp, dp = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    blocks = draw(st.integers(pp, 2 * pp + 1))
+    layout = megatron_layout(
+        num_layers=blocks + 2,
+        pipeline_size=pp,
+        num_workers=pp * dp,
+        num_microbatches=dp * draw(st.integers(1, 4)),
+    )
+    costs = uniform_costs(blocks + 2)
+    if pp * dp > 1 and draw(st.booleans()):
+        layout = with_shadows(layout, None, dict.fromkeys(range(pp * dp), 0), draw(st.integers(2, 3)), costs)
+    return layout, costs
+
+
+@settings(
+    max_examples=5000 if SLOW else 200, derandomize=not SLOW, deadline=None, database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)  # fmt: skip
+@given(of=layouts(), seed=st.integers(0, 10**6), data=st.data())
+@pytest.mark.timeout(3600 if SLOW else 120)
+def test_after_failures_everything_is_done_once(of, seed, data):
+    layout, costs = of
+    rng, running, schedule = random.Random(seed), Running(layout), build_schedule(layout, costs)
+    instructions = sum(len(program) for _, program in schedule.programs)
+    for _ in range(data.draw(st.integers(1, 3), label="failures")):
+        alive = list(running.tables)
+        if len(alive) < 2:
+            break
+        running.go(schedule, rng, most=data.draw(st.integers(0, instructions), label="ran"))
+        dead = data.draw(st.sets(st.sampled_from(alive), min_size=1, max_size=2), label="dead")
+        how = data.draw(st.sampled_from(("reroute", "reroute", "drop", "shift")), label="how")
+        try:
+            layout = (
+                reroute(layout, set(alive) - dead, costs)
+                if how != "drop"
+                else drop_pipelines(layout, set(alive) - dead)
+            )
+            layout = shift_layers(layout, costs) if how == "shift" else layout
+        except PlanInfeasible:
+            return
+        running.lose(dead)
+        whole = build_schedule(layout, costs)
+        schedule = goes_on(running, layout, whole)
+        if schedule is None:
+            assert how != "reroute"
+            running, schedule = Running(layout), whole
+    before = running.ran.copy()
+    assert running.go(schedule, rng), "somebody waits for ever"
+    expected = {(m, layer): 1 for m in range(layout.num_microbatches) for layer in range(layout.num_layers)}
+    assert sum(running.sums.values(), Counter()) == expected
+    left = sum(layout.num_layers - sum(code > 0 for code in row) for row in running.total())
+    assert left == 0
+    assert before.total() <= running.ran.total()
+
+
+PP2_DP2 = layout_from_routes(
+    4, (pipeline_route((0, 2), (2, 4), (0, 2)), pipeline_route((1, 3), (2, 4), (1, 3)))
+)
+
+
+def test_only_what_the_dead_had_done_is_done_again():
+    costs = uniform_costs(4)
+    running = Running(PP2_DP2)
+    running.go(build_schedule(PP2_DP2, costs), random.Random(1), most=24)
+    done = {
+        worker: sum(code > 0 for row in table for code in row) for worker, table in running.tables.items()
+    }
+    running.lose({2})
+    after = reroute(PP2_DP2, {0, 1, 3}, costs)
+    schedule = goes_on(running, after, build_schedule(after, costs))
+    forwards = sum(
+        i.last - i.first for _, program in schedule.programs for i in program if i.op is Op.FORWARD
+    )
+    assert forwards == 4 * 4 - (sum(done.values()) - done[2])
+    sends = [str(i) for i in schedule.program(0) if i.op is Op.SEND_FORWARD]
+    assert len(sends) == len(set(sends))
+
+
+def test_a_takeover_by_the_neighbour_goes_on_without_a_message():
+    """Worker 0 has done the forward of its own layers; the dead neighbour's come behind them."""
+    costs = uniform_costs(4)
+    layout = layout_from_routes(4, (pipeline_route((0, 1), (2, 4), (0,)),))
+    layout = type(layout)(holders=((0, 2), (0, 2), (0, 1), (0, 1)), routes=layout.routes)
+    after = reroute(layout, {0, 2}, costs)
+    table = [[BEGINS + 1, 1, 0, 0]]
+    left = resume(after, build_schedule(after, costs), table)
+    assert str(left.program(0)[0]) == "F0[2:4]"
+    assert [str(i) for i in left.program(0) if i.op in COMPUTE] == [
+        "F0[2:4]", "I0[2:4]", "I0[0:2]", "W0[2:4]", "W0[0:2]",
+    ]  # fmt: skip
+
+
+def test_a_visit_that_the_plan_cuts_is_done_again():
+    layout = layout_from_routes(4, (pipeline_route((0, 1), (2, 4), (0,)),))
+    assert fits(layout, 0, [[BEGINS + 2, 2, 0, 0]])
+    assert not fits(layout, 0, [[BEGINS + 2, 2, 2, 0]])
+    assert not fits(layout, 1, [[BEGINS + 1, 1, 0, 0]])
+
+
+def test_a_row_tells_its_visits():
+    assert done_visits([BEGINS + 3, 3, BEGINS + 3, 0, 0, BEGINS + 1, 1]) == [(0, 2, 3), (2, 3, 3), (5, 7, 1)]
+    assert done_visits([0, 0]) == []
