@@ -14,6 +14,7 @@ from odyssey_megatron.errors import ConfigError
 MODES = ("off", "observe", "recover")
 POLICIES = ("auto", "reroute", "replan")
 REDUNDANCIES = ("off", "state")
+INTERRUPTED_STEPS = ("resume", "redo")
 DEVICES = ("cuda", "cpu")
 INJECTION_POINTS = (
     "forward",
@@ -67,6 +68,12 @@ class OdysseyConfig:
     )
     redundancy_level: int = _flag(
         1, "so many holders of a layer may be lost at once with --odyssey-redundancy state"
+    )
+    interrupted_step: str = _flag(
+        "resume",
+        "resume: survivors keep what they have done of it, and only the dead rank's part is done again; for that, what "
+        "was sent stays in memory until the step's end. redo: all do it again",
+        choices=INTERRUPTED_STEPS,
     )
     memory_headroom_percent: int = _flag(10, "share of a GPU's memory that no plan may use (in percent)")
     profile: str = _flag("", "start from this profile (JSON) in place of estimated layer costs")

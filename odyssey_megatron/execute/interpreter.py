@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from odyssey_megatron.errors import ScheduleInvalid
 from odyssey_megatron.execute.channels import Channels, Pending
+from odyssey_megatron.execute.progress import Progress
 from odyssey_megatron.execute.timing import Trace
 from odyssey_megatron.plan.schedule import Instr, Op
 
@@ -26,8 +27,8 @@ class Compute(Protocol):
         """Layers ``[first, last)``; ``activation`` is None where ``first`` is the embedding."""
         ...
 
-    def sent(self, microbatch: int, first: int, last: int) -> None:
-        """The output of that forward is on its way; its memory may go."""
+    def kept(self, microbatch: int, first: int, last: int) -> None:
+        """The output of that forward has an alias from now on; it need not keep its memory itself."""
         ...
 
     def input_grad(
@@ -69,7 +70,7 @@ class Interpreter:
         self._compute, self._channels, self._holder_group = compute, channels, holder_group
         self._num_layers, self._checkpoint = num_layers, checkpoint
         self._arriving: dict[tuple[Op, int, int], Pending] = {}
-        self._leaving: dict[tuple[Op, int, int], tuple[torch.Tensor, Instr]] = {}
+        self._progress = Progress(0, 0, keeps=False)
         self._handlers: dict[Op, tuple[str, Callable[[Instr], None]]] = {
             Op.FORWARD: ("forward", self._forward),
             Op.INPUT_GRAD: ("backward", self._input_grad),
@@ -82,8 +83,12 @@ class Interpreter:
             Op.REDUCE_GRAD: ("reduce", self._reduce),
         }
 
-    def run(self, program: Sequence[Instr], trace: Trace) -> None:
-        """Everything up to STEP, which is the caller's: it spans all workers (see ``execute/rank.py``)."""
+    def run(self, program: Sequence[Instr], trace: Trace, progress: Progress) -> None:
+        """Everything up to STEP, which is the caller's: it spans all workers (see ``execute/rank.py``).
+
+        ``progress`` says what has been done of the step before, and afterwards what has.
+        """
+        self._progress = progress
         for instr in program:
             if instr.op is Op.STEP:
                 break
@@ -92,46 +97,54 @@ class Interpreter:
             with trace.span(instr):
                 handler(instr)
         self._channels.wait_sent()
-        if self._arriving or self._leaving:
+        if self._arriving:
             raise ScheduleInvalid(
-                f"unused messages at the end of the program: {[*self._arriving, *self._leaving]}. The schedule "
-                "was not verified; please report it with the journal."
+                f"unused messages at the end of the program: {[*self._arriving]}. The schedule was not verified; "
+                "please report it with the journal."
             )
 
     def abandon(self) -> None:
         """Lets go of messages that will not come any more: they would keep their group's threads until a collection."""
         self._arriving.clear()
-        self._leaving.clear()
         self._channels.abandon()
 
     def _forward(self, instr: Instr) -> None:
-        key = (Op.RECV_FORWARD, instr.microbatch, instr.first)
-        activation = self._arriving.pop(key).wait() if instr.first else None
+        activation = self._input(instr, Op.RECV_FORWARD, instr.first) if instr.first else None
         output = self._compute.forward(instr.microbatch, instr.first, instr.last, activation)
         if instr.last < self._num_layers:
-            self._leaving[Op.SEND_FORWARD, instr.microbatch, instr.last] = (output, instr)
+            self._progress.leave(Op.SEND_FORWARD, instr.microbatch, instr.last, output)
+            self._compute.kept(instr.microbatch, instr.first, instr.last)
+        self._progress.reached(instr, Op.FORWARD)
 
     def _input_grad(self, instr: Instr) -> None:
-        key = (Op.RECV_BACKWARD, instr.microbatch, instr.last)
-        grad = self._arriving.pop(key).wait() if instr.last < self._num_layers else None
-        input_grad = self._compute.input_grad(instr.microbatch, instr.first, instr.last, grad)
+        grad = self._input(instr, Op.RECV_BACKWARD, instr.last) if instr.last < self._num_layers else None
+        with self._progress.adding():  # weight gradients of what is not deferred
+            input_grad = self._compute.input_grad(instr.microbatch, instr.first, instr.last, grad)
         if instr.first:
             if input_grad is None:
                 raise ScheduleInvalid(f"{instr} gave no input gradient")
-            self._leaving[Op.SEND_BACKWARD, instr.microbatch, instr.first] = (input_grad, instr)
+            self._progress.leave(Op.SEND_BACKWARD, instr.microbatch, instr.first, input_grad)
+        self._progress.reached(instr, Op.INPUT_GRAD)
+
+    def _input(self, instr: Instr, op: Op, edge: int) -> torch.Tensor:
+        """What was received for ``instr``, or what the neighbouring visit on this worker has left for it."""
+        pending = self._arriving.pop((op, instr.microbatch, edge), None)
+        if pending is not None:
+            return pending.wait()
+        made_by = Op.SEND_FORWARD if op is Op.RECV_FORWARD else Op.SEND_BACKWARD
+        return self._progress.take(made_by, instr.microbatch, edge).detach()
 
     def _weight_grad(self, instr: Instr) -> None:
-        self._compute.weight_grad(instr.microbatch, instr.first, instr.last)
+        with self._progress.adding():
+            self._compute.weight_grad(instr.microbatch, instr.first, instr.last)
+        self._progress.reached(instr, Op.WEIGHT_GRAD)
 
     def _backward(self, instr: Instr) -> None:
         self._input_grad(instr)
         self._weight_grad(instr)
 
     def _send(self, instr: Instr) -> None:
-        tensor, source = self._leaving.pop((instr.op, instr.microbatch, instr.first))
-        self._channels.send(instr, tensor)
-        if instr.op is Op.SEND_FORWARD:
-            self._compute.sent(source.microbatch, source.first, source.last)
+        self._channels.send(instr, self._progress.take(instr.op, instr.microbatch, instr.first))
 
     def _receive(self, instr: Instr) -> None:
         room = self._compute.empty_message()
@@ -140,5 +153,6 @@ class Interpreter:
     def _reduce(self, instr: Instr) -> None:
         group = self._holder_group(instr.first, instr.last)
         if group is not None:
+            self._progress.whole = False
             for buffer in self._compute.gradients(instr.first, instr.last):
                 dist.all_reduce(buffer, group=group)

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from odyssey_megatron.cluster.state import Cell
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.errors import OdysseyError, Superseded
+from odyssey_megatron.errors import OdysseyError, PeerFailed, Superseded
 from odyssey_megatron.execute.channels import WORLD, Channels, channel_groups
 from odyssey_megatron.execute.interpreter import FORWARD_ONLY, Compute, Interpreter
+from odyssey_megatron.execute.progress import Progress
 from odyssey_megatron.execute.timing import ComputeTimes, Trace, link_times
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.plan.generation import Generation
@@ -136,6 +137,11 @@ class RankRuntime:
         self._groups: Groups | None = None
         self._interpreter: Interpreter | None = None
         self._program: Program = ()
+        self._progress: Progress | None = None
+        """Of the step at hand; None where it has not begun, or must begin anew."""
+        self._rest: Program | None = None
+        """What is left to do of an interrupted step, if it goes on."""
+        self._recovered_by = ""
         self._plan: Plan | None = None
         self._generation = 0
         self._cell = Cell(rank=member.rank, size=tensor_model_parallel_size)
@@ -195,18 +201,32 @@ class RankRuntime:
         self._on_groups(self._groups)
 
     def agree(self, generation: Generation) -> None:
-        standing = agree.Standing(done=self.done, ready=self._ready)
+        self._rest, plan, progress = None, self._require_plan(), self._progress or self._new_progress()
+        cell_group = self._groups[cell_group_name(self._worker)] if self._cell.size > 1 else None
+        resumable = self._config.interrupted_step == "resume" and agree.can_resume(
+            cell_group, plan.layout, self._worker, progress, self._totals.device
+        )
+        standing = agree.Standing(done=self.done, ready=self._ready, resumable=resumable)
         fingerprint = int(generation.plan_hash, 16) % 2**40 + generation.number
         standings, totals = agree.exchange(self._world, standing, fingerprint, self._totals)
-        behind = agree.left_behind(standings) and self.done == min(one.done for one in standings)
-        self._durations["finished"] = float(agree.left_behind(standings))
+        finished = agree.left_behind(standings)
+        behind = finished and self.done == min(one.done for one in standings)
+        if not finished and all(one.resumable for one in standings):
+            self._rest = agree.what_is_left(self._world, plan, self._cell, progress, self._totals.device)
+        self._recovered_by = "finish" if finished else "redo" if self._rest is None else "resume"
         if behind and self._in_step:
             self._commit(totals[next(i for i, one in enumerate(standings) if one.done > self.done)])
         elif behind:
             self.done += 1
         self._ready = False  # nobody is ahead any more, and the blocks with these gradients may go
+        if self._rest is None:
+            self._progress = None
         if self._logs:
             self._speak()
+
+    def _new_progress(self, *, keeps: bool = False) -> Progress:
+        layout = self._require_plan().layout
+        return Progress(layout.num_microbatches, layout.num_layers, keeps=keeps)
 
     def transfer(self, generation: Generation) -> None:
         plan, model = self._require_plan(), self._model
@@ -259,9 +279,10 @@ class RankRuntime:
         step = self.committed
         began_s, self._ready, self._in_step = time.monotonic(), False, True
         trace = Trace(measured=step == 1 or step % self._config.profile_steps == 0)
-        self._model.begin_step(step)
-        assert self._interpreter is not None
-        self._interpreter.run(self._program, trace)
+        if self._progress is None:
+            self._model.begin_step(step)
+            self._progress = self._new_progress(keeps=self._config.interrupted_step == "resume")
+        self._run(self._progress, trace)
         self._log_samples(step)
         self._ready = True
         self._check("agreement", -1)
@@ -272,6 +293,21 @@ class RankRuntime:
         self._steps_here += 1
         self._measure(step, trace, time.monotonic() - began_s)
 
+    def _run(self, progress: Progress, trace: Trace) -> None:
+        """The step's program, or what is left of it."""
+        rest, self._rest = self._rest, None
+        assert self._interpreter is not None
+        try:
+            self._interpreter.run(self._program if rest is None else rest, trace, progress)
+        except torch.OutOfMemoryError as error:
+            if rest is None:
+                raise
+            # What was in flight here came on top of what the plan keeps in flight. Done again, the step fits.
+            progress.whole = False
+            raise PeerFailed(
+                f"no memory to go on with step {self.committed} where it was: {error}"
+            ) from error
+
     def evaluate(self, index: int) -> None:
         """Microbatches of evaluation batch ``index`` through the layers, forward only."""
         assert self._interpreter is not None
@@ -279,7 +315,8 @@ class RankRuntime:
         self._evaluating = True
         try:
             with torch.no_grad():
-                self._interpreter.run([one for one in self._program if one.op in FORWARD_ONLY], Trace())
+                forward_only = [one for one in self._program if one.op in FORWARD_ONLY]
+                self._interpreter.run(forward_only, Trace(), self._new_progress())
         finally:
             self._evaluating = False
 
@@ -313,7 +350,7 @@ class RankRuntime:
         self.outcome = self._model.apply(totals, checkpoint)
         self._totals, self.committed = totals.clone(), step + 1
         self.done, self._ready, self._in_step = self.done + 1, False, False
-        self._outcome_logged = False
+        self._outcome_logged, self._progress = False, None
         self._fault_point("commit", step=step, generation=self._generation, microbatch=-1)
 
     def _kept(self) -> set[int]:
@@ -442,6 +479,6 @@ class RankRuntime:
             transfer_s=durations.get("transfer", 0.0),
             in_groups_s=self._in_groups_s,
             resumed_s=time.monotonic(),
-            outcome="finish" if durations.get("finished") else "redo",
+            outcome=self._recovered_by,
             echo=self._logs,
         )

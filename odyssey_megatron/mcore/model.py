@@ -136,15 +136,22 @@ class MegatronModel:
             parts = build_parts(self.spec, layer, layer + 1, self._groups)[layer]
             self._held[layer] = self._hold(layer, parts, kept=False)
         kept, self._blocks = self._blocks, {}
+        sums = {
+            layer.index: (layer, _gradients_of(layer)) for block in kept.values() for layer in block.layers
+        }
         for block in layout.blocks():
             if worker not in block.holders:
                 continue
             layers = [self._held[layer] for layer in range(block.first, block.last)]
             old = kept.pop((block.first, block.last), None)
             same = old is not None and all(a is b for a, b in zip(old.layers, layers, strict=True))
-            self._blocks[block.first, block.last] = (
-                old if same and old is not None else LayerBlock(self.spec, layers, self._groups)
-            )
+            if same and old is not None:
+                self._blocks[block.first, block.last] = old
+                continue
+            self._blocks[block.first, block.last] = LayerBlock(self.spec, layers, self._groups)
+            for layer in layers:
+                if layer.index in sums:
+                    _carry_over(*sums[layer.index], layer)
         self._layout, self._worker = layout, worker
 
     # -- one step -------------------------------------------------------------------------------------------------
@@ -214,7 +221,7 @@ class MegatronModel:
             )
         return reported
 
-    def sent(self, microbatch: int, first: int, last: int) -> None:
+    def kept(self, microbatch: int, first: int, last: int) -> None:
         if not self._training:
             return
         output = self._flights[microbatch, first].output
@@ -381,6 +388,17 @@ class MegatronModel:
             index: {name: parameter.detach().cpu() for name, parameter in layer.named_parameters()}
             for index, layer in sorted(self._held.items())
         }
+
+
+def _gradients_of(layer: HeldLayer) -> list[torch.Tensor]:
+    return [parameter.main_grad for parameter in layer.parameters()]
+
+
+def _carry_over(old: HeldLayer, sums: Sequence[torch.Tensor], new: HeldLayer) -> None:
+    """The gradients of an interrupted step go on in ``new``, those of its microbatches in flight on ``old``, too."""
+    for before, total, after in zip(old.parameters(), sums, new.parameters(), strict=True):
+        after.main_grad.copy_(total)
+        before.main_grad = after.main_grad
 
 
 def _digest(tensors: Sequence[torch.Tensor]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from heapq import heapify, heapreplace
 from itertools import accumulate, pairwise
 
@@ -52,9 +51,10 @@ def reroute(
         for hop in by_microbatch[microbatch]:
             hops += [hop] if hop.worker in steady else spread.cover(hop.first, hop.last)
         paths[microbatch] = merge_hops(hops)
-    layout = Layout(holders=holders, routes=group_routes(paths)).check()
-    before, after = ({block.first for block in one.blocks()} for one in (previous, layout))
-    return replace(layout, cuts=tuple(sorted(before - after)))
+    routes = group_routes(paths)
+    ends = {hop.first for route in routes for hop in route.hops}
+    cuts = tuple(block.first for block in previous.blocks() if block.first not in ends)
+    return Layout(holders=holders, routes=routes, cuts=cuts).check()
 
 
 def drop_pipelines(previous: Layout, alive: Collection[int]) -> Layout:

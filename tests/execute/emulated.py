@@ -49,7 +49,7 @@ class Accelerator:
         self._fused, self._megatron_start = False, emulation.megatron_start
         self._workers: dict[tuple[int, int], int] = {}
         self._mine: tuple[int, ...] = ()
-        self._done_s: float | None = None
+        self._done_s, self._fresh = 0.0, True
         self._began_s = self._late_s = 0.0
         self._step = 0
         self._heads: list[int] = []
@@ -71,8 +71,9 @@ class Accelerator:
 
     def begin_step(self, step: int) -> None:
         """In a new generation every rank begins when it gets here."""
-        if self._done_s is None or not self._seamless:
+        if self._fresh or not self._seamless:
             self._done_s = time.monotonic()
+        self._fresh = False
         self._step, self._began_s, self._late_s = step, self._done_s, 0.0
         self._heads.clear()
 
@@ -85,7 +86,7 @@ class Accelerator:
             self._heads.append(microbatch)
         return self._compute(("forward_s",), first, last, activation)
 
-    def sent(self, microbatch: int, first: int, last: int) -> None: ...
+    def kept(self, microbatch: int, first: int, last: int) -> None: ...
 
     def input_grad(self, microbatch: int, first: int, last: int, grad: torch.Tensor | None) -> torch.Tensor:
         # A fused backward sends its gradient when all of it is done, so that is the time in the message.
@@ -149,7 +150,7 @@ class Accelerator:
         self._incoming.clear()
         self._workers = {(block.first, block.last): len(block.holders) for block in layout.blocks()}
         self._mine = layout.held_by(worker)
-        self._done_s = None
+        self._done_s, self._fresh = time.monotonic(), True  # an interrupted step goes on from here
         # Only the first plan is Megatron's: recoveries are the planner's own.
         self._fused, self._megatron_start = self._megatron_start, False
 

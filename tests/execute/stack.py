@@ -63,6 +63,7 @@ class Stack:
         self._incoming: dict[int, list[torch.Tensor]] = {}
         self._flights: dict[tuple[int, int], tuple[Any, Any, Any]] = {}
         self._spans: dict[tuple[int, int], torch.Tensor] = {}
+        self._gradients: dict[int, torch.Tensor] = {}
         self._losses: dict[int, float] = {}
         self._step = 0
 
@@ -83,6 +84,7 @@ class Stack:
     def take_layout(self, layout: Layout, worker: int) -> None:
         self.held.update(self._incoming)
         self._incoming.clear()
+        before = self._gradients
         blocks = [block for block in layout.blocks() if worker in block.holders]
         size = WIDTH * WIDTH
         self._spans = {
@@ -93,6 +95,8 @@ class Stack:
             for block in blocks
             for index, piece in enumerate(self._spans[block.first, block.last].split(size))
         }
+        for layer in before.keys() & self._gradients.keys():
+            self._gradients[layer].copy_(before[layer])
 
     def begin_step(self, step: int) -> None:
         self._step = step
@@ -116,7 +120,7 @@ class Stack:
         self._flights[microbatch, first] = (x, weights, out)
         return out
 
-    def sent(self, microbatch: int, first: int, last: int) -> None: ...
+    def kept(self, microbatch: int, first: int, last: int) -> None: ...
 
     def input_grad(
         self, microbatch: int, first: int, last: int, grad: torch.Tensor | None

@@ -1,0 +1,54 @@
+"""How far a worker is with a step: what it has done, and what it has made for others."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from odyssey_megatron.plan.resume import BEGINS, REACHES
+from odyssey_megatron.plan.schedule import Instr, Op
+
+MessageKey = tuple[Op, int, int]
+"""(the send's op, microbatch, boundary)."""
+
+
+class Progress:
+    """One attempt at a step, over as many generations as it takes.
+
+    Args:
+        keeps: results stay until the step's end, so that they can be sent once more to whoever takes over for a dead
+            worker; else until they are sent.
+    """
+
+    def __init__(self, num_microbatches: int, num_layers: int, *, keeps: bool):
+        self.table = torch.zeros(num_microbatches, num_layers, dtype=torch.uint8)
+        """See ``plan/resume.py``: a failure costs the survivors nothing of it."""
+        self.results: dict[MessageKey, torch.Tensor] = {}
+        """The activations and gradients that leave a visit."""
+        self.whole = True
+        """The gradients are exactly what the table says: nothing was cut off half-way, and nothing reduced yet."""
+        self._keeps = keeps
+
+    def leave(self, op: Op, microbatch: int, edge: int, tensor: torch.Tensor) -> None:
+        """Notes a result. An alias, since Megatron takes the storage away from its output tensors."""
+        self.results[op, microbatch, edge] = tensor.detach()
+
+    def take(self, op: Op, microbatch: int, edge: int) -> torch.Tensor:
+        """A result that is sent or used now."""
+        key = (op, microbatch, edge)
+        return self.results[key] if self._keeps else self.results.pop(key)
+
+    def reached(self, instr: Instr, op: Op) -> None:
+        """``op`` has run for the visit of ``instr``."""
+        row = self.table[instr.microbatch]
+        row[instr.first : instr.last] = REACHES[op]
+        row[instr.first] += BEGINS
+
+    @contextlib.contextmanager
+    def adding(self) -> Iterator[None]:
+        """The body adds to gradients: if it is cut off, nobody knows what it has added."""
+        self.whole = False
+        yield
+        self.whole = True

@@ -1,0 +1,63 @@
+"""An interrupted step goes on where it was: the survivors keep what they have done, and the run stays exact (I6)."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e.jobs import assert_equal_runs
+
+BATCH = "--global-batch-size 24"
+"""Microbatches enough that no rank has begun to reduce its gradients when the news of a death comes."""
+
+REROUTED = {
+    f"{point}-{stage}": f"rank={rank},step=2,at={point},microbatch={microbatch}"
+    for point in ("forward", "backward", "weight_grad")
+    for stage, rank, microbatch in (("first", 1, 7), ("middle", 4, 6), ("last", 7, 5))
+} | {
+    "rank0": "rank=0,step=2,at=backward,microbatch=8",
+    "first-step": "rank=2,step=0,at=forward,microbatch=6",
+    "two-at-once": "rank=1,step=2,at=forward,microbatch=7;rank=6,step=2,at=backward,microbatch=4",
+    "again-in-the-same-step": "rank=3,step=2,at=backward,microbatch=3;rank=6,step=2,at=forward,generation=2",
+    "in-a-row": "rank=1,step=1,at=weight_grad,microbatch=3;rank=6,step=3,at=forward,microbatch=12",
+}  # fmt: skip
+"""PP4 x DP2: ranks 0 and 1 hold the first stage."""
+
+TAKEN_OVER = {
+    f"{point}-{rank}": f"rank={rank},step=2,at={point},microbatch=9"
+    for point in ("forward", "backward", "weight_grad")
+    for rank in range(4)
+}
+"""One pipeline of four stages with shadows, some of them neighbours."""
+
+
+def check(shot, reference, inject):
+    assert_equal_runs(shot, reference, kills=inject.count("rank="))
+    outcomes = [one.outcome for one in shot.run.recoveries]
+    assert outcomes == ["resume"] * len(outcomes)
+
+
+@pytest.fixture(scope="module")
+def longer(jobs):
+    """(ranks, stages) -> the job without failures."""
+    known = {}
+
+    def run(ranks, stages):
+        if (ranks, stages) not in known:
+            known[ranks, stages] = jobs.run(
+                f"longer-{ranks}-{stages}", ranks=ranks, stages=stages, flags=BATCH
+            )
+        return known[ranks, stages]
+
+    return run
+
+
+@pytest.mark.parametrize("case", REROUTED)
+def test_rerouted_in_mid_step(jobs, longer, name, case):
+    flags = f"{BATCH} --odyssey-policy reroute --odyssey-inject {REROUTED[case]}"
+    check(jobs.run(name, ranks=8, stages=4, flags=flags), longer(8, 4), REROUTED[case])
+
+
+@pytest.mark.parametrize("case", TAKEN_OVER)
+def test_taken_over_in_mid_step(jobs, longer, name, case):
+    flags = f"{BATCH} --odyssey-redundancy state --odyssey-policy reroute --odyssey-inject {TAKEN_OVER[case]}"
+    check(jobs.run(name, ranks=4, stages=4, flags=flags), longer(4, 4), TAKEN_OVER[case])
