@@ -114,7 +114,7 @@ class Injection:
     microbatch: int = -1
     """-1: the first one that comes by."""
     generation: int = -1
-    """-1: any; 2 means only in the second generation, e.g. during the redone step."""
+    """-1: any; 2 means only in the second generation, e.g. while the interrupted step is finished."""
 
 
 def parse_injections(text: str) -> tuple[Injection, ...]:
