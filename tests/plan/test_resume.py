@@ -40,6 +40,11 @@ class Running:
         for worker in dead:
             del self.tables[worker], self.results[worker], self.sums[worker]
 
+    def forget(self, workers):
+        for worker in workers:
+            self.tables[worker] = [[0] * self.layout.num_layers for _ in self.tables[worker]]
+            self.results[worker], self.sums[worker] = set(), Counter()
+
     def total(self):
         return [
             [sum(codes) for codes in zip(*rows, strict=True)]
@@ -160,6 +165,8 @@ def test_after_failures_everything_is_done_once(of, seed, data):
         except PlanInfeasible:
             return
         running.lose(dead)
+        # Some may have heard of a decision to do the step again, which others have not: those begin anew.
+        running.forget(data.draw(st.sets(st.sampled_from(alive), max_size=1), label="forgetful") - dead)
         whole = build_schedule(layout, costs)
         schedule = goes_on(running, layout, whole)
         if schedule is None:
