@@ -118,7 +118,7 @@ class Injection:
     microbatch: int = -1
     """-1: the first one that comes by."""
     generation: int = -1
-    """-1: any; 2 means only in the second generation, e.g. during the redone step."""
+    """-1: any; 2 means only in the second generation, e.g. while the interrupted step is finished."""
     incarnation: int = 0
     """Which of the processes that are this rank one after another; 0 is the first."""
 

@@ -88,7 +88,9 @@ class Rank(Protocol):
         ...
 
     def agree(self, generation: Generation) -> None:
-        """All members carry out the same plan; a step that somebody has committed is finished by everybody (I5)."""
+        """All members carry out the same plan; a step that somebody has committed is finished by everybody (I5), and an
+        interrupted one goes on where it was, or is done again.
+        """
         ...
 
     def transfer(self, generation: Generation, live: Callable[[], None]) -> None:

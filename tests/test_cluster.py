@@ -114,7 +114,12 @@ def test_an_offer_counts_once_all_its_members_are_live_in_it(state):
         offered = apply(offered, GenerationLive(rank=rank, generation=2))
         assert offered.generation == 1
     entered = apply(offered, GenerationLive(rank=2, generation=2))
-    assert (entered.generation, entered.offered, entered.members, entered.is_live) == (2, 0, {0, 1, 2, 3}, True)
+    assert (entered.generation, entered.offered, entered.members, entered.is_live) == (
+        2,
+        0,
+        {0, 1, 2, 3},
+        True,
+    )
 
 
 def test_a_loss_ends_an_offer_and_its_number_is_not_used_again(state):

@@ -26,6 +26,7 @@ FROZEN = {
     "inject": "",
     "redundancy": "off",
     "redundancy_level": 1,
+    "interrupted_step": "resume",
     "memory_headroom_percent": 10,
     "profile": "",
     "profile_steps": 5,

@@ -48,8 +48,8 @@ _OTHER_TOKEN = (
     "value on all nodes."
 )
 _RUNNING = (
-    "a job with a node {node} is running under this address. To replace that node after it was lost, use 'odyssey join' "
-    "with the same arguments; for another job, use another --master-port."
+    "a job with a node {node} is running under this address. To replace that node after it was lost, use 'odyssey "
+    "join' with the same arguments; for another job, use another --master-port."
 )
 _NOT_RUNNING = "no job with a node {node} is running under this address, so there is nothing to join. Start a job with 'odyssey run'."
 _RESPAWNS_OF_A_NODE = 10_000

@@ -329,9 +329,7 @@ class Coordinator:
         known = self._live_plan or self._start_plan
         assert known is not None
         try:
-            decided = self._planner.decide(
-                without_fresh(self._state), known, self._observations(), began_s
-            )
+            decided = self._planner.decide(without_fresh(self._state), known, self._observations(), began_s)
         except LayersLost as error:
             return self._layers_lost(error)
         except OdysseyError as error:
@@ -376,8 +374,8 @@ class Coordinator:
     def _stop(self, message: str, code: int) -> Verdict:
         """Tells the members to stop; they leave with ``code`` by themselves."""
         self._put(Generation(
-            number=next_generation(self._state).generation, members=self._state.ranks, dead=(), why="stop", previous=None,
-            plan=None, plan_hash="", candidates=(), stop=message, stop_code=code,
+            number=next_generation(self._state).generation, members=self._state.ranks, dead=(), why="stop",
+            previous=None, plan=None, plan_hash="", candidates=(), stop=message, stop_code=code,
             published_s=time.monotonic(),
         ))  # fmt: skip
         return Verdict(code=code, why=message, grace_s=_STOP_GRACE_S)

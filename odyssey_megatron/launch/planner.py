@@ -77,6 +77,8 @@ class PolicyPlanner:
     def start(self, job: JobSpec, state: ClusterState, profile_json: str) -> Plan:
         self._job = job
         self._profile = from_json(self._profiles.Profile, profile_json)
+        keeps = self._config.interrupted_step == "resume"
+        self._profile = replace(self._profile, costs=replace(self._profile.costs, keeps_messages=keeps))
         job.check(len(state.ranks))
         self._home = self._first_plan(job, state)
         return self._home

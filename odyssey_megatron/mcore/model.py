@@ -131,7 +131,7 @@ class MegatronModel:
         self._incoming.clear()
 
     def take_layout(self, layout: Layout, worker: int) -> None:
-        """Assembles this worker's blocks; blocks whose span stays the same are kept.
+        """Assembles this worker's blocks; blocks whose span stays the same are kept, gradients in any case.
 
         Raises:
             TransferIncomplete: a layer is neither held nor received.

@@ -49,9 +49,10 @@ EVENTS: dict[str, tuple[str, ...]] = {
 
 ``recovered`` (one line a surviving rank): ``detected_s`` = ``t_s`` of the agent's notice; ``in_groups_s`` and
 ``resumed_s`` = ``t_s`` when the rank was in all its new groups, and when it ran the first instruction of the
-next step; the other ``*_s`` are durations; ``outcome`` is ``redo`` or ``finish`` (the step had been agreed
-on). ``switched``: a generation that began between two steps; ``groups_s``, ``agree_s`` and ``transfer_s`` stood still,
-while ``fill_s`` ran behind the first step. ``redone``: how long the redone step took until it was committed. ``samples`` (the rank that ran a microbatch
+next step; the other ``*_s`` are durations; ``outcome`` is ``resume`` (the interrupted step went on where it was),
+``redo`` (it was done again) or ``finish`` (it had been agreed on). ``redone``: how long the step took from there until
+it was committed. ``switched``: a generation that began between two steps; ``groups_s``, ``agree_s`` and ``transfer_s``
+stood still, while ``fill_s`` ran behind the first step. ``samples`` (the rank that ran a microbatch
 through the head): ``samples`` holds, for each of ``microbatches``, the list of its global sample indices.
 ``weights``: at the end of a rank, by layer. ``step_committed``: ``loss`` is a dict of named losses; ``step_s`` is -1
 where it was not timed. ``trace``: [[text, start_s, end_s], ...] on the monotonic clock. ``dead`` is a list of ranks

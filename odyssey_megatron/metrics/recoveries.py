@@ -24,7 +24,8 @@ class Recovery:
     policy: str
     plan_hash: str
     outcome: str
-    """``redo``, ``finish``, or ``superseded``: the next failure came before this recovery was through."""
+    """What became of the interrupted step: ``resume``, ``redo``, ``finish``; or ``superseded``: the next failure came
+    before this recovery was through."""
     failed_wall_s: float
     """When the fault was injected, else when it was detected."""
     detect_s: float | None
@@ -35,7 +36,7 @@ class Recovery:
     groups_s: float | None
     transfer_s: float | None
     redo_s: float | None
-    """The redone step, until it was committed; training, not stall."""
+    """The interrupted step, from when it went on, or was begun anew, until it was committed; training, not stall."""
     in_groups_s: float | None
     """From the failure until the last survivor was in all its new groups."""
     stall_s: float | None

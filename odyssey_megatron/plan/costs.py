@@ -39,6 +39,8 @@ class Costs:
     link_bytes_per_s: float
     memory_bytes: int | None = None
     """Of one worker, for weights, gradients, optimizer and activations; None = not known, no limit."""
+    keeps_messages: bool = False
+    """What a worker sends stays there until the step's end, so that an interrupted step can go on."""
     optimizer_s: float = 0.0
     """The step's end: agreement and optimizer, on the worker that takes longest."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +67,7 @@ class Stack:
         self._gradients: dict[int, torch.Tensor] = {}
         self._losses: dict[int, float] = {}
         self._step = 0
+        self.room: Callable[[], bool] = lambda: True
 
     def create_layers(self, layers: tuple[int, ...], kept: set[int]) -> None:
         for layer in layers:
@@ -108,6 +110,8 @@ class Stack:
     def forward(
         self, microbatch: int, first: int, last: int, activation: torch.Tensor | None
     ) -> torch.Tensor:
+        if not self.room():
+            raise torch.OutOfMemoryError("no room for an activation")
         x = sample(self._step, microbatch) if activation is None else activation
         x = x.requires_grad_()
         weights = [self.held[layer][0].detach().requires_grad_() for layer in range(first, last)]
@@ -178,6 +182,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--messages", choices=("tags", "pairs"), default="tags")
     parser.add_argument("--stages", type=int, default=2)
+    parser.add_argument("--exhausted", type=int, default=-1, help="rank without memory in generation 2")
     parser.add_argument("--out", required=True)
     add_arguments(parser)
     args = parser.parse_args()
@@ -188,6 +193,7 @@ def main() -> None:
     job = JobSpec(
         num_layers=LAYERS, pipeline_model_parallel_size=args.stages, tensor_model_parallel_size=1,
         num_microbatches=MICROBATCHES, tokens_per_step=MICROBATCHES, train_steps=STEPS,
+        least_holders=config.least_holders,
     )  # fmt: skip
     profile = estimated_profile(
         num_transformer_layers=LAYERS - 2, hidden_size=WIDTH, ffn_hidden_size=WIDTH, num_attention_heads=1,
@@ -205,6 +211,8 @@ def main() -> None:
         journal=journal,
         on_commit=lambda step, outcome: None,
     )
+    if member.rank == args.exhausted:
+        model.room = lambda: rank.generation != 2
     try:
         recover.train(member, rank, train_steps=STEPS)
     except JobStopped as stop:

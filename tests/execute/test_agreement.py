@@ -6,6 +6,8 @@ import itertools
 
 import pytest
 
+from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
+
 torch = pytest.importorskip("torch")
 
 
@@ -51,3 +53,52 @@ def test_phases_follow_the_table():
         path.append(next(phase for phase in NEXT[path[-1]] if phase is not Phase.ABORT))
     assert path == list(Phase)
     assert all(b in NEXT[a] for a, b in itertools.pairwise(path))
+
+
+def progress_of(layout, *instructions):
+    from odyssey_megatron.execute.progress import Progress
+    from odyssey_megatron.plan.schedule import parse_instr
+
+    progress = Progress(layout.num_microbatches, layout.num_layers, keeps=True)
+    for text in instructions:
+        instr = parse_instr(text)
+        progress.reached(instr, instr.op)
+    return progress
+
+
+def test_what_a_rank_has_done_stays_if_the_plan_lets_it():
+    from odyssey_megatron.rebuild.agree import can_resume
+
+    layout = layout_from_routes(4, (pipeline_route((0, 1), (2, 4), (0,)),))
+    device = torch.device("cpu")
+    assert can_resume(None, layout, 0, progress_of(layout), device), "it has not begun"
+    assert can_resume(None, layout, 0, progress_of(layout, "F0[0:2]", "I0[0:2]"), device)
+    assert not can_resume(None, layout, 1, progress_of(layout, "F0[0:2]"), device), "now another worker's"
+    assert not can_resume(None, layout, 0, progress_of(layout, "F0[0:3]"), device), "the plan cuts it"
+
+
+def test_gradients_that_were_cut_off_half_way_do_not_stay():
+    from odyssey_megatron.rebuild.agree import can_resume
+
+    layout = layout_from_routes(4, (pipeline_route((0, 1), (2, 4), (0,)),))
+    progress = progress_of(layout, "F0[0:2]")
+    with progress.adding():
+        pass
+    assert progress.whole
+    with pytest.raises(RuntimeError), progress.adding():
+        raise RuntimeError("a collective of the cell was aborted")
+    assert not can_resume(None, layout, 0, progress, torch.device("cpu"))
+
+
+def test_results_stay_until_the_step_ends_or_until_they_are_sent():
+    from odyssey_megatron.execute.progress import Progress
+    from odyssey_megatron.plan.schedule import Op
+
+    output = torch.ones(2, requires_grad=True) * 3
+    for keeps in (True, False):
+        progress = Progress(1, 4, keeps=keeps)
+        progress.leave(Op.SEND_FORWARD, 0, 2, output)
+        output.data = torch.empty(1)  # Megatron's deallocate_output_tensor
+        assert progress.take(Op.SEND_FORWARD, 0, 2).tolist() == [3.0, 3.0]
+        assert bool(progress.results) == keeps
+        output = torch.ones(2, requires_grad=True) * 3

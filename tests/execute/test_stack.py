@@ -19,8 +19,6 @@ FAULTS = {
 @pytest.mark.parametrize("messages", ["tags", "pairs"])
 @pytest.mark.parametrize("faults", FAULTS)
 def test_equal_to_one_process(server, tmp_path, messages, faults):
-    from tests.execute.stack import undisturbed
-
     policy = "auto" if faults == "none" else faults
     job = server.run(
         ["--nproc-per-node", 8, CHECKOUT / "tests/execute/stack.py", "--messages", messages, "--stages", 2,
@@ -29,12 +27,50 @@ def test_equal_to_one_process(server, tmp_path, messages, faults):
         log=tmp_path / "log",
     )  # fmt: skip
     assert job.wait(60) == 0, job.log()
-    losses, weights = undisturbed()
-    run = read_run(tmp_path / "run")
+    run = check(tmp_path)
     assert len(run.recoveries) == FAULTS[faults].count("rank=")
+
+
+@pytest.mark.parametrize("messages", ["tags", "pairs"])
+@pytest.mark.parametrize("victim", range(4))
+def test_one_pipeline_goes_on_in_mid_step(server, tmp_path, messages, victim):
+    """No neighbour can be through with its gradients when it hears of the death: all of them keep what they have."""
+    job = server.run(
+        ["--nproc-per-node", 4, CHECKOUT / "tests/execute/stack.py", "--messages", messages, "--stages", 4,
+         "--out", tmp_path / "weights", "--odyssey-device", "cpu", "--odyssey-run-dir", tmp_path / "run",
+         "--odyssey-policy", "reroute", "--odyssey-redundancy", "state",
+         "--odyssey-inject", f"rank={victim},step=2,at=backward,microbatch=4"],
+        log=tmp_path / "log",
+    )  # fmt: skip
+    assert job.wait(60) == 0, job.log()
+    assert [one.outcome for one in check(tmp_path).recoveries] == ["resume"]
+
+
+def test_without_memory_to_go_on_the_step_is_done_again(server, tmp_path):
+    job = server.run(
+        ["--nproc-per-node", 4, CHECKOUT / "tests/execute/stack.py", "--exhausted", 0, "--stages", 4,
+         "--out", tmp_path / "weights", "--odyssey-device", "cpu", "--odyssey-run-dir", tmp_path / "run",
+         "--odyssey-policy", "reroute", "--odyssey-redundancy", "state",
+         "--odyssey-inject", "rank=1,step=2,at=backward,microbatch=4"],
+        log=tmp_path / "log",
+    )  # fmt: skip
+    assert job.wait(60) == 0, job.log()
+    assert [(one.generation, one.outcome) for one in check(tmp_path).recoveries] == [
+        (2, "resume"),
+        (3, "redo"),
+    ]
+
+
+def check(folder):
+    """The run in ``folder`` is that of one process."""
+    from tests.execute.stack import undisturbed
+
+    losses, weights = undisturbed()
+    run = read_run(folder / "run")
     assert [step.loss for step in run.steps] == pytest.approx(losses, rel=1e-12)
-    held = [torch.load(path) for path in tmp_path.glob("weights.*")]
+    held = [torch.load(path) for path in folder.glob("weights.*")]
     assert {layer for one in held for layer in one} == set(weights)
     for one in held:
         for layer, weight in one.items():
             assert torch.allclose(weight, weights[layer], rtol=1e-12, atol=1e-14)
+    return run

@@ -302,7 +302,9 @@ def test_a_rank_that_joins_is_offered_a_place_between_two_steps(started):
     started.died(0)
     after = started.generation(4)
     assert after.previous == started.generation(2).plan, "not all had entered the offered one"
-    assert (after.members, after.fresh) == ((1, 3), (2,)), "rank 2 holds nothing, and is offered a place later"
+    assert (after.members, after.fresh) == ((1, 3), (2,)), (
+        "rank 2 holds nothing, and is offered a place later"
+    )
     started.live(4, 1, 3)
     assert started.offer(5).members == (1, 2, 3)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter, defaultdict
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.generate import build_schedule
 from odyssey_megatron.plan.layout import layout_from_routes, megatron_layout, pipeline_route
+from odyssey_megatron.plan.memory import state_bytes
 from odyssey_megatron.plan.redundancy import with_shadows
 from odyssey_megatron.plan.resume import BEGINS, REACHES, done_visits, fits, resume
 from odyssey_megatron.plan.schedule import COMPUTE, Op
@@ -37,6 +39,11 @@ class Running:
     def lose(self, dead):
         for worker in dead:
             del self.tables[worker], self.results[worker], self.sums[worker]
+
+    def forget(self, workers):
+        for worker in workers:
+            self.tables[worker] = [[0] * self.layout.num_layers for _ in self.tables[worker]]
+            self.results[worker], self.sums[worker] = set(), Counter()
 
     def total(self):
         return [
@@ -158,6 +165,8 @@ def test_after_failures_everything_is_done_once(of, seed, data):
         except PlanInfeasible:
             return
         running.lose(dead)
+        # Some may have heard of a decision to do the step again, which others have not: those begin anew.
+        running.forget(data.draw(st.sets(st.sampled_from(alive), max_size=1), label="forgetful") - dead)
         whole = build_schedule(layout, costs)
         schedule = goes_on(running, layout, whole)
         if schedule is None:
@@ -219,3 +228,10 @@ def test_a_visit_that_the_plan_cuts_is_done_again():
 def test_a_row_tells_its_visits():
     assert done_visits([BEGINS + 3, 3, BEGINS + 3, 0, 0, BEGINS + 1, 1]) == [(0, 2, 3), (2, 3, 3), (5, 7, 1)]
     assert done_visits([0, 0]) == []
+
+
+def test_what_is_kept_counts_as_memory():
+    costs = replace(uniform_costs(4), message_bytes=100)
+    before, kept = (state_bytes(PP2_DP2, replace(costs, keeps_messages=keeps)) for keeps in (False, True))
+    # Two microbatches each: activations from the first stage, input gradients from the second.
+    assert {worker: kept[worker] - before[worker] for worker in kept} == dict.fromkeys(range(4), 200)

@@ -1,0 +1,132 @@
+"""How long the interrupted step takes from the recovery on: gone on with, and done again.
+
+Emulated accelerators (``tests/execute/emulated.py``): the real runtime, groups and messages, compute as sleeps, so two
+cores will do. In each run one rank is killed when about 25, 50 or 75 % of a step's microbatches have come back to it;
+then its microbatches go through the other holders of its layers. Timed is the interrupted step on the slowest survivor,
+from the first instruction after the recovery to its commit. Both ways alternate.
+
+    python tests/benchmarks/resume.py [--rounds 3] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(CHECKOUT), str(Path(__file__).parent)]
+
+from bars import at_least, at_most, finish, summarize
+
+from odyssey_megatron.cluster.job import JobSpec
+from odyssey_megatron.config import INTERRUPTED_STEPS
+from odyssey_megatron.metrics.recoveries import Recovery
+from odyssey_megatron.metrics.run import read_run
+from odyssey_megatron.plan.costs import Costs, LayerCost
+from odyssey_megatron.policy.profile import Profile
+from tests.execute.emulation import Emulation
+from tests.launch.jobserver import JobServer
+
+MICROBATCHES, STEP, LAYER_S = 32, 2, 0.006
+SHAPES = {
+    # name: ranks, stages, the rank that is killed
+    "PP4 x DP2": (8, 4, 4),
+    "PP2 x DP4": (8, 2, 1),
+}
+SHARES = (0.25, 0.5, 0.75)
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
+
+
+def emulation(ranks: int, stages: int) -> Emulation:
+    """Two transformer layers a stage, all kinds of work alike; embedding and head cost next to nothing."""
+
+    def layer(seconds: float) -> LayerCost:
+        return LayerCost(
+            forward_s=seconds,
+            input_grad_s=seconds,
+            weight_grad_s=seconds,
+            activation_bytes=34,
+            parameter_bytes=2,
+            optimizer_bytes=2,
+            state_bytes=2,
+        )
+
+    costs = Costs(
+        layers=(layer(0.0), *(layer(LAYER_S),) * (2 * stages), layer(0.0)),
+        message_bytes=1,
+        link_latency_s=0.0005,
+        link_bytes_per_s=1e9,
+    )
+    job = JobSpec(
+        num_layers=2 * stages + 2,
+        pipeline_model_parallel_size=stages,
+        tensor_model_parallel_size=1,
+        num_microbatches=MICROBATCHES,
+        tokens_per_step=MICROBATCHES,
+        train_steps=STEP + 2,
+    )
+    return Emulation(job=job, profile=Profile(costs=costs), among=("reroute",))
+
+
+def shoot(server: JobServer, folder: Path, shape: str, share: float, way: str) -> Recovery:
+    """One job, one kill."""
+    ranks, stages, victim = SHAPES[shape]
+    replicas = ranks // stages
+    emulation(ranks, stages).save(folder)
+    # The victim's microbatches are those of its pipeline, which take turns.
+    microbatch = victim % replicas + replicas * int(share * MICROBATCHES / replicas)
+    argv = ["--nproc-per-node", ranks, CHECKOUT / "tests/execute/emulated.py", "--odyssey-device", "cpu"]
+    argv += ["--odyssey-run-dir", folder, "--odyssey-interrupted-step", way]
+    argv += ["--odyssey-inject", f"rank={victim},step={STEP},at=backward,microbatch={microbatch}"]
+    job = server.run(argv, log=folder.with_suffix(".log"), env=ENVIRONMENT)
+    if job.wait(120) != 0:
+        raise RuntimeError(job.log()[-3000:])
+    (recovery,) = read_run(folder).recoveries
+    return recovery
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    found: dict[tuple[str, float, str], list[Recovery]] = {}
+    with tempfile.TemporaryDirectory() as name:
+        server = JobServer.start(["tests.launch.preload", "tests.execute.emulation"])
+        for number in range(args.rounds):
+            for shape in SHAPES:
+                for share in SHARES:
+                    for way in INTERRUPTED_STEPS if number % 2 == 0 else reversed(INTERRUPTED_STEPS):
+                        folder = Path(name) / f"{number}-{list(SHAPES).index(shape)}-{share}-{way}"
+                        one = shoot(server, folder, shape, share, way)
+                        found.setdefault((shape, share, way), []).append(one)
+                        print(f"{shape} {share} {way}: {one}", file=sys.stderr, flush=True)
+        server.close()
+    result, ratios = {}, []
+    for shape in SHAPES:
+        for share in SHARES:
+            times = {
+                way: [one.redo_s or 0.0 for one in found[shape, share, way]] for way in INTERRUPTED_STEPS
+            }
+            ratio = statistics.median(times["resume"]) / statistics.median(times["redo"])
+            ratios.append(ratio)
+            result[f"{shape}, killed at {share:.0%}"] = {
+                "ratio": ratio,
+                **{f"{way}_s": summarize(seconds) for way, seconds in times.items()},
+            }
+    outcomes = [one.outcome == way for (_, _, way), rows in found.items() for one in rows]
+    bars = [
+        at_most("interrupted step, resume / redo (mean)", statistics.mean(ratios), 0.8),
+        # Late in a step the others may have begun to reduce before they hear of the death; then all is done again.
+        at_least("share of recoveries that went the way asked for", statistics.mean(outcomes), 0.9),
+    ]
+    return finish(result, bars, as_json=args.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
