@@ -51,7 +51,10 @@ _RUNNING = (
     "a job with a node {node} is running under this address. To replace that node after it was lost, use 'odyssey "
     "join' with the same arguments; for another job, use another --master-port."
 )
-_NOT_RUNNING = "no job with a node {node} is running under this address, so there is nothing to join. Start a job with 'odyssey run'."
+_NOT_RUNNING = (
+    "no job with a node {node} is running under this address, so there is nothing to join. Start one with 'odyssey "
+    "run'."
+)
 _RESPAWNS_OF_A_NODE = 10_000
 """More than a node's agent can start a rank again: incarnations of a rank are never alike."""
 _FAREWELL_S = 5.0

@@ -20,7 +20,7 @@ def main(argv: Sequence[str], *, joins: bool = False) -> int:
 
     Args:
         argv: ``[--preload MODULE,...] [torchrun arguments] script [script arguments]``.
-        joins: this node takes the place of one that a running job has lost; ``argv`` as that job was started with.
+        joins: this node takes the place of one that a running job has lost; ``argv`` are that job's.
 
     Raises:
         ConfigError: before any rank was started.
