@@ -33,8 +33,8 @@ def main(argv: Sequence[str], *, joins: bool = False) -> int:
     token = _token(nodes)
     if joins and (nodes == 1 or args.node_rank == 0):
         raise ConfigError(
-            "odyssey join replaces a lost node, but the first node hosts the job: with it the job has ended. Ranks that "
-            "die on a living node are started again with --odyssey-respawn."
+            "odyssey join replaces a lost node, but the first node hosts the job: with it the job has ended. Ranks "
+            "that die on a living node are started again with --odyssey-respawn."
         )
     modules = [one for one in args.preload.split(",") if one]
     if modules and config.device != "cpu":
