@@ -9,7 +9,8 @@ import torch
 
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.mcore import refusals
+from odyssey_megatron.errors import MegatronIncompatible
+from odyssey_megatron.mcore import compat, refusals
 from odyssey_megatron.mcore.plugin import estimate
 from odyssey_megatron.policy.profile import Profile, load_profile
 
@@ -59,17 +60,31 @@ def profile_of(args: Any, transformer_config: Any, config: OdysseyConfig) -> Pro
 
 
 def adapt(args: Any, config: OdysseyConfig) -> None:
-    """What Odyssey does in Megatron's place is switched off there; Megatron has validated ``args``."""
+    """What Odyssey does in Megatron's place is switched off there; Megatron has validated ``args``.
+
+    Raises MegatronIncompatible.
+    """
     # Layers, not slices of buffers, are shared out (``Layout.keepers``), each to two holders.
-    args.use_distributed_optimizer = args.overlap_param_gather = False
+    _set(args, False, "use_distributed_optimizer", "overlap_param_gather")
     # Reductions are instructions of the schedule.
-    args.overlap_grad_reduce = args.align_grad_reduce = False
-    args.overlap_p2p_comm = args.batch_p2p_comm = False
+    _set(args, False, "overlap_grad_reduce", "align_grad_reduce")
+    _set(args, False, "overlap_p2p_comm")
     # Randomness is a function of the step (I2), so there is no state of generators to keep.
-    args.no_save_rng = args.no_load_rng = True
+    _set(args, True, "no_save_rng", "no_load_rng")
     if config.float64 == "on":
-        args.params_dtype = torch.float64
-        args.accumulate_allreduce_grads_in_fp32 = False
+        _set(args, torch.float64, "params_dtype")
+        _set(args, False, "accumulate_allreduce_grads_in_fp32")
+
+
+def _set(args: Any, value: Any, *names: str) -> None:
+    """Sets arguments that Megatron looks at. Under another name it would go on with its own."""
+    if missing := [name for name in names if not hasattr(args, name)]:
+        raise MegatronIncompatible(
+            f"megatron-core {compat.check_version()} has no argument {', '.join(missing)}, which Odyssey must set to "
+            f"{value}; jobs ran with {', '.join(compat.TESTED)}. Use one of these, or train without --odyssey."
+        )
+    for name in names:
+        setattr(args, name, value)
 
 
 def ddp_config(args: Any) -> Any:

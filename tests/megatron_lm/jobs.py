@@ -124,7 +124,7 @@ class MegatronJobs:
     def script(self, argv: list[str]) -> None:
         """A Python script in a fork of the preloaded process. Raises AssertionError if it fails."""
         log = self.folder / "script.log"
-        assert self._server.script(argv, log=log).wait(60.0) == 0, log.read_text()[-3000:]
+        assert self._server.script(argv, log=log).wait(200.0) == 0, log.read_text()[-3000:]
 
     def _start(
         self, before: Sequence[str], name: str, flags: str, ranks: int, stages: int, without: str = ""

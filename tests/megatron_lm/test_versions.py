@@ -60,3 +60,16 @@ def test_under_torchrun_in_a_patched_checkout(other_jobs, tmp_path):
 
 def test_every_refusal_that_this_version_has(other_jobs):
     assert_refused(other_jobs)
+
+
+@pytest.mark.parametrize("flag", ["--fp16", "--inprocess-restart"])
+def test_a_refused_job_ends_with_one_message(other_jobs, name, flag):
+    run = other_jobs.odyssey(name, f"{MOCK} {flag}", ranks=2, stages=2)
+    assert run.exit_code == 2, run.log[-3000:]
+    assert "Traceback" not in run.log
+    assert run.log.count(f"{flag} does not work with --odyssey yet") == 1, run.log[-3000:]
+
+
+def test_observing_changes_nothing(other_jobs, name):
+    run = other_jobs.odyssey(name, MOCK, ranks=4, stages=2, mode="observe")
+    assert_same_lines(run, other_jobs.plain(ranks=4, stages=2), rel=0.0)
