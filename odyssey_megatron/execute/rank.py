@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,94 +13,22 @@ from odyssey_megatron.cluster.state import Cell
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import OdysseyError, PeerFailed, Superseded
-from odyssey_megatron.execute.channels import WORLD, Channels, channel_groups
-from odyssey_megatron.execute.interpreter import FORWARD_ONLY, Compute, Interpreter
+from odyssey_megatron.execute.channels import WORLD, Channels
+from odyssey_megatron.execute.interpreter import FORWARD_ONLY, Interpreter
+from odyssey_megatron.execute.membership import block_group_name, cell_group_name, group_members
+from odyssey_megatron.execute.parts import FaultPoint, GroupBuilder, Groups, Member, Model
+from odyssey_megatron.execute.phases import PhaseClock
 from odyssey_megatron.execute.prepare import Preparation
 from odyssey_megatron.execute.progress import Progress
 from odyssey_megatron.execute.timing import ComputeTimes, Trace, link_times
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.plan.generation import Generation
-from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.schedule import COMPUTE, Program
 from odyssey_megatron.policy.measured import LinkTimes, Measured
 from odyssey_megatron.rebuild import agree
 from odyssey_megatron.rebuild.transfer import Moving, spread
-from odyssey_megatron.recover import NEXT, Phase
-
-
-class Model(Compute, Protocol):
-    """A model whose layers can move (``mcore/model.py``)."""
-
-    num_totals: int
-
-    def create_layers(self, layers: tuple[int, ...], kept: Collection[int]) -> None: ...
-    def weights_of(self, layers: Sequence[int]) -> list[torch.Tensor]: ...
-    def tensors_to_send(self, layer: int) -> list[torch.Tensor]: ...
-    def tensors_to_fill(self, layer: int) -> list[torch.Tensor]: ...
-    def discard_incoming(self) -> None: ...
-    def take_layout(self, layout: Layout, worker: int) -> None: ...
-    def begin_step(self, step: int) -> None: ...
-    def begin_evaluation(self, index: int) -> None: ...
-    def local_totals(self) -> torch.Tensor: ...
-    def apply(self, totals: torch.Tensor, checkpoint: Callable[[], None]) -> Any: ...
-    def samples_of_losses(self) -> dict[int, list[int]]: ...
-
-
-class Member(Protocol):
-    """The part of ``launch/member.py`` that steps need."""
-
-    rank: int
-
-    def newer_than(self, number: int) -> bool: ...
-    def on_offer(self, callback: Callable[[Generation], None]) -> None: ...
-    def decline(self, number: int, reason: str) -> None: ...
-    def publish_observations(self, text: str) -> None: ...
-
-
-class Groups(Protocol):
-    """The groups of one generation by name (``rebuild/groups.py``)."""
-
-    def __getitem__(self, name: str) -> dist.ProcessGroup: ...
-    def __contains__(self, name: object) -> bool: ...
-    def abort(self) -> None: ...
-    def close(self) -> None: ...
-
-
-GroupBuilder = Callable[[int, Mapping[str, tuple[int, ...]]], Groups]
-FaultPoint = Callable[..., None]
-"""(point, *, step, generation, microbatch): where faults are injected."""
-
-
-def block_group_name(first: int, last: int) -> str:
-    """The group of a block's holders."""
-    return f"block:{first}:{last}"
-
-
-def group_members(
-    plan: Plan, members: tuple[int, ...], cell: Cell, *, tagged: bool
-) -> dict[str, tuple[int, ...]]:
-    """The groups of ``plan`` that the rank of ``cell`` is in, with their ranks."""
-    between = {
-        block_group_name(block.first, block.last): block.holders
-        for block in plan.layout.blocks()
-        if len(block.holders) > 1
-    }
-    if not tagged:
-        between |= channel_groups(plan.schedule)
-    groups = {
-        cell.named(name): tuple(map(cell.peer, workers))
-        for name, workers in between.items()
-        if cell.worker in workers
-    }
-    if cell.size > 1:
-        groups[cell_group_name(cell.worker)] = cell.ranks
-    return {WORLD: members} | groups
-
-
-def cell_group_name(worker: int) -> str:
-    """The group of a cell's ranks, for tensor parallelism."""
-    return f"cell:{worker}"
+from odyssey_megatron.recover import Phase
 
 
 def _computed(program: Program) -> set[int]:
@@ -128,12 +56,8 @@ class RankRuntime:
     ):
         self._on_groups = on_groups
         self._config, self._member, self._model, self._build = config, member, model, build
-        self._tagged, self._fault_point, self._journal, self._on_commit = (
-            tagged_messages,
-            fault_point,
-            journal,
-            on_commit,
-        )
+        self._tagged, self._fault_point = tagged_messages, fault_point
+        self._journal, self._on_commit = journal, on_commit
         self.committed = first_step
         self.done = 0
         """Pieces of common work done: steps, and what :meth:`together` did."""
@@ -168,9 +92,7 @@ class RankRuntime:
         self._regroup_s: float | None = None
         self.stalled_s = 0.0
         """What recoveries have cost: from their detection until this rank trained again. Whoever logs it resets it."""
-        self._phase = Phase.ABORT
-        self._phase_began_s = time.monotonic()
-        self._durations: dict[str, float] = {}
+        self._clock = PhaseClock()
         self._in_groups_s = 0.0
         self._resume: dict[str, Any] | None = None
         self._steps_here = 0
@@ -183,14 +105,7 @@ class RankRuntime:
     # -- phases ---------------------------------------------------------------------------------------------------
 
     def enter_phase(self, phase: Phase) -> None:
-        if phase not in NEXT[self._phase]:
-            raise OdysseyError(f"{self._phase} does not lead to {phase}: a bug in recover.py")
-        now_s = time.monotonic()
-        if phase is Phase.ABORT or self._phase is Phase.TRAIN:
-            self._durations = {}
-        elif self._phase is not Phase.ABORT:
-            self._durations[self._phase.value] = now_s - self._phase_began_s
-        self._phase, self._phase_began_s = phase, now_s
+        self._clock.enter(phase)
 
     @property
     def boundary(self) -> int:
@@ -244,8 +159,7 @@ class RankRuntime:
         self._planned, self._boundary = generation.planned, 0
         self._joins = self._member.rank in generation.fresh
         if generation.previous is not None and not generation.planned:
-            # How long the old step held on after the news was out; 0 for a rank that was waiting already.
-            self._durations["abort"] = max(0.0, self._phase_began_s - generation.published_s)
+            self._clock.note_abort(generation.published_s)
         self._generation, self._plan, self._steps_here = generation.number, plan, 0
         self._fault_point("groups", step=self.committed, generation=self._generation, microbatch=-1)
         if self._preparation is not None and self._preparation.number == generation.number:
@@ -426,7 +340,7 @@ class RankRuntime:
         """Before every instruction: has the generation ended? Is a fault due?"""
         if self._member.newer_than(self._generation):
             raise Superseded(f"generation {self._generation} has ended")
-        if self._resume is not None and self._phase is Phase.TRAIN:
+        if self._resume is not None and self._clock.phase is Phase.TRAIN:
             self._log_recovery()
         if point:
             point = "evaluate" if self._evaluating else point
@@ -558,30 +472,28 @@ class RankRuntime:
         }
 
     def _log_switch(self, fill_s: float) -> None:
-        durations, plan = self._durations, self._require_plan()
+        plan = self._require_plan()
         self._event(
             "switched",
             self.committed,
             policy=plan.policy,
             plan_hash=plan.hash(),
-            groups_s=durations.get("groups", 0.0),
-            agree_s=durations.get("agree", 0.0),
-            transfer_s=durations.get("transfer", 0.0),
+            **self._clock.taken_s(Phase.GROUPS, Phase.AGREE, Phase.TRANSFER),
             fill_s=fill_s,
         )
 
     def _log_recovery(self) -> None:
-        durations, record, self._resume = self._durations, self._resume or {}, None
-        self._regroup_s = sum(durations.get(name, 0.0) for name in ("abort", "groups", "agree"))
-        self.stalled_s += record.get("decide_s", 0.0) + self._regroup_s + durations.get("transfer", 0.0)
+        record, self._resume = self._resume or {}, None
+        regroup_s = self._clock.taken_s(Phase.ABORT, Phase.GROUPS, Phase.AGREE)
+        transfer_s = self._clock.taken_s(Phase.TRANSFER)
+        self._regroup_s = sum(regroup_s.values())
+        self.stalled_s += record.get("decide_s", 0.0) + self._regroup_s + sum(transfer_s.values())
         self._event(
             "recovered",
             self.committed,
             **record,
-            abort_s=durations.get("abort", 0.0),
-            agree_s=durations.get("agree", 0.0),
-            groups_s=durations.get("groups", 0.0),
-            transfer_s=durations.get("transfer", 0.0),
+            **regroup_s,
+            **transfer_s,
             in_groups_s=self._in_groups_s,
             resumed_s=time.monotonic(),
             outcome=self._recovered_by,

@@ -44,6 +44,7 @@ from odyssey_megatron.errors import (
 )
 from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch.control import Control, EventReader
+from odyssey_megatron.launch.leases import Leases
 from odyssey_megatron.launch.member import FINISHED
 from odyssey_megatron.launch.planner import Planner
 from odyssey_megatron.metrics.journal import Journal
@@ -102,7 +103,7 @@ class Coordinator:
         self._world_size = len(nodes)
         self._nodes = tuple(nodes[rank] for rank in sorted(nodes))
         self._state = initial_state(nodes=self._nodes, started_s=time.monotonic())
-        self._leases = _Leases(control, sorted(set(nodes.values()) - {0}), config.node_lease_s)
+        self._leases = Leases(control, sorted(set(nodes.values()) - {0}), config.node_lease_s)
         self._exits: dict[int, int] = {}
         self._current: Generation | None = None
         self._live_plan: Plan | None = None
@@ -473,32 +474,3 @@ class Coordinator:
             else:
                 found.append(event)
         return found + self._leases.expired(time.monotonic())
-
-
-class _Leases:
-    """Notices agents that have fallen silent."""
-
-    def __init__(self, control: Control, nodes: list[int], limit_s: float):
-        self._control, self._limit_s = control, limit_s
-        self.nodes = nodes
-        self._seen: dict[int, tuple[str, float]] = {}
-
-    def watch(self, node: int) -> None:
-        """``node`` has ranks (again). The first one is where this runs."""
-        if node and node not in self.nodes:
-            self.nodes.append(node)
-            self._seen.pop(node, None)
-
-    def expired(self, now_s: float) -> list[Event]:
-        if not self.nodes:
-            return []
-        lost: list[Event] = []
-        beats = self._control.read([keys.lease_key(node) for node in self.nodes])
-        for node, beat in zip(list(self.nodes), beats, strict=True):
-            before, since_s = self._seen.get(node, ("", now_s))
-            if beat != before:
-                self._seen[node] = (beat, now_s)
-            elif now_s - since_s > self._limit_s:
-                lost.append(NodeLost(node=node, t_s=now_s))
-                self.nodes.remove(node)
-        return lost

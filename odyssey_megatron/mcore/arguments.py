@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import fields
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import MegatronIncompatible
-from odyssey_megatron.mcore import compat, refusals
+from odyssey_megatron.mcore import compat, groups, refusals, span
+from odyssey_megatron.mcore.layers import ModelSpec
 from odyssey_megatron.mcore.plugin import estimate
 from odyssey_megatron.policy.profile import Profile, load_profile
 
@@ -121,3 +123,36 @@ def silence_reruns() -> None:
     from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 
     get_rerun_state_machine().set_mode(RerunMode.DISABLED)
+
+
+def spec_of(args: Any, config: Any, model_provider: Any) -> ModelSpec:
+    """The model of ``args``, of Megatron's own stages: each is seeded as Megatron seeds it."""
+    from megatron.training import initialize, training
+
+    optimizer_config, overrides = training.get_megatron_optimizer_config(args)
+
+    def seed_stage(stage: int) -> None:
+        with groups.in_stage(stage, args.pipeline_model_parallel_size):
+            initialize._set_random_seed(
+                args.seed,
+                args.data_parallel_random_init,
+                args.te_rng_tracker,
+                args.inference_rng_tracker,
+                use_cudagraphable_rng=False,
+            )
+
+    head = config.num_layers + 1
+    stages = tuple(
+        (first + 1 if first else 0, last + 1 + (last + 1 == head))
+        for first, last in span.megatron_stages(config, args.pipeline_model_parallel_size)
+    )
+    return ModelSpec(
+        config=config,
+        model_provider=functools.partial(model_provider, config=config),
+        optimizer_config=optimizer_config,
+        config_overrides=overrides,
+        seed=args.seed,
+        ddp_config=ddp_config(args),
+        stages=stages,
+        seed_stage=seed_stage,
+    )

@@ -9,7 +9,6 @@ logging, evaluation, checkpoints, exit conditions and timers stay Megatron's.
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -22,7 +21,7 @@ from odyssey_megatron.cluster.state import Cell
 from odyssey_megatron.config import OdysseyConfig, add_arguments
 from odyssey_megatron.errors import ConfigError, OdysseyError, Superseded
 from odyssey_megatron.execute.channels import WORLD
-from odyssey_megatron.execute.rank import cell_group_name
+from odyssey_megatron.execute.membership import cell_group_name
 from odyssey_megatron.launch.inject import Injector
 from odyssey_megatron.mcore import (
     arguments,
@@ -38,7 +37,6 @@ from odyssey_megatron.mcore import (
 )
 from odyssey_megatron.mcore.data import MicrobatchSource
 from odyssey_megatron.mcore.joining import Start
-from odyssey_megatron.mcore.layers import ModelSpec
 from odyssey_megatron.mcore.model import MegatronModel
 from odyssey_megatron.mcore.optimizer import LearningRate
 from odyssey_megatron.mcore.plugin import Session
@@ -192,7 +190,7 @@ class Door:
         arguments.silence_reruns()
         num_microbatches = args.global_batch_size // args.micro_batch_size
         self._model = MegatronModel(
-            self._spec(args, config, model_provider),
+            arguments.spec_of(args, config, model_provider),
             num_microbatches=num_microbatches,
             message_shape=(args.seq_length, args.micro_batch_size, config.hidden_size),
             cell=self._cell,
@@ -215,37 +213,6 @@ class Door:
         self._model.learning_rate = LearningRate(args.global_batch_size, **arguments.schedule_of(scheduler))
         self._runtime.committed = args.iteration
         return self._chunks, optimizer, scheduler
-
-    def _spec(self, args: Any, config: Any, model_provider: Any) -> ModelSpec:
-        from megatron.training import initialize, training
-
-        optimizer_config, overrides = training.get_megatron_optimizer_config(args)
-
-        def seed_stage(stage: int) -> None:
-            with groups.in_stage(stage, args.pipeline_model_parallel_size):
-                initialize._set_random_seed(
-                    args.seed,
-                    args.data_parallel_random_init,
-                    args.te_rng_tracker,
-                    args.inference_rng_tracker,
-                    use_cudagraphable_rng=False,
-                )
-
-        head = config.num_layers + 1
-        stages = tuple(
-            (first + 1 if first else 0, last + 1 + (last + 1 == head))
-            for first, last in span.megatron_stages(config, args.pipeline_model_parallel_size)
-        )
-        return ModelSpec(
-            config=config,
-            model_provider=functools.partial(model_provider, config=config),
-            optimizer_config=optimizer_config,
-            config_overrides=overrides,
-            seed=args.seed,
-            ddp_config=arguments.ddp_config(args),
-            stages=stages,
-            seed_stage=seed_stage,
-        )
 
     def _post(self, args: Any, config: Any) -> None:
         job = arguments.job_of(args, self._config, optimizer_copies=self._optimizer_copies)

@@ -1,0 +1,36 @@
+"""Where a rank stands between two generations, and how long each phase took it."""
+
+from __future__ import annotations
+
+import time
+
+from odyssey_megatron.errors import OdysseyError
+from odyssey_megatron.recover import NEXT, Phase
+
+
+class PhaseClock:
+    """Follows the phases of ``recover.py``."""
+
+    def __init__(self) -> None:
+        self.phase = Phase.ABORT
+        self._began_s = time.monotonic()
+        self._taken_s: dict[Phase, float] = {}
+
+    def enter(self, phase: Phase) -> None:
+        """Raises OdysseyError if the transition is not in ``recover.NEXT``."""
+        if phase not in NEXT[self.phase]:
+            raise OdysseyError(f"{self.phase} does not lead to {phase}: a bug in recover.py")
+        now_s = time.monotonic()
+        if phase is Phase.ABORT or self.phase is Phase.TRAIN:
+            self._taken_s = {}
+        elif self.phase is not Phase.ABORT:
+            self._taken_s[self.phase] = now_s - self._began_s
+        self.phase, self._began_s = phase, now_s
+
+    def note_abort(self, published_s: float) -> None:
+        """How long the old step held on after the news was out; 0 for a rank that was waiting already."""
+        self._taken_s[Phase.ABORT] = max(0.0, self._began_s - published_s)
+
+    def taken_s(self, *phases: Phase) -> dict[str, float]:
+        """``NAME_s`` of each: how long it took, this time."""
+        return {f"{phase.value}_s": self._taken_s.get(phase, 0.0) for phase in phases}

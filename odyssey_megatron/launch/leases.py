@@ -1,0 +1,36 @@
+"""Which agents are there: each renews its lease in the store."""
+
+from __future__ import annotations
+
+from odyssey_megatron.cluster.events import Event, NodeLost
+from odyssey_megatron.launch import control as keys
+from odyssey_megatron.launch.control import Control
+
+
+class Leases:
+    """Notices agents that have fallen silent."""
+
+    def __init__(self, control: Control, nodes: list[int], limit_s: float):
+        self._control, self._limit_s = control, limit_s
+        self.nodes = nodes
+        self._seen: dict[int, tuple[str, float]] = {}
+
+    def watch(self, node: int) -> None:
+        """``node`` has ranks (again). The first one is where this runs."""
+        if node and node not in self.nodes:
+            self.nodes.append(node)
+            self._seen.pop(node, None)
+
+    def expired(self, now_s: float) -> list[Event]:
+        if not self.nodes:
+            return []
+        lost: list[Event] = []
+        beats = self._control.read([keys.lease_key(node) for node in self.nodes])
+        for node, beat in zip(list(self.nodes), beats, strict=True):
+            before, since_s = self._seen.get(node, ("", now_s))
+            if beat != before:
+                self._seen[node] = (beat, now_s)
+            elif now_s - since_s > self._limit_s:
+                lost.append(NodeLost(node=node, t_s=now_s))
+                self.nodes.remove(node)
+        return lost
