@@ -485,15 +485,14 @@ class RankRuntime:
     def _log_recovery(self) -> None:
         record, self._resume = self._resume or {}, None
         regroup_s = self._clock.taken_s(Phase.ABORT, Phase.GROUPS, Phase.AGREE)
-        transfer_s = self._clock.taken_s(Phase.TRANSFER)
+        taken_s = regroup_s | self._clock.taken_s(Phase.TRANSFER)
         self._regroup_s = sum(regroup_s.values())
-        self.stalled_s += record.get("decide_s", 0.0) + self._regroup_s + sum(transfer_s.values())
+        self.stalled_s += record.get("decide_s", 0.0) + sum(taken_s.values())
         self._event(
             "recovered",
             self.committed,
             **record,
-            **regroup_s,
-            **transfer_s,
+            **taken_s,
             in_groups_s=self._in_groups_s,
             resumed_s=time.monotonic(),
             outcome=self._recovered_by,

@@ -60,7 +60,7 @@ def setup_arguments(function: Any, *args: Any, **kwargs: Any) -> tuple[Callable[
     """
     given = inspect.signature(function).bind(*args, **kwargs).arguments
     model = getattr(given.get("cfg_container"), "model", None)
-    provider = given.get("model_provider_func") if model is None else _provider_of(model)
+    provider = given["model_provider_func"] if model is None else _provider_of(model)
     return provider, given["model_type"], given.get("checkpointing_context")
 
 

@@ -129,7 +129,7 @@ def parsed(flags: Sequence[str]) -> SimpleNamespace:
             dest = name.removeprefix("--").replace("-", "_")
             values[dest] = int(shown) if str(shown).isdigit() else shown
     # Without a model on the line nothing is said about its embeddings.
-    usual = {"save": None, "load": None, "ckpt_format": "torch_dist", "optimizer": "adam"}
+    usual: dict[str, Any] = {"save": None, "load": None, "ckpt_format": "torch_dist", "optimizer": "adam"}
     usual |= {
         "tensor_model_parallel_size": 1,
         "untie_embeddings_and_output_weights": "num_layers" not in values,
