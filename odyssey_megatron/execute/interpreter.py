@@ -55,7 +55,8 @@ class Interpreter:
 
     ``holder_group(first, last)`` is the group of a block's holders, None where this worker is the only one.
     ``checkpoint(point, microbatch)`` is called before each instruction; it raises Superseded when the generation
-    has ended, and is where faults are injected.
+    has ended, and is where faults are injected. ``settle()`` is called after each compute instruction of a step that
+    may have to go on after a failure; it raises unless that instruction has really run, on whole messages.
     """
 
     def __init__(
@@ -66,9 +67,10 @@ class Interpreter:
         *,
         num_layers: int,
         checkpoint: Callable[[str, int], None],
+        settle: Callable[[], None],
     ):
         self._compute, self._channels, self._holder_group = compute, channels, holder_group
-        self._num_layers, self._checkpoint = num_layers, checkpoint
+        self._num_layers, self._checkpoint, self._settle = num_layers, checkpoint, settle
         self._arriving: dict[tuple[Op, int, int], Pending] = {}
         self._progress = Progress(0, 0, keeps=False)
         self._handlers: dict[Op, tuple[str, Callable[[Instr], None]]] = {
@@ -114,12 +116,14 @@ class Interpreter:
         if instr.last < self._num_layers:
             self._progress.leave(Op.SEND_FORWARD, instr.microbatch, instr.last, output)
             self._compute.kept(instr.microbatch, instr.first, instr.last)
+        self._settled()
         self._progress.reached(instr, Op.FORWARD)
 
     def _input_grad(self, instr: Instr) -> None:
         grad = self._input(instr, Op.RECV_BACKWARD, instr.last) if instr.last < self._num_layers else None
         with self._progress.adding():  # weight gradients of what is not deferred
             input_grad = self._compute.input_grad(instr.microbatch, instr.first, instr.last, grad)
+            self._settled()
         if instr.first:
             if input_grad is None:
                 raise ScheduleInvalid(f"{instr} gave no input gradient")
@@ -134,9 +138,14 @@ class Interpreter:
         made_by = Op.SEND_FORWARD if op is Op.RECV_FORWARD else Op.SEND_BACKWARD
         return self._progress.take(made_by, instr.microbatch, edge).detach()
 
+    def _settled(self) -> None:
+        if self._progress.keeps:
+            self._settle()
+
     def _weight_grad(self, instr: Instr) -> None:
         with self._progress.adding():
             self._compute.weight_grad(instr.microbatch, instr.first, instr.last)
+            self._settled()
         self._progress.reached(instr, Op.WEIGHT_GRAD)
 
     def _backward(self, instr: Instr) -> None:
@@ -153,6 +162,9 @@ class Interpreter:
     def _reduce(self, instr: Instr) -> None:
         group = self._holder_group(instr.first, instr.last)
         if group is not None:
+            if self._progress.keeps:
+                # As long as a holder is missing nothing is summed, and a failure costs nobody what he has added up.
+                dist.barrier(group=group)
             self._progress.whole = False
             for buffer in self._compute.gradients(instr.first, instr.last):
                 dist.all_reduce(buffer, group=group)

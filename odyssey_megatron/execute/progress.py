@@ -29,7 +29,7 @@ class Progress:
         """The activations and gradients that leave a visit."""
         self.whole = True
         """The gradients are exactly what the table says: nothing was cut off half-way, and nothing reduced yet."""
-        self._keeps = keeps
+        self.keeps = keeps
 
     def leave(self, op: Op, microbatch: int, edge: int, tensor: torch.Tensor) -> None:
         """Notes a result. An alias, since Megatron takes the storage away from its output tensors."""
@@ -38,7 +38,7 @@ class Progress:
     def take(self, op: Op, microbatch: int, edge: int) -> torch.Tensor:
         """A result that is sent or used now."""
         key = (op, microbatch, edge)
-        return self.results[key] if self._keeps else self.results.pop(key)
+        return self.results[key] if self.keeps else self.results.pop(key)
 
     def reached(self, instr: Instr, op: Op) -> None:
         """``op`` has run for the visit of ``instr``."""
@@ -49,6 +49,6 @@ class Progress:
     @contextlib.contextmanager
     def adding(self) -> Iterator[None]:
         """The body adds to gradients: if it is cut off, nobody knows what it has added."""
-        self.whole = False
+        before, self.whole = self.whole, False
         yield
-        self.whole = True
+        self.whole = before

@@ -248,6 +248,7 @@ class RankRuntime:
             holder_group,
             num_layers=num_layers,
             checkpoint=self._check,
+            settle=groups.settle,
         )
         self._spread_weights()  # some may have been cut off from those of the last step
         self._resume = self._recovery_record(generation)

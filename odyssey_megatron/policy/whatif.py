@@ -91,6 +91,8 @@ def scenario_from(options: argparse.Namespace) -> Scenario:
             micro_batch_size=options.micro_batch_size,
         )
     )
+    keeps = OdysseyConfig().interrupted_step == "resume"
+    profile = replace(profile, costs=replace(profile.costs, keeps_messages=keeps))
     workers, dp = world // tp, world // (pp * tp)
     num_microbatches = dp * (options.num_microbatches or 2 * pp)
     job = JobSpec(

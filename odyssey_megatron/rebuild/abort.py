@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from odyssey_megatron.errors import PeerFailed, Superseded
@@ -37,6 +38,12 @@ class Abort(Protocol):
 
     def call(self, function: Callable[[], T]) -> T:
         """``function()``; raises Superseded as soon as fired, PeerFailed for its RuntimeError."""
+
+    def settle(self) -> None:
+        """Returns when the accelerator has done what it was given.
+
+        Raises Superseded if it may have computed with what an operation left that :meth:`fire` has ended.
+        """
 
     def close(self) -> None:
         """No more operations will come."""
@@ -99,6 +106,9 @@ class GlooAbort:
         finally:
             del call  # error -> traceback -> this frame -> call -> error would keep the group's threads
 
+    def settle(self) -> None:
+        """Nothing to do: a wait that returns has the whole message."""
+
     def close(self) -> None:
         self.fire()
         self._helpers.close()
@@ -151,6 +161,12 @@ class NcclAbort:
             if self.fired:
                 raise Superseded("a newer generation exists") from error
             raise PeerFailed(str(error)) from error
+
+    def settle(self) -> None:
+        # A wait only orders streams: the host runs ahead, and after an abort the kernels go on with garbage.
+        torch.cuda.current_stream().synchronize()
+        if self.fired:  # which is set before anything is aborted
+            raise Superseded("a newer generation exists")
 
     def close(self) -> None:
         self.fire()

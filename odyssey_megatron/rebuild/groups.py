@@ -66,6 +66,10 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
         """Ends every operation, as a newer generation would. Any thread."""
         self._abort.fire()
 
+    def settle(self) -> None:
+        """See ``rebuild.abort.Abort``."""
+        self._abort.settle()
+
     def close(self) -> None:
         """Takes the groups out of ``torch.distributed`` and ends their connections. Returns at once."""
         self._forget(self.number)

@@ -33,8 +33,7 @@ TAKEN_OVER = {
 
 def check(shot, reference, inject):
     assert_equal_runs(shot, reference, kills=inject.count("rank="))
-    outcomes = [one.outcome for one in shot.run.recoveries]
-    assert outcomes == ["resume"] * len(outcomes)
+    assert {one.outcome for one in shot.run.recoveries} - {"superseded"} == {"resume"}
 
 
 @pytest.fixture(scope="module")
