@@ -16,7 +16,6 @@ REROUTED = {
     for stage, rank, microbatch in (("first", 1, 3), ("middle", 4, 4), ("last", 7, 3))
 } | {
     "rank0": "rank=0,step=2,at=backward,microbatch=4",
-    "first-step": "rank=2,step=0,at=forward,microbatch=4",
     "two-at-once": "rank=1,step=2,at=forward,microbatch=5;rank=6,step=2,at=backward,microbatch=4",
     "again-in-the-same-step": "rank=3,step=2,at=backward,microbatch=3;rank=6,step=2,at=forward,generation=2",
     "in-a-row": "rank=1,step=1,at=weight_grad,microbatch=3;rank=6,step=3,at=forward,microbatch=6",
