@@ -73,6 +73,8 @@ def test_ranks_that_know_their_own_part_keep_the_simulated_time(emulating, tmp_p
                 if (e["rank"], e["generation"]) == (worker, generation)
                 and (generation, e["step"]) != (2, 2)  # that step had begun in generation 1
             ]
+            if generation == 2 and run.recoveries[0].outcome == "resume":
+                ran = [e for e in ran if e["step"] > run.recoveries[0].step]  # only the rest of that one ran
             assert ran
             for one in ran:
                 assert [text for text, _, _ in one["instructions"]] == [str(i) for i in program[:-1]]
