@@ -71,8 +71,7 @@ class RankRuntime:
         self._left: Groups | None = None
         """Of the generation before, until all its members are in the next one."""
         self._preparation: Preparation[Groups] | None = None
-        self._boundary = 0
-        self._planned = False
+        self._boundary, self._planned = 0, False
         self._moving: Moving | None = None
         self._live: Callable[[], None] = lambda: None
         member.on_offer(self._prepare)
