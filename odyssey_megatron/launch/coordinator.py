@@ -447,6 +447,7 @@ class Coordinator:
             plan_hash=generation.plan_hash,
             candidates=to_jsonable(generation.candidates),
             decide_s=generation.decide_s,
+            planned=generation.planned,
             schedule=plan.schedule_text,
             layout=to_jsonable(plan.layout),
         )

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 from odyssey_megatron.metrics.recoveries import Decision
 from odyssey_megatron.metrics.run import (
     RECOVERY_COLUMNS,
+    SWITCH_COLUMNS,
     Run,
     difference_line,
     median,
     milliseconds,
     recovery_cells,
     samples_line,
+    switch_cells,
 )
 from odyssey_megatron.metrics.steps import loss_difference
 
@@ -60,6 +62,7 @@ def html(run: Run, reference: Run | None, pictures: Sequence[Picture]) -> str:
         f'<p class="muted">{len(run.steps)} steps on {run.world_size} ranks · {escape(run.verdict)}</p>',
         _facts(run, reference),
         _recoveries(run),
+        _switches(run),
         _figure(named["loss"], _difference(run, reference)),
         _figure(named["step_time"]),
         *(_figure(picture) for picture in schedules),
@@ -110,6 +113,17 @@ def _recoveries(run: Run) -> str:
         '<section><h2>Recoveries</h2><p class="muted">Durations in milliseconds, of the slowest surviving rank. '
         "Stall: from the failure to the first instruction that ran after it. Redo: the interrupted step, run "
         f"again until it was committed.</p><table>{_header(RECOVERY_COLUMNS)}{''.join(rows)}</table></section>"
+    )
+
+
+def _switches(run: Run) -> str:
+    if not run.switches:
+        return ""
+    rows = [_row(SWITCH_COLUMNS, switch_cells(row)) for row in run.switches]
+    return (
+        '<section><h2>Changes between two steps</h2><p class="muted">Nothing was interrupted: groups were made and '
+        "state was sent while training went on. Stall in milliseconds, of the slowest rank that trained.</p>"
+        f"<table>{_header(SWITCH_COLUMNS)}{''.join(rows)}</table></section>"
     )
 
 

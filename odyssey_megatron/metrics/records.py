@@ -14,7 +14,17 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "job_started": ("world_size", "nodes"),
     "rank_started": ("target", "pid"),
     "failure_detected": ("dead", "code", "cause"),
-    "decision": ("dead", "why", "policy", "plan_hash", "candidates", "decide_s", "schedule", "layout"),
+    "decision": (
+        "dead",
+        "why",
+        "policy",
+        "plan_hash",
+        "candidates",
+        "decide_s",
+        "schedule",
+        "layout",
+        "planned",
+    ),
     "rank_joined": ("target",),
     "offer_failed": ("why",),
     "job_finished": ("verdict", "exit_code"),
@@ -47,9 +57,10 @@ EVENTS: dict[str, tuple[str, ...]] = {
 }
 """Event name -> its own fields.
 
-``recovered`` (one line a surviving rank): ``detected_s`` = ``t_s`` of the agent's notice; ``in_groups_s`` and
-``resumed_s`` = ``t_s`` when the rank was in all its new groups, and when it ran the first instruction of the
-next step; the other ``*_s`` are durations; ``outcome`` is ``resume`` (the interrupted step went on where it was),
+``decision``: a ``planned`` one is offered, and counts once it was ``switched`` to. ``recovered`` (one line a surviving
+rank): ``detected_s`` = ``t_s`` of the agent's notice; ``in_groups_s`` and ``resumed_s`` = ``t_s`` when the rank was in
+all its new groups, and when it ran the first instruction of the next step; the other ``*_s`` are durations;
+``outcome`` is ``resume`` (the interrupted step went on where it was),
 ``redo`` (it was done again) or ``finish`` (it had been agreed on). ``redone``: how long the step took from there until
 it was committed. ``switched``: a generation that began between two steps; ``groups_s``, ``agree_s`` and ``transfer_s``
 stood still, while ``fill_s`` ran behind the first step. ``samples`` (the rank that ran a microbatch

@@ -86,8 +86,9 @@ def decisions(events: Sequence[JournalEvent]) -> tuple[Decision, ...]:
 
 
 def recoveries(events: Sequence[JournalEvent]) -> tuple[Recovery, ...]:
-    """One row per generation after the first."""
-    decided = {event["generation"]: event for event in named(events, "decision")}
+    """One row for each generation after the first that a failure began."""
+    unplanned = [event for event in named(events, "decision") if not event.get("planned")]
+    decided = {event["generation"]: event for event in unplanned}
     recovered: dict[int, list[JournalEvent]] = {}
     for event in named(events, "recovered"):
         recovered.setdefault(event["generation"], []).append(event)

@@ -20,6 +20,7 @@ from odyssey_megatron.metrics.steps import (
     committed_steps,
     loss_difference,
 )
+from odyssey_megatron.metrics.switches import Switch, switches
 from odyssey_megatron.metrics.traces import ExecutedStep, executed_steps
 
 
@@ -32,6 +33,7 @@ class Run:
     verdict: str
     steps: tuple[CommittedStep, ...]
     recoveries: tuple[Recovery, ...]
+    switches: tuple[Switch, ...]
     decisions: tuple[Decision, ...]
     traced: tuple[ExecutedStep, ...]
     samples: SampleCheck
@@ -54,6 +56,7 @@ def read_run(run_dir: str | Path) -> Run:
             verdict=next((e["verdict"] for e in reversed(named(events, "job_finished"))), "not finished"),
             steps=steps,
             recoveries=recoveries(events),
+            switches=switches(events),
             decisions=decisions(events),
             traced=executed_steps(events),
             samples=check_samples(events, steps),
@@ -90,6 +93,7 @@ def summary(run: Run, reference: Run | None) -> dict[str, Any]:
             "final_loss": run.steps[-1].loss,
             "median_step_s": median(row.step_s for row in run.steps if row.step_s is not None),
             "recoveries": to_jsonable(run.recoveries),
+            "switches": to_jsonable(run.switches),
             "median_stall_s": median(row.stall_s for row in run.recoveries if row.stall_s is not None),
             "loss_difference": to_jsonable(difference),
             "samples": {**to_jsonable(run.samples), "ok": run.samples.ok},
@@ -166,11 +170,28 @@ def text_summary(run: Run, reference: Run | None) -> str:
         f"recoveries ({len(rows)}; durations in ms, of the slowest survivor; stall = failure to next instruction)",
         table,
         "",
+        *switch_lines(run.switches),
         samples_line(run.samples),
     ]
     if reference:
         lines.append(difference_line(loss_difference(run.steps, reference.steps)))
     return "\n".join(lines)
+
+
+SWITCH_COLUMNS = ("step", "why", "policy", "plan", "stall")
+
+
+def switch_cells(row: Switch) -> tuple[str, ...]:
+    """One line of the table of switches, as text."""
+    return (str(row.step), row.why, row.policy, row.plan_hash[:8], milliseconds(row.stall_s))
+
+
+def switch_lines(rows: Sequence[Switch]) -> list[str]:
+    """The table of changes between two steps, if there are any."""
+    if not rows:
+        return []
+    title = f"changes between two steps ({len(rows)}; stall in ms, of the slowest rank that trained)"
+    return [title, text_table(SWITCH_COLUMNS, [switch_cells(row) for row in rows]), ""]
 
 
 def samples_line(check: SampleCheck) -> str:

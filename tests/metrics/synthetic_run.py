@@ -1,7 +1,8 @@
 """A run that never happened, written through the real Journal with a scripted clock.
 
 8 ranks, 4 stages x 2 pipelines, 12 microbatches of 1 sample. Rank 5 is killed in step 6 (rerouted) and rank 0
-in step 13; while the job recovers from that, rank 3 is killed too, so that generation 3 is superseded.
+in step 13; while the job recovers from that, rank 3 is killed too, so that its generation is superseded. Between
+steps 9 and 10 the job changes to another plan, as offered; what is offered after step 10 nobody takes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ RANKS, STAGES, MICROBATCHES, STEPS = 8, 4, 12, 20
 STEP_S = 0.5
 FIRST, SECOND = 6, 13
 """The steps in which failures strike."""
+SWITCH = 10
+"""The first step under the plan that was offered."""
 WALL_OFFSET_S = 1.7e9
 
 
@@ -43,24 +46,29 @@ class SyntheticRun:
         self.agent = Journal(run_dir, source="agent0")
         self.ranks = {rank: Journal(run_dir, source=f"rank{rank}", rank=rank) for rank in range(RANKS)}
         self.alive = list(range(RANKS))
-        self.generation = 1
+        self.generation = self.newest = 1
 
     def write(self) -> None:
         self.agent.event("job_started", world_size=RANKS, nodes=[0] * RANKS)
-        self._decide((), "initial", "start", superseded=False)
+        self._decide((), "initial", "start")
         for step in range(STEPS):
             if self.with_failures and step == FIRST:
                 self._attempt(step, until=5)
                 self._fail(step, 5, detect_s=0.012)
-                self._decide((5,), "reroute", "rank 5 was killed", superseded=False)
+                self._decide((5,), "reroute", "rank 5 was killed")
                 self._recover(step, (5,), "reroute")
+            if self.with_failures and step == SWITCH:
+                self._decide((5,), "fill", "the layout is better after all", planned=True)
+                self._switch(step)
+            if self.with_failures and step == SWITCH + 1:
+                self._decide((5,), "replan", "nobody takes this one", planned=True)
             if self.with_failures and step == SECOND:
                 self._attempt(step, until=12)
                 self._fail(step, 0, detect_s=0.010)
-                self._decide((0,), "reroute", "rank 0 was killed", superseded=True)
+                self._decide((0,), "reroute", "rank 0 was killed")
                 self.clock.now_s += 0.030
                 self._fail(step, 3, detect_s=0.020)
-                self._decide((3,), "replan", "rank 3 was killed", superseded=False)
+                self._decide((3,), "replan", "rank 3 was killed")
                 self._recover(step, (3,), "replan")
             self._attempt(step, until=MICROBATCHES)
             self._commit(step, redone=self.with_failures and step in (FIRST, SECOND))
@@ -75,9 +83,11 @@ class SyntheticRun:
         self.agent.event("failure_detected", generation=self.generation, dead=[rank], code=-9, cause="killed")
         self.detected_s = self.clock.now_s
 
-    def _decide(self, dead, policy, why, *, superseded: bool) -> None:
+    def _decide(self, dead, policy, why, *, planned: bool = False) -> None:
         if dead:
-            self.generation += 1
+            self.newest += 1
+        if not planned:
+            self.generation = self.newest
         table = [
             {
                 "name": name,
@@ -102,14 +112,30 @@ class SyntheticRun:
         self.clock.now_s += 0.004
         self.agent.event(
             "decision",
-            generation=self.generation,
+            generation=self.newest,
             dead=list(dead),
             why=why,
             policy=policy,
-            plan_hash=f"{self.generation:012x}",
+            plan_hash=f"{self.newest:012x}",
             candidates=table if dead else [],
             decide_s=0.004,
+            planned=planned,
         )
+
+    def _switch(self, step: int) -> None:
+        self.generation = self.newest
+        for rank in self.alive:
+            self.ranks[rank].event(
+                "switched",
+                generation=self.generation,
+                step=step,
+                policy="fill",
+                plan_hash=f"{self.generation:012x}",
+                groups_s=0.001,
+                agree_s=0.002,
+                transfer_s=0.003 + rank / 1000,
+                fill_s=0.2,
+            )
 
     def _recover(self, step: int, dead, policy: str) -> None:
         """Rank r is 1 ms later than rank r-1, so that 'the slowest' is a definite one."""

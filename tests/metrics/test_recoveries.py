@@ -4,7 +4,7 @@ import pytest
 
 from odyssey_megatron.metrics.run import read_run
 
-from .synthetic_run import FIRST, SECOND, STEP_S
+from .synthetic_run import FIRST, SECOND, STEP_S, SWITCH
 
 
 @pytest.fixture(scope="module")
@@ -12,13 +12,13 @@ def rows(runs):
     return read_run(runs["shot_at"]).recoveries
 
 
-def test_one_row_per_generation_after_the_first(rows):
+def test_one_row_per_generation_that_a_failure_began(rows):
     assert [(row.generation, row.step, row.dead, row.policy, row.outcome) for row in rows] == [
         (2, FIRST, (5,), "reroute", "redo"),
-        (3, SECOND, (0,), "reroute", "superseded"),
-        (4, SECOND, (3,), "replan", "redo"),
+        (5, SECOND, (0,), "reroute", "superseded"),
+        (6, SECOND, (3,), "replan", "redo"),
     ]
-    assert [row.plan_hash for row in rows] == [f"{g:012x}" for g in (2, 3, 4)]
+    assert [row.plan_hash for row in rows] == [f"{g:012x}" for g in (2, 5, 6)]
     assert {row.cause for row in rows} == {"killed"}
 
 
@@ -42,7 +42,16 @@ def test_a_superseded_recovery_counts_into_the_stall_of_the_next(rows):
 
 
 def test_without_failures_there_are_none(runs):
-    assert read_run(runs["undisturbed"]).recoveries == ()
+    run = read_run(runs["undisturbed"])
+    assert (run.recoveries, run.switches) == ((), ())
+
+
+def test_what_was_offered_and_taken_is_a_switch_and_no_recovery(runs):
+    (switch,) = read_run(runs["shot_at"]).switches
+    assert (switch.generation, switch.step, switch.policy, switch.joined) == (3, SWITCH, "fill", ())
+    assert switch.why == "the layout is better after all"
+    # The slowest is rank 7.
+    assert switch.stall_s == pytest.approx(0.001 + 0.002 + 0.003 + 0.007)
 
 
 def test_decisions_keep_every_candidate_and_its_reason(runs):

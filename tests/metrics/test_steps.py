@@ -8,7 +8,7 @@ import pytest
 from odyssey_megatron.metrics.journal import read_journal
 from odyssey_megatron.metrics.steps import check_samples, committed_steps, loss_difference
 
-from .synthetic_run import FIRST, MICROBATCHES, SECOND, STEP_S, STEPS, loss
+from .synthetic_run import FIRST, MICROBATCHES, SECOND, STEP_S, STEPS, SWITCH, loss
 
 
 @pytest.fixture
@@ -29,8 +29,9 @@ def test_each_step_once_in_the_generation_that_committed_it(events):
     steps = committed_steps(events)
     assert [row.step for row in steps] == list(range(STEPS))
     assert {row.generation for row in steps[:FIRST]} == {1}
-    assert {row.generation for row in steps[FIRST:SECOND]} == {2}
-    assert {row.generation for row in steps[SECOND:]} == {4}
+    assert {row.generation for row in steps[FIRST:SWITCH]} == {2}
+    assert {row.generation for row in steps[SWITCH:SECOND]} == {3}
+    assert {row.generation for row in steps[SECOND:]} == {6}
     assert steps[3].loss == loss(3)
 
 
@@ -81,7 +82,7 @@ def test_an_aborted_attempt_does_not_count(events):
 def test_a_step_that_is_finished_after_the_failure_counts_what_it_used_before(events):
     for event in events:
         if (event["event"], event["step"]) == ("step_committed", SECOND - 1):
-            event["generation"] = 4  # agreed on in generation 2, finished in 4
+            event["generation"] = 6  # agreed on in generation 3, finished in 6
     assert check_samples(events, committed_steps(events)).ok
 
 

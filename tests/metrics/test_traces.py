@@ -5,7 +5,7 @@ import pytest
 from odyssey_megatron.metrics.run import read_run
 from odyssey_megatron.metrics.traces import before_and_after
 
-from .synthetic_run import FIRST, MICROBATCHES, SECOND, STEPS
+from .synthetic_run import FIRST, MICROBATCHES, SECOND, STEPS, SWITCH
 
 
 @pytest.fixture(scope="module")
@@ -16,9 +16,9 @@ def run(runs):
 def test_the_pictures_show_the_step_before_and_the_last_step_of_the_new_generation(run):
     before, after = before_and_after(run.recoveries[0], run.traced, run.steps)
     assert (before.step, before.generation) == (FIRST - 1, 1)
-    assert (after.step, after.generation) == (SECOND - 1, 2)
+    assert (after.step, after.generation) == (SWITCH - 1, 2)
     before, after = before_and_after(run.recoveries[2], run.traced, run.steps)
-    assert (before.step, after.step, after.generation) == (SECOND - 1, STEPS - 1, 4)
+    assert (before.step, after.step, after.generation) == (SECOND - 1, STEPS - 1, 6)
 
 
 def test_a_superseded_generation_has_no_after(run):
