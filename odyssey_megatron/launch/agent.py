@@ -31,6 +31,7 @@ from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch.control import Control, EventReader
 from odyssey_megatron.launch.coordinator import Coordinator, Verdict
 from odyssey_megatron.launch.heartbeat import HeartbeatBoard
+from odyssey_megatron.launch.leases import beats
 from odyssey_megatron.launch.lifeline import exit_code
 from odyssey_megatron.launch.planner import Planner
 from odyssey_megatron.launch.zygote import ForkedProcess, Zygote
@@ -54,6 +55,10 @@ _RUNNING = (
 _NOT_RUNNING = (
     "no job with a node {node} is running under this address, so there is nothing to join. Start one with 'odyssey "
     "run'."
+)
+_ALIVE = (
+    "node {node} is alive: its agent renews its lease, so no other can take its place. 'odyssey join' replaces a node "
+    "that was lost; --node-rank says which."
 )
 _RESPAWNS_OF_A_NODE = 10_000
 """More than a node's agent can start a rank again: incarnations of a rank are never alike."""
@@ -94,6 +99,9 @@ class OdysseyAgent(LocalElasticAgent):
         if running != self._launch.joins:
             raise ConfigError(_NOT_RUNNING.format(node=node) if not running else _RUNNING.format(node=node))
         if running:
+            # Before anything is written or started in its name.
+            if beats(control, node, self._launch.config.node_lease_s):
+                raise ConfigError(_ALIVE.format(node=node))
             number = control.count(f"{keys.node_key(node)}/replaced")
             os.environ["ODYSSEY_INCARNATION"] = str(_RESPAWNS_OF_A_NODE * number)
 

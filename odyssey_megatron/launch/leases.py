@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from odyssey_megatron.cluster.events import Event, NodeLost
 from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch.control import Control
@@ -34,3 +36,14 @@ class Leases:
                 lost.append(NodeLost(node=node, t_s=now_s))
                 self.nodes.remove(node)
         return lost
+
+
+def beats(control: Control, node: int, limit_s: float) -> bool:
+    """Whether the agent of ``node`` renews its lease; waits ``limit_s`` for it."""
+    key, ends_s = [keys.lease_key(node)], time.monotonic() + limit_s
+    before = control.read(key)
+    while time.monotonic() < ends_s:
+        time.sleep(limit_s / 20)
+        if control.read(key) != before:
+            return True
+    return False

@@ -6,6 +6,7 @@ import socket
 
 import pytest
 
+from odyssey_megatron.errors import EXIT_BAD_INPUT
 from tests.e2e.jobs import SCRIPT, assert_equal_weights
 from tests.launch.jobserver import events, wait_for
 
@@ -65,10 +66,10 @@ def test_a_lost_node_is_replaced(jobs, name):
 
 
 def test_a_node_that_is_not_lost_is_not_replaced(jobs, name):
-    agents, again = start_nodes(jobs, name, "--train-iters", 40)
+    agents, again = start_nodes(jobs, name, "--train-iters", 80)
     run_dir = jobs.folder / name
     wait_for(lambda: events(run_dir, "step_committed"), 60, "the first step")
     intruder = again()
-    assert intruder.wait(60) != 0
-    assert "is alive, so no other process can take its place" in intruder.log()
+    assert intruder.wait(60) == EXIT_BAD_INPUT
+    assert "node 1 is alive: its agent renews its lease" in intruder.log()
     assert [agent.wait(60) for agent in agents] == [0, 0], agents[0].log()

@@ -36,7 +36,7 @@ from tests.execute.stack import Outcome
 
 
 class Accelerator:
-    """Implements ``execute.rank.Model``. A layer's state is the number of steps that it has been updated in."""
+    """Implements ``execute.rank.Model``. A layer's state is the number of steps that it has been updated in, and bytes."""
 
     def __init__(self, emulation: Emulation, rank: int, world_size: int):
         self.num_totals = 2 * world_size  # of each rank: when it is done, and its greatest lateness
@@ -53,6 +53,7 @@ class Accelerator:
         self._began_s = self._late_s = 0.0
         self._step = 0
         self._heads: list[int] = []
+        self._layer_bytes = emulation.layer_bytes
 
     # -- time -------------------------------------------------------------------------------------------------------
 
@@ -118,7 +119,7 @@ class Accelerator:
         self._until(done_s + self._costs.optimizer_s)
         checkpoint()
         self.held = {layer: self.held[layer] for layer in self._mine}
-        for (updates,) in self.held.values():
+        for updates, _ in self.held.values():
             updates += 1
         return Outcome(
             losses={"modelled_s": self._done_s - self._began_s, "late_s": max(late_s, self._late_s)},
@@ -133,13 +134,16 @@ class Accelerator:
 
     def create_layers(self, layers: tuple[int, ...], kept: set[int]) -> None:
         for layer in layers:
-            self.held.setdefault(layer, [torch.zeros(1, dtype=torch.int64)])
+            self.held.setdefault(layer, self._state(0))
+
+    def _state(self, updates: int) -> list[torch.Tensor]:
+        return [torch.tensor([updates]), torch.zeros(self._layer_bytes, dtype=torch.uint8)]
 
     def tensors_to_send(self, layer: int) -> list[torch.Tensor]:
         return self.held[layer]
 
     def tensors_to_fill(self, layer: int) -> list[torch.Tensor]:
-        self._incoming[layer] = [torch.full((1,), -1)]
+        self._incoming[layer] = self._state(-1)
         return self._incoming[layer]
 
     def discard_incoming(self) -> None:
@@ -169,7 +173,10 @@ def main() -> None:
     member = QuietMember.connect(config)
     journal = Journal(config.run_dir, source=f"rank{member.rank}", rank=member.rank)
     init_default_group(member)
-    member.post_job(emulation.job, to_json(emulation.profile))
+    if member.joins:
+        member.join()
+    else:
+        member.post_job(emulation.job, to_json(emulation.profile))
     model = Accelerator(emulation, member.rank, member.world_size)
     rank = RankRuntime(
         config=config,
@@ -177,7 +184,7 @@ def main() -> None:
         model=model,
         build=lambda generation, named: build_groups(member, generation, named, config),
         tagged_messages=True,
-        fault_point=Injector(config.injections, member.rank, journal).at,
+        fault_point=Injector(config.injections, member.rank, journal, member.incarnation).at,
         journal=journal,
         on_commit=lambda step, outcome: None,
     )
@@ -185,7 +192,7 @@ def main() -> None:
         recover.train(member, rank, train_steps=emulation.job.train_steps)
     except JobStopped as stop:
         raise SystemExit(stop.exit_code) from None
-    journal.event("weights", digest={str(layer): int(updates) for layer, (updates,) in model.held.items()})
+    journal.event("weights", digest={str(layer): int(updates) for layer, (updates, _) in model.held.items()})
     journal.event("profile", observations={"cpu_s": time.process_time()})
 
 

@@ -42,6 +42,11 @@ class Emulation:
     rank really begins it: what the runtime does between steps then counts."""
     among: tuple[str, ...] = ()
     """The options that recoveries choose from; empty = all."""
+    two_speed: bool = False
+    """As the product does: a recovery may go on by routes first, and layers move behind the steps. Otherwise each is
+    one change of plan."""
+    layer_bytes: int = 0
+    """Of state that a layer really has, on top of its counter: what is sent when it moves."""
 
     def save(self, run_dir: Path) -> None:
         """Writes it into ``run_dir``, which is made."""
@@ -71,6 +76,8 @@ class EmulationPlanner(planner.PolicyPlanner):
     def decide(
         self, state: ClusterState, previous: Plan, observations: Sequence[str], now_s: float
     ) -> Decided:
+        if self._emulation.two_speed:
+            return super().decide(self._slowed(state), previous, observations, now_s)
         decision = self._decide.decide(
             job=self._job,
             state=self._slowed(state),

@@ -1,0 +1,171 @@
+"""How long a job stands still when a lost rank comes back.
+
+Emulated accelerators (``tests/execute/emulated.py``): the real runtime, groups and messages, compute as sleeps, layers
+with real bytes that are really sent. A rank is killed, its agent starts it anew (``--odyssey-respawn``), it is filled
+while the others train, and gets its work back between two steps. ``excess`` of a step is the wall clock from the commit
+before it to its own, over what its plan takes by the simulator; given are the greatest among all steps from the kill's
+recovery to the second one of the full layout, and the greatest of the undisturbed ones before the kill.
+
+    python tests/benchmarks/rejoin.py [--rounds 3] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+if __package__ in (None, ""):
+    sys.path.insert(0, str(CHECKOUT))
+
+from odyssey_megatron.cluster.job import JobSpec
+from odyssey_megatron.codec import from_jsonable
+from odyssey_megatron.metrics.run import read_run
+from odyssey_megatron.plan.costs import Costs, LayerCost
+from odyssey_megatron.plan.layout import Layout
+from odyssey_megatron.plan.schedule import schedule_from_text
+from odyssey_megatron.plan.simulate import simulate
+from odyssey_megatron.policy.profile import Profile
+from tests.benchmarks.bars import at_least, at_most, finish, summarize
+from tests.execute.emulation import Emulation, load_emulation
+from tests.launch.jobserver import JobServer, events
+
+RANKS, STAGES, STEP, STEPS = 8, 4, 3, 16
+VICTIMS = (5, 0, 7)
+LAYER_BYTES = 32 * 2**20
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Return:
+    """One rank that was lost and came back."""
+
+    rank: int
+    step_s: float
+    """Undisturbed, by the simulator."""
+    undisturbed: float
+    """Greatest excess of a step before the kill, as a share of a step."""
+    excess: float
+    """... of a step while the rank came back."""
+    stall_s: float
+    """Greatest of the switches, as the report gives it."""
+    away_s: float
+    """From the kill to the first step of the full layout."""
+
+
+def emulation() -> Emulation:
+    """Two transformer layers a stage, 16 microbatches; a step takes about a second."""
+    layer = LayerCost(
+        forward_s=0.012,
+        input_grad_s=0.012,
+        weight_grad_s=0.012,
+        activation_bytes=34,
+        parameter_bytes=2,
+        optimizer_bytes=2,
+        state_bytes=LAYER_BYTES,
+    )
+    end = LayerCost(
+        forward_s=0.0,
+        input_grad_s=0.0,
+        weight_grad_s=0.0,
+        activation_bytes=34,
+        parameter_bytes=2,
+        optimizer_bytes=2,
+        state_bytes=LAYER_BYTES,
+    )
+    costs = Costs(
+        layers=(end, *(layer,) * (2 * STAGES), end),
+        message_bytes=1,
+        link_latency_s=0.0005,
+        link_bytes_per_s=1e9,
+        optimizer_s=0.05,
+    )
+    job = JobSpec(
+        num_layers=len(costs.layers),
+        pipeline_model_parallel_size=STAGES,
+        tensor_model_parallel_size=1,
+        num_microbatches=16,
+        tokens_per_step=16,
+        train_steps=STEPS,
+    )
+    return Emulation(job=job, profile=Profile(costs=costs), two_speed=True, layer_bytes=LAYER_BYTES)
+
+
+def come_back(server: JobServer, folder: Path, victim: int) -> Return:
+    """One job, one kill."""
+    emulation().save(folder)
+    job = server.run(
+        ["--nproc-per-node", RANKS, CHECKOUT / "tests/execute/emulated.py", "--odyssey-device", "cpu",
+         "--odyssey-run-dir", folder, "--odyssey-respawn", 1,
+         "--odyssey-inject", f"rank={victim},step={STEP},at=backward"],
+        log=folder.with_suffix(".log"),
+        env=ENVIRONMENT,
+    )  # fmt: skip
+    if job.wait(180) != 0:
+        raise RuntimeError(job.log()[-3000:])
+    run = read_run(folder)
+    plans = {event["generation"]: event for event in events(folder, "decision")}
+    costs = load_emulation(folder).profile.costs
+    predicted_s = {
+        generation: simulate(
+            schedule_from_text(one["schedule"]), from_jsonable(Layout, one["layout"]), costs
+        ).step_s
+        for generation, one in plans.items()
+    }
+    if not run.switches or plans[run.steps[-1].generation]["plan_hash"] != plans[1]["plan_hash"]:
+        raise RuntimeError(f"rank {victim} did not come back:\n{job.log()[-3000:]}")
+    home = run.switches[-1].step
+    at_s = {event["step"]: event["t_s"] for event in events(folder, "step_committed")}
+    excess = {
+        after.step: at_s[after.step] - at_s[before.step] - predicted_s[after.generation]
+        for before, after in pairwise(run.steps)
+    }
+    (recovery,) = run.recoveries
+    (killed,) = events(folder, "injected")
+    return Return(
+        rank=victim,
+        step_s=predicted_s[1],
+        undisturbed=max(excess[step] for step in range(1, STEP)) / predicted_s[1],
+        excess=max(excess[step] for step in range(recovery.step + 1, home + 2)) / predicted_s[1],
+        stall_s=max(one.stall_s for one in run.switches),
+        away_s=at_s[home - 1] - killed["t_s"],
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    found: list[Return] = []
+    server = JobServer.start(["tests.launch.preload", "tests.execute.emulation"])
+    try:
+        with tempfile.TemporaryDirectory() as name:
+            for number in range(args.rounds):
+                for victim in VICTIMS:
+                    found.append(come_back(server, Path(name) / f"{number}-{victim}", victim))
+                    print(found[-1], file=sys.stderr, flush=True)
+    finally:
+        server.close()
+    result = {
+        "step_s": found[0].step_s,
+        "undisturbed excess, share of a step": summarize([one.undisturbed for one in found]),
+        "excess while a rank comes back, share of a step": summarize([one.excess for one in found]),
+        "stall_s": summarize([one.stall_s for one in found]),
+        "away_s": summarize([one.away_s for one in found]),
+    }
+    bars = [
+        at_least("ranks that came back", len(found), len(VICTIMS) * args.rounds),
+        at_most("longest stop, share of a step", max(one.excess for one in found), 0.1),
+    ]
+    return finish(result, bars, as_json=args.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
