@@ -36,7 +36,7 @@ from tests.execute.stack import Outcome
 
 
 class Accelerator:
-    """Implements ``execute.rank.Model``. A layer's state is the number of steps that it has been updated in, and bytes."""
+    """Implements ``execute.rank.Model``. A layer's state counts the steps that it was updated in."""
 
     def __init__(self, emulation: Emulation, rank: int, world_size: int):
         self.num_totals = 2 * world_size  # of each rank: when it is done, and its greatest lateness
