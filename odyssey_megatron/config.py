@@ -25,11 +25,14 @@ INJECTION_POINTS = (
     "optimizer",
     "commit",
     "param_gather",
+    "abort",
     "groups",
+    "agree",
     "transfer",
     "evaluate",
     "checkpoint",
 )
+"""Of a step; of a recovery, named as its phases in ``recover.py``; of the rest."""
 SIGNALS = ("KILL", "STOP")
 
 

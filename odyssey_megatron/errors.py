@@ -12,6 +12,10 @@ EXIT_LAYERS_LOST = 93
 """The last holder of some layer is gone (I9); the job stopped at its last committed step."""
 
 
+EXIT_FENCED = 94
+"""Of a rank, not of the job: the others go on without it, since its cell has lost a rank, or it was declared dead."""
+
+
 class OdysseyError(Exception):
     """Base of everything that this package raises on purpose."""
 

@@ -105,6 +105,8 @@ class RankRuntime:
 
     def enter_phase(self, phase: Phase) -> None:
         self._clock.enter(phase)
+        if phase is Phase.ABORT:
+            self._fault(phase.value, self.committed)
 
     @property
     def boundary(self) -> int:
@@ -160,7 +162,7 @@ class RankRuntime:
         if generation.previous is not None and not generation.planned:
             self._clock.note_abort(generation.published_s)
         self._generation, self._plan, self._steps_here = generation.number, plan, 0
-        self._fault_point("groups", step=self.committed, generation=self._generation, microbatch=-1)
+        self._fault(Phase.GROUPS.value, self.committed)
         if self._preparation is not None and self._preparation.number == generation.number:
             self._left, self._groups = self._groups, self._preparation.take()
             self._preparation = None
@@ -171,6 +173,7 @@ class RankRuntime:
         self._on_groups(self._groups)
 
     def agree(self, generation: Generation) -> None:
+        self._fault(Phase.AGREE.value, self.committed)
         self._rest, plan, progress = None, self._require_plan(), self._progress or self._new_progress()
         may_resume = self._config.interrupted_step == "resume" and not generation.planned and not self._joins
         cell_group = self._groups[cell_group_name(self._worker)] if self._cell.size > 1 else None
@@ -218,7 +221,7 @@ class RankRuntime:
             self._link = link_times(self._world, model.empty_message())
 
         def checkpoint() -> None:
-            self._check("transfer", -1)
+            self._check(Phase.TRANSFER.value, -1)
 
         # Once a generation: the plan's schedule is text, and has the programs of all workers.
         self._program = plan.schedule.program(self._worker) if self._worker in plan.layout.workers else ()
@@ -343,21 +346,19 @@ class RankRuntime:
         if self._resume is not None and self._clock.phase is Phase.TRAIN:
             self._log_recovery()
         if point:
-            point = "evaluate" if self._evaluating else point
-            self._fault_point(point, step=self.committed, generation=self._generation, microbatch=microbatch)
+            self._fault("evaluate" if self._evaluating else point, self.committed, microbatch)
+
+    def _fault(self, point: str, step: int, microbatch: int = -1) -> None:
+        self._fault_point(point, step=step, generation=self._generation, microbatch=microbatch)
 
     def _commit(self, totals: torch.Tensor) -> None:
         """From here to the end nothing is sent and nothing can be cut short: whoever has the totals finishes (I5)."""
         step = self.committed
-
-        def checkpoint() -> None:
-            self._fault_point("optimizer", step=step, generation=self._generation, microbatch=-1)
-
-        self.outcome = self._model.apply(totals, checkpoint)
+        self.outcome = self._model.apply(totals, lambda: self._fault("optimizer", step))
         self._totals, self.committed = totals.clone(), step + 1
         self.done, self._ready, self._in_step = self.done + 1, False, False
         self._outcome_logged, self._progress = False, None
-        self._fault_point("commit", step=step, generation=self._generation, microbatch=-1)
+        self._fault("commit", step)
 
     def _kept(self) -> set[int]:
         """The layers whose optimizer state this worker keeps."""
@@ -381,9 +382,7 @@ class RankRuntime:
                 if len(layout.keepers[layer]) < len(block.holders)
             ]
             group = groups[self._cell.named(block_group_name(block.first, block.last))] if layers else None
-            self._fault_point(
-                "param_gather", step=self.committed - 1, generation=self._generation, microbatch=-1
-            )
+            self._fault("param_gather", self.committed - 1)
             for keeper in dict.fromkeys(layout.keepers[layer][0] for layer in layers):
                 tensors = self._model.weights_of([one for one in layers if layout.keepers[one][0] == keeper])
                 spread(tensors, group, source=block.holders.index(keeper))

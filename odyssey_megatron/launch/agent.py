@@ -21,7 +21,6 @@ from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import api as multiprocessing_api
 
 from odyssey_megatron.cluster.events import RankDied
 from odyssey_megatron.codec import from_json, to_json
@@ -30,18 +29,17 @@ from odyssey_megatron.errors import EXIT_BAD_INPUT, ConfigError, ControlPlaneLos
 from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch.control import Control, EventReader
 from odyssey_megatron.launch.coordinator import Coordinator, Verdict
+from odyssey_megatron.launch.forking import forking
 from odyssey_megatron.launch.heartbeat import HeartbeatBoard
 from odyssey_megatron.launch.leases import beats
 from odyssey_megatron.launch.lifeline import exit_code
 from odyssey_megatron.launch.planner import Planner
-from odyssey_megatron.launch.zygote import ForkedProcess, Zygote
+from odyssey_megatron.launch.respawn import Respawn
+from odyssey_megatron.launch.zygote import Zygote
 from odyssey_megatron.metrics.journal import Journal
 
 _log = logging.getLogger(__name__)
 
-_RESPAWN_AFTER_S = 0.5
-"""Before a rank is started again; twice as long each time that it has lived for less than a short life."""
-_SHORT_LIFE_S = 10.0
 _TERMINATE_S = 5.0
 """From SIGTERM to SIGKILL, for ranks that outlast the verdict."""
 _OTHER_TOKEN = (
@@ -114,7 +112,7 @@ class OdysseyAgent(LocalElasticAgent):
             ODYSSEY_PARENT_PID=str(os.getpid()),
         )
         try:
-            with _forking(launch.zygote):
+            with forking(launch.zygote):
                 self._initialize_workers(group)
             code = self._supervise(board)
         finally:
@@ -140,7 +138,9 @@ class OdysseyAgent(LocalElasticAgent):
             board,
             launch.config.hang_s,
             fences=launch.config.mode != "observe",
-            respawn=_Respawn(self._pcontext, launch, journal) if launch.config.respawn else None,
+            respawn=Respawn(self._pcontext, control, launch.config, launch.zygote, journal)
+            if launch.config.respawn
+            else None,
         )
         for worker in group.workers:
             process = handles[worker.local_rank].proc
@@ -234,7 +234,7 @@ class _Ranks:
         hang_s: float,
         *,
         fences: bool,
-        respawn: _Respawn | None = None,
+        respawn: Respawn | None = None,
     ):
         """``fences``: kill a rank that is silent for ``hang_s``; else only say so."""
         self._control, self._board, self._hang_s, self._fences = control, board, hang_s, fences
@@ -296,6 +296,12 @@ class _Ranks:
                 self._report(rank, code, now_s)
                 if self._respawn is not None:
                     self._respawn.note_end(rank, slot, code, now_s)
+                    self._vacate(self._respawn.wanted)
+
+    def _vacate(self, slots: set[int]) -> None:
+        for _, slot, process in self._living.values():
+            if slot in slots:
+                _signal_session(process.pid, signal.SIGKILL)
 
     def _start_due(self) -> None:
         """Processes in the place of those that have died."""
@@ -343,55 +349,6 @@ class _Ranks:
                     _signal_session(process.pid, signal.SIGKILL)
 
 
-class _Respawn:
-    """Starts ranks that have died again, a limited number of times each; they join the running job."""
-
-    def __init__(self, context: Any, launch: Launch, journal: Journal):
-        self._context, self._launch, self._journal = context, launch, journal
-        self._starts: dict[int, int] = {}
-        self._began_s: dict[int, float] = {}
-        self._short: dict[int, int] = {}
-        """Of each rank, how many processes in a row ended soon."""
-        self._due: list[tuple[float, int, int]] = []
-
-    def note_end(self, rank: int, slot: int, code: int, now_s: float) -> None:
-        """``rank`` ended. Not started again: one that has finished, was refused, or has died too often."""
-        if code in (0, EXIT_BAD_INPUT) or self._starts.get(rank, 0) >= self._launch.config.respawn:
-            return
-        # What failed at once may well fail at once again.
-        soon = now_s - self._began_s.get(rank, 0.0) < _SHORT_LIFE_S
-        self._short[rank] = self._short.get(rank, 0) + 1 if soon else 0
-        self._due.append((now_s + _RESPAWN_AFTER_S * 2 ** self._short[rank], rank, slot))
-
-    def due(self, now_s: float) -> list[tuple[int, int]]:
-        """(rank, slot) of those whose time has come."""
-        found = [(rank, slot) for at_s, rank, slot in self._due if at_s <= now_s]
-        self._due = [one for one in self._due if one[0] > now_s]
-        return found
-
-    def start(self, rank: int, slot: int) -> Any:
-        """The new process."""
-        context, number = self._context, self._starts.get(rank, 0) + 1
-        self._starts[rank], self._began_s[rank] = number, time.monotonic()
-        incarnation = number + int(os.environ.get("ODYSSEY_INCARNATION", "0"))
-        logs = [
-            f"{path}.{number}" if path else None for path in (context.stdouts[slot], context.stderrs[slot])
-        ]
-        with _forking(self._launch.zygote):
-            handler = multiprocessing_api.get_subprocess_handler(
-                entrypoint=context.entrypoint,
-                args=context.args[slot],
-                env={**context.envs[slot], "ODYSSEY_INCARNATION": str(incarnation)},
-                stdout=logs[0],
-                stderr=logs[1],
-                local_rank_id=slot,
-                numa_options=None,
-            )
-        process = handler.proc
-        self._journal.event("rank_started", target=rank, pid=process.pid, echo=True)
-        return process
-
-
 class _VerdictWatch:
     """Waits for the coordinator's last word in a thread, and wakes a poll."""
 
@@ -411,38 +368,6 @@ class _VerdictWatch:
         except (ControlPlaneLost, ValueError) as error:
             _log.info("no verdict: %s", error)
         self.lost()
-
-
-@contextlib.contextmanager
-def _forking(zygote: Zygote | None) -> Any:
-    """Inside, torch elastic starts processes by forking them from ``zygote``."""
-    if zygote is None:
-        yield
-        return
-
-    def handler(
-        entrypoint: str, args: tuple[Any, ...], env: dict[str, str], stdout: Any, stderr: Any, **_: Any
-    ) -> _ForkedHandler:
-        whole = {**os.environ, **env}
-        argv = [str(one) for one in args]
-        return _ForkedHandler(zygote.run(argv, env=whole, stdout=stdout or None, stderr=stderr or None))
-
-    original = multiprocessing_api.get_subprocess_handler
-    multiprocessing_api.get_subprocess_handler = handler
-    try:
-        yield
-    finally:
-        multiprocessing_api.get_subprocess_handler = original
-
-
-class _ForkedHandler:
-    """What torch elastic expects of a started process."""
-
-    def __init__(self, proc: ForkedProcess):
-        self.proc = proc
-
-    def close(self, death_sig: signal.Signals | None = None) -> None:
-        self.proc.kill(death_sig or signal.SIGTERM)
 
 
 def _signal_session(pid: int, number: signal.Signals) -> None:

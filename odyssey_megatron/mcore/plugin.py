@@ -20,7 +20,15 @@ from odyssey_megatron import recover
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.errors import ConfigError, ControlPlaneLost, Fenced, JobStopped, PeerFailed, Superseded
+from odyssey_megatron.errors import (
+    EXIT_FENCED,
+    ConfigError,
+    ControlPlaneLost,
+    Fenced,
+    JobStopped,
+    PeerFailed,
+    Superseded,
+)
 from odyssey_megatron.launch.inject import Injector
 from odyssey_megatron.launch.member import Member
 from odyssey_megatron.mcore import compat, device
@@ -106,7 +114,7 @@ class Session:
             raise SystemExit(stop.exit_code) from None
         except (Fenced, ControlPlaneLost) as end:
             sys.stderr.write(f"[odyssey] rank {self.rank} stops: {end}\n")
-            raise SystemExit(1) from None
+            raise SystemExit(EXIT_FENCED if isinstance(end, Fenced) else 1) from None
         except (PeerFailed, Superseded) as end:
             sys.stderr.write(
                 f"[odyssey] rank {self.rank} stops: a rank was lost before training began ({end})\n"

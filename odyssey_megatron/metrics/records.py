@@ -26,6 +26,7 @@ EVENTS: dict[str, tuple[str, ...]] = {
         "planned",
     ),
     "rank_joined": ("target",),
+    "place_taken": ("target", "spare"),
     "offer_failed": ("why",),
     "job_finished": ("verdict", "exit_code"),
     # -- ranks

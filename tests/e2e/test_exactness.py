@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from odyssey_megatron.recover import Phase
 from tests.e2e.jobs import TOLERANCE, assert_equal_runs, assert_equal_weights
 
 # Ranks are placed stage by stage: with PP4 x DP2, ranks 0 and 1 hold the first stage, 6 and 7 the last.
@@ -39,14 +40,10 @@ CASES = {
     "in-a-row-auto": (PP2_DP3, "auto", "rank=0,step=1,at=reduce;rank=4,step=3,at=optimizer"),
     "same-step-again": (PP2_DP3, "replan", "rank=5,step=2,at=backward;rank=1,step=2,at=forward,generation=2"),
     # during the recovery itself
-    "while-building-groups": (
-        PP2_DP4, "reroute",
-        "rank=3,step=2,at=forward;rank=4,step=2,at=groups,generation=2",
-    ),
-    "while-moving-layers": (
-        PP4_DP2, "replan",
-        "rank=6,step=2,at=forward;rank=1,step=2,at=transfer,generation=2",
-    ),
+    "in-abort": (PP4_DP2, "auto", "rank=3,step=2,at=forward;rank=4,step=2,at=abort,generation=1"),
+    "in-groups": (PP2_DP4, "reroute", "rank=3,step=2,at=forward;rank=4,step=2,at=groups,generation=2"),
+    "in-agree": (PP4_DP2, "auto", "rank=6,step=2,at=reduce;rank=1,step=2,at=agree,generation=2"),
+    "in-transfer": (PP4_DP2, "replan", "rank=6,step=2,at=forward;rank=1,step=2,at=transfer,generation=2"),
     "down-to-one-pipeline": (
         PP2_DP3, "replan",
         "rank=0,step=1,at=forward;rank=1,step=2,at=backward;rank=3,step=3,at=reduce",
@@ -142,3 +139,7 @@ def test_dropout_follows_the_microbatch_and_not_the_rank(jobs, name):
     assert plain.run.steps[-1].loss != pytest.approx(reference.run.steps[-1].loss, rel=1e-6), (
         "dropout did nothing"
     )
+
+
+def test_every_phase_of_a_recovery_is_shot_at():
+    assert {f"in-{phase.value}" for phase in Phase if phase is not Phase.TRAIN} <= set(CASES)

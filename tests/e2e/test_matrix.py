@@ -1,4 +1,4 @@
-"""Every point of a step x every kind of victim x every way to keep state x every policy.
+"""Every point of a step and every phase of a recovery x every kind of victim x every way to keep state x every policy.
 
     bash tests/run.sh tests/e2e/test_matrix.py -m matrix        # all of it, an hour on two cores
 
@@ -12,6 +12,7 @@ import itertools
 
 import pytest
 
+from odyssey_megatron.recover import Phase
 from tests.e2e.jobs import Outcome, assert_equal_runs, assert_holders_agree
 
 pytestmark = pytest.mark.matrix
@@ -24,7 +25,10 @@ POINTS = (
     "agreement",
     "optimizer",
     "commit",
+    "param_gather",
+    "abort",
     "groups",
+    "agree",
     "transfer",
 )
 POLICIES = ("reroute", "replan", "auto")
@@ -38,7 +42,7 @@ STATES = {
     "bf16-distributed-optimizer": (8, 2, PP2_DP4, "--use-distributed-optimizer --bf16 --odyssey-float64 off"),
     "shadows": (4, 4, PP4, "--odyssey-redundancy state"),
 }
-IN_RECOVERY = ("groups", "transfer")
+IN_RECOVERY = tuple(phase.value for phase in Phase if phase is not Phase.TRAIN)
 
 
 def happens(state: str, point: str, policy: str) -> bool:
@@ -46,7 +50,9 @@ def happens(state: str, point: str, policy: str) -> bool:
     if point == "param_gather":
         return "optimizer" in state
     if point in IN_RECOVERY:
-        return state != "shadows" and (point == "groups" or policy == "replan")  # only a replan moves layers
+        return state != "shadows" and (
+            point != "transfer" or policy == "replan"
+        )  # only a replan moves layers
     return True
 
 
@@ -63,7 +69,8 @@ def faults(point: str, victims: tuple[int, ...], ranks: int) -> str:
     if point not in IN_RECOVERY:
         return ";".join(f"rank={rank},step=2,at={point}" for rank in victims)
     other = (victims[0] + ranks // 2) % ranks
-    return f"rank={other},step=2,at=backward;rank={victims[0]},step=2,at={point},generation=2"
+    generation = 1 if point == Phase.ABORT.value else 2  # that phase ends the one before
+    return f"rank={other},step=2,at=backward;rank={victims[0]},step=2,at={point},generation={generation}"
 
 
 def assert_alike(shot: Outcome, reference: Outcome, *, kills: int) -> None:

@@ -28,11 +28,33 @@ def test_the_first_and_the_last_rank_come_back(jobs, undisturbed, name, inject):
     assert {event["rank"] for event in run.named("switched")} == set(range(8))
 
 
-def test_a_tensor_parallel_cell_comes_back(jobs, name):
-    flags = f"{STEPS} --tensor-model-parallel-size 2"
+CELLS = f"{STEPS} --tensor-model-parallel-size 2"
+
+
+@pytest.fixture(scope="module")
+def undisturbed_cells(jobs):
+    return jobs.odyssey("undisturbed-cells", CELLS, ranks=8, stages=2)
+
+
+def test_a_tensor_parallel_cell_comes_back(jobs, undisturbed_cells, name):
     run = jobs.odyssey(
-        name, f"{flags} --odyssey-respawn 1", ranks=8, stages=2, inject="rank=5,step=2,at=backward"
+        name, f"{CELLS} --odyssey-respawn 1", ranks=8, stages=2, inject="rank=5,step=2,at=backward"
     )
-    assert_same_lines(run, jobs.odyssey("undisturbed-tp2", flags, ranks=8, stages=2), rel=FLOAT64)
+    assert_same_lines(run, undisturbed_cells, rel=FLOAT64)
     assert sorted(event["target"] for event in run.named("rank_joined")) == [4, 5]
     assert {event["rank"] for event in run.named("switched")} == set(range(8))
+
+
+def test_one_cell_out_of_what_is_left_of_two(jobs, undisturbed_cells, name):
+    """Ranks 3 and 6 die until they are not started any more; then rank 3 is started where rank 7 stood by."""
+    inject = ";".join(
+        f"rank={rank},step={step},at=backward,incarnation={incarnation}"
+        for incarnation, step in ((0, 2), (1, -1))
+        for rank in (3, 6)
+    )
+    run = jobs.odyssey(name, f"{CELLS} --odyssey-respawn 1", ranks=8, stages=2, inject=inject)
+    assert_same_lines(run, undisturbed_cells, rel=FLOAT64)
+    (taken,) = run.named("place_taken")
+    assert (taken["target"], taken["spare"]) == (3, 7)
+    begun = {e["generation"]: e["members"] for e in run.named("generation_started")}
+    assert begun[max(begun)] == [0, 1, 2, 3, 4, 5]

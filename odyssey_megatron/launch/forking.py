@@ -1,0 +1,48 @@
+"""torch elastic's processes, forked from a zygote that has imported everything already.
+
+The seam is the name ``torch.distributed.elastic.multiprocessing.api.get_subprocess_handler`` (torch 2.13).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import api as multiprocessing_api
+
+from odyssey_megatron.launch.zygote import ForkedProcess, Zygote
+
+
+@contextlib.contextmanager
+def forking(zygote: Zygote | None) -> Iterator[None]:
+    """Inside, torch elastic starts processes by forking them from ``zygote``."""
+    if zygote is None:
+        yield
+        return
+
+    def handler(
+        entrypoint: str, args: tuple[Any, ...], env: dict[str, str], stdout: Any, stderr: Any, **_: Any
+    ) -> ForkedHandler:
+        whole = {**os.environ, **env}
+        argv = [str(one) for one in args]
+        return ForkedHandler(zygote.run(argv, env=whole, stdout=stdout or None, stderr=stderr or None))
+
+    original = multiprocessing_api.get_subprocess_handler
+    multiprocessing_api.get_subprocess_handler = handler
+    try:
+        yield
+    finally:
+        multiprocessing_api.get_subprocess_handler = original
+
+
+class ForkedHandler:
+    """What torch elastic expects of a started process."""
+
+    def __init__(self, proc: ForkedProcess):
+        self.proc = proc
+
+    def close(self, death_sig: signal.Signals | None = None) -> None:
+        self.proc.kill(death_sig or signal.SIGTERM)

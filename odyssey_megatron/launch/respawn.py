@@ -1,0 +1,160 @@
+"""Dead ranks of a node that are started again; they join the running job.
+
+A rank that has used up its starts is lost for good, and with it its GPU as far as this agent can tell. What is left of
+its cell stands by: processes that join, and wait for the rest of their cell. With two such cells on a node, one can be
+completed: its missing rank is started where a rank of the other stood by. For the job that is a rank that
+comes back; only the agent knows that it came back in another place.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import api as multiprocessing_api
+
+from odyssey_megatron.cluster.job import JobSpec
+from odyssey_megatron.cluster.state import Cell
+from odyssey_megatron.codec import from_json
+from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.errors import EXIT_BAD_INPUT, EXIT_FENCED
+from odyssey_megatron.launch import control as keys
+from odyssey_megatron.launch.control import Control
+from odyssey_megatron.launch.forking import forking
+from odyssey_megatron.launch.zygote import Zygote
+from odyssey_megatron.metrics.journal import Journal
+
+_AFTER_S = 0.5
+"""Before a rank is started again; twice as long each time that it has lived for less than a short life."""
+_SHORT_LIFE_S = 10.0
+
+
+def completed(slots: Mapping[int, int], lost: Sequence[int], cell_size: int) -> dict[int, int]:
+    """Missing rank -> the slot to start it in, so that one broken cell is whole again; empty where that cannot be.
+
+    The cell that lacks fewest is completed, from those that lack most.
+
+    Args:
+        slots: rank -> slot, of the ranks that have one.
+        lost: ranks that have none any more, and miss it.
+        cell_size: ``tensor_model_parallel_size``.
+    """
+    broken: dict[int, list[int]] = {}
+    for rank in sorted(lost):
+        broken.setdefault(Cell(rank=rank, size=cell_size).worker, []).append(rank)
+    if not broken:
+        return {}
+    whole = min(broken, key=lambda worker: (len(broken[worker]), worker))
+    others = sorted(
+        (worker for worker in broken if worker != whole), key=lambda one: (-len(broken[one]), one)
+    )
+    spares = [
+        slots[rank]
+        for worker in others
+        for rank in Cell(rank=worker * cell_size, size=cell_size).ranks
+        if rank in slots
+    ]
+    if len(spares) < len(broken[whole]):
+        return {}
+    return dict(zip(broken[whole], spares, strict=False))
+
+
+class Respawn:
+    """The ranks of a node that are to be started again, each ``config.respawn`` times at most."""
+
+    def __init__(
+        self,
+        context: Any,
+        control: Control,
+        config: OdysseyConfig,
+        zygote: Zygote | None,
+        journal: Journal,
+    ):
+        """``context``: torch elastic's, of the processes that were started first."""
+        self._context, self._control, self._zygote, self._journal = context, control, zygote, journal
+        self._limit = config.respawn
+        self._slots = {int(env["RANK"]): slot for slot, env in context.envs.items()}
+        """rank -> slot; not of those that are lost for good."""
+        self._lost: list[int] = []
+        self.wanted: set[int] = set()
+        """Slots whose processes must end, for another rank."""
+        self._starts: dict[int, int] = {}
+        self._left: dict[int, int] = {}
+        self._began_s: dict[int, float] = {}
+        self._short: dict[int, int] = {}
+        """Of each rank, how many processes in a row ended soon."""
+        self._due: list[tuple[float, int]] = []
+
+    def note_end(self, rank: int, slot: int, code: int, now_s: float) -> None:
+        """``rank`` ended in ``slot``. Not started again: one that has finished, was refused, or has died too often."""
+        if slot in self.wanted:
+            self.wanted.discard(slot)
+            return  # whoever wants it is due
+        if code in (0, EXIT_BAD_INPUT):
+            return
+        left = self._left.get(rank, self._limit)
+        if left > 0 or code == EXIT_FENCED:  # which says nothing against the rank itself
+            self._left[rank] = left - (code != EXIT_FENCED)
+            # What failed at once may well fail at once again.
+            soon = now_s - self._began_s.get(rank, 0.0) < _SHORT_LIFE_S
+            self._short[rank] = self._short.get(rank, 0) + 1 if soon else 0
+            self._due.append((now_s + _AFTER_S * 2 ** self._short[rank], rank))
+            return
+        del self._slots[rank]
+        self._lost.append(rank)
+        self._complete(now_s)
+
+    def _complete(self, now_s: float) -> None:
+        """Starts what a broken cell lacks in the place of ranks of another one, if they are enough."""
+        found = completed(self._slots, self._lost, self._cell_size())
+        ranks = {slot: rank for rank, slot in self._slots.items()}
+        for missing, slot in found.items():
+            spare = ranks[slot]
+            del self._slots[spare]
+            self._slots[missing] = slot
+            self._lost[self._lost.index(missing)] = spare
+            waits = [one for one in self._due if one[1] == spare]
+            self._due = [one for one in self._due if one[1] != spare]
+            if not waits:
+                self.wanted.add(slot)
+            self._due.append((now_s, missing))
+            self._left[missing], self._short[missing] = self._limit, 0
+            self._journal.event("place_taken", target=missing, spare=spare, echo=True)
+
+    def _cell_size(self) -> int:
+        if not self._control.has([keys.JOB]):
+            return 1
+        job = from_json(JobSpec, json.loads(self._control.get(keys.JOB))["job"])
+        return job.tensor_model_parallel_size
+
+    def due(self, now_s: float) -> list[tuple[int, int]]:
+        """(rank, slot) of those whose time has come."""
+        ready = [one for one in self._due if one[0] <= now_s and self._slots[one[1]] not in self.wanted]
+        self._due = [one for one in self._due if one not in ready]
+        return [(rank, self._slots[rank]) for _, rank in ready]
+
+    def start(self, rank: int, slot: int) -> Any:
+        """The new process, with the environment of ``slot``."""
+        context, number = self._context, self._starts.get(rank, 0) + 1
+        self._starts[rank], self._began_s[rank] = number, time.monotonic()
+        incarnation = number + int(os.environ.get("ODYSSEY_INCARNATION", "0"))
+        logs = [
+            f"{path}.{number}" if path else None for path in (context.stdouts[slot], context.stderrs[slot])
+        ]
+        names = {"RANK": str(rank), "ODYSSEY_INCARNATION": str(incarnation)}
+        with forking(self._zygote):
+            handler = multiprocessing_api.get_subprocess_handler(
+                entrypoint=context.entrypoint,
+                args=context.args[slot],
+                env={**context.envs[slot], **names},
+                stdout=logs[0],
+                stderr=logs[1],
+                local_rank_id=slot,
+                numa_options=None,
+            )
+        process = handler.proc
+        self._journal.event("rank_started", target=rank, pid=process.pid, echo=True)
+        return process
