@@ -102,6 +102,8 @@ class OdysseyAgent(LocalElasticAgent):
                 raise ConfigError(_ALIVE.format(node=node))
             number = control.count(f"{keys.node_key(node)}/replaced")
             os.environ["ODYSSEY_INCARNATION"] = str(_RESPAWNS_OF_A_NODE * number)
+            for worker in worker_group.workers:
+                control.put(keys.here_key(worker.global_rank), "")
 
     def _invoke_run(self, role: str = "default") -> RunResult:
         group, launch = self._worker_group, self._launch

@@ -50,6 +50,11 @@ def welcome_key(rank: int, incarnation: int) -> str:
     return f"welcome/{rank}/{incarnation}"
 
 
+def here_key(rank: int) -> str:
+    """Where a process in the place of a dead rank says which incarnation it is; "" once it has died (its agent)."""
+    return f"here/{rank}"
+
+
 NOT_WELCOME = "alive"
 """That answer to a rank that is alive: two processes would be it."""
 

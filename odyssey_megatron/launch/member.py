@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -37,6 +37,7 @@ FINISHED = "finished"
 """``Generation.why`` of the last one: every member has finished, there is nothing to recover."""
 
 _RETRY_AFTER_S = 0.5
+_MEETING_S = 0.1
 _PR_SET_PDEATHSIG = 1
 
 
@@ -82,6 +83,23 @@ class Member:
 
     def _start_watch(self) -> None:
         threading.Thread(target=self._run_watch, name="odyssey-watch", daemon=True).start()
+
+    def meet(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """Waits until new processes of all ``ranks``, this one's cell, are here; their incarnations.
+
+        That may take as long as the job: until then this rank stands by.
+
+        Raises:
+            JobStopped: the job ended first.
+        """
+        here = [keys.here_key(rank) for rank in ranks]
+        self._control.put(keys.here_key(self.rank), str(self.incarnation))
+        while True:
+            if self._control.has(here) and all(incarnations := self._control.read(here)):
+                return tuple(map(int, incarnations))
+            if self._control.has([keys.VERDICT]):
+                raise JobStopped("the job finished first", 0)
+            time.sleep(_MEETING_S)
 
     def join(self) -> None:
         """A new process in the place of a dead rank: says that it is ready, and follows the generations from here on.

@@ -90,6 +90,7 @@ class Respawn:
 
     def note_end(self, rank: int, slot: int, code: int, now_s: float) -> None:
         """``rank`` ended in ``slot``. Not started again: one that has finished, was refused, or has died too often."""
+        self._control.put(keys.here_key(rank), "")
         if slot in self.wanted:
             self.wanted.discard(slot)
             return  # whoever wants it is due

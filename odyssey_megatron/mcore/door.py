@@ -42,7 +42,7 @@ from odyssey_megatron.mcore.optimizer import LearningRate
 from odyssey_megatron.mcore.plugin import Session
 from odyssey_megatron.mcore.tensorboard import SurvivingWriter
 from odyssey_megatron.rebuild import world as living
-from odyssey_megatron.rebuild.groups import build_groups
+from odyssey_megatron.rebuild.groups import NEVER_OVER, build_groups
 from odyssey_megatron.recover import Recovery
 
 
@@ -123,6 +123,7 @@ class Door:
             (seam_table.BUILD_PRETRAINING_DATA_LOADER, self.build_pretraining_data_loader),
             (seam_table.TRAIN, self.train),
             (seam_table.TRAIN_STEP, self.train_step),
+            (seam_table.TRAINING_LOG, self.training_log),
             (seam_table.GET_FORWARD_BACKWARD_FUNC, self.get_forward_backward_func),
             (seam_table.SAVE_CHECKPOINT, self.save_checkpoint),
             (seam_table.PRINT_RANK_LAST, self.print_rank_last),
@@ -162,12 +163,15 @@ class Door:
         self._cell = groups.initialize(self._tensor, data_parallel=True)
         self._living = living.become_default(session.rank, session.world_size, device)
         member = session.member
-        # A rank that joins is alone with its cell until it trains; an earlier process may have used the cell's names.
-        everyone = cell.ranks if member.joins else tuple(range(session.world_size))
-        suffix = f".{cell.worker}.{member.incarnation}" if member.joins else ""
+        everyone, suffix, number = tuple(range(session.world_size)), "", 0
+        if member.joins:
+            # Alone with its cell until it trains, in whatever generation that is. Earlier ones have used its names.
+            incarnations = member.meet(cell.ranks)
+            everyone, number = cell.ranks, NEVER_OVER
+            suffix = f".{cell.worker}.{'-'.join(map(str, incarnations))}"
         named = {WORLD: everyone} | ({cell_group_name(cell.worker): cell.ranks} if cell.size > 1 else {})
         named = {name + suffix: ranks for name, ranks in named.items()}
-        self._start_groups = build_groups(member, 0, named, self._config)
+        self._start_groups = build_groups(member, number, named, self._config)
         self._alone = {name.removesuffix(suffix): group for name, group in self._start_groups.items()}
         self._follow(self._alone)
         args.data_parallel_size = 1
@@ -265,6 +269,11 @@ class Door:
         self._printed = int(member.noted("printed") or 0)
         # What Megatron does with all ranks before its first step, the others have done long ago.
         self._follow(self._alone)
+
+    def training_log(self, original: Any, *given: Any, **named: Any) -> Any:
+        if self._session.member.joins:  # behind a first iteration Megatron does not reset its sums
+            named["is_first_iteration"] = False
+        return original(*given, **named)
 
     def _follow(self, named: Any) -> None:
         self._living.follow(named[WORLD])

@@ -119,7 +119,8 @@ class Session:
             sys.stderr.write(
                 f"[odyssey] rank {self.rank} stops: a rank was lost before training began ({end})\n"
             )
-            raise SystemExit(1) from None
+            # Of a process that joins: its cell has lost another rank.
+            raise SystemExit(EXIT_FENCED if self.member.joins else 1) from None
 
     def rank_zero_first(self) -> AbstractContextManager[None]:
         """The body runs on rank 0, then on all others: for index files that Megatron's datasets cache."""

@@ -70,6 +70,12 @@ TRAIN = Seam(
     },
     open=True,
 )
+TRAINING_LOG = Seam(
+    target="megatron.training.training:training_log",
+    why="the first iteration of a process that has joined is not the job's first",
+    signatures={"0.16": "is_first_iteration"},
+    open=True,
+)
 NUM_FLOATING_POINT_OPERATIONS = Seam(
     target="megatron.training.training:num_floating_point_operations",
     why="what a rank that joins has not counted itself",

@@ -8,6 +8,7 @@ fixed world size, so ``torch.distributed``'s global rank space never changes.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -127,6 +128,10 @@ def init_default_group(member: MemberLike) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=member.rank, world_size=member.world_size)
+
+
+NEVER_OVER = sys.maxsize
+"""A number for groups that no generation ends; the death of a peer does."""
 
 
 def build_groups(
