@@ -1,0 +1,58 @@
+"""Two-speed recovery: the job goes on at once by routes, and layers move behind the next steps."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.e2e.jobs import assert_equal_runs
+
+STEPS = "--train-iters 30"
+
+
+@pytest.fixture(scope="module")
+def reference(jobs):
+    outcome = jobs.run("thirty", ranks=8, stages=4, flags=STEPS)
+    assert outcome.exit_code == 0, outcome.log[-4000:]
+    return outcome
+
+
+@pytest.fixture(scope="module")
+def profile(reference):
+    """With links so slow that it pays to change plans twice rather than to wait once. A job believes it until it has
+    measured its own, in its second step.
+    """
+    known = json.loads((reference.run_dir / "profile.json").read_text())
+    known["costs"]["link_bytes_per_s"] = 1e5
+    path = reference.run_dir / "slow_links.json"
+    path.write_text(json.dumps(known))
+    return path
+
+
+@pytest.mark.parametrize(
+    "inject",
+    [
+        "",
+        # another failure while layers move, and when they have just been taken into use
+        "rank=2,step=-1,at=forward,generation=3",
+        pytest.param("rank=1,step=-1,at=groups,generation=3", marks=pytest.mark.matrix),
+        pytest.param("rank=7,step=-1,at=agree,generation=3", marks=pytest.mark.matrix),
+        pytest.param("rank=4,step=-1,at=transfer,generation=3", marks=pytest.mark.matrix),
+        pytest.param("rank=6,step=-1,at=agreement,generation=3", marks=pytest.mark.matrix),
+        pytest.param("rank=0,step=-1,at=commit,generation=3", marks=pytest.mark.matrix),
+        pytest.param("rank=3,step=-1,at=agree,generation=4", marks=pytest.mark.matrix),
+        pytest.param("rank=0,step=-1,at=backward,generation=4", marks=pytest.mark.matrix),
+    ],
+)
+def test_routes_first_and_layers_behind_the_steps(jobs, reference, profile, name, inject):
+    flags = f"{STEPS} --odyssey-profile {profile} --odyssey-inject rank=5,step=0,at=backward;{inject}"
+    shot = jobs.run(name, ranks=8, stages=4, flags=flags)
+    assert_equal_runs(shot, reference, kills=2 if inject else 1)
+    decided = [(event["generation"], event["policy"], event["planned"]) for event in shot.named("decision")]
+    assert decided[:2] == [(1, "initial", False), (2, "reroute", False)]
+    assert (3, "fill", True) in decided
+    if not inject:
+        assert decided[2:] == [(3, "fill", True), (4, "replan", True)]
+        assert [switch.policy for switch in shot.run.switches] == ["fill", "replan"]
+        assert [one.policy for one in shot.run.recoveries] == ["reroute"]
