@@ -29,6 +29,20 @@ TAKEN_OVER = {
 }
 """One pipeline of four stages with shadows, some of them neighbours."""
 
+IN_THE_SUITE = {
+    "forward-first", "backward-middle", "weight_grad-last",
+    "rank0", "two-at-once", "again-in-the-same-step", "in-a-row",
+    "forward-0", "backward-1", "weight_grad-2", "forward-3",
+}  # fmt: skip
+"""The others are marked matrix."""
+
+
+def marked(cases):
+    return [
+        pytest.param(case, marks=() if case in IN_THE_SUITE else pytest.mark.matrix, id=case)
+        for case in cases
+    ]
+
 
 def check(shot, reference, inject):
     assert_equal_runs(shot, reference, kills=inject.count("rank="))
@@ -50,13 +64,13 @@ def longer(jobs):
     return run
 
 
-@pytest.mark.parametrize("case", REROUTED)
+@pytest.mark.parametrize("case", marked(REROUTED))
 def test_rerouted_in_mid_step(jobs, longer, name, case):
     flags = f"{BATCH} --odyssey-policy reroute --odyssey-inject {REROUTED[case]}"
     check(jobs.run(name, ranks=8, stages=4, flags=flags), longer(8, 4), REROUTED[case])
 
 
-@pytest.mark.parametrize("case", TAKEN_OVER)
+@pytest.mark.parametrize("case", marked(TAKEN_OVER))
 def test_taken_over_in_mid_step(jobs, longer, name, case):
     flags = f"{BATCH} --odyssey-redundancy state --odyssey-policy reroute --odyssey-inject {TAKEN_OVER[case]}"
     check(jobs.run(name, ranks=4, stages=4, flags=flags), longer(4, 4), TAKEN_OVER[case])
