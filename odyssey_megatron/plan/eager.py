@@ -48,6 +48,10 @@ class EagerForward:
     start_s: float
     end_s: float
 
+    def saves_s(self, step_s: float) -> float:
+        """What it saves on average if ``routed`` dies at any moment of a step: itself, if it has run by then."""
+        return (self.end_s - self.start_s) * max(0.0, 1 - self.end_s / step_s)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filled:
@@ -216,12 +220,6 @@ class _Worker:
             most = max(most, live)
             busiest.append(most)
         return busiest[::-1]
-
-
-def saved_s(forwards: Iterable[EagerForward], routed: int, step_s: float) -> float:
-    """What they save on average when ``routed`` dies at any moment of a step: each forward, if it has run by then."""
-    mine = (one for one in forwards if one.routed == routed)
-    return sum((one.end_s - one.start_s) * max(0.0, 1 - one.end_s / step_s) for one in mine)
 
 
 def eager_forwards(schedule: Schedule, layout: Layout, costs: Costs) -> tuple[EagerForward, ...]:

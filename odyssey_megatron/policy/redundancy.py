@@ -9,9 +9,9 @@ from statistics import mean
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import ClusterState
 from odyssey_megatron.errors import PlanInfeasible
-from odyssey_megatron.plan.eager import EagerForward, eager_forwards, saved_s
+from odyssey_megatron.plan.costs import Costs
+from odyssey_megatron.plan.eager import eager_forwards
 from odyssey_megatron.plan.generation import CandidateRow
-from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.policy.decide import initial_plan
 from odyssey_megatron.policy.profile import Profile
@@ -57,42 +57,38 @@ def standing(mode: str, job: JobSpec, state: ClusterState, profile: Profile, *, 
     """
     wanted = with_mode(job, mode)
     plan = initial_plan(wanted, state, profile)
-    ahead = eager_forwards(plan.schedule, plan.layout, profile.costs) if wanted.eager_forwards else ()
     workers = plan.layout.workers
     alone = {states[0] for states in plan.layout.states if len(states) == 1}
-    again_s = [
-        _again_s(worker, plan, profile, ahead) if resumes else plan.step_s / 2
-        for worker in workers
-        if worker not in alone
-    ]
+    again_s = _again_s(plan, profile.costs)
+    others = [again_s[worker] if resumes else plan.step_s / 2 for worker in workers if worker not in alone]
     return Standing(
         mode=mode,
         job=wanted,
         plan=plan,
         fatal_share=len(alone) / len(workers),
-        redo_s=mean(again_s) if again_s else 0.0,
+        redo_s=mean(others) if others else 0.0,
     )
 
 
-def _again_s(worker: int, plan: Plan, profile: Profile, ahead: Sequence[EagerForward]) -> float:
-    """Expected seconds that a step takes longer when ``worker`` dies in it.
+def _again_s(plan: Plan, costs: Costs) -> dict[int, float]:
+    """Worker -> expected seconds that a step takes longer when it dies in it.
 
     Half of its work is done at a random moment, and lost; the other holders of its layers do it again between them, but
     for what they have run ahead. Source: papers.md §8.6, the cost of the microbatches concerned.
     """
-    layout, layers = plan.layout, profile.costs.layers
-    work_s = sum(
-        len(route.microbatches) * sum(layer.compute_s for layer in layers[hop.first : hop.last])
-        for route in layout.routes
-        for hop in route.hops
-        if hop.worker == worker
-    )
-    return max(0.0, work_s / 2 - saved_s(ahead, worker, plan.step_s)) / max(1, len(_heirs(layout, worker)))
-
-
-def _heirs(layout: Layout, worker: int) -> set[int]:
-    """The other holders of the layers of ``worker``."""
-    return {one for holders in layout.holders if worker in holders for one in holders} - {worker}
+    lost_s = dict.fromkeys(plan.layout.workers, 0.0)
+    for route in plan.layout.routes:
+        for hop in route.hops:
+            work_s = sum(layer.compute_s for layer in costs.layers[hop.first : hop.last])
+            lost_s[hop.worker] += len(route.microbatches) * work_s / 2
+    # Nothing is run ahead where the plan does not say so; reading a schedule takes its time.
+    for one in eager_forwards(plan.schedule, plan.layout, costs) if plan.ahead else ():
+        lost_s[one.routed] -= one.saves_s(plan.step_s)
+    heirs: dict[int, set[int]] = {worker: set() for worker in plan.layout.workers}
+    for holders in set(plan.layout.holders):
+        for worker in holders:
+            heirs[worker].update(holders)
+    return {worker: max(0.0, seconds) / max(1, len(heirs[worker]) - 1) for worker, seconds in lost_s.items()}
 
 
 def choose(

@@ -73,7 +73,6 @@ def test_a_cell_has_run_ahead(jobs, name):
     assert_same_lines(run, jobs.plain(flags, ranks=4, stages=2))
     assert run.killed == [0, 1]
     (recovery,) = run.run.recoveries
-    print(recovery)
     # Where the two ranks of the other cell were not equally far, the step has been done again.
     assert recovery.eager_forwards > 0 or recovery.outcome == "redo"
 
