@@ -13,7 +13,7 @@ from odyssey_megatron.errors import ConfigError
 
 MODES = ("off", "observe", "recover")
 POLICIES = ("auto", "reroute", "replan")
-REDUNDANCIES = ("off", "state")
+REDUNDANCIES = ("off", "state", "compute", "auto")
 INTERRUPTED_STEPS = ("resume", "redo")
 DEVICES = ("cuda", "cpu")
 INJECTION_POINTS = (
@@ -66,11 +66,12 @@ class OdysseyConfig:
     redundancy: str = _flag(
         "off",
         "state: layers without a second holder get one that computes nothing but stays current, so any single loss "
-        "is survived, without data parallelism too",
+        "is survived, without data parallelism too. compute: besides, holders run forwards ahead, in the pipeline's "
+        "bubbles, for the workers whose place they would take. auto: what costs least at the rate of failures",
         choices=REDUNDANCIES,
     )
     redundancy_level: int = _flag(
-        1, "so many holders of a layer may be lost at once with --odyssey-redundancy state"
+        1, "so many holders of a layer may be lost at once with --odyssey-redundancy state, compute or auto"
     )
     respawn: int = _flag(
         0, "start a dead rank again, at most so many times each: it joins the running job (0: never)"
@@ -101,7 +102,12 @@ class OdysseyConfig:
     @property
     def least_holders(self) -> int:
         """Of each layer; see ``JobSpec.least_holders``."""
-        return 1 + self.redundancy_level if self.redundancy == "state" else 0
+        return 0 if self.redundancy == "off" else 1 + self.redundancy_level
+
+    @property
+    def eager_forwards(self) -> bool:
+        """See ``JobSpec.eager_forwards``."""
+        return self.redundancy == "compute"
 
     @property
     def injections(self) -> tuple[Injection, ...]:
@@ -180,6 +186,11 @@ def _check(config: OdysseyConfig) -> None:
             raise ConfigError(f"{flag_of(one)} {value!r} is unknown; use one of " + ", ".join(choices) + ".")
         if isinstance(value, (int, float)) and value <= 0 and one.name not in _MAY_BE_ZERO:
             raise ConfigError(f"{flag_of(one)} must be positive, found {value}.")
+    if config.eager_forwards and config.interrupted_step != "resume":
+        raise ConfigError(
+            "--odyssey-redundancy compute saves parts of an interrupted step, which --odyssey-interrupted-step "
+            f"{config.interrupted_step} gives up. Use --odyssey-interrupted-step resume, or --odyssey-redundancy state."
+        )
     # The order of the limits: each must be able to expire before the one that would hide it.
     chain = ("heartbeat_s", "hang_s", "op_timeout_s")
     for shorter, longer in pairwise(chain):

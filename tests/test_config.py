@@ -104,6 +104,10 @@ def test_settings_are_found_among_another_program_s_flags(monkeypatch):
         (["--odyssey-heartbeat-s", "9"], "--odyssey-heartbeat-s (9.0 s) must be below --odyssey-hang-s"),
         (["--odyssey-hang-s", "61"], "--odyssey-hang-s (61.0 s) must be below --odyssey-op-timeout-s"),
         (["--odyssey-inject", "rank=1"], "at, step is missing"),
+        (
+            ["--odyssey-redundancy", "compute", "--odyssey-interrupted-step", "redo"],
+            "which --odyssey-interrupted-step redo gives up",
+        ),
     ],
 )
 def test_bad_input_is_one_paragraph_that_names_the_flag(argv, message):

@@ -26,6 +26,8 @@ class JobSpec:
     """Holders that keep the optimizer state of a layer; 0: all of them."""
     least_holders: int = 0
     """Each layer has at least so many holders, some without microbatches if need be; 0: as parallelism has it."""
+    eager_forwards: bool = False
+    """Holders run forwards ahead for the workers whose place they would take."""
 
     def check(self, world_size: int) -> None:
         """Raises ConfigError if ``world_size`` ranks cannot form the initial layout."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import torch
@@ -12,6 +12,7 @@ from odyssey_megatron.errors import ScheduleInvalid
 from odyssey_megatron.execute.channels import Channels, Pending
 from odyssey_megatron.execute.progress import Progress
 from odyssey_megatron.execute.timing import Trace
+from odyssey_megatron.plan.resume import Visit
 from odyssey_megatron.plan.schedule import Instr, Op
 
 FORWARD_ONLY = frozenset({Op.FORWARD, Op.SEND_FORWARD, Op.RECV_FORWARD})
@@ -22,9 +23,22 @@ class Compute(Protocol):
     """The model, as the interpreter sees it. Activations and their gradients are [s, b, h]."""
 
     def forward(
-        self, microbatch: int, first: int, last: int, activation: torch.Tensor | None
+        self,
+        microbatch: int,
+        first: int,
+        last: int,
+        activation: torch.Tensor | None,
+        *,
+        ahead: bool = False,
     ) -> torch.Tensor:
-        """Layers ``[first, last)``; ``activation`` is None where ``first`` is the embedding."""
+        """Layers ``[first, last)``; ``activation`` is None where ``first`` is the embedding.
+
+        ``ahead``: for another worker. It counts for nothing, losses included, before :meth:`adopt`.
+        """
+        ...
+
+    def adopt(self, visits: Collection[Visit]) -> None:
+        """Of the forwards run ahead these are this worker's own from now on, and count; the others are let go of."""
         ...
 
     def kept(self, microbatch: int, first: int, last: int) -> None:
@@ -75,6 +89,7 @@ class Interpreter:
         self._progress = Progress(0, 0, keeps=False)
         self._handlers: dict[Op, tuple[str, Callable[[Instr], None]]] = {
             Op.FORWARD: ("forward", self._forward),
+            Op.EAGER_FORWARD: ("", self._eager_forward),
             Op.INPUT_GRAD: ("backward", self._input_grad),
             Op.BACKWARD: ("backward", self._backward),
             Op.WEIGHT_GRAD: ("weight_grad", self._weight_grad),
@@ -98,6 +113,9 @@ class Interpreter:
             self._checkpoint(point, instr.microbatch)
             with trace.span(instr):
                 handler(instr)
+        if progress.ahead:  # all is reduced, so nothing can be taken up any more
+            progress.ahead.clear()
+            self._compute.adopt(())
         self._channels.wait_sent()
         if self._arriving:
             raise ScheduleInvalid(
@@ -118,6 +136,17 @@ class Interpreter:
             self._compute.kept(instr.microbatch, instr.first, instr.last)
         self._settled()
         self._progress.reached(instr, Op.FORWARD)
+
+    def _eager_forward(self, instr: Instr) -> None:
+        activation = (
+            self._input(instr, Op.RECV_FORWARD, instr.first) if instr.first else None
+        )  # it has made it
+        output = self._compute.forward(instr.microbatch, instr.first, instr.last, activation, ahead=True)
+        left = output.detach()
+        if instr.last < self._num_layers:
+            self._compute.kept(instr.microbatch, instr.first, instr.last)
+        self._settled()
+        self._progress.ahead[instr.microbatch, instr.first, instr.last] = left
 
     def _input_grad(self, instr: Instr) -> None:
         grad = self._input(instr, Op.RECV_BACKWARD, instr.last) if instr.last < self._num_layers else None

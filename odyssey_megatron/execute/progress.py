@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 
-from odyssey_megatron.plan.resume import BEGINS, REACHES
+from odyssey_megatron.plan.resume import BEGINS, REACHES, Visit
 from odyssey_megatron.plan.schedule import Instr, Op
 
 MessageKey = tuple[Op, int, int]
@@ -27,6 +27,8 @@ class Progress:
         """See ``plan/resume.py``: a failure costs the survivors nothing of it."""
         self.results: dict[MessageKey, torch.Tensor] = {}
         """The activations and gradients that leave a visit."""
+        self.ahead: dict[Visit, torch.Tensor] = {}
+        """What leaves the visits of other workers that this one has run ahead."""
         self.whole = True
         """The gradients are exactly what the table says: nothing was cut off half-way, and nothing reduced yet."""
         self.keeps = keeps
@@ -45,6 +47,14 @@ class Progress:
         row = self.table[instr.microbatch]
         row[instr.first : instr.last] = REACHES[op]
         row[instr.first] += BEGINS
+
+    def take_up(self, visits: Collection[Visit]) -> None:
+        """Of what has been run ahead ``visits`` are this worker's own from now on; the rest goes."""
+        for microbatch, first, last in visits:
+            instr = Instr(Op.FORWARD, microbatch, first, last)
+            self.reached(instr, Op.FORWARD)
+            self.leave(Op.SEND_FORWARD, microbatch, last, self.ahead[microbatch, first, last])
+        self.ahead.clear()
 
     @contextlib.contextmanager
     def adding(self) -> Iterator[None]:

@@ -24,16 +24,11 @@ from odyssey_megatron.execute.timing import ComputeTimes, Trace, link_times
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.plan.generation import Generation
 from odyssey_megatron.plan.plan import Plan
-from odyssey_megatron.plan.schedule import COMPUTE, Program
+from odyssey_megatron.plan.schedule import Program, computed_layers
 from odyssey_megatron.policy.measured import LinkTimes, Measured
 from odyssey_megatron.rebuild import agree
 from odyssey_megatron.rebuild.transfer import Moving, spread
 from odyssey_megatron.recover import Phase
-
-
-def _computed(program: Program) -> set[int]:
-    """The layers that ``program`` computes."""
-    return {layer for one in program if one.op in COMPUTE for layer in range(one.first, one.last)}
 
 
 class RankRuntime:
@@ -81,7 +76,7 @@ class RankRuntime:
         """Of the step at hand; None where it has not begun, or must begin anew."""
         self._rest: Program | None = None
         """What is left to do of an interrupted step, if it goes on."""
-        self._recovered_by = ""
+        self._recovered_by, self._taken_up = "", 0
         self._plan: Plan | None = None
         self._generation = 0
         self._cell = Cell(rank=member.rank, size=tensor_model_parallel_size)
@@ -174,7 +169,8 @@ class RankRuntime:
 
     def agree(self, generation: Generation) -> None:
         self._fault(Phase.AGREE.value, self.committed)
-        self._rest, plan, progress = None, self._require_plan(), self._progress or self._new_progress()
+        self._rest, self._taken_up = None, 0
+        plan, progress = self._require_plan(), self._progress or self._new_progress()
         may_resume = self._config.interrupted_step == "resume" and not generation.planned and not self._joins
         cell_group = self._groups[cell_group_name(self._worker)] if self._cell.size > 1 else None
         resumable = may_resume and agree.can_resume(
@@ -191,7 +187,9 @@ class RankRuntime:
         standings, totals = agree.exchange(self._world, standing, fingerprint, self._totals)
         ahead, finished = agree.furthest(standings), agree.left_behind(standings)
         if not finished and all(one.resumable for one in standings):
-            self._rest = agree.what_is_left(self._world, plan, self._cell, progress, self._totals.device)
+            self._rest, self._taken_up = agree.what_is_left(
+                self._world, cell_group, plan, self._cell, progress, self._model, self._totals.device
+            )
         self._recovered_by = "finish" if finished else "redo" if self._rest is None else "resume"
         behind = finished and self.done < ahead.done
         if self._joins:
@@ -233,7 +231,7 @@ class RankRuntime:
             tensors_to_fill=model.tensors_to_fill,
             checkpoint=checkpoint,
         )
-        if not (generation.planned and self._moving.arriving.isdisjoint(_computed(self._program))):
+        if not (generation.planned and self._moving.arriving.isdisjoint(computed_layers(self._program))):
             self._settle()
         with torch.enable_grad():  # an evaluation, which runs without, may have been cut short
             model.take_layout(plan.layout, self._worker)
@@ -495,5 +493,6 @@ class RankRuntime:
             in_groups_s=self._in_groups_s,
             resumed_s=time.monotonic(),
             outcome=self._recovered_by,
+            eager_forwards=self._taken_up,
             echo=self._logs,
         )

@@ -168,12 +168,14 @@ class Coordinator:
                 started_s=self._state.started_s,
                 tensor_model_parallel_size=job.tensor_model_parallel_size,
             )
-            plan = self._planner.start(job, self._state, posted["profile"])
+            decided = self._planner.start(job, self._state, posted["profile"])
         except (OdysseyError, ValueError) as error:
             code = EXIT_BAD_INPUT if isinstance(error, ConfigError) else 1
             return self._stop(str(error), code)
-        self._start_plan = plan
-        self._publish(plan, previous=None, why="start", dead=(), rows=(), began_s=time.monotonic())
+        self._start_plan = decided.plan
+        self._publish(
+            decided.plan, previous=None, why="start", dead=(), rows=decided.rows, began_s=time.monotonic()
+        )
         return None
 
     def _observe(self) -> Verdict:

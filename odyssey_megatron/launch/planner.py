@@ -18,6 +18,7 @@ from odyssey_megatron.plan.plan import Plan
 
 if TYPE_CHECKING:
     from odyssey_megatron.policy.profile import Profile
+    from odyssey_megatron.policy.redundancy import Standing
 
 _log = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class Decided:
 class Planner(Protocol):
     """The decisions of one job."""
 
-    def start(self, job: JobSpec, state: ClusterState, profile_json: str) -> Plan:
+    def start(self, job: JobSpec, state: ClusterState, profile_json: str) -> Decided:
         """The plan without failures. Raises ConfigError or PlanInfeasible."""
         ...
 
@@ -68,24 +69,29 @@ class PolicyPlanner:
 
     def __init__(self, config: OdysseyConfig):
         # Now, not at the first failure: these load numpy and scipy.
-        from odyssey_megatron.policy import decide, measured, profile, two_speed
+        from odyssey_megatron.policy import decide, measured, profile, redundancy, score, two_speed
 
         self._config, self._decide, self._measured = config, decide, measured
         self._profiles, self._two_speed = profile, two_speed
+        self._redundancy, self._score = redundancy, score
         self._home: Plan | None = None
+        self._standings: list[Standing] = []
+        """What there is to choose from, or to compare with, under ``--odyssey-redundancy compute`` and ``auto``."""
+        self._among: tuple[str, ...] = ()
 
-    def start(self, job: JobSpec, state: ClusterState, profile_json: str) -> Plan:
+    def start(self, job: JobSpec, state: ClusterState, profile_json: str) -> Decided:
         self._job = job
         self._profile = from_json(self._profiles.Profile, profile_json)
         keeps = self._config.interrupted_step == "resume"
         self._profile = replace(self._profile, costs=replace(self._profile.costs, keeps_messages=keeps))
         job.check(len(state.ranks))
-        self._home = self._first_plan(job, state)
-        return self._home
+        decided = self._first_plan(job, state)
+        self._home = decided.plan
+        return decided
 
-    def _first_plan(self, job: JobSpec, state: ClusterState) -> Plan:
+    def _first_plan(self, job: JobSpec, state: ClusterState) -> Decided:
         try:
-            return self._decide.initial_plan(job, state, self._profile)
+            return self._weighed(job, state)
         except PlanInfeasible as error:
             if self._profile.costs.memory_bytes is None:
                 raise
@@ -95,11 +101,35 @@ class PolicyPlanner:
             )
             costs = replace(self._profile.costs, memory_bytes=None)
             self._profile = replace(self._profile, costs=costs)
-            return self._decide.initial_plan(job, state, self._profile)
+            return self._weighed(job, state)
+
+    def _weighed(self, job: JobSpec, state: ClusterState) -> Decided:
+        """With the redundancy asked for, or the best. Raises PlanInfeasible."""
+        redundancy, asked = self._redundancy, self._config.redundancy
+        if asked in ("off", "state"):
+            return Decided(plan=self._decide.initial_plan(job, state, self._profile), rows=())
+        self._among = redundancy.MODES if asked == "auto" else (asked,)
+        resumes = self._config.interrupted_step == "resume"
+        self._standings, without = redundancy.possible(
+            self._among, job, state, self._profile, resumes=resumes
+        )
+        chosen, rows = self._chosen(state, state.started_s)
+        return Decided(plan=chosen.plan, rows=(*rows, *without))
+
+    def _chosen(self, state: ClusterState, now_s: float) -> tuple[Standing, tuple[CandidateRow, ...]]:
+        """Of the standings, at the rate of failures by now; the job goes on with it."""
+        mtbf_s = self._score.mean_time_between_failures_s(state, self._config.mtbf_s, now_s)
+        chosen, rows = self._redundancy.choose(
+            self._standings, self._among, self._profile, mtbf_s=mtbf_s, horizon_s=self._config.horizon_s
+        )
+        self._job = chosen.job
+        return chosen, rows
 
     def decide(
         self, state: ClusterState, previous: Plan, observations: Sequence[str], now_s: float
     ) -> Decided:
+        if self._standings:
+            self._chosen(state, now_s)
         case = {
             "job": self._job,
             "state": state,

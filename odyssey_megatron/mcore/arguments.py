@@ -43,6 +43,7 @@ def job_of(args: Any, config: OdysseyConfig, *, optimizer_copies: int) -> JobSpe
         tokens_per_step=args.global_batch_size * args.seq_length,
         train_steps=args.train_iters,
         least_holders=config.least_holders,
+        eager_forwards=config.eager_forwards,
         optimizer_copies=optimizer_copies,
     )
 

@@ -19,6 +19,7 @@ from odyssey_megatron.mcore.layers import HeldLayer, LayerBlock, ModelSpec, buil
 from odyssey_megatron.mcore.optimizer import LearningRate
 from odyssey_megatron.mcore.wgrad import WeightGrads
 from odyssey_megatron.plan.layout import Layout
+from odyssey_megatron.plan.resume import Visit
 
 ForwardStep = Callable[[Any, Any], tuple[torch.Tensor, Callable[..., Any] | None]]
 """Megatron's: (data_iterator, model) -> (output, loss_func)."""
@@ -79,6 +80,8 @@ class MegatronModel:
         self._step, self._worker, self._layout = -1, -1, Layout(holders=(), routes=())
         self._tokens = 0.0
         self._losses: dict[int, dict[str, torch.Tensor]] = {}
+        self._ahead: dict[tuple[int, int], tuple[float, list[dict[str, torch.Tensor]]]] = {}
+        """Tokens and losses of forwards run ahead, which count for nothing yet."""
         self._training = True
 
     @property
@@ -181,6 +184,7 @@ class MegatronModel:
         assert self.source is not None, "no data yet"
         self._step, self._training = step, training
         self._flights.clear()
+        self._ahead.clear()
         self._losses.clear()
         self._tokens = 0.0
         self.source.begin_step()
@@ -194,12 +198,18 @@ class MegatronModel:
         self.source.go_to(step=self._step, microbatch=microbatch)
 
     def forward(
-        self, microbatch: int, first: int, last: int, activation: torch.Tensor | None
+        self,
+        microbatch: int,
+        first: int,
+        last: int,
+        activation: torch.Tensor | None,
+        *,
+        ahead: bool = False,
     ) -> torch.Tensor:
         self._go_to(microbatch)
         if activation is not None and self._training:
             activation.requires_grad_()
-        tensor, reported = activation, []
+        tensor, reported, counted = activation, list[dict[str, torch.Tensor]](), 0.0
         for block in self._span(first, last):
             is_last_stage = block.last == self.spec.num_layers
             with groups.in_stage(*groups.place(first=block.first == 0, last=is_last_stage)):
@@ -215,13 +225,29 @@ class MegatronModel:
                     current_microbatch=microbatch,
                     is_last_stage=is_last_stage,
                 )
-            self._tokens += float(tokens)
-        if reported:
-            self._losses[microbatch] = self._checked(reported[-1])
+            counted += float(tokens)
+        if ahead:
+            self._ahead[microbatch, first] = (counted, reported)
+        else:
+            self._count(microbatch, counted, reported)
         assert tensor is not None
         if self._training:
             self._flights[microbatch, first] = _Flight(activation, tensor, WeightGrads())
         return tensor
+
+    def _count(self, microbatch: int, tokens: float, reported: Sequence[dict[str, torch.Tensor]]) -> None:
+        self._tokens += tokens
+        if reported:
+            self._losses[microbatch] = self._checked(reported[-1])
+
+    def adopt(self, visits: Collection[Visit]) -> None:
+        ahead, self._ahead = self._ahead, {}
+        ours = {(microbatch, first) for microbatch, first, _ in visits}
+        for place, (tokens, reported) in ahead.items():
+            if place in ours:
+                self._count(place[0], tokens, reported)
+            else:
+                self._flights.pop(place, None)
 
     def _checked(self, reported: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if set(reported) != set(self._loss_names):

@@ -215,6 +215,7 @@ class Session:
             train_steps=job.train_iters,
             optimizer_copies=job.optimizer_copies,
             least_holders=self.config.least_holders,
+            eager_forwards=self.config.eager_forwards,
         )
 
     def _profile(self, job: TrainingJob) -> Profile:

@@ -58,6 +58,7 @@ DARK = Theme(
 
 KIND_COLOURS = {
     "F": "#3f78c6",
+    "E": "#8fb4e3",
     "B": "#d9703a",
     "I": "#e09a3e",
     "W": "#4a9f86",
@@ -70,6 +71,7 @@ _HEIGHTS = {"COMM": 0.22, "OTHER": 0.22, "REDUCE_GRAD": 0.45}
 """Of a row; what is mostly waiting is drawn thin."""
 KIND_NAMES = {
     "F": "F forward",
+    "E": "E forward run ahead",
     "B": "B backward",
     "I": "I input gradient",
     "W": "W weight gradient",

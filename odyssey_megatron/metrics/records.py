@@ -45,6 +45,7 @@ EVENTS: dict[str, tuple[str, ...]] = {
         "in_groups_s",
         "resumed_s",
         "outcome",
+        "eager_forwards",
     ),
     "switched": ("policy", "plan_hash", "groups_s", "agree_s", "transfer_s", "fill_s"),
     "redone": ("redo_s",),
@@ -62,7 +63,8 @@ EVENTS: dict[str, tuple[str, ...]] = {
 rank): ``detected_s`` = ``t_s`` of the agent's notice; ``in_groups_s`` and ``resumed_s`` = ``t_s`` when the rank was in
 all its new groups, and when it ran the first instruction of the next step; the other ``*_s`` are durations;
 ``outcome`` is ``resume`` (the interrupted step went on where it was),
-``redo`` (it was done again) or ``finish`` (it had been agreed on). ``redone``: how long the step took from there until
+``redo`` (it was done again) or ``finish`` (it had been agreed on); ``eager_forwards``: how many forwards of the dead
+others had run ahead, so that they were not done again. ``redone``: how long the step took from there until
 it was committed. ``switched``: a generation that began between two steps; ``groups_s``, ``agree_s`` and ``transfer_s``
 stood still, while ``fill_s`` ran behind the first step. ``samples`` (the rank that ran a microbatch
 through the head): ``samples`` holds, for each of ``microbatches``, the list of its global sample indices.

@@ -37,6 +37,8 @@ class Recovery:
     transfer_s: float | None
     redo_s: float | None
     """The interrupted step, from when it went on, or was begun anew, until it was committed; training, not stall."""
+    eager_forwards: int
+    """Forwards of the dead that others had run ahead, so that they were not done again."""
     in_groups_s: float | None
     """From the failure until the last survivor was in all its new groups."""
     stall_s: float | None
@@ -146,6 +148,7 @@ def _recovery(
         groups_s=_slowest(recovered, "groups_s"),
         transfer_s=_slowest(recovered, "transfer_s"),
         redo_s=max(redone, default=None),
+        eager_forwards=max((one.get("eager_forwards", 0) for one in recovered), default=0),
         in_groups_s=_until(recovered, "in_groups_s", since),
         stall_s=_until(recovered, "resumed_s", since),
     )

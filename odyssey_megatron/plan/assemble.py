@@ -28,6 +28,8 @@ class Assembled:
     text: str
     """As ``Schedule.to_text()`` of the same programs."""
     peak_bytes: tuple[tuple[int, int], ...]
+    ahead: str = ""
+    """See ``Plan.ahead``."""
 
 
 def assemble(order: Order, layout: Layout, costs: Costs) -> Assembled:

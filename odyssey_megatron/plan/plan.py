@@ -37,6 +37,8 @@ class Plan:
     transition_s: float
     peak_bytes: tuple[tuple[int, int], ...]
     """(worker, bytes) at the simulated peak."""
+    ahead: str = ""
+    """How many forwards are run ahead, and what keeps the others from it; "" where that is not asked for."""
 
     @property
     def schedule(self) -> Schedule:

@@ -11,15 +11,23 @@ from odyssey_megatron.plan.layout import Layout
 
 
 def with_shadows(
-    layout: Layout, previous: Layout | None, nodes: Mapping[int, int], least: int, costs: Costs
+    layout: Layout,
+    previous: Layout | None,
+    nodes: Mapping[int, int],
+    least: int,
+    costs: Costs,
+    *,
+    eager: bool = False,
 ) -> Layout:
     """``layout`` with at least ``least`` holders of each layer, as far as there are workers.
 
     A shadow, a holder without microbatches, takes part in the layers' gradient reduction and step, so that it can take
     over with nothing sent (design section 2). Layers with the same holders get the same shadow: one that has their
     state already (``previous``), on a node that holds none of them (``nodes``: node of each living worker), with the
-    least to hold.
+    least to hold. ``eager``: before that, if it can be had, the worker before them on a route, which has the input of
+    their forwards; before the first ones the last, which waits longest for its own.
     """
+    before = _workers_before(layout) if eager else {}
     load = dict.fromkeys(nodes, 0)
     for layer, holders in enumerate(layout.holders):
         for worker in holders:
@@ -38,6 +46,7 @@ def with_shadows(
                 key=lambda worker: (
                     nodes[worker] in there,
                     previous is not None and not all(worker in previous.states[layer] for layer in run),
+                    eager and not all(worker in before[layer] for layer in run),
                     load[worker],
                     (worker - holders[0]) % (max(nodes) + 1),
                 ),
@@ -46,6 +55,16 @@ def with_shadows(
             for layer in run:
                 new[layer] = tuple(sorted((*new[layer], shadow)))
     return replace(layout, holders=tuple(new))
+
+
+def _workers_before(layout: Layout) -> dict[int, set[int]]:
+    """Layer -> the workers that come before its own on a route; before the first ones the route's last."""
+    before: dict[int, set[int]] = {layer: set() for layer in range(layout.num_layers)}
+    for route in layout.routes:
+        for above, hop in zip((route.hops[-1], *route.hops), route.hops, strict=False):
+            for layer in range(hop.first, hop.last):
+                before[layer].add(above.worker)
+    return before
 
 
 def filling(current: Layout, target: Layout) -> Layout:

@@ -23,7 +23,7 @@ def render(schedule: Schedule, timeline: Timeline, *, width: int = 120) -> str:
             a, b = round(start * scale), min(width, round(end * scale))
             if b <= a:
                 continue
-            if instr.op in COMPUTE:
+            if instr.op in COMPUTE or instr.op is Op.EAGER_FORWARD:
                 label = f"{instr.op.value}{instr.microbatch}"
                 line[a:b] = (label if len(label) <= b - a else instr.op.value).ljust(b - a, "-")
             elif instr.op in _COLLECTIVE:

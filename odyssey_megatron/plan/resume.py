@@ -5,13 +5,14 @@ forward, 2 input gradient, 3 weight gradient), plus :data:`BEGINS` where one of 
 survivors' tables says the same of all of them, since a microbatch passes a layer on one worker only. The dead one's
 part is nothing again. All here is a function of the new plan and that sum, so every survivor comes to the same result.
 
-Only the dead worker's own work is done again. What a survivor has computed for others it has kept, and sends once more
-where it has not been used; whoever has used something already is not sent it.
+Only the dead worker's own work is done again, and of that not the forwards that others have run ahead
+(``plan/eager.py``): they enter the tables of those to whom the new plan gives them. What a survivor has computed for
+others it has kept, and sends once more where it has not been used; whoever has used something already is not sent it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from odyssey_megatron.errors import ScheduleInvalid
@@ -26,6 +27,9 @@ BEGINS = 4
 
 Table = Sequence[Sequence[int]]
 """[microbatch][layer]: see above."""
+
+Visit = tuple[int, int, int]
+"""(microbatch, first layer, last)."""
 
 REACHES = {Op.FORWARD: FORWARDED, Op.INPUT_GRAD: BACKED, Op.WEIGHT_GRAD: FINISHED, Op.BACKWARD: FINISHED}
 """Instruction -> the level that it brings a visit to."""
@@ -55,6 +59,25 @@ def fits(layout: Layout, worker: int, table: Table) -> bool:
         for microbatch, row in enumerate(table)
         for first, last, _ in done_visits(row)
     )
+
+
+def usable(layout: Layout, worker: int, table: Table, ahead: Iterable[Visit]) -> list[Visit]:
+    """Which forwards that ``worker`` has run ahead are its own work under ``layout``.
+
+    ``table`` is its own. Where a visit begins or ends in the middle of a block, the step could not go on with it.
+    """
+    cuts = {block.first for block in layout.blocks()} | {layout.num_layers}
+    paths = {m: route.hops for route in layout.routes for m in route.microbatches}
+    return [
+        (microbatch, first, last)
+        for microbatch, first, last in ahead
+        if {first, last} <= cuts
+        and not any(table[microbatch][first:last])
+        and any(
+            hop.worker == worker and hop.first <= first and last <= hop.last
+            for hop in paths.get(microbatch, ())
+        )
+    ]
 
 
 def resume(layout: Layout, schedule: Schedule, table: Table) -> Schedule | None:
@@ -104,7 +127,7 @@ def _pieces(hop: Hop, visits_done: Sequence[tuple[int, int, int]]) -> list[tuple
 
 
 def _rest(schedule: Schedule, visits: Visits, done: Sequence[int]) -> tuple[tuple[int, Program], ...]:
-    """The programs without messages and without what is done; an instruction of a hop as one of each of its pieces."""
+    """The compute instructions and reductions that are left; an instruction of a hop as one of each of its pieces."""
     places = {key: visit for visit, key in enumerate(zip(visits.microbatch, visits.first, strict=True))}
     programs = []
     for worker, program in schedule.programs:
@@ -121,7 +144,7 @@ def _rest(schedule: Schedule, visits: Visits, done: Sequence[int]) -> tuple[tupl
                         op = Op.WEIGHT_GRAD
                     if done[piece] < REACHES[op]:
                         rest.append(Instr(op, instr.microbatch, visits.first[piece], visits.last[piece]))
-            elif instr.op not in MESSAGE:
+            elif instr.op not in MESSAGE and instr.op is not Op.EAGER_FORWARD:
                 rest.append(instr)
         programs.append((worker, tuple(rest)))
     return tuple(programs)

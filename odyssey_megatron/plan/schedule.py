@@ -6,6 +6,7 @@ stage numbers (a span is unambiguous where pipelines are ragged)::
     F3[0:4]          forward of microbatch 3 through layers 0, 1, 2, 3
     I3[0:4]          its input gradient          W3[0:4]  its weight gradient
     B3[0:4]          both at once (fused backward)
+    E3[4:8]          the forward that another worker is routed to do, run ahead by a holder that may have to take over
     SEND_F3[4]>5     the activation that enters layer 4 goes to worker 5
     RECV_F3[4]<2     ... and comes from worker 2
     SEND_B3[4]>2     its gradient goes back      RECV_B3[4]<5
@@ -30,6 +31,7 @@ class Op(enum.Enum):
     INPUT_GRAD = "I"
     WEIGHT_GRAD = "W"
     BACKWARD = "B"
+    EAGER_FORWARD = "E"
     SEND_FORWARD = "SEND_F"
     RECV_FORWARD = "RECV_F"
     SEND_BACKWARD = "SEND_B"
@@ -42,6 +44,7 @@ class Op(enum.Enum):
 
 
 COMPUTE = frozenset({Op.FORWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD, Op.BACKWARD})
+"""What carries out the routes. An eager forward does not: the step is whole without it."""
 SEND = frozenset({Op.SEND_FORWARD, Op.SEND_BACKWARD})
 RECV = frozenset({Op.RECV_FORWARD, Op.RECV_BACKWARD})
 MESSAGE = SEND | RECV
@@ -65,7 +68,7 @@ class Instr(NamedTuple):
             return "STEP"
         if self.op is Op.REDUCE_GRAD:
             return f"REDUCE_GRAD[{self.first}:{self.last}]"
-        if self.op in COMPUTE:
+        if self.op in COMPUTE or self.op is Op.EAGER_FORWARD:
             return f"{self.op.value}{self.microbatch}[{self.first}:{self.last}]"
         arrow = ">" if self.op in SEND else "<"
         return f"{self.op.value}{self.microbatch}[{self.first}]{arrow}{self.peer}"
@@ -74,7 +77,7 @@ class Instr(NamedTuple):
 _TEXT = re.compile(
     r"(?P<step>STEP)"
     r"|REDUCE_GRAD\[(?P<rf>\d+):(?P<rl>\d+)\]"
-    r"|(?P<op>[FIWB])(?P<mb>\d+)\[(?P<first>\d+):(?P<last>\d+)\]"
+    r"|(?P<op>[FIWBE])(?P<mb>\d+)\[(?P<first>\d+):(?P<last>\d+)\]"
     r"|(?P<send>SEND_[FB])(?P<smb>\d+)\[(?P<sat>\d+)\]>(?P<to>\d+)"
     r"|(?P<recv>RECV_[FB])(?P<rmb>\d+)\[(?P<rat>\d+)\]<(?P<frm>\d+)"
 )
@@ -98,6 +101,12 @@ def parse_instr(text: str) -> Instr:
 
 
 Program = tuple[Instr, ...]
+
+
+def computed_layers(program: Program) -> set[int]:
+    """The layers that ``program`` runs, also ahead of others."""
+    computing = (one for one in program if one.op in COMPUTE or one.op is Op.EAGER_FORWARD)
+    return {layer for one in computing for layer in range(one.first, one.last)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

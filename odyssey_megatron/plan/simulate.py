@@ -68,8 +68,8 @@ def simulate(
     """Runs ``schedule`` with the interpreter's semantics.
 
     A send takes the sender no time and arrives ``costs.message_s()`` later; a receive is only posted, and
-    the forward or input gradient that needs it waits; a reduction starts when all holders have come and
-    ends for all at once; so does ``STEP``.
+    the forward or input gradient that needs it waits; an eager forward waits for nothing; a reduction starts when
+    all holders have come and ends for all at once; so does ``STEP``.
 
     Raises:
         ScheduleInvalid: some workers wait for ever; names one, its position and what it waits for.
@@ -96,7 +96,7 @@ _TO_PREVIOUS = -8 + RECV_BACKWARD - SEND_BACKWARD
 
 class _Clock:
     def __init__(self, visits: Visits, programs: Codes, costs: Costs, speeds: Mapping[int, float]) -> None:
-        self.visits, self.programs, self.costs = visits, programs, costs
+        self.visits, self.programs, self.costs, self.speeds = visits, programs, costs, speeds
         self.lag = costs.message_s()
         self.position = dict.fromkeys(programs, 0)
         self.now = dict.fromkeys(programs, 0.0)
@@ -115,8 +115,8 @@ class _Clock:
         alike: dict[tuple[int, int, int], tuple[Effect, ...]] = {}
         places = list(zip(visits.worker, visits.first, visits.last, strict=True))
         for worker, first, last in set(places):
-            alike[worker, first, last] = _effects(costs, first, last, speeds.get(worker, 1.0))
-        self.effects = [alike[place] for place in places]
+            alike[worker, first, last] = effects(costs, first, last, speeds.get(worker, 1.0))
+        self._effects = [alike[place] for place in places]
 
     def run(self) -> Timeline:
         runnable = list(self.programs)
@@ -129,6 +129,27 @@ class _Clock:
 
     def _advance(self, worker: int) -> list[int]:
         """Runs ``worker`` until it must wait; returns whom that has woken."""
+        woken = self._run_visits(worker)
+        program, step = self.programs[worker], self.visits.step
+        while self.position[worker] < len(program) and program[self.position[worker]] > step:
+            self._run_ahead(worker, program[self.position[worker]] - self.visits.eager)
+            woken += self._run_visits(worker)
+        at = self.position[worker]
+        if at < len(program) and program[at] >= self.visits.reductions:
+            woken += self._gather(worker, program[at])
+        return woken
+
+    def _run_ahead(self, worker: int, visit: int) -> None:
+        seconds, size = eager_effect(self.costs, self.visits, visit, self.speeds.get(worker, 1.0))
+        start = self.now[worker]
+        self.now[worker] = start + seconds
+        self.live[worker] += size
+        self.peak[worker] = max(self.peak[worker], self.live[worker])
+        self.spans[worker].append((start, start + seconds))
+        self.position[worker] += 1
+
+    def _run_visits(self, worker: int) -> list[int]:
+        """The instructions that carry out routes, up to one that is something else or must wait."""
         program, spans, woken = self.programs[worker], self.spans[worker], list[int]()
         at, now, live, peak = self.position[worker], self.now[worker], self.live[worker], self.peak[worker]
         arrival, sleeping, lag = self.arrival, self.sleeping, self.lag
@@ -142,7 +163,7 @@ class _Clock:
                 elif arrival[needed] < 0.0:
                     sleeping[needed] = worker
                     break
-                seconds, size = self.effects[code >> 3][kind]
+                seconds, size = self._effects[code >> 3][kind]
                 now = start + seconds
                 live += size
                 if live > peak:
@@ -155,8 +176,6 @@ class _Clock:
             spans.append((start, now))
             at += 1
         self.position[worker], self.now[worker], self.live[worker], self.peak[worker] = at, now, live, peak
-        if at < len(program) and program[at] >= reductions:
-            woken += self._gather(worker, program[at])
         return woken
 
     def _gather(self, worker: int, code: int) -> list[int]:
@@ -202,7 +221,15 @@ class _Clock:
         )
 
 
-def _effects(costs: Costs, first: int, last: int, speed: float) -> tuple[Effect, ...]:
+def eager_effect(costs: Costs, visits: Visits, visit: int, speed: float) -> Effect:
+    """An eager forward of ``visit``: what it leaves, its result too if results are kept, stays until the step's end."""
+    first, last = visits.first[visit], visits.last[visit]
+    seconds, size = effects(costs, first, last, speed)[FORWARD]
+    kept = costs.keeps_messages and last < len(costs.layers)
+    return seconds, size + costs.message_bytes * kept
+
+
+def effects(costs: Costs, first: int, last: int, speed: float) -> tuple[Effect, ...]:
     """Of each kind of compute instruction: activations stay from the forward to the weight gradient."""
     layers = costs.layers[first:last]
     forward_s = sum(layer.forward_s for layer in layers)

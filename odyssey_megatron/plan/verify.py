@@ -145,6 +145,8 @@ class _Check:
             )
         ]
         """Per visit, the kinds of instructions that are still to come."""
+        self.ahead: set[tuple[int, int]] = set()
+        """(worker, visit) of eager forwards."""
         self.reductions: dict[int, set[int]] = {worker: set() for worker in visits.layout.workers}
         for code, block in enumerate(visits.blocks, visits.reductions):
             for worker in block.holders:
@@ -174,6 +176,9 @@ class _Check:
                 reductions.remove(code)
                 block = visits.blocks[code - visits.reductions]
                 reduced |= (1 << block.last) - (1 << block.first)
+            elif code > visits.step:
+                if problem := self._eager(worker, code - visits.eager, reduced):
+                    raise self._wrong(worker, at, program, problem)
             elif code != visits.step:
                 raise self._wrong(worker, at, program, NO_BLOCK)
             elif at < len(program) - 1:
@@ -184,6 +189,22 @@ class _Check:
             spans = [(visits.blocks[c - visits.reductions]) for c in sorted(reductions)]
             spans_text = f"blocks {[(block.first, block.last) for block in spans]} not reduced"
             raise self._wrong(worker, len(program) - 1, program, spans_text)
+
+    def _eager(self, worker: int, visit: int, reduced: int) -> str:
+        """Why ``worker`` cannot run ``visit`` ahead here; "" if it can."""
+        visits = self.visits
+        holders = visits.layout.holders[visits.first[visit] : visits.last[visit]]
+        if worker == visits.worker[visit] or not all(worker in held for held in holders):
+            return "run ahead by a worker that is no other holder of these layers"
+        if (worker, visit) in self.ahead:
+            return "run ahead twice"
+        if reduced:
+            return "run ahead behind a reduction, when it can save nothing any more"
+        own = visit - 1
+        if visits.first[visit] and (visits.worker[own] != worker or self.left[own] & 1 << FORWARD):
+            return "run ahead without its input, which this worker must have made itself before"
+        self.ahead.add((worker, visit))
+        return ""
 
     def _jumps(self, visit: int, kind: int) -> bool:
         """Whether what comes from a visit of the same worker, without a message, is not there yet."""

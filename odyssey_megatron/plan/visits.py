@@ -2,7 +2,8 @@
 
 A visit is one hop of one microbatch. Visits are numbered by microbatch and hop, so ``visit + 1`` is the next hop of
 the same microbatch. An instruction of a visit is ``visit * 8 + kind``; then come the reductions of the layout's blocks,
-in layer order, and ``STEP``. All that the rules need to know of an instruction is found by its visit, without hashing.
+in layer order, ``STEP``, and the eager forward of each visit. All that the rules need to know of an instruction is
+found by its visit, without hashing.
 """
 
 from __future__ import annotations
@@ -70,6 +71,8 @@ class Visits:
         self.reductions = 8 * len(table)
         """The code of the first block's reduction."""
         self.step = self.reductions + len(self.blocks)
+        self.eager = self.step + 1
+        """The code of the first visit's eager forward."""
 
     def decode(self, program: Sequence[int]) -> Program:
         """The instructions of ``program``."""
@@ -78,6 +81,9 @@ class Visits:
     def _instr(self, code: int) -> Instr:
         if code == self.step:
             return Instr(Op.STEP)
+        if code > self.step:
+            visit = code - self.eager
+            return Instr(Op.EAGER_FORWARD, self.microbatch[visit], self.first[visit], self.last[visit])
         if code >= self.reductions:
             block = self.blocks[code - self.reductions]
             return Instr(Op.REDUCE_GRAD, first=block.first, last=block.last)
@@ -107,6 +113,8 @@ class Visits:
                     code = self._message(worker, instr, visits)
                 elif instr.op is Op.STEP:
                     code = self.step
+                elif instr.op is Op.EAGER_FORWARD:
+                    code = self._eager(instr, visits)
                 else:
                     code = self._reduction(worker, blocks.get((instr.first, instr.last)))
                 if isinstance(code, str):
@@ -119,6 +127,12 @@ class Visits:
         if visit < 0 or (worker, instr.last) != (self.worker[visit], self.last[visit]):
             return f"microbatch {instr.microbatch} is not routed through these layers here"
         return visit * 8 + _KIND[instr.op]
+
+    def _eager(self, instr: Instr, visits: dict[tuple[int, int], int]) -> int | str:
+        visit = visits.get((instr.microbatch, instr.first), -1)
+        if visit < 0 or instr.last != self.last[visit]:
+            return f"no worker computes microbatch {instr.microbatch} through these layers in one piece"
+        return self.eager + visit
 
     def _message(self, worker: int, instr: Instr, visits: dict[tuple[int, int], int]) -> int | str:
         op, microbatch, edge, _, peer = instr

@@ -57,6 +57,39 @@ def reroute(
     return Layout(holders=holders, routes=routes, cuts=cuts).check()
 
 
+def heirs(
+    layout: Layout, costs: Costs, speeds: Mapping[int, float] | None = None
+) -> dict[tuple[int, int], int]:
+    """(microbatch, first layer of a hop) -> the worker that :func:`reroute` gives the hop to if its own dies.
+
+    Only where that worker could run the forward ahead (:mod:`odyssey_megatron.plan.eager`): it has the hop's input.
+    """
+    found: dict[tuple[int, int], int] = {}
+    several: dict[int, list[tuple[Hop, tuple[int, ...], set[int]]]] = {}
+    for route in layout.routes:
+        for at, hop in enumerate(route.hops):
+            others = set(layout.holders[hop.first]).intersection(*layout.holders[hop.first + 1 : hop.last])
+            others.discard(hop.worker)
+            near = others & {route.hops[at - 1].worker} if at else others
+            if len(others) == len(near) == 1:
+                found |= {(microbatch, hop.first): min(near) for microbatch in route.microbatches}
+            elif near:
+                several.setdefault(hop.worker, []).append((hop, route.microbatches, near))
+    for worker, wanted in several.items():
+        try:
+            after = reroute(layout, [one for one in layout.workers if one != worker], costs, speeds)
+        except PlanInfeasible:
+            continue
+        paths = {microbatch: route.hops for route in after.routes for microbatch in route.microbatches}
+        for hop, microbatches, near in wanted:
+            for microbatch in microbatches:
+                takes = (one for one in paths[microbatch] if one.first <= hop.first and hop.last <= one.last)
+                heir = next((one.worker for one in takes), -1)
+                if heir in near:
+                    found[microbatch, hop.first] = heir
+    return found
+
+
 def drop_pipelines(previous: Layout, alive: Collection[int]) -> Layout:
     """``previous`` without the broken routes: the whole ones share their microbatches.
 

@@ -12,8 +12,10 @@ from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import ClusterState
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import LayersLost, PlanInfeasible
-from odyssey_megatron.plan.assemble import assemble
+from odyssey_megatron.plan.assemble import Assembled, assemble
 from odyssey_megatron.plan.bound import cluster_bound_s, lower_bound_s
+from odyssey_megatron.plan.costs import Costs
+from odyssey_megatron.plan.eager import assemble_eager
 from odyssey_megatron.plan.generation import CandidateRow
 from odyssey_megatron.plan.layout import Layout, megatron_layout
 from odyssey_megatron.plan.order import Order, order_routes
@@ -21,6 +23,7 @@ from odyssey_megatron.plan.plan import Plan, Transfer
 from odyssey_megatron.plan.redundancy import with_keepers, with_shadows
 from odyssey_megatron.plan.simulate import step_end_s
 from odyssey_megatron.plan.transfer import living_holders, warm_up
+from odyssey_megatron.policy.candidates import heirs
 from odyssey_megatron.policy.options import (
     Case,
     LaidOut,
@@ -64,6 +67,7 @@ class _Candidate:
     layout: Layout
     order: Order
     transfers: tuple[Transfer, ...]
+    caps: dict[int, int]
     step_s: float
     bound_s: float
     transition_s: float
@@ -84,20 +88,26 @@ def initial_plan(job: JobSpec, state: ClusterState, profile: Profile) -> Plan:
         num_microbatches=job.num_microbatches,
     )
     nodes = {worker.worker: worker.node for worker in state.workers}
-    layout = with_shadows(layout, None, nodes, job.least_holders, profile.costs)
+    layout = with_shadows(layout, None, nodes, job.least_holders, profile.costs, eager=job.eager_forwards)
     layout = with_keepers(layout, None, nodes, job.optimizer_copies, profile.costs)
     prepare(job, state, profile)
-    return scheduled("initial", layout, (), state, profile)
+    return scheduled("initial", layout, (), state, profile, eager=job.eager_forwards)
 
 
 def scheduled(
-    policy: str, layout: Layout, transfers: tuple[Transfer, ...], state: ClusterState, profile: Profile
+    policy: str,
+    layout: Layout,
+    transfers: tuple[Transfer, ...],
+    state: ClusterState,
+    profile: Profile,
+    *,
+    eager: bool = False,
 ) -> Plan:
     """The verified plan of a layout that needs no choosing. Raises PlanInfeasible if it does not fit."""
     speeds = worker_speeds(state)
     caps = caps_for(layout, profile)
     order = order_routes(layout, profile.costs, in_flight_cap=caps, speeds=speeds)
-    assembled = assemble(order, layout, profile.costs)
+    assembled = _assembled(order, layout, profile.costs, caps, speeds, eager)
     return Plan(
         policy=policy,
         layout=layout,
@@ -107,7 +117,18 @@ def scheduled(
         bound_s=lower_bound_s(layout, profile.costs, speeds, caps),
         transition_s=0.0,
         peak_bytes=assembled.peak_bytes,
+        ahead=assembled.ahead,
     )
+
+
+def _assembled(
+    order: Order, layout: Layout, costs: Costs, caps: dict[int, int], speeds: dict[int, float], eager: bool
+) -> Assembled:
+    """Lowered and verified: no plan leaves here unverified (I7)."""
+    if not eager or len(layout.workers) > _MANY_WORKERS:  # for so many, too long to work out in a recovery
+        return assemble(order, layout, costs)
+    whose = heirs(layout, costs, speeds)
+    return assemble_eager(order, layout, costs, whose, caps=caps, speeds=speeds)
 
 
 def prepare(job: JobSpec, state: ClusterState, profile: Profile) -> None:
@@ -163,12 +184,11 @@ def decide(
     if best is None:
         reasons = "; ".join(dict.fromkeys(row.reason for row in rows))
         raise PlanInfeasible(f"no plan for {len(state.alive)} living worker(s): {reasons}")
-    rows.append(_row(best, True, _why(best, config.policy, rows)))
+    assembled = _assembled(best.order, best.layout, profile.costs, best.caps, case.speeds, job.eager_forwards)
+    rows.append(_row(best, True, _why(best, config.policy, rows) + ("; " + assembled.ahead).rstrip("; ")))
     if case.state.dead:
         rows.append(_restart_row(case, best.score))
     rows.sort(key=lambda row: (not row.chosen, row.score is None, -(row.score or 0.0), row.name))
-    # Lowered and verified: no plan leaves here unverified (I7).
-    assembled = assemble(best.order, best.layout, profile.costs)
     plan = Plan(
         policy=previous.policy if best.name == "keep" else best.name,
         layout=best.layout,
@@ -178,6 +198,7 @@ def decide(
         bound_s=best.bound_s,
         transition_s=best.transition_s,
         peak_bytes=assembled.peak_bytes,
+        ahead=assembled.ahead,
     )
     bound_s = cluster_bound_s(job.num_microbatches, profile.costs, state.alive, case.speeds)
     return Decision(plan=plan, candidates=tuple(rows), bound_s=bound_s)
@@ -277,6 +298,7 @@ def _work_out(case: Case, option: Option, found: LaidOut) -> _Candidate:
         layout=layout,
         order=order,
         transfers=found.transfers,
+        caps=found.caps,
         step_s=step_s,
         bound_s=option.least_step_s,
         transition_s=option.least_transition_s,

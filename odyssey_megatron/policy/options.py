@@ -198,7 +198,10 @@ def lay_out(case: Case, name: str, note: str, layout: Layout, *, shadowed: bool 
     profile, costs = case.profile, case.profile.costs
     nodes = {worker.worker: worker.node for worker in case.state.workers if worker.alive}
     if shadowed:
-        layout = with_shadows(layout, case.previous, nodes, case.job.least_holders, costs)
+        job = case.job
+        layout = with_shadows(
+            layout, case.previous, nodes, job.least_holders, costs, eager=job.eager_forwards
+        )
     layout = with_keepers(layout, case.previous, nodes, case.job.optimizer_copies, costs)
     transfers = plan_transfers(case.previous, layout, case.state.alive, costs)
     caps = caps_for(layout, profile)

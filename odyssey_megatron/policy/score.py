@@ -30,6 +30,7 @@ def expected_tokens(
     horizon_s: float,
     fatal_share: float = 0.0,
     restart_s: float = 0.0,
+    pause_s: float = 0.0,
     usual_step_s: float = 1.0,
 ) -> float:
     """Tokens trained until the next failure or the horizon, whichever is first.
@@ -39,17 +40,26 @@ def expected_tokens(
     of exponential gives Chameleon's Eq. 8. Zero where the transition outlasts the horizon.
 
     ``fatal_share`` of the workers are the only holder of some layer. If the next failure hits one of them, a
-    restart from a checkpoint of ``restart_s`` = R follows, of which as much is charged to the layout that takes
-    the risk as fits before the horizon: E[min(R, (H - D)+)] = r - M e^(-(H-r)/M) (1 - e^(-r/M)), r = min(R, H),
-    at ``usual_step_s``, which is the same for all layouts: a faster one must not pay more for the same wait.
+    restart from a checkpoint of ``restart_s`` follows; otherwise the job goes on after ``pause_s``. As much of either
+    as fits before the horizon (:func:`expected_loss_s`) is charged to the layout that takes the risk, at
+    ``usual_step_s``, which is the same for all layouts: a faster one must not pay more for the same wait.
     A layout that risks more than it can gain has a negative score.
     """
     if transition_s >= horizon_s:
         return 0.0
     useful_s = mtbf_s * (math.exp(-transition_s / mtbf_s) - math.exp(-horizon_s / mtbf_s))
-    lost_s = min(restart_s, horizon_s)
-    risk_s = lost_s - mtbf_s * math.exp(-(horizon_s - lost_s) / mtbf_s) * -math.expm1(-lost_s / mtbf_s)
-    return tokens_per_step * (useful_s / step_s - fatal_share * risk_s / usual_step_s)
+    risk_s = fatal_share * expected_loss_s(restart_s, mtbf_s, horizon_s)
+    risk_s += (1 - fatal_share) * expected_loss_s(pause_s, mtbf_s, horizon_s) if pause_s else 0.0
+    return tokens_per_step * (useful_s / step_s - risk_s / usual_step_s)
+
+
+def expected_loss_s(pause_s: float, mtbf_s: float, horizon_s: float) -> float:
+    """What of a pause after the next failure falls before the horizon, on average.
+
+    With P = ``pause_s``: E[min(P, (H - D)+)] = r - M e^(-(H-r)/M) (1 - e^(-r/M)), r = min(P, H).
+    """
+    lost_s = min(pause_s, horizon_s)
+    return lost_s - mtbf_s * math.exp(-(horizon_s - lost_s) / mtbf_s) * -math.expm1(-lost_s / mtbf_s)
 
 
 def break_even_s(slow_step_s: float, fast_step_s: float, transition_s: float) -> float:

@@ -18,10 +18,11 @@ import torch.distributed as dist
 
 from odyssey_megatron.cluster.state import Cell
 from odyssey_megatron.errors import OdysseyError
+from odyssey_megatron.execute.interpreter import Compute
 from odyssey_megatron.execute.progress import Progress
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.plan import Plan
-from odyssey_megatron.plan.resume import fits, resume
+from odyssey_megatron.plan.resume import fits, resume, usable
 from odyssey_megatron.plan.schedule import Program
 
 
@@ -127,13 +128,50 @@ def can_resume(
 
 
 def what_is_left(
-    group: dist.ProcessGroup, plan: Plan, cell: Cell, progress: Progress, device: torch.device
-) -> Program | None:
-    """The program of the rest of the step for this rank's worker; None if all must do the step again. Collective."""
-    total = progress.table.int().to(device)
+    group: dist.ProcessGroup,
+    cell_group: dist.ProcessGroup | None,
+    plan: Plan,
+    cell: Cell,
+    progress: Progress,
+    compute: Compute,
+    device: torch.device,
+) -> tuple[Program | None, int]:
+    """The program of the rest of the step for this rank's worker; None if all must do the step again. Collective.
+
+    And of how many microbatches' visits it goes on with forwards that had been run ahead, everywhere.
+    """
+    taken_up = take_up(cell_group, plan.layout, cell.worker, progress, compute, device)
+    counted = torch.tensor([taken_up], dtype=torch.int32)
+    total = torch.cat([progress.table.int().flatten(), counted]).to(device)
     dist.all_reduce(total, group=group)
-    table = (total // cell.size).tolist()
-    schedule = resume(plan.layout, plan.schedule, table) if total.any() else None
+    *flat, taken_up = (total // cell.size).tolist()
+    width = plan.layout.num_layers
+    table = [flat[at : at + width] for at in range(0, len(flat), width)]
+    schedule = resume(plan.layout, plan.schedule, table) if any(flat) else None
     if schedule is None:
-        return None
-    return schedule.program(cell.worker) if cell.worker in plan.layout.workers else ()
+        return None, 0
+    return (schedule.program(cell.worker) if cell.worker in plan.layout.workers else ()), taken_up
+
+
+def take_up(
+    cell_group: dist.ProcessGroup | None,
+    layout: Layout,
+    worker: int,
+    progress: Progress,
+    compute: Compute,
+    device: torch.device,
+) -> int:
+    """Makes the forwards that ``worker`` has run ahead its own, where the new layout does; returns how many those are.
+
+    Collective over its cell: what a rank of it was not through with is nobody's.
+    """
+    visits = usable(layout, worker, progress.table.tolist(), progress.ahead)
+    if cell_group is not None:
+        mine = torch.zeros_like(progress.table).to(device)
+        for microbatch, first, _ in visits:
+            mine[microbatch, first] = 1
+        dist.all_reduce(mine, op=dist.ReduceOp.MIN, group=cell_group)
+        visits = [visit for visit in visits if mine[visit[0], visit[1]]]
+    progress.take_up(visits)
+    compute.adopt(visits)
+    return len(visits)

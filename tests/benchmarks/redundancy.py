@@ -5,7 +5,12 @@ The example's Llama on 8 CPU ranks, PP2 x DP4: optimizer state on every holder, 
 Runs alternate. Bytes are counted (weights, gradients, optimizer state of the fullest rank), step times and stalls are
 measured on gloo and two cores: they show what is sent, not what it would take on a GPU's links.
 
-    python tests/benchmarks/redundancy.py [--rounds 3] [--json]
+Then each kind of ``--odyssey-redundancy`` on emulated accelerators (``tests/execute/emulated.py``: compute is a sleep),
+one pipeline of 8 stages: the step by the planner and by the wall clock, the most memory that the plan needs on a
+worker, and for workers killed half-way through a step how long the job stood still and what the rest of that step
+took, with what had been run ahead and without.
+
+    python tests/benchmarks/redundancy.py [--rounds 3] [--json] [--emulated-only]
 """
 
 from __future__ import annotations
@@ -20,10 +25,18 @@ from pathlib import Path
 CHECKOUT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(CHECKOUT), str(Path(__file__).parent)]
 
-from bars import at_least, at_most, finish, summarize
+from bars import Bar, at_least, at_most, finish, summarize
 
+from odyssey_megatron.cluster.job import JobSpec
+from odyssey_megatron.codec import from_jsonable
 from odyssey_megatron.metrics.journal import read_journal
 from odyssey_megatron.metrics.run import read_run
+from odyssey_megatron.plan.costs import Costs, LayerCost
+from odyssey_megatron.plan.layout import Layout
+from odyssey_megatron.plan.schedule import Op, schedule_from_text
+from odyssey_megatron.plan.simulate import simulate
+from odyssey_megatron.policy.profile import Profile
+from tests.execute.emulation import Emulation
 from tests.launch.jobserver import JobServer
 
 MODEL = (
@@ -40,6 +53,125 @@ MODES = {
     "DP1": (4, 4, [], None),
     "DP1, shadows": (4, 4, ["--odyssey-redundancy", "state"], 2),
 }
+
+
+STAGES, MICROBATCHES, LAYER_S, MEGABYTE = 8, 16, 0.006, 10**6
+KINDS, VICTIMS, STEP = ("off", "state", "compute"), (0, 2, 4, 6), 2
+
+
+@dataclass
+class Emulated:
+    """One kind of redundancy on emulated accelerators."""
+
+    planned_step_s: float = 0.0
+    planned_bytes: int = 0
+    forwards_ahead: int = 0
+    step_s: list[float] = field(default_factory=list)
+    stall_s: list[float] = field(default_factory=list)
+    rest_s: list[float] = field(default_factory=list)
+    """From when the interrupted step went on until it was committed."""
+    saved: list[float] = field(default_factory=list)
+    """Forwards of the dead worker that were not done again."""
+
+
+def emulation(kind: str) -> Emulation:
+    """Two transformer layers a stage, all kinds of work alike; gradients take 10 ms a layer to sum over two holders."""
+
+    def layer(share: int) -> LayerCost:
+        return LayerCost(
+            forward_s=share * LAYER_S,
+            input_grad_s=share * LAYER_S,
+            weight_grad_s=share * LAYER_S,
+            activation_bytes=share * 20 * MEGABYTE,
+            parameter_bytes=share * 20 * MEGABYTE,
+            optimizer_bytes=share * 40 * MEGABYTE,
+            state_bytes=share * 50 * MEGABYTE,
+        )
+
+    costs = Costs(
+        layers=(layer(0), *(layer(1),) * (2 * STAGES), layer(0)),
+        message_bytes=1,
+        link_latency_s=0.0005,
+        link_bytes_per_s=1e9,
+    )
+    job = JobSpec(
+        num_layers=2 * STAGES + 2,
+        pipeline_model_parallel_size=STAGES,
+        tensor_model_parallel_size=1,
+        num_microbatches=MICROBATCHES,
+        tokens_per_step=MICROBATCHES,
+        train_steps=STEP + 2,
+        least_holders=0 if kind == "off" else 2,
+        eager_forwards=kind == "compute",
+    )
+    return Emulation(job=job, profile=Profile(costs=costs), among=("takeover",))
+
+
+def emulate(server: JobServer, folder: Path, kind: str, into: Emulated, victim: int | None) -> None:
+    """One job on emulated accelerators; what is measured goes ``into``."""
+    emulation(kind).save(folder)
+    argv = ["--nproc-per-node", STAGES, CHECKOUT / "tests/execute/emulated.py", "--odyssey-device", "cpu"]
+    argv += ["--odyssey-run-dir", folder, "--odyssey-redundancy", kind]
+    if victim is not None:
+        at = f"rank={victim},step={STEP},at=backward,microbatch={MICROBATCHES // 2}"
+        argv += ["--odyssey-inject", at]
+    job = server.run(argv, log=folder.with_suffix(".log"), env=ENVIRONMENT)
+    if job.wait(120) != 0:
+        raise RuntimeError(job.log()[-3000:])
+    done = read_run(folder)
+    if victim is not None:
+        (recovery,) = done.recoveries
+        into.stall_s.append(recovery.stall_s or 0.0)
+        into.rest_s.append(recovery.redo_s or 0.0)
+        into.saved.append(recovery.eager_forwards)
+        return
+    into.step_s += [one.step_s for one in done.steps[1:] if one.step_s]
+    first = next(event for event in read_journal(folder) if event["event"] == "decision")
+    layout, schedule = from_jsonable(Layout, first["layout"]), schedule_from_text(first["schedule"])
+    timeline = simulate(schedule, layout, emulation(kind).profile.costs)
+    into.planned_step_s = timeline.step_s
+    into.planned_bytes = max(size for _, size in timeline.peak_bytes)
+    into.forwards_ahead = sum(
+        one.op is Op.EAGER_FORWARD for _, program in schedule.programs for one in program
+    )
+
+
+def measure_emulated(rounds: int) -> dict[str, Emulated]:
+    """All kinds of redundancy, in turns; without one nothing can be killed."""
+    found = {kind: Emulated() for kind in KINDS}
+    server = JobServer.start(["tests.launch.preload", "tests.execute.emulation"])
+    with tempfile.TemporaryDirectory() as name:
+        for number in range(rounds):
+            for kind in KINDS if number % 2 == 0 else reversed(KINDS):
+                for victim in (None, *(VICTIMS if kind != "off" else ())):
+                    emulate(server, Path(name) / f"{number}-{kind}-{victim}", kind, found[kind], victim)
+            print(f"emulated, round {number + 1} of {rounds}", file=sys.stderr, flush=True)
+    server.close()
+    return found
+
+
+def emulated_result(found: dict[str, Emulated], rounds: int) -> tuple[dict[str, object], list[Bar]]:
+    """What is printed of it, and the bars."""
+    result: dict[str, object] = {
+        f"emulated, {kind}": {
+            "planned_step_s": one.planned_step_s,
+            "planned_bytes": one.planned_bytes,
+            "forwards_ahead": one.forwards_ahead,
+            "step_s": summarize(one.step_s),
+            "stall_s": summarize(one.stall_s),
+            "rest_of_the_step_s": summarize(one.rest_s),
+            "forwards_saved": summarize(one.saved),
+        }
+        for kind, one in found.items()
+    }
+    state, compute = found["state"], found["compute"]
+    rest = statistics.mean(compute.rest_s) / statistics.mean(state.rest_s)
+    step = statistics.median(compute.step_s) / statistics.median(state.step_s)
+    return result, [
+        at_least("emulated kills survived", len(state.stall_s + compute.stall_s), 2 * len(VICTIMS) * rounds),
+        at_most("step time, compute / state", step, 1.02),
+        at_most("rest of an interrupted step, compute / state (mean)", rest, 1.0),
+    ]
 
 
 @dataclass
@@ -76,7 +208,11 @@ def main() -> int:
     )
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--emulated-only", action="store_true")
     args = parser.parse_args()
+    emulated, emulated_bars = emulated_result(measure_emulated(args.rounds), args.rounds)
+    if args.emulated_only:
+        return finish(emulated, emulated_bars, as_json=args.json)
     found = {mode: Measured() for mode in MODES}
     with tempfile.TemporaryDirectory() as name:
         server = JobServer.start(["tests.e2e.preload"])
@@ -87,7 +223,7 @@ def main() -> int:
                     run(server, folder, mode, found[mode], kill=kill)
             print(f"round {number + 1} of {args.rounds}", file=sys.stderr, flush=True)
         server.close()
-    result = {
+    result = emulated | {
         mode: {
             "state_bytes": one.state_bytes,
             "step_s": summarize(one.step_s),
@@ -104,6 +240,7 @@ def main() -> int:
     shared, shadows = ratio("DP4, optimizer state on two", "DP4"), ratio("DP1, shadows", "DP1")
     result["of DP4: bytes, step time"], result["of DP1: bytes, step time"] = shared, shadows
     bars = [
+        *emulated_bars,
         at_most("bytes with optimizer state on two of four / on all", shared[0], 0.85),
         at_least("kills survived", sum(len(one.stall_s) for one in found.values()), 3 * args.rounds),
         at_most("stall with shadows, s (median)", statistics.median(found["DP1, shadows"].stall_s), 0.5),

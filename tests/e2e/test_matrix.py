@@ -41,6 +41,7 @@ STATES = {
     "distributed-optimizer": (8, 2, PP2_DP4, "--use-distributed-optimizer"),
     "bf16-distributed-optimizer": (8, 2, PP2_DP4, "--use-distributed-optimizer --bf16 --odyssey-float64 off"),
     "shadows": (4, 4, PP4, "--odyssey-redundancy state"),
+    "shadows-compute": (4, 4, PP4, "--odyssey-redundancy compute"),
 }
 IN_RECOVERY = tuple(phase.value for phase in Phase if phase is not Phase.TRAIN)
 
@@ -50,7 +51,7 @@ def happens(state: str, point: str, policy: str) -> bool:
     if point == "param_gather":
         return "optimizer" in state
     if point in IN_RECOVERY:
-        return state != "shadows" and (
+        return "shadows" not in state and (
             point != "transfer" or policy == "replan"
         )  # only a replan moves layers
     return True

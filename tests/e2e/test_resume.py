@@ -51,15 +51,15 @@ def check(shot, reference, inject):
 
 @pytest.fixture(scope="module")
 def longer(jobs):
-    """(ranks, stages) -> the job without failures."""
+    """(ranks, stages, more flags) -> the job without failures."""
     known = {}
 
-    def run(ranks, stages):
-        if (ranks, stages) not in known:
-            known[ranks, stages] = jobs.run(
-                f"longer-{ranks}-{stages}", ranks=ranks, stages=stages, flags=BATCH
-            )
-        return known[ranks, stages]
+    def run(ranks, stages, more=""):
+        key = (ranks, stages, more)
+        if key not in known:
+            name = f"longer-{ranks}-{stages}-{len(known)}"
+            known[key] = jobs.run(name, ranks=ranks, stages=stages, flags=f"{BATCH} {more}")
+        return known[key]
 
     return run
 
@@ -74,3 +74,28 @@ def test_rerouted_in_mid_step(jobs, longer, name, case):
 def test_taken_over_in_mid_step(jobs, longer, name, case):
     flags = f"{BATCH} --odyssey-redundancy state --odyssey-policy reroute --odyssey-inject {TAKEN_OVER[case]}"
     check(jobs.run(name, ranks=4, stages=4, flags=flags), longer(4, 4), TAKEN_OVER[case])
+
+
+DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
+RUN_AHEAD = {
+    "forward": (4, 4, "", "rank=1,step=2,at=forward,microbatch=9"),
+    "backward": (4, 4, DROPOUT, "rank=0,step=2,at=backward,microbatch=9"),
+    "weight_grad": (4, 4, "", "rank=2,step=2,at=weight_grad,microbatch=9"),
+    "head": (4, 4, DROPOUT, "rank=3,step=2,at=backward,microbatch=20"),
+    "again-in-the-same-step": (
+        4, 4, "",
+        "rank=2,step=2,at=backward,microbatch=9;rank=0,step=2,at=backward,generation=2",
+    ),
+    "two-pipelines": (4, 2, "", "rank=1,step=2,at=backward,microbatch=7"),
+    "shared-optimizer": (4, 2, "--use-distributed-optimizer", "rank=0,step=2,at=weight_grad,microbatch=6"),
+}  # fmt: skip
+"""With --odyssey-redundancy compute: each loses a stage that somebody has run ahead of."""
+
+
+@pytest.mark.parametrize("case", RUN_AHEAD)
+def test_what_was_run_ahead_is_not_done_again(jobs, longer, name, case):
+    ranks, stages, more, inject = RUN_AHEAD[case]
+    flags = f"{BATCH} {more} --odyssey-redundancy compute --odyssey-policy reroute --odyssey-inject {inject}"
+    shot = jobs.run(name, ranks=ranks, stages=stages, flags=flags)
+    check(shot, longer(ranks, stages, DROPOUT if more == DROPOUT else ""), inject)
+    assert shot.run.recoveries[0].eager_forwards > 0

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -81,11 +81,15 @@ class Accelerator:
     # -- compute ----------------------------------------------------------------------------------------------------
 
     def forward(
-        self, microbatch: int, first: int, last: int, activation: torch.Tensor | None
+        self, microbatch: int, first: int, last: int, activation: torch.Tensor | None, *, ahead: bool = False
     ) -> torch.Tensor:
-        if last == len(self._costs.layers):
+        if last == len(self._costs.layers) and not ahead:
             self._heads.append(microbatch)
-        return self._compute(("forward_s",), first, last, activation)
+        # What is run ahead has its input from this worker itself, which is through with it.
+        return self._compute(("forward_s",), first, last, None if ahead else activation)
+
+    def adopt(self, visits: Collection[tuple[int, int, int]]) -> None:
+        self._heads += [microbatch for microbatch, _, last in visits if last == len(self._costs.layers)]
 
     def kept(self, microbatch: int, first: int, last: int) -> None: ...
 

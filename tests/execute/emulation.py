@@ -69,9 +69,11 @@ class EmulationPlanner(planner.PolicyPlanner):
         super().__init__(config)
         self._emulation = load_emulation(config.run_dir)
 
-    def start(self, job: JobSpec, state: ClusterState, profile_json: str) -> Plan:
-        plan = super().start(job, self._slowed(state), profile_json)
-        return one_f_one_b(plan, self._profile.costs) if self._emulation.megatron_start else plan
+    def start(self, job: JobSpec, state: ClusterState, profile_json: str) -> Decided:
+        decided = super().start(job, self._slowed(state), profile_json)
+        if self._emulation.megatron_start:
+            return replace(decided, plan=one_f_one_b(decided.plan, self._profile.costs))
+        return decided
 
     def decide(
         self, state: ClusterState, previous: Plan, observations: Sequence[str], now_s: float

@@ -66,6 +66,7 @@ class Stack:
         self._spans: dict[tuple[int, int], torch.Tensor] = {}
         self._gradients: dict[int, torch.Tensor] = {}
         self._losses: dict[int, float] = {}
+        self._ahead: set[tuple[int, int]] = set()
         self._step = 0
         self.room: Callable[[], bool] = lambda: True
 
@@ -103,12 +104,13 @@ class Stack:
     def begin_step(self, step: int) -> None:
         self._step = step
         self._flights.clear()
+        self._ahead.clear()
         self._losses.clear()
         for span in self._spans.values():
             span.zero_()
 
     def forward(
-        self, microbatch: int, first: int, last: int, activation: torch.Tensor | None
+        self, microbatch: int, first: int, last: int, activation: torch.Tensor | None, *, ahead: bool = False
     ) -> torch.Tensor:
         if not self.room():
             raise torch.OutOfMemoryError("no room for an activation")
@@ -120,9 +122,25 @@ class Stack:
             out = torch.tanh(out @ weight)
         if last == LAYERS:
             out = out.square().mean()
-            self._losses[microbatch] = float(out.detach())
+        if ahead:
+            self._ahead.add((microbatch, first))
+        else:
+            self._count(microbatch, out)
         self._flights[microbatch, first] = (x, weights, out)
         return out
+
+    def _count(self, microbatch: int, out: torch.Tensor) -> None:
+        if out.ndim == 0:  # a loss
+            self._losses[microbatch] = float(out.detach())
+
+    def adopt(self, visits: Any) -> None:
+        ours = {(microbatch, first) for microbatch, first, _ in visits}
+        for place in self._ahead:
+            if place in ours:
+                self._count(place[0], self._flights[place][2])
+            else:
+                del self._flights[place]
+        self._ahead = set()
 
     def kept(self, microbatch: int, first: int, last: int) -> None: ...
 
@@ -193,7 +211,7 @@ def main() -> None:
     job = JobSpec(
         num_layers=LAYERS, pipeline_model_parallel_size=args.stages, tensor_model_parallel_size=1,
         num_microbatches=MICROBATCHES, tokens_per_step=MICROBATCHES, train_steps=STEPS,
-        least_holders=config.least_holders,
+        least_holders=config.least_holders, eager_forwards=config.eager_forwards,
     )  # fmt: skip
     profile = estimated_profile(
         num_transformer_layers=LAYERS - 2, hidden_size=WIDTH, ffn_hidden_size=WIDTH, num_attention_heads=1,

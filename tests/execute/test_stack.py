@@ -46,6 +46,25 @@ def test_one_pipeline_goes_on_in_mid_step(server, tmp_path, messages, victim):
     assert [one.outcome for one in check(tmp_path).recoveries] == ["resume"]
 
 
+@pytest.mark.parametrize(
+    ("stages", "victim", "at"),
+    [*((4, victim, "backward,microbatch=4") for victim in range(4)), (2, 0, "backward"), (2, 1, "backward")],
+)
+def test_what_has_been_run_ahead_is_not_done_again(server, tmp_path, stages, victim, at):
+    """One pipeline with shadows, and two whose first stages run ahead for each other."""
+    job = server.run(
+        ["--nproc-per-node", 4, CHECKOUT / "tests/execute/stack.py", "--stages", stages,
+         "--out", tmp_path / "weights", "--odyssey-device", "cpu", "--odyssey-run-dir", tmp_path / "run",
+         "--odyssey-policy", "reroute", "--odyssey-redundancy", "compute",
+         "--odyssey-inject", f"rank={victim},step=2,at={at}"],
+        log=tmp_path / "log",
+    )  # fmt: skip
+    assert job.wait(60) == 0, job.log()
+    (recovery,) = check(tmp_path).recoveries
+    assert recovery.outcome == "resume"
+    assert recovery.eager_forwards > 0
+
+
 def test_without_memory_to_go_on_the_step_is_done_again(server, tmp_path):
     job = server.run(
         ["--nproc-per-node", 4, CHECKOUT / "tests/execute/stack.py", "--exhausted", 0, "--stages", 4,

@@ -56,7 +56,7 @@ class FakePlanner:
     def start(self, job, state, profile_json):
         if self.start_error:
             raise self.start_error
-        return PLAN
+        return Decided(plan=PLAN, rows=())
 
     def decide(self, state, previous, observations, now_s):
         if not observations:  # the rehearsal

@@ -63,6 +63,20 @@ def test_an_indexed_dataset_and_cells(jobs, name, corpus):
     assert run.killed == [2, 3, 4, 5]
 
 
+def test_a_cell_has_run_ahead(jobs, name):
+    """One pipeline of two cells: the second one has run forwards of the first, and the first of the second."""
+    flags = f"{MOCK} --tensor-model-parallel-size 2 --global-batch-size 24"
+    run = jobs.odyssey(
+        name, f"{flags} --odyssey-redundancy compute", ranks=4, stages=2,
+        inject="rank=1,step=2,at=backward,microbatch=12",
+    )  # fmt: skip
+    assert_same_lines(run, jobs.plain(flags, ranks=4, stages=2))
+    assert run.killed == [0, 1]
+    (recovery,) = run.run.recoveries
+    # Where the two ranks of the other cell were not equally far, the step has been done again.
+    assert recovery.eager_forwards > 0 or recovery.outcome == "redo"
+
+
 def test_an_indexed_dataset(jobs, name, corpus):
     flags = f"--data-path {corpus}"
     run = jobs.odyssey(

@@ -1,6 +1,12 @@
 """Costs with round numbers and a few layouts, for the tests of the pure packages."""
 
 from odyssey_megatron.plan.costs import Costs, LayerCost
+from odyssey_megatron.plan.eager import fill_bubbles
+from odyssey_megatron.plan.generate import build_schedule
+from odyssey_megatron.plan.schedule import Schedule
+from odyssey_megatron.plan.simulate import run_clock
+from odyssey_megatron.plan.visits import Visits
+from odyssey_megatron.policy.candidates import heirs
 
 
 def layer(forward_s=1.0, input_grad_s=1.0, weight_grad_s=1.0, activation_bytes=1, state_bytes=1):
@@ -25,3 +31,13 @@ def uniform_costs(num_layers, *, ends=False, message_s=0.0, **times):
         link_latency_s=message_s,
         link_bytes_per_s=float("inf"),
     )
+
+
+def eager_schedule(layout, costs, *, room=None):
+    """The schedule of ``layout`` with its bubbles filled, and what was put into them."""
+    visits = Visits(layout)
+    programs = visits.encode(build_schedule(layout, costs))
+    timeline = run_clock(visits, programs, costs, {})
+    filled = fill_bubbles(programs, visits, timeline, heirs(layout, costs), costs, room=room, speeds={})
+    schedule = Schedule(programs=tuple((w, visits.decode(codes)) for w, codes in filled.programs.items()))
+    return schedule, filled

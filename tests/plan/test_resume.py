@@ -16,10 +16,10 @@ from odyssey_megatron.plan.generate import build_schedule
 from odyssey_megatron.plan.layout import layout_from_routes, megatron_layout, pipeline_route
 from odyssey_megatron.plan.memory import state_bytes
 from odyssey_megatron.plan.redundancy import with_shadows
-from odyssey_megatron.plan.resume import BEGINS, REACHES, done_visits, fits, resume
-from odyssey_megatron.plan.schedule import COMPUTE, Op
+from odyssey_megatron.plan.resume import BEGINS, REACHES, done_visits, fits, resume, usable
+from odyssey_megatron.plan.schedule import COMPUTE, Instr, Op
 from odyssey_megatron.policy.candidates import drop_pipelines, reroute, shift_layers
-from tests.plan.samples import uniform_costs
+from tests.plan.samples import eager_schedule, uniform_costs
 
 SLOW = "ODYSSEY_SLOW_TESTS" in os.environ
 
@@ -33,17 +33,19 @@ class Running:
             w: [[0] * layout.num_layers for _ in range(layout.num_microbatches)] for w in layout.workers
         }
         self.results = {worker: set() for worker in layout.workers}
+        self.ahead = {worker: [] for worker in layout.workers}
+        self.saved = 0
         self.sums = {worker: Counter() for worker in layout.workers}
         self.ran = Counter()
 
     def lose(self, dead):
         for worker in dead:
-            del self.tables[worker], self.results[worker], self.sums[worker]
+            del self.tables[worker], self.results[worker], self.sums[worker], self.ahead[worker]
 
     def forget(self, workers):
         for worker in workers:
             self.tables[worker] = [[0] * self.layout.num_layers for _ in self.tables[worker]]
-            self.results[worker], self.sums[worker] = set(), Counter()
+            self.results[worker], self.sums[worker], self.ahead[worker] = set(), Counter(), []
 
     def total(self):
         return [
@@ -68,6 +70,10 @@ class Running:
             instr = programs[worker][at[worker]]
             at[worker] += 1
             most = None if most is None else most - 1
+            if instr.op is Op.EAGER_FORWARD:
+                assert not instr.first or (True, instr.microbatch, instr.first) in self.results[worker]
+                self.ahead[worker].append((instr.microbatch, instr.first, instr.last))
+                continue
             if instr.op in COMPUTE:
                 self._compute(worker, instr)
                 continue
@@ -114,11 +120,20 @@ class Running:
             forward = instr.op is Op.FORWARD
             self.results[worker].add((forward, instr.microbatch, instr.last if forward else instr.first))
 
+    def take_up(self, layout):
+        for worker, ahead in self.ahead.items():
+            visits = usable(layout, worker, self.tables[worker], ahead)
+            for microbatch, first, last in visits:
+                self._compute(worker, Instr(Op.FORWARD, microbatch, first, last))
+            self.saved += len(visits)
+            ahead.clear()
+
 
 def goes_on(running, layout, schedule):
     """What the survivors agree on."""
     if not all(fits(layout, worker, table) for worker, table in running.tables.items()):
         return None
+    running.take_up(layout)
     return resume(layout, schedule, running.total())
 
 
@@ -134,7 +149,8 @@ def layouts(draw):
     )
     costs = uniform_costs(blocks + 2)
     if pp * dp > 1 and draw(st.booleans()):
-        layout = with_shadows(layout, None, dict.fromkeys(range(pp * dp), 0), draw(st.integers(2, 3)), costs)
+        nodes, least = dict.fromkeys(range(pp * dp), 0), draw(st.integers(2, 3))
+        layout = with_shadows(layout, None, nodes, least, costs, eager=draw(st.booleans()))
     return layout, costs
 
 
@@ -146,7 +162,7 @@ def layouts(draw):
 @pytest.mark.timeout(3600 if SLOW else 120)
 def test_after_failures_everything_is_done_once(of, seed, data):
     layout, costs = of
-    rng, running, schedule = random.Random(seed), Running(layout), build_schedule(layout, costs)
+    rng, running, schedule = random.Random(seed), Running(layout), eager_schedule(layout, costs)[0]
     instructions = sum(len(program) for _, program in schedule.programs)
     for _ in range(data.draw(st.integers(1, 3), label="failures")):
         alive = list(running.tables)
@@ -167,7 +183,7 @@ def test_after_failures_everything_is_done_once(of, seed, data):
         running.lose(dead)
         # Some may have heard of a decision to do the step again, which others have not: those begin anew.
         running.forget(data.draw(st.sets(st.sampled_from(alive), max_size=1), label="forgetful") - dead)
-        whole = build_schedule(layout, costs)
+        whole = eager_schedule(layout, costs)[0]
         schedule = goes_on(running, layout, whole)
         if schedule is None:
             assert how != "reroute"
@@ -179,6 +195,26 @@ def test_after_failures_everything_is_done_once(of, seed, data):
     left = sum(layout.num_layers - sum(code > 0 for code in row) for row in running.total())
     assert left == 0
     assert before.total() <= running.ran.total()
+
+
+def test_forwards_run_ahead_are_not_done_again():
+    """One pipeline of four; the worker before the dead one has run some of its forwards in its bubbles."""
+    costs = uniform_costs(8, message_s=0.01)
+    layout = megatron_layout(num_layers=8, pipeline_size=4, num_workers=4, num_microbatches=8)
+    layout = with_shadows(layout, None, dict.fromkeys(range(4), 0), 2, costs, eager=True)
+    for dead in range(4):
+        rng, running = random.Random(dead), Running(layout)
+        schedule, filled = eager_schedule(layout, costs)
+        running.go(schedule, rng)  # to the end: whatever the dead one has run is lost
+        running.lose({dead})
+        after = reroute(layout, set(range(4)) - {dead}, costs)
+        rest = goes_on(running, after, eager_schedule(after, costs)[0])
+        mine = [one for one in filled.forwards if one.routed == dead]
+        assert running.saved == len(mine)
+        again = [i for _, program in rest.programs for i in program if i.op is Op.FORWARD]
+        assert len(again) == 8 - len(mine)
+        assert running.go(rest, rng)
+    assert {one.routed for one in filled.forwards} >= {0, 1}
 
 
 PP2_DP2 = layout_from_routes(

@@ -1,0 +1,247 @@
+"""Eager forwards: what a holder does in its bubbles for the worker whose place it would take.
+
+Source: Bamboo's redundant computation (papers.md §5): the forward is run ahead on the shadow (eager FRC), so that
+after a failure only the backward is added (lazy BRC). Here the eager forward of a microbatch stays of use until the
+step's end: a dead worker takes along all weight gradients that it has added up, so all its microbatches are done again.
+
+Nothing is sent for it. A holder can run a visit ahead if it is the worker before it on the route, which has made its
+input, or if the visit is a route's first, which begins with tokens.
+
+Only bubbles are filled. Outside of them an eager forward of f seconds would cost f in every step, and save at most f
+once its worker dies: that never pays. Behind a worker's last weight gradient nothing is run ahead either: little of the
+step is left then that could be lost.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from odyssey_megatron.plan.assemble import Assembled
+from odyssey_megatron.plan.costs import Costs
+from odyssey_megatron.plan.layout import Layout
+from odyssey_megatron.plan.messages import with_messages, with_reductions
+from odyssey_megatron.plan.order import Order
+from odyssey_megatron.plan.schedule import Op, Schedule
+from odyssey_megatron.plan.simulate import Timeline, eager_effect, effects, simulate
+from odyssey_megatron.plan.verify import verify_codes
+from odyssey_megatron.plan.visits import FORWARD, SEND_FORWARD, Codes, Visits
+
+_ROUNDING = 1e-9
+"""Of a step: a bubble that is this much too short is long enough."""
+
+Heirs = Mapping[tuple[int, int], int]
+"""(microbatch, first layer of a hop) -> the worker that would do the hop if the one that is routed to do it died."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagerForward:
+    """One of them; times are seconds since the step's start."""
+
+    worker: int
+    """Who runs it; ``routed`` is whose visit it is."""
+    routed: int
+    microbatch: int
+    first: int
+    last: int
+    start_s: float
+    end_s: float
+
+    def saves_s(self, step_s: float) -> float:
+        """What it saves on average if ``routed`` dies at any moment of a step: itself, if it has run by then."""
+        return (self.end_s - self.start_s) * max(0.0, 1 - self.end_s / step_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filled:
+    """Programs with their bubbles filled."""
+
+    programs: Codes
+    forwards: tuple[EagerForward, ...]
+    no_input: int
+    """Visits that nobody can run ahead: no other worker holds their layers, or has their input."""
+    no_memory: int
+    """Visits that a bubble was long enough for, but memory not large enough."""
+    no_bubble: int
+
+    def __str__(self) -> str:
+        keeps = (
+            (self.no_input, "without a holder that has their input"),
+            (self.no_memory, "without memory"),
+            (self.no_bubble, "without a bubble"),
+        )
+        whole = len(self.forwards) + sum(count for count, _ in keeps)
+        why = ", ".join(f"{count} {what}" for count, what in keeps if count)
+        return f"{len(self.forwards)} of {whole} forwards run ahead" + (f", {why}" if why else "")
+
+
+def assemble_eager(
+    order: Order,
+    layout: Layout,
+    costs: Costs,
+    heirs: Heirs,
+    *,
+    caps: Mapping[int, int],
+    speeds: Mapping[int, float],
+) -> Assembled:
+    """As ``assemble``, with eager forwards wherever they cost nothing.
+
+    Args:
+        caps: worker -> bytes of activations. Eager forwards keep to them too, unless the memory is not known.
+
+    Raises:
+        ScheduleInvalid: the schedule does not carry out the routes, deadlocks or exceeds its memory.
+    """
+    visits = Visits(layout)
+    plain = with_reductions(with_messages(visits.encode(order.schedule()), visits), visits)
+    timeline = verify_codes(visits, plain, costs, in_flight_cap=caps, speeds=speeds)
+    room = caps if costs.memory_bytes is not None else None
+    filled = fill_bubbles(plain, visits, timeline, heirs, costs, room=room, speeds=speeds)
+    timeline = verify_codes(visits, filled.programs, costs, in_flight_cap=room, speeds=speeds)
+    schedule = Schedule(
+        programs=tuple((worker, visits.decode(codes)) for worker, codes in filled.programs.items())
+    )
+    return Assembled(text=schedule.to_text(), peak_bytes=timeline.peak_bytes, ahead=str(filled))
+
+
+def fill_bubbles(
+    programs: Codes,
+    visits: Visits,
+    timeline: Timeline,
+    heirs: Heirs,
+    costs: Costs,
+    *,
+    room: Mapping[int, int] | None,
+    speeds: Mapping[int, float],
+) -> Filled:
+    """Puts eager forwards where workers wait at least as long as they take, so that nothing else moves.
+
+    Args:
+        timeline: of ``programs``.
+        room: worker -> bytes of activations; None = not known, no limit.
+    """
+    firsts: dict[int, list[int]] = {worker: [] for worker in programs}
+    mine: dict[int, set[int]] = {worker: set() for worker in programs}
+    no_input = 0
+    for visit, place in enumerate(zip(visits.microbatch, visits.first, strict=True)):
+        heir = heirs.get(place, -1)
+        if heir >= 0 and not place[1]:
+            firsts[heir].append(visit)
+        elif heir >= 0 and heir == visits.before[visit]:
+            mine[heir].add(visit)
+        else:
+            no_input += 1
+    filled: Codes = {}
+    forwards: list[EagerForward] = []
+    without_memory = 0
+    for (worker, program), (_, spans) in zip(programs.items(), timeline.spans, strict=True):
+        one = _Worker(worker, visits, costs, None if room is None else room[worker], speeds.get(worker, 1.0))
+        if firsts[worker] or mine[worker]:
+            one.fill(program, spans, firsts[worker], mine[worker], _ROUNDING * timeline.step_s)
+        filled[worker] = one.program or program
+        forwards += one.forwards
+        without_memory += len(one.without_memory)
+    return Filled(
+        programs=filled,
+        forwards=tuple(forwards),
+        no_input=no_input,
+        no_memory=without_memory,
+        no_bubble=len(visits.worker) - len(forwards) - no_input - without_memory,
+    )
+
+
+class _Worker:
+    """The bubbles of one worker."""
+
+    def __init__(self, worker: int, visits: Visits, costs: Costs, room: int | None, speed: float) -> None:
+        self.worker, self.visits, self.costs, self.room, self.speed = worker, visits, costs, room, speed
+        self.program: list[int] = []
+        self.forwards: list[EagerForward] = []
+        self.without_memory: set[int] = set()
+
+    def fill(
+        self,
+        program: list[int],
+        spans: tuple[tuple[float, float], ...],
+        firsts: Iterable[int],
+        mine: set[int],
+        rounding_s: float,
+    ) -> None:
+        """First in, first out: what is run ahead early is lost the least often."""
+        visits, ready = self.visits, deque(firsts)
+        busiest = self._busiest(program)
+        now_s, kept = 0.0, 0
+        for at, (code, (start_s, end_s)) in enumerate(zip(program, spans, strict=True)):
+            visit, kind = code >> 3, code & 7
+            if code < visits.reductions and kind < SEND_FORWARD:
+                while ready:
+                    seconds, size = eager_effect(self.costs, visits, ready[0], self.speed)
+                    if now_s + seconds > start_s + rounding_s:
+                        break
+                    if self.room is not None and busiest[at] + kept + size > self.room:
+                        self.without_memory.add(ready[0])
+                        break
+                    self._run_ahead(ready.popleft(), now_s, now_s + seconds)
+                    now_s, kept = now_s + seconds, kept + size
+                now_s = end_s
+                if kind == FORWARD and visit + 1 in mine:
+                    ready.append(visit + 1)
+            self.program.append(code)
+
+    def _run_ahead(self, visit: int, start_s: float, end_s: float) -> None:
+        visits = self.visits
+        self.without_memory.discard(visit)
+        self.program.append(visits.eager + visit)
+        self.forwards.append(
+            EagerForward(
+                worker=self.worker,
+                routed=visits.worker[visit],
+                microbatch=visits.microbatch[visit],
+                first=visits.first[visit],
+                last=visits.last[visit],
+                start_s=start_s,
+                end_s=end_s,
+            )
+        )
+
+    def _busiest(self, program: list[int]) -> list[int]:
+        """From each instruction on, the most bytes of activations that are live at once."""
+        if self.room is None:
+            return []
+        visits, live, after = self.visits, 0, list[int]()
+        for code in program:
+            if code < visits.reductions and code & 7 < SEND_FORWARD:
+                visit = code >> 3
+                live += effects(self.costs, visits.first[visit], visits.last[visit], 1.0)[code & 7][1]
+            after.append(live)
+        most, busiest = 0, list[int]()
+        for live in reversed(after):
+            most = max(most, live)
+            busiest.append(most)
+        return busiest[::-1]
+
+
+def eager_forwards(schedule: Schedule, layout: Layout, costs: Costs) -> tuple[EagerForward, ...]:
+    """Those in ``schedule``, with their simulated times."""
+    routed = {
+        (microbatch, hop.first): hop.worker
+        for route in layout.routes
+        for hop in route.hops
+        for microbatch in route.microbatches
+    }
+    timeline = simulate(schedule, layout, costs)
+    return tuple(
+        EagerForward(
+            worker=worker,
+            routed=routed[instr.microbatch, instr.first],
+            microbatch=instr.microbatch,
+            first=instr.first,
+            last=instr.last,
+            start_s=start_s,
+            end_s=end_s,
+        )
+        for (worker, program), (_, spans) in zip(schedule.programs, timeline.spans, strict=True)
+        for instr, (start_s, end_s) in zip(program, spans, strict=True)
+        if instr.op is Op.EAGER_FORWARD
+    )
