@@ -37,6 +37,7 @@ STATES = {
     "distributed-optimizer": (8, 2, PP2_DP4, "--use-distributed-optimizer"),
     "bf16-distributed-optimizer": (8, 2, PP2_DP4, "--use-distributed-optimizer --bf16 --odyssey-float64 off"),
     "shadows": (4, 4, PP4, "--odyssey-redundancy state"),
+    "shadows-run-ahead": (4, 4, PP4, "--odyssey-redundancy compute"),
 }
 IN_RECOVERY = ("groups", "transfer")
 
@@ -46,7 +47,9 @@ def happens(state: str, point: str, policy: str) -> bool:
     if point == "param_gather":
         return "optimizer" in state
     if point in IN_RECOVERY:
-        return state != "shadows" and (point == "groups" or policy == "replan")  # only a replan moves layers
+        return "shadows" not in state and (
+            point == "groups" or policy == "replan"
+        )  # only a replan moves layers
     return True
 
 
