@@ -128,8 +128,11 @@ class PolicyPlanner:
     def decide(
         self, state: ClusterState, previous: Plan, observations: Sequence[str], now_s: float
     ) -> Decided:
+        before, weighed = self._job, ()
         if self._standings:
-            self._chosen(state, now_s)
+            weighed = self._chosen(state, now_s)[1]
+        if self._job == before:
+            weighed = ()  # as it was said before
         case = {
             "job": self._job,
             "state": state,
@@ -140,7 +143,7 @@ class PolicyPlanner:
         }
         home = self._home
         decision = self._decide.decide(**case, home=home.layout if home else None)
-        plan, rows = decision.plan, decision.candidates
+        plan, rows = decision.plan, (*decision.candidates, *weighed)
         if home is not None and plan.layout == home.layout and not state.dead:
             plan = replace(home, transfers=plan.transfers)
         after_a_loss = not set(previous.layout.workers) <= set(state.alive)

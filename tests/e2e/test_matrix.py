@@ -41,7 +41,7 @@ STATES = {
     "distributed-optimizer": (8, 2, PP2_DP4, "--use-distributed-optimizer"),
     "bf16-distributed-optimizer": (8, 2, PP2_DP4, "--use-distributed-optimizer --bf16 --odyssey-float64 off"),
     "shadows": (4, 4, PP4, "--odyssey-redundancy state"),
-    "shadows-compute": (4, 4, PP4, "--odyssey-redundancy compute"),
+    "shadows-run-ahead": (4, 4, PP4, "--odyssey-redundancy compute"),
 }
 IN_RECOVERY = tuple(phase.value for phase in Phase if phase is not Phase.TRAIN)
 
@@ -51,9 +51,8 @@ def happens(state: str, point: str, policy: str) -> bool:
     if point == "param_gather":
         return "optimizer" in state
     if point in IN_RECOVERY:
-        return "shadows" not in state and (
-            point != "transfer" or policy == "replan"
-        )  # only a replan moves layers
+        moves = point != "transfer" or policy == "replan"  # nothing else moves layers
+        return "shadows" not in state and moves
     return True
 
 

@@ -48,7 +48,7 @@ def test_one_pipeline_goes_on_in_mid_step(server, tmp_path, messages, victim):
 
 @pytest.mark.parametrize(
     ("stages", "victim", "at"),
-    [*((4, victim, "backward,microbatch=4") for victim in range(4)), (2, 0, "backward"), (2, 1, "backward")],
+    [(4, 0, "backward,microbatch=4"), (4, 3, "backward,microbatch=4"), (2, 1, "backward")],
 )
 def test_what_has_been_run_ahead_is_not_done_again(server, tmp_path, stages, victim, at):
     """One pipeline with shadows, and two whose first stages run ahead for each other."""
@@ -63,6 +63,25 @@ def test_what_has_been_run_ahead_is_not_done_again(server, tmp_path, stages, vic
     (recovery,) = check(tmp_path).recoveries
     assert recovery.outcome == "resume"
     assert recovery.eager_forwards > 0
+
+
+def test_auto_says_what_it_weighs(server, tmp_path):
+    """A pipeline with nothing to lose twice, and a failure every ten minutes: shadows cost less than a restart."""
+    job = server.run(
+        ["--nproc-per-node", 4, CHECKOUT / "tests/execute/stack.py", "--stages", 4,
+         "--out", tmp_path / "weights", "--odyssey-device", "cpu", "--odyssey-run-dir", tmp_path / "run",
+         "--odyssey-policy", "reroute", "--odyssey-redundancy", "auto", "--odyssey-mtbf-s", "600",
+         "--odyssey-inject", "rank=1,step=2,at=backward"],
+        log=tmp_path / "log",
+    )  # fmt: skip
+    assert job.wait(60) == 0, job.log()
+    run = check(tmp_path)
+    assert len(run.recoveries) == 1
+    rows = {row["name"]: row for row in run.decisions[0].candidates}
+    assert set(rows) == {"redundancy off", "redundancy state", "redundancy compute"}
+    assert not rows["redundancy off"]["chosen"]
+    assert "100% of failures cost 300 s" in rows["redundancy off"]["reason"]
+    assert "forwards run ahead" in rows["redundancy compute"]["reason"]
 
 
 def test_without_memory_to_go_on_the_step_is_done_again(server, tmp_path):

@@ -1,0 +1,79 @@
+"""Forwards that are run ahead count for nothing until they are this worker's own."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.fixture
+def model(spec: Any, megatron: Any) -> Any:
+    """Worker 0 of two, which holds the other one's layers, the head among them, too."""
+    import pretrain_llama
+
+    from odyssey_megatron.mcore.data import MicrobatchSource
+    from odyssey_megatron.mcore.model import MegatronModel
+    from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
+
+    samples = [
+        {"tokens": torch.arange(i, i + 16) % 11, "labels": torch.arange(i, i + 16) % 7} for i in range(4)
+    ]
+    for one in samples:
+        one |= {"loss_mask": torch.ones(16), "position_ids": torch.arange(16)}
+    made = MegatronModel(
+        spec(),
+        forward_step=pretrain_llama.forward_step,
+        source=MicrobatchSource(samples, global_batch_size=2, micro_batch_size=1),
+        num_microbatches=2,
+        message_shape=(16, 1, 32),
+        cell=megatron,
+    )
+    layout = layout_from_routes(4, (pipeline_route((0, 1), (2, 4), (0, 1)),))
+    layout = replace(layout, holders=((0,), (0,), (0, 1), (0, 1)))
+    made.create_layers(range(4), range(4))
+    made.take_layout(layout, 0)
+    made.begin_step(0)
+    return made
+
+
+def gradients(model: Any) -> Any:
+    return torch.cat([one.clone() for one in model.gradients(2, 4)])
+
+
+def backward(model: Any) -> None:
+    model.input_grad(0, 2, 4, None)
+    model.weight_grad(0, 2, 4)
+
+
+def test_a_loss_counts_once_it_is_taken_up(model):
+    inner = model.forward(0, 0, 2, None).detach()
+    model.forward(0, 2, 4, inner.clone())
+    backward(model)
+    own, losses, summed = model.local_totals(), model.samples_of_losses(), gradients(model)
+    model.begin_step(0)
+    model.forward(0, 2, 4, inner.clone(), ahead=True)
+    assert model.local_totals().tolist() == [0.0] * model.num_totals
+    assert model.samples_of_losses() == {}
+    model.adopt([(0, 2, 4)])
+    backward(model)
+    assert torch.equal(model.local_totals(), own)
+    assert model.samples_of_losses() == losses == {0: [0]}
+    assert torch.equal(gradients(model), summed)
+
+
+def test_what_is_not_taken_up_is_let_go_of(model):
+    inner = model.forward(0, 0, 2, None).detach()
+    kept, gone = (model.forward(m, 2, 4, inner.clone(), ahead=True) for m in (0, 1))
+    outputs = [weakref.ref(one) for one in (kept, gone)]
+    del kept, gone
+    model.adopt([(0, 2, 4)])
+    gc.collect()
+    assert [output() is None for output in outputs] == [False, True], "and with it the graph"
+    backward(model)
+    assert model.samples_of_losses() == {0: [0]}
