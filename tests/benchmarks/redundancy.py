@@ -8,7 +8,8 @@ measured on gloo and two cores: they show what is sent, not what it would take o
 Then each kind of ``--odyssey-redundancy`` on emulated accelerators (``tests/execute/emulated.py``: compute is a sleep),
 one pipeline of 8 stages: the step by the planner and by the wall clock, the most memory that the plan needs on a
 worker, and for workers killed half-way through a step how long the job stood still and what the rest of that step
-took, with what had been run ahead and without.
+took, with what had been run ahead and without. At last what rejoin.py measures: how long the job stands still when a
+lost rank comes back.
 
     python tests/benchmarks/redundancy.py [--rounds 3] [--json] [--emulated-only]
 """
@@ -23,9 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(CHECKOUT), str(Path(__file__).parent)]
-
-from bars import Bar, at_least, at_most, finish, summarize
+if __package__ in (None, ""):
+    sys.path.insert(0, str(CHECKOUT))
 
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.codec import from_jsonable
@@ -36,6 +36,8 @@ from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.schedule import Op, schedule_from_text
 from odyssey_megatron.plan.simulate import simulate
 from odyssey_megatron.policy.profile import Profile
+from tests.benchmarks import rejoin
+from tests.benchmarks.bars import Bar, at_least, at_most, finish, summarize
 from tests.execute.emulation import Emulation
 from tests.launch.jobserver import JobServer
 
@@ -136,8 +138,8 @@ def emulate(server: JobServer, folder: Path, kind: str, into: Emulated, victim: 
     )
 
 
-def measure_emulated(rounds: int) -> dict[str, Emulated]:
-    """All kinds of redundancy, in turns; without one nothing can be killed."""
+def measure_emulated(rounds: int) -> tuple[dict[str, Emulated], list[rejoin.Return]]:
+    """All kinds of redundancy, in turns; without one nothing can be killed. Then ranks that come back."""
     found = {kind: Emulated() for kind in KINDS}
     server = JobServer.start(["tests.launch.preload", "tests.execute.emulation"])
     with tempfile.TemporaryDirectory() as name:
@@ -146,11 +148,14 @@ def measure_emulated(rounds: int) -> dict[str, Emulated]:
                 for victim in (None, *(VICTIMS if kind != "off" else ())):
                     emulate(server, Path(name) / f"{number}-{kind}-{victim}", kind, found[kind], victim)
             print(f"emulated, round {number + 1} of {rounds}", file=sys.stderr, flush=True)
+        returns = [rejoin.come_back(server, Path(name) / f"back-{rank}", rank) for rank in rejoin.VICTIMS]
     server.close()
-    return found
+    return found, returns
 
 
-def emulated_result(found: dict[str, Emulated], rounds: int) -> tuple[dict[str, object], list[Bar]]:
+def emulated_result(
+    found: dict[str, Emulated], returns: list[rejoin.Return], rounds: int
+) -> tuple[dict[str, object], list[Bar]]:
     """What is printed of it, and the bars."""
     result: dict[str, object] = {
         f"emulated, {kind}": {
@@ -164,6 +169,8 @@ def emulated_result(found: dict[str, Emulated], rounds: int) -> tuple[dict[str, 
         }
         for kind, one in found.items()
     }
+    longest = max(one.excess for one in returns)
+    result["rejoin: longest stop, s"] = max(one.excess * one.step_s for one in returns)
     state, compute = found["state"], found["compute"]
     rest = statistics.mean(compute.rest_s) / statistics.mean(state.rest_s)
     step = statistics.median(compute.step_s) / statistics.median(state.step_s)
@@ -171,6 +178,7 @@ def emulated_result(found: dict[str, Emulated], rounds: int) -> tuple[dict[str, 
         at_least("emulated kills survived", len(state.stall_s + compute.stall_s), 2 * len(VICTIMS) * rounds),
         at_most("step time, compute / state", step, 1.03),
         at_most("rest of an interrupted step, compute / state (mean)", rest, 1.0),
+        at_most("longest stop while a rank comes back, share of a step", longest, 0.1),
     ]
 
 
@@ -210,7 +218,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--emulated-only", action="store_true")
     args = parser.parse_args()
-    emulated, emulated_bars = emulated_result(measure_emulated(args.rounds), args.rounds)
+    emulated, emulated_bars = emulated_result(*measure_emulated(args.rounds), args.rounds)
     if args.emulated_only:
         return finish(emulated, emulated_bars, as_json=args.json)
     found = {mode: Measured() for mode in MODES}
