@@ -101,7 +101,10 @@ class PolicyPlanner:
             )
             costs = replace(self._profile.costs, memory_bytes=None)
             self._profile = replace(self._profile, costs=costs)
-            return self._weighed(job, state)
+            # What is only good to have is left out: forwards run ahead, and what auto would add.
+            mode = {"compute": "state", "auto": "off"}.get(self._config.redundancy, self._config.redundancy)
+            self._job, self._standings = self._redundancy.with_mode(job, mode), []
+            return Decided(plan=self._decide.initial_plan(self._job, state, self._profile), rows=())
 
     def _weighed(self, job: JobSpec, state: ClusterState) -> Decided:
         """With the redundancy asked for, or the best. Raises PlanInfeasible."""

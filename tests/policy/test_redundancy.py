@@ -8,22 +8,26 @@ import pytest
 
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import initial_state
+from odyssey_megatron.codec import to_json
+from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import PlanInfeasible
+from odyssey_megatron.launch.planner import PolicyPlanner
 from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.redundancy import MODES, choose, possible
 from tests.plan.samples import uniform_costs
 
 HOUR_S = 3600.0
+JOB = JobSpec(
+    num_layers=10, pipeline_model_parallel_size=4, tensor_model_parallel_size=1, num_microbatches=8,
+    tokens_per_step=8000, train_steps=10, least_holders=2,
+)  # fmt: skip
 
 
 def weigh(
     mtbf_s, *, among=MODES, stages=4, workers=4, resumes=True, restart_s=300.0, gradients_s=0.0, **costs
 ):
     """(mode chosen, mode -> row). ``gradients_s``: what summing a layer's gradients over two holders takes."""
-    job = JobSpec(
-        num_layers=10, pipeline_model_parallel_size=stages, tensor_model_parallel_size=1, num_microbatches=8,
-        tokens_per_step=8000, train_steps=10, least_holders=2,
-    )  # fmt: skip
+    job = replace(JOB, pipeline_model_parallel_size=stages)
     # A layer's gradients are half of parameter_bytes, and a sum over two sends them once.
     bytes_per_s = 1.0 / gradients_s if gradients_s else float("inf")
     memory = {"memory_bytes": 60} | costs
@@ -74,6 +78,18 @@ def test_compute_is_of_no_use_to_a_step_that_is_done_again():
     chosen, rows = weigh(300.0, resumes=False)
     assert chosen.mode == "state"
     assert rows["compute"].reason == "needs --odyssey-interrupted-step resume"
+
+
+@pytest.mark.parametrize(("asked", "holders"), [("off", 1), ("state", 2), ("compute", 2), ("auto", 1)])
+def test_a_job_that_seems_not_to_fit_gets_what_it_asked_for_and_nothing_more(asked, holders):
+    """The estimate may be wrong; but then nobody knows whether there is room to run anything ahead."""
+    config = OdysseyConfig(redundancy=asked)
+    planner = PolicyPlanner(config)
+    job = replace(JOB, least_holders=config.least_holders, eager_forwards=config.eager_forwards)
+    profile = Profile(costs=replace(uniform_costs(8, ends=True), memory_bytes=4))
+    plan = planner.start(job, initial_state(nodes=(0,) * 4), to_json(profile)).plan
+    assert {len(one) for one in plan.layout.holders} == {holders}
+    assert plan.ahead == ""
 
 
 def test_what_was_asked_for_is_only_compared():
