@@ -27,8 +27,8 @@ from odyssey_megatron.launch.forking import forking
 from odyssey_megatron.launch.zygote import Zygote
 from odyssey_megatron.metrics.journal import Journal
 
-_AFTER_S = 0.5
-"""Before a rank is started again; twice as long each time that it has lived for less than a short life."""
+_AFTER_S, _AT_MOST_S = 0.5, 8.0
+"""Before a rank is started again; twice as long each time that it has lived for less than a short life, up to a limit."""
 _SHORT_LIFE_S = 10.0
 
 
@@ -102,7 +102,7 @@ class Respawn:
             # What failed at once may well fail at once again.
             soon = now_s - self._began_s.get(rank, 0.0) < _SHORT_LIFE_S
             self._short[rank] = self._short.get(rank, 0) + 1 if soon else 0
-            self._due.append((now_s + _AFTER_S * 2 ** self._short[rank], rank))
+            self._due.append((now_s + min(_AT_MOST_S, _AFTER_S * 2 ** self._short[rank]), rank))
             return
         del self._slots[rank]
         self._lost.append(rank)
