@@ -28,7 +28,7 @@ from odyssey_megatron.launch.zygote import Zygote
 from odyssey_megatron.metrics.journal import Journal
 
 _AFTER_S, _AT_MOST_S = 0.5, 8.0
-"""Before a rank is started again; twice as long each time that it has lived for less than a short life, up to a limit."""
+"""Before a rank is started again; twice as long after each short life, up to a limit."""
 _SHORT_LIFE_S = 10.0
 
 
