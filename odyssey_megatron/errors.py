@@ -48,8 +48,8 @@ class LayersLost(OdysseyError):
         super().__init__(
             f"no holder is left of layer(s) {list(layers)}: rank(s) {list(ranks)} held them and are "
             "dead. Nothing can be trained without them; the job stops at its last committed step. "
-            "Restart from the last checkpoint, and raise data parallelism (or, once available, "
-            "--odyssey-redundancy) so that each layer has a second holder."
+            "Restart from the last checkpoint, with more data parallelism or --odyssey-redundancy state, so that each "
+            "layer has a second holder."
         )
 
 
