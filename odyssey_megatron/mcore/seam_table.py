@@ -199,6 +199,11 @@ PROCESS_GROUP_COLLECTION = Seam(
     why="gives models and optimizers the groups of this rank alone",
     signatures={"0.16": ""},
 )
+DISABLE_PARAMETER_TRANSPOSE_CACHE = Seam(
+    target="megatron.core.transformer.transformer_config:TransformerConfig.disable_parameter_transpose_cache",
+    why="with it Transformer Engine's layers always add to gradients, and never overwrite them",
+    signatures={"0.16": ""},
+)
 GET_MEGATRON_OPTIMIZER = Seam(
     target="megatron.core.optimizer:get_megatron_optimizer",
     why="each layer has an optimizer of Megatron's, which moves with it",
