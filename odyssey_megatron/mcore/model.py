@@ -159,6 +159,8 @@ class MegatronModel:
             if same and old is not None:
                 self._blocks[block.first, block.last] = old
                 continue
+            for flight in self._flights.values():
+                flight.weight_grads.flush_bound()
             self._blocks[block.first, block.last] = LayerBlock(self.spec, layers, self._groups)
             for layer in layers:
                 if layer.index in sums:

@@ -132,6 +132,7 @@ def test_a_job_on_the_cpu_needs_neither_gpu_nor_nccl():
         (having(transformer_engine="2.9.0"), {"transformer-engine": "problem"}),
         (having(transformer_engine="2.9.0", transformer_engine_cu12="2.9.0"), {}),
         (having(transformer_engine="2.9.0+70f53666"), {}),
+        (having(transformer_engine="2.5.0+f05f12c"), {"transformer-engine": "warning"}),
         (having(apex="0.9.10.dev0"), {"apex": "warning"}),
         (having(apex="0.1"), {}),
     ],
