@@ -19,7 +19,9 @@ leaves goes with it. Recomputation needs nothing: its first forward records no b
 which would also take parameters out of the DDP hooks that Odyssey's blocks have (core_v0.16.1
 distributed_data_parallel.py, line 328).
 
-Where that is not certain to be right the whole backward runs at the input gradient, which always is: :func:`why_whole`.
+Where that is not certain to be right the whole backward runs at the input gradient, which always is:
+:func:`why_whole`. TE's debug mode (nvdlfw_inspect) ends with TE's own message: it knows nothing that waits (v2.18
+pytorch/module/base.py, line 1948).
 """
 
 from __future__ import annotations
