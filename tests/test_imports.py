@@ -34,7 +34,8 @@ ALLOWED: dict[str, set[str]] = {
     "recover": PURE,
     "rebuild": PURE | {"recover", "execute", ".torch", ".numpy"},
     "execute": PURE | {"recover", "rebuild", ".torch", ".numpy"},
-    "mcore": PURE | {"recover", "rebuild", "execute", "launch", ".torch", ".numpy", ".megatron"},
+    "mcore": PURE
+    | {"recover", "rebuild", "execute", "launch", ".torch", ".numpy", ".megatron", ".transformer_engine"},
     "launch": PURE | {"recover", ".torch"},
     "patch": {"errors", "mcore"},
     "doctor": {"errors", "config", "mcore", "patch"},

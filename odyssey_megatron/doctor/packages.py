@@ -10,6 +10,8 @@ _INSTALL = {"yaml": "PyYAML"}
 """Distributions that are not called as they are imported."""
 _TORCH = (2, 13)
 """The first version that Odyssey runs with (pyproject.toml)."""
+_TE_READS_LATE = (2, 6)
+"""``te.READS_LATE`` of ``mcore/te.py``, which needs torch."""
 
 
 def rows(host: Host, job: Job, needed: Mapping[str, str]) -> Iterator[Row]:
@@ -61,7 +63,15 @@ def _transformer_engine(host: Host) -> Row:
     core = [one for one in host.packages if one.startswith(name + "-cu")]
     # A build from source has its libraries inside, or a version with the commit.
     if package.compiled or core or "+" in package.version:
-        return _row(name, OK, package.version)
+        if _numbers(package.version) < _TE_READS_LATE:
+            return _row(
+                name, WARNING, f"{package.version}: with gradient accumulation fusion it would lose gradients in a "
+                "recovery, so such a job is refused",
+                "Use 2.6 or newer, or add --no-gradient-accumulation-fusion.",
+            )  # fmt: skip
+        return _row(
+            name, OK, f"{package.version}; its weight gradients run apart, which no GPU has tried yet"
+        )
     return _row(
         name, PROBLEM, f"{package.version} is the empty meta package: it raises RuntimeError when imported, and "
         "Megatron catches ImportError only",

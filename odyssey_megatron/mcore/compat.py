@@ -31,6 +31,13 @@ def check_version() -> str:
     return found
 
 
+def transformer_engine_is(least: str) -> bool:
+    """Whether Transformer Engine is of version ``least`` or newer (core_v0.16.1 core/utils.py, line 340)."""
+    from megatron.core import utils
+
+    return utils.is_te_min_version(least)
+
+
 def backward_step(input_tensor: Any, output_tensor: Any, output_grad: Any, config: Any) -> Any:
     """Megatron's ``backward_step``; its ``model_type`` argument went away in 0.17."""
     from megatron.core.enums import ModelType

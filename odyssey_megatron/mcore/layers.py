@@ -18,7 +18,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 
-from odyssey_megatron.mcore import rng, span
+from odyssey_megatron.mcore import rng, span, te
 from odyssey_megatron.mcore.optimizer import LayerOptimizer
 
 ModelProvider = Callable[..., Any]
@@ -121,9 +121,12 @@ def build_parts(
             "output_layer": chunk.output_layer,
         }
     device, dtype = torch.cuda.current_device(), spec.config.params_dtype
-    return {
+    built = {
         index: torch.nn.ModuleDict(modules).to(device=device, dtype=dtype) for index, modules in parts.items()
     }
+    for part in built.values():
+        te.split(part, spec.config)
+    return built
 
 
 def _build_chunk(

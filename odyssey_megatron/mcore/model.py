@@ -13,7 +13,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from odyssey_megatron.errors import ConfigError, NotFinite, TransferIncomplete
-from odyssey_megatron.mcore import compat, groups, rng, span
+from odyssey_megatron.mcore import compat, groups, rng, span, te
 from odyssey_megatron.mcore.data import MicrobatchSource
 from odyssey_megatron.mcore.layers import HeldLayer, LayerBlock, ModelSpec, build_parts, initial_parts
 from odyssey_megatron.mcore.optimizer import LearningRate
@@ -64,6 +64,7 @@ class MegatronModel:
             raise ConfigError(
                 "--fp16 is not supported yet: its loss scale would have to be agreed on over generations. Use --bf16."
             )
+        te.prepare(spec.config)
         span.install()
         self.spec, self.source = spec, source
         self.forward_step, self.learning_rate = forward_step, learning_rate
@@ -161,6 +162,8 @@ class MegatronModel:
             if same and old is not None:
                 self._blocks[block.first, block.last] = old
                 continue
+            for flight in self._flights.values():
+                flight.weight_grads.flush_bound()
             self._blocks[block.first, block.last] = LayerBlock(self.spec, layers, self._groups)
             for layer in layers:
                 if layer.index in sums:

@@ -32,12 +32,23 @@ def _differs(name: str, usual: str) -> Callable[[Any], bool]:
     return lambda args: getattr(args, name, None) not in (None, getattr(args, usual, None))
 
 
+def _not_none(*names: str) -> Callable[[Any], bool]:
+    return lambda args: any(getattr(args, name, None) is not None for name in names)
+
+
 _LEAVE_OUT = "Leave it out."
+_QUANTIZED = "The scales of quantized tensors would not move with a layer. Use --bf16 alone."
 REFUSALS = tuple(
     Refusal(flag=flag, given=given, remedy=remedy)
     for flag, given, remedy in (
         ("--yaml-cfg", _set("yaml_cfg"), "Give the model by flags."),
         ("--fp16", _set("fp16"), "Its loss scale would have to be agreed on over generations. Use --bf16."),
+        # Megatron's parser calls them fp8 and fp4, a launch line as it stands by their flags.
+        ("--fp8-format", _not_none("fp8", "fp8_format"), _QUANTIZED),
+        ("--fp4-format", _not_none("fp4", "fp4_format"), _QUANTIZED),
+        ("--te-precision-config-file", _not_none("te_precision_config_file"), _QUANTIZED),
+        ("--kitchen-config-file", _not_none("kitchen_config_file"), _QUANTIZED),
+        ("--kitchen-recipe-number", _not_none("kitchen_recipe_number"), _QUANTIZED),
         ("--sequence-parallel", _set("sequence_parallel"),
          "Its norms' gradients would have to be summed over a cell. Leave it out; tensor parallelism works without."),
         ("--context-parallel-size", _above_one("context_parallel_size"), "Use 1."),

@@ -199,6 +199,16 @@ PROCESS_GROUP_COLLECTION = Seam(
     why="gives models and optimizers the groups of this rank alone",
     signatures={"0.16": ""},
 )
+DISABLE_PARAMETER_TRANSPOSE_CACHE = Seam(
+    target="megatron.core.transformer.transformer_config:TransformerConfig.disable_parameter_transpose_cache",
+    why="with it Transformer Engine's layers always add to gradients, and never overwrite them",
+    signatures={"0.16": ""},
+)
+IS_TE_MIN_VERSION = Seam(
+    target="megatron.core.utils:is_te_min_version",
+    why="an old Transformer Engine would lose gradients in a recovery",
+    signatures={"0.16": "version check_equality"},
+)
 GET_MEGATRON_OPTIMIZER = Seam(
     target="megatron.core.optimizer:get_megatron_optimizer",
     why="each layer has an optimizer of Megatron's, which moves with it",

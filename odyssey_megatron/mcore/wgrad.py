@@ -1,12 +1,14 @@
-"""Weight gradients apart from input gradients, for Megatron's own (non-TE) linear layers.
+"""Weight gradients apart from input gradients.
 
-While a :class:`WeightGrads` collects, the backward of a linear layer computes the input gradient only and leaves
-(weight, input, output gradient) behind; ``flush()`` adds the weight gradients to ``main_grad`` later, in the order in
-which the fused backward would have. Norms and embeddings keep their ordinary backward.
+While a :class:`WeightGrads` collects, the backward of one of Megatron's own linear layers computes the input
+gradient only and leaves (weight, input, output gradient) behind; ``flush()`` adds the weight gradients to
+``main_grad`` later, in the order in which the fused backward would have. Norms and embeddings keep their ordinary
+backward. Layers of Transformer Engine's leave a function behind (``mcore/te.py``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ class WeightGrads:
 
     def __init__(self) -> None:
         self._pending: list[tuple[torch.nn.Parameter, torch.Tensor, torch.Tensor, bool]] = []
+        self._bound: list[Callable[[], None]] = []
 
     def __enter__(self) -> WeightGrads:
         global _collecting
@@ -38,8 +41,18 @@ class WeightGrads:
         """``fused``: by apex's kernel, which multiplies and accumulates at once (--gradient-accumulation-fusion)."""
         self._pending.append((weight, total_input, grad_output, fused))
 
+    def add_bound(self, add: Callable[[], None]) -> None:
+        """``add()`` computes a weight gradient and adds it to the buffer that was there when the backward ran."""
+        self._bound.append(add)
+
+    def flush_bound(self) -> None:
+        """Computes what would not find another buffer: before a block's are replaced."""
+        while self._bound:
+            self._bound.pop(0)()
+
     def flush(self) -> None:
         """Computes what was left behind, and lets go of the activations."""
+        self.flush_bound()
         for weight, total_input, grad_output, fused in self._pending:
             rows = grad_output.reshape(-1, grad_output.shape[-1])
             columns = total_input.reshape(-1, total_input.shape[-1])
@@ -48,6 +61,14 @@ class WeightGrads:
             else:
                 weight.main_grad.add_(rows.t().matmul(columns))  # type: ignore[attr-defined]
         self._pending.clear()
+
+
+def later(add: Callable[[], None]) -> None:
+    """``add()`` runs with the weight gradients of the microbatch whose backward this is, at once if there is none."""
+    if _collecting is None:
+        add()
+    else:
+        _collecting.add_bound(add)
 
 
 def _apex_kernel(dtype: torch.dtype) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+
 from odyssey_megatron.mcore import seams
 from odyssey_megatron.mcore.seam_table import SEAMS
 from odyssey_megatron.mcore.source import Source
@@ -23,3 +25,23 @@ def test_each_seam_is_as_recorded(any_megatron_lm):
 def test_targets_are_listed_once():
     targets = [seam.target for seam in SEAMS]
     assert len(set(targets)) == len(targets) > 30
+
+
+def test_transformer_engine_is_told_of_no_first_microbatch(any_megatron_lm):
+    """What ``mcore/te.py`` relies on: wrappers pass None if the transpose cache is disabled."""
+    file = any_megatron_lm / "megatron/core/extensions/transformer_engine.py"
+    nodes = [*ast.walk(ast.parse(file.read_text()))]
+    passed = [
+        ast.unparse(keyword.value)
+        for node in nodes
+        if isinstance(node, ast.Call)
+        for keyword in node.keywords
+        if keyword.arg == "is_first_microbatch"
+    ]
+    values = [
+        ast.unparse(node.value)
+        for node in nodes
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_is_first_microbatch"
+    ]
+    assert passed == ["_is_first_microbatch"] * 3, "linear, with a norm before it, grouped"
+    assert values == ["None if self.disable_parameter_transpose_cache else self.is_first_microbatch"] * 3

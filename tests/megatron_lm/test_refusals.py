@@ -13,6 +13,11 @@ from tests.megatron_lm.jobs import MOCK, MODEL
 TIED = "tied embeddings (no --untie-embeddings-and-output-weights)"
 GIVEN = {
     "--fp16": "--fp16",
+    "--fp8-format": "--fp8-format hybrid",
+    "--fp4-format": "--fp4-format e2m1",
+    "--te-precision-config-file": "--te-precision-config-file precision.yaml",
+    "--kitchen-config-file": "--kitchen-config-file kitchen.yaml",
+    "--kitchen-recipe-number": "--kitchen-recipe-number 0",
     "--sequence-parallel": "--sequence-parallel",
     "--context-parallel-size": "--context-parallel-size 2",
     "--expert-model-parallel-size": "--expert-model-parallel-size 2",

@@ -1,0 +1,121 @@
+"""Transformer Engine's layers: gradients that always add up, and weight gradients apart from input gradients.
+
+Written against the sources of Transformer Engine 2.3 to 2.18; no GPU has run it.
+
+**Adding up.** Megatron's wrappers hand TE ``is_first_microbatch``: True for the first forward of a module (core_v0.16.1
+core/extensions/transformer_engine.py, lines 515 and 671; the same in core_v0.19.0). Where gradient accumulation is
+fused, TE takes it for "overwrite ``main_grad``" in the backward of that very microbatch (v2.9
+pytorch/module/linear.py, line 824; the same in v2.2 and v2.18). That its weight gradient is also the first to come is
+true of Megatron's schedule, not of Odyssey's: here weight gradients wait, and a layer that is built in a recovery takes
+over the sums of an interrupted step. False would mean that weights cast to fp8 for an earlier microbatch are still
+good. With None TE always adds, and keeps nothing.
+
+**Apart.** A linear layer of TE's has a ``wgrad_store``, to which its backward gives inputs and function of the
+weight gradient if that is to wait (pytorch/module/_common.py, ``WeightGradStore``, since 2.3). TE's is a queue for
+each module, which Megatron's ``delay_wgrad_compute`` empties in the order of the backwards. :class:`Later` takes its
+place: what waits belongs to its microbatch, as with Megatron's own layers. So the table of an interrupted step
+(``plan/resume.py``) is right about it, activations live as long as the plan counts with, and what an abandoned step
+leaves goes with it. Recomputation needs nothing: its first forward records no backward. Megatron's flag stays off,
+which would also take parameters out of the DDP hooks that Odyssey's blocks have (core_v0.16.1
+distributed_data_parallel.py, line 328).
+
+Where that is not certain to be right the whole backward runs at the input gradient, which always is:
+:func:`why_whole`. TE's debug mode (nvdlfw_inspect) ends with TE's own message: it knows nothing that waits (v2.18
+pytorch/module/base.py, line 1948).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.mcore import compat, wgrad
+
+_QUANTIZED = "fp8", "fp4", "use_kitchen", "quant_recipe"
+_ELSEWHERE = "tp_comm_overlap", "cpu_offloading", "fine_grained_activation_offloading"
+READS_LATE = "2.6.0"
+"""From this version on TE looks ``main_grad`` up in the backward (v2.6 pytorch/module/linear.py, lines 429 and 485),
+before in the forward (v2.5, line 400)."""
+
+
+def prepare(config: Any) -> None:
+    """Of Megatron's transformer ``config``, before a model is built of it. Raises ConfigError."""
+    if given := [name for name in _QUANTIZED if getattr(config, name, None)]:
+        raise ConfigError(
+            f"{', '.join(given)} of the transformer config: quantized training does not work with Odyssey yet. The "
+            "scales of its tensors do not move with a layer, and each rank would keep its own. Use bf16."
+        )
+    # The wrappers then pass is_first_microbatch=None. All four tags read it for nothing else.
+    config.disable_parameter_transpose_cache = True
+
+
+class Later:
+    """A module's ``wgrad_store``: weight gradients wait with their microbatch, and run at once outside of one."""
+
+    def __init__(self, weight: torch.nn.Parameter, *, fused: bool):
+        """``fused``: TE adds to ``main_grad`` itself (--gradient-accumulation-fusion)."""
+        self._weight, self._fused = weight, fused
+
+    def delay_wgrad_compute(self) -> bool:
+        """TE asks in the backward, since 2.16 in the forward, too."""
+        return True
+
+    def put(self, tensor_list: Sequence[Any], func: Callable[..., Any]) -> None:
+        """As TE's: ``func(*tensor_list)`` is the weight gradient, and more."""
+
+        def add() -> None:
+            gradient = func(*tensor_list)[0]
+            if not self._fused:
+                self._weight.main_grad.add_(gradient)  # type: ignore[attr-defined]
+
+        wgrad.later(add)
+
+
+def split(module: torch.nn.Module, config: Any) -> None:
+    """The linear layers of TE's in ``module`` leave their weight gradients for later, where :func:`why_whole` is None.
+
+    Raises ConfigError: a version that would lose gradients in a recovery.
+    """
+    try:
+        from transformer_engine.pytorch import LayerNormLinear, Linear
+    except ImportError:
+        return
+    for linear in module.modules():
+        if not isinstance(linear, (Linear, LayerNormLinear)):
+            continue
+        fused = bool(linear.fuse_wgrad_accumulation)
+        if fused and not compat.transformer_engine_is(READS_LATE):
+            raise ConfigError(
+                f"transformer-engine is older than {READS_LATE}: with gradient accumulation fusion it would add to "
+                "gradient buffers that a recovery has replaced. Use a newer one, or add "
+                "--no-gradient-accumulation-fusion."
+            )
+        store = getattr(linear, "wgrad_store", None)
+        reason = why_whole(
+            config,
+            has_bias=linear.apply_bias,
+            weights=linear.weight_names,
+            put=tuple(inspect.signature(store.put).parameters) if store is not None else (),
+        )
+        if reason is None:
+            linear.wgrad_store = Later(linear.weight, fused=fused)
+
+
+def why_whole(config: Any, *, has_bias: bool, weights: Sequence[str], put: Sequence[str]) -> str | None:
+    """Why the backward of a linear layer is not split; None: it is.
+
+    Args:
+        has_bias: TE adds the bias, whose gradient is a by-product of the weight's (v2.9 linear.py, line 853).
+        put: the parameters of its ``wgrad_store.put``; none before 2.3.
+    """
+    if tuple(put) != ("tensor_list", "func"):
+        return "this version of Transformer Engine does not delay weight gradients as those read do"
+    if given := [name for name in _ELSEWHERE if getattr(config, name, False)]:
+        return f"{', '.join(given)}: buffers of the backward are used again after it"
+    if has_bias:
+        return "its bias would wait too"
+    return None if list(weights) == ["weight"] else "it has several weights"

@@ -1,0 +1,210 @@
+"""Transformer Engine's own layers on a GPU: ``bash tests/run.sh -m gpu tests/mcore/test_te_gpu.py``.
+
+Written without a GPU at hand. In a process of their own: the other tests of this folder redirect ``torch.cuda``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.launch.jobserver import CHECKOUT
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.gpu
+
+SAME = {"rtol": 1e-5, "atol": 1e-6}
+"""Two microbatches in another order: the float32 sums differ by rounding at most."""
+
+
+@pytest.fixture
+def te() -> Any:
+    """``transformer_engine.pytorch``."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    if hasattr(torch, "_odyssey_cpu_device"):
+        pytest.skip("an earlier test has redirected torch.cuda to the CPU: run with -m gpu")
+    try:
+        import transformer_engine.pytorch
+    except (ImportError, RuntimeError) as error:
+        pytest.skip(f"no transformer_engine: {error}")
+    return transformer_engine.pytorch
+
+
+def zero(model: Any) -> None:
+    for weight in model.parameters():
+        weight.main_grad, weight.grad = torch.zeros_like(weight, dtype=torch.float32), None
+
+
+def mlp(te: Any, *, fused: bool, bias: bool = False) -> Any:
+    """Norm, linear, linear, as in Megatron's TE layers; the same weights each time."""
+    torch.manual_seed(1)
+    usual = {"bias": bias, "params_dtype": torch.bfloat16, "fuse_wgrad_accumulation": fused}
+    model = torch.nn.Sequential(
+        te.LayerNormLinear(64, 128, normalization="RMSNorm", **usual), te.Linear(128, 64, **usual)
+    )
+    zero(model)
+    return model
+
+
+def backward(model: Any, microbatch: int, later: Any) -> None:
+    torch.manual_seed(100 + microbatch)
+    columns = torch.randn(16, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    loss = model(columns).float().square().sum()
+    with later:
+        loss.backward()
+    for weight in model.parameters():  # Megatron's DDP hook
+        if weight.grad is not None:
+            weight.main_grad.add_(weight.grad)
+            weight.grad = None
+
+
+def gradients(model: Any) -> dict[str, Any]:
+    return {name: weight.main_grad.clone() for name, weight in model.named_parameters()}
+
+
+def whole(te: Any, microbatches: tuple[int, ...], **kind: bool) -> dict[str, Any]:
+    from odyssey_megatron.mcore.wgrad import WeightGrads
+
+    model = mlp(te, **kind)
+    for microbatch in microbatches:
+        backward(model, microbatch, WeightGrads())
+    return gradients(model)
+
+
+def halves(te: Any, **kind: bool) -> Any:
+    from odyssey_megatron.mcore.te import split
+
+    model = mlp(te, **kind)
+    split(model, SimpleNamespace())
+    return model
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_split_weight_gradients_are_the_fused_ones(te, fused):
+    from odyssey_megatron.mcore.wgrad import WeightGrads
+
+    model, flights = halves(te, fused=fused), [WeightGrads(), WeightGrads()]
+    for microbatch, flight in enumerate(flights):
+        backward(model, microbatch, flight)
+    assert not model[0].weight.main_grad.any()
+    assert not model[1].weight.main_grad.any()
+    assert model[0].layer_norm_weight.main_grad.any(), "norms have their ordinary backward"
+    for flight in reversed(flights):
+        flight.flush()
+    torch.testing.assert_close(gradients(model), whole(te, (0, 1), fused=fused), **SAME)
+
+
+def test_an_abandoned_step_leaves_nothing(te):
+    from odyssey_megatron.mcore.wgrad import WeightGrads
+
+    model = halves(te, fused=True)
+    backward(model, 7, WeightGrads())
+    gc.collect()
+    zero(model)
+    again = WeightGrads()
+    backward(model, 0, again)
+    again.flush()
+    torch.testing.assert_close(gradients(model), whole(te, (0,), fused=True), **SAME)
+
+
+def test_layers_with_a_bias_are_not_split(te):
+    from odyssey_megatron.mcore.wgrad import WeightGrads
+
+    model = halves(te, fused=True, bias=True)
+    backward(model, 0, WeightGrads())
+    torch.testing.assert_close(gradients(model), whole(te, (0,), fused=True, bias=True), **SAME)
+
+
+def test_a_buffer_that_is_replaced_behind_the_forward_gets_the_gradient(te):
+    """What ``te.READS_LATE`` says: a block is cut anew while a microbatch is between its forward and its backward."""
+    model = mlp(te, fused=True)
+    old = model[1].weight.main_grad
+    loss = model(torch.randn(16, 2, 64, device="cuda", dtype=torch.bfloat16)).float().sum()
+    zero(model)
+    loss.backward()
+    assert not old.any()
+    assert model[1].weight.main_grad.any()
+
+
+@pytest.fixture
+def te_spec(te: Any) -> Any:
+    """The example's model, of Megatron's TE layers, in bfloat16, and its groups."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from odyssey_megatron.mcore import groups, rng, span, wgrad
+
+    if not dist.is_initialized():
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    collection = groups.initialize()
+    rng.initialize(1)
+    wgrad.install()
+    span.install()
+    sys.path.insert(0, str(CHECKOUT / "examples" / "llama"))
+    import corpus
+    import pretrain_llama
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.enums import AttnBackend
+
+    values = {
+        "num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 256, "num_attention_heads": 4, "num_query_groups": 2,
+        "seq_length": 16, "attention_dropout": 0.0, "hidden_dropout": 0.0, "bf16": True, "lr": 1e-3, "min_lr": 1e-4,
+        "weight_decay": 0.1, "clip_grad": 1.0, "seed": 7,
+    }  # fmt: skip
+    made = pretrain_llama.model_spec(argparse.Namespace(**values), float64=False)
+    made.config.attention_backend = AttnBackend.unfused  # the others may sum in any order
+    layer = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
+
+    def provider(pre_process: bool, post_process: bool, pg_collection: Any) -> Any:
+        return GPTModel(
+            made.config, layer, vocab_size=corpus.VOCAB_SIZE, max_sequence_length=16, pre_process=pre_process,
+            post_process=post_process, share_embeddings_and_output_weights=False, position_embedding_type="rope",
+            pg_collection=pg_collection,
+        )  # fmt: skip
+
+    return replace(made, model_provider=provider), collection
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_block_of_megatron_s_te_layers(te_spec, fused):
+    """Split in the other order equals whole, and a fresh block adds to the sums that it was given."""
+    from odyssey_megatron.mcore import te
+    from odyssey_megatron.mcore.layers import HeldLayer, LayerBlock, initial_parts
+    from odyssey_megatron.mcore.rng import LayerSeeds
+    from odyssey_megatron.mcore.wgrad import WeightGrads
+
+    model, groups = te_spec
+    model.config.gradient_accumulation_fusion = fused
+    te.prepare(model.config)
+
+    def run(*, apart: bool) -> dict[str, Any]:
+        parts = initial_parts(model, [1], groups)
+        layer = HeldLayer(model, 1, parts[1], groups, LayerSeeds(7), kept=False)
+        block = LayerBlock(model, [layer], groups)
+        for weight in layer.parameters():
+            weight.main_grad.fill_(1.0)
+        flights = [WeightGrads(), WeightGrads()]
+        for microbatch, flight in enumerate(flights):
+            torch.manual_seed(microbatch)
+            hidden = torch.randn(16, 1, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            block.model.module.set_input_tensor([hidden])
+            loss = block.model(None, None, None).float().square().sum()
+            with flight:
+                loss.backward()
+            if not apart:
+                flight.flush()
+        fc1 = layer.parts["layer"].mlp.linear_fc1.weight.main_grad
+        assert bool((fc1 == 1.0).all()) is apart, "left for later"
+        for flight in reversed(flights):
+            flight.flush()
+        return gradients(layer)
+
+    torch.testing.assert_close(run(apart=True), run(apart=False), **SAME)
