@@ -83,6 +83,8 @@ class MegatronModel:
         self._losses: dict[int, dict[str, torch.Tensor]] = {}
         self._ahead: dict[tuple[int, int], tuple[float, list[dict[str, torch.Tensor]]]] = {}
         """Tokens and losses of forwards run ahead, which count for nothing yet."""
+        self._replaced: dict[int, list[HeldLayer]] = {}
+        """Layers as they were at the start of the step at hand, or since: microbatches in flight may be on them."""
         self._training = True
 
     @property
@@ -167,7 +169,10 @@ class MegatronModel:
             self._blocks[block.first, block.last] = LayerBlock(self.spec, layers, self._groups)
             for layer in layers:
                 if layer.index in sums:
-                    _carry_over(*sums[layer.index], layer)
+                    before, total = sums[layer.index]
+                    if before is not layer:
+                        self._replaced.setdefault(layer.index, []).append(before)
+                    _carry_over(total, layer, self._replaced.get(layer.index, ()))
         self._layout, self._worker = layout, worker
 
     # -- one step -------------------------------------------------------------------------------------------------
@@ -188,6 +193,7 @@ class MegatronModel:
         self._step, self._training = step, training
         self._flights.clear()
         self._ahead.clear()
+        self._replaced.clear()
         self._losses.clear()
         self._tokens = 0.0
         self.source.begin_step()
@@ -433,11 +439,13 @@ def _gradients_of(layer: HeldLayer) -> list[torch.Tensor]:
     return [parameter.main_grad for parameter in layer.parameters()]
 
 
-def _carry_over(old: HeldLayer, sums: Sequence[torch.Tensor], new: HeldLayer) -> None:
-    """The gradients of an interrupted step go on in ``new``, those of its microbatches in flight on ``old``, too."""
-    for before, total, after in zip(old.parameters(), sums, new.parameters(), strict=True):
-        after.main_grad.copy_(total)
-        before.main_grad = after.main_grad
+def _carry_over(sums: Sequence[torch.Tensor], new: HeldLayer, replaced: Sequence[HeldLayer]) -> None:
+    """The sums of an interrupted step go on in ``new``, also for its microbatches in flight on ``replaced``."""
+    for total, parameter in zip(sums, new.parameters(), strict=True):
+        parameter.main_grad.copy_(total)
+    for old in replaced:
+        for before, after in zip(old.parameters(), new.parameters(), strict=True):
+            before.main_grad = after.main_grad
 
 
 def _digest(tensors: Sequence[torch.Tensor]) -> str:

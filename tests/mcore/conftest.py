@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -47,3 +48,34 @@ def spec(megatron: Any) -> Callable[..., Any]:
         return pretrain_llama.model_spec(argparse.Namespace(**(values | changes)), float64=True)
 
     return make
+
+
+@pytest.fixture
+def model(spec: Any, megatron: Any) -> Any:
+    """Worker 0 of two, which holds the other one's layers, the head among them, too."""
+    import pretrain_llama
+    import torch
+
+    from odyssey_megatron.mcore.data import MicrobatchSource
+    from odyssey_megatron.mcore.model import MegatronModel
+    from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
+
+    samples = [
+        {"tokens": torch.arange(i, i + 16) % 11, "labels": torch.arange(i, i + 16) % 7} for i in range(4)
+    ]
+    for one in samples:
+        one |= {"loss_mask": torch.ones(16), "position_ids": torch.arange(16)}
+    made = MegatronModel(
+        spec(),
+        forward_step=pretrain_llama.forward_step,
+        source=MicrobatchSource(samples, global_batch_size=2, micro_batch_size=1),
+        num_microbatches=2,
+        message_shape=(16, 1, 32),
+        cell=megatron,
+    )
+    layout = layout_from_routes(4, (pipeline_route((0, 1), (2, 4), (0, 1)),))
+    layout = replace(layout, holders=((0,), (0,), (0, 1), (0, 1)))
+    made.create_layers(range(4), range(4))
+    made.take_layout(layout, 0)
+    made.begin_step(0)
+    return made

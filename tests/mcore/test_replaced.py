@@ -1,0 +1,37 @@
+"""Layers that are replaced while microbatches are in flight: their gradients go where those of all others go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.mcore.test_ahead import backward, gradients
+
+torch = pytest.importorskip("torch")
+
+
+def forward(model: Any) -> None:
+    inner = model.forward(0, 0, 2, None).detach()
+    model.forward(0, 2, 4, inner)
+
+
+def replace_layer(model: Any, layer: int) -> None:
+    """As a worker that held only weights gets the optimizer state, too: it is sent the whole layer."""
+    sent = [one.clone() for one in model.tensors_to_send(layer)]
+    for room, one in zip(model.tensors_to_fill(layer), sent, strict=True):
+        room.copy_(one)
+    model.take_layout(model._layout, 0)
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_a_microbatch_in_flight_finds_the_newest_buffers(model, times):
+    forward(model)
+    backward(model)
+    expected = gradients(model)
+    model.begin_step(0)
+    forward(model)
+    for _ in range(times):
+        replace_layer(model, 2)
+    backward(model)
+    assert torch.equal(gradients(model), expected)
