@@ -15,7 +15,7 @@ import argparse
 import math
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -69,15 +69,7 @@ def emulation() -> Emulation:
         optimizer_bytes=2,
         state_bytes=LAYER_BYTES,
     )
-    end = LayerCost(
-        forward_s=0.0,
-        input_grad_s=0.0,
-        weight_grad_s=0.0,
-        activation_bytes=34,
-        parameter_bytes=2,
-        optimizer_bytes=2,
-        state_bytes=LAYER_BYTES,
-    )
+    end = replace(layer, forward_s=0.0, input_grad_s=0.0, weight_grad_s=0.0)
     costs = Costs(
         layers=(end, *(layer,) * (2 * STAGES), end),
         message_bytes=1,
