@@ -41,13 +41,17 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--data-cache-path", default="", help="where dataset indices are kept; default: in run dir"
     )
+    parser.add_argument("--sequence-parallel", action="store_true", help="with tensor parallelism")
+    parser.add_argument("--qk-layernorm", action="store_true", help="norms on queries and keys")
     parser.add_argument("--bf16", action="store_true", help="train in bfloat16 with float32 main parameters")
     parser.add_argument(
         "--use-distributed-optimizer",
         action="store_true",
         help="optimizer state of a layer on two holders, not on all",
     )
-    parser.add_argument("--save-weights", default="", help="folder for the final weights, a file a layer")
+    parser.add_argument(
+        "--save-weights", default="", help="folder for the final weights, a file a layer and shard"
+    )
     add_arguments(parser)
     return parser.parse_args()
 
@@ -72,6 +76,9 @@ def transformer_config(args: argparse.Namespace, dtype: Any) -> Any:
             ffn_hidden_size=args.ffn_hidden_size,
             num_attention_heads=args.num_attention_heads,
             num_query_groups=args.num_query_groups,
+            tensor_model_parallel_size=args.tensor_model_parallel_size,
+            sequence_parallel=args.sequence_parallel,
+            qk_layernorm=args.qk_layernorm,
             attention_dropout=args.attention_dropout,
             hidden_dropout=args.hidden_dropout,
             normalization="RMSNorm",
@@ -108,7 +115,7 @@ def model_spec(args: argparse.Namespace, float64: bool) -> Any:
     dtype = torch.bfloat16 if args.bf16 else torch.float64 if float64 else torch.float32
     config = transformer_config(args, dtype)
 
-    layer_spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    layer_spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=args.qk_layernorm)
 
     def model_provider(pre_process: bool, post_process: bool, pg_collection: Any) -> GPTModel:
         return GPTModel(
@@ -202,14 +209,15 @@ def scheduler_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def save_weights(model: Any, folder: Path) -> None:
-    """A file a layer. All holders have the same bytes, and any of them may have been the last to live."""
+    """A file a layer and shard. All holders have the same bytes, and any of them may have been the last to live."""
     import torch
 
     folder.mkdir(parents=True, exist_ok=True)
     for layer, weights in model.weights().items():
-        unfinished = folder / f"layer_{layer:03d}.{os.getpid()}"
+        name = f"layer_{layer:03d}" + (f"_{model.shard}" if model.shard else "")
+        unfinished = folder / f"{name}.{os.getpid()}"
         torch.save(weights, unfinished)
-        unfinished.rename(folder / f"layer_{layer:03d}.pt")
+        unfinished.rename(folder / f"{name}.pt")
 
 
 def main() -> None:
@@ -230,7 +238,6 @@ def main() -> None:
                 seq_length=args.seq_length,
                 vocab_size=corpus.VOCAB_SIZE,
                 pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-                tensor_model_parallel_size=args.tensor_model_parallel_size,
                 optimizer_copies=2 if args.use_distributed_optimizer else 0,
                 scheduler=scheduler_arguments(args),
                 on_step=partial(print_step, args.train_iters),

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from odyssey_megatron.errors import ScheduleInvalid
 from odyssey_megatron.execute.channels import Channels, Pending
@@ -59,6 +60,10 @@ class Compute(Protocol):
         """The 1-D gradient buffers of block ``[first, last)``, to be summed over its holders in place."""
         ...
 
+    def partial_gradients(self, first: int, last: int) -> Sequence[torch.Tensor]:
+        """Those within :meth:`gradients` of which each rank of a cell has computed a part only."""
+        ...
+
     def empty_message(self) -> torch.Tensor:
         """Room for one activation or gradient that arrives."""
         ...
@@ -67,7 +72,8 @@ class Compute(Protocol):
 class Interpreter:
     """Runs programs over ``compute`` and ``channels``.
 
-    ``holder_group(first, last)`` is the group of a block's holders, None where this worker is the only one.
+    ``holder_group(first, last)`` is the group of a block's holders, None where this worker is the only one;
+    ``cell_group`` that of this worker's ranks, None if it is one.
     ``checkpoint(point, microbatch)`` is called before each instruction; it raises Superseded when the generation
     has ended, and is where faults are injected. ``settle()`` is called after each compute instruction of a step that
     may have to go on after a failure; it raises unless that instruction has really run, on whole messages.
@@ -79,11 +85,13 @@ class Interpreter:
         channels: Channels,
         holder_group: Callable[[int, int], dist.ProcessGroup | None],
         *,
+        cell_group: dist.ProcessGroup | None,
         num_layers: int,
         checkpoint: Callable[[str, int], None],
         settle: Callable[[], None],
     ):
         self._compute, self._channels, self._holder_group = compute, channels, holder_group
+        self._cell_group = cell_group
         self._num_layers, self._checkpoint, self._settle = num_layers, checkpoint, settle
         self._arriving: dict[tuple[Op, int, int], Pending] = {}
         self._progress = Progress(0, 0, keeps=False)
@@ -190,10 +198,17 @@ class Interpreter:
 
     def _reduce(self, instr: Instr) -> None:
         group = self._holder_group(instr.first, instr.last)
+        if group is not None and self._progress.keeps:
+            # As long as a holder is missing nothing is summed, and a failure costs nobody what he has added up.
+            dist.barrier(group=group)
+        # First within each cell: then the sum over the holders leaves the same bytes on all of them.
+        partial = self._compute.partial_gradients(instr.first, instr.last) if self._cell_group else ()
+        if partial:
+            self._progress.whole = False
+            flat = _flatten_dense_tensors(partial)
+            dist.all_reduce(flat, group=self._cell_group)
+            torch._foreach_copy_(list(partial), list(_unflatten_dense_tensors(flat, partial)))
         if group is not None:
-            if self._progress.keeps:
-                # As long as a holder is missing nothing is summed, and a failure costs nobody what he has added up.
-                dist.barrier(group=group)
             self._progress.whole = False
             for buffer in self._compute.gradients(instr.first, instr.last):
                 dist.all_reduce(buffer, group=group)

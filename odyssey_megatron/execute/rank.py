@@ -172,7 +172,7 @@ class RankRuntime:
         self._rest, self._taken_up = None, 0
         plan, progress = self._require_plan(), self._progress or self._new_progress()
         may_resume = self._config.interrupted_step == "resume" and not generation.planned and not self._joins
-        cell_group = self._groups[cell_group_name(self._worker)] if self._cell.size > 1 else None
+        cell_group = self._group(cell_group_name(self._worker))
         resumable = may_resume and agree.can_resume(
             cell_group, plan.layout, self._worker, progress, self._totals.device
         )
@@ -238,14 +238,11 @@ class RankRuntime:
         groups, num_layers = self._groups, plan.layout.num_layers
         assert groups is not None
 
-        def holder_group(first: int, last: int) -> dist.ProcessGroup | None:
-            name = self._cell.named(block_group_name(first, last))
-            return groups[name] if name in groups else None
-
         self._interpreter = Interpreter(
             model,
             Channels(groups, cell=self._cell, num_layers=num_layers, tagged=self._tagged),
-            holder_group,
+            lambda first, last: self._group(self._cell.named(block_group_name(first, last))),
+            cell_group=self._group(cell_group_name(self._worker)),
             num_layers=num_layers,
             checkpoint=self._check,
             settle=groups.settle,
@@ -390,6 +387,11 @@ class RankRuntime:
         if self._groups is None:
             raise Superseded("no groups")
         return self._groups[WORLD]
+
+    def _group(self, name: str) -> dist.ProcessGroup | None:
+        """Of this generation, if this rank is in it."""
+        assert self._groups is not None
+        return self._groups[name] if name in self._groups else None
 
     def _require_plan(self) -> Plan:
         assert self._plan is not None

@@ -58,7 +58,6 @@ def profile_of(args: Any, transformer_config: Any, config: OdysseyConfig) -> Pro
         seq_length=args.seq_length,
         micro_batch_size=args.micro_batch_size,
         vocab_size=args.padded_vocab_size,
-        tensor_parallel_size=args.tensor_model_parallel_size,
     )
 
 

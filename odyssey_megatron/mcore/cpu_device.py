@@ -7,6 +7,7 @@ What it cannot give: streams (ordering bugs that need a GPU stay invisible) and 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import importlib.util
 import inspect
@@ -52,6 +53,7 @@ def install() -> None:
         for name in _NEED_TRITON:
             sys.modules.setdefault(name, _Absent(name))
     _stub_missing_helpers()
+    _let_norms_be_sequence_parallel()
     # One generator stands for both devices' here, so "CPU RNG state changed" is always a false alarm.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
 
@@ -216,6 +218,23 @@ def _redirect_cuda() -> None:
         setattr(torch.cuda, name, lambda *args, **kwargs: None)
     for name in ("range_push", "range_pop"):
         setattr(torch.cuda.nvtx, name, lambda *args, **kwargs: None)
+
+
+def _let_norms_be_sequence_parallel() -> None:
+    """Megatron's norms for GPUs mark their weights, which are all that sequence parallelism asks of a norm; for the one
+    that is torch's it refuses (core_v0.16.1 core/transformer/torch_norm.py).
+    """
+    from odyssey_megatron.mcore import seam_table, seams
+
+    def marked(original: Callable[..., Any], cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = copy.copy(config)
+        plain.sequence_parallel = False
+        norm = original(cls, plain, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+    seams.wrap(seam_table.TORCH_NORM, marked)
 
 
 def prepare_training() -> None:

@@ -41,7 +41,6 @@ from odyssey_megatron.mcore.model import MegatronModel
 from odyssey_megatron.mcore.optimizer import LearningRate
 from odyssey_megatron.mcore.plugin import Session
 from odyssey_megatron.mcore.tensorboard import SurvivingWriter
-from odyssey_megatron.rebuild import world as living
 from odyssey_megatron.rebuild.groups import NEVER_OVER, build_groups
 from odyssey_megatron.recover import Recovery
 
@@ -154,14 +153,11 @@ class Door:
 
         args, session = get_args(), self._session
         cell = Cell(rank=session.rank, size=args.tensor_model_parallel_size)
-        device = self._config.device
         # Megatron waits that long for others, e.g. while the first rank builds an index.
         patience_s = max(self._config.op_timeout_s, 60.0 * args.distributed_timeout_minutes)
         self._config = session.config = replace(self._config, op_timeout_s=patience_s)
-        living.stand_alone(cell.index, cell.size)
-        self._tensor = living.cell_group(cell.index, cell.size, device) if cell.size > 1 else None
-        self._cell = groups.initialize(self._tensor, data_parallel=True)
-        self._living = living.become_default(session.rank, session.world_size, device)
+        self._cell = groups.OwnCell(cell, session.world_size, self._config.device, data_parallel=True)
+        self._living = self._cell.living
         member = session.member
         everyone, suffix, number = tuple(range(session.world_size)), "", 0
         if member.joins:
@@ -196,13 +192,14 @@ class Door:
         self._model = MegatronModel(
             arguments.spec_of(args, config, model_provider),
             num_microbatches=num_microbatches,
-            message_shape=(args.seq_length, args.micro_batch_size, config.hidden_size),
-            cell=self._cell,
+            seq_length=args.seq_length,
+            micro_batch_size=args.micro_batch_size,
+            cell=self._cell.groups,
         )
         self._post(args, config)
         self._enter()
         self._refresh()
-        optimizer = checkpoint.OptimizerView(self._model, self._cell)
+        optimizer = checkpoint.OptimizerView(self._model, self._cell.groups)
         scheduler = training.get_optimizer_param_scheduler(optimizer)
         args.iteration = args.num_floating_point_operations_so_far = 0
         member = self._session.member
@@ -229,7 +226,6 @@ class Door:
             self._model,
             on_commit=lambda step, outcome: None,
             on_groups=self._on_groups,
-            tensor_model_parallel_size=self._cell.tp.size(),
             joins=False,
         )
         self._recovery = Recovery(session.member, self._runtime)
@@ -277,9 +273,7 @@ class Door:
 
     def _follow(self, named: Any) -> None:
         self._living.follow(named[WORLD])
-        if self._tensor is not None:
-            cell = Cell(rank=self._session.rank, size=self._tensor.size())
-            self._tensor.follow(named[cell_group_name(cell.worker)])
+        self._cell.follow(named)
 
     def _on_groups(self, named: Any) -> None:
         """Rank 0 and the last rank may be others now."""

@@ -9,12 +9,16 @@ silently do nothing on them fails loudly in their place.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
+
+from odyssey_megatron.cluster.state import Cell
+from odyssey_megatron.execute.membership import cell_group_name
+from odyssey_megatron.rebuild import world
 
 _FORBIDDEN = (
     "_DATA_PARALLEL_GROUP",
@@ -23,6 +27,23 @@ _FORBIDDEN = (
 )
 _OURS = "pp cp ep dp dp_cp expt_dp intra_dp_cp intra_expt_dp intra_dist_opt".split()
 _OF_CELL = "tp mp tp_cp expt_tp tp_ep tp_ep_pp tp_dp_cp".split()
+
+
+class OwnCell:
+    """This rank's cell as Megatron's whole world, while ``torch.distributed``'s default group is that of all ranks."""
+
+    def __init__(self, cell: Cell, world_size: int, device: str, *, data_parallel: bool = False):
+        """``torch.distributed`` is not initialised yet. ``data_parallel``: see :func:`initialize`."""
+        self._cell = cell
+        world.stand_alone(cell.index, cell.size)
+        self._tensor = world.cell_group(cell.index, cell.size, device) if cell.size > 1 else None
+        self.groups = initialize(self._tensor, data_parallel=data_parallel)
+        self.living = world.become_default(cell.rank, world_size, device)
+
+    def follow(self, named: Mapping[str, dist.ProcessGroup]) -> None:
+        """Of a new generation's groups, the cell's is what Megatron's modules mean from now on."""
+        if self._tensor is not None:
+            self._tensor.follow(named[cell_group_name(self._cell.worker)])
 
 
 def initialize(
@@ -57,6 +78,12 @@ def _put_in_place(cell: dist.ProcessGroup) -> None:
     for name, group in list(vars(parallel_state).items()):
         if isinstance(group, dist.ProcessGroup) and group.size() == cell.size():
             setattr(parallel_state, name, cell)
+
+
+def renew_buffers() -> None:
+    """Operations of a generation that has ended may still write to Megatron's shared buffers for a moment."""
+    parallel_state.destroy_global_memory_buffer()
+    parallel_state._set_global_memory_buffer()
 
 
 def place(*, first: bool, last: bool) -> tuple[int, int]:

@@ -173,5 +173,19 @@ class LayerBlock:
         """The contiguous main_grad buffers, 1-D."""
         return [buffer.grad_data for buffer in self.model.buffers]
 
+    @property
+    def partial_gradients(self) -> list[torch.Tensor]:
+        """Of parameters that all ranks of a cell have alike, where each rank has seen a part of the sequence or of the
+        heads (megatron core_v0.16.1 core/distributed/finalize_model_grads.py,
+        ``_allreduce_non_tensor_model_parallel_grads``).
+        """
+        return [
+            parameter.main_grad
+            for layer in self.layers
+            for name, parameter in layer.named_parameters()
+            if (layer.config.sequence_parallel and getattr(parameter, "sequence_parallel", False))
+            or (layer.config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name))
+        ]
+
     def zero_gradients(self) -> None:
         self.model.zero_grad_buffer()

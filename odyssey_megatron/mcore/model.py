@@ -56,7 +56,8 @@ class MegatronModel:
         source: MicrobatchSource | None = None,
         learning_rate: LearningRate | None = None,
         num_microbatches: int,
-        message_shape: tuple[int, ...],
+        seq_length: int,
+        micro_batch_size: int,
         loss_names: Sequence[str] = ("lm loss",),
         cell: ProcessGroupCollection | None = None,
     ):
@@ -68,7 +69,10 @@ class MegatronModel:
         span.install()
         self.spec, self.source = spec, source
         self.forward_step, self.learning_rate = forward_step, learning_rate
-        self._num_microbatches, self._message_shape = num_microbatches, message_shape
+        self._num_microbatches = num_microbatches
+        config = spec.config
+        parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        self._message_shape = (seq_length // parts, micro_batch_size, config.hidden_size)
         self._loss_names = tuple(loss_names)
         self._groups = cell or groups.initialize()
         self._tp_rank = self._groups.tp.rank()
@@ -135,6 +139,7 @@ class MegatronModel:
     def discard_incoming(self) -> None:
         """Forgets half-received layers of a generation that has ended."""
         self._incoming.clear()
+        groups.renew_buffers()
 
     def take_layout(self, layout: Layout, worker: int) -> None:
         """Assembles this worker's blocks; blocks whose span stays the same are kept, gradients in any case.
@@ -286,6 +291,9 @@ class MegatronModel:
     def gradients(self, first: int, last: int) -> Sequence[torch.Tensor]:
         return self._blocks[first, last].gradients
 
+    def partial_gradients(self, first: int, last: int) -> Sequence[torch.Tensor]:
+        return self._blocks[first, last].partial_gradients
+
     def empty_message(self) -> torch.Tensor:
         return torch.empty(
             self._message_shape, dtype=self.spec.config.pipeline_dtype, device=torch.cuda.current_device()
@@ -406,20 +414,22 @@ class MegatronModel:
         )
 
     def samples_of_losses(self) -> dict[int, list[int]]:
-        """Microbatch -> samples, for the microbatches whose loss this rank computed in the current step."""
+        """Microbatch -> samples, for the microbatches whose loss this rank computed in the current step; of a cell the
+        first rank says so.
+        """
         assert self.source is not None
-        fetched = self.source.fetched  # by the first rank of a cell, for all of it
-        return {
-            microbatch: fetched[microbatch] for microbatch in sorted(self._losses) if microbatch in fetched
-        }
+        ours = sorted(self._losses) if self._tp_rank == 0 else ()
+        return {microbatch: self.source.fetched[microbatch] for microbatch in ours}
 
     def digests(self) -> dict[str, str]:
-        """Held layer -> SHA-256 of its weights, and ``N.optimizer`` of the state kept: equal wherever they are."""
-        result = {}
+        """Held layer -> SHA-256 of its weights, and ``N.optimizer`` of the state kept: equal wherever they are. Of a
+        shard ``N.tpR``.
+        """
+        result, shard = {}, f".{self.shard}" if self.shard else ""
         for index, layer in sorted(self._held.items()):
-            result[str(index)] = _digest(layer.weights())
+            result[f"{index}{shard}"] = _digest(layer.weights())
             if layer.optimizer is not None:
-                result[f"{index}.optimizer"] = _digest(layer.optimizer.state_tensors())
+                result[f"{index}{shard}.optimizer"] = _digest(layer.optimizer.state_tensors())
         return result
 
     def state_bytes(self) -> int:
@@ -427,8 +437,13 @@ class MegatronModel:
         gradients = sum(buffer.nbytes for block in self.blocks for buffer in block.gradients)
         return gradients + sum(one.nbytes for layer in self._held.values() for one in layer.moved_tensors())
 
+    @property
+    def shard(self) -> str:
+        """Which part of its layers this rank has: ``tp0``, ``tp1``, ...; empty: all of them."""
+        return f"tp{self._tp_rank}" if self._groups.tp.size() > 1 else ""
+
     def weights(self) -> dict[int, dict[str, torch.Tensor]]:
-        """Held layer -> its weights by name."""
+        """Held layer -> its weights by name, of this rank's shard."""
         return {
             index: {name: parameter.detach().cpu() for name, parameter in layer.named_parameters()}
             for index, layer in sorted(self._held.items())

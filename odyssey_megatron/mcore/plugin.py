@@ -15,9 +15,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from odyssey_megatron import recover
 from odyssey_megatron.cluster.job import JobSpec
+from odyssey_megatron.cluster.state import Cell
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import (
@@ -26,6 +28,7 @@ from odyssey_megatron.errors import (
     ControlPlaneLost,
     Fenced,
     JobStopped,
+    NotFinite,
     PeerFailed,
     Superseded,
 )
@@ -37,6 +40,7 @@ from odyssey_megatron.policy.profile import Profile, estimated_profile, load_pro
 
 if TYPE_CHECKING:
     from odyssey_megatron.execute.rank import RankRuntime
+    from odyssey_megatron.mcore.groups import OwnCell
     from odyssey_megatron.mcore.layers import ModelSpec
     from odyssey_megatron.mcore.model import ForwardStep, MegatronModel, StepOutcome
 
@@ -60,7 +64,6 @@ class TrainingJob:
     seq_length: int
     vocab_size: int
     pipeline_model_parallel_size: int
-    tensor_model_parallel_size: int = 1
     optimizer_copies: int = 0
     """Holders that keep a layer's optimizer state; 0: all of them."""
     scheduler: dict[str, Any] = field(default_factory=dict)
@@ -135,12 +138,17 @@ class Session:
         """
         spec = self._job_spec(job)
         self.post(spec, self._profile(job))
-        model = self._model(job, spec.num_microbatches)
-        rank = self.enter(model, on_commit=job.on_step)
+        cell = self._take_cell(spec.tensor_model_parallel_size)
+        model = self._model(job, spec.num_microbatches, cell)
+        rank = self.enter(
+            model, on_commit=job.on_step, on_groups=cell.follow if cell else lambda groups: None
+        )
         try:
             recover.train(self.member, rank, train_steps=job.train_iters)
-        finally:
+        except (JobStopped, NotFinite):
             self.note_end(rank, model)
+            raise
+        self.note_end(rank, model)
         return model
 
     def note_end(self, rank: RankRuntime, model: MegatronModel) -> None:
@@ -161,7 +169,6 @@ class Session:
         *,
         on_commit: Callable[[int, Any], None],
         on_groups: Callable[[Any], None] = lambda groups: None,
-        tensor_model_parallel_size: int = 1,
         first_step: int = 0,
         joins: bool = True,
     ) -> RankRuntime:
@@ -186,7 +193,7 @@ class Session:
             journal=self._journal,
             on_commit=on_commit,
             on_groups=on_groups,
-            tensor_model_parallel_size=tensor_model_parallel_size,
+            tensor_model_parallel_size=model.spec.config.tensor_model_parallel_size,
             first_step=first_step,
         )
         if self.member.joins:
@@ -196,10 +203,11 @@ class Session:
         return rank
 
     def _job_spec(self, job: TrainingJob) -> JobSpec:
-        if job.tensor_model_parallel_size != 1:
+        config = job.model.config
+        if config.sequence_parallel and job.seq_length % config.tensor_model_parallel_size:
             raise ConfigError(
-                f"--tensor-model-parallel-size {job.tensor_model_parallel_size}: scripts that call Session.train run "
-                "without tensor parallelism so far. Use 1, or an unmodified Megatron-LM script with --odyssey."
+                f"--seq-length {job.seq_length} is not divisible by --tensor-model-parallel-size "
+                f"{config.tensor_model_parallel_size}, as --sequence-parallel needs it. Choose a multiple of it."
             )
         if job.global_batch_size % job.micro_batch_size:
             raise ConfigError(
@@ -209,7 +217,7 @@ class Session:
         return JobSpec(
             num_layers=job.model.num_layers,
             pipeline_model_parallel_size=job.pipeline_model_parallel_size,
-            tensor_model_parallel_size=job.tensor_model_parallel_size,
+            tensor_model_parallel_size=config.tensor_model_parallel_size,
             num_microbatches=job.global_batch_size // job.micro_batch_size,
             tokens_per_step=job.global_batch_size * job.seq_length,
             train_steps=job.train_iters,
@@ -229,7 +237,19 @@ class Session:
             vocab_size=job.vocab_size,
         )
 
-    def _model(self, job: TrainingJob, num_microbatches: int) -> MegatronModel:
+    def _take_cell(self, size: int) -> OwnCell | None:
+        """Of several ranks, each with a shard of its worker's layers; None: this rank alone is a worker."""
+        if size == 1:
+            return None
+        from odyssey_megatron.mcore.groups import OwnCell
+
+        placeholder = dist.group.WORLD
+        dist.destroy_process_group()
+        cell = OwnCell(Cell(rank=self.rank, size=size), self.world_size, self.config.device)
+        cell.living.follow(placeholder)
+        return cell
+
+    def _model(self, job: TrainingJob, num_microbatches: int, cell: OwnCell | None) -> MegatronModel:
         from odyssey_megatron.mcore import float64, wgrad
         from odyssey_megatron.mcore.data import MicrobatchSource
         from odyssey_megatron.mcore.model import MegatronModel
@@ -246,8 +266,10 @@ class Session:
             ),
             learning_rate=LearningRate(job.global_batch_size, **job.scheduler),
             num_microbatches=num_microbatches,
-            message_shape=(job.seq_length, job.micro_batch_size, job.model.config.hidden_size),
+            seq_length=job.seq_length,
+            micro_batch_size=job.micro_batch_size,
             loss_names=job.loss_names,
+            cell=cell.groups if cell else None,
         )
 
 
@@ -258,7 +280,6 @@ def estimate(
     seq_length: int,
     micro_batch_size: int,
     vocab_size: int,
-    tensor_parallel_size: int = 1,
 ) -> Profile:
     """The profile of a model of Megatron's ``config`` until the job has measured itself."""
     on_cpu = settings.device == "cpu"
@@ -274,6 +295,7 @@ def estimate(
         vocab_size=vocab_size,
         dtype_bytes=config.params_dtype.itemsize,
         memory_bytes=None if on_cpu else torch.cuda.mem_get_info()[1] * usable_percent // 100,
-        tensor_parallel_size=tensor_parallel_size,
+        tensor_parallel_size=config.tensor_model_parallel_size,
+        sequence_parallel=config.sequence_parallel,
         **(_CPU_GUESS if on_cpu else {}),
     )

@@ -37,6 +37,7 @@ def _not_none(*names: str) -> Callable[[Any], bool]:
 
 
 _LEAVE_OUT = "Leave it out."
+_DEFERRED = "Odyssey's own schedule runs weight gradients later. Leave it out."
 _QUANTIZED = "The scales of quantized tensors would not move with a layer. Use --bf16 alone."
 REFUSALS = tuple(
     Refusal(flag=flag, given=given, remedy=remedy)
@@ -49,8 +50,10 @@ REFUSALS = tuple(
         ("--te-precision-config-file", _not_none("te_precision_config_file"), _QUANTIZED),
         ("--kitchen-config-file", _not_none("kitchen_config_file"), _QUANTIZED),
         ("--kitchen-recipe-number", _not_none("kitchen_recipe_number"), _QUANTIZED),
-        ("--sequence-parallel", _set("sequence_parallel"),
-         "Its norms' gradients would have to be summed over a cell. Leave it out; tensor parallelism works without."),
+        ("--tp-comm-overlap", _set("tp_comm_overlap"),
+         "Its buffers belong to the ranks that the job started with. Leave it out."),
+        ("--defer-embedding-wgrad-compute", _set("defer_embedding_wgrad_compute"), _DEFERRED),
+        ("--delay-wgrad-compute", _set("delay_wgrad_compute"), _DEFERRED),
         ("--context-parallel-size", _above_one("context_parallel_size"), "Use 1."),
         ("--expert-model-parallel-size", _above_one("expert_model_parallel_size"), "Use 1."),
         ("--num-experts", _set("num_experts"), "Train a dense model."),
@@ -62,18 +65,29 @@ REFUSALS = tuple(
          "Odyssey's own schedule fills the bubbles. Leave it out."),
         ("--num-virtual-stages-per-pipeline-rank", _set("num_virtual_stages_per_pipeline_rank"),
          "Odyssey's own schedule fills the bubbles. Leave it out."),
+        ("--pipeline-model-parallel-layout", _set("pipeline_model_parallel_layout"),
+         "The plan chooses the layers of each stage. Leave it out."),
         ("--hybrid-layer-pattern", _set("hybrid_layer_pattern"), "Only layers that are alike are planned for."),
+        ("--heterogeneous-layers-config-path", _set("heterogeneous_layers_config_path"),
+         "Only layers that are alike are planned for."),
         ("--tensor-parallel-num-weight-shards",
          lambda args: (getattr(args, "tensor_parallel_num_weight_shards", 1) or 1) > args.tensor_model_parallel_size,
          "Use that of tensor parallelism."),
         ("--freeze-all-layers", _set("freeze_all_layers"), _LEAVE_OUT),
         ("--use-mup", _set("use_mup"), _LEAVE_OUT),
+        ("--qk-clip", _set("qk_clip"), "It would look at one rank's layers. Leave it out."),
+        ("--log-max-attention-logit", _set("log_max_attention_logit"), "It would be that of one rank's layers. Leave "
+         "it out."),
         ("--logits-save-dir", _set("logits_save_dir"), _LEAVE_OUT),
         ("--logits-load-dir", _set("logits_load_dir"), _LEAVE_OUT),
         ("--use-megatron-fsdp", _set("use_megatron_fsdp"), _LEAVE_OUT),
         ("--use-torch-fsdp2", _set("use_torch_fsdp2"), _LEAVE_OUT),
         ("--use-legacy-models", _set("use_legacy_models"), _LEAVE_OUT),
         ("--cuda-graph-impl", lambda args: getattr(args, "cuda_graph_impl", "none") not in (None, "none"), _LEAVE_OUT),
+        ("--use-precision-aware-optimizer", _set("use_precision_aware_optimizer"),
+         "Its states are those of Megatron's distributed optimizer, whose place Odyssey takes. Leave it out."),
+        ("--num-distributed-optimizer-instances", _above_one("num_distributed_optimizer_instances"),
+         "Odyssey shares out optimizer states itself. Leave it out."),
         ("--optimizer-cuda-graph", _set("optimizer_cuda_graph"), _LEAVE_OUT),
         ("--rampup-batch-size", _set("rampup_batch_size"),
          "The plan is made for one global batch size. Start with the full batch."),

@@ -173,6 +173,16 @@ INITIALIZE_MODEL_PARALLEL = Seam(
     signatures={"0.16": "tensor_model_parallel_size pipeline_model_parallel_size create_gloo_process_groups"},
     open=True,
 )
+DESTROY_GLOBAL_MEMORY_BUFFER = Seam(
+    target="megatron.core.parallel_state:destroy_global_memory_buffer",
+    why="what a failure cuts off may still write to the buffer that sequence parallelism gathers in",
+    signatures={"0.16": ""},
+)
+SET_GLOBAL_MEMORY_BUFFER = Seam(
+    target="megatron.core.parallel_state:_set_global_memory_buffer",
+    why="makes another of these buffers",
+    signatures={"0.16": ""},
+)
 SET_PIPELINE_RANK = Seam(
     target="megatron.core.parallel_state:set_pipeline_model_parallel_rank",
     why="user code asks which stage it runs in",
@@ -284,6 +294,13 @@ INITIALIZE_MEGATRON = Seam(
     target="megatron.training.initialize:initialize_megatron",
     why="--odyssey-device cpu changes its default for allow_no_cuda",
     signatures={"0.16": "allow_no_cuda"},
+    open=True,
+    only_if="--odyssey-device cpu",
+)
+TORCH_NORM = Seam(
+    target="megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
+    why="--odyssey-device cpu has no norm that says that it knows sequence parallelism",
+    signatures={"0.16": "cls config hidden_size"},
     open=True,
     only_if="--odyssey-device cpu",
 )

@@ -4,14 +4,18 @@ While a :class:`WeightGrads` collects, the backward of one of Megatron's own lin
 gradient only and leaves (weight, input, output gradient) behind; ``flush()`` adds the weight gradients to
 ``main_grad`` later, in the order in which the fused backward would have. Norms and embeddings keep their ordinary
 backward. Layers of Transformer Engine's leave a function behind (``mcore/te.py``).
+
+With sequence parallelism a rank keeps its part of the input, as Megatron does, and ``flush()`` gathers the whole; the
+ranks of a cell run the same program, so they gather in the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from odyssey_megatron.mcore import seams
 from odyssey_megatron.mcore.seam_table import LINEAR_BACKWARD
@@ -19,11 +23,25 @@ from odyssey_megatron.mcore.seam_table import LINEAR_BACKWARD
 _collecting: WeightGrads | None = None
 
 
+class _Pending(NamedTuple):
+    """A weight gradient that is left for later."""
+
+    weight: torch.nn.Parameter
+    input: torch.Tensor
+    """[s, b, in], or this rank's part of [s] if there is a ``cell``."""
+    grad_output: torch.Tensor
+    """[s, b, out]."""
+    fused: bool
+    """By apex's kernel, which multiplies and accumulates at once (--gradient-accumulation-fusion)."""
+    cell: dist.ProcessGroup | None
+    """The ranks that have the other parts of the input."""
+
+
 class WeightGrads:
     """The deferred weight gradients of one microbatch on one worker. Use as a context around its backward."""
 
     def __init__(self) -> None:
-        self._pending: list[tuple[torch.nn.Parameter, torch.Tensor, torch.Tensor, bool]] = []
+        self._pending: list[_Pending] = []
         self._bound: list[Callable[[], None]] = []
 
     def __enter__(self) -> WeightGrads:
@@ -35,11 +53,8 @@ class WeightGrads:
         global _collecting
         _collecting = None
 
-    def add(
-        self, weight: torch.nn.Parameter, total_input: torch.Tensor, grad_output: torch.Tensor, fused: bool
-    ) -> None:
-        """``fused``: by apex's kernel, which multiplies and accumulates at once (--gradient-accumulation-fusion)."""
-        self._pending.append((weight, total_input, grad_output, fused))
+    def add(self, pending: _Pending) -> None:
+        self._pending.append(pending)
 
     def add_bound(self, add: Callable[[], None]) -> None:
         """``add()`` computes a weight gradient and adds it to the buffer that was there when the backward ran."""
@@ -53,14 +68,37 @@ class WeightGrads:
     def flush(self) -> None:
         """Computes what was left behind, and lets go of the activations."""
         self.flush_bound()
-        for weight, total_input, grad_output, fused in self._pending:
-            rows = grad_output.reshape(-1, grad_output.shape[-1])
+        for one, total_input in _with_total_inputs(self._pending):
+            rows = one.grad_output.reshape(-1, one.grad_output.shape[-1])
             columns = total_input.reshape(-1, total_input.shape[-1])
-            if fused:
-                _apex_kernel(weight.main_grad.dtype)(columns, rows, weight.main_grad)  # type: ignore[attr-defined]
+            main_grad = one.weight.main_grad  # type: ignore[attr-defined]
+            if one.fused:
+                _apex_kernel(main_grad.dtype)(columns, rows, main_grad)
             else:
-                weight.main_grad.add_(rows.t().matmul(columns))  # type: ignore[attr-defined]
+                main_grad.add_(rows.t().matmul(columns))
         self._pending.clear()
+
+
+def _with_total_inputs(pending: list[_Pending]) -> Iterator[tuple[_Pending, torch.Tensor]]:
+    """Each with its input over the whole sequence; while one is multiplied, the next one's is under way."""
+    gathers = map(_gather, pending)  # each begins when it is asked for
+    under_way = next(gathers, None)
+    for one in pending:
+        assert under_way is not None
+        total_input, work = under_way
+        under_way = next(gathers, None)
+        if work is not None:
+            work.wait()
+        yield one, total_input
+
+
+def _gather(one: _Pending) -> tuple[torch.Tensor, Any]:
+    if one.cell is None:
+        return one.input, None
+    length, *rest = one.input.shape
+    # A buffer of its own: what a failure cuts off may still be written to for a moment.
+    total = one.input.new_empty(length * one.cell.size(), *rest)
+    return total, dist.all_gather_into_tensor(total, one.input.contiguous(), group=one.cell, async_op=True)
 
 
 def later(add: Callable[[], None]) -> None:
@@ -86,15 +124,25 @@ def install() -> None:
     fused = seams.original(LINEAR_BACKWARD)
 
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[Any, ...]:
-        if _collecting is None or ctx.sequence_parallel:
+        if _collecting is None:
             return fused(ctx, grad_output)
-        total_input, weight = ctx.saved_tensors
+        saved, weight = ctx.saved_tensors
         grad_input = grad_output.matmul(weight)
-        if ctx.allreduce_dgrad:
-            torch.distributed.all_reduce(grad_input, group=ctx.tp_group)
+        if ctx.sequence_parallel:
+            whole, grad_input = grad_input, torch.empty_like(saved)
+            dist.reduce_scatter_tensor(grad_input, whole, group=ctx.tp_group)
+        elif ctx.allreduce_dgrad:
+            dist.all_reduce(grad_input, group=ctx.tp_group)
         if weight.requires_grad:
-            inputs, outputs = total_input.detach(), grad_output.detach()
-            _collecting.add(weight, inputs, outputs, ctx.gradient_accumulation_fusion)
+            _collecting.add(
+                _Pending(
+                    weight=weight,
+                    input=saved.detach(),
+                    grad_output=grad_output.detach(),
+                    fused=ctx.gradient_accumulation_fusion,
+                    cell=ctx.tp_group if ctx.sequence_parallel else None,
+                )
+            )
         grad_bias = grad_output.reshape(-1, grad_output.shape[-1]).sum(dim=0) if ctx.use_bias else None
         # input, weight, bias, and whatever else this version's forward takes.
         return (grad_input, None, grad_bias) + (None,) * (len(ctx.needs_input_grad) - 3)

@@ -178,6 +178,7 @@ def estimated_profile(
     link_bytes_per_s: float = 2.5e10,
     memory_bytes: int | None = None,
     tensor_parallel_size: int = 1,
+    sequence_parallel: bool = True,
 ) -> Profile:
     """Costs of a Llama-shaped model (SwiGLU, grouped-query attention, untied embedding) from FLOPs.
 
@@ -185,7 +186,8 @@ def estimated_profile(
     cost ``2 * 2 * seq / 2`` per token and hidden unit (causal: half), twice that in the input gradient, nothing
     in the weight gradient. Activations count what a fused attention keeps. Adam has two float32
     moments, and a float32 master copy where weights are shorter. ``flops_per_s`` is the achieved rate of one GPU; a
-    worker has ``tensor_parallel_size`` of them.
+    worker has ``tensor_parallel_size`` of them. With ``sequence_parallel`` they share all that is kept; without, each
+    keeps the inputs of norms and of the products behind them whole (Korthikanti et al., arXiv 2205.05198, section 4.2).
     """
     tokens = seq_length * micro_batch_size
     kv_size = hidden_size // num_attention_heads * num_query_groups
@@ -194,7 +196,8 @@ def estimated_profile(
     scores = 2 * tokens * seq_length * hidden_size
     rate, tp = flops_per_s * tensor_parallel_size, tensor_parallel_size
     matmul_s = 2 * tokens * weights / rate
-    kept = tokens * (4 * hidden_size + 2 * hidden_size + 2 * kv_size + 3 * ffn_hidden_size)
+    whole = 4 * hidden_size * (1 if sequence_parallel else tp)
+    kept = tokens * (whole + 2 * hidden_size + 2 * kv_size + 3 * ffn_hidden_size)
     head_s = 2 * tokens * vocab_size * hidden_size / rate
     copy_s = tokens * hidden_size * dtype_bytes / 1e12 / tp
 
@@ -204,11 +207,11 @@ def estimated_profile(
     block_s = (matmul_s + scores / rate, matmul_s + 2 * scores / rate, matmul_s)
     transformer = layer(block_s, kept, weights + 2 * hidden_size)
     embedding = layer((copy_s, 0.0, copy_s), tokens, vocab_size * hidden_size)
-    kept_by_head = tokens * (2 * hidden_size + vocab_size)
+    kept_by_head = tokens * (whole // 2 + vocab_size)
     head = layer((head_s,) * 3, kept_by_head, vocab_size * hidden_size + hidden_size)
     costs = Costs(
         layers=(embedding, *(transformer,) * num_transformer_layers, head),
-        message_bytes=tokens * hidden_size * dtype_bytes // tp,
+        message_bytes=tokens * hidden_size * dtype_bytes // (tp if sequence_parallel else 1),
         link_latency_s=link_latency_s,
         link_bytes_per_s=link_bytes_per_s,
         memory_bytes=memory_bytes,

@@ -5,7 +5,7 @@ processes:
 
     stock_megatron.py --world-size 8 --out steps.json [flags of pretrain_llama.py]
 
-Writes {"loss": [...], "step_s": [...]} of the steps.
+Writes {"loss": [...], "grad_norm": [...], "step_s": [...]} of the steps.
 """
 
 from __future__ import annotations
@@ -83,15 +83,15 @@ class StockTrainer:
 
     def __init__(self, args: Any, dataset: Any):
         spec = pretrain_llama.model_spec(args, float64=False)
-        rng.initialize(args.seed)
+        rng.initialize(args.seed, mpu.get_tensor_model_parallel_rank())
         span.install()
         self._args, self._model = args, build_model(args, spec)
         self._optimizer = get_megatron_optimizer(spec.optimizer_config, [self._model])
         self._scheduler = OptimizerParamScheduler(self._optimizer, **pretrain_llama.scheduler_arguments(args))
         self._batches, self._forward_backward = ReplicaBatches(dataset, args), get_forward_backward_func()
 
-    def step(self) -> float:
-        """One training step; the mean loss of the global batch."""
+    def step(self) -> tuple[float, float]:
+        """One training step; the mean loss of the global batch, and the gradient's norm."""
         args = self._args
         self._model.zero_grad_buffer()
         self._optimizer.zero_grad()
@@ -104,11 +104,11 @@ class StockTrainer:
             micro_batch_size=args.micro_batch_size,
             forward_only=False,
         )
-        self._optimizer.step()
+        _, grad_norm, _ = self._optimizer.step()
         self._scheduler.step(args.global_batch_size)
         total = sum((one["lm loss"] for one in losses), torch.zeros(2))
         dist.all_reduce(total)
-        return float(total[0] / total[1])
+        return float(total[0] / total[1]), float(grad_norm)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint of this rank holds."""
@@ -130,10 +130,12 @@ class StockTrainer:
 
 def train(args: Any, dataset: Any) -> dict[str, list[float]]:
     trainer = StockTrainer(args, dataset)
-    result: dict[str, list[float]] = {"loss": [], "step_s": []}
+    result: dict[str, list[float]] = {"loss": [], "grad_norm": [], "step_s": []}
     for _ in range(args.train_iters):
         began_s = time.monotonic()
-        result["loss"].append(trainer.step())
+        loss, grad_norm = trainer.step()
+        result["loss"].append(loss)
+        result["grad_norm"].append(grad_norm)
         result["step_s"].append(time.monotonic() - began_s)
     return result
 
@@ -141,7 +143,7 @@ def train(args: Any, dataset: Any) -> dict[str, list[float]]:
 def run_rank(rank: int, world_size: int, port: int, args: Any, dataset: Any, out: Path) -> None:
     store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    mpu.initialize_model_parallel(1, args.pipeline_model_parallel_size)
+    mpu.initialize_model_parallel(args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
     result = train(args, dataset)
     if rank == 0:
         out.write_text(json.dumps(result))

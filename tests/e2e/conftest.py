@@ -18,16 +18,17 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(jobs: Jobs) -> Callable[[int, int], Outcome]:
-    """(ranks, stages) -> that job without failures; run once."""
-    known: dict[tuple[int, int], Outcome] = {}
+def undisturbed(jobs: Jobs) -> Callable[..., Outcome]:
+    """(ranks, stages, flags) -> that job without failures; run once."""
+    known: dict[tuple[int, int, str], Outcome] = {}
 
-    def run(ranks: int, stages: int) -> Outcome:
-        if (ranks, stages) not in known:
-            outcome = jobs.run(f"undisturbed-{ranks}-{stages}", ranks=ranks, stages=stages)
+    def run(ranks: int, stages: int, flags: str = "") -> Outcome:
+        job = ranks, stages, flags
+        if job not in known:
+            outcome = jobs.run(f"undisturbed-{len(known)}", ranks=ranks, stages=stages, flags=flags)
             assert outcome.exit_code == 0, outcome.log[-4000:]
-            known[ranks, stages] = outcome
-        return known[ranks, stages]
+            known[job] = outcome
+        return known[job]
 
     return run
 

@@ -42,9 +42,10 @@ class Outcome:
     def run(self) -> Run:
         return read_run(self.run_dir)
 
-    def weights(self) -> dict[int, dict[str, torch.Tensor]]:
+    def weights(self) -> dict[str, dict[str, torch.Tensor]]:
+        """File's name, of a layer and a shard -> its weights by name."""
         return {
-            int(path.stem.split("_")[1]): torch.load(path, weights_only=True)
+            path.stem: torch.load(path, weights_only=True)
             for path in sorted((self.run_dir / "weights").glob("layer_*.pt"))
         }
 
@@ -94,7 +95,7 @@ def assert_equal_runs(shot: Outcome, reference: Outcome, *, kills: int) -> None:
 
 
 def assert_equal_weights(
-    ours: dict[int, dict[str, torch.Tensor]], theirs: dict[int, dict[str, torch.Tensor]]
+    ours: dict[str, dict[str, torch.Tensor]], theirs: dict[str, dict[str, torch.Tensor]]
 ) -> None:
     """Relative to the largest entry of each tensor."""
     assert ours.keys() == theirs.keys()
@@ -102,7 +103,7 @@ def assert_equal_weights(
         for name, weight in weights.items():
             assert weight.dtype == torch.float64
             gap = (ours[layer][name] - weight).abs().max() / weight.abs().max()
-            assert gap <= TOLERANCE, f"layer {layer} {name}: {gap:.3e}"
+            assert gap <= TOLERANCE, f"{layer} {name}: {gap:.3e}"
 
 
 def assert_holders_agree(outcome: Outcome) -> None:

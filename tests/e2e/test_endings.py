@@ -37,11 +37,17 @@ def test_losing_the_last_holder_stops_the_job(jobs, name):
         (
             2,
             1,
-            "--tensor-model-parallel-size 2",
-            "--tensor-model-parallel-size 2: scripts that call Session.train",
+            "--tensor-model-parallel-size 2 --sequence-parallel --seq-length 15",
+            "--seq-length 15 is not divisible by --tensor-model-parallel-size 2",
         ),
         (2, 1, "--num-query-groups 3", "--num-attention-heads 4 is not divisible by --num-query-groups 3"),
         (2, 1, "--lr-warmup-iters 6", "Megatron refuses this learning rate schedule"),
+        (
+            2,
+            1,
+            "--sequence-parallel",
+            "Megatron refuses this model: Cannot use sequence parallelism without tensor",
+        ),
         (2, 1, "--odyssey-polcy auto", "unknown flag --odyssey-polcy"),
     ],
 )

@@ -10,19 +10,32 @@ from tests.e2e.jobs import assert_holders_agree
 from tests.launch.jobserver import CHECKOUT
 
 FLOAT32 = "--odyssey-float64 off"
+CELLS = "--tensor-model-parallel-size 2 --qk-layernorm"
 
 
-def test_losses_are_those_of_megatron_core_alone(jobs, name):
+@pytest.mark.parametrize("flags", ["", CELLS, f"{CELLS} --sequence-parallel"])
+def test_losses_and_gradients_are_those_of_megatron_core_alone(jobs, name, flags):
     """Stock 1F1B, DDP, clipping, optimizer and schedule, from the same weights: float32 summation order apart."""
-    shot = jobs.run(name, ranks=8, stages=2, flags=f"{FLOAT32} --odyssey-inject rank=2,step=2,at=backward")
+    inject = "--odyssey-inject rank=2,step=2,at=backward"
+    shot = jobs.run(name, ranks=8, stages=2, flags=f"{FLOAT32} {flags} {inject}")
     assert shot.exit_code == 0, shot.log[-3000:]
     out, script = jobs.folder / f"{name}.json", CHECKOUT / "tests" / "benchmarks" / "stock_megatron.py"
     jobs.script(
-        [str(script), "--world-size", "8", "--out", str(out), *jobs.flags(f"{name}-stock", stages=2)],
+        [
+            str(script),
+            "--world-size",
+            "8",
+            "--out",
+            str(out),
+            *jobs.flags(f"{name}-stock", stages=2),
+            *flags.split(),
+        ],
         log=jobs.folder / f"{name}-stock.log",
     )
-    losses = [step.loss for step in shot.run.steps]
-    assert losses == pytest.approx(json.loads(out.read_text())["loss"], rel=1e-5)
+    stock, steps = json.loads(out.read_text()), shot.run.steps
+    assert [step.loss for step in steps] == pytest.approx(stock["loss"], rel=1e-5)
+    # A gradient that is a part of its sum hardly shows in a few losses.
+    assert [step.grad_norm for step in steps] == pytest.approx(stock["grad_norm"], rel=1e-5)
 
 
 @pytest.mark.parametrize("policy", ["reroute", "replan"])

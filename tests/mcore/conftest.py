@@ -43,7 +43,8 @@ def spec(megatron: Any) -> Callable[..., Any]:
         values = {
             "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "num_query_groups": 2,
             "seq_length": 16, "attention_dropout": 0.0, "hidden_dropout": 0.0, "bf16": False, "lr": 1e-3,
-            "min_lr": 1e-4, "weight_decay": 0.1, "clip_grad": 1.0, "seed": 7,
+            "min_lr": 1e-4, "weight_decay": 0.1, "clip_grad": 1.0, "seed": 7, "tensor_model_parallel_size": 1,
+            "sequence_parallel": False, "qk_layernorm": False,
         }  # fmt: skip
         return pretrain_llama.model_spec(argparse.Namespace(**(values | changes)), float64=True)
 
@@ -70,7 +71,8 @@ def model(spec: Any, megatron: Any) -> Any:
         forward_step=pretrain_llama.forward_step,
         source=MicrobatchSource(samples, global_batch_size=2, micro_batch_size=1),
         num_microbatches=2,
-        message_shape=(16, 1, 32),
+        seq_length=16,
+        micro_batch_size=1,
         cell=megatron,
     )
     layout = layout_from_routes(4, (pipeline_route((0, 1), (2, 4), (0, 1)),))

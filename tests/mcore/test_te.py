@@ -17,7 +17,7 @@ def test_the_model_is_built_with_layers_that_always_add(spec, megatron):
 
     model = spec()
     assert model.config.disable_parameter_transpose_cache is False, "Megatron's default"
-    MegatronModel(model, num_microbatches=1, message_shape=(16, 1, 32), cell=megatron)
+    MegatronModel(model, num_microbatches=1, seq_length=16, micro_batch_size=1, cell=megatron)
     linear = build_parts(model, 1, 2, megatron)[1]["layer"].mlp.linear_fc1
     assert linear.config.disable_parameter_transpose_cache is True
 
@@ -111,7 +111,7 @@ def test_what_waits_is_not_lost_when_its_block_is_cut_anew(spec, megatron):
 
     def gradient(bound: bool, *later_holders: tuple[int, ...]):
         model = MegatronModel(
-            spec(), forward_step=pretrain_llama.forward_step, num_microbatches=1, message_shape=(16, 1, 32),
+            spec(), forward_step=pretrain_llama.forward_step, num_microbatches=1, seq_length=16, micro_batch_size=1,
             cell=megatron, source=MicrobatchSource([sample], global_batch_size=1, micro_batch_size=1),
         )  # fmt: skip
         model.create_layers(range(4), range(4))

@@ -30,9 +30,18 @@ def test_losses_are_those_of_plain_megatron_lm(jobs, name, case):
     assert_holders_agree(run)
 
 
-def test_tensor_parallel_cells(jobs, name):
+@pytest.mark.parametrize(
+    "more",
+    [
+        "",
+        "--sequence-parallel",
+        "--qk-layernorm",
+        "--sequence-parallel --qk-layernorm --normalization LayerNorm",
+    ],
+)
+def test_tensor_parallel_cells(jobs, name, more):
     """Two ranks to a worker: with one of them its whole cell is lost."""
-    flags = f"{MOCK} --tensor-model-parallel-size 2"
+    flags = f"{MOCK} --tensor-model-parallel-size 2 {more}"
     run = jobs.odyssey(name, flags, ranks=8, stages=2, inject="rank=7,step=2,at=backward")
     assert_same_lines(run, jobs.plain(flags, ranks=8, stages=2))
     assert run.killed == [6, 7]

@@ -1,0 +1,36 @@
+"""Cells of two ranks: with one of them both are lost, and what they share is summed once."""
+
+from __future__ import annotations
+
+import pytest
+
+from odyssey_megatron.metrics.steps import loss_difference
+from tests.e2e.jobs import TOLERANCE, assert_equal_runs
+
+CELLS = "--tensor-model-parallel-size 2"
+SEQUENCE = f"{CELLS} --sequence-parallel"
+RANKS, STAGES = 8, 2  # workers 0 and 1 are the first stage, 2 and 3 the last
+
+
+@pytest.mark.parametrize("flags", ["", "--qk-layernorm"])
+def test_sequence_parallelism_changes_nothing(undisturbed, flags):
+    """Its norms see a part of the sequence each; those of queries and keys a part of the heads in any case."""
+    whole, parts = (
+        undisturbed(RANKS, STAGES, f"{cells} {flags}".strip()).run.steps for cells in (CELLS, SEQUENCE)
+    )
+    assert loss_difference(parts, whole).max_relative <= TOLERANCE
+    assert [one.grad_norm for one in parts] == pytest.approx([one.grad_norm for one in whole], rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("flags", [CELLS, SEQUENCE])
+@pytest.mark.parametrize(
+    "inject",
+    [
+        "rank=3,step=2,at=backward",
+        "rank=4,step=1,at=weight_grad;rank=0,step=3,at=reduce",
+        "rank=6,step=2,at=agreement",
+    ],
+)
+def test_a_run_that_loses_cells_equals_one_that_does_not(jobs, undisturbed, name, flags, inject):
+    shot = jobs.run(name, ranks=RANKS, stages=STAGES, flags=f"{flags} --odyssey-inject {inject}")
+    assert_equal_runs(shot, undisturbed(RANKS, STAGES, flags), kills=inject.count("rank="))
