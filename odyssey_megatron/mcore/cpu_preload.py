@@ -12,6 +12,7 @@ import megatron.core.datasets.blended_megatron_dataset_builder
 import megatron.core.datasets.gpt_dataset
 import megatron.core.models.gpt.gpt_layer_specs
 import megatron.core.models.gpt.gpt_model
+import torch._dynamo  # a second or two, which the first optimizer would take
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import odyssey_megatron.mcore.plugin

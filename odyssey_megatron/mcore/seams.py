@@ -109,6 +109,10 @@ def demand_all(table: Iterable[Seam]) -> None:
             check_live(seam, version).demand()
 
 
+_WITHOUT_COPIES = sys.stdlib_module_names | {"odyssey_megatron", "torch", "numpy", "scipy", "sympy", "mpmath"}
+"""Packages that import nothing of Megatron's, or mean the original. To look at a name is to write to its value's
+reference count: in a forked process each page of these is then copied, which took longer than building the model."""
+
 _applied: dict[str, tuple[Any, str, Any, Any]] = {}
 """By target: module or class, name in it, what it held before, what it holds now."""
 
@@ -174,7 +178,7 @@ def undo_all() -> None:
 def _exchange(owner: Any, name: str, old: Any, new: Any) -> None:
     setattr(owner, name, new)
     for module_name, module in list(sys.modules.items()):  # the user's script among them
-        if module_name.partition(".")[0] != "odyssey_megatron":
+        if module_name.partition(".")[0] not in _WITHOUT_COPIES:
             for alias, value in list(getattr(module, "__dict__", {}).items()):
                 if value is old:
                     setattr(module, alias, new)
