@@ -14,6 +14,7 @@ from odyssey_megatron.errors import ConfigError
 MODES = ("off", "observe", "recover")
 POLICIES = ("auto", "reroute", "replan")
 REDUNDANCIES = ("off", "state", "compute", "auto")
+SPARE_STATES = ("device", "host")
 INTERRUPTED_STEPS = ("resume", "redo")
 DEVICES = ("cuda", "cpu")
 INJECTION_POINTS = (
@@ -72,6 +73,12 @@ class OdysseyConfig:
     )
     redundancy_level: int = _flag(
         1, "so many holders of a layer may be lost at once with --odyssey-redundancy state, compute or auto"
+    )
+    spare_state: str = _flag(
+        "device",
+        "where optimizer state lies between steps that is kept for a failure only: the second copy of a layer's with "
+        "--use-distributed-optimizer, and that of shadows. host: it comes to the device for the step, layer by layer",
+        choices=SPARE_STATES,
     )
     respawn: int = _flag(
         0, "start a dead rank again, at most so many times each: it joins the running job (0: never)"

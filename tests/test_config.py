@@ -26,6 +26,7 @@ FROZEN = {
     "inject": "",
     "redundancy": "off",
     "redundancy_level": 1,
+    "spare_state": "device",
     "respawn": 0,
     "interrupted_step": "resume",
     "memory_headroom_percent": 10,

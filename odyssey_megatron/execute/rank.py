@@ -447,10 +447,7 @@ class RankRuntime:
             self._publish()
 
     def _publish(self) -> None:
-        sizes = {
-            layer: sum(tensor.nbytes for tensor in self._model.tensors_to_send(layer))
-            for layer in sorted(self._kept())
-        }
+        sizes = {layer: self._model.moved_bytes(layer) for layer in sorted(self._kept())}
         measured = Measured(
             spans=self._times.means(),
             link=self._link,

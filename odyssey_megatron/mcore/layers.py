@@ -80,6 +80,8 @@ class HeldLayer(torch.nn.Module):
 
     def moved_tensors(self) -> list[torch.Tensor]:
         """Everything that a new holder needs, in an order that is the same on every rank."""
+        if self.optimizer is not None:
+            self.optimizer.parking.fetch()
         return [*self.weights(), *(self.optimizer.state_tensors() if self.optimizer else ())]
 
     def weights(self) -> list[torch.Tensor]:

@@ -59,8 +59,10 @@ class MegatronModel:
         seq_length: int,
         micro_batch_size: int,
         loss_names: Sequence[str] = ("lm loss",),
+        spare_on_host: bool = False,
         cell: ProcessGroupCollection | None = None,
     ):
+        """``spare_on_host``: optimizer state that is kept for a failure only lies in host memory between steps."""
         if spec.config.fp16:
             raise ConfigError(
                 "--fp16 is not supported yet: its loss scale would have to be agreed on over generations. Use --bf16."
@@ -73,7 +75,7 @@ class MegatronModel:
         config = spec.config
         parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
         self._message_shape = (seq_length // parts, micro_batch_size, config.hidden_size)
-        self._loss_names = tuple(loss_names)
+        self._loss_names, self._spare_on_host = tuple(loss_names), spare_on_host
         self._groups = cell or groups.initialize()
         self._tp_rank = self._groups.tp.rank()
         rng.initialize(spec.seed, self._tp_rank)
@@ -115,6 +117,12 @@ class MegatronModel:
     def weights_of(self, layers: Sequence[int]) -> list[torch.Tensor]:
         """The parameters of held layers, in place, in an order that is the same on every rank."""
         return [weight for layer in layers for weight in self._held[layer].weights()]
+
+    def moved_bytes(self, layer: int) -> int:
+        """What :meth:`tensors_to_send` sends."""
+        held = self._held[layer]
+        state = held.optimizer.state_tensors() if held.optimizer else []
+        return sum(tensor.nbytes for tensor in (*held.weights(), *state))
 
     def tensors_to_send(self, layer: int) -> list[torch.Tensor]:
         """The current state of a held layer."""
@@ -399,10 +407,13 @@ class MegatronModel:
         for layer in layers:
             if self._worker not in self._layout.states[layer.index]:
                 layer.optimizer = None  # the keepers' is current from now on, and this one would not be
-        kept = [layer.optimizer for layer in layers if layer.optimizer is not None]
-        lr = self.learning_rate.set(kept, self._step)
-        for optimizer in kept:
+        kept = {layer.index: layer.optimizer for layer in layers if layer.optimizer is not None}
+        lr = self.learning_rate.set(list(kept.values()), self._step)
+        spare = self._layout.spare_states(self._worker) if self._spare_on_host else ()
+        for layer, optimizer in kept.items():
             optimizer.apply(scale)
+            if layer in spare:
+                optimizer.parking.park()
             checkpoint()
         self._held = {layer.index: layer for layer in layers}
         named = {
@@ -429,13 +440,18 @@ class MegatronModel:
         for index, layer in sorted(self._held.items()):
             result[f"{index}{shard}"] = _digest(layer.weights())
             if layer.optimizer is not None:
+                layer.optimizer.parking.fetch()
                 result[f"{index}{shard}.optimizer"] = _digest(layer.optimizer.state_tensors())
         return result
 
     def state_bytes(self) -> int:
-        """Of weights, gradients and optimizer state of everything held."""
+        """Of weights, gradients and optimizer state of everything held, without :meth:`host_bytes`."""
         gradients = sum(buffer.nbytes for block in self.blocks for buffer in block.gradients)
-        return gradients + sum(one.nbytes for layer in self._held.values() for one in layer.moved_tensors())
+        return gradients + sum(map(self.moved_bytes, self._held)) - self.host_bytes()
+
+    def host_bytes(self) -> int:
+        """Of what lies in host memory between steps."""
+        return sum(layer.optimizer.parking.host_bytes for layer in self._held.values() if layer.optimizer)
 
     @property
     def shard(self) -> str:

@@ -15,6 +15,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.mcore.parking import Parking
 from odyssey_megatron.rebuild.world import alone
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class LayerOptimizer:
         for parameter, state in self._states():
             for name in ("exp_avg", "exp_avg_sq"):
                 state.setdefault(name, torch.zeros_like(parameter))
+        self.parking = Parking([tensor for tensor in self.state_tensors() if tensor.dim()])
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -59,15 +61,19 @@ class LayerOptimizer:
 
     def entries(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, dict[str, Any]]]:
         """(model parameter, the parameter that is optimized, its state); the two are one unless in 16 bits."""
+        self.parking.fetch()
         for shown, main in pairs(self._megatron):
             yield shown, main, self._megatron.optimizer.state[main]
 
     def reload(self) -> None:
         """Takes the model's parameters, which were loaded, as those to optimize."""
+        self.parking.fetch()
         self._megatron.reload_model_params()
 
     def state_tensors(self) -> list[torch.Tensor]:
-        """Adam's state, and the main parameters where they are not the model's own (16-bit training)."""
+        """Adam's state, and the main parameters where they are not the model's own (16-bit training). Without contents
+        while they are parked.
+        """
         tensors = []
         for parameter, state in self._states():
             if parameter not in self._model_parameters:
@@ -77,6 +83,7 @@ class LayerOptimizer:
 
     def apply(self, scale: float) -> None:
         """One step with the gradients in ``main_grad`` times ``scale``. Local: no message is sent."""
+        self.parking.fetch()
         self._megatron.prepare_grads()
         gradients = [p.grad for group in self._megatron.param_groups for p in group["params"]]
         torch._foreach_mul_(gradients, scale)

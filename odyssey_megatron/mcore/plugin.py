@@ -154,9 +154,8 @@ class Session:
     def note_end(self, rank: RankRuntime, model: MegatronModel) -> None:
         """Writes down the last step and what the weights are."""
         rank.log_last_step()
-        self._journal.event(
-            "weights", step=rank.committed, digest=model.digests(), state_bytes=model.state_bytes()
-        )
+        sizes = {"state_bytes": model.state_bytes(), "host_bytes": model.host_bytes()}  # digests fetch it
+        self._journal.event("weights", step=rank.committed, **sizes, digest=model.digests())
 
     def post(self, spec: JobSpec, profile: Profile) -> None:
         """Tells the coordinator what to plan for. Collective. Raises ConfigError."""
@@ -269,6 +268,7 @@ class Session:
             seq_length=job.seq_length,
             micro_batch_size=job.micro_batch_size,
             loss_names=job.loss_names,
+            spare_on_host=self.config.spare_state == "host",
             cell=cell.groups if cell else None,
         )
 

@@ -53,7 +53,7 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "samples": ("microbatches", "samples"),
     "trace": ("instructions",),
     "profile": ("observations",),
-    "weights": ("digest", "state_bytes"),
+    "weights": ("digest", "state_bytes", "host_bytes"),
     "fenced": ("why",),
     "stopped": ("why", "exit_code"),
 }

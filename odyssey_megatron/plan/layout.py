@@ -79,6 +79,23 @@ class Layout:
         """The layers that ``worker`` holds, ascending."""
         return tuple(i for i, holders in enumerate(self.holders) if worker in holders)
 
+    def spare_states(self, worker: int) -> frozenset[int]:
+        """The layers whose optimizer state ``worker`` has for a failure only: as a keeper that sends no weights, or,
+        where every holder is one, as a shadow.
+        """
+        computed = {
+            layer
+            for route in self.routes
+            for hop in route.hops
+            if hop.worker == worker
+            for layer in range(hop.first, hop.last)
+        }
+        return frozenset(
+            layer
+            for layer, workers in enumerate(self.states)
+            if worker in workers and (workers[0] != worker if self.keepers else layer not in computed)
+        )
+
     def check(self) -> Layout:
         """Returns self if every microbatch 0..M-1 has exactly one route, through every layer once, in order,
         and only through holders.

@@ -86,6 +86,28 @@ def test_no_rank_takes_optimizer_state_with_it(jobs, undisturbed, name, case):
     )
 
 
+@pytest.mark.parametrize(
+    ("flags", "inject"),
+    [
+        (
+            "--use-distributed-optimizer --odyssey-policy replan",
+            "rank=0,step=1,at=optimizer;rank=5,step=3,at=param_gather",
+        ),
+        (
+            "--odyssey-redundancy state --odyssey-policy reroute",
+            "rank=3,step=1,at=optimizer;rank=4,step=3,at=backward",
+        ),
+    ],
+)
+def test_spare_state_in_host_memory_is_as_good(jobs, undisturbed, name, flags, inject):
+    """The second keepers' and the shadows', which are all that is left of some layers' after the kills."""
+    ranks, stages = PP2_DP4 if "distributed" in flags else (5, 5)
+    flags = f"{flags} --odyssey-spare-state host --odyssey-inject {inject}"
+    shot = jobs.run(name, ranks=ranks, stages=stages, flags=flags)
+    assert_equal_runs(shot, undisturbed(ranks, stages), kills=inject.count("rank="))
+    assert any(event["host_bytes"] for event in shot.named("weights"))
+
+
 ALONE = {
     "forward": ("reroute", "rank=2,step=2,at=forward,microbatch=3"),
     "rank0": ("replan", "rank=0,step=2,at=backward"),

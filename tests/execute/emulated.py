@@ -146,6 +146,9 @@ class Accelerator:
     def _state(self, updates: int) -> list[torch.Tensor]:
         return [torch.tensor([updates]), torch.zeros(self._layer_bytes, dtype=torch.uint8)]
 
+    def moved_bytes(self, layer: int) -> int:
+        return sum(tensor.nbytes for tensor in self.held[layer])
+
     def tensors_to_send(self, layer: int) -> list[torch.Tensor]:
         return self.held[layer]
 

@@ -74,6 +74,9 @@ class Stack:
         for layer in layers:
             self.held.setdefault(layer, [initial(layer), torch.zeros(WIDTH, WIDTH, dtype=torch.float64)])
 
+    def moved_bytes(self, layer: int) -> int:
+        return sum(tensor.nbytes for tensor in self.held[layer])
+
     def tensors_to_send(self, layer: int) -> list[torch.Tensor]:
         return self.held[layer]
 

@@ -1,0 +1,22 @@
+"""What a layout says of itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
+
+ROUTED = layout_from_routes(4, (pipeline_route((0, 1), (2, 4), (0, 1)),))
+
+
+def test_where_every_holder_keeps_its_state_only_shadows_have_spare_state():
+    layout = replace(ROUTED, holders=((0, 1), (0, 1), (1,), (0, 1)))
+    assert layout.spare_states(0) == {3}
+    assert layout.spare_states(1) == {0, 1}
+
+
+def test_of_the_keepers_all_but_the_first_have_spare_state():
+    layout = replace(ROUTED, holders=((0, 1, 2),) * 4, keepers=((0, 1), (1, 0), (2, 0), (2,)))
+    assert layout.spare_states(0) == {1, 2}
+    assert layout.spare_states(1) == {0}
+    assert layout.spare_states(2) == frozenset()
