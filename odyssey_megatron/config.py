@@ -72,7 +72,9 @@ class OdysseyConfig:
         choices=REDUNDANCIES,
     )
     redundancy_level: int = _flag(
-        1, "so many holders of a layer may be lost at once with --odyssey-redundancy state, compute or auto"
+        1,
+        "so many holders of a layer may be lost at once with --odyssey-redundancy state, compute or auto; so many of "
+        "those with its optimizer state with --use-distributed-optimizer",
     )
     spare_state: str = _flag(
         "device",
@@ -110,6 +112,11 @@ class OdysseyConfig:
     def least_holders(self) -> int:
         """Of each layer; see ``JobSpec.least_holders``."""
         return 0 if self.redundancy == "off" else 1 + self.redundancy_level
+
+    @property
+    def optimizer_copies(self) -> int:
+        """With a distributed optimizer; see ``JobSpec.optimizer_copies``."""
+        return 1 + self.redundancy_level
 
     @property
     def eager_forwards(self) -> bool:

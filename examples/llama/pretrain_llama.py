@@ -47,7 +47,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--use-distributed-optimizer",
         action="store_true",
-        help="optimizer state of a layer on two holders, not on all",
+        help="optimizer state of a layer on two of its holders, not on all (--odyssey-redundancy-level)",
     )
     parser.add_argument(
         "--save-weights", default="", help="folder for the final weights, a file a layer and shard"
@@ -238,7 +238,7 @@ def main() -> None:
                 seq_length=args.seq_length,
                 vocab_size=corpus.VOCAB_SIZE,
                 pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-                optimizer_copies=2 if args.use_distributed_optimizer else 0,
+                optimizer_copies=config.optimizer_copies if args.use_distributed_optimizer else 0,
                 scheduler=scheduler_arguments(args),
                 on_step=partial(print_step, args.train_iters),
             )

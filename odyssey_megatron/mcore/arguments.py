@@ -27,10 +27,9 @@ def check_early() -> None:
         refusals.check(args)
 
 
-def optimizer_copies(args: Any) -> int:
+def optimizer_copies(args: Any, config: OdysseyConfig) -> int:
     """On how many ranks each layer's optimizer state is; 0: on all that hold the layer."""
-    # With --use-distributed-optimizer two: one is lost with its rank, the other goes on.
-    return 2 if args.use_distributed_optimizer else 0
+    return config.optimizer_copies if args.use_distributed_optimizer else 0
 
 
 def job_of(args: Any, config: OdysseyConfig, *, optimizer_copies: int) -> JobSpec:
@@ -66,7 +65,7 @@ def adapt(args: Any, config: OdysseyConfig) -> None:
 
     Raises MegatronIncompatible.
     """
-    # Layers, not slices of buffers, are shared out (``Layout.keepers``), each to two holders.
+    # Layers, not slices of buffers, are shared out (``Layout.keepers``), each to some of its holders.
     _set(args, False, "use_distributed_optimizer", "overlap_param_gather")
     # Reductions are instructions of the schedule.
     _set(args, False, "overlap_grad_reduce", "align_grad_reduce")

@@ -142,7 +142,7 @@ class Door:
 
     def validate_args(self, original: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
         refusals.check(args)
-        self._optimizer_copies = arguments.optimizer_copies(args)
+        self._optimizer_copies = arguments.optimizer_copies(args, self._config)
         result = original(args, *rest, **kwargs)
         arguments.adapt(args, self._config)
         return result

@@ -66,7 +66,9 @@ class Observer:
         args = get_args()
         for message in refusals.refused(args):
             self._say(f"--odyssey recover would refuse this job: {message}")
-        job = arguments.job_of(args, self._config, optimizer_copies=arguments.optimizer_copies(args))
+        job = arguments.job_of(
+            args, self._config, optimizer_copies=arguments.optimizer_copies(args, self._config)
+        )
         job.check(self._member.world_size)
         profile = arguments.profile_of(args, core_transformer_config_from_args(args), self._config)
         self._member.post_job(job, to_json(profile))

@@ -86,6 +86,17 @@ def test_no_rank_takes_optimizer_state_with_it(jobs, undisturbed, name, case):
     )
 
 
+def test_with_three_copies_of_optimizer_state_two_may_be_lost_at_once(jobs, undisturbed, name):
+    """Of each pair of the first stage's four ranks, both copies of some layer would be gone if there were two."""
+    inject = "rank=0,step=2,at=commit;rank=1,step=2,at=commit"
+    flags = f"--use-distributed-optimizer --odyssey-redundancy-level 2 --odyssey-inject {inject}"
+    shot = jobs.run(name, ranks=8, stages=2, flags=flags)
+    assert_equal_runs(shot, undisturbed(8, 2), kills=2)
+    keepers = shot.named("decision")[0]["layout"]["keepers"]
+    assert all(len(one) == 3 for one in keepers)
+    assert any({0, 1} < set(one) for one in keepers)
+
+
 @pytest.mark.parametrize(
     ("flags", "inject"),
     [
