@@ -35,6 +35,7 @@ POLICIES = ("reroute", "replan", "auto")
 PP4_DP2 = {"first": (1,), "middle": (4,), "last": (6,), "rank0": (0,), "two": (3, 6)}
 PP2_DP4 = {"first": (1,), "last": (6,), "rank0": (0,), "two": (2, 5)}
 PP4 = {"middle": (2,), "last": (3,), "rank0": (0,)}
+SHARDED = "--tensor-model-parallel-size 2 --sequence-parallel --num-layers 4 --global-batch-size 6"
 CELLS = {"first": (3,), "last": (6,), "rank0": (0,), "cell": (4, 5), "two": (2, 7)}
 STATES = {
     # ranks, stages, victims, flags of the model, flags of how it is kept
@@ -47,7 +48,7 @@ STATES = {
         "",
         "--use-distributed-optimizer --bf16 --odyssey-float64 off",
     ),
-    "tensor-parallel": (8, 2, CELLS, "--tensor-model-parallel-size 2 --sequence-parallel", ""),
+    "tensor-parallel": (8, 2, CELLS, SHARDED, ""),
     "shadows": (4, 4, PP4, "", "--odyssey-redundancy state"),
     "shadows-run-ahead": (4, 4, PP4, "", "--odyssey-redundancy compute"),
 }

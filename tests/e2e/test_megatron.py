@@ -10,7 +10,7 @@ from tests.e2e.jobs import assert_holders_agree
 from tests.launch.jobserver import CHECKOUT
 
 FLOAT32 = "--odyssey-float64 off"
-CELLS = "--tensor-model-parallel-size 2 --qk-layernorm"
+CELLS = "--tensor-model-parallel-size 2 --qk-layernorm --num-layers 4 --global-batch-size 6"
 
 
 @pytest.mark.parametrize("flags", ["", CELLS, f"{CELLS} --sequence-parallel"])

@@ -7,7 +7,7 @@ import pytest
 from odyssey_megatron.metrics.steps import loss_difference
 from tests.e2e.jobs import TOLERANCE, assert_equal_runs
 
-CELLS = "--tensor-model-parallel-size 2"
+CELLS = "--tensor-model-parallel-size 2 --num-layers 4 --global-batch-size 6"
 SEQUENCE = f"{CELLS} --sequence-parallel"
 RANKS, STAGES = 8, 2  # workers 0 and 1 are the first stage, 2 and 3 the last
 
@@ -34,3 +34,16 @@ def test_sequence_parallelism_changes_nothing(undisturbed, flags):
 def test_a_run_that_loses_cells_equals_one_that_does_not(jobs, undisturbed, name, flags, inject):
     shot = jobs.run(name, ranks=RANKS, stages=STAGES, flags=f"{flags} --odyssey-inject {inject}")
     assert_equal_runs(shot, undisturbed(RANKS, STAGES, flags), kills=inject.count("rank="))
+
+
+def test_a_cell_comes_back(jobs, undisturbed, name):
+    """Both ranks of it join, with the shards of their places, and are filled by those of the same place."""
+    job = f"{SEQUENCE} --train-iters 20 --global-batch-size 4"
+    flags = f"{job} --odyssey-respawn 1 --odyssey-inject rank=3,step=2,at=backward"
+    shot = jobs.run(name, ranks=RANKS, stages=STAGES, flags=flags)
+    assert_equal_runs(shot, undisturbed(RANKS, STAGES, job), kills=1)
+    started = shot.named("generation_started")
+    last = max(event["generation"] for event in started)
+    assert {len(event["members"]) for event in started if event["generation"] == last} == {RANKS}
+    hashes = {event["generation"]: event["plan_hash"] for event in started}
+    assert hashes[last] == hashes[1]
