@@ -19,6 +19,7 @@ cpu_device.prepare_training()
 import gpt_builders
 import megatron.training
 import model_provider
+import torch._dynamo
 import torch.testing._internal.distributed.fake_pg
 import torch.utils.tensorboard
 
