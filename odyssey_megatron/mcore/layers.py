@@ -82,6 +82,14 @@ class HeldLayer(torch.nn.Module):
         """Everything that a new holder needs, in an order that is the same on every rank."""
         if self.optimizer is not None:
             self.optimizer.parking.fetch()
+        return self._moved()
+
+    @property
+    def moved_bytes(self) -> int:
+        """Of :meth:`moved_tensors`, wherever they lie."""
+        return sum(tensor.nbytes for tensor in self._moved())
+
+    def _moved(self) -> list[torch.Tensor]:
         return [*self.weights(), *(self.optimizer.state_tensors() if self.optimizer else ())]
 
     def weights(self) -> list[torch.Tensor]:

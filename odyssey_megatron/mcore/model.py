@@ -120,9 +120,7 @@ class MegatronModel:
 
     def moved_bytes(self, layer: int) -> int:
         """What :meth:`tensors_to_send` sends."""
-        held = self._held[layer]
-        state = held.optimizer.state_tensors() if held.optimizer else []
-        return sum(tensor.nbytes for tensor in (*held.weights(), *state))
+        return self._held[layer].moved_bytes
 
     def tensors_to_send(self, layer: int) -> list[torch.Tensor]:
         """The current state of a held layer."""
@@ -145,7 +143,7 @@ class MegatronModel:
         self._held.clear()
 
     def discard_incoming(self) -> None:
-        """Forgets half-received layers of a generation that has ended."""
+        """Forgets half-received layers of a generation that has ended, and buffers that its operations write to."""
         self._incoming.clear()
         groups.renew_buffers()
 
@@ -429,8 +427,8 @@ class MegatronModel:
         first rank says so.
         """
         assert self.source is not None
-        ours = sorted(self._losses) if self._tp_rank == 0 else ()
-        return {microbatch: self.source.fetched[microbatch] for microbatch in ours}
+        fetched, ours = self.source.fetched, sorted(self._losses) if self._tp_rank == 0 else ()
+        return {microbatch: fetched[microbatch] for microbatch in ours if microbatch in fetched}
 
     def digests(self) -> dict[str, str]:
         """Held layer -> SHA-256 of its weights, and ``N.optimizer`` of the state kept: equal wherever they are. Of a
