@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
@@ -111,3 +112,25 @@ def test_a_module_that_starts_threads(tmp_path):
     )
     with pytest.raises(ConfigError, match="2 threads are running"):
         Zygote.spawn(["threads"], {**os.environ, "PYTHONPATH": f"{CHECKOUT}:{tmp_path}"})
+
+
+def test_a_process_with_the_pid_of_an_earlier_one(zygote, tmp_path):
+    """Pids wrap around in a long job: the exit of one process must not be taken for that of another."""
+    first, _ = run(zygote, tmp_path, "pass")
+    assert first.wait(10) == 0
+    last_pid = Path("/proc/sys/kernel/ns_last_pid")
+    for _ in range(50):  # others may be faster
+        try:
+            last_pid.write_text(str(first.pid - 1))
+        except OSError:
+            pytest.skip("only root may choose pids")
+        second, _ = run(zygote, tmp_path, "import time; time.sleep(0.5); raise SystemExit(3)")
+        if second.pid == first.pid:
+            break
+        second.kill()
+        second.wait(10)
+    else:
+        pytest.skip("the pid is not given again")
+    assert second.poll() is None
+    assert second.wait(10) == 3
+    assert first.poll() == 0
