@@ -100,9 +100,7 @@ class Zygote:
             os.waitpid(self.pid, 0)
 
     def exit_code(self, pid: int, timeout_s: float | None) -> int | None:
-        """None if ``pid`` has not ended within ``timeout_s``. To be asked until it has: nothing is remembered then, since
-        the pid may soon be another process's.
-        """
+        """None if ``pid`` has not ended within ``timeout_s``. Told once: the pid may soon be another process's."""
         ends_s = None if timeout_s is None else time.monotonic() + timeout_s
         while pid not in self._exits:
             answer = self._read(None if ends_s is None else max(ends_s - time.monotonic(), 0.0))
