@@ -60,6 +60,8 @@ _ALIVE = (
 )
 _RESPAWNS_OF_A_NODE = 10_000
 """More than a node's agent can start a rank again: incarnations of a rank are never alike."""
+_CONNECT_S = 10.0
+"""For an agent's connection to the store where all have met a moment ago: if it is gone, so is the job."""
 _FAREWELL_S = 5.0
 """How long the first agent keeps the store for the others to read the verdict."""
 
@@ -131,9 +133,12 @@ class OdysseyAgent(LocalElasticAgent):
         group, launch = self._worker_group, self._launch
         node = group.group_rank
         journal = Journal(launch.config.run_dir, source=f"agent{node}")
-        control, watch, spare = (self._connect() for _ in range(3))
-        control.put(keys.node_key(node), json.dumps([w.global_rank for w in group.workers]))
-        control.put(keys.lease_key(node), "0")
+        try:
+            control, watch, spare = (self._connect() for _ in range(3))
+            control.put(keys.node_key(node), json.dumps([w.global_rank for w in group.workers]))
+            control.put(keys.lease_key(node), "0")
+        except ControlPlaneLost:
+            return self._orphaned()
         handles = self._pcontext.subprocess_handlers
         ranks = _Ranks(
             control,
@@ -164,7 +169,13 @@ class OdysseyAgent(LocalElasticAgent):
 
     def _connect(self) -> Control:
         group = self._worker_group
-        return Control.connect(group.master_addr, group.master_port, self._launch.token)
+        return Control.connect(group.master_addr, group.master_port, self._launch.token, timeout_s=_CONNECT_S)
+
+    def _orphaned(self) -> int:
+        """The exit code of an agent whose job has ended without a word to it."""
+        node = self._worker_group.group_rank
+        _say(f"[odyssey] node {node} stops: the first agent, which hosts the coordinator, is gone.")
+        return 1
 
     def _start_coordinator(self, control: Control, journal: Journal) -> None:
         launch, count = self._launch, self._worker_group.group_world_size
@@ -210,18 +221,15 @@ class OdysseyAgent(LocalElasticAgent):
 
     def _conclude(self, verdict: _VerdictWatch, ranks: _Ranks, control: Control) -> int:
         """Lets the ranks end, or ends them; returns the exit code of the job."""
-        group = self._worker_group
         final = verdict.value or Verdict(code=1)
         ranks.drain(final.grace_s)
         ranks.end(_TERMINATE_S)
         if verdict.value is None:
-            _say(
-                f"[odyssey] node {group.group_rank} stops: the first agent, which hosts the coordinator, is gone."
-            )
-            return final.code
+            return self._orphaned()
+        node = self._worker_group.group_rank
         with contextlib.suppress(ControlPlaneLost, TimeoutError):
-            control.put(f"bye/{group.group_rank}", "")
-            if group.group_rank == 0 and final.nodes:  # the store goes with this process
+            control.put(f"bye/{node}", "")
+            if node == 0 and final.nodes:  # the store goes with this process
                 control.wait([f"bye/{node}" for node in final.nodes], _FAREWELL_S)
         return final.code
 
