@@ -19,6 +19,13 @@ FLAGS = {
     "bf16": "--bf16 --accumulate-allreduce-grads-in-fp32",
 }
 
+CELLS = {
+    "whole-sequences": "",
+    "sequence-parallel": "--sequence-parallel",
+    "qk-layernorm": "--qk-layernorm",
+    "norms-of-all-kinds": "--sequence-parallel --qk-layernorm --normalization LayerNorm",
+}
+
 
 @pytest.mark.parametrize("case", FLAGS)
 def test_losses_are_those_of_plain_megatron_lm(jobs, name, case):
@@ -30,18 +37,10 @@ def test_losses_are_those_of_plain_megatron_lm(jobs, name, case):
     assert_holders_agree(run)
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        "",
-        "--sequence-parallel",
-        "--qk-layernorm",
-        "--sequence-parallel --qk-layernorm --normalization LayerNorm",
-    ],
-)
-def test_tensor_parallel_cells(jobs, name, more):
+@pytest.mark.parametrize("case", CELLS)
+def test_tensor_parallel_cells(jobs, name, case):
     """Two ranks to a worker: with one of them its whole cell is lost."""
-    flags = f"{MOCK} --tensor-model-parallel-size 2 {more}"
+    flags = f"{MOCK} --tensor-model-parallel-size 2 {CELLS[case]}"
     run = jobs.odyssey(name, flags, ranks=8, stages=2, inject="rank=7,step=2,at=backward")
     assert_same_lines(run, jobs.plain(flags, ranks=8, stages=2))
     assert run.killed == [6, 7]
