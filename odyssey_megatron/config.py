@@ -119,6 +119,11 @@ class OdysseyConfig:
         return 1 + self.redundancy_level
 
     @property
+    def spare_on_host(self) -> bool:
+        """Optimizer state that is kept for a failure only lies in host memory between steps."""
+        return self.spare_state == "host"
+
+    @property
     def eager_forwards(self) -> bool:
         """See ``JobSpec.eager_forwards``."""
         return self.redundancy == "compute"

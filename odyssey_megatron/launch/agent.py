@@ -230,7 +230,7 @@ class OdysseyAgent(LocalElasticAgent):
         with contextlib.suppress(ControlPlaneLost, TimeoutError):
             control.put(f"bye/{node}", "")
             if node == 0 and final.nodes:  # the store goes with this process
-                control.wait([f"bye/{node}" for node in final.nodes], _FAREWELL_S)
+                control.wait([f"bye/{other}" for other in final.nodes], _FAREWELL_S)
         return final.code
 
 

@@ -194,7 +194,7 @@ class Door:
             num_microbatches=num_microbatches,
             seq_length=args.seq_length,
             micro_batch_size=args.micro_batch_size,
-            spare_on_host=self._config.spare_state == "host",
+            spare_on_host=self._config.spare_on_host,
             cell=self._cell.groups,
         )
         self._post(args, config)

@@ -80,17 +80,13 @@ class HeldLayer(torch.nn.Module):
 
     def moved_tensors(self) -> list[torch.Tensor]:
         """Everything that a new holder needs, in an order that is the same on every rank."""
-        if self.optimizer is not None:
-            self.optimizer.parking.fetch()
-        return self._moved()
+        return [*self.weights(), *(self.optimizer.state_tensors() if self.optimizer else ())]
 
     @property
     def moved_bytes(self) -> int:
         """Of :meth:`moved_tensors`, wherever they lie."""
-        return sum(tensor.nbytes for tensor in self._moved())
-
-    def _moved(self) -> list[torch.Tensor]:
-        return [*self.weights(), *(self.optimizer.state_tensors() if self.optimizer else ())]
+        state_bytes = self.optimizer.state_bytes if self.optimizer else 0
+        return sum(weight.nbytes for weight in self.weights()) + state_bytes
 
     def weights(self) -> list[torch.Tensor]:
         """The parameters, in an order that is the same on every rank."""

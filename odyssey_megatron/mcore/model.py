@@ -438,7 +438,6 @@ class MegatronModel:
         for index, layer in sorted(self._held.items()):
             result[f"{index}{shard}"] = _digest(layer.weights())
             if layer.optimizer is not None:
-                layer.optimizer.parking.fetch()
                 result[f"{index}{shard}.optimizer"] = _digest(layer.optimizer.state_tensors())
         return result
 

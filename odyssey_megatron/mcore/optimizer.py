@@ -49,7 +49,7 @@ class LayerOptimizer:
         for parameter, state in self._states():
             for name in ("exp_avg", "exp_avg_sq"):
                 state.setdefault(name, torch.zeros_like(parameter))
-        self.parking = Parking([tensor for tensor in self.state_tensors() if tensor.dim()])
+        self.parking = Parking([tensor for tensor in self._state_tensors() if tensor.dim()])
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -71,9 +71,16 @@ class LayerOptimizer:
         self._megatron.reload_model_params()
 
     def state_tensors(self) -> list[torch.Tensor]:
-        """Adam's state, and the main parameters where they are not the model's own (16-bit training). Without contents
-        while they are parked.
-        """
+        """Adam's state, and the main parameters where they are not the model's own (16-bit training)."""
+        self.parking.fetch()
+        return self._state_tensors()
+
+    @property
+    def state_bytes(self) -> int:
+        """Of :meth:`state_tensors`, wherever they lie."""
+        return sum(tensor.nbytes for tensor in self._state_tensors())
+
+    def _state_tensors(self) -> list[torch.Tensor]:
         tensors = []
         for parameter, state in self._states():
             if parameter not in self._model_parameters:

@@ -268,7 +268,7 @@ class Session:
             seq_length=job.seq_length,
             micro_batch_size=job.micro_batch_size,
             loss_names=job.loss_names,
-            spare_on_host=self.config.spare_state == "host",
+            spare_on_host=self.config.spare_on_host,
             cell=cell.groups if cell else None,
         )
 

@@ -12,24 +12,18 @@ import pytest
 import torch
 
 from tests.e2e.jobs import assert_holders_agree
+from tests.e2e.test_matrix import CELLS, POLICIES, PP2_DP4
 from tests.megatron_lm.jobs import FLOAT64, MOCK, checkpoint_tensors
 
 pytestmark = pytest.mark.matrix
 
 RANKS, STAGES = 8, 2
 POINTS = ("evaluate", "checkpoint")
-POLICIES = ("reroute", "replan", "auto")
 STATES = {
     # flags, victims
-    "replicated": ("", {"first": (1,), "last": (6,), "rank0": (0,), "two": (2, 5)}),
-    "distributed-optimizer": (
-        "--use-distributed-optimizer",
-        {"first": (1,), "last": (6,), "rank0": (0,), "two": (2, 5)},
-    ),
-    "tensor-parallel": (
-        "--tensor-model-parallel-size 2 --sequence-parallel",
-        {"first": (3,), "last": (6,), "rank0": (0,), "cell": (4, 5), "two": (2, 7)},
-    ),
+    "replicated": ("", PP2_DP4),
+    "distributed-optimizer": ("--use-distributed-optimizer", PP2_DP4),
+    "tensor-parallel": ("--tensor-model-parallel-size 2 --sequence-parallel", CELLS),
 }
 CASES = {
     f"{state}-{point}-{victim}-{policy}": (state, point, victim, policy)
