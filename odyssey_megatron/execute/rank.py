@@ -182,6 +182,7 @@ class RankRuntime:
             committed=self.committed,
             joins=self._joins,
             resumable=resumable,
+            begun=bool(progress.table.any()),
         )
         fingerprint = int(generation.plan_hash, 16) % 2**40 + generation.number
         standings, totals = agree.exchange(self._world, standing, fingerprint, self._totals)
@@ -190,7 +191,8 @@ class RankRuntime:
             self._rest, self._taken_up = agree.what_is_left(
                 self._world, cell_group, plan, self._cell, progress, self._model, self._totals.device
             )
-        self._recovered_by = "finish" if finished else "redo" if self._rest is None else "resume"
+        again = self._rest is None and any(one.begun for one in standings)
+        self._recovered_by = "finish" if finished else "redo" if again else "resume"
         behind = finished and self.done < ahead.done
         if self._joins:
             self._joins, self.done, self.committed = False, ahead.done, ahead.committed

@@ -40,6 +40,8 @@ class Standing:
     """It has just joined, and takes over from the others how far the job is."""
     resumable: bool = False
     """A step, and this rank can go on where it is: see ``plan/resume.py``."""
+    begun: bool = False
+    """Of a step that was interrupted this rank has done something."""
 
 
 class AgreementBroken(OdysseyError):
@@ -95,15 +97,9 @@ def exchange(
     size = len(fields(Standing))
     standings = []
     for one in everyone:
-        done, ready, committed, joins, resumable = (int(value) for value in one[1 : 1 + size])
+        values = zip(fields(Standing), one[1 : 1 + size].tolist(), strict=True)
         standings.append(
-            Standing(
-                done=done,
-                ready=bool(ready),
-                committed=committed,
-                joins=bool(joins),
-                resumable=bool(resumable),
-            )
+            Standing(**{at.name: int(value) if at.type == "int" else bool(value) for at, value in values})
         )
     return standings, [one[1 + size :].to(device) for one in everyone]
 

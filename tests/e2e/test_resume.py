@@ -7,8 +7,6 @@ import pytest
 from tests.e2e.jobs import assert_equal_runs
 
 BATCH = "--global-batch-size 24"
-"""So many microbatches, and faults so early, that the other pipeline has not begun to reduce its gradients when the
-news comes, on a busy machine too."""
 
 REROUTED = {
     f"{point}-{stage}": f"rank={rank},step=2,at={point},microbatch={microbatch}"
@@ -26,13 +24,13 @@ TAKEN_OVER = {
     f"{point}-{rank}": f"rank={rank},step=2,at={point},microbatch=9"
     for point in ("forward", "backward", "weight_grad")
     for rank in range(4)
-}
+} | {"before-any-other-has-begun": "rank=0,step=2,at=forward,microbatch=0"}
 """One pipeline of four stages with shadows, some of them neighbours."""
 
 IN_THE_SUITE = {
     "forward-first", "backward-middle", "weight_grad-last",
     "rank0", "two-at-once", "again-in-the-same-step", "in-a-row",
-    "forward-0", "backward-1", "weight_grad-2", "forward-3",
+    "forward-0", "backward-1", "weight_grad-2", "forward-3", "before-any-other-has-begun",
 }  # fmt: skip
 """The others are marked matrix."""
 
