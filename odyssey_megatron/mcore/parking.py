@@ -1,11 +1,13 @@
 """Optimizer state that lies in host memory between steps.
 
 For copies that are kept for a failure only (``Layout.spare_states``): nobody waits for their step, so it may take the
-way over the host's link. All goes through the current stream, in order, so nothing has to wait for a copy.
+way over the host's link. On a GPU the way out runs on a stream of its own, beside the next step's forward; the way back
+waits for it, and is part of the step's end.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -22,6 +24,7 @@ class Parking:
         """``tensors``: each the only user of its storage."""
         self._tensors = tuple(tensors)
         self._on_host: list[torch.Tensor] = []
+        self._out: torch.cuda.Event | None = None
         self.parked = False
 
     def park(self) -> None:
@@ -29,20 +32,33 @@ class Parking:
         if self.parked:
             return
         if not self._on_host:  # for good: page-locked memory is expensive to get
-            pinned = torch.cuda.is_available()
             self._on_host = [
-                torch.empty(one.shape, dtype=one.dtype, device="cpu", pin_memory=pinned)
-                for one in self._tensors
+                torch.empty_like(one, device="cpu", pin_memory=one.is_cuda) for one in self._tensors
             ]
-        for tensor, copy in zip(self._tensors, self._on_host, strict=True):
-            copy.copy_(tensor, non_blocking=True)
+        if self._tensors and self._tensors[0].is_cuda:
+            beside = _beside(self._tensors[0].device)
+            beside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(beside):
+                self._move_out()
+                self._out = beside.record_event()
+            for tensor in self._tensors:  # what is given back is not given out before it has been read
+                tensor.record_stream(beside)
+        else:
+            self._move_out()
+        for tensor in self._tensors:
             tensor.untyped_storage().resize_(0)
         self.parked = True
+
+    def _move_out(self) -> None:
+        for tensor, copy in zip(self._tensors, self._on_host, strict=True):
+            copy.copy_(tensor, non_blocking=True)
 
     def fetch(self) -> None:
         """Moves the contents back to the device."""
         if not self.parked:
             return
+        if self._out is not None:
+            torch.cuda.current_stream().wait_event(self._out)
         for tensor, copy in zip(self._tensors, self._on_host, strict=True):
             tensor.untyped_storage().resize_(copy.nbytes)
             tensor.copy_(copy, non_blocking=True)
@@ -52,3 +68,9 @@ class Parking:
     def host_bytes(self) -> int:
         """What lies on the host now."""
         return sum(one.nbytes for one in self._on_host) if self.parked else 0
+
+
+@functools.cache
+def _beside(device: torch.device) -> torch.cuda.Stream:
+    """The stream of all ways out of ``device``: they share one link anyway."""
+    return torch.cuda.Stream(device)

@@ -55,3 +55,20 @@ def test_the_memory_is_given_back(spec, megatron, bf16):
     parking.fetch()
     assert sum(one.untyped_storage().nbytes() for one in state) == size
     assert parking.host_bytes == 0
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_memory_given_back_may_be_written_at_once(device):
+    from odyssey_megatron.mcore.parking import Parking
+
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    state = [torch.randn(1 << 20, device=device) for _ in range(4)]
+    before = [one.clone() for one in state]
+    parking = Parking(state)
+    for _ in range(3):
+        parking.park()
+        others = [torch.zeros(1 << 20, device=device) for _ in range(8)]
+        parking.fetch()
+        assert all(map(torch.equal, state, before))
+        assert not any(one.any() for one in others)
