@@ -44,14 +44,13 @@ from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.schedule import schedule_from_text
 from odyssey_megatron.plan.simulate import simulate
 from odyssey_megatron.policy.profile import Profile
-from tests.benchmarks import policies
+from tests.benchmarks import emulated_jobs, policies
 from tests.benchmarks.bars import Bar, at_least, at_most, finish, summarize
 from tests.execute.emulation import Emulation
 from tests.launch.jobserver import JobServer, events
 
 STEPS_A_PLAN = 4
 """The first of them is not measured: its ranks begin when they get there."""
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
 OPTIMIZER_S = 0.25
 """Modelled agreement and optimizer; an all-reduce over 32 processes on two cores takes 0.15 s of it for real."""
 SECONDS_A_LAYER = 0.008
@@ -154,20 +153,14 @@ def run_job(
     server: JobServer, folder: Path, emulation: Emulation, workers: int, kills: tuple[int, ...]
 ) -> float:
     """Runs the job in ``folder``; the share of the machine's CPU time that its surviving ranks used, start included."""
-    emulation.save(folder)
     inject = ";".join(
         f"rank={rank},step={STEPS_A_PLAN * (i + 1)},at=backward" for i, rank in enumerate(kills)
     )
     began_s = time.monotonic()
-    job = server.run(
-        ["--nproc-per-node", workers, CHECKOUT / "tests/execute/emulated.py", "--odyssey-device", "cpu",
-         "--odyssey-run-dir", folder, "--odyssey-inject", inject, "--odyssey-trace-steps", 1,
-         "--odyssey-build-timeout-s", 20],
-        log=folder.with_suffix(".log"),
-        env=ENVIRONMENT,
+    emulated_jobs.run(
+        server, folder, emulation, workers,
+        "--odyssey-inject", inject, "--odyssey-trace-steps", 1, "--odyssey-build-timeout-s", 20,
     )  # fmt: skip
-    if job.wait(180) != 0:
-        raise RuntimeError(job.log()[-3000:])
     wall_s = time.monotonic() - began_s
     used_s = sum(event["observations"]["cpu_s"] for event in events(folder, "profile"))
     return used_s / wall_s / (os.cpu_count() or 1)
@@ -269,7 +262,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="two jobs, one kill")
     options = parser.parse_args()
     cases, settings = (CASES[:2], policies.SETTINGS[:1]) if options.quick else (CASES, policies.SETTINGS)
-    server = JobServer.start(["tests.launch.preload", "tests.execute.emulation"])
+    server = emulated_jobs.start_server()
     try:
         with tempfile.TemporaryDirectory() as name:
             rows, cpu = measure_plans(server, Path(name), cases)

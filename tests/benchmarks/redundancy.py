@@ -21,23 +21,20 @@ import argparse
 import statistics
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 if __package__ in (None, ""):
     sys.path.insert(0, str(CHECKOUT))
 
-from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.codec import from_jsonable
 from odyssey_megatron.metrics.journal import read_journal
 from odyssey_megatron.metrics.run import read_run
-from odyssey_megatron.plan.costs import Costs, LayerCost
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.schedule import Op, schedule_from_text
 from odyssey_megatron.plan.simulate import simulate
-from odyssey_megatron.policy.profile import Profile
-from tests.benchmarks import rejoin
+from tests.benchmarks import emulated_jobs, rejoin
 from tests.benchmarks.bars import Bar, at_least, at_most, finish, summarize
 from tests.execute.emulation import Emulation
 from tests.launch.jobserver import JobServer
@@ -47,7 +44,6 @@ MODEL = (
     "--seq-length 64 --micro-batch-size 1 --global-batch-size 16 --train-iters 12 --lr-warmup-iters 1 "
     "--odyssey-device cpu --odyssey-policy reroute"
 ).split()
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
 WARM_UP_STEPS, KILLED_AT = 3, 6
 SHARED = ["--use-distributed-optimizer"]
 MODES = {
@@ -80,50 +76,32 @@ class Emulated:
 
 
 def emulation(kind: str) -> Emulation:
-    """Two transformer layers a stage, all kinds of work alike; gradients take 10 ms a layer to sum over two holders."""
-
-    def layer(share: int) -> LayerCost:
-        return LayerCost(
-            forward_s=share * LAYER_S,
-            input_grad_s=share * LAYER_S,
-            weight_grad_s=share * LAYER_S,
-            activation_bytes=share * 20 * MEGABYTE,
-            parameter_bytes=share * 20 * MEGABYTE,
-            optimizer_bytes=share * 40 * MEGABYTE,
-            state_bytes=share * 50 * MEGABYTE,
-        )
-
-    costs = Costs(
-        layers=(layer(0), *(layer(1),) * (2 * STAGES), layer(0)),
-        message_bytes=1,
-        link_latency_s=0.0005,
-        link_bytes_per_s=1e9,
+    """Gradients take 10 ms a layer to sum over two holders."""
+    base = emulated_jobs.emulation(
+        emulated_jobs.layer(
+            LAYER_S,
+            activation_bytes=20 * MEGABYTE,
+            parameter_bytes=20 * MEGABYTE,
+            optimizer_bytes=40 * MEGABYTE,
+            state_bytes=50 * MEGABYTE,
+        ),
+        emulated_jobs.layer(0.0, activation_bytes=0, parameter_bytes=0, optimizer_bytes=0, state_bytes=0),
+        stages=STAGES,
+        microbatches=MICROBATCHES,
+        steps=STEP + 2,
+        among=("takeover",),
     )
-    job = JobSpec(
-        num_layers=2 * STAGES + 2,
-        pipeline_model_parallel_size=STAGES,
-        tensor_model_parallel_size=1,
-        num_microbatches=MICROBATCHES,
-        tokens_per_step=MICROBATCHES,
-        train_steps=STEP + 2,
-        least_holders=0 if kind == "off" else 2,
-        eager_forwards=kind == "compute",
-    )
-    return Emulation(job=job, profile=Profile(costs=costs), among=("takeover",))
+    least = 0 if kind == "off" else 2
+    return replace(base, job=replace(base.job, least_holders=least, eager_forwards=kind == "compute"))
 
 
 def emulate(server: JobServer, folder: Path, kind: str, into: Emulated, victim: int | None) -> None:
     """One job on emulated accelerators; what is measured goes ``into``."""
-    emulation(kind).save(folder)
-    argv = ["--nproc-per-node", STAGES, CHECKOUT / "tests/execute/emulated.py", "--odyssey-device", "cpu"]
-    argv += ["--odyssey-run-dir", folder, "--odyssey-redundancy", kind]
+    flags = ["--odyssey-redundancy", kind]
     if victim is not None:
         at = f"rank={victim},step={STEP},at=backward,microbatch={MICROBATCHES // 2}"
-        argv += ["--odyssey-inject", at]
-    job = server.run(argv, log=folder.with_suffix(".log"), env=ENVIRONMENT)
-    if job.wait(120) != 0:
-        raise RuntimeError(job.log()[-3000:])
-    done = read_run(folder)
+        flags += ["--odyssey-inject", at]
+    done = emulated_jobs.run(server, folder, emulation(kind), STAGES, *flags)
     if victim is not None:
         (recovery,) = done.recoveries
         into.stall_s.append(recovery.stall_s or 0.0)
@@ -144,7 +122,7 @@ def emulate(server: JobServer, folder: Path, kind: str, into: Emulated, victim: 
 def measure_emulated(rounds: int) -> tuple[dict[str, Emulated], list[rejoin.Return]]:
     """All kinds of redundancy, in turns; without one nothing can be killed. Then ranks that come back."""
     found = {kind: Emulated() for kind in KINDS}
-    server = JobServer.start(["tests.launch.preload", "tests.execute.emulation"])
+    server = emulated_jobs.start_server()
     with tempfile.TemporaryDirectory() as name:
         for number in range(rounds):
             for kind in KINDS if number % 2 == 0 else reversed(KINDS):
@@ -201,7 +179,7 @@ def run(server: JobServer, folder: Path, mode: str, into: Measured, *, kill: boo
     argv += ["--odyssey-run-dir", folder]
     if kill:
         argv += ["--odyssey-inject", f"rank={victim},step={KILLED_AT},at=backward"]
-    job = server.run(argv, log=folder.with_suffix(".log"), env=ENVIRONMENT)
+    job = server.run(argv, log=folder.with_suffix(".log"), env=emulated_jobs.ENVIRONMENT)
     if job.wait(120) != 0:
         raise RuntimeError(job.log()[-3000:])
     done = read_run(folder)

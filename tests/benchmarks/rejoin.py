@@ -15,30 +15,24 @@ import argparse
 import math
 import sys
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-CHECKOUT = Path(__file__).resolve().parents[2]
 if __package__ in (None, ""):
-    sys.path.insert(0, str(CHECKOUT))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.codec import from_jsonable
-from odyssey_megatron.metrics.run import read_run
-from odyssey_megatron.plan.costs import Costs, LayerCost
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.schedule import schedule_from_text
 from odyssey_megatron.plan.simulate import simulate
-from odyssey_megatron.policy.profile import Profile
+from tests.benchmarks import emulated_jobs
 from tests.benchmarks.bars import at_least, at_most, finish, summarize
-from tests.execute.emulation import Emulation, load_emulation
 from tests.launch.jobserver import JobServer, events
 
 RANKS, STAGES, STEP, STEPS = 8, 4, 3, 12
 VICTIMS = (5, 0, 7)
 LAYER_BYTES = 4 * 2**20
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,59 +52,33 @@ class Return:
     """From the kill to the first step of the full layout."""
 
 
-def emulation() -> Emulation:
-    """Two transformer layers a stage, 16 microbatches; a step takes about two seconds."""
-    layer = LayerCost(
-        forward_s=0.030,
-        input_grad_s=0.030,
-        weight_grad_s=0.030,
-        activation_bytes=34,
-        parameter_bytes=2,
-        optimizer_bytes=2,
-        state_bytes=LAYER_BYTES,
-    )
-    end = replace(layer, forward_s=0.0, input_grad_s=0.0, weight_grad_s=0.0)
-    costs = Costs(
-        layers=(end, *(layer,) * (2 * STAGES), end),
-        message_bytes=1,
-        link_latency_s=0.0005,
-        link_bytes_per_s=1e9,
-        optimizer_s=0.05,
-    )
-    job = JobSpec(
-        num_layers=len(costs.layers),
-        pipeline_model_parallel_size=STAGES,
-        tensor_model_parallel_size=1,
-        num_microbatches=16,
-        tokens_per_step=16,
-        train_steps=STEPS,
-    )
-    return Emulation(job=job, profile=Profile(costs=costs), two_speed=True, layer_bytes=LAYER_BYTES)
-
-
 def come_back(server: JobServer, folder: Path, victim: int) -> Return:
     """One job, one kill."""
-    emulation().save(folder)
-    job = server.run(
-        ["--nproc-per-node", RANKS, CHECKOUT / "tests/execute/emulated.py", "--odyssey-device", "cpu",
-         "--odyssey-run-dir", folder, "--odyssey-respawn", 1,
-         "--odyssey-inject", f"rank={victim},step={STEP},at=backward"],
-        log=folder.with_suffix(".log"),
-        env=ENVIRONMENT,
-    )  # fmt: skip
-    if job.wait(180) != 0:
-        raise RuntimeError(job.log()[-3000:])
-    run = read_run(folder)
+    emulation = emulated_jobs.emulation(
+        emulated_jobs.layer(0.030, state_bytes=LAYER_BYTES),
+        emulated_jobs.layer(0.0, state_bytes=LAYER_BYTES),
+        stages=STAGES,
+        microbatches=16,  # a step takes about two seconds
+        steps=STEPS,
+        optimizer_s=0.05,
+        two_speed=True,
+        layer_bytes=LAYER_BYTES,
+    )
+    inject = f"rank={victim},step={STEP},at=backward"
+    run = emulated_jobs.run(
+        server, folder, emulation, RANKS, "--odyssey-respawn", 1, "--odyssey-inject", inject
+    )
     plans = {event["generation"]: event for event in events(folder, "decision")}
-    costs = load_emulation(folder).profile.costs
     predicted_s = {
         generation: simulate(
-            schedule_from_text(one["schedule"]), from_jsonable(Layout, one["layout"]), costs
+            schedule_from_text(one["schedule"]), from_jsonable(Layout, one["layout"]), emulation.profile.costs
         ).step_s
         for generation, one in plans.items()
     }
     if not run.switches or plans[run.steps[-1].generation]["plan_hash"] != plans[1]["plan_hash"]:
-        raise RuntimeError(f"rank {victim} did not come back:\n{job.log()[-3000:]}")
+        raise RuntimeError(
+            f"rank {victim} did not come back:\n{folder.with_suffix('.log').read_text()[-3000:]}"
+        )
     home = run.switches[-1].step
     at_s: dict[int, float] = {}
     for event in events(folder, "step_committed"):  # once more if the rank that wrote it down has died
@@ -139,7 +107,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     found: list[Return] = []
-    server = JobServer.start(["tests.launch.preload", "tests.execute.emulation"])
+    server = emulated_jobs.start_server()
     try:
         with tempfile.TemporaryDirectory() as name:
             for number in range(args.rounds):

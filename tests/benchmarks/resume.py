@@ -16,18 +16,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-CHECKOUT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(CHECKOUT), str(Path(__file__).parent)]
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from bars import at_least, at_most, finish, summarize
-
-from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.config import INTERRUPTED_STEPS
 from odyssey_megatron.metrics.recoveries import Recovery
-from odyssey_megatron.metrics.run import read_run
-from odyssey_megatron.plan.costs import Costs, LayerCost
-from odyssey_megatron.policy.profile import Profile
-from tests.execute.emulation import Emulation
+from tests.benchmarks import emulated_jobs
+from tests.benchmarks.bars import at_least, at_most, finish, summarize
 from tests.launch.jobserver import JobServer
 
 MICROBATCHES, STEP, LAYER_S = 32, 2, 0.006
@@ -37,54 +32,27 @@ SHAPES = {
     "PP2 x DP4": (8, 2, 1),
 }
 SHARES = (0.25, 0.5, 0.75)
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
-
-
-def emulation(ranks: int, stages: int) -> Emulation:
-    """Two transformer layers a stage, all kinds of work alike; embedding and head cost next to nothing."""
-
-    def layer(seconds: float) -> LayerCost:
-        return LayerCost(
-            forward_s=seconds,
-            input_grad_s=seconds,
-            weight_grad_s=seconds,
-            activation_bytes=34,
-            parameter_bytes=2,
-            optimizer_bytes=2,
-            state_bytes=2,
-        )
-
-    costs = Costs(
-        layers=(layer(0.0), *(layer(LAYER_S),) * (2 * stages), layer(0.0)),
-        message_bytes=1,
-        link_latency_s=0.0005,
-        link_bytes_per_s=1e9,
-    )
-    job = JobSpec(
-        num_layers=2 * stages + 2,
-        pipeline_model_parallel_size=stages,
-        tensor_model_parallel_size=1,
-        num_microbatches=MICROBATCHES,
-        tokens_per_step=MICROBATCHES,
-        train_steps=STEP + 2,
-    )
-    return Emulation(job=job, profile=Profile(costs=costs), among=("reroute",))
 
 
 def shoot(server: JobServer, folder: Path, shape: str, share: float, way: str) -> Recovery:
     """One job, one kill."""
     ranks, stages, victim = SHAPES[shape]
     replicas = ranks // stages
-    emulation(ranks, stages).save(folder)
     # The victim's microbatches are those of its pipeline, which take turns.
     microbatch = victim % replicas + replicas * int(share * MICROBATCHES / replicas)
-    argv = ["--nproc-per-node", ranks, CHECKOUT / "tests/execute/emulated.py", "--odyssey-device", "cpu"]
-    argv += ["--odyssey-run-dir", folder, "--odyssey-interrupted-step", way]
-    argv += ["--odyssey-inject", f"rank={victim},step={STEP},at=backward,microbatch={microbatch}"]
-    job = server.run(argv, log=folder.with_suffix(".log"), env=ENVIRONMENT)
-    if job.wait(120) != 0:
-        raise RuntimeError(job.log()[-3000:])
-    (recovery,) = read_run(folder).recoveries
+    emulation = emulated_jobs.emulation(
+        emulated_jobs.layer(LAYER_S),
+        emulated_jobs.layer(0.0),
+        stages=stages,
+        microbatches=MICROBATCHES,
+        steps=STEP + 2,
+        among=("reroute",),
+    )
+    inject = f"rank={victim},step={STEP},at=backward,microbatch={microbatch}"
+    done = emulated_jobs.run(
+        server, folder, emulation, ranks, "--odyssey-interrupted-step", way, "--odyssey-inject", inject
+    )
+    (recovery,) = done.recoveries
     return recovery
 
 
@@ -97,7 +65,7 @@ def main() -> int:
     args = parser.parse_args()
     found: dict[tuple[str, float, str], list[Recovery]] = {}
     with tempfile.TemporaryDirectory() as name:
-        server = JobServer.start(["tests.launch.preload", "tests.execute.emulation"])
+        server = emulated_jobs.start_server()
         for number in range(args.rounds):
             for shape in SHAPES:
                 for share in SHARES:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
@@ -166,9 +167,24 @@ def _iteration_of(when: str) -> int:
     return int(found.group(1))
 
 
-def checkpoint_tensors(folder: Path, iteration: int) -> Mapping[str, object]:
+def assert_equal_checkpoints(ours: Path, theirs: Path, iteration: int) -> None:
+    """Weights and optimizer state, float64; relative to the largest entry of each tensor."""
+    mine, other = (_checkpoint(folder, iteration) for folder in (ours, theirs))
+    assert mine.keys() == other.keys()
+    floats = {
+        key: value
+        for key, value in other.items()
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+    }
+    assert sum("exp_avg" in key for key in floats) >= 2 * 2, "no optimizer state was compared"
+    for key, value in floats.items():
+        if value.numel():
+            assert (mine[key] - value).abs().max() <= FLOAT64 * value.abs().max(), (iteration, key)
+
+
+def _checkpoint(folder: Path, iteration: int) -> dict[str, Any]:
     """What a torch_dist checkpoint holds, by global name."""
-    state: dict[str, object] = {}
+    state: dict[str, Any] = {}
     _load_state_dict(
         state,
         storage_reader=FileSystemReader(folder / f"iter_{iteration:07d}"),
