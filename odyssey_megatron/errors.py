@@ -15,6 +15,9 @@ EXIT_LAYERS_LOST = 93
 EXIT_FENCED = 94
 """Of a rank, not of the job: the others go on without it, since its cell has lost a rank, or it was declared dead."""
 
+EXIT_UNSOUND = 95
+"""The numbers are wrong on all ranks alike, and nobody should train on with them: see :class:`Unsound`."""
+
 
 class OdysseyError(Exception):
     """Base of everything that this package raises on purpose."""
@@ -73,8 +76,16 @@ class TransferIncomplete(OdysseyError):
     """A layer that the plan gives to this worker did not arrive: a bug in the plan or the transfer."""
 
 
-class NotFinite(OdysseyError):
-    """The loss or the gradient norm is not finite; raised by all ranks alike, with the weights unchanged."""
+class Unsound(OdysseyError):
+    """Raised by all ranks alike where training on would make it worse. Exit code 95."""
+
+
+class NotFinite(Unsound):
+    """The loss or the gradient norm is not finite; the weights are unchanged."""
+
+
+class HoldersDiffer(Unsound):
+    """Two holders of a layer have not the same bytes."""
 
 
 class JobStopped(OdysseyError):

@@ -184,11 +184,18 @@ class Recovery:
         return generation
 
 
-def train(control: Control, rank: Rank, *, train_steps: int) -> None:
+def train(
+    control: Control,
+    rank: Rank,
+    *,
+    train_steps: int,
+    after_step: Callable[[Recovery], None] = lambda recovery: None,
+) -> None:
     """Trains until ``train_steps`` are committed everywhere, through any number of generations. Raises as above."""
 
     recovery = Recovery(control, rank)
     recovery.carry_out(lambda generation: None)
     while rank.committed < train_steps:
         recovery.step()
+        after_step(recovery)
     recovery.carry_out(lambda generation: control.finish(generation.number))

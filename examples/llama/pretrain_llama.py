@@ -35,6 +35,7 @@ def parse_arguments() -> argparse.Namespace:
         ("pipeline-model-parallel-size", 1, whole), ("tensor-model-parallel-size", 1, whole), ("seed", 1234, whole),
         ("lr", 3e-3, real), ("min-lr", 3e-4, real), ("lr-warmup-iters", 4, whole), ("weight-decay", 0.1, real),
         ("clip-grad", 1.0, real), ("attention-dropout", 0.0, real), ("hidden-dropout", 0.0, real),
+        ("check-weight-hash-across-dp-replicas-interval", 0, whole),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", default=default, **kind)
     parser.add_argument("--data-path", default="", help="prefix of a Megatron dataset; default: built here")
@@ -240,6 +241,7 @@ def main() -> None:
                 pipeline_model_parallel_size=args.pipeline_model_parallel_size,
                 optimizer_copies=config.optimizer_copies if args.use_distributed_optimizer else 0,
                 scheduler=scheduler_arguments(args),
+                check_weight_hash_across_dp_replicas_interval=args.check_weight_hash_across_dp_replicas_interval,
                 on_step=partial(print_step, args.train_iters),
             )
         )

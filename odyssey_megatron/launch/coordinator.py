@@ -37,6 +37,7 @@ from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import (
     EXIT_BAD_INPUT,
     EXIT_LAYERS_LOST,
+    EXIT_UNSOUND,
     ConfigError,
     ControlPlaneLost,
     LayersLost,
@@ -315,6 +316,8 @@ class Coordinator:
     def _hopeless(self, dead: list[int]) -> Verdict | None:
         """A verdict if the ranks end by their own failure, all or before the first step."""
         codes = {self._exits.get(rank, -9) for rank in dead}
+        if EXIT_UNSOUND in codes:
+            return self._stop(self._control.peek(keys.REFUSED) or "", EXIT_UNSOUND)
         own = len(codes) == 1 and min(codes) > 0
         if own and (not self._state.ranks or self._live_plan is None):
             (code,) = codes

@@ -26,6 +26,7 @@ from odyssey_megatron.errors import (
     Fenced,
     JobStopped,
     Superseded,
+    Unsound,
 )
 from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch.control import Control
@@ -178,10 +179,10 @@ class Member:
                 "--odyssey-profile file on all nodes."
             )
 
-    def refuse(self, error: ConfigError) -> NoReturn:
-        """Ends this rank, and the job, with exit code 2. The launcher prints one rank's message, once."""
+    def refuse(self, error: ConfigError | Unsound, exit_code: int = EXIT_BAD_INPUT) -> NoReturn:
+        """Ends this rank, and the job. The launcher prints one rank's message, once."""
         self._control.put_first(keys.REFUSED, str(error))
-        raise SystemExit(EXIT_BAD_INPUT)
+        raise SystemExit(exit_code)
 
     def wait_all(self, name: str) -> None:
         """A barrier over all ranks of the start, once a ``name``. Nobody waits for a rank that has died."""

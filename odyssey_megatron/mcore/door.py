@@ -125,6 +125,7 @@ class Door:
             (seam_table.TRAINING_LOG, self.training_log),
             (seam_table.GET_FORWARD_BACKWARD_FUNC, self.get_forward_backward_func),
             (seam_table.SAVE_CHECKPOINT, self.save_checkpoint),
+            (seam_table.CHECK_PARAM_HASHES, self.check_param_hashes),
             (seam_table.PRINT_RANK_LAST, self.print_rank_last),
         ):
             seams.wrap(seam, replacement)
@@ -473,6 +474,13 @@ class Door:
             original(iteration, self._chunks, optimizer, *args, **kwargs)
 
         self._together(work)
+
+    def check_param_hashes(self, original: Any, model: Any, cross_check: bool = False) -> bool:
+        if (
+            self._alone is None
+        ):  # else it joins, and the others have done long ago what Megatron does before a step
+            self._together(lambda world: self._model.check_holders(world, rank=self._session.rank))
+        return True
 
     def _load(self, args: Any, optimizer: Any, scheduler: Any, context: Any) -> None:
         from megatron.training import training

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from odyssey_megatron.errors import ConfigError, NotFinite, TransferIncomplete
 from odyssey_megatron.mcore import compat, groups, rng, span, te
 from odyssey_megatron.mcore.data import MicrobatchSource
+from odyssey_megatron.mcore.holders import compare, digest
 from odyssey_megatron.mcore.layers import HeldLayer, LayerBlock, ModelSpec, build_parts, initial_parts
 from odyssey_megatron.mcore.optimizer import LearningRate
 from odyssey_megatron.mcore.wgrad import WeightGrads
@@ -434,12 +435,29 @@ class MegatronModel:
         """Held layer -> SHA-256 of its weights, and ``N.optimizer`` of the state kept: equal wherever they are. Of a
         shard ``N.tpR``.
         """
-        result, shard = {}, f".{self.shard}" if self.shard else ""
-        for index, layer in sorted(self._held.items()):
-            result[f"{index}{shard}"] = _digest(layer.weights())
+        shard, kinds = f".{self.shard}" if self.shard else "", ("", ".optimizer")
+        return {
+            f"{layer}{shard}{kinds[kind]}": value.hex()[:16]
+            for (layer, kind), value in self._digests().items()
+        }
+
+    def _digests(self) -> dict[tuple[int, int], bytes]:
+        result = {}
+        for index in self._layout.held_by(
+            self._worker
+        ):  # others have not got the last step, and go with the next
+            layer = self._held[index]
+            result[index, 0] = digest(layer.weights())
             if layer.optimizer is not None:
-                result[f"{index}{shard}.optimizer"] = _digest(layer.optimizer.state_tensors())
+                with layer.optimizer.parking.at_hand():
+                    result[index, 1] = digest(layer.optimizer.state_tensors())
         return result
+
+    def check_holders(self, world: dist.ProcessGroup, *, rank: int) -> None:
+        """All holders of a layer have the same bytes. Collective; this is ``rank`` of the job. Raises HoldersDiffer, on
+        all ranks alike.
+        """
+        compare(self._digests(), world, rank=rank, shard=self._tp_rank, num_layers=self._layout.num_layers)
 
     def state_bytes(self) -> int:
         """Of weights, gradients and optimizer state of everything held, without :meth:`host_bytes`."""
@@ -474,10 +492,3 @@ def _carry_over(sums: Sequence[torch.Tensor], new: HeldLayer, replaced: Sequence
     for old in replaced:
         for before, after in zip(old.parameters(), new.parameters(), strict=True):
             before.main_grad = after.main_grad
-
-
-def _digest(tensors: Sequence[torch.Tensor]) -> str:
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]

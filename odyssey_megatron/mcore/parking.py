@@ -7,8 +7,9 @@ waits for it, and is part of the step's end.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -63,6 +64,15 @@ class Parking:
             tensor.untyped_storage().resize_(copy.nbytes)
             tensor.copy_(copy, non_blocking=True)
         self.parked = False
+
+    @contextlib.contextmanager
+    def at_hand(self) -> Iterator[None]:
+        """In the body the contents are on the device; then they lie where they lay."""
+        parked = self.parked
+        self.fetch()
+        yield
+        if parked:
+            self.park()
 
     @property
     def host_bytes(self) -> int:

@@ -24,13 +24,14 @@ from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import (
     EXIT_FENCED,
+    EXIT_UNSOUND,
     ConfigError,
     ControlPlaneLost,
     Fenced,
     JobStopped,
-    NotFinite,
     PeerFailed,
     Superseded,
+    Unsound,
 )
 from odyssey_megatron.launch.inject import Injector
 from odyssey_megatron.launch.member import Member
@@ -69,6 +70,8 @@ class TrainingJob:
     scheduler: dict[str, Any] = field(default_factory=dict)
     """Arguments of Megatron's OptimizerParamScheduler, besides the optimizer."""
     loss_names: Sequence[str] = ("lm loss",)
+    check_weight_hash_across_dp_replicas_interval: int = 0
+    """Steps between two checks that all holders of a layer have the same weights and optimizer state; 0: none."""
     on_step: Callable[[int, StepOutcome], None] = lambda step, outcome: None
     """Called after each committed step on the lowest living rank, e.g. to print."""
 
@@ -112,6 +115,8 @@ class Session:
             yield
         except ConfigError as error:
             self.member.refuse(error)
+        except Unsound as error:
+            self.member.refuse(error, EXIT_UNSOUND)
         except JobStopped as stop:
             self._journal.event("stopped", why=str(stop), exit_code=stop.exit_code)
             raise SystemExit(stop.exit_code) from None
@@ -135,6 +140,7 @@ class Session:
         Raises:
             ConfigError: before anything was trained.
             JobStopped: no holder of some layer is left.
+            Unsound: the loss is not finite; or holders of a layer differ, where that is checked.
         """
         spec = self._job_spec(job)
         self.post(spec, self._profile(job))
@@ -143,9 +149,15 @@ class Session:
         rank = self.enter(
             model, on_commit=job.on_step, on_groups=cell.follow if cell else lambda groups: None
         )
+
+        def check(recovery: recover.Recovery) -> None:
+            every = job.check_weight_hash_across_dp_replicas_interval
+            if every and rank.committed % every == 0:
+                recovery.together(lambda world: model.check_holders(world, rank=self.rank))
+
         try:
-            recover.train(self.member, rank, train_steps=job.train_iters)
-        except (JobStopped, NotFinite):
+            recover.train(self.member, rank, train_steps=job.train_iters, after_step=check)
+        except (JobStopped, Unsound):
             self.note_end(rank, model)
             raise
         self.note_end(rank, model)
@@ -154,7 +166,7 @@ class Session:
     def note_end(self, rank: RankRuntime, model: MegatronModel) -> None:
         """Writes down the last step and what the weights are."""
         rank.log_last_step()
-        sizes = {"state_bytes": model.state_bytes(), "host_bytes": model.host_bytes()}  # digests fetch it
+        sizes = {"state_bytes": model.state_bytes(), "host_bytes": model.host_bytes()}
         self._journal.event("weights", step=rank.committed, **sizes, digest=model.digests())
 
     def post(self, spec: JobSpec, profile: Profile) -> None:

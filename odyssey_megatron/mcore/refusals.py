@@ -112,8 +112,6 @@ REFUSALS = tuple(
         ("--skip-train", _set("skip_train"), "An evaluation alone has nothing to recover. Leave out --odyssey."),
         ("--perform-rl-step", _set("perform_rl_step"), "Leave out --odyssey."),
         ("--sft", _set("sft"), "Leave out --odyssey."),
-        ("--check-weight-hash-across-dp-replicas-interval", _set("check_weight_hash_across_dp_replicas_interval"),
-         "The journal has a digest of each layer on each holder at the end. Leave it out."),
         ("--save-wgrads-interval", _set("save_wgrads_interval"), _LEAVE_OUT),
         ("--save-dgrads-interval", _set("save_dgrads_interval"), _LEAVE_OUT),
         ("--save-params-interval", _set("save_params_interval"), _LEAVE_OUT),

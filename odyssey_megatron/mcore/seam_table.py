@@ -95,6 +95,12 @@ SAVE_CHECKPOINT = Seam(
     open=True,
 )
 
+CHECK_PARAM_HASHES = Seam(
+    target="megatron.core.utils:check_param_hashes_across_dp_replicas",
+    why="a layer's holders are those of the plan",
+    signatures={"0.16": "model cross_check"},
+)
+
 TRANSFORMER_CONFIG = Seam(
     target="megatron.training.arguments:core_transformer_config_from_args",
     why="the model is what Megatron's flags say",

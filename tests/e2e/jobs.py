@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from odyssey_megatron.metrics.journal import read_journal
@@ -19,6 +20,7 @@ SMALL = (
     "--seq-length 16 --micro-batch-size 1 --global-batch-size 12 --train-iters 6 --lr-warmup-iters 1 "
     "--odyssey-device cpu --odyssey-float64 on --odyssey-hang-s 1.0"
 ).split()
+BFLOAT16 = "--bf16 --odyssey-float64 off --check-weight-hash-across-dp-replicas-interval 1"
 TOLERANCE = 1e-10
 """Relative, float64: the project's bar for a run with failures against a run without."""
 
@@ -65,9 +67,18 @@ class Jobs:
             "--data-cache-path", str(self.folder / "cache"), "--save-weights", str(run_dir / "weights"),
         ]  # fmt: skip
 
-    def run(self, name: str, *, ranks: int, stages: int, flags: str = "", timeout_s: float = 90.0) -> Outcome:
+    def run(
+        self,
+        name: str,
+        *,
+        ranks: int,
+        stages: int,
+        flags: str = "",
+        script: Path = SCRIPT,
+        timeout_s: float = 90.0,
+    ) -> Outcome:
         """One ``odyssey run``; flags given here win."""
-        argv = ["--nproc-per-node", str(ranks), str(SCRIPT), *self.flags(name, stages=stages), *flags.split()]
+        argv = ["--nproc-per-node", str(ranks), str(script), *self.flags(name, stages=stages), *flags.split()]
         job = self.server.run(argv, log=self.folder / f"{name}.log")
         exit_code = job.wait(timeout_s)
         return self.outcome(name, exit_code=exit_code, log=job.log())
@@ -91,6 +102,18 @@ def assert_equal_runs(shot: Outcome, reference: Outcome, *, kills: int) -> None:
     samples = check_samples(shot.events, ours)
     assert samples.ok, samples.problems
     assert_equal_weights(shot.weights(), reference.weights())
+    assert_holders_agree(shot)
+
+
+def assert_alike_runs(shot: Outcome, reference: Outcome, *, kills: int) -> None:
+    """In 16 bits, with :data:`BFLOAT16`: the same steps, the losses of ``reference`` (float64) to rounding, and the
+    same bytes on all holders of a layer after every step, which the job has checked itself, and at the end.
+    """
+    assert shot.exit_code == 0, shot.log[-4000:]
+    assert len(shot.named("injected")) == kills, "the faults that the test is about did not happen"
+    ours, theirs = shot.run.steps, reference.run.steps
+    assert [one.step for one in ours] == [one.step for one in theirs], "a step was skipped"
+    assert [one.loss for one in ours] == pytest.approx([one.loss for one in theirs], rel=2e-2)
     assert_holders_agree(shot)
 
 

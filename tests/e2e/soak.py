@@ -4,6 +4,7 @@
 
 One small Megatron job (PP2 x DP3, float64) with --odyssey-respawn, beside the same without failures. Whoever may die
 without taking the last copy of a layer along may be hit at any moment: in a step, in a recovery, while it is filled.
+After every step the job checks that all holders of a layer have the same bytes.
 One rank is spared: it and the agent must not have grown at the end.
 """
 
@@ -196,7 +197,8 @@ def main() -> int:
         undisturbed = start(folder / "undisturbed", steps)
         if undisturbed.wait():
             sys.exit((folder / "undisturbed" / "log").read_text()[-3000:])
-        job = start(folder / "shot-at", steps, "--odyssey-respawn", "10000")
+        checks = ("--check-weight-hash-across-dp-replicas-interval", "1")
+        job = start(folder / "shot-at", steps, "--odyssey-respawn", "10000", *checks)
         gunman = Gunman(job, folder / "shot-at", args.seed)
         gunman.fire(args.kills)
         code = job.wait()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from odyssey_megatron.errors import EXIT_BAD_INPUT, EXIT_LAYERS_LOST
+from odyssey_megatron.errors import EXIT_BAD_INPUT, EXIT_LAYERS_LOST, EXIT_UNSOUND
+from tests.e2e import corrupted
 
 
 def test_losing_the_last_holder_stops_the_job(jobs, name):
@@ -17,6 +20,34 @@ def test_losing_the_last_holder_stops_the_job(jobs, name):
     assert "no holder is left of layer(s) [0, 1]" in outcome.log
     assert "rank(s) [0, 1]" in outcome.log
     assert outcome.named("job_finished")[-1]["exit_code"] == EXIT_LAYERS_LOST
+
+
+def test_numbers_that_are_not_finite_stop_the_job(jobs, name):
+    outcome = jobs.run(name, ranks=4, stages=2, flags="--lr 1e200 --min-lr 1e200")
+    check_unsound(outcome, "the gradient norm is nan. No weight was changed.", steps=2)
+
+
+@pytest.mark.parametrize("kept", ["", "--use-distributed-optimizer --odyssey-spare-state host"])
+def test_a_holder_that_computes_wrongly_is_found(jobs, name, kept):
+    flags = f"--check-weight-hash-across-dp-replicas-interval 1 --odyssey-respawn 1 {kept}"
+    outcome = jobs.run(name, ranks=8, stages=2, flags=flags, script=Path(corrupted.__file__))
+    layout = outcome.named("decision")[0]["layout"]
+    layer, keepers = next(
+        (layer, keepers)
+        for layer, keepers in enumerate(layout["keepers"] or layout["holders"])
+        if corrupted.RANK in keepers
+    )
+    others = [rank for rank in sorted(keepers) if rank != corrupted.RANK]
+    who = sorted((others, [corrupted.RANK]), key=lambda ranks: (-len(ranks), ranks))
+    found = f"optimizer state of layer {layer} on ranks {who[0]} and on {who[1]}"
+    check_unsound(outcome, found, steps=corrupted.STEP + 1)
+
+
+def check_unsound(outcome, message, *, steps):
+    assert outcome.exit_code == EXIT_UNSOUND, outcome.log[-3000:]
+    assert outcome.log.count(message) == 1, outcome.log[-3000:]
+    assert "Traceback" not in outcome.log
+    assert [step.step for step in outcome.run.steps] == list(range(steps))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from odyssey_megatron.recover import Phase
-from tests.e2e.jobs import TOLERANCE, assert_equal_runs, assert_equal_weights
+from tests.e2e.jobs import (
+    BFLOAT16,
+    TOLERANCE,
+    assert_alike_runs,
+    assert_equal_runs,
+    assert_equal_weights,
+)
 
 # Ranks are placed stage by stage: with PP4 x DP2, ranks 0 and 1 hold the first stage, 6 and 7 the last.
 PP4_DP2, PP2_DP4, PP2_DP3 = (8, 4), (8, 2), (6, 2)
@@ -84,6 +90,13 @@ def test_no_rank_takes_optimizer_state_with_it(jobs, undisturbed, name, case):
         len(keepers) == 2 < len(holders)
         for keepers, holders in zip(first["keepers"], first["holders"], strict=True)
     )
+
+
+def test_in_16_bits_holders_are_equal_after_every_step(jobs, undisturbed, name):
+    (ranks, stages), policy, inject = SHARDED["in-a-row"]
+    flags = f"--use-distributed-optimizer {BFLOAT16} --odyssey-policy {policy} --odyssey-inject {inject}"
+    shot = jobs.run(name, ranks=ranks, stages=stages, flags=flags)
+    assert_alike_runs(shot, undisturbed(ranks, stages), kills=inject.count("rank="))
 
 
 def test_with_three_copies_of_optimizer_state_two_may_be_lost_at_once(jobs, undisturbed, name):

@@ -13,7 +13,7 @@ import itertools
 import pytest
 
 from odyssey_megatron.recover import Phase
-from tests.e2e.jobs import Outcome, assert_equal_runs, assert_holders_agree
+from tests.e2e.jobs import BFLOAT16, assert_alike_runs, assert_equal_runs
 
 pytestmark = pytest.mark.matrix
 
@@ -46,7 +46,7 @@ STATES = {
         2,
         PP2_DP4,
         "",
-        "--use-distributed-optimizer --bf16 --odyssey-float64 off",
+        f"--use-distributed-optimizer {BFLOAT16}",
     ),
     "tensor-parallel": (8, 2, CELLS, SHARDED, ""),
     "shadows": (4, 4, PP4, "", "--odyssey-redundancy state"),
@@ -82,16 +82,6 @@ def faults(point: str, victims: tuple[int, ...], ranks: int) -> str:
     return f"rank={other},step=2,at=backward;rank={victims[0]},step=2,at={point},generation={generation}"
 
 
-def assert_alike(shot: Outcome, reference: Outcome, *, kills: int) -> None:
-    """In 16 bits: the same steps, losses to rounding, and the same bytes on all holders of a layer."""
-    assert shot.exit_code == 0, shot.log[-4000:]
-    assert len(shot.named("injected")) == kills
-    ours, theirs = shot.run.steps, reference.run.steps
-    assert [one.step for one in ours] == [one.step for one in theirs]
-    assert [one.loss for one in ours] == pytest.approx([one.loss for one in theirs], rel=2e-2)
-    assert_holders_agree(shot)
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_with_failures_equals_one_without(jobs, undisturbed, name, case):
     state, point, victim, policy = CASES[case]
@@ -108,5 +98,5 @@ def test_a_run_with_failures_equals_one_without(jobs, undisturbed, name, case):
     kills = inject.count("rank=")
     if victim == "cell" and len(shot.named("injected")) == 1:
         kills = 1  # the other rank of the cell was fenced before it came to the point
-    check = assert_alike if "bf16" in state else assert_equal_runs
+    check = assert_alike_runs if "bf16" in state else assert_equal_runs
     check(shot, undisturbed(ranks, stages, model), kills=kills)

@@ -15,6 +15,7 @@ FLAGS = {
     "overlap-grad-reduce": "--overlap-grad-reduce",
     "distributed-optimizer": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
     "per-token-loss": "--calculate-per-token-loss",
+    "check-weight-hash": "--check-weight-hash-across-dp-replicas-interval 1",
     "uneven-stages": "--decoder-first-pipeline-num-layers 1",
     "bf16": "--bf16 --accumulate-allreduce-grads-in-fp32",
 }
@@ -35,6 +36,7 @@ def test_losses_are_those_of_plain_megatron_lm(jobs, name, case):
     assert_same_lines(run, plain, rel=BFLOAT16 if case == "bf16" else FLOAT32)
     assert run.killed == [2]
     assert_holders_agree(run)
+    assert run.log.count("Weight hashes match") == plain.log.count("Weight hashes match")
 
 
 @pytest.mark.parametrize("case", CELLS)

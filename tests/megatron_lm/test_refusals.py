@@ -50,7 +50,6 @@ GIVEN = {
     "--skip-train": "--skip-train",
     "--perform-rl-step": "--perform-rl-step",
     "--sft": "--sft",
-    "--check-weight-hash-across-dp-replicas-interval": "--check-weight-hash-across-dp-replicas-interval 2",
     "--save-wgrads-interval": "--save-wgrads-interval 2",
     "--save-dgrads-interval": "--save-dgrads-interval 2",
     "--log-progress": "--log-progress",
