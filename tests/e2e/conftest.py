@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.jobs import Jobs, Outcome
+from tests.e2e.jobs import LONG, Jobs, Outcome
 from tests.launch.jobserver import JobServer
 
 
@@ -31,6 +31,12 @@ def undisturbed(jobs: Jobs) -> Callable[..., Outcome]:
         return known[job]
 
     return run
+
+
+@pytest.fixture
+def reference(undisturbed: Callable[..., Outcome]) -> Outcome:
+    """:data:`LONG` steps without failures. Two ranks need the least time for it, and no layout changes a result."""
+    return undisturbed(2, 1, LONG)
 
 
 @pytest.fixture

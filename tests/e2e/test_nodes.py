@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from odyssey_megatron.errors import EXIT_BAD_INPUT
-from tests.e2e.jobs import SCRIPT, assert_equal_weights
+from tests.e2e.jobs import LONG, SCRIPT, assert_equal_weights
 from tests.launch.jobserver import events, wait_for
 
 
@@ -43,10 +43,9 @@ def test_a_lost_node(jobs, undisturbed, name):
 
 
 @pytest.mark.timeout(240)
-def test_a_lost_node_is_replaced(jobs, name):
+def test_a_lost_node_is_replaced(jobs, reference, name):
     """``odyssey join`` with the arguments of the run: the new node's ranks are filled, and train to the end."""
-    steps = ("--train-iters", 80)
-    agents, again = start_nodes(jobs, name, *steps)
+    agents, again = start_nodes(jobs, name, *LONG.split())
     run_dir = jobs.folder / name
     wait_for(lambda: events(run_dir, "step_committed"), 60, "the first step")
     agents[1].kill()
@@ -55,18 +54,17 @@ def test_a_lost_node_is_replaced(jobs, name):
     assert agents[0].wait(100) == 0, agents[0].log()
     assert replaced.wait(20) == 0, replaced.log()
     outcome = jobs.outcome(name, exit_code=0, log=agents[0].log())
-    assert [one.step for one in outcome.run.steps] == list(range(80))
+    assert [one.step for one in outcome.run.steps] == [one.step for one in reference.run.steps]
     assert sorted(event["target"] for event in outcome.named("rank_joined")) == [2, 3]
     begun = {
         e["generation"]: (e["plan_hash"], len(e["members"])) for e in outcome.named("generation_started")
     }
     assert begun[max(begun)] == begun[1] == (begun[1][0], 4)
-    reference = jobs.run(f"{name}-reference", ranks=4, stages=1, flags="--train-iters 80")
     assert_equal_weights(outcome.weights(), reference.weights())
 
 
 def test_a_node_that_is_not_lost_is_not_replaced(jobs, name):
-    agents, again = start_nodes(jobs, name, "--train-iters", 80)
+    agents, again = start_nodes(jobs, name, "--train-iters", 40)
     run_dir = jobs.folder / name
     wait_for(lambda: events(run_dir, "step_committed"), 60, "the first step")
     intruder = again()

@@ -4,18 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.jobs import assert_equal_runs
+from tests.e2e.jobs import LONG, assert_equal_runs
 
-STEPS = "--train-iters 60"
 ONCE, TWICE = "--odyssey-respawn 1", "--odyssey-respawn 2"
-
-
-@pytest.fixture(scope="module")
-def reference(jobs):
-    """PP4 x DP2 without failures, long enough for ranks to come back."""
-    outcome = jobs.run("long", ranks=8, stages=4, flags=STEPS)
-    assert outcome.exit_code == 0, outcome.log[-4000:]
-    return outcome
 
 
 def members(outcome) -> list[int]:
@@ -42,7 +33,7 @@ def plans(outcome) -> list[str]:
 )
 def test_back_to_the_first_plan(jobs, reference, name, policy, inject):
     shot = jobs.run(
-        name, ranks=8, stages=4, flags=f"{STEPS} {ONCE} --odyssey-policy {policy} --odyssey-inject {inject}"
+        name, ranks=8, stages=4, flags=f"{LONG} {ONCE} --odyssey-policy {policy} --odyssey-inject {inject}"
     )
     assert_equal_runs(shot, reference, kills=inject.count("rank="))
     assert len(shot.named("rank_joined")) == inject.count("rank=")
@@ -70,7 +61,7 @@ def test_back_to_the_first_plan(jobs, reference, name, policy, inject):
     ],
 )
 def test_killed_while_it_joins(jobs, reference, name, inject):
-    flags = f"{STEPS} {TWICE} --odyssey-policy reroute --odyssey-inject rank=5,step=2,at=backward;{inject}"
+    flags = f"{LONG} {TWICE} --odyssey-policy reroute --odyssey-inject rank=5,step=2,at=backward;{inject}"
     shot = jobs.run(name, ranks=8, stages=4, flags=flags)
     assert_equal_runs(shot, reference, kills=2)
     assert members(shot)[-1] == 8, members(shot)
