@@ -50,11 +50,11 @@ FLAGS = (
 )
 
 
-def start(folder: Path, steps: int, *flags: str) -> subprocess.Popen[bytes]:
+def start(folder: Path, steps: int, ranks: int, stages: int, *flags: str) -> subprocess.Popen[bytes]:
     """The job, its log in ``folder``."""
-    command = [sys.executable, "-m", "odyssey_megatron", "run", "--nproc-per-node", str(RANKS)]
+    command = [sys.executable, "-m", "odyssey_megatron", "run", "--nproc-per-node", str(ranks)]
     command += ["--preload", "odyssey_megatron.mcore.cpu_preload", "examples/llama/pretrain_llama.py"]
-    command += [*FLAGS.split(), "--pipeline-model-parallel-size", str(STAGES), "--train-iters", str(steps)]
+    command += [*FLAGS.split(), "--pipeline-model-parallel-size", str(stages), "--train-iters", str(steps)]
     command += ["--odyssey-run-dir", str(folder), "--data-cache-path", str(folder.parent / "cache"), *flags]
     env = {
         **os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore",
@@ -105,12 +105,12 @@ class Gunman:
             if sum(event["event"] == "step_committed" for event in events) < 3:
                 continue
             if len(self.shot) == kills // 4 and not self._first:
-                self._first = self._usage(events)
+                self._first = self._usage()
             victims = self._who_may_die(events)
             if victims:
                 self._shoot(self._rng.choice(victims), events)
         if self._job.poll() is None:
-            now = self._usage(self._tail.more())
+            now = self._usage()
             self.grown = {
                 who: {what: now[who][what] - count for what, count in before.items()}
                 for who, before in self._first.items()
@@ -147,9 +147,15 @@ class Gunman:
             )
         ]
 
-    def _usage(self, events: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
-        time.sleep(_BURIED_S)
-        return {"agent": usage(self._job.pid), "spared": usage(_pids(events)[SPARED])}
+    def _usage(self) -> dict[str, dict[str, int]]:
+        """Once all ranks are back, and the groups of all generations but the last are gone."""
+        seen, quiet_since_s = -1, time.monotonic()
+        while time.monotonic() - quiet_since_s < _BURIED_S:
+            time.sleep(0.2)
+            begun = sum(event["event"] == "generation_started" for event in self._tail.more())
+            if begun > seen:
+                seen, quiet_since_s = begun, time.monotonic()
+        return {"agent": usage(self._job.pid), "spared": usage(_pids(self._tail.events)[SPARED])}
 
 
 def _losses(events: list[dict[str, Any]]) -> int:
@@ -194,11 +200,12 @@ def main() -> int:
         folder = Path(args.keep or stack.enter_context(tempfile.TemporaryDirectory()))
         folder.mkdir(exist_ok=True)
         steps = STEPS_A_KILL * args.kills
-        undisturbed = start(folder / "undisturbed", steps)
+        # On two ranks it takes least, and no layout changes a result.
+        undisturbed = start(folder / "undisturbed", steps, 2, 1)
         if undisturbed.wait():
             sys.exit((folder / "undisturbed" / "log").read_text()[-3000:])
         checks = ("--check-weight-hash-across-dp-replicas-interval", "1")
-        job = start(folder / "shot-at", steps, "--odyssey-respawn", "10000", *checks)
+        job = start(folder / "shot-at", steps, RANKS, STAGES, "--odyssey-respawn", "10000", *checks)
         gunman = Gunman(job, folder / "shot-at", args.seed)
         gunman.fire(args.kills)
         code = job.wait()
