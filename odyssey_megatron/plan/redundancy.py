@@ -90,7 +90,9 @@ def with_keepers(
     """``layout`` with the optimizer state of each layer on ``copies`` of its holders; 0 leaves it on all.
 
     Who kept a layer before, and still holds it, goes on: only what must move moves. Whoever keeps least joins, on
-    another node than the rest where that can be had (``nodes``: node of each worker).
+    another node than the rest where that can be had (``nodes``: node of each worker). The first keeper sends the
+    weights, and the others' state is spare (:meth:`Layout.spare_states`): of those who have it already the one who is
+    first of least.
     """
     if not copies:
         return layout
@@ -98,13 +100,15 @@ def with_keepers(
         [worker for worker in (previous.states[layer] if previous else ()) if worker in holders][:copies]
         for layer, holders in enumerate(layout.holders)
     ]
-    load = dict.fromkeys(layout.workers, 0)
+    load, sends = dict.fromkeys(layout.workers, 0), dict.fromkeys(layout.workers, 0)
     for layer, workers in enumerate(keep):
         for worker in workers:
             load[worker] += costs.layers[layer].optimizer_bytes
-    for layer in sorted(
+    largest_first = sorted(
         range(layout.num_layers), key=lambda layer: (-costs.layers[layer].optimizer_bytes, layer)
-    ):
+    )
+    for layer in largest_first:
+        kept = len(keep[layer])
         while len(keep[layer]) < min(copies, len(layout.holders[layer])):
             there = {nodes[worker] for worker in keep[layer]}
             joins = min(
@@ -113,4 +117,8 @@ def with_keepers(
             )
             keep[layer].append(joins)
             load[joins] += costs.layers[layer].optimizer_bytes
+        first = min(keep[layer][: kept or copies], key=lambda worker: (sends[worker], worker))
+        keep[layer].remove(first)
+        keep[layer].insert(0, first)
+        sends[first] += costs.layers[layer].optimizer_bytes
     return replace(layout, keepers=tuple(map(tuple, keep)))

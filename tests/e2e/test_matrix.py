@@ -99,4 +99,4 @@ def test_a_run_with_failures_equals_one_without(jobs, undisturbed, name, case):
     if victim == "cell" and len(shot.named("injected")) == 1:
         kills = 1  # the other rank of the cell was fenced before it came to the point
     check = assert_alike_runs if "bf16" in state else assert_equal_runs
-    check(shot, undisturbed(ranks, stages, model), kills=kills)
+    check(shot, undisturbed(model), kills=kills)

@@ -29,7 +29,7 @@ def start_nodes(jobs, name, *flags):
 
 def test_a_lost_node(jobs, undisturbed, name):
     """One stage, four replicas: Megatron puts a stage's replicas side by side, so each node has two of them."""
-    reference = undisturbed(4, 1)
+    reference = undisturbed()
     agents, _ = start_nodes(jobs, name)
     run_dir = jobs.folder / name
     wait_for(lambda: events(run_dir, "step_committed"), 60, "the first step")

@@ -47,31 +47,16 @@ def check(shot, reference, inject):
     assert {one.outcome for one in shot.run.recoveries} - {"superseded"} == {"resume"}
 
 
-@pytest.fixture(scope="module")
-def longer(jobs):
-    """(ranks, stages, more flags) -> the job without failures."""
-    known = {}
-
-    def run(ranks, stages, more=""):
-        key = (ranks, stages, more)
-        if key not in known:
-            name = f"longer-{ranks}-{stages}-{len(known)}"
-            known[key] = jobs.run(name, ranks=ranks, stages=stages, flags=f"{BATCH} {more}")
-        return known[key]
-
-    return run
-
-
 @pytest.mark.parametrize("case", marked(REROUTED))
-def test_rerouted_in_mid_step(jobs, longer, name, case):
+def test_rerouted_in_mid_step(jobs, undisturbed, name, case):
     flags = f"{BATCH} --odyssey-policy reroute --odyssey-inject {REROUTED[case]}"
-    check(jobs.run(name, ranks=8, stages=4, flags=flags), longer(8, 4), REROUTED[case])
+    check(jobs.run(name, ranks=8, stages=4, flags=flags), undisturbed(BATCH), REROUTED[case])
 
 
 @pytest.mark.parametrize("case", marked(TAKEN_OVER))
-def test_taken_over_in_mid_step(jobs, longer, name, case):
+def test_taken_over_in_mid_step(jobs, undisturbed, name, case):
     flags = f"{BATCH} --odyssey-redundancy state --odyssey-policy reroute --odyssey-inject {TAKEN_OVER[case]}"
-    check(jobs.run(name, ranks=4, stages=4, flags=flags), longer(4, 4), TAKEN_OVER[case])
+    check(jobs.run(name, ranks=4, stages=4, flags=flags), undisturbed(BATCH), TAKEN_OVER[case])
 
 
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
@@ -91,9 +76,9 @@ RUN_AHEAD = {
 
 
 @pytest.mark.parametrize("case", RUN_AHEAD)
-def test_what_was_run_ahead_is_not_done_again(jobs, longer, name, case):
+def test_what_was_run_ahead_is_not_done_again(jobs, undisturbed, name, case):
     ranks, stages, more, inject = RUN_AHEAD[case]
     flags = f"{BATCH} {more} --odyssey-redundancy compute --odyssey-policy reroute --odyssey-inject {inject}"
     shot = jobs.run(name, ranks=ranks, stages=stages, flags=flags)
-    check(shot, longer(ranks, stages, DROPOUT if more == DROPOUT else ""), inject)
+    check(shot, undisturbed(f"{BATCH} {DROPOUT}" if more == DROPOUT else BATCH), inject)
     assert shot.run.recoveries[0].eager_forwards > 0

@@ -15,9 +15,7 @@ RANKS, STAGES = 8, 2  # workers 0 and 1 are the first stage, 2 and 3 the last
 @pytest.mark.parametrize("flags", ["", "--qk-layernorm"])
 def test_sequence_parallelism_changes_nothing(undisturbed, flags):
     """Its norms see a part of the sequence each; those of queries and keys a part of the heads in any case."""
-    whole, parts = (
-        undisturbed(RANKS, STAGES, f"{cells} {flags}".strip()).run.steps for cells in (CELLS, SEQUENCE)
-    )
+    whole, parts = (undisturbed(f"{cells} {flags}".strip()).run.steps for cells in (CELLS, SEQUENCE))
     assert loss_difference(parts, whole).max_relative <= TOLERANCE
     assert [one.grad_norm for one in parts] == pytest.approx([one.grad_norm for one in whole], rel=TOLERANCE)
 
@@ -33,7 +31,7 @@ def test_sequence_parallelism_changes_nothing(undisturbed, flags):
 )
 def test_a_run_that_loses_cells_equals_one_that_does_not(jobs, undisturbed, name, flags, inject):
     shot = jobs.run(name, ranks=RANKS, stages=STAGES, flags=f"{flags} --odyssey-inject {inject}")
-    assert_equal_runs(shot, undisturbed(RANKS, STAGES, flags), kills=inject.count("rank="))
+    assert_equal_runs(shot, undisturbed(flags), kills=inject.count("rank="))
 
 
 def test_a_cell_comes_back(jobs, undisturbed, name):
@@ -41,7 +39,7 @@ def test_a_cell_comes_back(jobs, undisturbed, name):
     job = f"{SEQUENCE} --train-iters 20 --global-batch-size 4"
     flags = f"{job} --odyssey-respawn 1 --odyssey-inject rank=3,step=2,at=backward"
     shot = jobs.run(name, ranks=RANKS, stages=STAGES, flags=flags)
-    assert_equal_runs(shot, undisturbed(RANKS, STAGES, job), kills=1)
+    assert_equal_runs(shot, undisturbed(job), kills=1)
     started = shot.named("generation_started")
     last = max(event["generation"] for event in started)
     assert {len(event["members"]) for event in started if event["generation"] == last} == {RANKS}

@@ -16,7 +16,7 @@ def profile(undisturbed, tmp_path):
     """With links so slow that it pays to change plans twice rather than to wait once. A job believes it until it has
     measured its own, in its second step.
     """
-    known = json.loads((undisturbed(8, 4).run_dir / "profile.json").read_text())
+    known = json.loads((undisturbed(ranks=8, stages=4).run_dir / "profile.json").read_text())
     known["costs"]["link_bytes_per_s"] = 1e5
     path = tmp_path / "slow_links.json"
     path.write_text(json.dumps(known))
@@ -43,7 +43,7 @@ def test_routes_first_and_layers_behind_the_steps(jobs, undisturbed, profile, na
     shot = jobs.run(name, ranks=8, stages=4, flags=flags)
     if "transfer" in inject and shot.exit_code == 0 and len(shot.named("injected")) == 1:
         pytest.skip("this plan moves no layer to or from the second rank")
-    assert_equal_runs(shot, undisturbed(2, 1, STEPS), kills=2 if inject else 1)
+    assert_equal_runs(shot, undisturbed(STEPS), kills=2 if inject else 1)
     decided = [(event["generation"], event["policy"], event["planned"]) for event in shot.named("decision")]
     assert decided[:2] == [(1, "initial", False), (2, "reroute", False)]
     assert (3, "fill", True) in decided

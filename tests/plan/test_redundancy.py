@@ -44,6 +44,8 @@ def test_each_layer_is_kept_twice_and_alike_often(costs):
     assert {len(keepers) for keepers in kept.keepers} == {2}
     often = [sum(worker in keepers for keepers in kept.keepers) for worker in range(8)]
     assert max(often) - min(often) <= 1
+    first = [sum(keepers[0] == worker for keepers in kept.keepers) for worker in range(8)]
+    assert max(first) <= 2, "five layers of a stage, four to send them"
 
 
 def test_only_what_was_lost_moves(costs):
@@ -56,6 +58,8 @@ def test_only_what_was_lost_moves(costs):
     )
     lost = sum(1 in keepers for keepers in kept.keepers)
     assert lost
+    for layer, (before, now) in enumerate(zip(kept.keepers, after.keepers, strict=True)):
+        assert now[0] in before, f"layer {layer}: whoever is sent the state must not send the weights"
     assert len(plan_transfers(kept, after, alive, costs)) == lost
 
 
