@@ -43,6 +43,7 @@ CASES = {
     # during the recovery itself
     "in-abort": (PP4_DP2, "auto", "rank=3,step=2,at=forward;rank=4,step=2,at=abort,generation=1"),
     "in-groups": (PP2_DP4, "reroute", "rank=3,step=2,at=forward;rank=4,step=2,at=groups,generation=2"),
+    "in-agree": (PP4_DP2, "auto", "rank=6,step=2,at=reduce;rank=1,step=2,at=agree,generation=2"),
     "in-transfer": (PP4_DP2, "replan", "rank=6,step=2,at=forward;rank=1,step=2,at=transfer,generation=2"),
     "down-to-one-pipeline": (
         PP2_DP3, "replan",
