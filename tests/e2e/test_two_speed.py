@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e.jobs import assert_equal_runs
 
-STEPS = "--train-iters 30"
+STEPS = "--train-iters 20"
 
 
 @pytest.fixture
