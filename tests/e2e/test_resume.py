@@ -11,26 +11,27 @@ BATCH = "--global-batch-size 24"
 REROUTED = {
     f"{point}-{stage}": f"rank={rank},step=2,at={point},microbatch={microbatch}"
     for point in ("forward", "backward", "weight_grad")
-    for stage, rank, microbatch in (("first", 1, 3), ("middle", 4, 4), ("last", 7, 3))
+    for stage, rank, microbatch in (("first", 1, 9), ("middle", 4, 4), ("last", 7, 3))
 } | {
     "rank0": "rank=0,step=2,at=backward,microbatch=4",
-    "two-at-once": "rank=1,step=2,at=forward,microbatch=5;rank=6,step=2,at=backward,microbatch=4",
+    "two-at-once": "rank=1,step=2,at=forward,microbatch=9;rank=6,step=2,at=backward,microbatch=4",
     "again-in-the-same-step": "rank=3,step=2,at=backward,microbatch=3;rank=6,step=2,at=forward,generation=2",
     "in-a-row": "rank=1,step=1,at=weight_grad,microbatch=3;rank=6,step=3,at=forward,microbatch=6",
 }  # fmt: skip
-"""PP4 x DP2: ranks 0 and 1 hold the first stage."""
+"""PP4 x DP2: ranks 0 and 1 hold the first stage, which runs its first four forwards whether or not others have begun.
+"""
 
 TAKEN_OVER = {
     f"{point}-{rank}": f"rank={rank},step=2,at={point},microbatch=9"
     for point in ("forward", "backward", "weight_grad")
     for rank in range(4)
-} | {"before-any-other-has-begun": "rank=0,step=2,at=forward,microbatch=0"}
+}
 """One pipeline of four stages with shadows, some of them neighbours."""
 
 IN_THE_SUITE = {
     "forward-first", "backward-middle", "weight_grad-last",
     "rank0", "two-at-once", "again-in-the-same-step", "in-a-row",
-    "forward-0", "backward-1", "weight_grad-2", "forward-3", "before-any-other-has-begun",
+    "forward-0", "backward-1", "weight_grad-2", "forward-3",
 }  # fmt: skip
 """The others are marked matrix."""
 
@@ -57,6 +58,16 @@ def test_rerouted_in_mid_step(jobs, undisturbed, name, case):
 def test_taken_over_in_mid_step(jobs, undisturbed, name, case):
     flags = f"{BATCH} --odyssey-redundancy state --odyssey-policy reroute --odyssey-inject {TAKEN_OVER[case]}"
     check(jobs.run(name, ranks=4, stages=4, flags=flags), undisturbed(BATCH), TAKEN_OVER[case])
+
+
+def test_where_nobody_has_begun_nothing_is_done_again(jobs, undisturbed, name):
+    inject = "rank=0,step=2,at=forward,microbatch=0"
+    flags = f"{BATCH} --odyssey-redundancy state --odyssey-policy reroute --odyssey-inject {inject}"
+    shot = jobs.run(name, ranks=4, stages=4, flags=flags)
+    assert_equal_runs(shot, undisturbed(BATCH), kills=1)
+    (recovery,) = shot.run.recoveries
+    # "finish": somebody was still behind in the step before.
+    assert recovery.outcome in ("resume", "finish")
 
 
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
