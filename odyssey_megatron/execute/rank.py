@@ -233,7 +233,8 @@ class RankRuntime:
             tensors_to_fill=model.tensors_to_fill,
             checkpoint=checkpoint,
         )
-        if not (generation.planned and self._moving.arriving.isdisjoint(computed_layers(self._program))):
+        needed = computed_layers(self._program) | self._sends_weights()
+        if not (generation.planned and self._moving.arriving.isdisjoint(needed)):
             self._settle()
         with torch.enable_grad():  # an evaluation, which runs without, may have been cut short
             model.take_layout(plan.layout, self._worker)
@@ -361,6 +362,11 @@ class RankRuntime:
         """The layers whose optimizer state this worker keeps."""
         states = self._require_plan().layout.states
         return {layer for layer, workers in enumerate(states) if self._worker in workers}
+
+    def _sends_weights(self) -> set[int]:
+        """The layers whose weights this worker sends after each step."""
+        keepers = self._require_plan().layout.keepers
+        return {layer for layer, workers in enumerate(keepers) if workers[0] == self._worker}
 
     def _spread_weights(self) -> None:
         """From the first keeper of each layer to the holders that do not keep its optimizer state.

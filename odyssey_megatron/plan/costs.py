@@ -14,11 +14,13 @@ class LayerCost:
     weight_grad_s: float
     activation_bytes: int
     """Kept from the forward until the weight gradient has run."""
-    parameter_bytes: int
-    """Weights and gradients: what holding the layer costs besides ``optimizer_bytes``."""
+    weight_bytes: int
+    gradient_bytes: int
+    """What the layer's holders sum. Each keeps these and the weights."""
     optimizer_bytes: int
+    """Of each keeper (``Layout.states``)."""
     state_bytes: int
-    """Weights and optimizer state: what a new holder must be sent."""
+    """Weights and optimizer state: what a new keeper must be sent."""
     early_bytes: int = 0
     """Of ``activation_bytes``, what only the input gradient needs, so that it is free after it."""
 

@@ -11,11 +11,15 @@ from odyssey_megatron.plan.layout import Hop, Layout
 
 
 def state_bytes(layout: Layout, costs: Costs) -> dict[int, int]:
-    """Worker -> bytes that stay: weights, gradients and optimizer of all that it holds, and messages that are kept."""
+    """Worker -> bytes that stay: weights and gradients of all that it holds, optimizer state where it is a keeper, and
+    messages that are kept.
+    """
     total = dict.fromkeys(layout.workers, 0)
-    for holders, layer in zip(layout.holders, costs.layers, strict=True):
+    for holders, keepers, layer in zip(layout.holders, layout.states, costs.layers, strict=True):
         for worker in holders:
-            total[worker] += layer.parameter_bytes + layer.optimizer_bytes
+            total[worker] += layer.weight_bytes + layer.gradient_bytes
+        for worker in keepers:
+            total[worker] += layer.optimizer_bytes
     for route in layout.routes if costs.keeps_messages else ():
         for hop in route.hops:
             sent = (hop.last < layout.num_layers) + (hop.first > 0)  # an activation, an input gradient

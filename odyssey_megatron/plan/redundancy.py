@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import groupby
+from math import inf
 
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Layout
+from odyssey_megatron.plan.memory import one_f_one_b_bytes, state_bytes
 
 
 def with_shadows(
@@ -89,36 +91,63 @@ def with_keepers(
 ) -> Layout:
     """``layout`` with the optimizer state of each layer on ``copies`` of its holders; 0 leaves it on all.
 
-    Who kept a layer before, and still holds it, goes on: only what must move moves. Whoever keeps least joins, on
-    another node than the rest where that can be had (``nodes``: node of each worker). The first keeper sends the
-    weights, and the others' state is spare (:meth:`Layout.spare_states`): of those who have it already the one who is
-    first of least.
+    A layout that has its keepers, as the first one of a job to which it comes back, stays as it is. Otherwise whoever
+    kept a layer before, and still holds it, goes on while it has room: only what must move moves. Whoever keeps least
+    joins, on another node than the rest where that can be had (``nodes``: node of each worker). The first keeper sends
+    the weights, and the others' state is spare (:meth:`Layout.spare_states`): of those who have it already, so that
+    nobody waits for what moves, the one who is first of least.
     """
-    if not copies:
+    as_many = [min(copies, len(holders)) for holders in layout.holders]
+    if not copies or as_many == [len(keepers) for keepers in layout.keepers]:
         return layout
-    keep = [
-        [worker for worker in (previous.states[layer] if previous else ()) if worker in holders][:copies]
-        for layer, holders in enumerate(layout.holders)
-    ]
+    room = _room_bytes(layout, copies, costs)
+    keep: list[list[int]] = [[] for _ in layout.holders]
     load, sends = dict.fromkeys(layout.workers, 0), dict.fromkeys(layout.workers, 0)
-    for layer, workers in enumerate(keep):
-        for worker in workers:
-            load[worker] += costs.layers[layer].optimizer_bytes
+
+    def fits(worker: int, layer: int) -> bool:
+        return load[worker] + costs.layers[layer].optimizer_bytes <= room[worker]
+
+    def add(worker: int, layer: int) -> None:
+        keep[layer].append(worker)
+        load[worker] += costs.layers[layer].optimizer_bytes
+
     largest_first = sorted(
         range(layout.num_layers), key=lambda layer: (-costs.layers[layer].optimizer_bytes, layer)
     )
     for layer in largest_first:
+        for worker in previous.states[layer] if previous else ():
+            if worker in layout.holders[layer] and len(keep[layer]) < copies and fits(worker, layer):
+                add(worker, layer)
+    for layer in largest_first:
         kept = len(keep[layer])
-        while len(keep[layer]) < min(copies, len(layout.holders[layer])):
+        while len(keep[layer]) < as_many[layer]:
             there = {nodes[worker] for worker in keep[layer]}
             joins = min(
                 (worker for worker in layout.holders[layer] if worker not in keep[layer]),
-                key=lambda worker: (nodes[worker] in there, load[worker], worker),
+                key=lambda worker: (not fits(worker, layer), nodes[worker] in there, load[worker], worker),
             )
-            keep[layer].append(joins)
-            load[joins] += costs.layers[layer].optimizer_bytes
+            add(joins, layer)
         first = min(keep[layer][: kept or copies], key=lambda worker: (sends[worker], worker))
         keep[layer].remove(first)
         keep[layer].insert(0, first)
         sends[first] += costs.layers[layer].optimizer_bytes
     return replace(layout, keepers=tuple(map(tuple, keep)))
+
+
+def _room_bytes(layout: Layout, copies: int, costs: Costs) -> dict[int, float]:
+    """Worker -> optimizer state that it should have at most: what weights, gradients and 1F1B's activations leave, and
+    where that is less, its part of each layer that it holds, in whole layers.
+    """
+    if costs.memory_bytes is None:
+        return dict.fromkeys(layout.workers, inf)
+    nobody_keeps = replace(layout, keepers=((),) * layout.num_layers)
+    state, activations = state_bytes(nobody_keeps, costs), one_f_one_b_bytes(layout, costs)
+    part, largest = dict.fromkeys(layout.workers, 0.0), dict.fromkeys(layout.workers, 0)
+    for layer, holders in zip(costs.layers, layout.holders, strict=True):
+        for worker in holders:
+            part[worker] += layer.optimizer_bytes * min(1.0, copies / len(holders))
+            largest[worker] = max(largest[worker], layer.optimizer_bytes)
+    return {
+        worker: max(costs.memory_bytes - state[worker] - activations[worker], part[worker] + largest[worker])
+        for worker in layout.workers
+    }

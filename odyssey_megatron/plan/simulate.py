@@ -38,13 +38,10 @@ class Timeline:
 
 
 def reduce_s(costs: Costs, first: int, last: int, holders: int) -> float:
-    """Ring all-reduce of a block's gradients: 2 (k - 1) / k of its bytes. Source: papers.md §8.5.
-
-    ``parameter_bytes`` counts weights and gradients; the gradients are half of it.
-    """
+    """Ring all-reduce of a block's gradients: 2 (k - 1) / k of its bytes. Source: papers.md §8.5."""
     if holders < 2:
         return 0.0
-    size = sum(layer.parameter_bytes for layer in costs.layers[first:last]) / 2
+    size = sum(layer.gradient_bytes for layer in costs.layers[first:last])
     hops = 2 * (holders - 1)
     return hops * costs.link_latency_s + hops / holders * size / costs.link_bytes_per_s
 

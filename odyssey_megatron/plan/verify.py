@@ -124,7 +124,8 @@ def _unit_costs(num_layers: int) -> Costs:
         input_grad_s=1.0,
         weight_grad_s=1.0,
         activation_bytes=1,
-        parameter_bytes=0,
+        weight_bytes=0,
+        gradient_bytes=0,
         optimizer_bytes=0,
         state_bytes=0,
     )

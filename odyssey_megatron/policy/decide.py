@@ -137,7 +137,7 @@ def prepare(job: JobSpec, state: ClusterState, profile: Profile) -> None:
     Optional; worth calling after each change of the profile or of the membership, off the critical path.
     """
     warm_up()
-    search = search_for(profile.costs, profile.costs.memory_bytes)
+    search = search_for(profile.costs, profile.costs.memory_bytes, job.optimizer_copies)
     for workers in range(max(1, len(state.alive) - 2), len(state.alive)):
         search.ranked(workers, job.num_microbatches)
 

@@ -17,7 +17,7 @@ from odyssey_megatron.plan.transfer import plan_transfers, transfer_s
 from odyssey_megatron.policy.candidates import drop_pipelines, reroute, shift_layers
 from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.score import expected_tokens
-from odyssey_megatron.policy.search import place, search_for
+from odyssey_megatron.policy.search import Search, place, search_for
 
 ZERO_TRANSFER = frozenset({"keep", "rebalance", "reroute", "drop"})
 """Options that send no state."""
@@ -215,11 +215,16 @@ def lay_out(case: Case, name: str, note: str, layout: Layout, *, shadowed: bool 
     )
 
 
+def _search(case: Case) -> Search:
+    costs = case.profile.costs
+    return search_for(costs, costs.memory_bytes, case.job.optimizer_copies)
+
+
 def _add_replans(case: Case, found: list[Option], impossible: list[tuple[str, str]]) -> None:
     """Balanced shapes over all living workers and, if some are slow, over the others alone."""
     alive, speeds = case.state.alive, case.speeds
     groups = {alive, tuple(worker for worker in alive if speeds.get(worker, 1.0) >= 1.0)}
-    search = search_for(case.profile.costs, case.profile.costs.memory_bytes)
+    search = _search(case)
     before = len(found)
     for workers in sorted(filter(None, groups), reverse=True):
         without = f" without {len(alive) - len(workers)} slow" if len(workers) < len(alive) else ""
@@ -230,8 +235,7 @@ def _add_replans(case: Case, found: list[Option], impossible: list[tuple[str, st
 
 
 def _replan(case: Case, workers: tuple[int, ...], pipelines: int, estimate_s: float, without: str) -> Option:
-    costs = case.profile.costs
-    search = search_for(costs, costs.memory_bytes)
+    costs, search = case.profile.costs, _search(case)
 
     def layout() -> Layout:
         shape = search.shape(len(workers), case.job.num_microbatches, pipelines)
@@ -258,7 +262,7 @@ def restart(case: Case) -> tuple[float, float] | str:
     pipelines = min(alive // stages, job.num_microbatches)
     if pipelines == 0:
         return f"a pipeline needs {stages} workers, {alive} are alive"
-    search = search_for(costs, costs.memory_bytes)
+    search = _search(case)
     step_s = search.estimate_s(pipelines * stages, job.num_microbatches, pipelines)
     if step_s is None:
         return search.why_not(stages)

@@ -184,10 +184,10 @@ def estimated_profile(
 
     A matrix product costs 2 FLOPs per weight and token, its two gradients the same each; attention scores
     cost ``2 * 2 * seq / 2`` per token and hidden unit (causal: half), twice that in the input gradient, nothing
-    in the weight gradient. Activations count what a fused attention keeps. Adam has two float32
-    moments, and a float32 master copy where weights are shorter. ``flops_per_s`` is the achieved rate of one GPU; a
-    worker has ``tensor_parallel_size`` of them. With ``sequence_parallel`` they share all that is kept; without, each
-    keeps the inputs of norms and of the products behind them whole (Korthikanti et al., arXiv 2205.05198, section 4.2).
+    in the weight gradient. Activations count what a fused attention keeps. Gradients are kept in
+    float32 or longer, which is Megatron's default; Adam has two such moments, and a float32 master copy where weights
+    are shorter. ``flops_per_s`` is the achieved rate of one GPU; a worker has ``tensor_parallel_size`` of them. With
+    ``sequence_parallel`` they share all that is kept; without, each keeps the inputs of norms and of the products behind them whole (Korthikanti et al., arXiv 2205.05198, section 4.2).
     """
     tokens = seq_length * micro_batch_size
     kv_size = hidden_size // num_attention_heads * num_query_groups
@@ -221,14 +221,16 @@ def estimated_profile(
 
 def _layer_cost(times: tuple[float, float, float], kept: int, weights: int, dtype_bytes: int) -> LayerCost:
     """A layer that keeps ``kept`` numbers of activations and has ``weights`` parameters, under Adam."""
-    optimizer = 8 if dtype_bytes >= 4 else 12
+    long = max(4, dtype_bytes)
+    optimizer = 2 * long + (long if dtype_bytes < long else 0)
     forward_s, input_grad_s, weight_grad_s = times
     return LayerCost(
         forward_s=forward_s,
         input_grad_s=input_grad_s,
         weight_grad_s=weight_grad_s,
         activation_bytes=kept * dtype_bytes,
-        parameter_bytes=2 * dtype_bytes * weights,
+        weight_bytes=dtype_bytes * weights,
+        gradient_bytes=long * weights,
         optimizer_bytes=optimizer * weights,
         state_bytes=(dtype_bytes + optimizer) * weights,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import inf
@@ -35,9 +35,9 @@ class Shape:
 
 
 @lru_cache(maxsize=8)
-def search_for(costs: Costs, budget_bytes: int | None) -> Search:
+def search_for(costs: Costs, budget_bytes: int | None, optimizer_copies: int = 0) -> Search:
     """The search of these costs, with what it has worked out so far: the next decision reuses it."""
-    return Search(costs, budget_bytes)
+    return Search(costs, budget_bytes, optimizer_copies)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,16 +60,17 @@ class Search:
     cost a more uneven partition has a slower slowest stage.
     """
 
-    def __init__(self, costs: Costs, budget_bytes: int | None = None) -> None:
-        self.costs, self.budget = costs, budget_bytes
+    def __init__(self, costs: Costs, budget_bytes: int | None = None, optimizer_copies: int = 0) -> None:
+        self.costs, self.budget, self.copies = costs, budget_bytes, optimizer_copies
         self.last = len(costs.layers)
         self.most_stages = max(1, self.last - 2)
         layers = costs.layers
         self._work = [0.0, *accumulate(layer.compute_s for layer in layers)]
         self._forward = [0.0, *accumulate(layer.forward_s for layer in layers)]
         self._path = [0.0, *accumulate(layer.forward_s + layer.input_grad_s for layer in layers)]
-        self._state = [0, *accumulate(layer.parameter_bytes + layer.optimizer_bytes for layer in layers)]
-        self._gradients = [0.0, *accumulate(layer.parameter_bytes / 2 for layer in layers)]
+        kept = (one.weight_bytes + one.gradient_bytes + one.optimizer_bytes for one in layers)
+        self._state = [0, *accumulate(kept)]
+        self._gradients = [0.0, *accumulate(layer.gradient_bytes for layer in layers)]
         self._activations = [0, *accumulate(layer.activation_bytes for layer in layers)]
         self._stage_s = [
             [self._one_stage_s(a, b) if a < b else 0.0 for b in range(self.last + 1)]
@@ -78,6 +79,19 @@ class Search:
         self._limits = sorted({s for row in self._stage_s for s in row if 0.0 < s < inf})
         self._splits: dict[int, tuple[int, ...] | None] = {}
         self._paces: dict[int, list[tuple[float, float, int, int]]] = {}
+        self._shared: dict[int, Search] = {}
+
+    def _sharing(self, pipelines: int) -> Search:
+        """This search, where each layer's optimizer state is shared out among the holders in so many pipelines."""
+        if self.budget is None or not 0 < self.copies < pipelines:
+            return self
+        if pipelines not in self._shared:
+            part = self.copies / pipelines
+            layers = (
+                replace(one, optimizer_bytes=round(part * one.optimizer_bytes)) for one in self.costs.layers
+            )
+            self._shared[pipelines] = Search(replace(self.costs, layers=tuple(layers)), self.budget)
+        return self._shared[pipelines]
 
     def _one_stage_s(self, first: int, last: int) -> float:
         """Seconds a microbatch that a stage of these layers can sustain; infinite if they do not fit.
@@ -115,8 +129,9 @@ class Search:
 
     def estimate_s(self, num_workers: int, num_microbatches: int, pipelines: int) -> float | None:
         """Estimated step of the balanced shape of so many pipelines; None if it does not fit."""
-        rates = self._rates(num_workers, pipelines)
-        return None if rates is None else self._estimate_s(rates, num_microbatches, pipelines)
+        sharing = self._sharing(pipelines)
+        rates = sharing._rates(num_workers, pipelines)
+        return None if rates is None else sharing._estimate_s(rates, num_microbatches, pipelines)
 
     def shape(self, num_workers: int, num_microbatches: int, pipelines: int) -> Shape:
         """The balanced shape of so many pipelines.
@@ -124,6 +139,8 @@ class Search:
         Raises:
             PlanInfeasible: a stage would not fit; says how much memory the leanest split needs.
         """
+        if (sharing := self._sharing(pipelines)) is not self:
+            return sharing.shape(num_workers, num_microbatches, pipelines)
         rates = self._rates(num_workers, pipelines)
         if rates is None:
             raise PlanInfeasible(self.why_not(num_workers // pipelines))

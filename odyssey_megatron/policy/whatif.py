@@ -64,6 +64,9 @@ def add_scenario_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--pipeline-model-parallel-size", type=int, default=4, metavar="PP")
     parser.add_argument("--tensor-model-parallel-size", type=int, default=1, metavar="TP")
+    parser.add_argument(
+        "--use-distributed-optimizer", action="store_true", help="optimizer state on two holders of a layer"
+    )
     parser.add_argument("--micro-batch-size", type=int, default=1)
     parser.add_argument(
         "--num-microbatches", type=int, default=0, help="of one pipeline (default: twice the pipeline size)"
@@ -91,7 +94,8 @@ def scenario_from(options: argparse.Namespace) -> Scenario:
             micro_batch_size=options.micro_batch_size,
         )
     )
-    keeps = OdysseyConfig().interrupted_step == "resume"
+    settings = OdysseyConfig()
+    keeps = settings.interrupted_step == "resume"
     profile = replace(profile, costs=replace(profile.costs, keeps_messages=keeps))
     workers, dp = world // tp, world // (pp * tp)
     num_microbatches = dp * (options.num_microbatches or 2 * pp)
@@ -102,6 +106,7 @@ def scenario_from(options: argparse.Namespace) -> Scenario:
         num_microbatches=num_microbatches,
         tokens_per_step=num_microbatches * options.micro_batch_size * _seq_length(options),
         train_steps=1,
+        optimizer_copies=settings.optimizer_copies if options.use_distributed_optimizer else 0,
     )
     job.check(workers)
     state = ClusterState(
@@ -241,7 +246,7 @@ def _as_text(
 def _two_speed_text(both: TwoSpeed) -> str:
     gain = both.tokens / both.direct_tokens - 1 if both.direct_tokens > 0 else 0.0
     return (
-        f"two-speed (not executed yet): {both.now.policy} at once, {len(both.then.transfers)} layers move behind "
+        f"two-speed: {both.now.policy} at once, {len(both.then.transfers)} layers move behind "
         f"{both.after_steps} step(s), then {both.then.policy}: {gain:+.2%} tokens beside moving first"
     )
 

@@ -19,8 +19,9 @@ def layer(work_s: float, **sizes: int) -> LayerCost:
     """Forward, input gradient and weight gradient take ``work_s`` each. Without ``sizes`` memory does not matter, but
     activations are much more than parameters, as they are.
     """
-    known = {"activation_bytes": 34, "parameter_bytes": 2, "optimizer_bytes": 2, "state_bytes": 2}
-    return LayerCost(forward_s=work_s, input_grad_s=work_s, weight_grad_s=work_s, **(known | sizes))
+    small = {"weight_bytes": 1, "gradient_bytes": 1, "optimizer_bytes": 2, "state_bytes": 2}
+    known = {"activation_bytes": 34} | small | sizes
+    return LayerCost(forward_s=work_s, input_grad_s=work_s, weight_grad_s=work_s, **known)
 
 
 def emulation(

@@ -115,7 +115,8 @@ def layer_costs(num_layers: int) -> Costs:
             input_grad_s=input_grad_s,
             weight_grad_s=weight_grad_s,
             activation_bytes=100,
-            parameter_bytes=4 * parameters,
+            weight_bytes=2 * parameters,
+            gradient_bytes=2 * parameters,
             optimizer_bytes=12 * parameters,
             state_bytes=14 * parameters,
         )

@@ -48,7 +48,8 @@ def costs(memory_bytes: int, state_bytes: int) -> Costs:
         input_grad_s=1.0,
         weight_grad_s=1.0,
         activation_bytes=1,
-        parameter_bytes=0,
+        weight_bytes=0,
+        gradient_bytes=0,
         optimizer_bytes=state_bytes,
         state_bytes=1,
     )
@@ -57,7 +58,8 @@ def costs(memory_bytes: int, state_bytes: int) -> Costs:
         input_grad_s=0.0,
         weight_grad_s=0.0,
         activation_bytes=0,
-        parameter_bytes=0,
+        weight_bytes=0,
+        gradient_bytes=0,
         optimizer_bytes=0,
         state_bytes=0,
     )

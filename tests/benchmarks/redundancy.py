@@ -81,11 +81,14 @@ def emulation(kind: str) -> Emulation:
         emulated_jobs.layer(
             LAYER_S,
             activation_bytes=20 * MEGABYTE,
-            parameter_bytes=20 * MEGABYTE,
+            weight_bytes=10 * MEGABYTE,
+            gradient_bytes=10 * MEGABYTE,
             optimizer_bytes=40 * MEGABYTE,
             state_bytes=50 * MEGABYTE,
         ),
-        emulated_jobs.layer(0.0, activation_bytes=0, parameter_bytes=0, optimizer_bytes=0, state_bytes=0),
+        emulated_jobs.layer(
+            0.0, activation_bytes=0, weight_bytes=0, gradient_bytes=0, optimizer_bytes=0, state_bytes=0
+        ),
         stages=STAGES,
         microbatches=MICROBATCHES,
         steps=STEP + 2,

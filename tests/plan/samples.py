@@ -15,7 +15,8 @@ def layer(forward_s=1.0, input_grad_s=1.0, weight_grad_s=1.0, activation_bytes=1
         input_grad_s=input_grad_s,
         weight_grad_s=weight_grad_s,
         activation_bytes=activation_bytes,
-        parameter_bytes=2,
+        weight_bytes=1,
+        gradient_bytes=1,
         optimizer_bytes=2,
         state_bytes=state_bytes,
     )

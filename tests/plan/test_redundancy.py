@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from odyssey_megatron.plan.layout import megatron_layout
+from odyssey_megatron.plan.memory import one_f_one_b_bytes, state_bytes
 from odyssey_megatron.plan.redundancy import with_keepers, with_shadows
 from odyssey_megatron.plan.transfer import plan_transfers
 from tests.plan.samples import uniform_costs
@@ -61,6 +64,34 @@ def test_only_what_was_lost_moves(costs):
     for layer, (before, now) in enumerate(zip(kept.keepers, after.keepers, strict=True)):
         assert now[0] in before, f"layer {layer}: whoever is sent the state must not send the weights"
     assert len(plan_transfers(kept, after, alive, costs)) == lost
+
+
+def test_who_keeps_optimizer_state_has_it_in_memory(costs):
+    """A layer is one byte of weights, one of gradients and two of optimizer state; a stage of five layers has four
+    holders, which keep ten copies of them.
+    """
+    everywhere = state_bytes(PP2_DP4, costs)
+    shared = state_bytes(with_keepers(PP2_DP4, None, ONE_NODE, 2, costs), costs)
+    assert set(everywhere.values()) == {5 * 4}
+    assert sorted(shared.values()) == [5 * 2 + 2 * 2] * 4 + [5 * 2 + 2 * 3] * 4
+
+
+def test_where_memory_is_short_another_node_and_those_before_come_second(costs):
+    """The second holder's node is another one, so that it would keep all five layers of its stage."""
+    nodes = {0: 0, 1: 1, 2: 0, 3: 0} | dict.fromkeys(range(4, 8), 2)
+    activations = one_f_one_b_bytes(PP2_DP4, costs)[0]
+
+    def kept(previous, optimizer_bytes):
+        limited = replace(costs, memory_bytes=5 * 2 + activations + optimizer_bytes)
+        found = with_keepers(PP2_DP4, previous, nodes, 2, limited).check()
+        return found, [sum(worker in keepers for keepers in found.keepers) for worker in range(4)]
+
+    roomy, often = kept(None, 10)
+    assert often[1] == 5
+    assert kept(None, 6)[1] == [3, 3, 2, 2]
+    moved, often = kept(roomy, 6)
+    assert often == [3, 3, 2, 2]
+    assert len(plan_transfers(roomy, moved, range(8), costs)) == 2, "no more than it takes"
 
 
 def test_without_a_number_everybody_keeps_everything(costs):

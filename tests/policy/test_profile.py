@@ -82,7 +82,9 @@ def test_file_round_trip(tmp_path):
 def test_estimate_counts_parameters_and_flops():
     transformer = LLAMA.costs.layers[1]
     weights = 2 * 512 * 512 + 2 * 512 * 128 + 3 * 512 * 1408
-    assert transformer.parameter_bytes == 2 * 2 * (weights + 2 * 512)
+    assert transformer.weight_bytes == 2 * (weights + 2 * 512)
+    assert transformer.gradient_bytes == 2 * transformer.weight_bytes, "summed in float32"
+    assert transformer.optimizer_bytes == 6 * transformer.weight_bytes, "two moments and a master copy"
     assert transformer.weight_grad_s == pytest.approx(2 * 512 * weights / 2e14)
     assert transformer.forward_s > transformer.weight_grad_s
     assert LLAMA.costs.layers[-1].forward_s == pytest.approx(2 * 512 * 1000 * 512 / 2e14)

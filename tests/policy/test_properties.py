@@ -35,7 +35,8 @@ def layers(draw, scales=(1.0,)):
         input_grad_s=scale * draw(tenths),
         weight_grad_s=scale * draw(tenths),
         activation_bytes=draw(st.integers(0, 40)),
-        parameter_bytes=draw(st.integers(1, 40)),
+        weight_bytes=draw(st.integers(1, 20)),
+        gradient_bytes=draw(st.integers(1, 20)),
         optimizer_bytes=draw(st.integers(1, 60)),
         state_bytes=draw(st.integers(1, 80)),
     )

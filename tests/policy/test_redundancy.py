@@ -28,7 +28,7 @@ def weigh(
 ):
     """(mode chosen, mode -> row). ``gradients_s``: what summing a layer's gradients over two holders takes."""
     job = replace(JOB, pipeline_model_parallel_size=stages)
-    # A layer's gradients are half of parameter_bytes, and a sum over two sends them once.
+    # A layer's gradients are one byte, and a sum over two sends them once.
     bytes_per_s = 1.0 / gradients_s if gradients_s else float("inf")
     memory = {"memory_bytes": 60} | costs
     base = replace(uniform_costs(8, ends=True), link_bytes_per_s=bytes_per_s, **memory)

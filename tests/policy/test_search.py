@@ -79,7 +79,7 @@ def test_estimates_order_shapes_as_the_scheduler_does():
 def test_the_stage_that_reduces_longest_sets_the_estimate():
     """The embedding's gradients take 40 s to reduce, so the first stage ends last, though it starts first."""
     costs = uniform_costs(8, ends=True)
-    embedding = replace(layer(0.0, 0.0, 0.0, 0), parameter_bytes=80)
+    embedding = replace(layer(0.0, 0.0, 0.0, 0), gradient_bytes=40)
     costs = replace(costs, layers=(embedding, *costs.layers[1:]), link_bytes_per_s=1.0)
     (shape,) = (one for one in all_shapes(8, 8, costs) if len(one.ends) == 2)
     layout = place(shape, range(8), pipelines(10, 1, 8), costs)
@@ -91,13 +91,27 @@ def test_the_stage_that_reduces_longest_sets_the_estimate():
 def test_memory_shapes_the_split():
     """The head's parameters leave the last stage no room for a second layer."""
     costs = uniform_costs(6, ends=True)
-    heavy = replace(layer(0.0, 0.0, 0.0, 0), parameter_bytes=20, optimizer_bytes=0)
+    heavy = replace(layer(0.0, 0.0, 0.0, 0), weight_bytes=19, optimizer_bytes=0)
     costs = replace(costs, layers=(*costs.layers[:-1], heavy))
     assert Search(costs).split(3) == (3, 5, 8)
     assert Search(costs, 26).split(3) == (3, 6, 8)
     assert Search(costs, 20).split(3) is None
     with pytest.raises(PlanInfeasible, match=r"3 stage\(s\) needs \d+ bytes a worker, 20 are there"):
         Search(costs, 20).shape(3, 4, 1)
+
+
+def test_pipelines_that_share_optimizer_state_need_less_memory():
+    """Of four bytes a layer two are optimizer state: with four pipelines half of it is kept by each."""
+    costs = uniform_costs(6, ends=True)
+    assert Search(costs).ranked(4, 4) == Search(costs, None, 2).ranked(4, 4), "no budget, no difference"
+    whole, activations = 8 * 4, 6
+    shared = whole - 8 * 1
+    assert Search(costs, whole + activations).estimate_s(4, 4, 4)
+    assert Search(costs, whole + activations - 1).estimate_s(4, 4, 4) is None
+    assert Search(costs, shared + activations, 2).estimate_s(4, 4, 4)
+    assert Search(costs, shared + activations - 1, 2).estimate_s(4, 4, 4) is None
+    with pytest.raises(PlanInfeasible, match=f"needs {shared + activations} bytes a worker"):
+        Search(costs, shared + activations - 1, 2).shape(4, 4, 4)
 
 
 def test_little_memory_slows_the_estimate():

@@ -80,10 +80,18 @@ def test_bad_input_is_explained(flags, message):
         main_plan(flags)
 
 
+def test_a_distributed_optimizer_makes_room(capsys):
+    flags = "--cluster 8x8 --model llama2-70b --pipeline-model-parallel-size 16 --width 0 --kill 2:3".split()
+    with pytest.raises(ConfigError, match="does not fit"):
+        main_plan(flags)
+    assert main_plan([*flags, "--use-distributed-optimizer"]) == 0
+    assert "\n* " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_presets_have_the_published_number_of_parameters(model):
     costs = preset_profile(model, "h100").costs
-    parameters = sum(layer.parameter_bytes for layer in costs.layers) / 4
+    parameters = sum(layer.weight_bytes for layer in costs.layers) / 2
     billions = float(model.split("-")[1].removesuffix("b"))
     assert parameters / 1e9 == pytest.approx(billions, rel=0.05)
 
