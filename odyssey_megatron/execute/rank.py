@@ -233,8 +233,7 @@ class RankRuntime:
             tensors_to_fill=model.tensors_to_fill,
             checkpoint=checkpoint,
         )
-        needed = computed_layers(self._program) | self._sends_weights()
-        if not (generation.planned and self._moving.arriving.isdisjoint(needed)):
+        if not (generation.planned and self._moving.arriving.isdisjoint(self._needed_at_once(generation))):
             self._settle()
         with torch.enable_grad():  # an evaluation, which runs without, may have been cut short
             model.take_layout(plan.layout, self._worker)
@@ -363,10 +362,16 @@ class RankRuntime:
         states = self._require_plan().layout.states
         return {layer for layer, workers in enumerate(states) if self._worker in workers}
 
-    def _sends_weights(self) -> set[int]:
-        """The layers whose weights this worker sends after each step."""
-        keepers = self._require_plan().layout.keepers
-        return {layer for layer, workers in enumerate(keepers) if workers[0] == self._worker}
+    def _needed_at_once(self, generation: Generation) -> set[int]:
+        """The layers that cannot arrive behind the first step: those whose weights this worker sends before it, and
+        those that it computes. Of the latter, what it has held so far has its weights, and lacks its optimizer state
+        only.
+        """
+        previous, layout = generation.previous, self._require_plan().layout
+        sends = {layer for layer, workers in enumerate(layout.keepers) if workers[0] == self._worker}
+        joined = self._member.rank in generation.fresh
+        held = previous.layout.held_by(self._worker) if previous is not None and not joined else ()
+        return sends | computed_layers(self._program).difference(held)
 
     def _spread_weights(self) -> None:
         """From the first keeper of each layer to the holders that do not keep its optimizer state.

@@ -150,7 +150,7 @@ class PolicyPlanner:
         if home is not None and plan.layout == home.layout and not state.dead:
             plan = replace(home, transfers=plan.transfers)
         after_a_loss = not set(previous.layout.workers) <= set(state.alive)
-        if after_a_loss and self._config.policy == "auto":
+        if after_a_loss:
             both = self._two_speed.two_speed(**case, direct=decision)
             if both is not None and both.tokens > both.direct_tokens:
                 return Decided(plan=both.now, rows=self._two_speed.rows(both, rows), target=plan)

@@ -17,7 +17,7 @@ from odyssey_megatron.mcore import compat, groups, rng, span, te
 from odyssey_megatron.mcore.data import MicrobatchSource
 from odyssey_megatron.mcore.holders import compare, digest
 from odyssey_megatron.mcore.layers import HeldLayer, LayerBlock, ModelSpec, build_parts, initial_parts
-from odyssey_megatron.mcore.optimizer import LearningRate
+from odyssey_megatron.mcore.optimizer import LayerOptimizer, LearningRate
 from odyssey_megatron.mcore.wgrad import WeightGrads
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.resume import Visit
@@ -83,6 +83,7 @@ class MegatronModel:
         self._seeds = rng.LayerSeeds(spec.seed, self._tp_rank)
         self._held: dict[int, HeldLayer] = {}
         self._incoming: dict[int, HeldLayer] = {}
+        self._incoming_states: dict[int, LayerOptimizer] = {}
         self._blocks: dict[tuple[int, int], LayerBlock] = {}
         self._flights: dict[tuple[int, int], _Flight] = {}
         self._step, self._worker, self._layout = -1, -1, Layout(holders=(), routes=())
@@ -90,8 +91,6 @@ class MegatronModel:
         self._losses: dict[int, dict[str, torch.Tensor]] = {}
         self._ahead: dict[tuple[int, int], tuple[float, list[dict[str, torch.Tensor]]]] = {}
         """Tokens and losses of forwards run ahead, which count for nothing yet."""
-        self._replaced: dict[int, list[HeldLayer]] = {}
-        """Layers as they were at the start of the step at hand, or since: microbatches in flight may be on them."""
         self._training = True
 
     @property
@@ -128,10 +127,17 @@ class MegatronModel:
         return self._held[layer].moved_tensors()
 
     def tensors_to_fill(self, layer: int) -> list[torch.Tensor]:
-        """Room for the state of ``layer``; it counts as held only from :meth:`take_layout` on."""
-        parts = build_parts(self.spec, layer, layer + 1, self._groups)[layer]
-        self._incoming[layer] = self._hold(layer, parts, kept=True)
-        return self._incoming[layer].moved_tensors()
+        """Room for the state of ``layer``; it counts as held only from :meth:`take_layout` on.
+
+        A layer that is held already stays, and gets an optimizer: microbatches may be in flight on it, and what is sent
+        of its weights is what they are.
+        """
+        held = self._held.get(layer)
+        if held is None:
+            parts = build_parts(self.spec, layer, layer + 1, self._groups)[layer]
+            held = self._incoming[layer] = self._hold(layer, parts, kept=False)
+        optimizer = self._incoming_states[layer] = LayerOptimizer(held, self.spec, self._groups)
+        return [*held.weights(), *optimizer.state_tensors()]
 
     def stand_in(self) -> None:
         """One block of one transformer layer that nobody uses, before this rank has joined: code that expects a model
@@ -146,6 +152,7 @@ class MegatronModel:
     def discard_incoming(self) -> None:
         """Forgets half-received layers of a generation that has ended, and buffers that its operations write to."""
         self._incoming.clear()
+        self._incoming_states.clear()
         groups.renew_buffers()
 
     def take_layout(self, layout: Layout, worker: int) -> None:
@@ -155,18 +162,23 @@ class MegatronModel:
             TransferIncomplete: a layer is neither held nor received.
         """
         self._held.update(self._incoming)
+        for layer, optimizer in self._incoming_states.items():
+            self._held[layer].optimizer = optimizer
         self._incoming.clear()
+        self._incoming_states.clear()
         missing = [layer for layer in layout.held_by(worker) if layer not in self._held]
-        unsent = [layer for layer in missing if worker in layout.states[layer]]
+        unsent = [
+            layer
+            for layer in layout.held_by(worker)
+            if worker in layout.states[layer] and (layer in missing or self._held[layer].optimizer is None)
+        ]
         if unsent:
             raise TransferIncomplete(f"worker {worker} was not sent layer(s) {unsent}")
         for layer in missing:  # only weights, which come like after every step
             parts = build_parts(self.spec, layer, layer + 1, self._groups)[layer]
             self._held[layer] = self._hold(layer, parts, kept=False)
         kept, self._blocks = self._blocks, {}
-        sums = {
-            layer.index: (layer, _gradients_of(layer)) for block in kept.values() for layer in block.layers
-        }
+        sums = {layer.index: _gradients_of(layer) for block in kept.values() for layer in block.layers}
         for block in layout.blocks():
             if worker not in block.holders:
                 continue
@@ -180,11 +192,8 @@ class MegatronModel:
                 flight.weight_grads.flush_bound()
             self._blocks[block.first, block.last] = LayerBlock(self.spec, layers, self._groups)
             for layer in layers:
-                if layer.index in sums:
-                    before, total = sums[layer.index]
-                    if before is not layer:
-                        self._replaced.setdefault(layer.index, []).append(before)
-                    _carry_over(total, layer, self._replaced.get(layer.index, ()))
+                if layer.index in sums:  # of an interrupted step: they go on
+                    torch._foreach_copy_(_gradients_of(layer), sums[layer.index])
         self._layout, self._worker = layout, worker
 
     # -- one step -------------------------------------------------------------------------------------------------
@@ -205,7 +214,6 @@ class MegatronModel:
         self._step, self._training = step, training
         self._flights.clear()
         self._ahead.clear()
-        self._replaced.clear()
         self._losses.clear()
         self._tokens = 0.0
         self.source.begin_step()
@@ -483,12 +491,3 @@ class MegatronModel:
 
 def _gradients_of(layer: HeldLayer) -> list[torch.Tensor]:
     return [parameter.main_grad for parameter in layer.parameters()]
-
-
-def _carry_over(sums: Sequence[torch.Tensor], new: HeldLayer, replaced: Sequence[HeldLayer]) -> None:
-    """The sums of an interrupted step go on in ``new``, also for its microbatches in flight on ``replaced``."""
-    for total, parameter in zip(sums, new.parameters(), strict=True):
-        parameter.main_grad.copy_(total)
-    for old in replaced:
-        for before, after in zip(old.parameters(), new.parameters(), strict=True):
-            before.main_grad = after.main_grad

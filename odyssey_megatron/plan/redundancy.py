@@ -87,7 +87,13 @@ def filling(current: Layout, target: Layout) -> Layout:
 
 
 def with_keepers(
-    layout: Layout, previous: Layout | None, nodes: Mapping[int, int], copies: int, costs: Costs
+    layout: Layout,
+    previous: Layout | None,
+    nodes: Mapping[int, int],
+    copies: int,
+    costs: Costs,
+    *,
+    joins: bool = True,
 ) -> Layout:
     """``layout`` with the optimizer state of each layer on ``copies`` of its holders; 0 leaves it on all.
 
@@ -95,7 +101,7 @@ def with_keepers(
     kept a layer before, and still holds it, goes on while it has room: only what must move moves. Whoever keeps least
     joins, on another node than the rest where that can be had (``nodes``: node of each worker). The first keeper sends
     the weights, and the others' state is spare (:meth:`Layout.spare_states`): of those who have it already, so that
-    nobody waits for what moves, the one who is first of least.
+    nobody waits for what moves, the one who is first of least. Without ``joins`` nobody joins where one is left.
     """
     as_many = [min(copies, len(holders)) for holders in layout.holders]
     if not copies or as_many == [len(keepers) for keepers in layout.keepers]:
@@ -120,13 +126,13 @@ def with_keepers(
                 add(worker, layer)
     for layer in largest_first:
         kept = len(keep[layer])
-        while len(keep[layer]) < as_many[layer]:
+        while len(keep[layer]) < (as_many[layer] if joins else 1):
             there = {nodes[worker] for worker in keep[layer]}
-            joins = min(
+            new = min(
                 (worker for worker in layout.holders[layer] if worker not in keep[layer]),
                 key=lambda worker: (not fits(worker, layer), nodes[worker] in there, load[worker], worker),
             )
-            add(joins, layer)
+            add(new, layer)
         first = min(keep[layer][: kept or copies], key=lambda worker: (sends[worker], worker))
         keep[layer].remove(first)
         keep[layer].insert(0, first)

@@ -151,6 +151,7 @@ def decide(
     config: OdysseyConfig,
     now_s: float,
     among: Collection[str] | None = None,
+    at_once: bool = False,
     home: Layout | None = None,
 ) -> Decision:
     """The best plan for the workers that are alive.
@@ -159,6 +160,7 @@ def decide(
         previous: the plan whose holders are complete and current.
         now_s: on the clock of ``state``'s times.
         among: names of options to choose from; None = all.
+        at_once: only plans for which nothing moves.
         home: the failure-free layout, which workers that are back may make possible again.
 
     Raises:
@@ -174,11 +176,14 @@ def decide(
         horizon_s=config.horizon_s,
         mtbf_s=mean_time_between_failures_s(state, config.mtbf_s, now_s),
         home=home,
+        at_once=at_once,
     )
     _check_holders(case)
     found, impossible = options(case)
     if among is not None:
         found = [option for option in found if option.name in among]
+    if at_once:
+        found = [one for one in found if isinstance(one.found, LaidOut) and not one.found.transfers]
     best, rows = _search(case, found, config.policy)
     rows += [_unscored(name, None, reason) for name, reason in impossible]
     if best is None:

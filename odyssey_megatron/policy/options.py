@@ -19,9 +19,6 @@ from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.score import expected_tokens
 from odyssey_megatron.policy.search import Search, place, search_for
 
-ZERO_TRANSFER = frozenset({"keep", "rebalance", "reroute", "drop"})
-"""Options that send no state."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
@@ -37,6 +34,8 @@ class Case:
     mtbf_s: float
     home: Layout | None = None
     """Of the failure-free plan, where the job comes from."""
+    at_once: bool = False
+    """Nothing is to move, so optimizer state that is lost on some worker stays with those who have it still."""
 
     @property
     def speeds(self) -> dict[int, float]:
@@ -202,7 +201,8 @@ def lay_out(case: Case, name: str, note: str, layout: Layout, *, shadowed: bool 
         layout = with_shadows(
             layout, case.previous, nodes, job.least_holders, costs, eager=job.eager_forwards
         )
-    layout = with_keepers(layout, case.previous, nodes, case.job.optimizer_copies, costs)
+    copies, joins = case.job.optimizer_copies, not case.at_once
+    layout = with_keepers(layout, case.previous, nodes, copies, costs, joins=joins)
     transfers = plan_transfers(case.previous, layout, case.state.alive, costs)
     caps = caps_for(layout, profile)
     return Option(

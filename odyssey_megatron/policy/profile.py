@@ -187,7 +187,8 @@ def estimated_profile(
     in the weight gradient. Activations count what a fused attention keeps. Gradients are kept in
     float32 or longer, which is Megatron's default; Adam has two such moments, and a float32 master copy where weights
     are shorter. ``flops_per_s`` is the achieved rate of one GPU; a worker has ``tensor_parallel_size`` of them. With
-    ``sequence_parallel`` they share all that is kept; without, each keeps the inputs of norms and of the products behind them whole (Korthikanti et al., arXiv 2205.05198, section 4.2).
+    ``sequence_parallel`` they share all that is kept; without, each keeps the inputs of norms and of the
+    products behind them whole (Korthikanti et al., arXiv 2205.05198, section 4.2).
     """
     tokens = seq_length * micro_batch_size
     kv_size = hidden_size // num_attention_heads * num_query_groups

@@ -19,7 +19,6 @@ from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.redundancy import filling
 from odyssey_megatron.plan.transfer import plan_transfers, transfer_s
 from odyssey_megatron.policy.decide import Decision, decide, scheduled
-from odyssey_megatron.policy.options import ZERO_TRANSFER
 from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.score import mean_time_between_failures_s
 
@@ -64,7 +63,7 @@ def two_speed(
             profile=profile,
             config=config,
             now_s=now_s,
-            among=ZERO_TRANSFER,
+            at_once=True,
         ).plan
     except PlanInfeasible:
         return None
@@ -106,12 +105,16 @@ def rows(both: TwoSpeed, direct: tuple[CandidateRow, ...]) -> tuple[CandidateRow
 def towards(target: Plan, *, current: Plan, state: ClusterState, profile: Profile) -> Plan:
     """The next plan on the way from ``current`` to ``target``, each entered between two steps and stopping nothing.
 
-    First the new holders are filled behind a step of the current routes; then ``target`` needs no transfers. Where both
-    layouts' state does not fit memory, ``target`` at once: its workers wait for what they lack.
+    First the new holders are filled behind a step of the current routes; then ``target`` needs no transfers. Where only
+    optimizer state moves, which a step needs at its end, ``target`` at once; and where both layouts' state does not fit
+    memory: then its workers wait for what they lack.
     """
     alive, costs = state.alive, profile.costs
     transfers = plan_transfers(current.layout, target.layout, alive, costs)
-    if transfers:
+    if transfers and (current.layout.holders, current.layout.routes) != (
+        target.layout.holders,
+        target.layout.routes,
+    ):
         both = filling(current.layout, target.layout)
         try:
             return scheduled("fill", both, plan_transfers(current.layout, both, alive, costs), state, profile)

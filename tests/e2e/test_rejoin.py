@@ -24,7 +24,7 @@ def plans(outcome) -> list[str]:
 @pytest.mark.parametrize(
     ("policy", "inject"),
     [
-        ("replan", "rank=0,step=2,at=forward"),
+        pytest.param("replan", "rank=0,step=2,at=forward", marks=pytest.mark.matrix),
         pytest.param("reroute", "rank=5,step=2,at=backward", marks=pytest.mark.matrix),
         pytest.param("auto", "rank=7,step=2,at=optimizer", marks=pytest.mark.matrix),
         pytest.param("auto", "rank=3,step=2,at=backward,signal=STOP", marks=pytest.mark.matrix),
@@ -39,6 +39,50 @@ def test_back_to_the_first_plan(jobs, reference, name, policy, inject):
     assert len(shot.named("rank_joined")) == inject.count("rank=")
     assert members(shot)[0] == members(shot)[-1] == 8
     assert plans(shot)[0] == plans(shot)[-1], "back to the full layout gives exactly the first plan"
+
+
+@pytest.mark.parametrize(
+    ("policy", "inject"),
+    [
+        ("replan", "rank=0,step=2,at=param_gather"),
+        pytest.param("reroute", "rank=5,step=2,at=backward", marks=pytest.mark.matrix),
+        pytest.param("auto", "rank=7,step=2,at=optimizer", marks=pytest.mark.matrix),
+        pytest.param("auto", "rank=3,step=2,at=commit,signal=STOP", marks=pytest.mark.matrix),
+        pytest.param("auto", "rank=2,step=2,at=reduce;rank=5,step=2,at=reduce", marks=pytest.mark.matrix),
+        pytest.param(
+            "replan", "rank=1,step=2,at=commit;rank=6,step=4,at=param_gather", marks=pytest.mark.matrix
+        ),
+        pytest.param(
+            "reroute",
+            "rank=5,step=2,at=commit;rank=5,step=-1,at=agreement,incarnation=1",
+            marks=pytest.mark.matrix,
+        ),
+        pytest.param(
+            "reroute",
+            "rank=5,step=2,at=commit;rank=2,step=-1,at=forward,generation=3",
+            marks=pytest.mark.matrix,
+        ),
+        pytest.param(
+            "reroute",
+            "rank=5,step=2,at=commit;rank=6,step=-1,at=optimizer,generation=3",
+            marks=pytest.mark.matrix,
+        ),
+        pytest.param(
+            "replan",
+            "rank=5,step=2,at=commit;rank=0,step=-1,at=param_gather,generation=4",
+            marks=pytest.mark.matrix,
+        ),
+    ],
+)
+@pytest.mark.parametrize("spare", ["device", pytest.param("host", marks=pytest.mark.matrix)])
+def test_with_a_distributed_optimizer_its_states_go_back_too(jobs, reference, name, policy, inject, spare):
+    flags = (
+        f"{LONG} {TWICE} --use-distributed-optimizer --odyssey-spare-state {spare} --odyssey-policy {policy}"
+    )
+    shot = jobs.run(name, ranks=8, stages=2, flags=f"{flags} --odyssey-inject {inject}")
+    assert_equal_runs(shot, reference, kills=inject.count("rank="))
+    assert members(shot)[0] == members(shot)[-1] == 8
+    assert plans(shot)[0] == plans(shot)[-1]
 
 
 @pytest.mark.parametrize(

@@ -51,3 +51,34 @@ def test_routes_first_and_layers_behind_the_steps(jobs, undisturbed, profile, na
         assert decided[2:] == [(3, "fill", True), (4, "replan", True)]
         assert [switch.policy for switch in shot.run.switches] == ["fill", "replan"]
         assert [one.policy for one in shot.run.recoveries] == ["reroute"]
+
+
+@pytest.mark.parametrize(
+    "inject",
+    [
+        "",
+        pytest.param("rank=3,step=-1,at=forward,generation=3", marks=pytest.mark.matrix),
+        pytest.param("rank=7,step=-1,at=groups,generation=3", marks=pytest.mark.matrix),
+        pytest.param("rank=2,step=-1,at=agreement,generation=3", marks=pytest.mark.matrix),
+        pytest.param("rank=6,step=-1,at=optimizer,generation=3", marks=pytest.mark.matrix),
+        pytest.param("rank=0,step=-1,at=param_gather,generation=3", marks=pytest.mark.matrix),
+    ],
+)
+@pytest.mark.parametrize("spare", ["device", pytest.param("host", marks=pytest.mark.matrix)])
+def test_lost_copies_of_optimizer_state_are_made_anew_behind_a_step(
+    jobs, undisturbed, profile, name, inject, spare
+):
+    flags = (
+        f"{STEPS} --use-distributed-optimizer --odyssey-spare-state {spare} --odyssey-policy reroute "
+        f"--odyssey-profile {profile} --odyssey-inject rank=5,step=0,at=backward;{inject}"
+    )
+    shot = jobs.run(name, ranks=8, stages=2, flags=flags)
+    assert_equal_runs(shot, undisturbed(STEPS), kills=2 if inject else 1)
+    decided = [(event["generation"], event["policy"], event["planned"]) for event in shot.named("decision")]
+    assert decided[:3] == [(1, "initial", False), (2, "reroute", False), (3, "reroute", True)]
+    first, without, again = (event["layout"]["keepers"] for event in shot.named("decision")[:3])
+    assert [[worker for worker in keepers if worker != 5] for keepers in map(sorted, first)] == [
+        sorted(keepers) for keepers in without
+    ]
+    assert {len(keepers) for keepers in without} == {1, 2}
+    assert {len(keepers) for keepers in again} == {2}

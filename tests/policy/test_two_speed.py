@@ -7,7 +7,7 @@ from odyssey_megatron.cluster.events import RankDied
 from odyssey_megatron.cluster.state import apply, initial_state
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.policy.decide import decide, initial_plan
-from odyssey_megatron.policy.two_speed import two_speed
+from odyssey_megatron.policy.two_speed import towards, two_speed
 from tests.policy.test_decide import PROFILE, job
 
 
@@ -41,6 +41,35 @@ def test_bytes_hide_behind_steps():
     steps = (plans.tokens - plans.direct_tokens) / 4096
     assert steps == pytest.approx(plans.after_steps - later_s / plans.then.step_s, rel=0.01)
     assert steps > 0
+
+
+def test_lost_copies_of_optimizer_state_are_made_anew_behind_a_step():
+    """Nobody waits for them: each layer has a keeper left, and its holders have the weights."""
+    profile = replace(PROFILE, costs=replace(PROFILE.costs, link_bytes_per_s=5e6))
+    state = initial_state(nodes=(0,) * 8)
+    spec = replace(job(2, 16), optimizer_copies=2)
+    before = initial_plan(spec, state, profile)
+    state = apply(state, RankDied(rank=2, code=-9, cause="killed", t_s=0.0))
+    arguments = {
+        "job": spec,
+        "state": state,
+        "previous": before,
+        "profile": profile,
+        "config": OdysseyConfig(mtbf_s=1e9, horizon_s=1e4, policy="reroute"),
+        "now_s": 0.0,
+    }
+    direct = decide(**arguments)
+    plans = two_speed(**arguments, direct=direct)
+    left = tuple(tuple(w for w in states if w != 2) for states in before.layout.states)
+    assert {len(states) for states in left} == {1, 2}
+    assert [set(states) for states in plans.now.layout.states] == [set(states) for states in left]
+    assert {len(states) for states in plans.then.layout.states} == {2}
+    assert plans.tokens > plans.direct_tokens
+    following = towards(plans.then, current=plans.now, state=state, profile=profile)
+    assert following.layout == plans.then.layout, "in one change of plan"
+    for moved in following.transfers:
+        assert moved.target in plans.now.layout.holders[moved.layer]
+        assert moved.target != following.layout.keepers[moved.layer][0], "others wait for who sends weights"
 
 
 def test_a_fast_link_has_nothing_to_hide():

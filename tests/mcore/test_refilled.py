@@ -1,4 +1,4 @@
-"""Layers that are replaced while microbatches are in flight: their gradients go where those of all others go."""
+"""Layers that get their optimizer state while microbatches are in flight on them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def forward(model: Any) -> None:
     model.forward(0, 2, 4, inner)
 
 
-def replace_layer(model: Any, layer: int) -> None:
+def refill(model: Any, layer: int) -> None:
     """As a worker that held only weights gets the optimizer state, too: it is sent the whole layer."""
     sent = [one.clone() for one in model.tensors_to_send(layer)]
     for room, one in zip(model.tensors_to_fill(layer), sent, strict=True):
@@ -25,13 +25,13 @@ def replace_layer(model: Any, layer: int) -> None:
 
 
 @pytest.mark.parametrize("times", [1, 2, 3])
-def test_a_microbatch_in_flight_finds_the_newest_buffers(model, times):
+def test_microbatches_in_flight_and_their_sums_go_on(model, times):
     forward(model)
     backward(model)
     expected = gradients(model)
     model.begin_step(0)
     forward(model)
     for _ in range(times):
-        replace_layer(model, 2)
+        refill(model, 2)
     backward(model)
     assert torch.equal(gradients(model), expected)
