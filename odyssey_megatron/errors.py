@@ -11,7 +11,6 @@ EXIT_BAD_INPUT = 2
 EXIT_LAYERS_LOST = 93
 """The last holder of some layer is gone (I9); the job stopped at its last committed step."""
 
-
 EXIT_FENCED = 94
 """Of a rank, not of the job: the others go on without it, since its cell has lost a rank, or it was declared dead."""
 
@@ -24,7 +23,9 @@ class OdysseyError(Exception):
 
 
 class ConfigError(OdysseyError):
-    """The user's input cannot work. Raised before training starts; exit code 2."""
+    """The user's input cannot work. Raised before training starts."""
+
+    exit_code = EXIT_BAD_INPUT
 
 
 class MegatronIncompatible(ConfigError):
@@ -77,7 +78,9 @@ class TransferIncomplete(OdysseyError):
 
 
 class Unsound(OdysseyError):
-    """Raised by all ranks alike where training on would make it worse. Exit code 95."""
+    """Raised by all ranks alike where training on would make it worse."""
+
+    exit_code = EXIT_UNSOUND
 
 
 class NotFinite(Unsound):

@@ -20,7 +20,6 @@ from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.codec import from_json, to_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import (
-    EXIT_BAD_INPUT,
     ConfigError,
     ControlPlaneLost,
     Fenced,
@@ -179,10 +178,10 @@ class Member:
                 "--odyssey-profile file on all nodes."
             )
 
-    def refuse(self, error: ConfigError | Unsound, exit_code: int = EXIT_BAD_INPUT) -> NoReturn:
+    def refuse(self, error: ConfigError | Unsound) -> NoReturn:
         """Ends this rank, and the job. The launcher prints one rank's message, once."""
         self._control.put_first(keys.REFUSED, str(error))
-        raise SystemExit(exit_code)
+        raise SystemExit(error.exit_code)
 
     def wait_all(self, name: str) -> None:
         """A barrier over all ranks of the start, once a ``name``. Nobody waits for a rank that has died."""

@@ -24,7 +24,6 @@ from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import (
     EXIT_FENCED,
-    EXIT_UNSOUND,
     ConfigError,
     ControlPlaneLost,
     Fenced,
@@ -113,10 +112,8 @@ class Session:
         """What ends the job in the body ends this process. Raises SystemExit, with the job's exit code."""
         try:
             yield
-        except ConfigError as error:
+        except (ConfigError, Unsound) as error:
             self.member.refuse(error)
-        except Unsound as error:
-            self.member.refuse(error, EXIT_UNSOUND)
         except JobStopped as stop:
             self._journal.event("stopped", why=str(stop), exit_code=stop.exit_code)
             raise SystemExit(stop.exit_code) from None

@@ -10,9 +10,7 @@ from odyssey_megatron.metrics.run import Run, read_run
 from odyssey_megatron.plan.costs import Costs, LayerCost
 from odyssey_megatron.policy.profile import Profile
 from tests.execute.emulation import Emulation
-from tests.launch.jobserver import CHECKOUT, JobServer
-
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
+from tests.launch.jobserver import CHECKOUT, ENVIRONMENT, JobServer
 
 
 def layer(work_s: float, **sizes: int) -> LayerCost:

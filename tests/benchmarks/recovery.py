@@ -26,7 +26,7 @@ from bars import at_least, at_most, finish, summarize
 
 from odyssey_megatron.metrics.recoveries import Recovery
 from odyssey_megatron.metrics.run import read_run
-from tests.launch.jobserver import JobServer
+from tests.launch.jobserver import ENVIRONMENT, JobServer
 
 STAGES, STEP = 4, 3
 POINTS = ("forward", "backward", "weight_grad", "reduce", "agreement", "optimizer")
@@ -35,7 +35,6 @@ MODEL = (
     "--num-attention-heads 4 --num-query-groups 2 --seq-length 64 --micro-batch-size 1 --global-batch-size 16 "
     "--train-iters 6 --lr-warmup-iters 1 --odyssey-device cpu"
 ).split()
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
 
 
 def shoot(server: JobServer, folder: Path, ranks: int, policy: str, victim: int, point: str) -> Recovery:

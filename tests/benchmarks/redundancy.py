@@ -37,7 +37,7 @@ from odyssey_megatron.plan.simulate import simulate
 from tests.benchmarks import emulated_jobs, rejoin
 from tests.benchmarks.bars import Bar, at_least, at_most, finish, summarize
 from tests.execute.emulation import Emulation
-from tests.launch.jobserver import JobServer
+from tests.launch.jobserver import ENVIRONMENT, JobServer
 
 MODEL = (
     "--num-layers 8 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 4 --num-query-groups 2 "
@@ -182,7 +182,7 @@ def run(server: JobServer, folder: Path, mode: str, into: Measured, *, kill: boo
     argv += ["--odyssey-run-dir", folder]
     if kill:
         argv += ["--odyssey-inject", f"rank={victim},step={KILLED_AT},at=backward"]
-    job = server.run(argv, log=folder.with_suffix(".log"), env=emulated_jobs.ENVIRONMENT)
+    job = server.run(argv, log=folder.with_suffix(".log"), env=ENVIRONMENT)
     if job.wait(120) != 0:
         raise RuntimeError(job.log()[-3000:])
     done = read_run(folder)

@@ -20,6 +20,8 @@ from odyssey_megatron.launch.zygote import ForkedProcess, Zygote
 from odyssey_megatron.metrics.journal import read_journal
 
 CHECKOUT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
+"""Of jobs that are timed."""
 
 
 @dataclass
