@@ -1,7 +1,7 @@
 """The example with many generations: in some steps, whoever speaks asks for fresh groups.
 
-Quiet steps in between are slow, so that the groups of earlier generations get time to be buried; at the end of each
-such time a file tells the test to look at the processes, which go on.
+Quiet steps in between are slow, so that the groups of earlier generations get time to be buried; some steps before the
+end of each such time a file tells the test to look at the processes. Another file, of the test, ends the last one.
 """
 
 from __future__ import annotations
@@ -17,12 +17,16 @@ import pretrain_llama
 
 from odyssey_megatron.mcore.plugin import Session
 
-QUIET = (range(4, 24), range(46, 66))
-STEPS, SLOW_S = 66, 0.25
+QUIET = (range(4, 24), range(46, 116))
+STEPS, SLOW_S = 116, 0.25
 
 
 def marker(run_dir: str | Path, quiet: range) -> Path:
     return Path(run_dir) / f"quiet{quiet.start}"
+
+
+def seen(run_dir: str | Path) -> Path:
+    return Path(run_dir) / "seen"
 
 
 def main() -> None:
@@ -35,11 +39,13 @@ def main() -> None:
 
     def after_step(train_iters: int, step: int, outcome: Any) -> None:
         (session,) = sessions
+        run_dir = session.config.run_dir
         for quiet in QUIET:
             if step in quiet:
-                time.sleep(SLOW_S)
-                if step == quiet.stop - 3:
-                    marker(session.config.run_dir, quiet).touch()
+                if not seen(run_dir).exists():
+                    time.sleep(SLOW_S)
+                if step == quiet.start + 17:
+                    marker(run_dir, quiet).touch()
                 return
         session.member.ask_retry(session.member._newest, "the test wants another generation")
 

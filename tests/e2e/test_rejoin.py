@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from odyssey_megatron.cluster.job import JobSpec
+from odyssey_megatron.policy.profile import load_profile
 from tests.e2e.jobs import LONG, assert_equal_runs
+from tests.policy.test_rejoin import least_memory
 
 ONCE, TWICE = "--odyssey-respawn 1", "--odyssey-respawn 2"
 
@@ -83,6 +86,39 @@ def test_with_a_distributed_optimizer_its_states_go_back_too(jobs, reference, na
     assert_equal_runs(shot, reference, kills=inject.count("rank="))
     assert members(shot)[0] == members(shot)[-1] == 8
     assert plans(shot)[0] == plans(shot)[-1]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    "inject",
+    [
+        "",
+        "rank=1,step=-1,at=transfer,incarnation=1",
+        "rank=0,step=-1,at=param_gather,generation=3",
+        "rank=4,step=-1,at=forward,generation=3",
+    ],
+)
+def test_without_memory_for_both_layouts_it_goes_there_at_once(
+    jobs, undisturbed, reference, name, inject, tmp_path
+):
+    spec = JobSpec(
+        num_layers=8, pipeline_model_parallel_size=2, tensor_model_parallel_size=1, num_microbatches=12,
+        tokens_per_step=12 * 16, train_steps=60, optimizer_copies=2,
+    )  # fmt: skip
+    profile = load_profile(undisturbed(ranks=8, stages=4).run_dir / "profile.json")
+    least_memory(spec, profile, (1,), "replan").save(tmp_path / "little_memory.json")
+    flags = (
+        f"{LONG} {TWICE} --use-distributed-optimizer --odyssey-policy replan "
+        f"--odyssey-profile {tmp_path / 'little_memory.json'} --odyssey-inject rank=1,step=2,at=commit;{inject}"
+    )
+    shot = jobs.run(name, ranks=8, stages=2, flags=flags)
+    assert_equal_runs(shot, reference, kills=2 if inject else 1)
+    decided = shot.named("decision")
+    assert [event["policy"] for event in decided[:3]] == ["initial", "replan", "initial"]
+    before, back = (event["layout"]["keepers"] for event in decided[1:3])
+    assert any(keepers[0] not in had for had, keepers in zip(before, back, strict=True))
+    for what in ("layout", "schedule"):
+        assert decided[0][what] == decided[-1][what]
 
 
 @pytest.mark.parametrize(
