@@ -90,7 +90,7 @@ def activation_caps(
     if budget_bytes is None:
         wanted: Mapping[int, int] = one_f_one_b_bytes(layout, costs, extra)
         return {worker: max(floor[worker], wanted[worker]) for worker in floor}
-    state = state_bytes(layout, costs)
+    state = _alike(layout, state_bytes(layout, costs))
     for worker, least in floor.items():
         if state[worker] + least > budget_bytes:
             raise PlanInfeasible(
@@ -98,3 +98,20 @@ def activation_caps(
                 f"activations at the least), {budget_bytes} are there"
             )
     return {worker: budget_bytes - state[worker] for worker in floor}
+
+
+def _alike(layout: Layout, state: Mapping[int, int]) -> Mapping[int, int]:
+    """``state``, where of the workers with the same layers each counts as the one who keeps most optimizer state.
+
+    So pipelines that are alike have the same caps, and one schedule: a step is as long as the longest of them anyway.
+    """
+    if not layout.keepers:
+        return state
+    held: dict[int, list[int]] = {worker: [] for worker in state}
+    for layer, holders in enumerate(layout.holders):
+        for worker in holders:
+            held[worker].append(layer)
+    most: dict[tuple[int, ...], int] = {}
+    for worker, layers in held.items():
+        most[tuple(layers)] = max(most.get(tuple(layers), 0), state[worker])
+    return {worker: most[tuple(layers)] for worker, layers in held.items()}

@@ -10,6 +10,7 @@ printed beside them. Each decision starts from the healthy plan, after ``prepare
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 import time
@@ -37,9 +38,13 @@ CLUSTERS = (
 )
 """(model, GPUs, tensor parallel, pipeline parallel, bar in milliseconds; None = only printed)."""
 DEAD = (1, 8, 64)
+COPIES = (0, 2)
+"""Of a layer's optimizer state: one on every holder, or those of a distributed optimizer."""
 
 
-def healthy_job(model: str, gpus: int, tp: int, pp: int) -> tuple[JobSpec, ClusterState, Profile, Plan]:
+def healthy_job(
+    model: str, gpus: int, tp: int, pp: int, copies: int
+) -> tuple[JobSpec, ClusterState, Profile, Plan]:
     """A job before its first failure; what ``prepare()`` works out is there."""
     workers = gpus // tp
     dp = workers // pp
@@ -51,13 +56,16 @@ def healthy_job(model: str, gpus: int, tp: int, pp: int) -> tuple[JobSpec, Clust
         num_microbatches=dp * 2 * pp,
         tokens_per_step=4096 * dp * 2 * pp,
         train_steps=1,
+        optimizer_copies=copies,
     )
     state = initial_state(nodes=tuple(range(workers)))
     return job, state, profile, initial_plan(job, state, profile)
 
 
-def measure(model: str, gpus: int, tp: int, pp: int, dead: int, repeats: int) -> dict[str, object]:
-    job, state, profile, healthy = healthy_job(model, gpus, tp, pp)
+def measure(
+    model: str, gpus: int, tp: int, pp: int, copies: int, dead: int, repeats: int
+) -> dict[str, object]:
+    job, state, profile, healthy = healthy_job(model, gpus, tp, pp, copies)
     workers = len(state.workers)
     for i in range(dead):
         # Spread over pipelines and stages; coprime steps, so that no stage loses all its replicas.
@@ -75,6 +83,7 @@ def measure(model: str, gpus: int, tp: int, pp: int, dead: int, repeats: int) ->
         "workers": workers,
         "dp": workers // pp,
         "pp": pp,
+        "optimizer_copies": copies,
         "dead": len(state.dead),
         "cpu_ms": round(statistics.median(cpu_ms), 2),
         "wall_ms": round(statistics.median(wall_ms), 2),
@@ -93,12 +102,13 @@ def main() -> int:
     options = parser.parse_args()
     rows, bars = [], []
     for model, gpus, tp, pp, limit_ms in CLUSTERS:
-        for dead in DEAD:
+        for copies, dead in itertools.product(COPIES, DEAD):
             if dead * 4 <= gpus // tp:
-                row = measure(model, gpus, tp, pp, dead, options.repeats if gpus < 1000 else 1)
+                row = measure(model, gpus, tp, pp, copies, dead, options.repeats if gpus < 1000 else 1)
                 rows.append(row)
                 if limit_ms is not None:
-                    name = f"{gpus}_gpus_tp{tp}_{dead}_dead_cpu_ms"
+                    shared = "_distributed_optimizer" if copies else ""
+                    name = f"{gpus}_gpus_tp{tp}{shared}_{dead}_dead_cpu_ms"
                     bars.append(at_most(name, float(str(row["cpu_ms"])), limit_ms))
                 if not options.json:
                     print(row, flush=True)
