@@ -82,7 +82,12 @@ class Search:
         self._shared: dict[int, Search] = {}
 
     def _sharing(self, pipelines: int) -> Search:
-        """This search, where each layer's optimizer state is shared out among the holders in so many pipelines."""
+        """This search, where each layer's optimizer state is shared out among the holders in so many pipelines.
+
+        Of many only the first four binary digits count: what is kept of the state is little then, and searches few.
+        """
+        rounded = max(0, pipelines.bit_length() - 4)
+        pipelines = pipelines >> rounded << rounded
         if self.budget is None or not 0 < self.copies < pipelines:
             return self
         if pipelines not in self._shared:
