@@ -9,6 +9,7 @@ that *is* 1F1B; where all workers have the memory of 1F1B's first stage it is a 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, pairwise
@@ -91,8 +92,11 @@ class Tasks:
     """Enough for a task or a worker behind all tasks that an event can name."""
 
 
-def best_order(shape: Shape, costs: Costs) -> Solved:
+def best_order(shape: Shape, costs: Costs, before_s: Sequence[float] | None = None) -> Solved | None:
     """The best of a few rules: which microbatches are urgent, and how many forwards are due.
+
+    ``before_s``: when each worker must be done at the latest. None if some worker is not, which mostly shows after a
+    tenth of the work.
 
     Routes that share workers are tried by number and abreast. With less memory than 1F1B needs its number in
     flight cannot be kept; then a number in proportion, and none (input gradients always first), are tried too.
@@ -103,17 +107,20 @@ def best_order(shape: Shape, costs: Costs) -> Solved:
     # Large groups get one try: deciding has to be quick, and many routes average out.
     alone = abreast == by_number or len(by_number) > _LARGE
     best: tuple[Tasks, list[int], list[list[int]]] | None = None
+    ends = [inf if before_s is None else before_s[seat] * TICKS_PER_S for seat in range(len(work))]
     for urgency in (by_number,) if alone else (by_number, abreast):
         tasks = _tasks(shape, rows, urgency, lag)
         targets = [tasks.behind]
         if tasks.scaled != tasks.behind:
             targets += [tasks.scaled, [-1] * len(tasks.scaled)]
         for target in targets:
-            limit = inf if best is None else max(best[1])
-            if limit > _NEAR * least:
-                one = _list_schedule(tasks, target, work, limit)
+            shortest = inf if best is None else max(best[1])
+            if shortest > _NEAR * least:
+                latest = [min(shortest, end) - 1 - whole for end, whole in zip(ends, work, strict=True)]
+                one = _list_schedule(tasks, target, latest)
                 best = best if one is None else (tasks, *one)
-    assert best is not None  # the first rule has always run
+    if best is None:
+        return None
     tasks, done, queues = best
     count, visits = len(tasks.visits), tasks.visits
     return Solved(
@@ -223,19 +230,18 @@ def _span(costs: Costs, first: int, last: int, speed: float) -> tuple[int, int, 
 
 
 def _list_schedule(
-    tasks: Tasks, target: list[int], work: list[int], limit: float
+    tasks: Tasks, target: list[int], latest: list[float]
 ) -> tuple[list[int], list[list[int]]] | None:
     """Runs the clock; returns when each worker is done, and the tasks that it runs.
 
-    None as soon as some worker, with ``work`` ticks in all, cannot be done before ``limit`` any more.
+    None as soon as some worker cannot be done in time any more: ``latest`` is when each may start at the latest, to be
+    busy from then on (running something moves that on, here).
     A forward is due while the worker has at most ``target[visit]`` microbatches in flight.
     """
     count, worker, ticks, size, then = len(tasks.visits), tasks.worker, tasks.ticks, tasks.size, tasks.then
-    forwards, input_grads, weight_grads = ([list[int]() for _ in work] for _ in range(3))
-    live, in_flight, done = [0] * len(work), [0] * len(work), [0] * len(work)
-    free, queues = [True] * len(work), [list[int]() for _ in work]
-    # A worker may start so late and still be done before the limit; running something moves that on.
-    latest = [limit - 1 - whole for whole in work]
+    forwards, input_grads, weight_grads = ([list[int]() for _ in latest] for _ in range(3))
+    live, in_flight, done = [0] * len(latest), [0] * len(latest), [0] * len(latest)
+    free, queues = [True] * len(latest), [list[int]() for _ in latest]
     # An event is time << bits | what: the forward or input gradient that is ready, or 2 count + a free worker.
     bits, mask = tasks.bits, (1 << tasks.bits) - 1
     # At a route's first hop, whose input gradient nobody waits for, the forwards are ready.

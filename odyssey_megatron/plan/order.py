@@ -49,16 +49,18 @@ def order_routes(
     *,
     in_flight_cap: Mapping[int, int] | None = None,
     speeds: Mapping[int, float] | None = None,
+    before_s: Mapping[int, float] | None = None,
 ) -> Order:
     """Schedules each group of routes; equal groups only once.
 
     Args:
         in_flight_cap: worker -> bytes of activations it may keep; None = what 1F1B keeps at its place.
         speeds: worker -> relative speed; 1.0 where missing.
+        before_s: worker -> when it must be done at the latest; None = whenever it can be.
 
     Raises:
         LayoutInvalid: two hops in a row on one worker (they must be one hop).
-        PlanInfeasible: a cap is below what any order needs.
+        PlanInfeasible: a cap is below what any order needs; or a worker is not done in time.
     """
     caps = activation_caps(layout, costs) if in_flight_cap is None else in_flight_cap
     done_s = dict.fromkeys(layout.workers, 0.0)
@@ -71,10 +73,15 @@ def order_routes(
         shape = _shape(routes, workers, microbatches, caps, speeds or {})
         if shape not in known:
             try:
-                known[shape] = best_order(shape, costs)
+                solved = best_order(
+                    shape, costs, [before_s[worker] for worker in workers] if before_s else None
+                )
             except PlanInfeasible:
                 _check_caps(layout, costs, caps)  # says which worker
                 raise
+            if solved is None:
+                raise PlanInfeasible("given up while it was scheduled: not done in time to be better")
+            known[shape] = solved
         solved = known[shape]
         groups.append(Group(workers=workers, microbatches=microbatches, solved=solved))
         done_s.update(zip(workers, solved.done_s, strict=True))

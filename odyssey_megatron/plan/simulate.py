@@ -46,6 +46,18 @@ def reduce_s(costs: Costs, first: int, last: int, holders: int) -> float:
     return hops * costs.link_latency_s + hops / holders * size / costs.link_bytes_per_s
 
 
+def computed_before_s(layout: Layout, costs: Costs, end_s: float) -> dict[int, float]:
+    """Worker -> when it must have computed at the latest, for a step that ends at ``end_s``: the inverse of
+    :func:`step_end_s`, as if nobody waited for anybody.
+    """
+    before = dict.fromkeys(layout.workers, end_s - costs.optimizer_s)
+    for block in layout.blocks():
+        own_s = reduce_s(costs, block.first, block.last, len(block.holders))
+        for worker in block.holders:
+            before[worker] -= own_s
+    return before
+
+
 def step_end_s(layout: Layout, costs: Costs, done_s: Mapping[int, float]) -> float:
     """When the step ends, given when each worker has computed: reductions in their order, then ``STEP``."""
     now = dict(done_s)

@@ -21,7 +21,7 @@ from odyssey_megatron.plan.layout import Layout, megatron_layout
 from odyssey_megatron.plan.order import Order, order_routes
 from odyssey_megatron.plan.plan import Plan, Transfer
 from odyssey_megatron.plan.redundancy import with_keepers, with_shadows
-from odyssey_megatron.plan.simulate import step_end_s
+from odyssey_megatron.plan.simulate import computed_before_s, step_end_s
 from odyssey_megatron.plan.transfer import living_holders, warm_up
 from odyssey_megatron.policy.candidates import heirs
 from odyssey_megatron.policy.options import (
@@ -47,6 +47,10 @@ _ALIKE = 0.001
 _MANY_WORKERS = 256
 """Above this the best shape by its estimate comes first, as its pipelines are alike, and is the only one that is laid
 out; the rest only if it may win by 0.5 %."""
+
+
+_SLACK = 1 + 1e-9
+"""Sums of floats that are equal on paper must compare equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,6 +250,7 @@ def _search(case: Case, found: list[Option], policy: str) -> tuple[_Candidate | 
     rows: list[CandidateRow] = []
     left: list[Option] = []
     settled = False  # something of the policy asked for can be had
+    shapes = 0  # of a replan that were scheduled
     while queue:
         option = heappop(queue)[1]
         best = max((one.score for one in worked), default=-math.inf)
@@ -255,13 +260,15 @@ def _search(case: Case, found: list[Option], policy: str) -> tuple[_Candidate | 
             hopeless |= promise <= best + margin * abs(best)
         replans = [one.score for one in worked if one.name == "replan"]
         if option.name == "replan" and replans:
-            hopeless |= len(replans) >= finalists or promise <= max(replans) + _ALIKE * abs(best)
+            hopeless |= promise <= max(replans) + _ALIKE * abs(best)
+        hopeless |= option.name == "replan" and shapes >= finalists
         if hopeless:
             left.append(option)
             continue
         try:
             if isinstance(option.found, LaidOut):
-                worked.append(_work_out(case, option, option.found))
+                shapes += option.name == "replan"
+                worked.append(_work_out(case, option, option.found, best))
                 settled |= wanted(option)
             else:
                 option = lay_out(case, option.name, option.note, option.found(), shadowed=True)
@@ -294,9 +301,14 @@ def _left_over(
     return rows
 
 
-def _work_out(case: Case, option: Option, found: LaidOut) -> _Candidate:
+def _work_out(case: Case, option: Option, found: LaidOut, best: float) -> _Candidate:
+    """Raises PlanInfeasible as soon as it shows that ``option`` cannot have more than the score ``best``."""
     costs, layout = case.profile.costs, found.layout
-    order = order_routes(layout, costs, in_flight_cap=found.caps, speeds=case.speeds)
+    before_s = None
+    if best > -math.inf:
+        longest_s = case.longest_step_s(best, option) * _SLACK
+        before_s = computed_before_s(layout, costs, longest_s)
+    order = order_routes(layout, costs, in_flight_cap=found.caps, speeds=case.speeds, before_s=before_s)
     step_s = step_end_s(layout, costs, order.done_s)
     return _Candidate(
         name=option.name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -54,6 +55,15 @@ class Case:
             restart_s=self.profile.restart_s,
             usual_step_s=self.usual_step_s,
         )
+
+    def longest_step_s(self, score: float, option: Option) -> float:
+        """The step with which ``option`` would have ``score``; infinite if it has that with any."""
+        one, two = (
+            self.score(step_s, option.least_transition_s, option.fatal_share) for step_s in (1.0, 2.0)
+        )
+        gain = 2 * (one - two)  # the score is gain / step - risk
+        above = score - (one - gain)
+        return gain / above if above > 0 else math.inf
 
     def promise(self, option: Option) -> float:
         """The best score that ``option`` could have."""
