@@ -47,15 +47,15 @@ def reduce_s(costs: Costs, first: int, last: int, holders: int) -> float:
 
 
 def computed_before_s(layout: Layout, costs: Costs, end_s: float) -> dict[int, float]:
-    """Worker -> when it must have computed at the latest, for a step that ends at ``end_s``: the inverse of
-    :func:`step_end_s`, as if nobody waited for anybody.
+    """Worker -> when it must have computed at the latest, for a step that ends at ``end_s``: :func:`step_end_s` from
+    its end.
     """
-    before = dict.fromkeys(layout.workers, end_s - costs.optimizer_s)
-    for block in layout.blocks():
-        own_s = reduce_s(costs, block.first, block.last, len(block.holders))
-        for worker in block.holders:
-            before[worker] -= own_s
-    return before
+    after_s = dict.fromkeys(layout.workers, costs.optimizer_s)
+    for block in reversed(reduction_order(layout)):
+        longest_s = max(after_s[worker] for worker in block.holders)
+        longest_s += reduce_s(costs, block.first, block.last, len(block.holders))
+        after_s.update(dict.fromkeys(block.holders, longest_s))
+    return {worker: end_s - own_s for worker, own_s in after_s.items()}
 
 
 def step_end_s(layout: Layout, costs: Costs, done_s: Mapping[int, float]) -> float:
