@@ -90,14 +90,15 @@ def activation_caps(
     if budget_bytes is None:
         wanted: Mapping[int, int] = one_f_one_b_bytes(layout, costs, extra)
         return {worker: max(floor[worker], wanted[worker]) for worker in floor}
-    state = _alike(layout, state_bytes(layout, costs))
+    state = state_bytes(layout, costs)
     for worker, least in floor.items():
         if state[worker] + least > budget_bytes:
             raise PlanInfeasible(
                 f"worker {worker} needs {state[worker] + least} bytes ({state[worker]} of state, {least} of "
                 f"activations at the least), {budget_bytes} are there"
             )
-    return {worker: budget_bytes - state[worker] for worker in floor}
+    most = _alike(layout, state)
+    return {worker: max(least, budget_bytes - most[worker]) for worker, least in floor.items()}
 
 
 def _alike(layout: Layout, state: Mapping[int, int]) -> Mapping[int, int]:
