@@ -24,7 +24,8 @@ from odyssey_megatron.execute.timing import ComputeTimes, Trace, link_times
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.plan.generation import Generation
 from odyssey_megatron.plan.plan import Plan
-from odyssey_megatron.plan.schedule import Program, computed_layers
+from odyssey_megatron.plan.schedule import Program
+from odyssey_megatron.plan.transfer import needed_at_once
 from odyssey_megatron.policy.measured import LinkTimes, Measured
 from odyssey_megatron.rebuild import agree
 from odyssey_megatron.rebuild.transfer import Moving, spread
@@ -217,7 +218,7 @@ class RankRuntime:
     def transfer(self, generation: Generation, live: Callable[[], None]) -> None:
         plan, model, self._live = self._require_plan(), self._model, live
         if generation.previous is None:
-            model.create_layers(plan.layout.held_by(self._worker), self._kept())
+            model.create_layers(plan.layout.held_by(self._worker), plan.layout.kept_by(self._worker))
             self._link = link_times(self._world, model.empty_message())
 
         def checkpoint() -> None:
@@ -233,7 +234,10 @@ class RankRuntime:
             tensors_to_fill=model.tensors_to_fill,
             checkpoint=checkpoint,
         )
-        if not (generation.planned and self._moving.arriving.isdisjoint(self._needed_at_once(generation))):
+        before = None if self._member.rank in generation.fresh else generation.previous
+        held = before.layout.held_by(self._worker) if before is not None else ()
+        needed = needed_at_once(plan.layout, self._worker, self._program, held)
+        if not (generation.planned and self._moving.arriving.isdisjoint(needed)):
             self._settle()
         with torch.enable_grad():  # an evaluation, which runs without, may have been cut short
             model.take_layout(plan.layout, self._worker)
@@ -357,22 +361,6 @@ class RankRuntime:
         self._outcome_logged, self._progress = False, None
         self._fault("commit", step)
 
-    def _kept(self) -> set[int]:
-        """The layers whose optimizer state this worker keeps."""
-        states = self._require_plan().layout.states
-        return {layer for layer, workers in enumerate(states) if self._worker in workers}
-
-    def _needed_at_once(self, generation: Generation) -> set[int]:
-        """The layers that cannot arrive behind the first step: those whose weights this worker sends before it, and
-        those that it computes. Of the latter, what it has held so far has its weights, and lacks its optimizer state
-        only.
-        """
-        previous, layout = generation.previous, self._require_plan().layout
-        sends = {layer for layer, workers in enumerate(layout.keepers) if workers[0] == self._worker}
-        joined = self._member.rank in generation.fresh
-        held = previous.layout.held_by(self._worker) if previous is not None and not joined else ()
-        return sends | computed_layers(self._program).difference(held)
-
     def _spread_weights(self) -> None:
         """From the first keeper of each layer to the holders that do not keep its optimizer state.
 
@@ -460,7 +448,8 @@ class RankRuntime:
             self._publish()
 
     def _publish(self) -> None:
-        sizes = {layer: self._model.moved_bytes(layer) for layer in sorted(self._kept())}
+        kept = self._require_plan().layout.kept_by(self._worker)
+        sizes = {layer: self._model.moved_bytes(layer) for layer in kept}
         measured = Measured(
             spans=self._times.means(),
             link=self._link,

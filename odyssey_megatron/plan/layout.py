@@ -79,6 +79,10 @@ class Layout:
         """The layers that ``worker`` holds, ascending."""
         return tuple(i for i, holders in enumerate(self.holders) if worker in holders)
 
+    def kept_by(self, worker: int) -> tuple[int, ...]:
+        """The layers whose optimizer state ``worker`` keeps, ascending."""
+        return tuple(i for i, keepers in enumerate(self.states) if worker in keepers)
+
     def spare_states(self, worker: int) -> frozenset[int]:
         """The layers whose optimizer state ``worker`` has for a failure only: as a keeper that sends no weights, or,
         where every holder is one, as a shadow.

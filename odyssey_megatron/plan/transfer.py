@@ -10,6 +10,7 @@ from odyssey_megatron.errors import LayersLost
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.plan import Transfer
+from odyssey_megatron.plan.schedule import Program, computed_layers
 
 
 def living_holders(previous: Layout, alive: Collection[int]) -> tuple[tuple[int, ...], ...]:
@@ -60,6 +61,16 @@ def plan_transfers(
         sent[source] += costs.layers[layer].state_bytes
         transfers.append(Transfer(layer=layer, source=source, target=worker))
     return tuple(transfers)
+
+
+def needed_at_once(layout: Layout, worker: int, program: Program, held: Collection[int]) -> set[int]:
+    """The layers that cannot reach ``worker`` behind a step of ``layout``, of which it runs ``program``.
+
+    Those whose weights it sends before the step, and those that it computes; what it has ``held`` so far it can
+    compute, since it lacks optimizer state only.
+    """
+    sends = {layer for layer, keepers in enumerate(layout.keepers) if keepers[0] == worker}
+    return sends | computed_layers(program).difference(held)
 
 
 def transfer_s(transfers: Sequence[Transfer], costs: Costs) -> float:

@@ -164,7 +164,7 @@ def decide(
         previous: the plan whose holders are complete and current.
         now_s: on the clock of ``state``'s times.
         among: names of options to choose from; None = all.
-        at_once: only plans for which nothing moves.
+        at_once: only plans for which nothing moves; after a loss.
         home: the failure-free layout, which workers that are back may make possible again.
 
     Raises:
@@ -184,19 +184,14 @@ def decide(
     )
     _check_holders(case)
     found, impossible = options(case)
-    if among is not None:
-        found = [option for option in found if option.name in among]
-    if at_once:
-        found = [one for one in found if isinstance(one.found, LaidOut) and not one.found.transfers]
+    found = [option for option in found if among is None or option.name in among]
     best, rows = _search(case, found, config.policy)
     rows += [_unscored(name, None, reason) for name, reason in impossible]
     if best is None:
-        reasons = "; ".join(dict.fromkeys(row.reason for row in rows))
-        raise PlanInfeasible(f"no plan for {len(state.alive)} living worker(s): {reasons}")
+        raise _no_plan(case, rows)
     assembled = _assembled(best.order, best.layout, profile.costs, best.caps, case.speeds, job.eager_forwards)
     rows.append(_row(best, True, _why(best, config.policy, rows) + ("; " + assembled.ahead).rstrip("; ")))
-    if case.state.dead:
-        rows.append(_restart_row(case, best.score))
+    rows += [_restart_row(case, best.score)] if case.state.dead else []
     rows.sort(key=lambda row: (not row.chosen, row.score is None, -(row.score or 0.0), row.name))
     plan = Plan(
         policy=previous.policy if best.name == "keep" else best.name,
@@ -211,6 +206,11 @@ def decide(
     )
     bound_s = cluster_bound_s(job.num_microbatches, profile.costs, state.alive, case.speeds)
     return Decision(plan=plan, candidates=tuple(rows), bound_s=bound_s)
+
+
+def _no_plan(case: Case, rows: list[CandidateRow]) -> PlanInfeasible:
+    reasons = "; ".join(dict.fromkeys(row.reason for row in rows))
+    return PlanInfeasible(f"no plan for {len(case.state.alive)} living worker(s): {reasons}")
 
 
 def _check_holders(case: Case) -> None:

@@ -36,7 +36,7 @@ class Case:
     home: Layout | None = None
     """Of the failure-free plan, where the job comes from."""
     at_once: bool = False
-    """Nothing is to move, so optimizer state that is lost on some worker stays with those who have it still."""
+    """Nothing is to move after a loss: optimizer state that was lost stays with those who have it still."""
 
     @property
     def speeds(self) -> dict[int, float]:
@@ -151,6 +151,10 @@ def options(case: Case) -> tuple[list[Option], list[tuple[str, str]]]:
             found.append(lay_out(case, "shift", "rerouted, stage boundaries moved", shifted))
         except PlanInfeasible as error:
             impossible.append(("shift", str(error)))
+    if case.at_once:
+        return [
+            one for one in found if isinstance(one.found, LaidOut) and not one.found.transfers
+        ], impossible
     _add_shadowed(case, found, impossible)
     _add_replans(case, found, impossible)
     return found, impossible
