@@ -169,8 +169,8 @@ class MegatronModel:
         missing = [layer for layer in layout.held_by(worker) if layer not in self._held]
         unsent = [
             layer
-            for layer in layout.held_by(worker)
-            if worker in layout.states[layer] and (layer in missing or self._held[layer].optimizer is None)
+            for layer in layout.kept_by(worker)
+            if layer in missing or self._held[layer].optimizer is None
         ]
         if unsent:
             raise TransferIncomplete(f"worker {worker} was not sent layer(s) {unsent}")

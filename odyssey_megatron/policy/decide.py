@@ -36,7 +36,7 @@ from odyssey_megatron.policy.options import (
 )
 from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.score import mean_time_between_failures_s
-from odyssey_megatron.policy.search import search_for
+from odyssey_megatron.policy.search import SLACK, search_for
 
 _FINALISTS = 6
 """At most so many shapes of a replan are scheduled in full; the others only get an estimate."""
@@ -47,10 +47,6 @@ _ALIKE = 0.001
 _MANY_WORKERS = 256
 """Above this the best shape by its estimate comes first, as its pipelines are alike, and is the only one that is laid
 out; the rest only if it may win by 0.5 %."""
-
-
-_SLACK = 1 + 1e-9
-"""Sums of floats that are equal on paper must compare equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,7 +302,7 @@ def _work_out(case: Case, option: Option, found: LaidOut, best: float) -> _Candi
     costs, layout = case.profile.costs, found.layout
     before_s = None
     if best > -math.inf:
-        longest_s = case.longest_step_s(best, option) * _SLACK
+        longest_s = case.longest_step_s(best, option) * SLACK
         before_s = computed_before_s(layout, costs, longest_s)
     order = order_routes(layout, costs, in_flight_cap=found.caps, speeds=case.speeds, before_s=before_s)
     step_s = step_end_s(layout, costs, order.done_s)

@@ -15,7 +15,7 @@ from odyssey_megatron.plan.layout import Layout, layout_from_routes, pipeline_ro
 from odyssey_megatron.plan.transfer import assign_seats
 from odyssey_megatron.policy.candidates import recut
 
-_SLACK = 1 + 1e-9
+SLACK = 1 + 1e-9
 """Sums of floats that are equal on paper must compare equal."""
 
 
@@ -254,7 +254,7 @@ class Search:
         if stages not in self._splits:
             at = bisect_left(self._limits, True, key=lambda limit: self._fits(stages, limit))
             fits = at < len(self._limits)
-            self._splits[stages] = self._even(stages, self._limits[at] * _SLACK) if fits else None
+            self._splits[stages] = self._even(stages, self._limits[at] * SLACK) if fits else None
         return self._splits[stages]
 
     def _window(self, stage: int, stages: int) -> tuple[int, int]:
@@ -264,7 +264,7 @@ class Search:
         return stage + 2, self.last - (stages - stage)
 
     def _fits(self, stages: int, limit: float) -> bool:
-        start, limit = 0, limit * _SLACK
+        start, limit = 0, limit * SLACK
         for stage in range(stages):
             low, high = self._window(stage, stages)
             times = self._stage_s[start]
@@ -342,7 +342,7 @@ def finish_s(count: int, rates: Sequence[tuple[Rate, int]]) -> float:
 
 
 def _done_by(time_s: float, rate: Rate) -> int:
-    return int((time_s * _SLACK - rate.head_s) / rate.each_s) if rate.each_s else 10**9
+    return int((time_s * SLACK - rate.head_s) / rate.each_s) if rate.each_s else 10**9
 
 
 def min_max_shares(count: int, rates: Sequence[Rate]) -> tuple[int, ...]:

@@ -11,26 +11,28 @@ from odyssey_megatron.policy.two_speed import towards, two_speed
 from tests.policy.test_decide import PROFILE, job
 
 
-def both(link_bytes_per_s):
+def both(spec, link_bytes_per_s, **config):
+    """The plan at once, that in two steps, and the case that they are for."""
     profile = replace(PROFILE, costs=replace(PROFILE.costs, link_bytes_per_s=link_bytes_per_s))
     state = initial_state(nodes=(0,) * 8)
-    before = initial_plan(job(4), state, profile)
+    before = initial_plan(spec, state, profile)
     state = apply(state, RankDied(rank=2, code=-9, cause="killed", t_s=0.0))
     arguments = {
-        "job": job(4),
+        "job": spec,
         "state": state,
         "previous": before,
         "profile": profile,
-        "config": OdysseyConfig(mtbf_s=1e9, horizon_s=1e4),
+        "config": OdysseyConfig(mtbf_s=1e9, horizon_s=1e4, **config),
         "now_s": 0.0,
     }
     direct = decide(**arguments)
-    return direct, two_speed(**arguments, direct=direct), profile
+    return direct, two_speed(**arguments, direct=direct), arguments
 
 
 def test_bytes_hide_behind_steps():
     """A slow link: moving takes seconds, in which the rerouted steps train on."""
-    direct, plans, profile = both(link_bytes_per_s=5e6)
+    direct, plans, case = both(job(4), link_bytes_per_s=5e6)
+    profile = case["profile"]
     moving_s = direct.plan.transition_s - profile.group_build_s
     assert moving_s > 1.0
     assert plans.now.transfers == ()
@@ -45,27 +47,14 @@ def test_bytes_hide_behind_steps():
 
 def test_lost_copies_of_optimizer_state_are_made_anew_behind_a_step():
     """Nobody waits for them: each layer has a keeper left, and its holders have the weights."""
-    profile = replace(PROFILE, costs=replace(PROFILE.costs, link_bytes_per_s=5e6))
-    state = initial_state(nodes=(0,) * 8)
     spec = replace(job(2, 16), optimizer_copies=2)
-    before = initial_plan(spec, state, profile)
-    state = apply(state, RankDied(rank=2, code=-9, cause="killed", t_s=0.0))
-    arguments = {
-        "job": spec,
-        "state": state,
-        "previous": before,
-        "profile": profile,
-        "config": OdysseyConfig(mtbf_s=1e9, horizon_s=1e4, policy="reroute"),
-        "now_s": 0.0,
-    }
-    direct = decide(**arguments)
-    plans = two_speed(**arguments, direct=direct)
-    left = tuple(tuple(w for w in states if w != 2) for states in before.layout.states)
+    _, plans, case = both(spec, link_bytes_per_s=5e6, policy="reroute")
+    left = tuple(tuple(w for w in states if w != 2) for states in case["previous"].layout.states)
     assert {len(states) for states in left} == {1, 2}
     assert [set(states) for states in plans.now.layout.states] == [set(states) for states in left]
     assert {len(states) for states in plans.then.layout.states} == {2}
     assert plans.tokens > plans.direct_tokens
-    following = towards(plans.then, current=plans.now, state=state, profile=profile)
+    following = towards(plans.then, current=plans.now, state=case["state"], profile=case["profile"])
     assert following.layout == plans.then.layout, "in one change of plan"
     for moved in following.transfers:
         assert moved.target in plans.now.layout.holders[moved.layer]
@@ -73,6 +62,6 @@ def test_lost_copies_of_optimizer_state_are_made_anew_behind_a_step():
 
 
 def test_a_fast_link_has_nothing_to_hide():
-    _, plans, _ = both(link_bytes_per_s=1e12)
+    _, plans, _ = both(job(4), link_bytes_per_s=1e12)
     assert plans.after_steps == 1
     assert plans.tokens < plans.direct_tokens
