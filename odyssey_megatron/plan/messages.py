@@ -88,23 +88,24 @@ def _with_sends(
 def _with_receives(worker: int, program: list[int], visits: Visits, channels: Channels) -> list[int]:
     before, behind = visits.before, visits.behind
     out: list[int] = []
-    posted: set[int] = set()
+    early: set[int] = set()  # receives posted before the instruction in front of their consumer
     previous = 0  # where the compute instruction before the current one stands in ``out``
     for code in program:
-        visit, kind = code >> 3, code & 7
-        if kind >= SEND_FORWARD:
+        kind, peer = code & 7, -1
+        if kind == FORWARD:
+            peer, needed = before[code >> 3], code - FORWARD + RECV_FORWARD
+        elif kind >= SEND_FORWARD:
             out.append(code)
             continue
-        if kind == FORWARD:
-            peer, needed = before[visit], visit * 8 + RECV_FORWARD
-        else:
-            peer, needed = behind[visit] if kind != WEIGHT_GRAD else -1, visit * 8 + RECV_BACKWARD
+        elif kind != WEIGHT_GRAD:
+            peer, needed = behind[code >> 3], code - kind + RECV_BACKWARD
         here = len(out)
-        if peer >= 0 and needed not in posted:
-            queue, posts = channels[peer, worker, kind != FORWARD], list[int]()
-            while needed not in posted:
+        if peer >= 0 and needed not in early:
+            queue = channels[peer, worker, kind != FORWARD]
+            posts = [queue.popleft()]
+            while posts[-1] != needed:
                 posts.append(queue.popleft())
-                posted.add(posts[-1])
+            early.update(posts[:-1])
             out[previous:previous] = posts
             here += len(posts)
         out.append(code)

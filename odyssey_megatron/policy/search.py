@@ -80,6 +80,7 @@ class Search:
         self._splits: dict[int, tuple[int, ...] | None] = {}
         self._paces: dict[int, list[tuple[float, float, int, int]]] = {}
         self._shared: dict[int, Search] = {}
+        self._ranked: dict[tuple[int, int], tuple[tuple[float, int], ...]] = {}
 
     def _sharing(self, pipelines: int) -> Search:
         """This search, where each layer's optimizer state is shared out among the holders in so many pipelines.
@@ -115,22 +116,21 @@ class Search:
         stay = self._path[self.last] - self._path[first] + work - own_path
         return max(work, stay / (room // each)) if each else work
 
-    def ranked(self, num_workers: int, num_microbatches: int) -> list[tuple[float, int]]:
+    def ranked(self, num_workers: int, num_microbatches: int) -> tuple[tuple[float, int], ...]:
         """(estimated step, number of pipelines) of every balanced shape that fits, fastest first.
 
         Large clusters: of all numbers of pipelines with the same lengths only the least and the greatest.
         """
-        found = []
-        most = min(num_workers, num_microbatches)
-        numbers = set(range(1, most + 1))
-        if num_workers > _MANY_WORKERS:
-            lengths = range(1, min(num_workers, self.most_stages) + 1)
-            numbers = {n for a in lengths for n in (num_workers // a, num_workers // a + 1) if n <= most}
-        for pipelines in sorted(numbers):
-            estimate_s = self.estimate_s(num_workers, num_microbatches, pipelines)
-            if estimate_s is not None:
-                found.append((estimate_s, pipelines))
-        return sorted(found)
+        if (num_workers, num_microbatches) not in self._ranked:
+            most = min(num_workers, num_microbatches)
+            numbers = set(range(1, most + 1))
+            if num_workers > _MANY_WORKERS:
+                lengths = range(1, min(num_workers, self.most_stages) + 1)
+                numbers = {n for a in lengths for n in (num_workers // a, num_workers // a + 1) if n <= most}
+            estimates = ((self.estimate_s(num_workers, num_microbatches, n), n) for n in numbers)
+            found = sorted((estimate_s, n) for estimate_s, n in estimates if estimate_s is not None)
+            self._ranked[num_workers, num_microbatches] = tuple(found)
+        return self._ranked[num_workers, num_microbatches]
 
     def estimate_s(self, num_workers: int, num_microbatches: int, pipelines: int) -> float | None:
         """Estimated step of the balanced shape of so many pipelines; None if it does not fit."""
