@@ -43,6 +43,12 @@ class Case:
         """Only of workers that differ from a healthy one."""
         return worker_speeds(self.state)
 
+    @property
+    def search(self) -> Search:
+        """For ragged pipelines, with what earlier decisions have worked out."""
+        costs = self.profile.costs
+        return search_for(costs, costs.memory_bytes, self.job.optimizer_copies)
+
     def score(self, step_s: float, transition_s: float, fatal_share: float = 0.0) -> float:
         """See :func:`odyssey_megatron.policy.score.expected_tokens`."""
         return expected_tokens(
@@ -229,16 +235,11 @@ def lay_out(case: Case, name: str, note: str, layout: Layout, *, shadowed: bool 
     )
 
 
-def _search(case: Case) -> Search:
-    costs = case.profile.costs
-    return search_for(costs, costs.memory_bytes, case.job.optimizer_copies)
-
-
 def _add_replans(case: Case, found: list[Option], impossible: list[tuple[str, str]]) -> None:
     """Balanced shapes over all living workers and, if some are slow, over the others alone."""
     alive, speeds = case.state.alive, case.speeds
     groups = {alive, tuple(worker for worker in alive if speeds.get(worker, 1.0) >= 1.0)}
-    search = _search(case)
+    search = case.search
     before = len(found)
     for workers in sorted(filter(None, groups), reverse=True):
         without = f" without {len(alive) - len(workers)} slow" if len(workers) < len(alive) else ""
@@ -249,7 +250,7 @@ def _add_replans(case: Case, found: list[Option], impossible: list[tuple[str, st
 
 
 def _replan(case: Case, workers: tuple[int, ...], pipelines: int, estimate_s: float, without: str) -> Option:
-    costs, search = case.profile.costs, _search(case)
+    costs, search = case.profile.costs, case.search
 
     def layout() -> Layout:
         shape = search.shape(len(workers), case.job.num_microbatches, pipelines)
@@ -276,7 +277,7 @@ def restart(case: Case) -> tuple[float, float] | str:
     pipelines = min(alive // stages, job.num_microbatches)
     if pipelines == 0:
         return f"a pipeline needs {stages} workers, {alive} are alive"
-    search = _search(case)
+    search = case.search
     step_s = search.estimate_s(pipelines * stages, job.num_microbatches, pipelines)
     if step_s is None:
         return search.why_not(stages)
