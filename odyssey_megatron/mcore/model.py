@@ -148,6 +148,7 @@ class MegatronModel:
         holders = tuple((0,) if layer == 1 else nobody for layer in range(self.spec.num_layers))
         self.take_layout(Layout(holders=holders, routes=()), worker=0)
         self._held.clear()
+        self._layout = Layout(holders=(), routes=())
 
     def discard_incoming(self) -> None:
         """Forgets half-received layers of a generation that has ended, and buffers that its operations write to."""

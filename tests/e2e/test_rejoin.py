@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from odyssey_megatron.cluster.job import JobSpec
+from odyssey_megatron.errors import EXIT_LAYERS_LOST
 from odyssey_megatron.policy.profile import load_profile
 from tests.e2e.jobs import LONG, assert_equal_runs
 from tests.policy.test_rejoin import least_memory
@@ -94,8 +95,10 @@ def test_with_a_distributed_optimizer_its_states_go_back_too(jobs, reference, na
     [
         "",
         "rank=1,step=-1,at=transfer,incarnation=1",
-        "rank=0,step=-1,at=param_gather,generation=3",
-        "rank=4,step=-1,at=forward,generation=3",
+        "rank=1,step=-1,at=param_gather,incarnation=1",
+        # Behind the first agreement: before it the one pipeline's ranks may still be alone with their layers.
+        "rank=0,step=-1,at=optimizer,generation=3",
+        "rank=4,step=-1,at=commit,generation=3",
     ],
 )
 def test_without_memory_for_both_layouts_it_goes_there_at_once(
@@ -146,3 +149,14 @@ def test_killed_while_it_joins(jobs, reference, name, inject):
     assert_equal_runs(shot, reference, kills=2)
     assert members(shot)[-1] == 8, members(shot)
     assert plans(shot)[0] == plans(shot)[-1]
+
+
+def test_a_rank_about_to_join_leaves_with_the_others(jobs, name):
+    """The last holder of some layers dies just before it would have sent them."""
+    inject = "rank=5,step=2,at=forward;rank=4,step=-1,at=groups,generation=3"
+    flags = f"{LONG} {ONCE} --odyssey-policy reroute --odyssey-inject {inject}"
+    outcome = jobs.run(name, ranks=8, stages=4, flags=flags)
+    assert outcome.exit_code == EXIT_LAYERS_LOST, outcome.log[-3000:]
+    assert [event["target"] for event in outcome.named("rank_joined")] == [5]
+    assert [event["rank"] for event in outcome.named("stopped")].count(5) == 1
+    assert "Traceback" not in outcome.log
