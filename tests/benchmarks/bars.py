@@ -52,7 +52,9 @@ def finish(measurements: Mapping[str, Any], bars: Sequence[Bar], *, as_json: boo
     """Prints everything; the exit code is 1 if a bar is missed, or if there was none."""
     machine = {"cpus": os.cpu_count(), "load_1min": round(os.getloadavg()[0], 2)}
     if as_json:
-        print(json.dumps({**measurements, "machine": machine, "bars": [asdict(bar) for bar in bars]}))
+        printed = {**measurements, "machine": machine, "bars": [asdict(bar) for bar in bars]}
+        # JSON has no NaN, though Python writes one: what was not measured is null.
+        print(json.dumps(json.loads(json.dumps(printed), parse_constant=lambda _: None)))
     else:
         for name, value in {**measurements, "machine": machine}.items():
             print(f"{name}: {value}")

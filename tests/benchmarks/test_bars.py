@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 import math
 
+import pytest
+
 from .bars import at_least, at_most, finish, summarize
 
 
@@ -21,3 +23,10 @@ def test_all_cleared_is_0_and_nothing_measured_is_not(capsys):
     assert "ok     x = 1 (<= 1)" in capsys.readouterr().out
     assert finish({}, [at_most("x", math.nan, 1.0)], as_json=False) == 1
     assert finish({}, [], as_json=True) == 1
+
+
+def test_what_was_not_measured_is_null(capsys):
+    assert finish({"stall_s": summarize([])}, [at_most("x", math.nan, 1.0)], as_json=True) == 1
+    got = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert got["stall_s"] == {"count": 0, "median": None, "min": None, "max": None}
+    assert got["bars"][0]["value"] is None
