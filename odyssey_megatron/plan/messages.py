@@ -11,6 +11,7 @@ from odyssey_megatron.plan.visits import (
     BACKED,
     FORWARD,
     FORWARDED,
+    NEEDS,
     RECV_BACKWARD,
     RECV_FORWARD,
     SEND_BACKWARD,
@@ -91,15 +92,12 @@ def _with_receives(worker: int, program: list[int], visits: Visits, channels: Ch
     early: set[int] = set()  # receives posted before the instruction in front of their consumer
     previous = 0  # where the compute instruction before the current one stands in ``out``
     for code in program:
-        kind, peer = code & 7, -1
-        if kind == FORWARD:
-            peer, needed = before[code >> 3], code - FORWARD + RECV_FORWARD
-        elif kind >= SEND_FORWARD:
+        visit, kind = code >> 3, code & 7
+        if kind >= SEND_FORWARD:
             out.append(code)
             continue
-        elif kind != WEIGHT_GRAD:
-            peer, needed = behind[code >> 3], code - kind + RECV_BACKWARD
-        here = len(out)
+        peer = before[visit] if kind == FORWARD else behind[visit] if kind != WEIGHT_GRAD else -1
+        needed, here = code + NEEDS[kind], len(out)
         if peer >= 0 and needed not in early:
             queue = channels[peer, worker, kind != FORWARD]
             posts = [queue.popleft()]

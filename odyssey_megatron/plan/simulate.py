@@ -12,9 +12,8 @@ from odyssey_megatron.plan.memory import state_bytes
 from odyssey_megatron.plan.messages import reduction_order
 from odyssey_megatron.plan.schedule import Schedule
 from odyssey_megatron.plan.visits import (
-    BACKWARD,
     FORWARD,
-    INPUT_GRAD,
+    NEEDS,
     RECV_BACKWARD,
     RECV_FORWARD,
     SEND_BACKWARD,
@@ -96,8 +95,6 @@ Effect = tuple[float, int]
 """Seconds that an instruction takes, and bytes of activations that it adds, or frees if negative."""
 
 
-_NEEDS = (RECV_FORWARD - FORWARD, RECV_BACKWARD - INPUT_GRAD, 0, RECV_BACKWARD - BACKWARD)
-"""From the code of each kind of compute instruction to the receive that it waits for; a weight gradient for none."""
 _TO_NEXT = 8 + RECV_FORWARD - SEND_FORWARD
 _TO_PREVIOUS = -8 + RECV_BACKWARD - SEND_BACKWARD
 """From a send to its receive, at the visit after or before."""
@@ -166,7 +163,7 @@ class _Clock:
         while at < len(program) and (code := program[at]) < reductions:
             kind, start = code & 7, now
             if kind < SEND_FORWARD:
-                needed = code + _NEEDS[kind]
+                needed = code + NEEDS[kind]
                 if arrival[needed] > now:
                     start = arrival[needed]
                 elif arrival[needed] < 0.0:

@@ -29,6 +29,9 @@ FORWARD, INPUT_GRAD, WEIGHT_GRAD, BACKWARD, SEND_FORWARD, RECV_FORWARD, SEND_BAC
 )
 """Kinds: from 4 on messages, the odd ones of them received."""
 
+NEEDS = (RECV_FORWARD - FORWARD, RECV_BACKWARD - INPUT_GRAD, 0, RECV_BACKWARD - BACKWARD)
+"""From the code of each kind of compute instruction to the receive that it waits for; a weight gradient for none."""
+
 NOTHING, FORWARDED, BACKED, FINISHED = range(4)
 """How far a visit is: its forward, its input gradient, its weight gradient has run."""
 

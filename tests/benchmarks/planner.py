@@ -68,15 +68,15 @@ def healthy_job(
 def measure(
     model: str, gpus: int, tp: int, pp: int, copies: int, dead: int, repeats: int
 ) -> dict[str, object]:
-    job, state, profile, healthy = healthy_job(model, gpus, tp, pp, copies)
-    workers = len(state.workers)
+    job, full, profile, healthy = healthy_job(model, gpus, tp, pp, copies)
+    workers, state = len(full.workers), full
     for i in range(dead):
         # Spread over pipelines and stages; coprime steps, so that no stage loses all its replicas.
         state = apply(state, RankDied(rank=(3 + i * 37) % workers, code=-9, cause="killed", t_s=0.0))
     cpu_ms, wall_ms = [], []
     for _ in range(repeats):
         search_for.cache_clear()  # what the decision before has worked out
-        prepare(job, initial_state(nodes=tuple(range(workers))), profile)
+        prepare(job, full, profile)
         wall, cpu = time.perf_counter(), time.process_time()
         decision = decide(
             job=job, state=state, previous=healthy, profile=profile, config=OdysseyConfig(), now_s=0.0
