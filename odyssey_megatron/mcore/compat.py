@@ -81,8 +81,18 @@ def _provider_of(model: Any) -> Callable[..., Any]:
     return provider
 
 
-def train_step_result(losses: dict[str, Any], grad_norm: float) -> tuple[Any, ...]:
+def train_step_result(
+    losses: dict[str, Any], grad_norm: float, num_zeros_in_grad: int | None
+) -> tuple[Any, ...]:
     """What ``megatron.training.training.train_step`` returns, the same from 0.16.1 to 0.19.0: losses, skipped, should
     checkpoint, should exit, exit code, gradient norm, zeros in the gradient, largest attention logit.
     """
-    return losses, 0, False, False, 0, grad_norm, None, 0
+    # Megatron sums zeros in float32, and prints them so.
+    zeros = None if num_zeros_in_grad is None else float(num_zeros_in_grad)
+    return losses, 0, False, False, 0, grad_norm, zeros, 0
+
+
+def append_to_progress_log(function: Callable[..., None], save_dir: str, text: str) -> None:
+    """``function`` is Megatron's, without its barrier; from 0.18 on it wants the folder."""
+    folder = (save_dir,) if "save_dir" in inspect.signature(function).parameters else ()
+    function(*folder, text, barrier=False)

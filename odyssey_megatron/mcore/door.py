@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -126,6 +127,9 @@ class Door:
             (seam_table.GET_FORWARD_BACKWARD_FUNC, self.get_forward_backward_func),
             (seam_table.SAVE_CHECKPOINT, self.save_checkpoint),
             (seam_table.CHECK_PARAM_HASHES, self.check_param_hashes),
+            (seam_table.CALC_PARAMS_L2_NORM, self.calc_params_l2_norm),
+            (seam_table.APPEND_TO_PROGRESS_LOG, self.append_to_progress_log),
+            (seam_table.GET_START_TIME_FROM_PROGRESS_LOG, self.get_start_time_from_progress_log),
             (seam_table.PRINT_RANK_LAST, self.print_rank_last),
         ):
             seams.wrap(seam, replacement)
@@ -157,6 +161,7 @@ class Door:
         # Megatron waits that long for others, e.g. while the first rank builds an index.
         patience_s = max(self._config.op_timeout_s, 60.0 * args.distributed_timeout_minutes)
         self._config = session.config = replace(self._config, op_timeout_s=patience_s)
+        self._progress_size = session.world_size
         self._cell = groups.OwnCell(cell, session.world_size, self._config.device, data_parallel=True)
         self._living = self._cell.living
         member = session.member
@@ -413,7 +418,7 @@ class Door:
             name: torch.tensor([value], dtype=torch.float32, device=torch.cuda.current_device())
             for name, value in outcome.losses.items()
         }
-        return compat.train_step_result(losses, outcome.grad_norm)
+        return compat.train_step_result(losses, outcome.grad_norm, outcome.num_zeros_in_grad)
 
     def _source(self, data_iterator: Any) -> MicrobatchSource:
         """What :meth:`build_pretraining_data_loader` gave; a rank that reads no data gets one that cannot be read."""
@@ -481,6 +486,33 @@ class Door:
         ):  # else it joins, and the others have done long ago what Megatron does before a step
             self._together(lambda world: self._model.check_holders(world, rank=self._session.rank))
         return True
+
+    def calc_params_l2_norm(self, original: Any, *given: Any, **named: Any) -> float:
+        def work(world: Any) -> torch.Tensor:
+            total = self._model.squared_weights()
+            dist.all_reduce(total, group=world)
+            return total
+
+        return math.sqrt(self._together(work).item())
+
+    def append_to_progress_log(self, original: Any, *given: Any, **named: Any) -> None:
+        if self._alone is None or not self._session.member.joins:
+            original(*given, **named)
+
+    def get_start_time_from_progress_log(self, original: Any) -> Any:
+        """Of the last "Starting job" with as many ranks as there are; there must be one."""
+        from megatron.training import get_args
+
+        args = get_args()
+
+        def work(world: Any) -> None:
+            if world.rank() == 0 and world.size() != self._progress_size:
+                append = seams.original(seam_table.APPEND_TO_PROGRESS_LOG)
+                compat.append_to_progress_log(append, args.save, "Starting job")
+                self._progress_size = world.size()
+
+        self._together(work)  # nobody reads before it is written
+        return original()
 
     def _load(self, args: Any, optimizer: Any, scheduler: Any, context: Any) -> None:
         from megatron.training import training

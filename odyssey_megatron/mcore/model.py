@@ -42,6 +42,8 @@ class StepOutcome:
     losses: dict[str, float]
     grad_norm: float
     lr: float
+    num_zeros_in_grad: int | None
+    """None unless Megatron's ``log_num_zeros_in_grad`` asks for it."""
     tokens: int
     num_microbatches: int
 
@@ -325,44 +327,68 @@ class MegatronModel:
 
     @property
     def num_totals(self) -> int:
-        return 3 + 2 * len(self._loss_names)
+        return 4 + 2 * len(self._loss_names)
 
     def local_totals(self) -> torch.Tensor:
-        """This rank's share of [squared gradient norm, tokens, microbatches, (loss sum, loss count)...], float64.
+        """This rank's share of [squared gradient norm, zeros in the gradient, tokens, microbatches, (loss sum, loss
+        count)...], float64.
 
-        Each block's norm is counted by its first holder only, each microbatch by the rank that ran its head, and what
-        all ranks of a cell have alike by the cell's first.
+        Each block's gradient is counted by its first holder only, each microbatch by the rank that ran its head, and
+        what all ranks of a cell have alike by the cell's first.
         """
-        squares = [
-            torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+        counted = [
+            self._blocks[block.first, block.last]
             for block in self._layout.blocks()
             if block.holders[0] == self._worker
-            for gradient in self._counted(self._blocks[block.first, block.last])
         ]
         totals = torch.zeros(self.num_totals, dtype=torch.float64, device=torch.cuda.current_device())
-        totals[0] = sum(squares) if squares else 0.0
+        for block in counted:
+            for gradient in self._counted(block):
+                totals[0] += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+        if self.spec.optimizer_config.log_num_zeros_in_grad:
+            for block in counted:
+                for gradient in self._counted(block):
+                    totals[1] += gradient.numel() - torch.count_nonzero(gradient)
         if self._tp_rank:
             return totals
-        totals[1], totals[2] = self._tokens, len(self._losses)
+        totals[2], totals[3] = self._tokens, len(self._losses)
         for _, losses in sorted(self._losses.items()):
             for index, name in enumerate(self._loss_names):
                 value = losses[name].detach().to(torch.float64)
                 pair = value if value.numel() == 2 else torch.stack([value, torch.ones_like(value)])
-                totals[3 + 2 * index : 5 + 2 * index] += pair
+                totals[4 + 2 * index : 6 + 2 * index] += pair
         return totals
 
     def _counted(self, block: LayerBlock) -> list[torch.Tensor]:
-        """The gradients of ``block`` that this rank counts (megatron core_v0.16.1 tensor_parallel/layers.py,
-        ``param_is_not_tensor_parallel_duplicate``).
-        """
+        """The gradients of ``block`` that this rank counts."""
         if self._tp_rank == 0:
             return block.gradients
         return [
             parameter.main_grad
             for layer in block.layers
             for parameter in layer.parameters()
-            if getattr(parameter, "tensor_model_parallel", False)
+            if self._counts(parameter)
         ]
+
+    def _counts(self, parameter: torch.Tensor) -> bool:
+        """Whether ``parameter`` is not one that another rank of the cell has, too, and counts (megatron core_v0.16.1
+        tensor_parallel/layers.py, ``param_is_not_tensor_parallel_duplicate``).
+        """
+        return self._tp_rank == 0 or getattr(parameter, "tensor_model_parallel", False)
+
+    def squared_weights(self) -> torch.Tensor:
+        """This rank's share of the sum of all squared parameters, float64, in the precision that is optimized.
+
+        The first of those that keep a layer's optimizer state counts it.
+        """
+        total = torch.zeros(1, dtype=torch.float64, device=torch.cuda.current_device())
+        for layer in (layer for block in self.blocks for layer in block.layers):
+            if self.place_in(layer.index) or layer.optimizer is None:
+                continue
+            for shown, main, _ in layer.optimizer.entries():
+                if self._counts(shown):
+                    total += torch.linalg.vector_norm(main.detach(), dtype=torch.float64).square()
+        return total
 
     def local_losses(self) -> torch.Tensor:
         """[microbatches, names, 3]: value, count and how many numbers the forward step gave, of this rank's."""
@@ -398,7 +424,7 @@ class MegatronModel:
         Raises:
             NotFinite: the same on every rank, before any weight has changed.
         """
-        squared_norm, tokens, microbatches, *losses = totals.tolist()
+        squared_norm, zeros, tokens, microbatches, *losses = totals.tolist()
         config = self.spec.config
         scale = 1.0 / tokens if config.calculate_per_token_loss else 1.0
         grad_norm = math.sqrt(squared_norm) * scale if squared_norm >= 0.0 else math.nan
@@ -429,7 +455,12 @@ class MegatronModel:
             for i, name in enumerate(self._loss_names)
         }
         return StepOutcome(
-            losses=named, grad_norm=grad_norm, lr=lr, tokens=int(tokens), num_microbatches=int(microbatches)
+            losses=named,
+            grad_norm=grad_norm,
+            lr=lr,
+            num_zeros_in_grad=int(zeros) if self.spec.optimizer_config.log_num_zeros_in_grad else None,
+            tokens=int(tokens),
+            num_microbatches=int(microbatches),
         )
 
     def samples_of_losses(self) -> dict[int, list[int]]:

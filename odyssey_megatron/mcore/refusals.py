@@ -116,11 +116,6 @@ REFUSALS = tuple(
         ("--save-dgrads-interval", _set("save_dgrads_interval"), _LEAVE_OUT),
         ("--save-params-interval", _set("save_params_interval"), _LEAVE_OUT),
         ("--save-activations-interval", _set("save_activations_interval"), _LEAVE_OUT),
-        ("--log-progress", _set("log_progress"),
-         "Megatron stops at a checkpoint if the number of ranks has changed. Leave it out; the journal has the times."),
-        ("--log-params-norm", _set("log_params_norm"), "It would be that of one rank's layers. Leave it out."),
-        ("--log-num-zeros-in-grad", _set("log_num_zeros_in_grad"), "It would be that of one rank's layers. Leave it "
-         "out."),
         ("--optimizer", lambda args: args.optimizer not in ("adam", "sgd"), "Use adam or sgd."),
     )
 )  # fmt: skip

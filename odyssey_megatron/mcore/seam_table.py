@@ -123,6 +123,21 @@ SET_TENSORBOARD_WRITER = Seam(
     why="the curves go on when the rank that writes them has died",
     signatures={"0.16": "args"},
 )
+CALC_PARAMS_L2_NORM = Seam(
+    target="megatron.training.utils:calc_params_l2_norm",
+    why="the norm of the parameters counts each layer once, whoever holds it",
+    signatures={"0.16": "model force_create_fp32_copy"},
+)
+APPEND_TO_PROGRESS_LOG = Seam(
+    target="megatron.training.utils:append_to_progress_log",
+    why="a process in the place of a dead rank starts no job",
+    signatures={"0.16": "string barrier", "0.18": "save_dir string barrier"},
+)
+GET_START_TIME_FROM_PROGRESS_LOG = Seam(
+    target="megatron.training.training:get_start_time_from_progress_log",
+    why="throughput is logged per GPU, and their number changes",
+    signatures={"0.16": ""},
+)
 
 # -- replaced, in megatron.core --------------------------------------------------------------------------------------
 
