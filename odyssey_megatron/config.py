@@ -62,7 +62,8 @@ class OdysseyConfig:
     inject: str = _flag(
         "",
         "faults to inject, ';'-separated: 'rank=5,step=7,at=backward[,signal=STOP][,microbatch=3]"
-        "[,generation=2]'; at is one of " + ", ".join(INJECTION_POINTS),
+        "[,generation=2]'; steps and microbatches count from 0, so that step 7 is Megatron's iteration 8; at is one of "
+        + ", ".join(INJECTION_POINTS),
     )
     redundancy: str = _flag(
         "off",

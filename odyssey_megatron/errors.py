@@ -5,6 +5,8 @@ Every message says three things: what happened, the numbers, and what to do abou
 
 from __future__ import annotations
 
+from odyssey_megatron.names import layer_names
+
 EXIT_BAD_INPUT = 2
 """The command line, the data or the layout is wrong; nothing was trained."""
 
@@ -45,15 +47,32 @@ class PlanInfeasible(OdysseyError):
 
 
 class LayersLost(OdysseyError):
-    """No holder is left for some layers (I9). Exit code 93."""
+    """Nobody is left with all that some layers consist of (I9). Exit code 93.
 
-    def __init__(self, layers: tuple[int, ...], ranks: tuple[int, ...]):
-        self.layers, self.ranks = layers, ranks
+    Args:
+        ranks: those that had it.
+        num_layers: of the whole model, with embedding and head.
+        copies: on how many holders of a layer its optimizer state was, where holders of all of ``layers`` are left.
+    """
+
+    def __init__(self, layers: tuple[int, ...], ranks: tuple[int, ...], *, num_layers: int, copies: int = 0):
+        self.layers, self.ranks, self.num_layers, self.copies = layers, ranks, num_layers, copies
+        what, remedy = (
+            (
+                "copy of the optimizer state is left of",
+                f"--odyssey-redundancy-level {copies}: it keeps {copies + 1} copies of a layer's optimizer state, of "
+                f"which --use-distributed-optimizer had {copies}",
+            )
+            if copies
+            else (
+                "holder is left of",
+                "more data parallelism or --odyssey-redundancy state, so that each layer has a second holder",
+            )
+        )
         super().__init__(
-            f"no holder is left of layer(s) {list(layers)}: rank(s) {list(ranks)} held them and are "
-            "dead. Nothing can be trained without them; the job stops at its last committed step. "
-            "Restart from the last checkpoint, with more data parallelism or --odyssey-redundancy state, so that each "
-            "layer has a second holder."
+            f"no {what} {layer_names(layers, num_layers)}: rank(s) {list(ranks)} had it and are dead. "
+            "Nothing can be trained without; the job stops at its last committed step. Restart from the last "
+            f"checkpoint, with {remedy}."
         )
 
 

@@ -22,6 +22,7 @@ from odyssey_megatron.execute.prepare import Preparation
 from odyssey_megatron.execute.progress import Progress
 from odyssey_megatron.execute.timing import ComputeTimes, Trace, link_times
 from odyssey_megatron.metrics.journal import Journal
+from odyssey_megatron.names import step_name
 from odyssey_megatron.plan.generation import Generation
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.schedule import Program
@@ -314,7 +315,7 @@ class RankRuntime:
             # What was in flight here came on top of what the plan keeps in flight. Done again, the step fits.
             progress.whole = False
             raise PeerFailed(
-                f"no memory to go on with step {self.committed} where it was: {error}"
+                f"no memory to go on with {step_name(self.committed)} where it was: {error}"
             ) from error
 
     def evaluate(self, index: int) -> None:

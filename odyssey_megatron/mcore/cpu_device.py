@@ -6,6 +6,7 @@ What it cannot give: streams (ordering bugs that need a GPU stay invisible) and 
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import functools
@@ -166,6 +167,18 @@ def _peak_bytes(*args: Any, **kwargs: Any) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def _memory_stats(device: Any = None) -> dict[str, int]:
+    """Of the allocator's statistics those that a process has, too; a statistic that it has not is 0."""
+    now = _resident_bytes()
+    values = {"current": now, "peak": max(now, _peak_bytes())}  # the kernel counts the two apart
+    named = {
+        f"{kind}.all.{which}": value
+        for kind in ("allocated_bytes", "reserved_bytes", "active_bytes")
+        for which, value in values.items()
+    }
+    return collections.defaultdict(int, named)
+
+
 def _cuda_functions() -> dict[str, Any]:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     properties = types.SimpleNamespace(
@@ -198,6 +211,8 @@ def _cuda_functions() -> dict[str, Any]:
         "memory_reserved": _resident_bytes,
         "max_memory_allocated": _peak_bytes,
         "max_memory_reserved": _peak_bytes,
+        "memory_stats": _memory_stats,
+        "device_memory_used": _resident_bytes,
         "mem_get_info": lambda device=None: (total - _resident_bytes(), total),
         "get_device_properties": lambda device=None: properties,
         "get_device_capability": lambda device=None: (8, 0),

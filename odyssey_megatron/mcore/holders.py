@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from odyssey_megatron.errors import HoldersDiffer
+from odyssey_megatron.names import layer_name
 
 KINDS = ("weights", "optimizer state")
 Digests = Mapping[tuple[int, int], bytes]
@@ -47,7 +48,7 @@ def compare(mine: Digests, group: dist.ProcessGroup, *, rank: int, shard: int, n
     row = row.to(torch.cuda.current_device())
     rows = [torch.empty_like(row) for _ in range(group.size())]
     dist.all_gather(rows, row, group=group)
-    if found := differences([one.tolist() for one in rows]):
+    if found := differences([one.tolist() for one in rows], num_layers):
         raise HoldersDiffer(
             f"{len(found)} part(s) of the model differ between their holders: {'; '.join(found[:4])}"
             f"{'; ...' if found[4:] else ''}. Hardware that computes wrongly, or a bug: please report it with the "
@@ -55,7 +56,7 @@ def compare(mine: Digests, group: dist.ProcessGroup, *, rank: int, shard: int, n
         )
 
 
-def differences(rows: Sequence[Sequence[int]]) -> list[str]:
+def differences(rows: Sequence[Sequence[int]], num_layers: int) -> list[str]:
     """A text for each part that some have otherwise: see :func:`compare` for what a row is."""
     holders: dict[tuple[int, int], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, shard, *digests in rows:
@@ -63,7 +64,7 @@ def differences(rows: Sequence[Sequence[int]]) -> list[str]:
             if value != NOTHING:
                 holders[place, shard][value].append(rank)
     return [
-        f"{KINDS[place % len(KINDS)]} of layer {place // len(KINDS)} on ranks "
+        f"{KINDS[place % len(KINDS)]} of {layer_name(place // len(KINDS), num_layers)} on ranks "
         + " and on ".join(str(sorted(ranks)) for ranks in sorted(alike.values(), key=len, reverse=True))
         for (place, _), alike in sorted(holders.items())
         if len(alike) > 1

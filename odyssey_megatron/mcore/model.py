@@ -19,6 +19,7 @@ from odyssey_megatron.mcore.holders import compare, digest
 from odyssey_megatron.mcore.layers import HeldLayer, LayerBlock, ModelSpec, build_parts, initial_parts
 from odyssey_megatron.mcore.optimizer import LayerOptimizer, LearningRate
 from odyssey_megatron.mcore.wgrad import WeightGrads
+from odyssey_megatron.names import step_name
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.resume import Visit
 
@@ -430,8 +431,8 @@ class MegatronModel:
         grad_norm = math.sqrt(squared_norm) * scale if squared_norm >= 0.0 else math.nan
         if not math.isfinite(grad_norm):
             raise NotFinite(
-                f"step {self._step}: the gradient norm is {grad_norm}. No weight was changed. Lower --lr, or look at "
-                "the samples of this step in the journal."
+                f"{step_name(self._step)}: the gradient norm is {grad_norm}. No weight was changed. Lower --lr, or "
+                "look at the samples of this step in the journal."
             )
         clip = self.spec.optimizer_config.clip_grad
         if clip > 0.0 and grad_norm > 0.0:

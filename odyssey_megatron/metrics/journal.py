@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from odyssey_megatron.metrics.records import EVENTS, SCHEMA_VERSION
+from odyssey_megatron.metrics.records import CLOCK_READINGS, EVENTS, SCHEMA_VERSION, STALLS
+from odyssey_megatron.names import step_name
 
 _ECHO_WIDTH = 120
 
@@ -62,12 +63,20 @@ class Journal:
 
 def _one_line(name: str, generation: int, step: int, rank: int, values: dict[str, Any]) -> str:
     where = " ".join(
-        f"{key}={value}" for key, value in (("gen", generation), ("step", step), ("rank", rank)) if value >= 0
+        text
+        for text, value in (
+            (f"gen={generation}", generation),
+            (step_name(step), step),
+            (f"rank={rank}", rank),
+        )
+        if value >= 0
     )
+    if stalled := [value for key in STALLS.get(name, ()) if (value := values.get(key)) is not None]:
+        values = {"stall_s": sum(stalled), **values}
     shown = " ".join(
         f"{key}={_short(value)}"
         for key, value in values.items()
-        if not isinstance(value, dict) and len(_short(value)) <= _ECHO_WIDTH
+        if key not in CLOCK_READINGS and not isinstance(value, dict) and len(_short(value)) <= _ECHO_WIDTH
     )
     return f"[odyssey {where}]".replace(" ]", "]") + f" event={name} {shown}"
 

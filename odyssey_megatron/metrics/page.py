@@ -127,7 +127,7 @@ def _switches(run: Run) -> str:
     )
 
 
-_NUMBERS = {"#", "step", *RECOVERY_COLUMNS[7:], "step (ms)", "transition (ms)", "score (tokens)"}
+_NUMBERS = {"#", "iteration", *RECOVERY_COLUMNS[7:], "step (ms)", "transition (ms)", "score (tokens)"}
 """Columns that are aligned to the right."""
 
 

@@ -18,9 +18,11 @@ from matplotlib.ticker import MaxNLocator
 from odyssey_megatron.metrics.recoveries import Recovery
 from odyssey_megatron.metrics.run import Run, lost, milliseconds
 from odyssey_megatron.metrics.traces import Box, ExecutedStep, before_and_after
+from odyssey_megatron.names import step_name
 
 _DPI = 160
 _LABEL_WIDTH = 0.14
+_STEPS = "step (iteration - 1)"
 """Of the plot. Where failures are closer, their marks carry only the number that the table has too."""
 
 
@@ -121,8 +123,8 @@ def _schedule_picture(number: int, recovery: Recovery, before: ExecutedStep, aft
     return _picture(
         f"schedule_{number}",
         f"Schedule before and after failure {number} ({lost(recovery)}, {recovery.policy})",
-        f"As executed, step {before.step} above and step {after.step} below, on one time scale. One row a worker, "
-        "numbers are microbatches.",
+        f"As executed, {step_name(before.step)} above and {step_name(after.step)} below, on one time scale. One row a "
+        "worker, numbers are microbatches.",
         lambda theme: schedule_figure(recovery, before, after, theme),
     )
 
@@ -179,7 +181,7 @@ def loss_figure(run: Run, reference: Run | None, theme: Theme) -> Figure:
         top = bottom = figure.subplots()
     _series(top, [(row.step, row.loss) for row in run.steps], theme.run, "with failures", linewidth=1.6)
     top.set_ylabel("loss")
-    bottom.set_xlabel("step")
+    bottom.set_xlabel(_STEPS)
     bottom.xaxis.set_major_locator(MaxNLocator(integer=True))
     _mark_failures(top, run.recoveries, theme)
     top.legend(loc="lower left")
@@ -222,7 +224,7 @@ def step_time_figure(run: Run, reference: Run | None, theme: Theme) -> Figure:
             _series(axes, points, colour, label, linewidth=width)
             shown += [value for _, value in points]
     axes.set_ylim(0, 1.3 * max(shown, default=1.0))
-    axes.set_xlabel("step")
+    axes.set_xlabel(_STEPS)
     axes.set_ylabel("step time (ms)")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     notes = [f"stall {milliseconds(row.stall_s)} ms" if row.stall_s else "" for row in run.recoveries]
@@ -294,9 +296,7 @@ def schedule_figure(recovery: Recovery, before: ExecutedStep, after: ExecutedSte
         (panels[1], after, gone, "after"),
     ):
         _gantt(axes, executed, lost_ranks, end_ms, theme)
-        title = (
-            f"{when}: step {executed.step}, {len(executed.ranks)} workers, {milliseconds(executed.end_s)} ms"
-        )
+        title = f"{when}: {step_name(executed.step)}, {len(executed.ranks)} workers, {milliseconds(executed.end_s)} ms"
         axes.set_title(title, loc="left", fontsize=10, fontweight="bold", color=theme.ink)
     panels[1].set_xlabel("time in the step (ms)")
     present = {box.kind for box in (*before.boxes, *after.boxes)}

@@ -9,6 +9,12 @@ COMMON_FIELDS = ("schema_version", "event", "t_s", "wall_s", "source", "generati
 """On every line. ``t_s``: monotonic clock of the node; ``wall_s``: seconds since the epoch; ``source``:
 ``rank3`` or ``agent0``; ``step``: the step being worked on, counted from 0; -1 where there is none."""
 
+CLOCK_READINGS = ("detected_s", "in_groups_s", "resumed_s")
+"""Fields that are ``t_s`` of some moment, and say nothing by themselves."""
+
+STALLS = {"recovered": ("decide_s", "abort_s", "groups_s", "agree_s", "transfer_s")}
+"""Event -> its durations in which this rank did not train, one after the other."""
+
 EVENTS: dict[str, tuple[str, ...]] = {
     # -- agents and coordinator
     "job_started": ("world_size", "nodes"),

@@ -22,6 +22,7 @@ from odyssey_megatron.metrics.steps import (
 )
 from odyssey_megatron.metrics.switches import Switch, switches
 from odyssey_megatron.metrics.traces import ExecutedStep, executed_steps
+from odyssey_megatron.names import step_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +112,7 @@ def median(values: Iterable[float]) -> float | None:
 
 
 RECOVERY_COLUMNS = (
-    "#", "step", "lost", "cause", "policy", "plan", "outcome", "detect", "decide", "abort", "agree",
+    "#", "iteration", "lost", "cause", "policy", "plan", "outcome", "detect", "decide", "abort", "agree",
     "groups", "transfer", "stall", "redo",
 )  # fmt: skip
 """Of the table of recoveries; the durations are in milliseconds."""
@@ -122,7 +123,7 @@ def recovery_cells(number: int, row: Recovery) -> tuple[str, ...]:
     durations = (row.detect_s, row.decide_s, row.abort_s, row.agree_s, row.groups_s, row.transfer_s)
     return (
         str(number),
-        str(row.step) if row.step >= 0 else "–",
+        str(row.step + 1) if row.step >= 0 else "–",
         lost(row),
         row.cause or "–",
         row.policy or "–",
@@ -178,12 +179,12 @@ def text_summary(run: Run, reference: Run | None) -> str:
     return "\n".join(lines)
 
 
-SWITCH_COLUMNS = ("step", "why", "policy", "plan", "stall")
+SWITCH_COLUMNS = ("iteration", "why", "policy", "plan", "stall")
 
 
 def switch_cells(row: Switch) -> tuple[str, ...]:
     """One line of the table of switches, as text."""
-    return (str(row.step), row.why, row.policy, row.plan_hash[:8], milliseconds(row.stall_s))
+    return (str(row.step + 1), row.why, row.policy, row.plan_hash[:8], milliseconds(row.stall_s))
 
 
 def switch_lines(rows: Sequence[Switch]) -> list[str]:
@@ -206,10 +207,10 @@ def difference_line(difference: LossDifference) -> str:
         f"{difference.max_absolute:.3g} absolute, {difference.max_relative:.3g} relative"
     )
     if difference.max_relative:
-        text += f" (step {difference.at_step})"
+        text += f" ({step_name(difference.at_step)})"
     for steps, where in ((difference.only_in_reference, "missing here"), (difference.only_here, "only here")):
         if steps:
-            text += f"; {len(steps)} step(s) {where}, first {steps[0]}"
+            text += f"; {len(steps)} step(s) {where}, first {step_name(steps[0])}"
     return text
 
 

@@ -23,7 +23,10 @@ def living_holders(previous: Layout, alive: Collection[int]) -> tuple[tuple[int,
     left = tuple(tuple(filter(there.__contains__, states)) for states in previous.states)
     lost = tuple(layer for layer, holders in enumerate(left) if not holders)
     if lost:
-        raise LayersLost(lost, tuple(sorted({w for layer in lost for w in previous.states[layer]})))
+        had = tuple(sorted({w for layer in lost for w in previous.states[layer]}))
+        held = all(there.intersection(previous.holders[layer]) for layer in lost)
+        copies = max(len(previous.states[layer]) for layer in lost) if held else 0
+        raise LayersLost(lost, had, num_layers=len(left), copies=copies)
     return left
 
 

@@ -8,6 +8,7 @@ from heapq import heapify, heapreplace
 from itertools import accumulate, pairwise
 
 from odyssey_megatron.errors import PlanInfeasible
+from odyssey_megatron.names import layer_names
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Hop, Layout, Route
 
@@ -32,7 +33,7 @@ def reroute(
     orphans = [layer for layer, left in enumerate(holders) if not left]
     if orphans:
         dead = sorted({w for layer in orphans for w in previous.holders[layer]})
-        raise PlanInfeasible(f"no other holder of layer(s) {_span_text(orphans)} of worker(s) {dead}")
+        raise PlanInfeasible(f"no other holder of {layer_names(orphans, len(holders))} of worker(s) {dead}")
     spread = _Spread(holders, costs, speeds or {})
     steady = {worker for worker in there if spread.speeds.get(worker, 1.0) >= 1.0}
     for route in previous.routes:
@@ -280,7 +281,3 @@ class _Spread:
 
     def _seconds(self, first: int, last: int, worker: int) -> float:
         return (self.before[last] - self.before[first]) / self.speeds.get(worker, 1.0)
-
-
-def _span_text(layers: Sequence[int]) -> str:
-    return f"{layers[0]}..{layers[-1]}" if len(layers) > 1 else str(layers[0])

@@ -216,7 +216,7 @@ def _check_holders(case: Case) -> None:
     except LayersLost as lost:
         ranks = {w.worker: w.ranks for w in case.state.workers}
         named = tuple(sorted(rank for worker in lost.ranks for rank in ranks.get(worker, (worker,))))
-        raise LayersLost(lost.layers, named) from None
+        raise LayersLost(lost.layers, named, num_layers=lost.num_layers, copies=lost.copies) from None
 
 
 def _search(case: Case, found: list[Option], policy: str) -> tuple[_Candidate | None, list[CandidateRow]]:

@@ -21,7 +21,9 @@ def test_losing_the_last_holder_stops_the_job(jobs, name):
     outcome = jobs.run(name, ranks=8, stages=4, flags=flags)
     assert outcome.exit_code == EXIT_LAYERS_LOST, outcome.log[-3000:]
     assert [step.step for step in outcome.run.steps] == [0, 1]
-    assert re.search(r"no holder is left of layer\(s\) \[0, 1\]: rank\(s\) \[(0|1|0, 1)\] held", outcome.log)
+    assert re.search(
+        r"no holder is left of the embedding and layer 1: rank\(s\) \[(0|1|0, 1)\] had it", outcome.log
+    )
     assert outcome.named("job_finished")[-1]["exit_code"] == EXIT_LAYERS_LOST
 
 

@@ -382,11 +382,11 @@ def test_a_failing_exit_after_the_end_fails_the_job(started):
 
 def test_layers_lost(started):
     started.live(1, 0, 1, 2, 3)
-    started.planner.error = LayersLost((4, 5), (2,))
+    started.planner.error = LayersLost((4, 5), (2,), num_layers=6)
     started.died(2)
     second = started.generation(2)
     assert (second.stop_code, second.members, second.plan) == (93, (0, 1, 3), None)
-    assert "no holder is left of layer(s) [4, 5]" in second.stop
+    assert "no holder is left of layer 4 and the head" in second.stop
     assert started.end().code == 93
 
 
@@ -450,11 +450,11 @@ def test_the_first_failure_of_an_observed_job_is_decided_on_and_its_last(observe
 
 
 def test_an_observed_job_that_recover_could_not_have_saved(observed):
-    observed.planner.error = LayersLost((1,), (0, 1))
+    observed.planner.error = LayersLost((1,), (0, 1), num_layers=6)
     observed.died(0, 1)
     verdict = observed.end()
     assert verdict.code == 1
-    assert "would have stopped: no holder is left of layer(s) [1]" in verdict.why
+    assert "would have stopped: no holder is left of layer 1" in verdict.why
 
 
 def test_an_observed_job_runs_even_if_there_is_no_plan_for_it(tmp_path):

@@ -22,7 +22,7 @@ def curves(folder):
 def test_no_point_is_missing_after_the_last_ranks_have_died(jobs, name):
     folder, plain_folder = jobs.folder / f"{name}-curves", jobs.folder / f"{name}-plain-curves"
     run = jobs.odyssey(
-        name, f"{MOCK} --tensorboard-dir {folder}", ranks=6, stages=2,
+        name, f"{MOCK} --tensorboard-dir {folder} --log-memory-to-tensorboard", ranks=6, stages=2,
         inject="rank=5,step=2,at=backward;rank=4,step=4,at=reduce",
     )  # fmt: skip
     assert run.exit_code == 0, run.log[-3000:]
@@ -32,7 +32,8 @@ def test_no_point_is_missing_after_the_last_ranks_have_died(jobs, name):
     assert len(list(folder.glob("events*"))) == 3, "one file of each rank that was the last"
     for tag in ("lm loss", "learning-rate", "batch-size", "lm loss vs samples", "lm loss validation"):
         assert ours[tag] == pytest.approx(theirs[tag], rel=FLOAT32), tag
-    assert set(ours["lm loss"]) == set(range(1, 7))
+    assert set(ours["lm loss"]) == set(ours["mem-allocated-bytes"]) == set(range(1, 7))
+    assert min(ours["mem-allocated-bytes"].values()) > 1e8, "of a process that has imported torch"
     assert ours["odyssey/generation"] == {1: 1, 2: 1, 3: 2, 4: 2, 5: 3, 6: 3}
     assert ours["odyssey/living_ranks"] == {1: 6, 2: 6, 3: 5, 4: 5, 5: 4, 6: 4}
     stalls = ours["odyssey/recovery_stall_s"]

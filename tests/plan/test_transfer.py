@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from odyssey_megatron.errors import LayersLost
@@ -64,6 +66,20 @@ def test_lost_layers_are_named():
     with pytest.raises(LayersLost) as caught:
         plan_transfers(layout((0, 1), (2,), (2,)), layout((0,), (0,), (0,)), [0, 1], uniform_costs(3))
     assert (caught.value.layers, caught.value.ranks) == ((1, 2), (2,))
+    assert "no holder is left of layer 1 and the head: rank(s) [2] had it" in str(caught.value)
+    assert "more data parallelism or --odyssey-redundancy state" in str(caught.value)
+
+
+def test_lost_optimizer_state_has_another_remedy_than_lost_layers():
+    """The holders that are left have the weights alone: more data parallelism would change nothing."""
+    holders = layout((0, 1, 2, 3), (0, 1, 2, 3), (0, 1, 2, 3))
+    shared = replace(holders, keepers=((0, 1), (2, 3), (3, 2)))
+    with pytest.raises(LayersLost) as caught:
+        plan_transfers(shared, layout((0,), (0,), (0,)), [0, 1], uniform_costs(3))
+    assert (caught.value.layers, caught.value.ranks) == ((1, 2), (2, 3))
+    assert "no copy of the optimizer state is left of layer 1 and the head" in str(caught.value)
+    assert "with --odyssey-redundancy-level 2: it keeps 3 copies" in str(caught.value)
+    assert "data parallelism" not in str(caught.value)
 
 
 def test_rounds_keep_both_ends_free():

@@ -58,7 +58,7 @@ def test_a_slow_gpu_is_planned_around(capsys):
 def test_lost_layers_are_said(capsys):
     flags = ["--cluster", "1x4", "--pipeline-model-parallel-size", "4", "--model", "llama2-7b"]
     assert main_plan([*flags, "--kill", "0:1"]) == EXIT_LAYERS_LOST
-    assert "no holder is left of layer(s)" in capsys.readouterr().out
+    assert "no holder is left of " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

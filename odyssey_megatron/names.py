@@ -1,0 +1,35 @@
+"""How people count: layers and iterations as Megatron numbers them, from 1, where plans and journals begin at 0."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def layer_name(layer: int, num_layers: int) -> str:
+    """A planner's layer in words; ``num_layers`` counts embedding and head, too."""
+    return "the embedding" if layer == 0 else "the head" if layer == num_layers - 1 else f"layer {layer}"
+
+
+def layer_names(layers: Iterable[int], num_layers: int) -> str:
+    """``the embedding, layers 1 to 3, layer 5 and the head``."""
+    ends, inner = {0, num_layers - 1}, list[list[int]]()
+    named = sorted(layers)
+    for layer in named:
+        if layer in ends:
+            continue
+        if inner and inner[-1][-1] == layer - 1:
+            inner[-1].append(layer)
+        else:
+            inner.append([layer])
+    runs = [f"layers {run[0]} to {run[-1]}" if len(run) > 1 else f"layer {run[0]}" for run in inner]
+    parts = [
+        *(["the embedding"] if 0 in named else []),
+        *runs,
+        *(["the head"] if num_layers - 1 in named and num_layers > 1 else []),
+    ]
+    return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
+
+
+def step_name(step: int) -> str:
+    """A step of the journal, and Megatron's name for it."""
+    return f"step {step} (iteration {step + 1})"
