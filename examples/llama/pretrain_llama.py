@@ -34,8 +34,8 @@ def parse_arguments() -> argparse.Namespace:
         ("micro-batch-size", 1, whole), ("global-batch-size", 16, whole), ("train-iters", 40, whole),
         ("pipeline-model-parallel-size", 1, whole), ("tensor-model-parallel-size", 1, whole), ("seed", 1234, whole),
         ("lr", 3e-3, real), ("min-lr", 3e-4, real), ("lr-warmup-iters", 4, whole), ("weight-decay", 0.1, real),
-        ("clip-grad", 1.0, real), ("attention-dropout", 0.0, real), ("hidden-dropout", 0.0, real),
-        ("check-weight-hash-across-dp-replicas-interval", 0, whole),
+        ("clip-grad", 1.0, real), ("sgd-momentum", 0.9, real), ("attention-dropout", 0.0, real),
+        ("hidden-dropout", 0.0, real), ("check-weight-hash-across-dp-replicas-interval", 0, whole),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", default=default, **kind)
     parser.add_argument("--data-path", default="", help="prefix of a Megatron dataset; default: built here")
@@ -44,6 +44,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--sequence-parallel", action="store_true", help="with tensor parallelism")
     parser.add_argument("--qk-layernorm", action="store_true", help="norms on queries and keys")
+    parser.add_argument("--optimizer", default="adam", choices=("adam", "sgd"), help="Megatron's")
     parser.add_argument("--bf16", action="store_true", help="train in bfloat16 with float32 main parameters")
     parser.add_argument(
         "--use-distributed-optimizer",
@@ -132,7 +133,8 @@ def model_spec(args: argparse.Namespace, float64: bool) -> Any:
         )
 
     optimizer = OptimizerConfig(
-        optimizer="adam",
+        optimizer=args.optimizer,
+        sgd_momentum=args.sgd_momentum,
         lr=args.lr,
         min_lr=args.min_lr,
         weight_decay=args.weight_decay,

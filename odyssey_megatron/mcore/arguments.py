@@ -139,6 +139,8 @@ def spec_of(args: Any, config: Any, model_provider: Any) -> ModelSpec:
                 args.inference_rng_tracker,
                 use_cudagraphable_rng=False,
             )
+            # Megatron draws numbers for it in between, and where one generator serves all devices, weights are next.
+            initialize.set_jit_fusion_options()
 
     head = config.num_layers + 1
     stages = tuple(

@@ -39,7 +39,7 @@ from odyssey_megatron.mcore import (
 from odyssey_megatron.mcore.data import MicrobatchSource
 from odyssey_megatron.mcore.joining import Start
 from odyssey_megatron.mcore.model import MegatronModel
-from odyssey_megatron.mcore.optimizer import LearningRate
+from odyssey_megatron.mcore.optimizer import LearningRate, schedule_refused
 from odyssey_megatron.mcore.plugin import Session
 from odyssey_megatron.mcore.tensorboard import SurvivingWriter
 from odyssey_megatron.rebuild.groups import NEVER_OVER, build_groups
@@ -189,7 +189,6 @@ class Door:
 
         args = get_args()
         model_provider, args.model_type, context = compat.setup_arguments(original, *given, **named)
-        training.update_train_iters(args)
         config = core_transformer_config_from_args(args)
         if config.params_dtype == torch.float64:
             float64.install()
@@ -203,11 +202,13 @@ class Door:
             spare_on_host=self._config.spare_on_host,
             cell=self._cell.groups,
         )
+        optimizer = checkpoint.OptimizerView(self._model, self._cell.groups)
+        # It sets train_iters where samples were given, and what was given decides on the schedule.
+        with schedule_refused():
+            scheduler = training.get_optimizer_param_scheduler(optimizer)
         self._post(args, config)
         self._enter()
         self._refresh()
-        optimizer = checkpoint.OptimizerView(self._model, self._cell.groups)
-        scheduler = training.get_optimizer_param_scheduler(optimizer)
         args.iteration = args.num_floating_point_operations_so_far = 0
         member = self._session.member
         if member.joins:

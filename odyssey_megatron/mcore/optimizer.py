@@ -6,6 +6,9 @@ its holders (I4), and Megatron's code takes float32 gradients only.
 
 from __future__ import annotations
 
+import contextlib
+import traceback
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -42,13 +45,7 @@ class LayerOptimizer:
             )
         (self._megatron,) = chained.chained_optimizers
         self._model_parameters = set(module.parameters())
-        for _, state in self._states():
-            # What torch's Adam would do lazily at its first step; a layer may have to move before that.
-            if "exp_avg" not in state:
-                state["step"] = torch.zeros((), dtype=torch.float32)
-        for parameter, state in self._states():
-            for name in ("exp_avg", "exp_avg_sq"):
-                state.setdefault(name, torch.zeros_like(parameter))
+        _create_state(self._megatron.optimizer)
         self.parking = Parking([tensor for tensor in self._state_tensors() if tensor.dim()])
 
     @property
@@ -71,7 +68,7 @@ class LayerOptimizer:
         self._megatron.reload_model_params()
 
     def state_tensors(self) -> list[torch.Tensor]:
-        """Adam's state, and the main parameters where they are not the model's own (16-bit training)."""
+        """What the optimizer keeps, and the main parameters where they are not the model's own (16-bit training)."""
         self.parking.fetch()
         return self._state_tensors()
 
@@ -96,6 +93,37 @@ class LayerOptimizer:
         torch._foreach_mul_(gradients, scale)
         self._megatron.step_with_ready_grads()
         self._megatron.zero_grad()
+
+
+def _create_state(inner: torch.optim.Optimizer) -> None:
+    """The state of each parameter, which ``inner`` would create in its first step: a layer may have to move before.
+
+    Which tensors those are is found by a step of the same optimizer with a parameter of two numbers. All of them start
+    at zero; a momentum whose first value is the gradient itself (SGD) is then what it would have been, as Megatron
+    sets no dampening.
+    """
+    for group in inner.param_groups:
+        for dtype, device in {(one.dtype, one.device) for one in group["params"]}:
+            parameter = torch.nn.Parameter(torch.zeros(2, dtype=dtype, device=device))
+            parameter.grad = torch.zeros_like(parameter)
+            tried = object.__new__(type(inner))
+            tried.__dict__.update(inner.__dict__)
+            tried.param_groups, tried.state = [{**group, "params": [parameter]}], defaultdict(dict)
+            tried.step()
+            kept = tried.state[parameter]
+            counted = (
+                {"step": 0} if "step" in tried.param_groups[0] else {}
+            )  # by TE and Apex, for all parameters
+            group.update(counted)
+            for one in group["params"]:
+                if (one.dtype, one.device) == (dtype, device):
+                    inner.state[one] = {
+                        name: torch.zeros_like(one, dtype=value.dtype)
+                        if value.shape == parameter.shape
+                        else torch.zeros_like(value)
+                        for name, value in kept.items()
+                        if value is not None
+                    }
 
 
 def pairs(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -124,6 +152,20 @@ class _ParamGroups:
         self.param_groups.append(self.none)
 
 
+@contextlib.contextmanager
+def schedule_refused(given: Any = "") -> Iterator[None]:
+    """What Megatron refuses of a schedule in the body, it refuses in one message. Raises ConfigError."""
+    try:
+        yield
+    except (AssertionError, TypeError) as error:
+        at = traceback.extract_tb(error.__traceback__)[-1].line
+        raise ConfigError(
+            f"Megatron refuses this learning rate schedule: {error or at} {given}. The warm-up must be shorter than "
+            "the decay (--lr-warmup-iters or -samples below --lr-decay-iters or --train-iters, or -samples), --min-lr "
+            "at most --lr, and --start-weight-decay at most --end-weight-decay."
+        ) from error
+
+
 class LearningRate:
     """Megatron's scheduler as a function of the step alone, so that it survives any change of layers.
 
@@ -133,13 +175,8 @@ class LearningRate:
 
     def __init__(self, samples_per_step: int, **scheduler_arguments: Any):
         self._samples_per_step, self._arguments = samples_per_step, scheduler_arguments
-        try:
+        with schedule_refused(scheduler_arguments):
             OptimizerParamScheduler(_ParamGroups([]), **scheduler_arguments)
-        except (AssertionError, TypeError) as error:
-            raise ConfigError(
-                f"Megatron refuses this learning rate schedule: {error} {scheduler_arguments}. The warm-up must be "
-                "shorter than the decay (--lr-warmup-iters below --train-iters), and --min-lr at most --lr."
-            ) from error
 
     def set(self, optimizers: list[LayerOptimizer], step: int) -> float:
         """Sets learning rate and weight decay of ``step`` (from 0) everywhere; returns the learning rate."""

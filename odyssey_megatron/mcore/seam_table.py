@@ -287,11 +287,6 @@ PARSE_ARGS = Seam(
     why="refuses flags before Megatron acts upon them",
     signatures={"0.16": "extra_args_provider ignore_unknown_args"},
 )
-UPDATE_TRAIN_ITERS = Seam(
-    target="megatron.training.training:update_train_iters",
-    why="the plan knows how many steps there are",
-    signatures={"0.16": "args"},
-)
 RERUN_STATE_MACHINE = Seam(
     target="megatron.core.rerun_state_machine:RerunStateMachine.set_mode",
     why="a step that is repeated is repeated by Odyssey",
@@ -309,6 +304,12 @@ SET_RANDOM_SEED = Seam(
     signatures={
         "0.16": "seed_ data_parallel_random_init te_rng_tracker inference_rng_tracker use_cudagraphable_rng"
     },
+    open=True,
+)
+SET_JIT_FUSION_OPTIONS = Seam(
+    target="megatron.training.initialize:set_jit_fusion_options",
+    why="draws numbers between the seed and the initial weights",
+    signatures={"0.16": ""},
     open=True,
 )
 INITIALIZE_MEGATRON = Seam(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from odyssey_megatron.recover import Phase
@@ -85,6 +87,24 @@ def test_no_rank_takes_optimizer_state_with_it(jobs, undisturbed, name, case):
         len(keepers) == 2 < len(holders)
         for keepers, holders in zip(first["keepers"], first["holders"], strict=True)
     )
+
+
+def test_momentum_moves_with_its_layer(jobs, undisturbed, name):
+    """Two layouts change: before the first step has given a momentum its first value, and behind others."""
+    flags = "--optimizer sgd --lr 0.3"
+    inject = "rank=7,step=0,at=backward;rank=0,step=3,at=optimizer"
+    shot = jobs.run(
+        name, ranks=8, stages=4, flags=f"{flags} --odyssey-policy replan --odyssey-inject {inject}"
+    )
+    assert_equal_runs(shot, undisturbed(flags), kills=2)
+    layouts = [event["layout"]["holders"] for event in shot.named("decision")]
+    assert all(
+        any(set(now) - set(then) for now, then in zip(after, before, strict=True))
+        for before, after in itertools.pairwise(layouts)
+    ), "no layer moved"
+    others = [undisturbed(other).run.steps[-1].loss for other in (f"{flags} --sgd-momentum 0", "")]
+    assert shot.run.steps[-1].loss != pytest.approx(others[0], rel=1e-3)
+    assert shot.run.steps[-1].loss != pytest.approx(others[1], rel=1e-3)
 
 
 def test_in_16_bits_holders_are_equal_after_every_step(jobs, undisturbed, name):

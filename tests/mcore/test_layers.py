@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -98,17 +99,26 @@ def test_split_weight_gradients_are_the_fused_ones(spec, megatron):
         assert torch.equal(grad, fused[name]), name
 
 
-def test_a_moved_layer_is_the_same_layer(spec, megatron):
-    """Weights and Adam's state, also after steps; equal further steps on both."""
-    model = spec()
-    layers, copies = held(model, megatron), held(model, megatron)
-    for _ in range(2):
+OPTIMIZERS = {
+    "adam": {},
+    "sgd": {"optimizer": "sgd"},
+    "sgd-without-momentum": {"optimizer": "sgd", "sgd_momentum": 0.0},
+}
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_moved_layer_is_the_same_layer(spec, megatron, kind, steps):
+    """Weights and what the optimizer keeps, before its first step and after others; equal further steps on both."""
+    model = spec(**OPTIMIZERS[kind])
+    layers, copies = held(model, megatron), held(replace(model, seed=model.seed + 1), megatron)
+    for _ in range(steps):
         blocks = blocks_of(model, layers, megatron, 4)
         run(blocks).backward()
         for layer in layers:
             layer.optimizer.apply(0.5)
     for source, target in zip(layers, copies, strict=True):
-        assert not all(map(torch.equal, source.moved_tensors(), target.moved_tensors()))
+        assert not all(map(torch.equal, source.weights(), target.weights()))
         for theirs, ours in zip(source.moved_tensors(), target.moved_tensors(), strict=True):
             ours.copy_(theirs)
     for group in (layers, copies):
@@ -117,6 +127,29 @@ def test_a_moved_layer_is_the_same_layer(spec, megatron):
             layer.optimizer.apply(0.5)
     for source, target in zip(layers, copies, strict=True):
         assert all(map(torch.equal, source.moved_tensors(), target.moved_tensors()))
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_state_is_there_before_the_first_step_and_changes_no_step(spec, megatron, kind):
+    """As if the optimizer itself had created it lazily."""
+    model = spec(**OPTIMIZERS[kind])
+    layers, lazy = held(model, megatron), held(model, megatron)
+    for layer in lazy:
+        layer.optimizer._megatron.optimizer.state.clear()
+    for group in (layers, lazy):
+        for _ in range(2):
+            run(blocks_of(model, group, megatron, 4)).backward()
+            for layer in group:
+                sizes = [tensor.shape for tensor in layer.optimizer.state_tensors()]
+                layer.optimizer.apply(0.5)
+                if group is layers:
+                    assert [tensor.shape for tensor in layer.optimizer.state_tensors()] == sizes
+    for ours, theirs in zip(layers, lazy, strict=True):
+        assert len(ours.moved_tensors()) == len(theirs.moved_tensors())
+        assert all(map(torch.equal, ours.moved_tensors(), theirs.moved_tensors()))
+        weights = len(ours.weights())
+        state = {"adam": 3 * weights, "sgd": weights, "sgd-without-momentum": 0}[kind]
+        assert len(ours.moved_tensors()) == weights + state
 
 
 def test_dropout_is_a_function_of_step_microbatch_and_layer(spec, megatron):
