@@ -30,6 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "policy": BASE | {"cluster", "plan", "metrics", ".numpy", ".scipy"},
     "metrics": BASE | {"plan"},
     "metrics/journal": {"errors", "names"},
+    "metrics/outlet": set(),
     "metrics/records": set(),
     "metrics/plots": {"plan", "names", ".matplotlib"},
     "recover": PURE,

@@ -8,6 +8,9 @@ import signal
 from odyssey_megatron.config import Injection
 from odyssey_megatron.metrics.journal import Journal
 
+_FLUSH_S = 5.0
+"""A fault that is not on record looks like one that nobody injected."""
+
 
 class Injector:
     """Fires each armed injection of this rank once."""
@@ -46,4 +49,5 @@ class Injector:
                 signal=one.signal,
                 microbatch=one.microbatch,
             )
+            self._journal.flush(_FLUSH_S)
         os.kill(os.getpid(), getattr(signal, "SIG" + one.signal))

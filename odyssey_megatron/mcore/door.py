@@ -9,6 +9,7 @@ logging, evaluation, checkpoints, exit conditions and timers stay Megatron's.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import inspect
 import math
 from collections.abc import Callable, Iterator
@@ -41,7 +42,7 @@ from odyssey_megatron.mcore.joining import Start
 from odyssey_megatron.mcore.model import MegatronModel
 from odyssey_megatron.mcore.optimizer import LearningRate, schedule_refused
 from odyssey_megatron.mcore.plugin import Session
-from odyssey_megatron.mcore.tensorboard import SurvivingWriter
+from odyssey_megatron.mcore.tensorboard import SurvivingWriter, open_writer
 from odyssey_megatron.rebuild.groups import NEVER_OVER, build_groups
 from odyssey_megatron.recover import Recovery
 
@@ -301,20 +302,14 @@ class Door:
     def set_tensorboard_writer(self, original: Any, args: Any) -> None:
         from megatron.training import global_vars
 
-        if not args.tensorboard_dir:
-            return
-        member = self._session.member
-
-        def open_file() -> Any:
-            global_vars._GLOBAL_TENSORBOARD_WRITER = None
-            original(args)
-            made, global_vars._GLOBAL_TENSORBOARD_WRITER = global_vars._GLOBAL_TENSORBOARD_WRITER, self._board
-            return made
-
+        if not args.tensorboard_dir or importlib.util.find_spec("tensorboard") is None:
+            return original(args)
+        member, folder = self._session.member, args.tensorboard_dir
         self._board = global_vars._GLOBAL_TENSORBOARD_WRITER = SurvivingWriter(
-            open_file,
+            lambda: open_writer(folder, args.tensorboard_queue_size),
             note=lambda iteration: member.note("tensorboard", str(iteration)),
             noted=lambda: int(member.noted("tensorboard") or -1),
+            name=f"TensorBoard's folder {folder}",
         )
         if args.rank == args.world_size - 1 and not member.joins:
             self._board.become_last()

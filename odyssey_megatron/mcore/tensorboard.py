@@ -6,59 +6,74 @@ the last living one writes it to a file. The others keep the newest: a killed ra
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+from odyssey_megatron.metrics.outlet import Outlet
 
 _KEPT = 2
 """Iterations. The last rank flushes one before it begins the next, and nobody is two ahead of it."""
+_CALL_BYTES = 200
+_PROBE_BYTES = 1 << 16
+
+Call = tuple[str, tuple[Any, ...], dict[str, Any]]
+"""A method of ``SummaryWriter`` and its arguments."""
 
 
 class SurvivingWriter:
     """Implements what Megatron uses of ``SummaryWriter``.
 
     Args:
-        open_file: makes the real writer; called on a rank when it becomes the last.
+        open_file: makes the real writer, in a thread, whenever this rank has something to write and none is open.
         note: leaves the number of the iteration whose scalars are in the file for whoever comes next.
         noted: that number, -1 if there is none.
     """
 
-    def __init__(self, open_file: Callable[[], Any], note: Callable[[int], None], noted: Callable[[], int]):
-        self._open_file, self._note, self._noted = open_file, note, noted
-        self._file: Any = None
+    def __init__(
+        self,
+        open_file: Callable[[], Any],
+        note: Callable[[int], None],
+        noted: Callable[[], int],
+        name: str = "TensorBoard's folder",
+    ):
+        self._note, self._noted = note, noted
+        self._outlet = Outlet(_File(open_file).carry_out, name=name)
+        self._is_last = False
         self._iteration = 0
-        self._kept: deque[tuple[int, tuple[Any, ...], dict[str, Any]]] = deque()
+        self._calls: list[Call] = []
+        self._kept: deque[tuple[int, Call]] = deque()
 
     def add_scalar(self, *args: Any, **kwargs: Any) -> None:
         """As SummaryWriter's: tag, value, and the step that it belongs to."""
-        if self._file is not None:
-            self._file.add_scalar(*args, **kwargs)
+        if self._is_last:
+            self._calls.append(("add_scalar", args, kwargs))
         else:
-            self._kept.append((self._iteration, args, kwargs))
+            self._kept.append((self._iteration, ("add_scalar", args, kwargs)))
 
     def add_text(self, *args: Any, **kwargs: Any) -> None:
         """Said once, at the start, by the rank that is the last then."""
-        if self._file is not None:
-            self._file.add_text(*args, **kwargs)
+        if self._is_last:
+            self._calls.append(("add_text", args, kwargs))
 
     def hand_over(self) -> None:
         """Another rank is the last one now."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        if self._is_last:
+            self._write(("close", (), {}))
+            self._is_last = False
 
     def flush(self) -> None:
-        if self._file is not None:
-            self._file.flush()
+        self._write()
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        self.hand_over()
+        self._outlet.close()
 
     def begin(self, iteration: int) -> None:
         """All that earlier iterations had to log has been logged."""
-        if self._file is not None and self._iteration < iteration:
-            self._file.flush()
+        if self._is_last and self._iteration < iteration and self._write():
             self._note(self._iteration)
         self._iteration = iteration
         while self._kept and self._kept[0][0] <= iteration - _KEPT:
@@ -66,10 +81,76 @@ class SurvivingWriter:
 
     def become_last(self) -> None:
         """From now on this rank writes, beginning with what its predecessor has not. A second call does nothing."""
-        if self._file is not None:
+        if self._is_last:
             return
-        self._file, noted = self._open_file(), self._noted()
-        for iteration, args, kwargs in self._kept:
-            if iteration > noted:
-                self._file.add_scalar(*args, **kwargs)
+        self._is_last, noted = True, self._noted()
+        self._calls += [call for iteration, call in self._kept if iteration > noted]
         self._kept.clear()
+
+    def _write(self, *last: Call) -> bool:
+        """Whether all that was logged here is in the file."""
+        calls, self._calls = [*self._calls, *last], []
+        return self._outlet.put(calls, _CALL_BYTES * len(calls))
+
+
+class _File:
+    """The real writer, opened anew after an error: it has then lost what it had buffered, and does not recover."""
+
+    def __init__(self, open_file: Callable[[], Any]):
+        self._open_file = open_file
+        self._file: Any = None
+
+    def carry_out(self, calls: list[Call]) -> None:
+        """All of ``calls``, and a flush. After an error all of them are repeated: a point twice is drawn once."""
+        folder = getattr(self._file, "log_dir", None)
+        if folder is not None and not Path(folder).is_dir():
+            self._file = None  # deleted; what is written now would be in no folder
+        try:
+            for name, args, kwargs in calls:
+                if name == "close":
+                    self._close()
+                    continue
+                self._open()
+                getattr(self._file, name)(*args, **kwargs)
+            if self._file is not None:
+                self._file.flush()
+        except Exception:
+            self._file = None
+            raise
+
+    def _open(self) -> None:
+        if self._file is None:
+            self._file = self._open_file()
+
+    def _close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+
+def open_writer(folder: str, max_queue: int) -> Any:
+    """A ``SummaryWriter``. Raises OSError where there is no room for one: each that is opened leaves a file."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    _leave_errors_to_us()
+    probe = Path(folder, ".room")
+    probe.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        probe.write_bytes(bytes(_PROBE_BYTES))
+    finally:
+        probe.unlink(missing_ok=True)
+    return SummaryWriter(log_dir=folder, max_queue=max_queue)
+
+
+def _leave_errors_to_us() -> None:
+    """TensorBoard's thread hands its error to who writes next, and prints a traceback besides."""
+    before = threading.excepthook
+    if getattr(before, "spares_tensorboard", False):
+        return
+
+    def hook(args: Any) -> None:
+        if not (issubclass(args.exc_type, OSError) and type(args.thread).__module__.startswith("tensorboard")):
+            before(args)
+
+    hook.spares_tensorboard = True  # type: ignore[attr-defined]
+    threading.excepthook = hook

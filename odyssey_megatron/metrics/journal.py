@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from odyssey_megatron.metrics.outlet import Lines, Outlet, say
 from odyssey_megatron.metrics.records import CLOCK_READINGS, EVENTS, SCHEMA_VERSION, STALLS
 from odyssey_megatron.names import step_name
 
@@ -19,17 +18,18 @@ _ECHO_WIDTH = 120
 class Journal:
     """Appends events of one process to ``run_dir/journal/<source>.jsonl``.
 
-    Each line is written by a single ``write(2)`` in append mode, so that a process killed at any moment
-    leaves whole lines only.
+    A process killed at any moment leaves whole lines only, and all of them while the folder can be written to. When it
+    cannot, the process goes on (:class:`Outlet`).
     """
 
     def __init__(self, run_dir: str | Path, *, source: str, rank: int = -1):
-        folder = Path(run_dir) / "journal"
-        folder.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(
-            folder / f"{source}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644
-        )
+        path = Path(run_dir) / "journal" / f"{source}.jsonl"
         self._source, self._rank = source, rank
+        self._outlet = Outlet(
+            Lines(path).write,
+            name=f"the journal {path}",
+            resumed=lambda lost: self.event("lines_lost", count=lost),
+        )
 
     def event(
         self, name: str, *, generation: int = -1, step: int = -1, echo: bool = False, **values: Any
@@ -53,12 +53,18 @@ class Journal:
             "rank": self._rank,
             **values,
         }
-        os.write(self._fd, (json.dumps(line, separators=(",", ":")) + "\n").encode())
+        text = (json.dumps(line, separators=(",", ":")) + "\n").encode()
+        self._outlet.put(text, len(text))
         if echo:
-            print(_one_line(name, generation, step, self._rank, values), file=sys.stderr, flush=True)
+            say(_one_line(name, generation, step, self._rank, values))
+
+    def flush(self, limit_s: float) -> bool:
+        """Whether all events are written within ``limit_s``."""
+        return self._outlet.flush(limit_s)
 
     def close(self) -> None:
-        os.close(self._fd)
+        """Writes what waits, within a limit; says how much is lost."""
+        self._outlet.close()
 
 
 def _one_line(name: str, generation: int, step: int, rank: int, values: dict[str, Any]) -> str:

@@ -62,6 +62,8 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "weights": ("digest", "state_bytes", "host_bytes"),
     "fenced": ("why",),
     "stopped": ("why", "exit_code"),
+    # -- all
+    "lines_lost": ("count",),
 }
 """Event name -> its own fields.
 
@@ -75,6 +77,6 @@ it was committed. ``switched``: a generation that began between two steps; ``gro
 stood still, while ``fill_s`` ran behind the first step. ``samples`` (the rank that ran a microbatch
 through the head): ``samples`` holds, for each of ``microbatches``, the list of its global sample indices.
 ``weights``: at the end of a rank, by layer. ``step_committed``: ``loss`` is a dict of named losses; ``step_s`` is -1
-where it was not timed. ``trace``: [[text, start_s, end_s], ...] on the monotonic clock. ``dead`` is a list of ranks
+where it was not timed. ``lines_lost``: so many lines of this process could not be written before this one. ``trace``: [[text, start_s, end_s], ...] on the monotonic clock. ``dead`` is a list of ranks
 everywhere.
 """
