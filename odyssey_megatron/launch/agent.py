@@ -13,9 +13,10 @@ import os
 import queue
 import select
 import signal
-import sys
 import threading
 import time
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,7 @@ from odyssey_megatron.launch.planner import Planner
 from odyssey_megatron.launch.respawn import Respawn
 from odyssey_megatron.launch.zygote import Zygote
 from odyssey_megatron.metrics.journal import Journal
+from odyssey_megatron.metrics.outlet import say
 
 _log = logging.getLogger(__name__)
 
@@ -62,6 +64,8 @@ _RESPAWNS_OF_A_NODE = 10_000
 """More than a node's agent can start a rank again: incarnations of a rank are never alike."""
 _CONNECT_S = 10.0
 """For an agent's connection to the store where all have met a moment ago: if it is gone, so is the job."""
+_THREAD_ENDS_S = 0.5
+"""From the end of a thread that the agent needs to that of the job, unless a verdict explains it."""
 _FAREWELL_S = 5.0
 """How long the first agent keeps the store for the others to read the verdict."""
 
@@ -130,9 +134,16 @@ class OdysseyAgent(LocalElasticAgent):
         )
 
     def _supervise(self, board: HeartbeatBoard) -> int:
+        node = self._worker_group.group_rank
+        journal = Journal(self._launch.config.run_dir, source=f"agent{node}")
+        try:
+            return self._see_through(board, journal)
+        finally:
+            journal.close()
+
+    def _see_through(self, board: HeartbeatBoard, journal: Journal) -> int:
         group, launch = self._worker_group, self._launch
         node = group.group_rank
-        journal = Journal(launch.config.run_dir, source=f"agent{node}")
         try:
             control, watch, spare = (self._connect() for _ in range(3))
             control.put(keys.node_key(node), json.dumps([w.global_rank for w in group.workers]))
@@ -158,9 +169,9 @@ class OdysseyAgent(LocalElasticAgent):
             journal.event(
                 "job_started", world_size=group.workers[0].world_size, nodes=group.group_world_size, echo=True
             )
-            self._start_coordinator(spare, journal)
+            verdict.guard("coordinator", lambda: self._coordinate(spare, journal))
         else:
-            threading.Thread(target=self._keep_lease, args=(spare, node), daemon=True).start()
+            verdict.guard("lease", lambda: self._keep_lease(spare, node))
         try:
             ranks.watch(verdict)
         except ControlPlaneLost:
@@ -174,28 +185,25 @@ class OdysseyAgent(LocalElasticAgent):
     def _orphaned(self) -> int:
         """The exit code of an agent whose job has ended without a word to it."""
         node = self._worker_group.group_rank
-        _say(f"[odyssey] node {node} stops: the first agent, which hosts the coordinator, is gone.")
+        say(f"[odyssey] node {node} stops: the first agent, which hosts the coordinator, is gone.")
         return 1
 
-    def _start_coordinator(self, control: Control, journal: Journal) -> None:
-        launch, count = self._launch, self._worker_group.group_world_size
-
-        def run() -> None:
-            nodes = self._await_nodes(control, count)
-            if isinstance(nodes, Verdict):
-                _say(f"[odyssey] {nodes.why}")
-                return control.put(keys.VERDICT, to_json(nodes))
-            Coordinator(
-                control=control,
-                events=EventReader(self._connect()),
-                config=launch.config,
-                nodes=nodes,
-                planner=launch.planner,
-                journal=journal,
-                say=_say,
-            ).run()
-
-        threading.Thread(target=run, name="odyssey-coordinator", daemon=True).start()
+    def _coordinate(self, control: Control, journal: Journal) -> None:
+        launch = self._launch
+        nodes = self._await_nodes(control, self._worker_group.group_world_size)
+        if isinstance(nodes, Verdict):
+            say(f"[odyssey] {nodes.why}")
+            return control.put(keys.VERDICT, to_json(nodes))
+        events = EventReader(self._connect())
+        Coordinator(
+            control=control,
+            events=events,
+            config=launch.config,
+            nodes=nodes,
+            planner=launch.planner,
+            journal=journal,
+            say=say,
+        ).run()
 
     def _await_nodes(self, control: Control, count: int) -> dict[int, int] | Verdict:
         """The node of each rank, once all agents have listed theirs."""
@@ -213,11 +221,10 @@ class OdysseyAgent(LocalElasticAgent):
 
     def _keep_lease(self, control: Control, node: int) -> None:
         beat = 0
-        with contextlib.suppress(ControlPlaneLost):
-            while True:
-                beat += 1
-                control.put(keys.lease_key(node), str(beat))
-                time.sleep(self._launch.config.node_lease_s / 20)
+        while True:
+            beat += 1
+            control.put(keys.lease_key(node), str(beat))
+            time.sleep(self._launch.config.node_lease_s / 20)
 
     def _conclude(self, verdict: _VerdictWatch, ranks: _Ranks, control: Control) -> int:
         """Lets the ranks end, or ends them; returns the exit code of the job."""
@@ -228,6 +235,8 @@ class OdysseyAgent(LocalElasticAgent):
             return self._orphaned()
         node = self._worker_group.group_rank
         with contextlib.suppress(ControlPlaneLost, TimeoutError):
+            if node == 0:
+                control.put_first(keys.VERDICT, to_json(final))  # it may have been made here
             control.put(f"bye/{node}", "")
             if node == 0 and final.nodes:  # the store goes with this process
                 control.wait([f"bye/{other}" for other in final.nodes], _FAREWELL_S)
@@ -353,29 +362,64 @@ class _Ranks:
         for rank, slot, process in self._living.values():
             if rank not in self._fenced and self._board.silent_s(slot, now_s) > self._hang_s:
                 fate = "it is killed" if self._fences else "with --odyssey recover it would be killed"
-                _say(f"[odyssey] rank {rank} has been silent for {self._hang_s} s: {fate}")
+                say(f"[odyssey] rank {rank} has been silent for {self._hang_s} s: {fate}")
                 self._fenced.add(rank)
                 if self._fences:
                     _signal_session(process.pid, signal.SIGKILL)
 
 
 class _VerdictWatch:
-    """Waits for the coordinator's last word in a thread, and wakes a poll."""
+    """Waits for the coordinator's last word in a thread, and wakes a poll.
+
+    An agent whose threads do not all work must not go on, or it would wait for ever for what they do: their end is the
+    last word too.
+    """
 
     def __init__(self, control: Control):
         self.value: Verdict | None = None
         self.arrived = False
         self.fd = os.eventfd(0)
-        threading.Thread(target=self._run, args=(control,), name="odyssey-verdict", daemon=True).start()
+        self._start("verdict", lambda: self._run(control))
 
     def lost(self) -> None:
         self.arrived = True
         os.eventfd_write(self.fd, 1)
 
+    def give(self, verdict: Verdict) -> None:
+        """The last word, unless it has been spoken."""
+        if not self.arrived:
+            self.value = verdict
+            self.lost()
+
+    def guard(self, name: str, work: Callable[[], None]) -> None:
+        """``work`` in a thread, whose end is the end of the job."""
+        self._start(name, work)
+
+    def _start(self, name: str, work: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                work()
+            except ControlPlaneLost as error:
+                _log.info("%s: %s", name, error)
+            except BaseException as error:  # noqa: BLE001 - nobody else would hear of it
+                say(traceback.format_exc())
+                self._fail(name, f"it failed: {error!r}. Please report this.")
+            # Time for the verdict to come, if that is why it has ended.
+            time.sleep(_THREAD_ENDS_S)
+            self._fail(name, "it has ended, or lost its connection.")
+
+        threading.Thread(target=run, name=f"odyssey-{name}", daemon=True).start()
+
+    def _fail(self, name: str, why: str) -> None:
+        if not self.arrived:
+            why = f"the agent of this node cannot go on without its {name} thread: {why}"
+            say(f"[odyssey] {why}")
+            self.give(Verdict(code=1, why=why))
+
     def _run(self, control: Control) -> None:
         try:
             self.value = from_json(Verdict, control.get(keys.VERDICT))
-        except (ControlPlaneLost, ValueError) as error:
+        except ControlPlaneLost as error:
             _log.info("no verdict: %s", error)
         self.lost()
 
@@ -383,8 +427,3 @@ class _VerdictWatch:
 def _signal_session(pid: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, number)
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()

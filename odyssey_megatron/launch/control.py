@@ -209,16 +209,16 @@ class EventReader:
 
     def __init__(self, control: Control):
         self._control = control
-        self._events: queue.SimpleQueue[Event | str | ControlPlaneLost] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Event | str | Exception] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="odyssey-events", daemon=True).start()
 
     def take(self, timeout_s: float) -> list[Event | str]:
-        """All events that are here, at least one unless ``timeout_s`` passes. Raises ControlPlaneLost."""
+        """All events that are here, at least one unless ``timeout_s`` passes. Raises what has ended the thread."""
         found: list[Event | str] = []
         try:
             while True:
                 event = self._events.get(timeout=0.0 if found else timeout_s)
-                if isinstance(event, ControlPlaneLost):
+                if isinstance(event, Exception):
                     raise event
                 found.append(event)
         except queue.Empty:
@@ -228,7 +228,7 @@ class EventReader:
         try:
             while True:
                 self._events.put(self._control.next_event())
-        except ControlPlaneLost as error:
+        except Exception as error:  # noqa: BLE001 - without events the coordinator would wait for ever
             self._events.put(error)
 
 

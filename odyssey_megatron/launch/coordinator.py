@@ -358,11 +358,11 @@ class Coordinator:
     def _finish(self) -> Verdict:
         """Tells the members that all have finished, and waits for their exit codes."""
         members = set(self._state.ranks)
-        self._planner.finish(self._observations())
         self._put(Generation(
             number=next_generation(self._state).generation, members=(), dead=(), why=FINISHED, previous=None, plan=None,
             plan_hash="", candidates=(), published_s=time.monotonic(),
         ))  # fmt: skip
+        self._keep_profile()
         while members - set(self._exits):
             for event in self._batch():
                 if isinstance(event, RankDied):
@@ -376,6 +376,14 @@ class Coordinator:
                 code=code, why=f"rank {rank} ended with exit code {code} after training; its log says why."
             )
         return Verdict(code=0)
+
+    def _keep_profile(self) -> None:
+        try:
+            self._planner.finish(self._observations())
+        except ControlPlaneLost:
+            raise
+        except Exception as error:  # noqa: BLE001 - the job is done, whatever becomes of its measurements
+            self._say(f"[odyssey] what was measured is not kept: {error!r}")
 
     def _stop(self, message: str, code: int) -> Verdict:
         """Tells the members to stop; they leave with ``code`` by themselves."""

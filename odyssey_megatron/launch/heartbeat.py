@@ -13,24 +13,20 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from odyssey_megatron.launch import lifeline
+from odyssey_megatron.launch import leftovers, lifeline
 from odyssey_megatron.launch.lifeline import Lifeline
 
 _LINE_BYTES = 64  # a cache line each: ranks do not disturb one another
 _SLOT_BYTES = _LINE_BYTES + lifeline.SIZE_BYTES
 _EXCUSED = -1.0
-_PREFIX = "odyssey-heartbeat-"
 
 
 class HeartbeatBoard:
     """The agent's side: one slot for each of ``size`` local ranks."""
 
     def __init__(self, size: int):
-        folder = Path("/dev/shm" if os.path.isdir("/dev/shm") else "/tmp")
-        _remove_orphans(folder)
-        self.path = folder / f"{_PREFIX}{os.getpid()}-{time.monotonic_ns()}"
-        self.path.touch(mode=0o600)
-        os.truncate(self.path, _SLOT_BYTES * size)
+        leftovers.remove()
+        self.path, self._lock = leftovers.make(_SLOT_BYTES * size)
         self._memory = _map(self.path)
         self._lifelines = [Lifeline(self._memory, slot * _SLOT_BYTES + _LINE_BYTES) for slot in range(size)]
         for one in self._lifelines:
@@ -56,6 +52,7 @@ class HeartbeatBoard:
     def close(self) -> None:
         """The memory stays mapped: a thread may still wait there."""
         self.path.unlink(missing_ok=True)
+        os.close(self._lock)
 
     def _beat_s(self, slot: int) -> float:
         (beat_s,) = struct.unpack_from("d", self._memory, slot * _SLOT_BYTES)
@@ -101,15 +98,6 @@ class Heartbeat:
 
     def _beat(self, value: float) -> None:
         struct.pack_into("d", self._memory, self._offset, value)
-
-
-def _remove_orphans(folder: Path) -> None:
-    """The boards of agents that were killed."""
-    for path in folder.glob(_PREFIX + "*"):
-        pid = path.name.removeprefix(_PREFIX).partition("-")[0]
-        if not Path("/proc", pid).exists():
-            with contextlib.suppress(OSError):  # another user's, or just gone
-                path.unlink()
 
 
 def _map(path: Path) -> mmap.mmap:

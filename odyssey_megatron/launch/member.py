@@ -352,16 +352,26 @@ class Member:
         return found
 
     def _run_watch(self) -> None:
+        try:
+            self._follow_generations()
+        except Exception as error:  # noqa: BLE001 - a rank that hears of nothing any more must leave
+            lost = (
+                error
+                if isinstance(error, ControlPlaneLost)
+                else ControlPlaneLost(
+                    f"the thread that hears of generations failed: {error!r}. Please report this."
+                )
+            )
+            with self._changed:
+                self._lost = lost
+                self._end_before(sys.maxsize)
+                self._changed.notify_all()
+
+    def _follow_generations(self) -> None:
         while True:
             number = self._seen + 1
             try:
                 text = self._watch.get(keys.generation_key(number))
-            except ControlPlaneLost as error:
-                with self._changed:
-                    self._lost = error
-                    self._end_before(number)
-                    self._changed.notify_all()
-                return
             except ValueError:  # not sealed by the coordinator, whose own write will replace it
                 time.sleep(0.01)
                 continue

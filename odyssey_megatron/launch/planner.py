@@ -6,13 +6,14 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import ClusterState
 from odyssey_megatron.codec import from_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import PlanInfeasible
+from odyssey_megatron.metrics.outlet import Outlet
 from odyssey_megatron.plan.generation import CandidateRow
 from odyssey_megatron.plan.plan import Plan
 
@@ -160,7 +161,10 @@ class PolicyPlanner:
         return self._two_speed.towards(target, current=current, state=state, profile=self._profile)
 
     def finish(self, observations: Sequence[str]) -> None:
-        self._calibrated(observations).save(Path(self._config.run_dir) / "profile.json")
+        path = Path(self._config.run_dir) / "profile.json"
+        outlet = Outlet[Any](lambda profile: profile.save(path), name=f"the profile {path}")
+        outlet.put(self._calibrated(observations), 1)
+        outlet.close()
 
     def _calibrated(self, published: Sequence[str]) -> Profile:
         found = []

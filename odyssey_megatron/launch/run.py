@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import secrets
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from odyssey_megatron.config import OdysseyConfig, config_from_argv
 from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.launch import run_folder
 from odyssey_megatron.launch.zygote import Zygote, prepare_environment
 
 _ENTRY = "odyssey_megatron.mcore.entry"
@@ -44,6 +47,8 @@ def main(argv: Sequence[str], *, joins: bool = False) -> int:
         )
     zygote = Zygote.start(modules) if modules else None  # while this process has a single thread
     try:
+        # Not before the fork, which would share the lock.
+        run_folder.claim(Path(config.run_dir), _job_name(args, nodes, token))
         return _launch(args, config, nodes, token, zygote, joins)
     finally:
         if zygote is not None:
@@ -81,6 +86,8 @@ def _launch(
     if nodes == 1:
         local_rendezvous.register()
         _use_local_rendezvous(args, local_rendezvous.BACKEND)
+    if not args.log_dir and {str(args.redirects), str(args.tee)} == {"0"}:
+        args.log_dir = os.devnull  # else torch leaves an empty folder for each job
     launch = Launch(config=config, token=token, planner=PolicyPlanner(config), zygote=zygote, joins=joins)
     original = api.LocalElasticAgent
     api.LocalElasticAgent = functools.partial(OdysseyAgent, launch=launch)
@@ -124,6 +131,12 @@ def _use_local_rendezvous(args: Any, backend: str) -> None:
     if args.standalone or not chosen:
         args.standalone, args.rdzv_backend, args.rdzv_endpoint = False, backend, "127.0.0.1:0"
         args.rdzv_id = "odyssey"
+
+
+def _job_name(args: Any, nodes: int, token: str) -> str:
+    """The same on all nodes of a job, and on none of another: where they meet, and how they know each other."""
+    where = args.rdzv_endpoint.rpartition(":")[2] or args.master_port
+    return hashlib.sha256(f"odyssey job {token} {where}".encode()).hexdigest()[:16] if nodes > 1 else ""
 
 
 def _token(nodes: int) -> str:

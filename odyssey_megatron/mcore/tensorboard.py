@@ -149,7 +149,9 @@ def _leave_errors_to_us() -> None:
         return
 
     def hook(args: Any) -> None:
-        if not (issubclass(args.exc_type, OSError) and type(args.thread).__module__.startswith("tensorboard")):
+        if not (
+            issubclass(args.exc_type, OSError) and type(args.thread).__module__.startswith("tensorboard")
+        ):
             before(args)
 
     hook.spares_tensorboard = True  # type: ignore[attr-defined]

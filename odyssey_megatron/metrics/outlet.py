@@ -10,7 +10,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from functools import partial
+from typing import Generic, NoReturn, TypeVar
 
 T = TypeVar("T")
 
@@ -28,6 +29,29 @@ def say(text: str) -> None:
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(text + "\n")
         sys.stderr.flush()
+
+
+def within(limit_s: float, work: Callable[[], T]) -> T:
+    """What ``work`` returns or raises, done in a thread; TimeoutError if it hangs, and then it does so alone."""
+    done: list[Callable[[], T]] = []
+
+    def run() -> None:
+        try:
+            result = work()
+            done.append(lambda: result)
+        except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
+            done.append(partial(_raise, error))
+
+    thread = threading.Thread(target=run, name="odyssey-within", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if not done:
+        raise TimeoutError(f"nothing within {limit_s} s")
+    return done[0]()
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error
 
 
 class Outlet(Generic[T]):

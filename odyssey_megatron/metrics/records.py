@@ -77,6 +77,6 @@ it was committed. ``switched``: a generation that began between two steps; ``gro
 stood still, while ``fill_s`` ran behind the first step. ``samples`` (the rank that ran a microbatch
 through the head): ``samples`` holds, for each of ``microbatches``, the list of its global sample indices.
 ``weights``: at the end of a rank, by layer. ``step_committed``: ``loss`` is a dict of named losses; ``step_s`` is -1
-where it was not timed. ``lines_lost``: so many lines of this process could not be written before this one. ``trace``: [[text, start_s, end_s], ...] on the monotonic clock. ``dead`` is a list of ranks
-everywhere.
+where it was not timed. ``trace``: [[text, start_s, end_s], ...] on the monotonic clock. ``dead`` is a list of ranks
+everywhere. ``lines_lost``: so many lines of this process, before this one, could not be written.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,8 +42,15 @@ class Profile:
     papers.md §8.6, 100 s at 32 GPUs to 388 s at 8,192, and minutes of lost steps."""
 
     def save(self, path: str | Path) -> None:
-        """Writes JSON."""
-        Path(path).write_text(to_json(self) + "\n")
+        """Writes JSON, all of it or nothing. Raises OSError."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+        try:
+            unfinished.write_text(to_json(self) + "\n")
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
 
 
 def load_profile(path: str | Path) -> Profile:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 
-from odyssey_megatron.launch import heartbeat
+from odyssey_megatron.launch import leftovers
 from odyssey_megatron.launch.heartbeat import Heartbeat, HeartbeatBoard
 
 
@@ -33,10 +36,17 @@ def test_code_that_keeps_the_gil_is_excused_and_only_then():
     board.close()
 
 
-def test_boards_of_killed_agents_are_removed(tmp_path):
-    gone, alive = (tmp_path / f"{heartbeat._PREFIX}{pid}-7" for pid in (999_999_999, 1))
-    other = tmp_path / "something-else"
-    for path in (gone, alive, other):
-        path.touch()
-    heartbeat._remove_orphans(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([alive.name, other.name])
+def test_boards_of_killed_agents_are_removed_and_no_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(leftovers, "shared_memory", lambda: tmp_path)
+    code = "import os, signal; from odyssey_megatron.launch import leftovers; from pathlib import Path;"
+    code += "leftovers.shared_memory = lambda: Path(os.environ['FOLDER']); leftovers.make(64);"
+    code += "os.kill(os.getpid(), signal.SIGKILL)"
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "FOLDER": str(tmp_path)}, check=False)
+    (gone,) = tmp_path.iterdir()
+    living, other = HeartbeatBoard(1), tmp_path / "something-else"
+    other.touch()
+    assert not gone.exists(), "the next start removes it"
+    assert leftovers.remove() == []
+    assert sorted(tmp_path.iterdir()) == sorted([living.path, other])
+    living.close()
+    assert list(tmp_path.iterdir()) == [other]
