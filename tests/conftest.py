@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.e2e.jobs import Jobs
+    from tests.launch.jobserver import Job, JobServer
 
 NEEDS_MEGATRON_LM = (
     "needs Megatron-LM: set MEGATRON_LM_PATH to a checkout of core_v0.16.1 "
@@ -53,3 +58,44 @@ def megatron_lm() -> Path:
 def checkout() -> Path:
     """The repository root."""
     return Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="session")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
+    """One process imports torch and Megatron; every job of the session is forked from it."""
+    from tests.e2e.jobs import Jobs
+    from tests.launch.jobserver import JobServer
+
+    server = JobServer.start(["tests.e2e.preload"])
+    yield Jobs(server=server, folder=tmp_path_factory.mktemp("jobs"))
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[JobServer]:
+    """One preloaded process for all toy jobs."""
+    from tests.launch.jobserver import JobServer
+
+    server = JobServer.start(["tests.launch.preload"])
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def toy(server: JobServer, tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    """Starts a toy job: ``toy(ranks, "--steps", 20, ...)``. Its journal is in ``tmp_path / "run"``."""
+    from tests.launch.jobserver import CHECKOUT
+
+    jobs = []
+
+    def start(ranks: int, *arguments: object, launch: tuple[object, ...] = (), **env: str) -> Job:
+        argv = ["--nproc-per-node", ranks, *launch, CHECKOUT / "tests/launch/toy.py", *arguments]
+        argv += ["--odyssey-device", "cpu", "--odyssey-run-dir", tmp_path / "run"]
+        job = server.run(argv, log=tmp_path / f"log{len(jobs)}", env=env)
+        jobs.append(job)
+        return job
+
+    yield start
+    for job in jobs:
+        if job.process.poll() is None:
+            job.kill()

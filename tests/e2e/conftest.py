@@ -1,20 +1,11 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.jobs import LONG, Jobs, Outcome
-from tests.launch.jobserver import JobServer
-
-
-@pytest.fixture(scope="session")
-def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
-    """One process imports torch and Megatron; every job of the session is forked from it."""
-    server = JobServer.start(["tests.e2e.preload"])
-    yield Jobs(server=server, folder=tmp_path_factory.mktemp("jobs"))
-    server.close()
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,7 @@ from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import add_arguments, config_from
 from odyssey_megatron.errors import ConfigError, Fenced, JobStopped, PeerFailed, Superseded
+from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch.inject import Injector
 from odyssey_megatron.launch.member import Member
 from odyssey_megatron.metrics.journal import Journal
@@ -41,6 +42,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--differ", action="store_true", help="rank 1 posts another job")
     parser.add_argument("--exit-at", default="", help="RANK:STEP:CODE, or all:STEP:CODE")
     parser.add_argument("--stats", default="", help="write resource counts to this file, per generation")
+    parser.add_argument("--poison", default="", help="what rank 0 sends in step 5: 'event' or 'offer'")
     add_arguments(parser)
     return parser.parse_args()
 
@@ -127,6 +129,8 @@ class Toy:
         dist.all_reduce(total, group=group)
         assert int(total[0]) == size
         self.leave_early()
+        if self.args.poison and self.rank == 0 and self.step == 5:
+            self.poison()
         self.step += 1
         if (
             self.args.retry_every
@@ -142,6 +146,14 @@ class Toy:
         if self.args.hold and self.rank == members[0] and self.step == self.args.steps - 5:
             while not os.path.exists(self.args.hold) and not self.member.newer_than(self.number):
                 time.sleep(0.005)
+
+    def poison(self) -> None:
+        """What only a program with a mistake sends, since it is sealed: nesting that no parser gets through."""
+        control, text = self.member._control, "[" * 100_000
+        if self.args.poison == "event":
+            control.store.queue_push(keys.EVENTS, control.seal(keys.EVENTS, text))
+        else:
+            control.put(keys.generation_key(self.number + 1), keys.OFFER + text)
 
     def leave_early(self) -> None:
         if self.args.exit_at:
