@@ -117,16 +117,14 @@ def test_two_jobs_do_not_share_a_folder(toy, tmp_path):
 
 def test_a_killed_agent_leaves_nothing_that_the_next_start_does_not_remove(toy, tmp_path):
     """And no lock."""
-    left = lambda: {path.name for path in Path("/dev/shm").glob("odyssey-*")}  # noqa: E731
-    before, temporary = left(), set(Path(os.environ.get("TMPDIR", "/tmp")).glob("torchelastic_*"))
+    temporary = set(Path(os.environ.get("TMPDIR", "/tmp")).glob("torchelastic_*"))
     job = toy(2, "--pipeline", 1, "--steps", 1000)
     in_groups(tmp_path / "run", 2)
     pids = [pid_of(tmp_path / "run", rank) for rank in (0, 1)]
-    (board,) = left() - before
+    (board,) = Path("/dev/shm").glob(f"odyssey-heartbeat-{job.pid}-*")
     job.kill()
     job.wait(10)
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 10, "its ranks end")
-    assert board in left()
     assert toy(2, "--pipeline", 1, "--steps", 5).wait(20) == 0
-    assert board not in left()
+    assert not board.exists()
     assert set(Path(os.environ.get("TMPDIR", "/tmp")).glob("torchelastic_*")) == temporary
