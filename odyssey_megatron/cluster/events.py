@@ -16,8 +16,8 @@ class RankDied:
     code: int
     """Exit code; ``-9`` is SIGKILL."""
     cause: str
-    t_s: float
-    """When the agent saw it, on the node's monotonic clock."""
+    t_s: float = 0.0
+    """When the coordinator heard of it, on its own clock: that of another node says nothing here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,8 @@ class NodeLost:
     """The agent of ``node`` has been silent for longer than its lease."""
 
     node: int
-    t_s: float
+    t_s: float = 0.0
+    """As above."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,6 +36,7 @@ class Member(Protocol):
     """The part of ``launch/member.py`` that steps need."""
 
     rank: int
+    heard_s: float
 
     def newer_than(self, number: int) -> bool: ...
     def on_offer(self, callback: Callable[[Generation], None]) -> None: ...

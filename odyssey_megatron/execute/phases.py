@@ -27,9 +27,9 @@ class PhaseClock:
             self._taken_s[self.phase] = now_s - self._began_s
         self.phase, self._began_s = phase, now_s
 
-    def note_abort(self, published_s: float) -> None:
-        """How long the old step held on after the news was out; 0 for a rank that was waiting already."""
-        self._taken_s[Phase.ABORT] = max(0.0, self._began_s - published_s)
+    def note_abort(self, heard_s: float) -> None:
+        """How long the old step held on after this rank had heard the news; 0 if it was waiting for them."""
+        self._taken_s[Phase.ABORT] = max(0.0, self._began_s - heard_s)
 
     def taken_s(self, *phases: Phase) -> dict[str, float]:
         """``NAME_s`` of each: how long it took, this time."""

@@ -157,7 +157,7 @@ class RankRuntime:
         self._planned, self._boundary = generation.planned, 0
         self._joins = self._member.rank in generation.fresh
         if generation.previous is not None and not generation.planned:
-            self._clock.note_abort(generation.published_s)
+            self._clock.note_abort(self._member.heard_s)
         self._generation, self._plan, self._steps_here = generation.number, plan, 0
         self._fault(Phase.GROUPS.value, self.committed)
         if self._preparation is not None and self._preparation.number == generation.number:
@@ -466,7 +466,6 @@ class RankRuntime:
             "dead": list(generation.dead),
             "policy": self._require_plan().policy,
             "plan_hash": generation.plan_hash,
-            "detected_s": generation.detected_s,
             "decide_s": generation.decide_s,
         }
 

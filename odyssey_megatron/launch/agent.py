@@ -28,6 +28,7 @@ from odyssey_megatron.codec import from_json, to_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import EXIT_BAD_INPUT, ConfigError, ControlPlaneLost
 from odyssey_megatron.launch import control as keys
+from odyssey_megatron.launch.awake import Awake
 from odyssey_megatron.launch.control import Control, EventReader
 from odyssey_megatron.launch.coordinator import Coordinator, Verdict
 from odyssey_megatron.launch.forking import forking
@@ -44,6 +45,8 @@ _log = logging.getLogger(__name__)
 
 _TERMINATE_S = 5.0
 """From SIGTERM to SIGKILL, for ranks that outlast the verdict."""
+_ORPHANS_S = 2.0
+"""The same where the first agent is gone: nobody is left to help, and a lost node's job is to end soon."""
 _OTHER_TOKEN = (
     "the nodes have different secrets, so they cannot work together. Set the variable ODYSSEY_TOKEN to the same "
     "value on all nodes."
@@ -180,7 +183,13 @@ class OdysseyAgent(LocalElasticAgent):
 
     def _connect(self) -> Control:
         group = self._worker_group
-        return Control.connect(group.master_addr, group.master_port, self._launch.token, timeout_s=_CONNECT_S)
+        return Control.connect(
+            group.master_addr,
+            group.master_port,
+            self._launch.token,
+            timeout_s=_CONNECT_S,
+            lease_s=self._launch.config.node_lease_s,
+        )
 
     def _orphaned(self) -> int:
         """The exit code of an agent whose job has ended without a word to it."""
@@ -230,7 +239,7 @@ class OdysseyAgent(LocalElasticAgent):
         """Lets the ranks end, or ends them; returns the exit code of the job."""
         final = verdict.value or Verdict(code=1)
         ranks.drain(final.grace_s)
-        ranks.end(_TERMINATE_S)
+        ranks.end(_TERMINATE_S if verdict.value else _ORPHANS_S)
         if verdict.value is None:
             return self._orphaned()
         node = self._worker_group.group_rank
@@ -257,13 +266,14 @@ class _Ranks:
     ):
         """``fences``: kill a rank that is silent for ``hang_s``; else only say so."""
         self._control, self._board, self._hang_s, self._fences = control, board, hang_s, fences
+        self._awake = Awake(hang_s)
         self._respawn = respawn
         self._poll = select.poll()
         self._living: dict[int, tuple[int, int, Any]] = {}  # pidfd -> rank, slot, process
         self._fenced: set[int] = set()
         self._guarded: set[int] = set()
         self._reported: set[int] = set()
-        self._ending: queue.SimpleQueue[tuple[int, int, float]] = queue.SimpleQueue()  # rank, exit code, time
+        self._ending: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()  # rank, exit code
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self._poll.register(self._wake, select.POLLIN)
 
@@ -312,7 +322,7 @@ class _Ranks:
             _signal_session(process.pid, signal.SIGKILL)
             code = process.wait()
             if report:
-                self._report(rank, code, now_s)
+                self._report(rank, code)
                 if self._respawn is not None:
                     self._respawn.note_end(rank, slot, code, now_s)
                     self._vacate(self._respawn.wanted)
@@ -332,11 +342,11 @@ class _Ranks:
                 noted.discard(rank)
             self.add(rank, slot, self._respawn.start(rank, slot))
 
-    def _report(self, rank: int, code: int, seen_s: float) -> None:
+    def _report(self, rank: int, code: int) -> None:
         if rank not in self._reported:  # else its lifeline was faster
             self._reported.add(rank)
             cause = "hang" if self._fences and rank in self._fenced else "killed" if code < 0 else "exit"
-            self._control.send(RankDied(rank=rank, code=code, cause=cause, t_s=seen_s))
+            self._control.send(RankDied(rank=rank, code=code, cause=cause))
 
     def _guard_begun(self) -> None:
         """A thread on the lifeline of each rank that has one by now."""
@@ -352,15 +362,17 @@ class _Ranks:
 
     def _await_end(self, rank: int, slot: int, pid: int) -> None:
         self._board.await_end(slot)
-        code, now_s = exit_code(pid), time.monotonic()
+        code = exit_code(pid)
         if code is not None:  # else its pidfd will tell
-            self._ending.put((rank, code, now_s))
+            self._ending.put((rank, code))
             os.eventfd_write(self._wake, 1)
 
     def _fence_silent(self) -> None:
         now_s = time.monotonic()
+        watched_s = now_s - self._awake.since_s(now_s)
         for rank, slot, process in self._living.values():
-            if rank not in self._fenced and self._board.silent_s(slot, now_s) > self._hang_s:
+            silent_s = min(self._board.silent_s(slot, now_s), watched_s)
+            if rank not in self._fenced and silent_s > self._hang_s:
                 fate = "it is killed" if self._fences else "with --odyssey recover it would be killed"
                 say(f"[odyssey] rank {rank} has been silent for {self._hang_s} s: {fate}")
                 self._fenced.add(rank)

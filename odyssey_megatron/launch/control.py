@@ -20,6 +20,7 @@ import torch.distributed as dist
 from odyssey_megatron.cluster.events import Event, event_from_jsonable, event_to_jsonable
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.errors import ControlPlaneLost
+from odyssey_megatron.launch.lost_host import connections_to, give_up_after
 
 EVENTS = "events"
 """Queue of events, read by the coordinator only. FIFO: see ``Control.send``."""
@@ -89,8 +90,14 @@ class Control:
         """The raw store under the job's prefix: for counters and addresses, which are checked elsewhere."""
 
     @classmethod
-    def connect(cls, host: str, port: int, token: str, *, timeout_s: float = 60.0) -> Control:
-        """A client of the store at ``host:port``; later waits are unlimited unless they name a limit."""
+    def connect(
+        cls, host: str, port: int, token: str, *, timeout_s: float = 60.0, lease_s: float = 3.0
+    ) -> Control:
+        """A client of the store at ``host:port``; later waits are unlimited unless they name a limit.
+
+        Args:
+            lease_s: a wait ends, too, when the store's host has not answered for so long.
+        """
         try:
             store = dist.TCPStore(
                 host, port, None, False, timedelta(seconds=timeout_s), wait_for_workers=False
@@ -98,6 +105,8 @@ class Control:
         except dist.DistError as error:
             raise ControlPlaneLost(f"no store at {host}:{port} within {timeout_s} s: {error}") from error
         store.set_timeout(_IDLE_TIMEOUT)
+        for connection in connections_to(port):
+            give_up_after(connection, lease_s)
         return cls(store, token)
 
     def same_token(self) -> bool:

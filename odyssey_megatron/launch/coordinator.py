@@ -195,7 +195,7 @@ class Coordinator:
         if not dead:
             return Verdict(code=0)
         self._note_deaths(dead, deaths)
-        verdict = hopeless or self._recover(dead, "observed", deaths[0].t_s)
+        verdict = hopeless or self._recover(dead, "observed")
         would = f"stopped: {verdict.why}" if verdict else "gone on as decided above."
         lost = f"the loss of rank(s) {dead} ends the job, since --odyssey observe only looks on"
         return Verdict(code=1, why=f"{lost}; --odyssey recover would have {would}")
@@ -234,8 +234,7 @@ class Coordinator:
                 return self._stop(f"{_MAX_FRUITLESS} generations in a row failed: {wanted}", 1)
             missed = before.members | (before.offered_members if before.offered else frozenset())
             if missed.intersection(dead) or wanted:
-                detected_s = deaths[0].t_s if deaths else time.monotonic()
-                if verdict := self._recover(dead, wanted or "failure", detected_s):
+                if verdict := self._recover(dead, wanted or "failure"):
                     return verdict
             self._move_on()
 
@@ -330,7 +329,7 @@ class Coordinator:
             return Verdict(code=EXIT_LAYERS_LOST, why="no rank is left. Restart from the last checkpoint.")
         return None
 
-    def _recover(self, dead: list[int], why: str, detected_s: float) -> Verdict | None:
+    def _recover(self, dead: list[int], why: str) -> Verdict | None:
         began_s = time.monotonic()
         known = self._live_plan or self._start_plan
         assert known is not None
@@ -344,7 +343,7 @@ class Coordinator:
         if self._live_plan is None:
             # Nobody has trained yet: every rank makes its layers, and there is nothing to send.
             plan = replace(plan, transfers=(), transition_s=0.0)
-        self._publish(plan, self._live_plan, why, tuple(dead), decided.rows, began_s, detected_s)
+        self._publish(plan, self._live_plan, why, tuple(dead), decided.rows, began_s)
         return None
 
     def _layers_lost(self, error: LayersLost) -> Verdict:
@@ -360,7 +359,7 @@ class Coordinator:
         members = set(self._state.ranks)
         self._put(Generation(
             number=next_generation(self._state).generation, members=(), dead=(), why=FINISHED, previous=None, plan=None,
-            plan_hash="", candidates=(), published_s=time.monotonic(),
+            plan_hash="", candidates=(),
         ))  # fmt: skip
         self._keep_profile()
         while members - set(self._exits):
@@ -390,7 +389,6 @@ class Coordinator:
         self._put(Generation(
             number=next_generation(self._state).generation, members=self._state.ranks, dead=(), why="stop",
             previous=None, plan=None, plan_hash="", candidates=(), stop=message, stop_code=code,
-            published_s=time.monotonic(),
         ))  # fmt: skip
         return Verdict(code=code, why=message, grace_s=_STOP_GRACE_S)
 
@@ -404,11 +402,10 @@ class Coordinator:
         dead: tuple[int, ...],
         rows: tuple[CandidateRow, ...],
         began_s: float,
-        detected_s: float = 0.0,
     ) -> None:
         self._state, self._offered = next_generation(self._state), None
         generation = self._generation(
-            self._state.generation, plan, previous, why, dead, rows, detected_s, time.monotonic() - began_s
+            self._state.generation, plan, previous, why, dead, rows, time.monotonic() - began_s
         )
         self._put(generation)
         self._record(generation)
@@ -421,7 +418,6 @@ class Coordinator:
         why: str,
         dead: tuple[int, ...] = (),
         rows: tuple[CandidateRow, ...] = (),
-        detected_s: float = 0.0,
         decide_s: float = 0.0,
         planned: bool = False,
     ) -> Generation:
@@ -435,9 +431,7 @@ class Coordinator:
             plan=plan,
             plan_hash=plan.hash(),
             candidates=rows,
-            detected_s=detected_s,
             decide_s=decide_s,
-            published_s=time.monotonic(),
             planned=planned,
             incarnations=state.incarnations,
             fresh=state.fresh_ranks,
@@ -486,5 +480,6 @@ class Coordinator:
             if isinstance(event, str):
                 _log.warning("dropped a malformed event: %s", event)
             else:
-                found.append(event)
+                heard = isinstance(event, RankDied)
+                found.append(replace(event, t_s=time.monotonic()) if heard else event)
         return found + self._leases.expired(time.monotonic())

@@ -6,6 +6,7 @@ import time
 
 from odyssey_megatron.cluster.events import Event, NodeLost
 from odyssey_megatron.launch import control as keys
+from odyssey_megatron.launch.awake import Awake
 from odyssey_megatron.launch.control import Control
 
 
@@ -14,6 +15,7 @@ class Leases:
 
     def __init__(self, control: Control, nodes: list[int], limit_s: float):
         self._control, self._limit_s = control, limit_s
+        self._awake = Awake(limit_s)
         self.nodes = nodes
         self._seen: dict[int, tuple[str, float]] = {}
 
@@ -26,13 +28,13 @@ class Leases:
     def expired(self, now_s: float) -> list[Event]:
         if not self.nodes:
             return []
-        lost: list[Event] = []
+        lost, awake_s = list[Event](), self._awake.since_s(now_s)
         beats = self._control.read([keys.lease_key(node) for node in self.nodes])
         for node, beat in zip(list(self.nodes), beats, strict=True):
             before, since_s = self._seen.get(node, ("", now_s))
             if beat != before:
                 self._seen[node] = (beat, now_s)
-            elif now_s - since_s > self._limit_s:
+            elif now_s - max(since_s, awake_s) > self._limit_s:
                 lost.append(NodeLost(node=node, t_s=now_s))
                 self.nodes.remove(node)
         return lost

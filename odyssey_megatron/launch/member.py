@@ -65,6 +65,8 @@ class Member:
         self._control, self._watch, self._config, self._heartbeat = control, watch, config, heartbeat
         self._changed = threading.Condition()
         self._newest, self._newest_text = 0, ""
+        self.heard_s = 0.0
+        """When this rank heard of the newest generation, on its own clock."""
         self._seen = 0
         """The last number read: of the newest generation, or of one that is offered."""
         self._offer, self._offer_text = 0, ""
@@ -129,7 +131,8 @@ class Member:
         # The first sign of life before the connects: from here on the agent notices a hang.
         heartbeat = Heartbeat(env["ODYSSEY_HEARTBEAT"], int(env["ODYSSEY_SLOT"]), config.heartbeat_s)
         control, watch = (
-            Control.connect(host, port, token, timeout_s=config.store_timeout_s) for _ in range(2)
+            Control.connect(host, port, token, timeout_s=config.store_timeout_s, lease_s=config.node_lease_s)
+            for _ in range(2)
         )
         return cls(
             rank=rank,
@@ -381,8 +384,9 @@ class Member:
                 continue
             with self._changed:
                 # Were the abort to come second, it would hit the groups that the main thread builds for it.
+                heard_s = time.monotonic()
                 self._end_before(number)
-                self._newest_text, self._newest = text, number
+                self._newest_text, self._newest, self.heard_s = text, number, heard_s
                 self._changed.notify_all()
 
     def _hear_offer(self, number: int, text: str) -> None:

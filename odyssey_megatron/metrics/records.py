@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Raised when a field changes its meaning or goes away; new fields and events do not raise it."""
 
 COMMON_FIELDS = ("schema_version", "event", "t_s", "wall_s", "source", "generation", "step", "rank")
 """On every line. ``t_s``: monotonic clock of the node; ``wall_s``: seconds since the epoch; ``source``:
 ``rank3`` or ``agent0``; ``step``: the step being worked on, counted from 0; -1 where there is none."""
 
-CLOCK_READINGS = ("detected_s", "in_groups_s", "resumed_s")
+CLOCK_READINGS = ("in_groups_s", "resumed_s")
 """Fields that are ``t_s`` of some moment, and say nothing by themselves."""
 
 STALLS = {"recovered": ("decide_s", "abort_s", "groups_s", "agree_s", "transfer_s")}
@@ -42,7 +42,6 @@ EVENTS: dict[str, tuple[str, ...]] = {
         "dead",
         "policy",
         "plan_hash",
-        "detected_s",
         "decide_s",
         "abort_s",
         "agree_s",
@@ -68,8 +67,8 @@ EVENTS: dict[str, tuple[str, ...]] = {
 """Event name -> its own fields.
 
 ``decision``: a ``planned`` one is offered, and counts once it was ``switched`` to. ``recovered`` (one line a surviving
-rank): ``detected_s`` = ``t_s`` of the agent's notice; ``in_groups_s`` and ``resumed_s`` = ``t_s`` when the rank was in
-all its new groups, and when it ran the first instruction of the next step; the other ``*_s`` are durations;
+rank): ``in_groups_s`` and ``resumed_s`` = ``t_s`` when the rank was in all its new groups, and when it ran the first
+instruction of the next step; the other ``*_s`` are durations, each by the clock of one process;
 ``outcome`` is ``resume`` (the interrupted step went on where it was),
 ``redo`` (it was done again) or ``finish`` (it had been agreed on); ``eager_forwards``: how many forwards of the dead
 others had run ahead, so that they were not done again. ``redone``: how long the step took from there until

@@ -123,10 +123,10 @@ def _recovery(
     head = recovered[0] if recovered else decided
     assert head is not None, "a generation is known from one of the two"
     dead = ranks_of(head.get("dead", ()))
-    injected = _by_dead(events, "injected", dead)
-    noticed = _by_dead(events, "failure_detected", dead)
+    injected = _by_dead(events, "injected", dead, generation)
+    noticed = _by_dead(events, "failure_detected", dead, generation)
     failures = [event["wall_s"] for event in (injected or noticed).values()]
-    failed = min(failures, default=_detected_wall_s(head))
+    failed = min(failures, default=_decided_wall_s(decided or head))
     since = min(failed, waiting_since) if waiting_since else failed
     redone = [one["redo_s"] for one in named(events, "redone") if one["generation"] == generation]
     return Recovery(
@@ -154,17 +154,22 @@ def _recovery(
     )
 
 
-def _by_dead(events: Sequence[JournalEvent], name: str, dead: tuple[int, ...]) -> dict[int, JournalEvent]:
-    """The last event ``name`` about each dead rank (``injected`` is written by the victim itself)."""
+def _by_dead(
+    events: Sequence[JournalEvent], name: str, dead: tuple[int, ...], generation: int
+) -> dict[int, JournalEvent]:
+    """The last event ``name`` about each dead rank before ``generation`` (``injected`` is the victim's own)."""
     found: dict[int, JournalEvent] = {}
     for event in named(events, name):
+        if event["generation"] >= generation:
+            continue  # of a later process of that rank
         about = (event["rank"],) if name == "injected" else ranks_of(event["dead"])
         found.update({rank: event for rank in about if rank in dead})
     return found
 
 
-def _detected_wall_s(event: JournalEvent) -> float:
-    return on_wall(event, event["detected_s"]) if event.get("detected_s") else float(event["wall_s"])
+def _decided_wall_s(event: JournalEvent) -> float:
+    """When deciding began: where nobody has died, nothing was noticed before."""
+    return float(event["wall_s"] - event.get("decide_s", 0.0))
 
 
 def _slowest(recovered: list[JournalEvent], field: str) -> float | None:

@@ -39,11 +39,8 @@ class Generation:
     stop: str = ""
     """Not empty: the job cannot go on, and this says why (I9)."""
     stop_code: int = 0
-    detected_s: float = 0.0
-    """When the agent saw the failure, monotonic clock."""
     decide_s: float = 0.0
     """How long deciding took."""
-    published_s: float = 0.0
     planned: bool = False
     """Offered: nobody has died, and it begins between two steps, when all members have prepared it."""
     incarnations: tuple[tuple[int, int], ...] = ()

@@ -30,6 +30,7 @@ sys.path[:0] = [str(CHECKOUT), str(CHECKOUT / "tests" / "benchmarks")]
 from bars import at_least, at_most, finish
 
 from odyssey_megatron.metrics.journal import read_journal
+from odyssey_megatron.metrics.recoveries import recoveries
 from odyssey_megatron.metrics.run import read_run
 from odyssey_megatron.metrics.steps import check_samples, loss_difference
 from tests.e2e.test_leaks import usage
@@ -178,13 +179,8 @@ def _dead(events: list[dict[str, Any]]) -> set[int]:
 
 
 def stalls(events: list[dict[str, Any]]) -> list[float]:
-    """Of each recovery, from the agent's notice to the last rank's first instruction (seconds)."""
-    found: dict[int, float] = {}
-    for event in events:
-        if event["event"] == "recovered" and event["dead"]:
-            stall_s = event["resumed_s"] - event["detected_s"]
-            found[event["generation"]] = max(found.get(event["generation"], 0.0), stall_s)
-    return sorted(found.values())
+    """Of each recovery, from the coordinator's notice to the last rank's first instruction (seconds)."""
+    return sorted(row.stall_s for row in recoveries(events) if row.dead and row.stall_s is not None)
 
 
 def main() -> int:

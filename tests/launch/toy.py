@@ -109,7 +109,7 @@ class Toy:
         self.step = int(newest)
         self.member.report_live(number)
         self.journal.event("recovered", generation=number, step=self.step, dead=list(generation.dead),
-                           detected_s=generation.detected_s, decide_s=generation.decide_s,
+                           decide_s=generation.decide_s,
                            in_groups_s=in_groups_s, resumed_s=time.monotonic())  # fmt: skip
 
     def run_step(self, members: tuple[int, ...]) -> None:

@@ -81,7 +81,6 @@ class SyntheticRun:
         self.alive.remove(rank)
         self.clock.now_s += detect_s
         self.agent.event("failure_detected", generation=self.generation, dead=[rank], code=-9, cause="killed")
-        self.detected_s = self.clock.now_s
 
     def _decide(self, dead, policy, why, *, planned: bool = False) -> None:
         if dead:
@@ -150,7 +149,6 @@ class SyntheticRun:
                 dead=list(dead),
                 policy=policy,
                 plan_hash=f"{self.generation:012x}",
-                detected_s=self.detected_s,
                 decide_s=0.004,
                 abort_s=0.002 + late_s,
                 agree_s=0.003,

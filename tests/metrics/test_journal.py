@@ -74,7 +74,7 @@ def test_the_echo_is_one_line_for_people(tmp_path, capsys):
 def test_a_recovery_is_echoed_with_its_stall_and_no_clock_readings(tmp_path, capsys):
     journal = Journal(tmp_path, source="rank0", rank=0)
     durations = {"decide_s": 0.01, "abort_s": 0.02, "groups_s": 0.03, "agree_s": 0.04, "transfer_s": 0.1}
-    readings = {"detected_s": 1309.2, "in_groups_s": 1309.4, "resumed_s": 1309.5}
+    readings = {"in_groups_s": 1309.4, "resumed_s": 1309.5}
     journal.event("recovered", generation=2, step=3, dead=[5], **durations, **readings, echo=True)
     shown = capsys.readouterr().err
     assert shown.startswith("[odyssey gen=2 step 3 (iteration 4) rank=0] event=recovered stall_s=0.2 dead=5 ")

@@ -185,8 +185,9 @@ def one_generation(
     member.report_live(generation.number)
     if name:
         left_s = blocked(name, groups, member, generation)
-        published_s = member.next_generation(generation.number).published_s
-        journal.event("profile", generation=generation.number, observations=[name, left_s - published_s])
+        member.next_generation(generation.number)
+        observed = [name, left_s - member.heard_s]
+        journal.event("profile", generation=generation.number, observations=observed)
 
 
 def main() -> None:

@@ -1,0 +1,128 @@
+"""Who was frozen with its whole surroundings has lost nobody; one that hangs alone is found as ever."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from odyssey_megatron.launch.awake import Awake
+from tests.launch.jobserver import events, pid_of, wait_for
+from tests.launch.test_nodes import start
+from tests.launch.test_survival import check, committed, decided
+from tests.surroundings.trees import freeze, tree
+
+pytestmark = pytest.mark.usefixtures("server")
+
+RANKS = 4
+
+
+def test_silence_counts_from_the_end_of_the_watchers_own_gap():
+    awake = Awake(2.0)
+    assert awake.since_s(100.0) == 100.0
+    assert [awake.since_s(100.0 + 0.5 * look) for look in range(5)] == [100.0] * 5
+    assert awake.since_s(109.0) == 109.0
+    assert awake.since_s(110.0) == 109.0
+
+
+def running(toy, tmp_path, *flags):
+    job = toy(RANKS, "--steps", 60, "--hold", tmp_path / "go", "--odyssey-hang-s", 1.0, *flags)
+    wait_for(lambda: len(events(tmp_path / "run", "recovered")) == RANKS, 20, "all ranks in their groups")
+    return job
+
+
+@pytest.mark.parametrize("who", ["all", "the agent last", "the agent first", "the agent alone"])
+def test_a_job_that_is_stopped_as_a_whole(toy, tmp_path, who):
+    """For twice as long as a rank may be silent; the processes stop and go on in any order."""
+    job = running(toy, tmp_path)
+    ranks = [pid_of(tmp_path / "run", rank) for rank in range(RANKS)]
+    agent = [pid for pid in tree(job.pid) if pid not in ranks]
+    order = {
+        "all": agent + ranks,
+        "the agent first": agent + ranks,
+        "the agent last": ranks + agent,
+        "the agent alone": agent,
+    }[who]
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for pid in order:
+            os.kill(pid, number)
+            time.sleep(0.1 if who != "all" else 0.0)
+        time.sleep(2.0 if number == signal.SIGSTOP else 0.0)
+    (tmp_path / "go").touch()
+    check(job, tmp_path, steps=60, survivors=set(range(RANKS)))
+    assert decided(tmp_path) == []
+
+
+def test_one_that_hangs_after_the_freeze_is_found(toy, tmp_path):
+    job = running(toy, tmp_path)
+    freeze(tree(job.pid), 2.0)
+    time.sleep(0.3)
+    began_s = time.monotonic()
+    os.kill(pid_of(tmp_path / "run", 2), signal.SIGSTOP)
+    wait_for(lambda: events(tmp_path / "run", "failure_detected"), 5, "the hang is noticed")
+    assert time.monotonic() - began_s < 2.0
+    (tmp_path / "go").touch()
+    check(job, tmp_path, steps=60, survivors={0, 1, 3})
+
+
+def test_messages_that_time_out_while_everybody_is_stopped(toy, tmp_path):
+    """gloo counts the time that it was not running."""
+    job = running(toy, tmp_path, "--odyssey-op-timeout-s", 1.5, "--step-s", 0.05)
+    freeze(tree(job.pid), 3.0)
+    (tmp_path / "go").touch()
+    check(job, tmp_path, steps=60, survivors=set(range(RANKS)))
+    assert all(not dead for dead in decided(tmp_path))
+
+
+@pytest.mark.parametrize("frozen", ["both", "the first"])
+def test_nodes_that_are_stopped(server, tmp_path, frozen):
+    """For twice a lease. Whoever is not stopped waits, as the other's kernel answers."""
+    jobs = start(server, tmp_path, ("two nodes", "two nodes"))
+    wait_for(lambda: len(events(tmp_path / "run", "recovered")) == 4, 30, "all ranks in their groups")
+    pids = [pid for job in jobs[: 2 if frozen == "both" else 1] for pid in tree(job.pid)]
+    freeze(pids, 2.0)
+    (tmp_path / "go").touch()
+    assert [job.wait(30) for job in jobs] == [0, 0], jobs[0].log() + jobs[1].log()
+    assert committed(tmp_path) == dict.fromkeys(range(4), 30)
+    assert decided(tmp_path) == []
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("seconds", [7, 20])
+@pytest.mark.parametrize("how", ["SIGSTOP", "slowly", "freezer"])
+@pytest.mark.parametrize("seed", range(2))
+def test_as_it_was_reported(toy, tmp_path, how, seconds, seed):
+    job = toy(8, "--steps", 400, "--hold", tmp_path / "go")
+    wait_for(lambda: len(events(tmp_path / "run", "recovered")) == 8, 20, "all ranks in their groups")
+    if how == "freezer":
+        _cgroup_freeze(tree(job.pid), seconds)
+    else:
+        freeze(tree(job.pid), seconds, seed=seed, apart_s=0.2 if how == "slowly" else 0.0)
+    (tmp_path / "go").touch()
+    assert job.wait(90) == 0, job.log()
+    assert committed(tmp_path) == dict.fromkeys(range(8), 400), job.log()
+    assert all(not dead for dead in decided(tmp_path)), "fresh groups at most"
+
+
+def _cgroup_freeze(pids: list[int], seconds: float) -> None:
+    root = "/sys/fs/cgroup/freezer"
+    if not os.path.isdir(root) or os.geteuid() != 0:
+        pytest.skip("needs root and the freezer of cgroups, version 1")
+    group = f"{root}/odyssey-test-{os.getpid()}"
+    os.mkdir(group)
+    try:
+        for pid in pids:
+            with open(f"{group}/cgroup.procs", "w") as out:
+                out.write(str(pid))
+        for state in ("FROZEN", "THAWED"):
+            with open(f"{group}/freezer.state", "w") as out:
+                out.write(state)
+            time.sleep(seconds if state == "FROZEN" else 0.0)
+        for pid in pids:
+            with open(f"{root}/cgroup.procs", "w") as out:
+                out.write(str(pid))
+    finally:
+        os.rmdir(group)

@@ -1,0 +1,85 @@
+"""Two hosts: power lost, a network that is gone, clocks that differ."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.launch.jobserver import CHECKOUT, events, wait_for
+from tests.launch.test_survival import committed, is_running
+from tests.surroundings.hosts import ADDRESSES, PORT, Hosts, needs_namespaces
+
+LEASE_S = 2.0
+pytestmark = [needs_namespaces(), pytest.mark.timeout(180)]
+
+
+@pytest.fixture
+def hosts():
+    with Hosts() as found:
+        yield found
+
+
+def start(hosts, tmp_path, host, *flags, before=()):
+    argv = [
+        *("-m", "odyssey_megatron", "run", "--preload", "tests.launch.preload"),
+        *("--nnodes", 2, "--node-rank", host, "--nproc-per-node", 2),
+        *("--master-addr", ADDRESSES[0], "--master-port", PORT, CHECKOUT / "tests/launch/toy.py"),
+        *("--pipeline", 1, "--odyssey-device", "cpu", "--odyssey-run-dir", tmp_path / "run"),
+        *("--odyssey-node-lease-s", LEASE_S, *flags),
+    ]
+    return hosts.start(host, argv, log=tmp_path / f"host{host}", before=before, ODYSSEY_TOKEN="both know it")
+
+
+def both(hosts, tmp_path, *flags, before=((), ())):
+    agents = [start(hosts, tmp_path, host, *flags, before=before[host]) for host in range(2)]
+    wait_for(lambda: len(events(tmp_path / "run", "recovered")) == 4, 100, "all ranks in their groups")
+    return agents
+
+
+def logs(tmp_path):
+    return "".join((tmp_path / f"host{host}").read_text() for host in range(2))
+
+
+def test_the_first_host_loses_power(hosts, tmp_path):
+    """Nothing tells the other one: no packet comes any more. Its ranks are in the middle of a collective."""
+    both(hosts, tmp_path, "--steps", 100_000)
+    time.sleep(0.5)
+    left = hosts.pids(1)
+    hosts.lose_power(0)
+    began_s = time.monotonic()
+    wait_for(lambda: not any(map(is_running, left)), 30, "the other host's agent and ranks end")
+    assert time.monotonic() - began_s < LEASE_S + 5.0
+    assert "the first agent, which hosts the coordinator, is gone" in logs(tmp_path)
+
+
+@pytest.mark.matrix
+def test_the_other_host_loses_power(hosts, tmp_path):
+    agents = both(hosts, tmp_path, "--steps", 500, "--hold", tmp_path / "go")
+    hosts.lose_power(1)
+    (tmp_path / "go").touch()
+    assert agents[0].wait(60) == 0, logs(tmp_path)
+    assert committed(tmp_path) == dict.fromkeys((0, 1), 500)
+
+
+@pytest.mark.matrix
+def test_the_network_between_two_living_hosts_is_gone(hosts, tmp_path):
+    """The first one goes on alone; the other one ends by itself, so that no rank is there twice when it returns."""
+    agents = both(hosts, tmp_path, "--steps", 500, "--hold", tmp_path / "go")
+    hosts.forward(False)
+    began_s = time.monotonic()
+    assert agents[1].wait(30) == 1, logs(tmp_path)
+    assert time.monotonic() - began_s < LEASE_S + 5.0
+    (tmp_path / "go").touch()
+    assert agents[0].wait(60) == 0, logs(tmp_path)
+    assert committed(tmp_path) == dict.fromkeys((0, 1), 500)
+
+
+def test_hosts_whose_clocks_differ(hosts, tmp_path):
+    """Days apart since boot. Every duration is one of a single clock."""
+    later = ("unshare", "--time", "--monotonic", "1000000", "--boottime", "1000000", "--fork", "--kill-child")
+    agents = both(
+        hosts, tmp_path, "--steps", 60, "--odyssey-inject", "rank=3,step=20,at=forward", before=(later, ())
+    )
+    assert [agent.wait(60) for agent in agents] == [0, 0], logs(tmp_path)
+    assert committed(tmp_path) == dict.fromkeys((0, 1, 2), 60)
