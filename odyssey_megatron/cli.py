@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+import io
 import math
 import os
 import signal
@@ -13,11 +13,30 @@ from pathlib import Path
 
 from odyssey_megatron.config import SIGNALS
 from odyssey_megatron.errors import EXIT_BAD_INPUT, ConfigError
+from odyssey_megatron.inputs import Between, Parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a subcommand; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if sys.stdout is None:  # closed by who started us
+        sys.stdout = open(os.devnull, "w")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(
+                errors="backslashreplace"
+            )  # a name or a journal may hold what it cannot encode
+    try:
+        code = _command(arguments)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return _silenced(128 + signal.SIGINT)
+    except BrokenPipeError:  # who reads has seen enough, as with "| head"
+        return _silenced(128 + signal.SIGPIPE)
+
+
+def _command(arguments: Sequence[str]) -> int:
     name, *rest = arguments or ["--help"]
     if name in ("-h", "--help"):
         print(_usage())
@@ -30,6 +49,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"odyssey {name}: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
+
+
+def _silenced(code: int) -> int:
+    """``code``; what is still in the buffer of stdout is thrown away, or Python would complain about it at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code
 
 
 def _run(argv: list[str]) -> int:
@@ -66,15 +91,15 @@ def _inject(argv: list[str]) -> int:
     """Sends a signal to a rank of a running job on this machine."""
     from odyssey_megatron.metrics.journal import read_journal
 
-    parser = argparse.ArgumentParser(prog="odyssey inject", description=_inject.__doc__)
+    parser = Parser(prog="odyssey inject", description=_inject.__doc__)
     parser.add_argument("run_dir", type=Path, help="--odyssey-run-dir of the job")
-    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--rank", type=Between(0, 1_000_000, whole=True), required=True)
     parser.add_argument("--signal", choices=SIGNALS, default="KILL")
     args = parser.parse_args(argv)
     started = [
         event
         for event in read_journal(args.run_dir)
-        if event["event"] == "rank_started" and event["target"] == args.rank
+        if event["event"] == "rank_started" and event.get("target") == args.rank
     ]
     if not started:
         raise ConfigError(

@@ -1,8 +1,9 @@
 """Records to and from JSON: the only wire and file format (nothing is ever unpickled).
 
 Supported in a record: ``int float str bool None``, tuples, ``dict[str, T]``, enums, nested dataclasses
-and optional values. Unknown fields, missing fields and wrong types raise ``ValueError``, so
-that a malformed message is refused as a whole.
+and optional values; ``Annotated[T, check]`` is a ``T`` that ``check.check`` lets through (see ``inputs.Between``).
+Unknown fields, missing fields, wrong types and numbers out of range raise ``ValueError``, so that a malformed message
+is refused as a whole. Of a ``TypedDict`` only the fields that it names are looked at: what is new there is kept.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import typing
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+_SHOWN = 5
+"""Of a record's fields that are wrong."""
 
 
 def to_jsonable(value: Any) -> Any:
@@ -44,19 +47,35 @@ def from_json(cls: type[T], text: str | bytes) -> T:
     Raises:
         ValueError: not JSON, or not a ``cls``.
     """
-    return from_jsonable(cls, json.loads(text))
+    return from_jsonable(cls, parsed(text))
+
+
+def parsed(text: str | bytes) -> Any:
+    """What the JSON ``text`` says. Raises ValueError, also for lists in lists without end."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("lists or objects are nested too deeply") from None
 
 
 @functools.cache
 def _hints(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
+    return typing.get_type_hints(cls, include_extras=True)
 
 
 def from_jsonable(kind: Any, value: Any) -> Any:
     """``value`` (as parsed by ``json``) as an instance of the annotation ``kind``."""
     if dataclasses.is_dataclass(kind):
         return _record(kind, value)
+    if typing.is_typeddict(kind):
+        return _typed_dict(kind, value)
     origin = typing.get_origin(kind)
+    if origin is typing.Annotated:
+        inner, *checks = typing.get_args(kind)
+        value = from_jsonable(inner, value)
+        for one in checks:
+            one.check(value)
+        return value
     if origin in (typing.Union, types.UnionType):
         return _union(kind, value)
     if origin is tuple:
@@ -73,7 +92,10 @@ def from_jsonable(kind: Any, value: Any) -> Any:
         return kind(value)
     kind = getattr(kind, "__supertype__", kind)  # NewType
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ValueError("a whole number is longer than a float can be") from None
     if kind is int and isinstance(value, bool):
         raise ValueError(f"expected int, found {value!r}")
     return _expect(kind, value, kind)
@@ -81,21 +103,53 @@ def from_jsonable(kind: Any, value: Any) -> Any:
 
 def _expect(kind: type, value: Any, shown: Any) -> Any:
     if not isinstance(value, kind):
-        raise ValueError(f"expected {shown}, found {str(value)[:80]!r}")
+        name = getattr(shown, "__name__", shown)
+        raise ValueError(f"expected {name}, found {_short(value)}")
     return value
+
+
+def _short(value: Any) -> str:
+    """Of lists and objects only what they are: they may be long, or too deep to be written out."""
+    if isinstance(value, (list, dict)):
+        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
+    return repr(value)[:80] if not isinstance(value, int) or abs(value) < 2**63 else "a longer number"
 
 
 def _record(cls: Any, value: Any) -> Any:
     _expect(dict, value, cls.__name__)
     hints = _hints(cls)
-    names = {f.name for f in dataclasses.fields(cls)}
-    unknown = set(value) - names
+    fields = dataclasses.fields(cls)
+    unknown = set(value) - {f.name for f in fields}
     if unknown:
-        raise ValueError(f"{cls.__name__}: unknown field(s) {sorted(unknown)}")
+        raise ValueError(f"{cls.__name__}: unknown field(s) {sorted(unknown)[:_SHOWN]}")
+    missing = [f.name for f in fields if f.name not in value and _is_required(f)]
+    if missing:
+        raise ValueError(f"{cls.__name__}: field(s) {missing[:_SHOWN]} are missing")
     try:
-        return cls(**{name: from_jsonable(hints[name], one) for name, one in value.items()})
+        return cls(**{name: _field(cls, hints, name, one) for name, one in value.items()})
     except TypeError as error:
         raise ValueError(f"{cls.__name__}: {error}") from error
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _typed_dict(cls: Any, value: Any) -> Any:
+    _expect(dict, value, cls.__name__)
+    missing = cls.__required_keys__ - set(value)
+    if missing:
+        raise ValueError(f"field(s) {sorted(missing)[:_SHOWN]} are missing")
+    hints = _hints(cls)
+    return {name: _field(cls, hints, name, one) if name in hints else one for name, one in value.items()}
+
+
+def _field(cls: Any, hints: dict[str, Any], name: str, value: Any) -> Any:
+    """The value of a field; what is wrong with it is said with its name."""
+    try:
+        return from_jsonable(hints[name], value)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def _union(kind: Any, value: Any) -> Any:
@@ -109,7 +163,7 @@ def _union(kind: Any, value: Any) -> Any:
             return from_jsonable(option, value)
         except ValueError as error:
             failures.append(str(error))
-    raise ValueError("; ".join(failures) or f"expected {kind}, found {value!r}")
+    raise ValueError("; ".join(failures) or f"expected {kind}, found {_short(value)}")
 
 
 def _tuple(kind: Any, value: Any) -> Any:

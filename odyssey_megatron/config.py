@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.inputs import COUNT, WHOLE, Between, Parser
 
 MODES = ("off", "observe", "recover")
 POLICIES = ("auto", "reroute", "replan")
@@ -37,7 +38,16 @@ INJECTION_POINTS = (
 SIGNALS = ("KILL", "STOP")
 
 
+LIMIT_S = Between(0.001, 1e6)
+"""Of what is waited for: neither too short for a clock nor too long for a system call."""
+EXPECTED_S = Between(1e-9, 1e10)
+"""Of what is only reckoned with."""
+
+
 def _flag(default: Any, help_text: str, **extra: Any) -> Any:
+    """``within`` are the numbers that are allowed; without it, seconds to wait, or a count of at least one."""
+    if type(default) in (int, float):
+        extra.setdefault("within", LIMIT_S if type(default) is float else Between(1, 1_000_000, whole=True))
     return field(default=default, metadata={"help": help_text, **extra})
 
 
@@ -84,7 +94,9 @@ class OdysseyConfig:
         choices=SPARE_STATES,
     )
     respawn: int = _flag(
-        0, "start a dead rank again, at most so many times each: it joins the running job (0: never)"
+        0,
+        "start a dead rank again, at most so many times each: it joins the running job (0: never)",
+        within=Between(0, 1_000_000, whole=True),
     )
     interrupted_step: str = _flag(
         "resume",
@@ -92,12 +104,22 @@ class OdysseyConfig:
         "was sent stays in memory until the step's end. redo: all do it again",
         choices=INTERRUPTED_STEPS,
     )
-    memory_headroom_percent: int = _flag(10, "share of a GPU's memory that no plan may use (in percent)")
+    memory_headroom_percent: int = _flag(
+        10, "share of a GPU's memory that no plan may use (in percent)", within=Between(1, 99, whole=True)
+    )
     profile: str = _flag("", "start from this profile (JSON) in place of estimated layer costs")
     profile_steps: int = _flag(5, "publish measured costs every so many steps")
-    trace_steps: int = _flag(2, "journal the executed schedule for so many steps a generation")
-    horizon_s: float = _flag(3600.0, "score plans by the tokens expected within this time (in seconds)")
-    mtbf_s: float = _flag(21600.0, "prior mean time between failures of the whole job (in seconds)")
+    trace_steps: int = _flag(
+        2,
+        "journal the executed schedule for so many steps a generation",
+        within=Between(0, 1_000_000, whole=True),
+    )
+    horizon_s: float = _flag(
+        3600.0, "score plans by the tokens expected within this time (in seconds)", within=EXPECTED_S
+    )
+    mtbf_s: float = _flag(
+        21600.0, "prior mean time between failures of the whole job (in seconds)", within=EXPECTED_S
+    )
     heartbeat_s: float = _flag(0.05, "interval of the heartbeat of each rank (in seconds)")
     hang_s: float = _flag(5.0, "a rank without a heartbeat for this long is killed (in seconds)")
     node_lease_s: float = _flag(3.0, "a node whose agent is silent for this long is lost (in seconds)")
@@ -167,12 +189,13 @@ def _parse_injection(text: str) -> Injection:
                 f"--odyssey-inject {text!r}: cannot read {item!r}. Write "
                 "'rank=5,step=7,at=backward'; the keys are " + ", ".join(sorted(known)) + "."
             )
+        if key in ("at", "signal"):
+            values[key] = value
+            continue
         try:
-            values[key] = value if key in ("at", "signal") else int(value)
-        except ValueError:
-            raise ConfigError(
-                f"--odyssey-inject {text!r}: {key} must be a whole number, found {value!r}."
-            ) from None
+            values[key] = (COUNT if key in ("rank", "incarnation") else WHOLE).read(value)
+        except ValueError as error:
+            raise ConfigError(f"--odyssey-inject {text!r}: {key}: {error}.") from None
     missing = {"rank", "step", "at"} - set(values)
     if missing:
         raise ConfigError(f"--odyssey-inject {text!r}: {', '.join(sorted(missing))} is missing.")
@@ -196,16 +219,16 @@ def variable_of(setting: Field[Any]) -> str:
     return flag_of(setting).removeprefix("--").replace("-", "_").upper()
 
 
-_MAY_BE_ZERO = ("trace_steps", "respawn")
-
-
 def _check(config: OdysseyConfig) -> None:
     for one in fields(config):
         value, choices = getattr(config, one.name), one.metadata.get("choices")
         if choices and value not in choices:
             raise ConfigError(f"{flag_of(one)} {value!r} is unknown; use one of " + ", ".join(choices) + ".")
-        if isinstance(value, (int, float)) and value <= 0 and one.name not in _MAY_BE_ZERO:
-            raise ConfigError(f"{flag_of(one)} must be positive, found {value}.")
+        if "within" in one.metadata:
+            try:
+                one.metadata["within"].check(value)
+            except ValueError as error:
+                raise ConfigError(f"{flag_of(one)}: {error}.") from None
     if config.eager_forwards and config.interrupted_step != "resume":
         raise ConfigError(
             "--odyssey-redundancy compute saves parts of an interrupted step, which --odyssey-interrupted-step "
@@ -241,8 +264,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _kind(setting: Field[Any]) -> Any:
-    """The type of a setting's values."""
-    return type(setting.default)
+    """What reads a setting's values: a range of numbers, or ``str``."""
+    return setting.metadata.get("within", str)
 
 
 def config_from(namespace: argparse.Namespace, environ: Mapping[str, str] | None = None) -> OdysseyConfig:
@@ -256,8 +279,8 @@ def config_from(namespace: argparse.Namespace, environ: Mapping[str, str] | None
         elif variable in environ:
             try:
                 values[one.name] = kind(environ[variable])
-            except ValueError:
-                raise ConfigError(f"{variable}={environ[variable]!r} is not a {kind.__name__}.") from None
+            except argparse.ArgumentTypeError as error:
+                raise ConfigError(f"the variable {variable}: {error}.") from None
     return OdysseyConfig(**values)
 
 
@@ -267,7 +290,7 @@ def config_from_argv(argv: Sequence[str]) -> OdysseyConfig:
     Raises:
         ConfigError: also for a misspelled ``--odyssey-…`` flag.
     """
-    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser = Parser(prog="odyssey run", add_help=False, allow_abbrev=False)
     add_arguments(parser)
     namespace, rest = parser.parse_known_args(list(argv))
     unknown = [one for one in rest if one.startswith("--odyssey-")]
@@ -278,8 +301,3 @@ def config_from_argv(argv: Sequence[str]) -> OdysseyConfig:
             + "."
         )
     return config_from(namespace)
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
-        raise ConfigError(message + ".")

@@ -7,7 +7,6 @@ the first with a digest, so that they can be told from lines that somebody has e
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import hashlib
 import os
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.inputs import Parser
 from odyssey_megatron.mcore.source import Source
 
 _BEGIN, _END = b"# >>> odyssey-megatron ", b"# <<< odyssey-megatron"
@@ -139,9 +139,7 @@ def diff(changes: Sequence[Change]) -> bytes:
 
 def main(argv: Sequence[str]) -> int:
     """``odyssey patch``. Raises ConfigError."""
-    parser = argparse.ArgumentParser(
-        prog="odyssey patch", description="Odyssey's lines in a Megatron-LM checkout."
-    )
+    parser = Parser(prog="odyssey patch", description="Odyssey's lines in a Megatron-LM checkout.")
     parser.add_argument("action", choices=("install", "uninstall", "status"))
     parser.add_argument("checkout", type=Path, metavar="PATH", help="the Megatron-LM checkout")
     parser.add_argument("--dry-run", action="store_true", help="print the difference, change nothing")

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "odyssey_megatron"
 
-BASE = {"errors", "config", "codec", "names"}
+BASE = {"errors", "config", "codec", "inputs", "names"}
 PURE = BASE | {"cluster", "plan", "policy", "metrics"}
 
 ALLOWED: dict[str, set[str]] = {
@@ -23,15 +23,16 @@ ALLOWED: dict[str, set[str]] = {
     "__main__": {"cli"},
     "names": set(),
     "errors": {"names"},
-    "config": {"errors"},
+    "inputs": {"errors"},
+    "config": {"errors", "inputs"},
     "codec": {"errors"},
     "cluster": BASE,
     "plan": BASE | {"cluster", ".numpy", ".scipy"},
     "policy": BASE | {"cluster", "plan", "metrics", ".numpy", ".scipy"},
     "metrics": BASE | {"plan"},
-    "metrics/journal": {"errors", "names"},
+    "metrics/journal": {"errors", "codec", "inputs", "names"},
     "metrics/outlet": set(),
-    "metrics/records": set(),
+    "metrics/records": {"inputs"},
     "metrics/plots": {"plan", "names", ".matplotlib"},
     "recover": PURE,
     "rebuild": PURE | {"recover", "execute", ".torch", ".numpy"},
@@ -39,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "mcore": PURE
     | {"recover", "rebuild", "execute", "launch", ".torch", ".numpy", ".megatron", ".transformer_engine"},
     "launch": PURE | {"recover", ".torch"},
-    "patch": {"errors", "mcore"},
+    "patch": {"errors", "inputs", "mcore"},
     "doctor": {"errors", "config", "mcore", "patch"},
     "cli": PURE | {"recover", "launch", "rebuild", "execute", "mcore", "patch", "doctor"},
 }

@@ -12,9 +12,12 @@ from typing import Any
 
 from odyssey_megatron.config import OdysseyConfig, config_from_argv
 from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.inputs import Between
 from odyssey_megatron.launch import run_folder
 from odyssey_megatron.launch.zygote import Zygote, prepare_environment
 
+_NODES = Between(1, 100_000, whole=True)
+_PER_NODE = Between(1, 1024, whole=True)
 _ENTRY = "odyssey_megatron.mcore.entry"
 
 
@@ -110,7 +113,10 @@ def _number_of_nodes(args: Any) -> int:
             f"--nnodes {args.nnodes}: the job starts with a fixed number of nodes. Give one number; nodes "
             "lost later are survived."
         )
-    return int(least)
+    try:
+        return int(_NODES.read(least))
+    except ValueError as error:
+        raise ConfigError(f"--nnodes {args.nnodes}: {error}.") from None
 
 
 def _check_injections(config: OdysseyConfig, nodes: int, per_node: str) -> None:

@@ -8,8 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from odyssey_megatron.codec import from_jsonable, parsed
+from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.inputs import read_bytes
 from odyssey_megatron.metrics.outlet import Lines, Outlet, say
-from odyssey_megatron.metrics.records import CLOCK_READINGS, EVENTS, SCHEMA_VERSION, STALLS
+from odyssey_megatron.metrics.records import CLOCK_READINGS, EVENTS, SCHEMA_VERSION, STALLS, Line
 from odyssey_megatron.names import step_name
 
 _ECHO_WIDTH = 120
@@ -95,23 +98,60 @@ def _short(value: Any) -> str:
     return str(value)
 
 
+MAX_JOURNAL_BYTES = 8 * 2**30
+"""Of one process; more would not fit into the memory of most machines."""
+
+
 def read_journal(run_dir: str | Path) -> Iterator[dict[str, Any]]:
-    """All events of a run, in order of ``wall_s``. A torn last line (power loss) is left out.
+    """All events of a run, in order of ``wall_s``.
+
+    What is no JSON is left out: of a process that was killed, or a disk that was full or lost its power, a line may be
+    torn.
 
     Raises:
-        ValueError: the journal was written by a newer, incompatible version.
+        ConfigError: a file cannot be read, was written by a newer, incompatible version, or has a line that is none of
+            a journal.
     """
-    events = []
-    for path in sorted((Path(run_dir) / "journal").glob("*.jsonl")):
-        for line in path.read_text().splitlines():
+    events: list[dict[str, Any]] = []
+    try:
+        paths = sorted((Path(run_dir) / "journal").glob("*.jsonl"))
+    except OSError as error:
+        raise ConfigError(f"{run_dir}/journal cannot be read ({error.strerror}).") from error
+    for path in paths:
+        try:
+            rows = read_bytes(path, MAX_JOURNAL_BYTES).split(b"\n")
+        except ValueError as error:
+            raise ConfigError(
+                f"{path}: {error}. Take it out of the folder, which is for journals."
+            ) from error
+        for number, row in enumerate(rows, 1):
             try:
-                event = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            if event.get("schema_version", 0) > SCHEMA_VERSION:
-                raise ValueError(
-                    f"{path} has schema_version {event['schema_version']}, this odyssey reads up to "
-                    f"{SCHEMA_VERSION}: use the version that wrote it."
-                )
-            events.append(event)
+                event = _event(row)
+            except ValueError as error:
+                raise ConfigError(f"{path}, line {number}: {error}.") from error
+            if event is not None:
+                events.append(event)
     return iter(sorted(events, key=lambda event: event["wall_s"]))
+
+
+def _event(row: bytes) -> dict[str, Any] | None:
+    """The event of a line; None if it is torn or empty. Raises ValueError if it is of something else."""
+    try:
+        event = parsed(row.decode())
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        return None
+    if isinstance(event, dict):
+        version = event.get("schema_version", SCHEMA_VERSION)
+        if not isinstance(version, int) or version > SCHEMA_VERSION:
+            raise ValueError(
+                f"it has schema_version {str(version)[:40]}, and this odyssey reads up to {SCHEMA_VERSION}: use the "
+                "version that wrote it"
+            )
+    try:
+        from_jsonable(Line, event)
+    except ValueError as error:
+        raise ValueError(
+            f"it is no event of a journal ({error}). Take the line out, or report it with the version of odyssey that "
+            "wrote it"
+        ) from None
+    return event

@@ -59,7 +59,7 @@ def html(run: Run, reference: Run | None, pictures: Sequence[Picture]) -> str:
     schedules = [picture for picture in pictures if picture.name.startswith("schedule_")]
     parts = [
         f"<h1>{escape(run.name)}</h1>",
-        f'<p class="muted">{len(run.steps)} steps on {run.world_size} ranks · {escape(run.verdict)}</p>',
+        f'<p class="muted">{len(run.steps)} steps on {escape(str(run.world_size))} ranks · {escape(run.verdict)}</p>',
         _facts(run, reference),
         _recoveries(run),
         _switches(run),

@@ -138,6 +138,7 @@ def _png(draw: Callable[[Theme], Figure], theme: Theme) -> bytes:
     style: dict[str, Any] = {
         "font.family": "sans-serif",
         "font.size": 9.5,
+        "text.parse_math": False,  # what a journal holds is no formula
         "figure.facecolor": theme.surface,
         "axes.facecolor": theme.surface,
         "axes.edgecolor": theme.grid,

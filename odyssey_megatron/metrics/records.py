@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Any, TypedDict
+
+from odyssey_megatron.inputs import FINITE, Between
+
 SCHEMA_VERSION = 2
 """Raised when a field changes its meaning or goes away; new fields and events do not raise it."""
 
@@ -79,3 +83,82 @@ through the head): ``samples`` holds, for each of ``microbatches``, the list of 
 where it was not timed. ``trace``: [[text, start_s, end_s], ...] on the monotonic clock. ``dead`` is a list of ranks
 everywhere. ``lines_lost``: so many lines of this process, before this one, could not be written.
 """
+
+_Id = Annotated[int, Between(-1, 2**53, whole=True)]
+_Seconds = Annotated[float, FINITE]
+
+
+class _Line(TypedDict):
+    """What stands on every line; see ``COMMON_FIELDS``."""
+
+    schema_version: int
+    event: str
+    t_s: _Seconds
+    wall_s: Annotated[float, Between(0, 2**40)]
+    source: str
+    generation: _Id
+    step: _Id
+    rank: _Id
+
+
+class Candidate(TypedDict, total=False):
+    """A row of ``decision``'s ``candidates``: ``plan.generation.CandidateRow``."""
+
+    name: str
+    step_s: float | None
+    transition_s: float | None
+    score: float | None
+    chosen: bool
+    reason: str
+
+
+class Line(_Line, total=False):
+    """One line of a journal. A field means the same in each event that has it."""
+
+    world_size: _Id
+    nodes: Any
+    target: _Id
+    spare: _Id
+    pid: _Id
+    dead: tuple[_Id, ...]
+    code: Any
+    cause: str
+    why: str
+    policy: str
+    plan_hash: str
+    candidates: tuple[Candidate, ...] | None
+    decide_s: _Seconds
+    schedule: str
+    layout: Any
+    planned: bool
+    verdict: str
+    exit_code: int
+    at: str
+    signal: str
+    microbatch: _Id
+    members: tuple[_Id, ...]
+    detected_s: _Seconds | None
+    abort_s: _Seconds | None
+    agree_s: _Seconds | None
+    groups_s: _Seconds | None
+    transfer_s: _Seconds | None
+    in_groups_s: _Seconds | None
+    resumed_s: _Seconds | None
+    outcome: str
+    eager_forwards: _Id
+    fill_s: _Seconds | None
+    redo_s: _Seconds
+    loss: dict[str, float]
+    grad_norm: float | None
+    lr: float | None
+    step_s: _Seconds
+    tokens: int
+    num_microbatches: _Id
+    microbatches: tuple[_Id, ...]
+    samples: tuple[tuple[_Id, ...], ...]
+    instructions: tuple[tuple[str, _Seconds, _Seconds], ...]
+    observations: Any
+    digest: Any
+    count: _Id
+    state_bytes: Any
+    host_bytes: Any

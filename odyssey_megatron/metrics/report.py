@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from odyssey_megatron.errors import EXIT_BAD_INPUT, ConfigError
+from odyssey_megatron.inputs import Parser
 from odyssey_megatron.metrics.run import Run, read_run, summary, text_summary
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the subcommand; returns its exit code."""
-    parser = argparse.ArgumentParser(prog="odyssey report", description=__doc__)
+    parser = Parser(prog="odyssey report", description=__doc__)
     parser.add_argument("run_dir", help="the job's --odyssey-run-dir")
     parser.add_argument("--reference", metavar="RUN_DIR", help="the same job without failures")
     parser.add_argument("--out", metavar="DIR", help="where to write (default: RUN_DIR/report)")
@@ -53,7 +53,9 @@ def write(run: Run, reference: Run | None, out: Path) -> Path:
         for figure in figures:
             (out / f"{figure.name}.png").write_bytes(figure.light)
         (out / "summary.json").write_text(json.dumps(summary(run, reference), indent=1, allow_nan=False))
-        (out / "index.html").write_text(page.html(run, reference, figures), encoding="utf-8")
+        (out / "index.html").write_text(
+            page.html(run, reference, figures), encoding="utf-8", errors="replace"
+        )
     except OSError as error:
         raise ConfigError(f"cannot write the report to {out}: {error.strerror}.") from None
     return out / "index.html"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +53,7 @@ def read_run(run_dir: str | Path) -> Run:
         events = _last_job(list(read_journal(folder)))
         steps = committed_steps(events)
         run = Run(
-            name=folder.name,
+            name=os.fsencode(folder.resolve().name).decode(errors="replace"),
             world_size=max((event["world_size"] for event in named(events, "job_started")), default=0),
             verdict=next((e["verdict"] for e in reversed(named(events, "job_finished"))), "not finished"),
             steps=steps,

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Annotated
+
+from odyssey_megatron.inputs import Between
+
+COST_S = Annotated[float, Between(0, 1e6)]
+SIZE_BYTES = Annotated[int, Between(0, 2**60, whole=True)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCost:
     """One layer, one microbatch, on a worker of speed 1."""
 
-    forward_s: float
-    input_grad_s: float
-    weight_grad_s: float
-    activation_bytes: int
+    forward_s: COST_S
+    input_grad_s: COST_S
+    weight_grad_s: COST_S
+    activation_bytes: SIZE_BYTES
     """Kept from the forward until the weight gradient has run."""
-    weight_bytes: int
-    gradient_bytes: int
+    weight_bytes: SIZE_BYTES
+    gradient_bytes: SIZE_BYTES
     """What the layer's holders sum. Each keeps these and the weights."""
-    optimizer_bytes: int
+    optimizer_bytes: SIZE_BYTES
     """Of each keeper (``Layout.states``)."""
-    state_bytes: int
+    state_bytes: SIZE_BYTES
     """Weights and optimizer state: what a new keeper must be sent."""
-    early_bytes: int = 0
+    early_bytes: SIZE_BYTES = 0
     """Of ``activation_bytes``, what only the input gradient needs, so that it is free after it."""
 
     @property
@@ -35,15 +42,15 @@ class Costs:
     """A job's costs, per layer and per message."""
 
     layers: tuple[LayerCost, ...]
-    message_bytes: int
+    message_bytes: SIZE_BYTES
     """One activation (or its gradient) between two layers."""
-    link_latency_s: float
-    link_bytes_per_s: float
-    memory_bytes: int | None = None
+    link_latency_s: COST_S
+    link_bytes_per_s: Annotated[float, Between(1, math.inf)]
+    memory_bytes: SIZE_BYTES | None = None
     """Of one worker, for weights, gradients, optimizer and activations; None = not known, no limit."""
     keeps_messages: bool = False
     """What a worker sends stays there until the step's end, so that an interrupted step can go on."""
-    optimizer_s: float = 0.0
+    optimizer_s: COST_S = 0.0
     """The step's end: agreement and optimizer, on the worker that takes longest."""
 
     def message_s(self) -> float:

@@ -6,10 +6,17 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 from odyssey_megatron.codec import from_json, to_json
 from odyssey_megatron.errors import ConfigError
-from odyssey_megatron.plan.costs import Costs, LayerCost
+from odyssey_megatron.inputs import COUNT, Between, read_text
+from odyssey_megatron.plan.costs import COST_S, Costs, LayerCost
+
+MAX_LAYERS = 1002
+"""Of a profile; the deepest model that was planned for has 128 transformer layers."""
+_LEAST_S = 1e-9
+"""Of all layers for one microbatch; a clock tells no less, and a rate is one over it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,13 +38,13 @@ class Profile:
     costs: Costs
     source: str = "estimated"
     """``estimated`` (from FLOPs) or ``measured``."""
-    samples: int = 0
+    samples: Annotated[int, COUNT] = 0
     """Microbatches behind the measured times."""
-    detect_s: float = 0.02
+    detect_s: COST_S = 0.02
     """From a death to the decision's start. Source: inprocess.md, 12 ms at 8 ranks by pidfd."""
-    group_build_s: float = 0.1
+    group_build_s: COST_S = 0.1
     """Abort, agree and new groups; paid by every change of membership."""
-    restart_s: float = 300.0
+    restart_s: Annotated[float, Between(0, 1e9)] = 300.0
     """A restart from a checkpoint, with the work lost since: what losing a layer's last holder costs. Source:
     papers.md §8.6, 100 s at 32 GPUs to 388 s at 8,192, and minutes of lost steps."""
 
@@ -60,11 +67,26 @@ def load_profile(path: str | Path) -> Profile:
         ConfigError: missing, or not a profile.
     """
     try:
-        return from_json(Profile, Path(path).read_text())
-    except (OSError, ValueError) as error:
+        return _plausible(from_json(Profile, read_text(path)))
+    except ValueError as error:
         raise ConfigError(
-            f"--odyssey-profile {path}: {error}. Give a profile.json that a run has written."
+            f"the profile {path}: {error}. Give a profile.json that a run has written."
         ) from error
+
+
+def _plausible(profile: Profile) -> Profile:
+    """What can be planned with. Raises ValueError."""
+    layers = profile.costs.layers
+    if not 3 <= len(layers) <= MAX_LAYERS:
+        raise ValueError(
+            f"it has {len(layers)} layer(s), and embedding, transformer layers and head are 3 to {MAX_LAYERS:,}"
+        )
+    total_s = sum(layer.compute_s for layer in layers)
+    if total_s < _LEAST_S:
+        raise ValueError(
+            f"its layers take {total_s:g} s for a microbatch, and at least {_LEAST_S:g} s is expected"
+        )
+    return profile
 
 
 _PRIOR_WEIGHT = 1e-3

@@ -10,9 +10,15 @@ from dataclasses import dataclass, replace
 from odyssey_megatron.cluster.state import ClusterState, WorkerState
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import LayersLost, PlanInfeasible
+from odyssey_megatron.inputs import Between
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.policy.baselines import Running, System, World, restarted
 from odyssey_megatron.policy.decide import decide, initial_plan
+
+MAX_CHANGES = 10_000
+"""Of a trace: each is decided on under every policy, which takes about a second for 4,096 workers."""
+TRACE_S = Between(0.001, 1e9)
+"""Times and intervals in a trace."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +67,16 @@ def monotone(workers: Sequence[int], interval_s: float, count: int, seed: int = 
 def with_repairs(
     workers: Sequence[int], *, mtbf_s: float, repair_s: float, duration_s: float, seed: int = 0
 ) -> Trace:
-    """Exponential failures of the job, exponential repair times of each worker; at most half are down."""
+    """Exponential failures of the job, exponential repair times of each worker; at most half are down.
+
+    Raises:
+        ValueError: so many failures are to be expected that playing them would not end.
+    """
+    if duration_s > MAX_CHANGES / 2 * mtbf_s:
+        raise ValueError(
+            f"a failure every {mtbf_s:g} s for {duration_s:g} s are {duration_s / mtbf_s:,.0f}, and at most "
+            f"{MAX_CHANGES // 2:,} with their repairs are played: raise --mtbf-s or lower --duration-s"
+        )
     rng = random.Random(seed)
     events: list[tuple[float, int, bool]] = []
     down: dict[int, float] = {}
@@ -83,25 +98,47 @@ def with_repairs(
     return Trace(name=name, changes=changes, duration_s=duration_s, mtbf_s=mtbf_s / 2)
 
 
-def read_trace(text: str, name: str = "file") -> Trace:
-    """Lines ``seconds kill|join WORKER``, then ``seconds end``; ``#`` starts a comment. Raises ValueError."""
+def read_trace(text: str, workers: Sequence[int], name: str = "file") -> Trace:
+    """Lines ``seconds kill|join WORKER``, then ``seconds end``; ``#`` starts a comment.
+
+    Raises:
+        ValueError: a line cannot be read, or says what cannot be of ``workers``, all of which live at first.
+    """
+    lines = text.splitlines()
+    parsed = [one for one in enumerate(map(_words, lines), 1) if one[1]]
+    if len(parsed) > MAX_CHANGES + 1:
+        raise ValueError(f"it has {len(parsed) - 1:,} changes, and at most {MAX_CHANGES:,} are played")
     changes, end = [], 0.0
-    for line in text.splitlines():
-        words = line.split("#")[0].split()
-        if not words:
-            continue
-        if len(words) == 2 and words[1] == "end":
-            end = float(words[0])
-        elif len(words) == 3 and words[1] in ("kill", "join"):
-            who = (int(words[2]),)
-            kill = words[1] == "kill"
-            changes.append(Change(t_s=float(words[0]), died=who if kill else (), joined=() if kill else who))
-        else:
-            raise ValueError(f"cannot read {line!r}: write 'SECONDS kill|join WORKER' or 'SECONDS end'")
-    changes.sort(key=lambda change: change.t_s)
-    if not end > (changes[-1].t_s if changes else 0.0):
-        raise ValueError("the trace must close with 'SECONDS end', after its last change")
-    return Trace(name=name, changes=tuple(changes), duration_s=end, mtbf_s=end / max(1, len(changes)))
+    for number, words in parsed:
+        try:
+            if len(words) == 2 and words[1] == "end":
+                end = max(end, TRACE_S.read(words[0]))
+            elif len(words) == 3 and words[1] in ("kill", "join"):
+                changes.append((number, _change(words, workers)))
+            else:
+                raise ValueError("'SECONDS kill|join WORKER' or 'SECONDS end' is expected")
+        except ValueError as error:
+            raise ValueError(f"line {number}, {lines[number - 1][:40]!r}: {error}") from None
+    changes.sort(key=lambda one: one[1].t_s)
+    if not end > (changes[-1][1].t_s if changes else 0.0):
+        raise ValueError("it must close with 'SECONDS end', after its last change")
+    alive = set(workers)
+    for number, change in changes:
+        if not alive.issuperset(change.died) or not alive.isdisjoint(change.joined):
+            state = "dead" if change.died else "alive"
+            raise ValueError(f"line {number}, {lines[number - 1][:40]!r}: the worker is {state} by then")
+        alive = (alive - set(change.died)) | set(change.joined)
+    found = tuple(change for _, change in changes)
+    return Trace(name=name, changes=found, duration_s=end, mtbf_s=end / max(1, len(found)))
+
+
+def _words(line: str) -> list[str]:
+    return line.split("#")[0].split()
+
+
+def _change(words: Sequence[str], workers: Sequence[int]) -> Change:
+    t_s, who = Between(0, TRACE_S.high).read(words[0]), Between(0, max(workers), whole=True).read(words[2])
+    return Change(t_s=t_s, died=(who,)) if words[1] == "kill" else Change(t_s=t_s, joined=(who,))
 
 
 def _duration(seconds: float) -> str:

@@ -8,11 +8,20 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from importlib import import_module
-from pathlib import Path
 
-from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.errors import ConfigError, PlanInfeasible
+from odyssey_megatron.inputs import WHOLE, Between, Parser, read_text
 from odyssey_megatron.policy.baselines import Bamboo, Chameleon, Oobleck, ReCycle, Restart, System, World
-from odyssey_megatron.policy.trace import Odyssey, Played, Trace, compare, monotone, read_trace, with_repairs
+from odyssey_megatron.policy.trace import (
+    TRACE_S,
+    Odyssey,
+    Played,
+    Trace,
+    compare,
+    monotone,
+    read_trace,
+    with_repairs,
+)
 from odyssey_megatron.policy.whatif import add_scenario_arguments, scenario_from
 
 SYSTEMS: tuple[Callable[[], System], ...] = (
@@ -38,23 +47,31 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
         "--trace", default="", help="a file of lines 'SECONDS kill|join WORKER', closed by 'SECONDS end'"
     )
     parser.add_argument(
-        "--interval-s", type=float, action="append", default=[], help="a worker dies this often (in seconds)"
+        "--interval-s",
+        type=TRACE_S,
+        action="append",
+        default=[],
+        help="a worker dies this often (in seconds)",
+    )
+    parser.add_argument("--mtbf-s", type=TRACE_S, help="random failures with this mean (in seconds)")
+    parser.add_argument(
+        "--repair-s", type=TRACE_S, default=3600.0, help="mean repair of random failures (in seconds)"
     )
     parser.add_argument(
-        "--mtbf-s", type=float, default=0.0, help="random failures with this mean (in seconds)"
+        "--duration-s", type=TRACE_S, default=24 * 3600.0, help="of a random trace (in seconds)"
     )
     parser.add_argument(
-        "--repair-s", type=float, default=3600.0, help="mean repair of random failures (in seconds)"
+        "--losses",
+        type=Between(0, 1_000_000, whole=True),
+        default=0,
+        help="deaths in an --interval-s trace (default: half of all)",
     )
+    parser.add_argument("--seed", type=WHOLE, default=0)
     parser.add_argument(
-        "--duration-s", type=float, default=24 * 3600.0, help="of a random trace (in seconds)"
-    )
-    parser.add_argument(
-        "--losses", type=int, default=0, help="deaths in an --interval-s trace (default: half of all)"
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--group-build-s", type=float, default=2.0, help="new groups after a change (in seconds)"
+        "--group-build-s",
+        type=Between(0, TRACE_S.high),
+        default=2.0,
+        help="new groups after a change (in seconds)",
     )
     parser.add_argument(
         "--png", default="", help="write throughput over time of the first trace to this file"
@@ -68,7 +85,7 @@ def main_simulate(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: bad input.
     """
-    parser = argparse.ArgumentParser(prog="odyssey simulate", description=__doc__)
+    parser = Parser(prog="odyssey simulate", description=__doc__)
     add_simulate_arguments(parser)
     options = parser.parse_args(list(argv))
     scenario = scenario_from(options)
@@ -78,7 +95,10 @@ def main_simulate(argv: Sequence[str]) -> int:
         workers=scenario.state.alive,
         mtbf_s=0.0,
     )
-    results = [(trace, compare(SYSTEMS, world, trace)) for trace in _traces(options, world)]
+    try:
+        results = [(trace, compare(SYSTEMS, world, trace)) for trace in _traces(options, world)]
+    except PlanInfeasible as error:
+        raise ConfigError(f"the healthy job does not fit: {error}.") from error
     if options.png:
         plot(results[0][0], results[0][1], options.png)
     if options.json:
@@ -95,19 +115,24 @@ def main_simulate(argv: Sequence[str]) -> int:
 def _traces(options: argparse.Namespace, world: World) -> list[Trace]:
     if options.trace:
         try:
-            return [read_trace(Path(options.trace).read_text(), options.trace)]
-        except (OSError, ValueError) as error:
+            return [read_trace(read_text(options.trace), world.workers, options.trace)]
+        except ValueError as error:
             raise ConfigError(f"--trace {options.trace}: {error}.") from error
-    if options.mtbf_s > 0:
-        return [
-            with_repairs(
-                world.workers,
-                mtbf_s=options.mtbf_s,
-                repair_s=options.repair_s,
-                duration_s=options.duration_s,
-                seed=options.seed,
-            )
-        ]
+    if options.mtbf_s is not None:
+        try:
+            return [
+                with_repairs(
+                    world.workers,
+                    mtbf_s=options.mtbf_s,
+                    repair_s=options.repair_s,
+                    duration_s=options.duration_s,
+                    seed=options.seed,
+                )
+            ]
+        except ValueError as error:
+            raise ConfigError(f"{error}.") from error
+    if len(world.workers) < 2:
+        raise ConfigError("one worker cannot lose another: give a larger --cluster, or a --trace.")
     losses = options.losses or len(world.workers) // 2
     if not 0 < losses < len(world.workers):
         raise ConfigError(f"--losses {losses}: must leave one of {len(world.workers)} workers.")
@@ -139,4 +164,7 @@ def plot(trace: Trace, played: Sequence[Played], path: str) -> None:
         axes.step(times, [*rates, rates[-1]], where="post", label=f"{one.system} ({one.tokens_per_s:,.0f})")
     axes.set(xlabel="hours", ylabel="tokens per second", title=trace.name, ylim=(0, None))
     axes.legend(title="average tokens/s", fontsize="small")
-    figure.savefig(path, dpi=120)
+    try:
+        figure.savefig(path, dpi=120, format="png")
+    except OSError as error:
+        raise ConfigError(f"--png {path} cannot be written: {error.strerror or error}.") from error

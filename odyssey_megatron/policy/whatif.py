@@ -12,8 +12,9 @@ from odyssey_megatron.cluster.events import RankDied
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import ClusterState, WorkerState, apply
 from odyssey_megatron.codec import to_json
-from odyssey_megatron.config import POLICIES, OdysseyConfig
+from odyssey_megatron.config import EXPECTED_S, POLICIES, OdysseyConfig
 from odyssey_megatron.errors import EXIT_LAYERS_LOST, ConfigError, LayersLost, PlanInfeasible
+from odyssey_megatron.inputs import Between, Parser
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.render import render
 from odyssey_megatron.plan.simulate import simulate
@@ -23,6 +24,14 @@ from odyssey_megatron.policy.presets import ACCELERATORS, GIB, MODELS, preset_pr
 from odyssey_megatron.policy.profile import Profile, load_profile
 from odyssey_megatron.policy.table import candidates_table
 from odyssey_megatron.policy.two_speed import TwoSpeed, two_speed
+
+MAX_GPUS = 16_384
+"""The largest cluster that deciding was measured on."""
+MAX_VISITS = 262_144
+"""Microbatches of a step times stages: what is put in order. On one core, about a minute."""
+_SIZE = Between(1, MAX_GPUS, whole=True)
+_MICROBATCHES = Between(1, MAX_VISITS, whole=True)
+_SPEED = Between(0.001, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,16 +47,15 @@ class Scenario:
     def rank(self, place: str) -> int:
         """``node:gpu`` or a rank. Raises ConfigError."""
         node, colon, gpu = place.partition(":")
+        last = max(self.state.ranks)
         try:
-            rank = int(node) * self.gpus_per_node + int(gpu) if colon else int(node)
+            if colon:
+                nodes = Between(0, last // self.gpus_per_node, whole=True)
+                gpus = Between(0, self.gpus_per_node - 1, whole=True)
+                return int(nodes.read(node) * self.gpus_per_node + gpus.read(gpu))
+            return int(Between(0, last, whole=True).read(node))
         except ValueError:
-            rank = -1
-        in_node = not colon or rank < 0 or int(gpu) < self.gpus_per_node
-        if not in_node or rank not in self.state.ranks:
-            raise ConfigError(
-                f"--kill {place}: no such GPU. Write NODE:GPU or a rank, 0..{max(self.state.ranks)}."
-            )
-        return rank
+            raise ConfigError(f"{place}: no such GPU. Write NODE:GPU or a rank, 0..{last}.") from None
 
 
 def add_scenario_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,27 +70,33 @@ def add_scenario_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--profile", default="", help="a running job's profile.json in place of model and accelerator"
     )
-    parser.add_argument("--pipeline-model-parallel-size", type=int, default=4, metavar="PP")
-    parser.add_argument("--tensor-model-parallel-size", type=int, default=1, metavar="TP")
+    parser.add_argument("--pipeline-model-parallel-size", type=_SIZE, default=4, metavar="PP")
+    parser.add_argument("--tensor-model-parallel-size", type=_SIZE, default=1, metavar="TP")
     parser.add_argument(
         "--use-distributed-optimizer", action="store_true", help="optimizer state on two holders of a layer"
     )
-    parser.add_argument("--micro-batch-size", type=int, default=1)
+    parser.add_argument("--micro-batch-size", type=_MICROBATCHES, default=1)
     parser.add_argument(
-        "--num-microbatches", type=int, default=0, help="of one pipeline (default: twice the pipeline size)"
+        "--num-microbatches", type=_MICROBATCHES, help="of one pipeline (default: twice the pipeline size)"
     )
 
 
 def scenario_from(options: argparse.Namespace) -> Scenario:
     """Raises ConfigError if the job cannot be laid out on the cluster."""
-    nodes, _, gpus = options.cluster.partition("x")
-    if not (nodes.isdigit() and gpus.isdigit() and int(nodes) * int(gpus)):
-        raise ConfigError(f"--cluster {options.cluster}: write NODESxGPUS, as in 4x8.")
+    nodes, gpus = _cluster(options.cluster)
     pp, tp = options.pipeline_model_parallel_size, options.tensor_model_parallel_size
-    world = int(nodes) * int(gpus)
-    if pp < 1 or tp < 1 or world % (pp * tp):
+    world = nodes * gpus
+    if world % (pp * tp):
         raise ConfigError(
             f"{world} GPUs are not divisible by pipeline size {pp} times tensor size {tp}: change one of them."
+        )
+    dp = world // (pp * tp)
+    num_microbatches = dp * (options.num_microbatches or 2 * pp)
+    if num_microbatches * pp > MAX_VISITS:
+        raise ConfigError(
+            f"{num_microbatches:,} microbatches a step ({dp:,} pipelines) through {pp} stages are "
+            f"{num_microbatches * pp:,} visits, and at most {MAX_VISITS:,} are planned. Lower --num-microbatches, or "
+            "make --cluster smaller."
         )
     profile = (
         load_profile(options.profile)
@@ -97,8 +111,7 @@ def scenario_from(options: argparse.Namespace) -> Scenario:
     settings = OdysseyConfig()
     keeps = settings.interrupted_step == "resume"
     profile = replace(profile, costs=replace(profile.costs, keeps_messages=keeps))
-    workers, dp = world // tp, world // (pp * tp)
-    num_microbatches = dp * (options.num_microbatches or 2 * pp)
+    workers = world // tp
     job = JobSpec(
         num_layers=len(profile.costs.layers),
         pipeline_model_parallel_size=pp,
@@ -113,13 +126,26 @@ def scenario_from(options: argparse.Namespace) -> Scenario:
         workers=tuple(
             WorkerState(
                 worker=worker,
-                node=worker * tp // int(gpus),
+                node=worker * tp // gpus,
                 ranks=tuple(range(worker * tp, worker * tp + tp)),
             )
             for worker in range(workers)
         )
     )
-    return Scenario(job=job, state=state, profile=profile, gpus_per_node=int(gpus), tensor_parallel_size=tp)
+    return Scenario(job=job, state=state, profile=profile, gpus_per_node=gpus, tensor_parallel_size=tp)
+
+
+def _cluster(text: str) -> tuple[int, int]:
+    """Nodes and GPUs of each. Raises ConfigError."""
+    nodes, _, gpus = text.partition("x")
+    try:
+        size = int(_SIZE.read(nodes)), int(_SIZE.read(gpus))
+        Between(1, MAX_GPUS, whole=True).check(size[0] * size[1])
+    except ValueError as error:
+        raise ConfigError(
+            f"--cluster {text[:40]}: write NODESxGPUS, as in 4x8, with at most {MAX_GPUS:,} GPUs in total ({error})."
+        ) from None
+    return size
 
 
 def _seq_length(options: argparse.Namespace) -> int:
@@ -136,10 +162,17 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--policy", choices=POLICIES, default="auto")
     parser.add_argument(
-        "--mtbf-s", type=float, default=21600.0, help="mean time between failures (in seconds)"
+        "--mtbf-s", type=EXPECTED_S, default=21600.0, help="mean time between failures (in seconds)"
     )
-    parser.add_argument("--horizon-s", type=float, default=3600.0, help="score to this horizon (in seconds)")
-    parser.add_argument("--width", type=int, default=110, help="columns of the grids; 0 leaves them out")
+    parser.add_argument(
+        "--horizon-s", type=EXPECTED_S, default=3600.0, help="score to this horizon (in seconds)"
+    )
+    parser.add_argument(
+        "--width",
+        type=Between(0, 10_000, whole=True),
+        default=110,
+        help="columns of the grids; 0 leaves them out",
+    )
     parser.add_argument("--json", action="store_true")
 
 
@@ -149,16 +182,17 @@ def main_plan(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: bad input.
     """
-    parser = argparse.ArgumentParser(prog="odyssey plan", description=__doc__)
+    parser = Parser(prog="odyssey plan", description=__doc__)
     add_plan_arguments(parser)
     options = parser.parse_args(list(argv))
     scenario = scenario_from(options)
+    state = _struck(options, scenario)
     try:
         before = initial_plan(scenario.job, scenario.state, scenario.profile)
     except PlanInfeasible as error:
         raise ConfigError(f"the healthy job does not fit: {error}.") from error
     try:
-        decision, both, seconds = _decide(options, scenario, before)
+        decision, both, seconds = _decide(options, scenario, state, before)
     except LayersLost as lost:
         sys.stdout.write(f"{lost}\n")
         return EXIT_LAYERS_LOST
@@ -169,14 +203,18 @@ def main_plan(argv: Sequence[str]) -> int:
     return 0
 
 
-def _decide(
-    options: argparse.Namespace, scenario: Scenario, before: Plan
-) -> tuple[Decision, TwoSpeed | None, float]:
+def _struck(options: argparse.Namespace, scenario: Scenario) -> ClusterState:
+    """The cluster with its dead and slow GPUs. Raises ConfigError."""
     state = scenario.state
     for place in options.kill:
         event = RankDied(rank=scenario.rank(place), code=-9, cause="killed", t_s=0.0)
         state = apply(state, event)
-    state = _slowed(state, scenario, options.slow)
+    return _slowed(state, scenario, options.slow)
+
+
+def _decide(
+    options: argparse.Namespace, scenario: Scenario, state: ClusterState, before: Plan
+) -> tuple[Decision, TwoSpeed | None, float]:
     config = OdysseyConfig(policy=options.policy, mtbf_s=options.mtbf_s, horizon_s=options.horizon_s)
     job, profile = scenario.job, scenario.profile
     start = time.perf_counter()
@@ -193,11 +231,9 @@ def _slowed(state: ClusterState, scenario: Scenario, slow: Sequence[str]) -> Clu
     for text in slow:
         place, _, number = text.partition("=")
         try:
-            speed = float(number)
-        except ValueError:
-            speed = 0.0
-        if not 0 < speed <= 1:
-            raise ConfigError(f"--slow {text}: write NODE:GPU=SPEED with 0 < SPEED <= 1.")
+            speed = _SPEED.read(number)
+        except ValueError as error:
+            raise ConfigError(f"--slow {text}: write NODE:GPU=SPEED; as the SPEED, {error}.") from None
         hit = state.worker_of(scenario.rank(place)).worker
         workers = (replace(w, speed=min(w.speed, speed)) if w.worker == hit else w for w in state.workers)
         state = replace(state, workers=tuple(workers))

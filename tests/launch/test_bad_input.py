@@ -19,7 +19,7 @@ from tests.launch.jobserver import events
         (["--odyssey-polcy", "auto"], "unknown flag --odyssey-polcy"),
         (["--odyssey-inject", "rank=4,step=1,at=forward"], "names rank 4, but the job has ranks 0 to 3"),
         (["--odyssey-inject", "rank=1,step=1,at=lunch"], "at=lunch is unknown"),
-        (["--odyssey-hang-s", "0"], "must be positive"),
+        (["--odyssey-hang-s", "0"], "a number from 0.001 to 1,000,000 is expected, found 0"),
     ],
 )
 def test_flags(toy, arguments, message):

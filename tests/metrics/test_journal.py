@@ -6,6 +6,7 @@ import signal
 
 import pytest
 
+from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.metrics.journal import Journal, read_journal
 from odyssey_megatron.metrics.records import COMMON_FIELDS, EVENTS, SCHEMA_VERSION
 
@@ -61,7 +62,7 @@ def test_a_newer_schema_is_refused(tmp_path):
     folder = tmp_path / "journal"
     folder.mkdir()
     (folder / "rank0.jsonl").write_text(json.dumps({"schema_version": SCHEMA_VERSION + 1, "wall_s": 0}))
-    with pytest.raises(ValueError, match=f"schema_version {SCHEMA_VERSION + 1}"):
+    with pytest.raises(ConfigError, match=f"schema_version {SCHEMA_VERSION + 1}"):
         list(read_journal(tmp_path))
 
 

@@ -76,7 +76,7 @@ def test_bad_input_is_one_paragraph_and_exit_code_2(runs, tmp_path, capsys):
     with (broken / "journal" / "rank0.jsonl").open("a") as file:
         file.write('{"event": "samples", "wall_s": 1e12}\n')
     for folder, reason in ((tmp_path / "none", "has no journal"), (tmp_path / "empty", "no committed step"),
-                           (broken, "cannot be read")):  # fmt: skip
+                           (broken, "is no event of a journal")):  # fmt: skip
         assert main([str(folder)]) == 2
         error = capsys.readouterr().err
         assert reason in error

@@ -73,7 +73,7 @@ def test_file_round_trip(tmp_path):
     LLAMA.save(path)
     assert load_profile(path) == LLAMA
     path.write_text("{}")
-    with pytest.raises(ConfigError, match=r"--odyssey-profile .*profile\.json"):
+    with pytest.raises(ConfigError, match=r"the profile .*profile\.json"):
         load_profile(path)
     with pytest.raises(ConfigError):
         load_profile(tmp_path / "missing.json")

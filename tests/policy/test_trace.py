@@ -1,5 +1,6 @@
 import json
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -93,11 +94,28 @@ def test_traces():
         up = (up - set(change.died)) | set(change.joined)
         assert len(up) >= 4
     text = "10 kill 3\n20 join 3  # repaired\n30 end\n"
-    assert read_trace(text).changes == (Change(t_s=10.0, died=(3,)), Change(t_s=20.0, joined=(3,)))
-    with pytest.raises(ValueError, match="cannot read"):
-        read_trace("10 explode 3\n20 end")
-    with pytest.raises(ValueError, match="must close"):
-        read_trace("10 kill 3")
+    assert read_trace(text, range(8)).changes == (Change(t_s=10.0, died=(3,)), Change(t_s=20.0, joined=(3,)))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("10 explode 3\n20 end", "line 1, '10 explode 3': 'SECONDS kill"),
+        ("10 kill 3", "must close"),
+        ("", "must close"),
+        ("nan kill 3\n20 end", "line 1, 'nan kill 3': a number from 0 to"),
+        ("-1 kill 3\n20 end", "found -1"),
+        ("10 kill 3\ninf end", "found inf"),
+        ("10 kill 8\n20 end", "a whole number from 0 to 7 is expected, found 8"),
+        ("10 kill 3\n11 kill 3\n20 end", "line 2, '11 kill 3': the worker is dead by then"),
+        ("10 join 3\n20 end", "the worker is alive by then"),
+        ("10 kill three\n20 end", "found 'three'"),
+        ("1 kill 1\n2 join 1\n" * 10_000 + "20 end", "it has 20,000 changes, and at most 10,000 are played"),
+    ],
+)
+def test_what_no_trace_can_say(text, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_trace(text, range(8))
 
 
 def test_one_f_one_b_is_equation_9():

@@ -70,7 +70,7 @@ def test_lost_layers_are_said(capsys):
         (["--kill", "9:0"], "no such GPU"),
         (["--kill", "0:8"], "no such GPU"),
         (["--slow", "0:8=0.5"], "no such GPU"),
-        (["--slow", "0:1=2"], "0 < SPEED <= 1"),
+        (["--slow", "0:1=2"], "a number from 0.001 to 1 is expected, found 2"),
         (["--model", "llama3-70b", "--cluster", "1x4"], "does not fit"),
         (["--profile", "missing.json"], "missing.json"),
     ],

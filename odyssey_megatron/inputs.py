@@ -1,0 +1,107 @@
+"""What comes from outside is checked where it enters, in one way for all commands: numbers, files, command lines.
+
+A range is written once, beside the setting or field that it is about. argparse takes it as a ``type``, the codec
+finds it in ``Annotated``, and both refuse what is outside with the same words.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from odyssey_megatron.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """The numbers from ``low`` to ``high``; never NaN, and infinity only as an end."""
+
+    low: float
+    high: float
+    whole: bool = False
+
+    def check(self, value: Any) -> Any:
+        """``value``. Raises ValueError if it is outside."""
+        if not self.low <= value <= self.high:
+            raise ValueError(f"{self} is expected, found {_short(value)}")
+        return value
+
+    def read(self, text: str) -> Any:
+        """The number that ``text`` says. Raises ValueError if it says none, or one outside."""
+        try:
+            value = int(text) if self.whole else float(text)
+        except ValueError:
+            raise ValueError(f"{self} is expected, found {_short(text)!r}") from None
+        return self.check(value)
+
+    def __call__(self, text: str) -> Any:
+        """For argparse's ``type``."""
+        try:
+            return self.read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    def __str__(self) -> str:
+        kind = "a whole number" if self.whole else "a number"
+        low, high = (f"{one:,}" if self.whole else f"{one:,.12g}" for one in (self.low, self.high))
+        if math.isinf(self.high) or self.high >= _ANY:
+            return kind if self.low <= -_ANY else f"{kind} of {low} or more"
+        return f"{kind} from {low} to {high}"
+
+
+_ANY = 2**63 - 1
+WHOLE = Between(-_ANY, _ANY, whole=True)
+COUNT = Between(0, _ANY, whole=True)
+FINITE = Between(-1.7e308, 1.7e308)
+
+
+def _short(value: Any) -> str:
+    try:
+        text = str(value)
+    except ValueError:  # a whole number of thousands of digits
+        return "a number without end"
+    return text if len(text) <= 40 else text[:40] + "…"
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with errors like those of everything else: ConfigError, in place of usage and an exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}. '{self.prog} --help' lists what there is.")
+
+
+MAX_FILE_BYTES = 64 * 2**20
+"""Of a profile or a trace; those that runs write have some kilobytes."""
+
+
+def read_text(path: str | Path) -> str:
+    """The whole of a text file that a user has named; a mark of the byte order is left out.
+
+    Raises:
+        ValueError: missing, unreadable, no file (a pipe without a writer would block for ever), too long or not UTF-8.
+    """
+    raw = read_bytes(path, MAX_FILE_BYTES)
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"it is no text in UTF-8 (byte {error.start} of {len(raw)})") from None
+
+
+def read_bytes(path: str | Path, most: int) -> bytes:
+    """As :func:`read_text`, for a file of at most ``most`` bytes."""
+    try:
+        # Without blocking, or a pipe is opened only when somebody writes to it.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise ValueError("it is no file, but a folder, a pipe or a device")
+            if found.st_size > most:
+                raise ValueError(f"it has {found.st_size:,} bytes, and at most {most:,} are read")
+            return file.read(most)
+    except OSError as error:
+        raise ValueError(f"it cannot be read ({error.strerror or error})") from None

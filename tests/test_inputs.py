@@ -1,0 +1,167 @@
+"""What comes from outside is checked where it enters: one paragraph, exit code 2, and no traceback."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from odyssey_megatron import cli
+from odyssey_megatron.codec import to_jsonable
+from odyssey_megatron.inputs import COUNT, Between, read_text
+from odyssey_megatron.policy.presets import preset_profile
+
+PROFILE = preset_profile("llama2-7b", "h100")
+
+
+def refused(capsys, *argv) -> str:
+    """What is said on stderr; it is one paragraph."""
+    assert cli.main([str(one) for one in argv]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"odyssey {argv[0]}: ")
+    assert error.count("\n") == 1
+    assert len(error) < 800
+    return error
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (
+            "plan --micro-batch-size -3",
+            "--micro-batch-size: a whole number from 1 to 262,144 is expected, found -3",
+        ),
+        ("plan --cluster 99999999999x8", "at most 16,384 GPUs in total"),
+        ("plan --cluster 4096x8", "at most 16,384 GPUs in total"),
+        ("plan --cluster 0x8", "found 0"),
+        ("plan --num-microbatches 100000", "are 3,200,000 visits, and at most 262,144 are planned"),
+        ("plan --slow 0=1e-300", "a number from 0.001 to 1 is expected, found 1e-300"),
+        ("plan --slow 0=nan", "found nan"),
+        ("plan --slow 0", "found ''"),
+        ("plan --kill=-1:3", "-1:3: no such GPU"),
+        ("plan --kill=1:-3", "1:-3: no such GPU"),
+        ("plan --mtbf-s nan", "found nan"),
+        ("plan --horizon-s inf", "found inf"),
+        ("plan --width -1", "found -1"),
+        ("plan --profile /dev/zero", "it is no file, but a folder, a pipe or a device"),
+        ("plan --what", "unrecognized arguments: --what"),
+        (
+            "simulate --interval-s 0",
+            "--interval-s: a number from 0.001 to 1,000,000,000 is expected, found 0",
+        ),
+        ("simulate --mtbf-s 1e-6", "found 1e-06"),
+        ("simulate --mtbf-s 1", "at most 5,000 with their repairs are played"),
+        ("simulate --mtbf-s nan", "found nan"),
+        ("simulate --duration-s inf", "found inf"),
+        ("simulate --repair-s -1", "found -1"),
+        ("simulate --group-build-s -1", "found -1"),
+        ("simulate --micro-batch-size 1000", "the healthy job does not fit"),
+        ("simulate --cluster 1x1 --pipeline-model-parallel-size 1", "one worker cannot lose another"),
+        ("simulate --trace /dev/null", "it is no file"),
+        ("inject /nowhere --rank -1", "found -1"),
+        ("inject /nowhere --rank 0", "has no record of a rank 0"),
+        ("report /nowhere", "has no journal folder"),
+        ("report /nowhere --colour", "unrecognized arguments: --colour"),
+        ("patch install /nowhere", "is no Megatron-LM checkout"),
+        ("patch paint /nowhere", "invalid choice: 'paint'"),
+        ("doctor /nowhere", "is no Megatron-LM checkout"),
+        ("doctor --odyssey-hang-s nan", "found nan"),
+        ("run --nnodes 0 script.py", "--nnodes 0: a whole number from 1 to 100,000 is expected, found 0"),
+        ("run --nnodes two script.py", "found 'two'"),
+        ("run script.py --odyssey-hang-s inf", "found inf"),
+    ],
+)
+def test_what_a_command_cannot_do(capsys, argv, message):
+    assert message in refused(capsys, *argv.split())
+
+
+def layers(**changes):
+    return replace(PROFILE.costs, layers=tuple(replace(one, **changes) for one in PROFILE.costs.layers))
+
+
+@pytest.mark.parametrize(
+    ("costs", "message"),
+    [
+        (
+            layers(forward_s=-1.0),
+            "costs: layers: forward_s: a number from 0 to 1,000,000 is expected, found -1.0",
+        ),
+        (
+            layers(weight_grad_s=math.nan),
+            "weight_grad_s: a number from 0 to 1,000,000 is expected, found nan",
+        ),
+        (layers(input_grad_s=math.inf), "found inf"),
+        (layers(forward_s=0.0, input_grad_s=0.0, weight_grad_s=0.0), "its layers take 0 s for a microbatch"),
+        (layers(state_bytes=-5), "state_bytes: a whole number from 0 to"),
+        (
+            replace(PROFILE.costs, link_bytes_per_s=0.0),
+            "link_bytes_per_s: a number of 1 or more is expected, found 0.0",
+        ),
+        (replace(PROFILE.costs, layers=()), "it has 0 layer(s)"),
+        (replace(PROFILE.costs, layers=PROFILE.costs.layers * 100), "it has 3400 layer(s)"),
+    ],
+)
+def test_a_profile_that_cannot_be(tmp_path, capsys, costs, message):
+    path = tmp_path / "profile.json"
+    replace(PROFILE, costs=costs).save(path)
+    assert message in refused(capsys, "plan", "--profile", path)
+
+
+def test_a_profile_as_an_editor_of_another_system_saves_it(tmp_path, capsys):
+    path = tmp_path / "profile.json"
+    path.write_bytes(
+        b"\xef\xbb\xbf" + json.dumps(to_jsonable(PROFILE), indent=1).replace("\n", "\r\n").encode()
+    )
+    assert cli.main(["plan", "--profile", str(path), "--width", "0"]) == 0
+    for text in (
+        b"",
+        b"\x00" * 100,
+        b"\xff\xfe{\x00}\x00",
+        b"[" * 100_000,
+        b"[1" + b"0" * 10_000 + b"]",
+        b"{}",
+    ):
+        path.write_bytes(text)
+        assert "Give a profile.json that a run has written" in refused(capsys, "plan", "--profile", path)
+
+
+def test_only_files_are_read_and_not_without_end(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to("loop")
+    with (tmp_path / "long").open("wb") as file:
+        file.truncate(2**40)
+    for name, message in (("pipe", "no file"), ("loop", "cannot be read"), ("long", "1,099,511,627,776 bytes"),
+                          ("missing", "No such file"), (".", "cannot be read|no file")):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            read_text(tmp_path / name)
+
+
+def test_a_range_says_what_it_expects():
+    assert str(COUNT) == "a whole number of 0 or more"
+    assert Between(0, 1).read("0.5") == 0.5
+    for text in ("nan", "inf", "-inf", "1e999", "", "x", "0x1", "9" * 5000):
+        with pytest.raises(ValueError, match="a number from 0 to 1 is expected, found"):
+            Between(0, 1).read(text)
+    with pytest.raises(ValueError, match="a whole number of 0 or more is expected"):
+        COUNT.read("9" * 5000)
+
+
+@pytest.mark.parametrize("command", ["--help", "plan --width 0", "plan --json"])
+def test_whoever_reads_may_stop(command):
+    """A terminal that closes, "| head", or no stdout at all."""
+    run = [sys.executable, "-m", "odyssey_megatron", *command.split()]
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(run, stdout=write, stderr=subprocess.PIPE, timeout=60, check=False)
+    os.close(write)
+    assert done.stderr == b""
+    assert done.returncode == 141
+    done = subprocess.run(
+        ["sh", "-c", '"$@" >&-', "sh", *run], stderr=subprocess.PIPE, timeout=60, check=False
+    )
+    assert b"Traceback" not in done.stderr
