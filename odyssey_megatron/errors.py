@@ -19,6 +19,9 @@ EXIT_FENCED = 94
 EXIT_UNSOUND = 95
 """The numbers are wrong on all ranks alike, and nobody should train on with them: see :class:`Unsound`."""
 
+EXIT_NOT_SAVED = 96
+"""All steps are trained, but the last checkpoint could not be saved."""
+
 
 class OdysseyError(Exception):
     """Base of everything that this package raises on purpose."""

@@ -190,12 +190,17 @@ def train(
     *,
     train_steps: int,
     after_step: Callable[[Recovery], None] = lambda recovery: None,
+    at_end: Callable[[Recovery], None] = lambda recovery: None,
 ) -> None:
-    """Trains until ``train_steps`` are committed everywhere, through any number of generations. Raises as above."""
+    """Trains until ``train_steps`` are committed everywhere, through any number of generations. Raises as above.
+
+    ``at_end`` is part of the job: what is done together there is done again by those who are left, if somebody dies.
+    """
 
     recovery = Recovery(control, rank)
     recovery.carry_out(lambda generation: None)
     while rank.committed < train_steps:
         recovery.step()
         after_step(recovery)
+    at_end(recovery)
     recovery.carry_out(lambda generation: control.finish(generation.number))

@@ -10,7 +10,6 @@ Flags are spelled as Megatron-LM's. The model is what Megatron-LM builds for --n
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -211,14 +210,14 @@ def scheduler_arguments(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def save_weights(model: Any, folder: Path) -> None:
-    """A file a layer and shard. All holders have the same bytes, and any of them may have been the last to live."""
+def save_weights(folder: Path, model: Any) -> None:
+    """A file a layer and shard. If a rank dies meanwhile, those who are left have its layers and do this again."""
     import torch
 
     folder.mkdir(parents=True, exist_ok=True)
     for layer, weights in model.weights().items():
         name = f"layer_{layer:03d}" + (f"_{model.shard}" if model.shard else "")
-        unfinished = folder / f"{name}.{os.getpid()}"
+        unfinished = folder / f"{name}.unfinished"
         torch.save(weights, unfinished)
         unfinished.rename(folder / f"{name}.pt")
 
@@ -230,7 +229,7 @@ def main() -> None:
         spec = model_spec(args, float64=config.float64 == "on")
         with session.rank_zero_first():
             dataset = build_dataset(args, config.run_dir)
-        model = session.train(
+        session.train(
             TrainingJob(
                 model=spec,
                 forward_step=forward_step,
@@ -245,10 +244,9 @@ def main() -> None:
                 scheduler=scheduler_arguments(args),
                 check_weight_hash_across_dp_replicas_interval=args.check_weight_hash_across_dp_replicas_interval,
                 on_step=partial(print_step, args.train_iters),
+                on_end=partial(save_weights, Path(args.save_weights)) if args.save_weights else None,
             )
         )
-        if args.save_weights:
-            save_weights(model, Path(args.save_weights))
 
 
 def print_step(train_iters: int, step: int, outcome: Any) -> None:

@@ -56,6 +56,11 @@ def here_key(rank: int) -> str:
     return f"here/{rank}"
 
 
+def left_key(rank: int) -> str:
+    """Where a rank that has finished says that its script has ended, too."""
+    return f"left/{rank}"
+
+
 NOT_WELCOME = "alive"
 """That answer to a rank that is alive: two processes would be it."""
 

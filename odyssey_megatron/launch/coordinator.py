@@ -367,12 +367,21 @@ class Coordinator:
                 if isinstance(event, RankDied):
                     self._exits[event.rank] = event.code
                 elif isinstance(event, NodeLost):
-                    members = {r for r in members if self._state.worker_of(r).node != event.node}
+                    on_it = {one for one in members if self._state.worker_of(one).node == event.node}
+                    self._exits = dict.fromkeys(on_it, -9) | self._exits
         failed = {rank: self._exits[rank] for rank in sorted(members) if self._exits[rank] > 0}
         if failed:
             rank, code = next(iter(failed.items()))
             return Verdict(
                 code=code, why=f"rank {rank} ended with exit code {code} after training; its log says why."
+            )
+        killed = [rank for rank in sorted(members) if self._exits[rank] < 0]
+        cut_short = [rank for rank in killed if not self._control.has([keys.left_key(rank)])]
+        if cut_short:
+            return Verdict(
+                code=1,
+                why=f"rank(s) {cut_short} were killed when all steps were trained, but before their scripts had "
+                "ended: what these were to write is missing, unless it was written by then.",
             )
         return Verdict(code=0)
 

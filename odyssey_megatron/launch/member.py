@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import hashlib
@@ -344,6 +345,12 @@ class Member:
             raise Superseded(f"generation {self._newest} came while rank {self.rank} was finishing")
         if self._heartbeat is not None:
             self._heartbeat.stop()
+        # What the script still does may be what the training was for: it has not left before its end.
+        atexit.register(self._leave)
+
+    def _leave(self) -> None:
+        with contextlib.suppress(ControlPlaneLost):
+            self._control.put(keys.left_key(self.rank), "")
 
     # -- threads --------------------------------------------------------------------------------------
 

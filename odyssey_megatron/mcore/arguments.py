@@ -72,6 +72,8 @@ def adapt(args: Any, config: OdysseyConfig) -> None:
     _set(args, False, "overlap_p2p_comm")
     # Randomness is a function of the step (I2), so there is no state of generators to keep.
     _set(args, True, "no_save_rng", "no_load_rng")
+    # Plans of a save would be kept for the next one, which may be of another layout.
+    _set(args, False, "ckpt_assume_constant_structure")
     if config.float64 == "on":
         _set(args, torch.float64, "params_dtype")
         _set(args, False, "accumulate_allreduce_grads_in_fp32")

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from odyssey_megatron.cluster.state import Cell
 from odyssey_megatron.config import OdysseyConfig, add_arguments
-from odyssey_megatron.errors import ConfigError, OdysseyError, Superseded
+from odyssey_megatron.errors import EXIT_NOT_SAVED, ConfigError, OdysseyError, Superseded
 from odyssey_megatron.execute.channels import WORLD
 from odyssey_megatron.execute.membership import cell_group_name
 from odyssey_megatron.launch.inject import Injector
@@ -32,6 +32,7 @@ from odyssey_megatron.mcore import (
     float64,
     groups,
     refusals,
+    saving,
     seam_table,
     seams,
     span,
@@ -73,6 +74,8 @@ class Door:
         self._printed = 0
         self._chunks: list[Any] = []
         self._board: SurvivingWriter | None = None
+        self._not_saved = ""
+        """Why the last save has failed, if it has."""
 
     # -- start and end --------------------------------------------------------------------------------------------
 
@@ -114,6 +117,7 @@ class Door:
         seams.demand_all(seam_table.SEAMS)
         span.install()
         wgrad.install()
+        saving.install()
         for seam, replacement in (
             (seam_table.VALIDATE_ARGS, self.validate_args),
             (seam_table.TRANSFORMER_CONFIG, self.transformer_config),
@@ -143,6 +147,8 @@ class Door:
         self._session.note_end(self._runtime, self._model)
         self._living.repeat_with(None)
         self._recovery.carry_out(lambda generation: self._session.member.finish(generation.number))
+        if self._not_saved:
+            raise SystemExit(EXIT_NOT_SAVED)
 
     # -- setting up -----------------------------------------------------------------------------------------------
 
@@ -151,6 +157,7 @@ class Door:
         self._optimizer_copies = arguments.optimizer_copies(args, self._config)
         result = original(args, *rest, **kwargs)
         arguments.adapt(args, self._config)
+        saving.check(args)
         return result
 
     def initialize_distributed(self, original: Any, *unused: Any, **kwargs: Any) -> None:
@@ -468,13 +475,15 @@ class Door:
     def save_checkpoint(
         self, original: Any, iteration: int, model: Any, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
-        def work(world: Any) -> None:
+        def work(world: Any) -> str:
             self._fault_point(
                 "checkpoint", step=iteration, generation=self._runtime.generation, microbatch=-1
             )
-            original(iteration, self._chunks, optimizer, *args, **kwargs)
+            return saving.attempt(original, iteration, self._chunks, optimizer, *args, **kwargs)
 
-        self._together(work)
+        self._not_saved = self._together(work)
+        if self._not_saved and self._living.rank() == 0:
+            self._session.note_not_saved(iteration, self._not_saved)
 
     def check_param_hashes(self, original: Any, model: Any, cross_check: bool = False) -> bool:
         if (

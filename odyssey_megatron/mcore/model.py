@@ -515,10 +515,11 @@ class MegatronModel:
         return f"tp{self._tp_rank}" if self._groups.tp.size() > 1 else ""
 
     def weights(self) -> dict[int, dict[str, torch.Tensor]]:
-        """Held layer -> its weights by name, of this rank's shard."""
+        """Layer -> its weights by name, of this rank's shard: of those layers whose first holder this worker is."""
         return {
             index: {name: parameter.detach().cpu() for name, parameter in layer.named_parameters()}
             for index, layer in sorted(self._held.items())
+            if self.place_in(index) == 0
         }
 
 

@@ -73,6 +73,10 @@ class TrainingJob:
     """Steps between two checks that all holders of a layer have the same weights and optimizer state; 0: none."""
     on_step: Callable[[int, StepOutcome], None] = lambda step, outcome: None
     """Called after each committed step on the lowest living rank, e.g. to print."""
+    on_end: Callable[[MegatronModel], None] | None = None
+    """Called on all ranks with the final weights, e.g. to write them. It is part of the job: if a rank dies before all
+    are through, those who are left move its layers and call it once more. It must bear being cut short anywhere.
+    """
 
 
 class Session:
@@ -134,6 +138,9 @@ class Session:
     def train(self, job: TrainingJob) -> MegatronModel:
         """Trains to the last step, through failures; returns the model with the final weights.
 
+        A rank that dies after that, before its script has ended, is not replaced: the job's exit code is then 1. What
+        must be on disk when the job is over belongs into ``job.on_end``.
+
         Raises:
             ConfigError: before anything was trained.
             JobStopped: no holder of some layer is left.
@@ -152,8 +159,12 @@ class Session:
             if every and rank.committed % every == 0:
                 recovery.together(lambda world: model.check_holders(world, rank=self.rank))
 
+        def end(recovery: recover.Recovery) -> None:
+            if (on_end := job.on_end) is not None:
+                recovery.together(lambda world: on_end(model))
+
         try:
-            recover.train(self.member, rank, train_steps=job.train_iters, after_step=check)
+            recover.train(self.member, rank, train_steps=job.train_iters, after_step=check, at_end=end)
         except (JobStopped, Unsound):
             self.note_end(rank, model)
             raise
@@ -165,6 +176,14 @@ class Session:
         rank.log_last_step()
         sizes = {"state_bytes": model.state_bytes(), "host_bytes": model.host_bytes()}
         self._journal.event("weights", step=rank.committed, **sizes, digest=model.digests())
+
+    def note_not_saved(self, iteration: int, why: str) -> None:
+        """Tells the user, and the journal, that a checkpoint is missing."""
+        sys.stderr.write(
+            f"[odyssey] THE CHECKPOINT OF ITERATION {iteration} WAS NOT SAVED: {why}. The one before is still the "
+            "latest; training goes on.\n"
+        )
+        self._journal.event("not_saved", step=iteration, why=why)
 
     def post(self, spec: JobSpec, profile: Profile) -> None:
         """Tells the coordinator what to plan for. Collective. Raises ConfigError."""

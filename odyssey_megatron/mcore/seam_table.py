@@ -8,6 +8,7 @@ from __future__ import annotations
 from odyssey_megatron.mcore.seams import Seam
 
 _ALONE = "the groups span ranks, which come and go, so Odyssey makes them"
+_WHOLE = "a save is complete or it is not there, whoever dies in it"
 _GLOBAL = "a data-parallel collective of Megatron's own must fail loudly where gradients are reduced by the schedule"
 
 # -- replaced, in megatron.training: the loop stays Megatron's -------------------------------------------------------
@@ -95,6 +96,18 @@ SAVE_CHECKPOINT = Seam(
     open=True,
 )
 
+GET_CHECKPOINT_NAME = Seam(
+    target="megatron.training.checkpointing:get_checkpoint_name",
+    why="what an interrupted save has left is removed",
+    signatures={"0.16": "checkpoints_path iteration return_base_dir"},
+    open=True,
+)
+NON_PERSISTENT_CKPT_SUBDIR = Seam(
+    target="megatron.training.checkpointing:_NON_PERSISTENT_CKPT_SUBDIR",
+    why="what an interrupted save has left is removed",
+    signatures={"0.16": ""},
+)
+
 CHECK_PARAM_HASHES = Seam(
     target="megatron.core.utils:check_param_hashes_across_dp_replicas",
     why="a layer's holders are those of the plan",
@@ -162,6 +175,42 @@ CALCULATE_LOGITS_MAX = Seam(
     signatures={"0.16": "vocab_parallel_logits"},
     remedy="Leave out --odyssey-float64, or use a tested version of Megatron-LM.",
     only_if="--odyssey-float64 on",
+)
+
+SAVE_SHARDED = Seam(
+    target="megatron.core.dist_checkpointing.serialization:save",
+    why=_WHOLE,
+    signatures={"0.16": "sharded_state_dict checkpoint_dir"},
+    open=True,
+)
+WRITE_RESULTS_QUEUE = Seam(
+    target="megatron.core.dist_checkpointing.strategies.filesystem_async:_get_write_results_queue",
+    why=_WHOLE,
+    signatures={"0.16": "", "0.17": None},
+)
+GET_WRITE_RESULTS_QUEUE = Seam(
+    target="megatron.core.dist_checkpointing.strategies.filesystem_async:get_write_results_queue",
+    why=_WHOLE,
+    signatures={"0.16": None, "0.17": "mp_mode"},
+)
+WRITE_PRELOADED_DATA = Seam(
+    target="megatron.core.dist_checkpointing.strategies.filesystem_async:"
+    "FileSystemWriterAsync.write_preloaded_data_multiproc",
+    why=_WHOLE,
+    signatures={
+        "0.16": "transform_list use_msc rank write_buckets global_results_queue",
+        "0.17": None,
+    },
+)
+OPEN_FILE = Seam(
+    target="megatron.core.msc_utils:open_file",
+    why=_WHOLE,
+    signatures={"0.16": "*args **kwargs", "0.19": None},
+)
+MAYBE_MSC = Seam(
+    target="megatron.core.msc_utils:MaybeMultiStorageClient.__getattr__",
+    why=_WHOLE,
+    signatures={"0.16": None, "0.19": "self name"},
 )
 
 # -- called, or set ---------------------------------------------------------------------------------------------------

@@ -63,6 +63,7 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "trace": ("instructions",),
     "profile": ("observations",),
     "weights": ("digest", "state_bytes", "host_bytes"),
+    "not_saved": ("why",),
     "fenced": ("why",),
     "stopped": ("why", "exit_code"),
     # -- all

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from odyssey_megatron.errors import EXIT_BAD_INPUT, EXIT_LAYERS_LOST, EXIT_UNSOUND
-from tests.e2e import corrupted
+from tests.e2e import corrupted, export_cut_short
+from tests.e2e.jobs import assert_equal_weights
 
 
 def test_losing_the_last_holder_stops_the_job(jobs, name):
@@ -25,6 +26,28 @@ def test_losing_the_last_holder_stops_the_job(jobs, name):
         r"no holder is left of the embedding and layer 1: rank\(s\) \[(0|1|0, 1)\] had it", outcome.log
     )
     assert outcome.named("job_finished")[-1]["exit_code"] == EXIT_LAYERS_LOST
+
+
+def test_final_weights_are_written_by_those_who_are_left(jobs, name, undisturbed):
+    outcome = jobs.run(name, ranks=4, stages=2, script=Path(export_cut_short.__file__))
+    assert outcome.exit_code == 0, outcome.log[-3000:]
+    assert_equal_weights(outcome.weights(), undisturbed().weights())
+    assert not list((outcome.run_dir / "weights").glob("*.unfinished"))
+
+
+def test_final_weights_that_nobody_can_write_are_no_success(jobs, name):
+    """The only holder of the first layers dies while it writes them."""
+    flags = "--odyssey-redundancy off"
+    outcome = jobs.run(name, ranks=4, stages=4, flags=flags, script=Path(export_cut_short.__file__))
+    assert outcome.exit_code == EXIT_LAYERS_LOST, outcome.log[-3000:]
+    assert "no holder is left of layer(s) [0, 1" in outcome.log
+    assert not (outcome.run_dir / "weights" / "layer_000.pt").exists()
+
+
+def test_a_script_that_is_cut_short_after_training_is_no_success(jobs, name):
+    outcome = jobs.run(name, ranks=2, stages=1, flags="--late", script=Path(export_cut_short.__file__))
+    assert outcome.exit_code == 1, outcome.log[-3000:]
+    assert "rank(s) [0] were killed when all steps were trained" in outcome.log
 
 
 def test_numbers_that_are_not_finite_stop_the_job(jobs, name):

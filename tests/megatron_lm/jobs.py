@@ -89,12 +89,15 @@ class MegatronJobs:
         """Megatron-LM itself; the ranks have nothing of Odyssey but the CPU device. Run once for the same flags."""
         key = f"{ranks}-{stages} {flags}"
         if key not in self._known:
-            script = str(CHECKOUT / "tests" / "megatron_lm" / "plain.py")
-            name = f"plain-{len(self._known)}"
-            run = self.outcome(name, self._start([script], name, flags, ranks, stages))
+            run = self.plain_once(f"plain-{len(self._known)}", flags, ranks=ranks, stages=stages)
             assert run.exit_code == 0, run.log[-4000:]
             self._known[key] = run
         return self._known[key]
+
+    def plain_once(self, name: str, flags: str, *, ranks: int, stages: int) -> MegatronRun:
+        """As :meth:`plain`, with a name, and whatever it comes to."""
+        script = str(CHECKOUT / "tests" / "megatron_lm" / "plain.py")
+        return self.outcome(name, self._start([script], name, flags, ranks, stages))
 
     def odyssey(self, name: str, flags: str = MOCK, **how: Any) -> MegatronRun:
         """The same under ``--odyssey``; ``how`` as of :meth:`start`."""

@@ -1,0 +1,303 @@
+"""A checkpoint is complete or it is not there, whoever dies in its save and when.
+
+Each attempt at a save writes in a folder of its own, whose name nobody of an earlier attempt can know. When all have
+written, the lowest rank checks the folder against its ``.metadata``, and gives it its name in one rename; Megatron's
+tracker file, which is replaced and never rewritten, follows. What a failure leaves behind is removed by the next
+attempt. Nothing of an attempt outlives it: each rank writes its files itself, and keeps its results to itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import queue
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import IO, Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+
+from odyssey_megatron.errors import ConfigError, OdysseyError
+from odyssey_megatron.mcore import seam_table, seams
+
+_UNFINISHED = ".odyssey-"
+"""What names begin with that are no checkpoints, or not yet, or not any more."""
+_TRACKER = "latest_checkpointed_iteration.txt"
+
+
+class NotSaved(OdysseyError):
+    """A save has failed on all ranks alike. The checkpoint before is still the latest."""
+
+
+def install() -> None:
+    """Replaces what saves in Megatron. Raises MegatronIncompatible."""
+    seams.wrap(seam_table.SAVE_SHARDED, save)
+    seams.apply(seam_table.WRITE_PRELOADED_DATA, _write)
+    # Megatron has one queue for all saves, in which an attempt leaves results to the next one; and a process for it.
+    for queue_of_results in (seam_table.GET_WRITE_RESULTS_QUEUE, seam_table.WRITE_RESULTS_QUEUE):
+        seams.apply(queue_of_results, lambda *args, **kwargs: queue.SimpleQueue())
+    seams.wrap(seam_table.OPEN_FILE, open_file)
+    seams.wrap(seam_table.MAYBE_MSC, lambda original, one, name: _opening(original(one, name), name))
+
+
+def check(args: Any) -> None:
+    """Raises ConfigError if a checkpoint could not be renamed where ``args`` would have it."""
+    for folder in (args.save, args.non_persistent_global_ckpt_dir):
+        if folder is not None and "://" in str(folder):
+            raise ConfigError(
+                f"checkpoints cannot be saved to {folder} with --odyssey: a save is made complete by renaming its "
+                "folder, which an object store cannot do. Save to a file system, and copy from there."
+            )
+
+
+def attempt(original: Callable[..., Any], iteration: int, *args: Any, **kwargs: Any) -> str:
+    """Megatron's ``save_checkpoint``; why it has failed on all ranks alike, if it has."""
+    from megatron.training import get_args
+
+    settings = get_args()
+    folder = _folder_of(settings, iteration, non_persistent=kwargs.get("non_persistent_ckpt", False))
+    try:
+        begin(folder, retain_interval=getattr(settings, "save_retain_interval", None))
+        original(iteration, *args, **kwargs)
+    except NotSaved as error:
+        return str(error)
+    return ""
+
+
+def _folder_of(args: Any, iteration: int, *, non_persistent: bool) -> Path:
+    """Where Megatron saves ``iteration``."""
+    from megatron.training import checkpointing
+
+    base = args.save
+    if non_persistent:
+        base = args.non_persistent_global_ckpt_dir or os.path.join(
+            args.save, checkpointing._NON_PERSISTENT_CKPT_SUBDIR
+        )
+    return Path(checkpointing.get_checkpoint_name(base, iteration, return_base_dir=True))
+
+
+# -- an attempt -------------------------------------------------------------------------------------------------------
+
+
+def begin(folder: Path, *, retain_interval: int | None = None) -> None:
+    """Removes what earlier attempts, at this save and others, have left beside ``folder``. Collective.
+
+    Args:
+        folder: the checkpoint that is about to be saved.
+        retain_interval: Megatron's --save-retain-interval: others are deleted, and that, too, may have been cut short.
+
+    Raises:
+        NotSaved: on all ranks.
+    """
+    _of_first_rank(lambda: _sweep(folder, retain_interval))
+
+
+def _sweep(folder: Path, retain_interval: int | None) -> None:
+    for leftover in folder.parent.glob(f"{_UNFINISHED}*"):
+        _remove(leftover)
+    latest = _tracked(folder.parent)
+    for other in folder.parent.glob("iter_*"):
+        with contextlib.suppress(OSError):
+            other.rmdir()  # made and not filled
+        number = other.name.removeprefix("iter_")
+        if retain_interval and number.isdecimal() and other.is_dir() and not other.is_symlink():
+            deleted = other.name < latest and int(number) % retain_interval
+            if deleted and damage(other):
+                _remove(other)
+    if folder.name != latest:  # complete perhaps, but nobody has been told
+        _remove(folder)
+
+
+def save(
+    original: Callable[..., Any], sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Megatron's save of all ranks into ``checkpoint_dir``, which is there as a whole afterwards, or not at all.
+
+    Raises:
+        NotSaved: on all ranks.
+    """
+    folder = Path(checkpoint_dir)
+    written = _of_first_rank(lambda: _made_beside(folder))
+    try:
+        result = original(sharded_state_dict, str(written), *args, **kwargs)
+    except CheckpointException as error:  # all have been told, and raise it
+        raise NotSaved(f"{folder} was not written: {error!r}") from error
+    _of_first_rank(lambda: _put_in_place(written, folder))
+    return result
+
+
+def _made_beside(folder: Path) -> Path:
+    made = folder.with_name(f"{_UNFINISHED}{folder.name}-{secrets.token_hex(8)}")
+    made.mkdir()
+    return made
+
+
+def _put_in_place(written: Path, folder: Path) -> None:
+    if found := damage(written):
+        _remove(written)
+        raise NotSaved(
+            f"{folder} was written, but is not complete: {'; '.join(found[:3])}"
+            + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
+        )
+    _sync(written)
+    before = folder.with_name(written.name + "-before")
+    try:
+        written.rename(folder)  # what Megatron has made there is empty
+    except OSError:
+        folder.rename(before)
+        written.rename(folder)
+    _sync(folder.parent)
+    _remove(before)
+
+
+def _of_first_rank(work: Callable[[], Any]) -> Any:
+    """What ``work`` returns on the first rank; if it fails there, it has failed on all. Collective."""
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = work()
+        except (NotSaved, OSError) as error:
+            outcome[1] = str(error)
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise NotSaved(outcome[1])
+    return outcome[0]
+
+
+# -- a checkpoint -----------------------------------------------------------------------------------------------------
+
+
+def damage(folder: Path) -> list[str]:
+    """What keeps the torch_dist checkpoint in ``folder`` from being complete; empty: nothing.
+
+    Every entry of its ``.metadata`` must lie in a file, and every file must have the bytes that its entries claim.
+    """
+    if not (folder / "metadata.json").is_file():
+        return ["metadata.json is missing"]
+    try:
+        metadata = FileSystemReader(folder).read_metadata()
+    except (OSError, EOFError, pickle.UnpicklingError) as error:
+        return [f".metadata cannot be read: {error!r}"]
+    stored = metadata.storage_data
+    found = [f"{entry} stands in no file" for entry in _entries(metadata) if entry not in stored]
+    claims: dict[str, list[tuple[int, int]]] = {}
+    for info in stored.values():
+        claims.setdefault(info.relative_path, []).append((info.offset, info.length))
+    for name, pieces in sorted(claims.items()):
+        end = 0
+        for offset, length in sorted(pieces):
+            if offset != end:
+                found.append(f"the entries of {name} do not follow upon each other at byte {end}")
+                break
+            end = offset + length
+        path = folder / name
+        size = path.stat().st_size if path.is_file() else None
+        if size is None:
+            found.append(f"{name} is missing")
+        elif size != end:
+            found.append(f"{name} has {size} bytes of {end}")
+    written = {one.name for one in folder.glob("*.distcp")}
+    found += [f"{name} belongs to no entry" for name in sorted(written - claims.keys())]
+    return found + [f"{one.name} is empty" for one in folder.iterdir() if not one.stat().st_size]
+
+
+def _entries(metadata: Any) -> Iterator[MetadataIndex]:
+    for name, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            for chunk in entry.chunks:
+                yield MetadataIndex(name, chunk.offsets)
+        else:
+            yield MetadataIndex(name)
+
+
+def _tracked(parent: Path) -> str:
+    """The name of the checkpoint that is the latest; empty: there is none."""
+    try:
+        text = (parent / _TRACKER).read_text().strip()
+    except FileNotFoundError:
+        return ""
+    return f"iter_{int(text):07d}" if text.isdecimal() else text
+
+
+def _remove(path: Path) -> None:
+    """A folder that has lost some of its files must not have a checkpoint's name."""
+    if not path.name.startswith(_UNFINISHED):
+        moved = path.with_name(f"{_UNFINISHED}{path.name}-{secrets.token_hex(8)}")
+        try:
+            path.rename(moved)
+        except FileNotFoundError:
+            return
+        path = moved
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _sync(folder: Path) -> None:
+    """What was created or renamed in ``folder`` outlasts a loss of power."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+# -- the tracker file -------------------------------------------------------------------------------------------------
+
+
+def open_file(original: Callable[..., Any], path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+    """Megatron's way to open files; its tracker file is replaced as a whole."""
+    if os.path.basename(str(path)) == _TRACKER and mode == "w":
+        return _replaced(Path(path))
+    return original(path, mode, *args, **kwargs)
+
+
+def _opening(value: Any, name: str) -> Any:
+    """core_v0.19.0 gets ``open`` from an object (core/msc_utils.py, line 76)."""
+    if name != "open":
+        return value
+    return lambda *args, **kwargs: open_file(value, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def _replaced(path: Path) -> Iterator[IO[str]]:
+    unfinished = path.with_name(f"{_UNFINISHED}{path.name}-{secrets.token_hex(8)}")
+    with unfinished.open("w") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+    _sync(path.parent)
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+def _write(transforms: list[Any], use_msc: bool, rank: int, buckets: list[Any], results: Any) -> None:
+    """The files of this rank, each in a thread, as Megatron does from 0.17 on.
+
+    core_v0.16.1 (core/dist_checkpointing/strategies/filesystem_async.py, line 235) forks a process for each. They
+    would go on writing when the rank has died.
+    """
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    def write(index: int) -> Any:
+        outcome: queue.Queue[Any] = queue.Queue()
+        unused: queue.Queue[int] = queue.Queue()
+        unused.put(index)
+        FileSystemWriterAsync.write_preloaded_data(
+            transforms, index, buckets[index], outcome, unused, True, use_msc=use_msc
+        )
+        return outcome.get()
+
+    with ThreadPoolExecutor(len(buckets)) as pool:
+        written = dict(pool.map(write, range(len(buckets))))
+    failed = [one for one in written.values() if isinstance(one, Exception)]
+    results.put(failed[0] if failed else written)

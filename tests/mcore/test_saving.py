@@ -1,0 +1,155 @@
+"""A save is complete or it is not there."""
+
+from __future__ import annotations
+
+import pickle
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.distributed import checkpoint as dcp  # noqa: E402
+
+from odyssey_megatron.errors import ConfigError  # noqa: E402
+from odyssey_megatron.mcore import saving  # noqa: E402
+
+SCRIPT = Path(__file__).with_name("save_and_die.py")
+
+
+def written(folder: Path) -> Path:
+    """A complete checkpoint of two tensors and an object."""
+    state = {"a": torch.arange(10.0), "b": torch.ones(3, 5), "object": {"x": 1}}
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+    (folder / "metadata.json").write_text("{}")
+    return folder
+
+
+def change_metadata(folder, change):
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    change(metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def the_file(folder):
+    (found,) = folder.glob("*.distcp")
+    return found
+
+
+def forget(folder):
+    change_metadata(folder, lambda one: one.storage_data.pop(next(iter(one.storage_data))))
+
+
+def shift(folder):
+    def change(metadata):
+        info = next(one for one in metadata.storage_data.values() if one.offset)
+        info.offset += 1
+
+    change_metadata(folder, change)
+
+
+DAMAGE = {
+    "an entry without a file": (forget, "stands in no file"),
+    "entries of two attempts": (shift, "do not follow upon each other"),
+    "a file that is missing": (lambda folder: the_file(folder).unlink(), "is missing"),
+    "a file cut short": (lambda folder: the_file(folder).write_bytes(the_file(folder).read_bytes()[:-1]), "bytes of"),
+    "a file too long": (lambda folder: the_file(folder).write_bytes(the_file(folder).read_bytes() + b"x"), "bytes of"),
+    "a file of another attempt": (lambda folder: (folder / "__7_0.distcp").write_bytes(b"x"), "belongs to no entry"),
+    "an empty file": (lambda folder: (folder / "common.pt").touch(), "common.pt is empty"),
+    "metadata cut short": (lambda folder: (folder / ".metadata").write_bytes(b"\x80"), ".metadata cannot be read"),
+    "no metadata": (lambda folder: (folder / ".metadata").unlink(), ".metadata cannot be read"),
+    "no metadata.json": (lambda folder: (folder / "metadata.json").unlink(), "metadata.json is missing"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_what_is_missing_in_a_checkpoint_is_found(tmp_path, what):
+    damaging, words = DAMAGE[what]
+    folder = written(tmp_path / "iter_0000002")
+    assert saving.damage(folder) == []
+    damaging(folder)
+    assert any(words in one for one in saving.damage(folder)), saving.damage(folder)
+
+
+def track(folder, text):
+    with saving.open_file(open, folder / "latest_checkpointed_iteration.txt", "w") as file:
+        file.write(text)
+
+
+def names(folder):
+    return sorted(one.name for one in folder.iterdir())
+
+
+def test_the_tracker_file_is_replaced_as_a_whole(tmp_path):
+    track(tmp_path, "2")
+    path = tmp_path / "latest_checkpointed_iteration.txt"
+    with saving.open_file(open, path, "w") as file:
+        file.write("4")
+        file.flush()
+        assert path.read_text() == "2"
+    assert path.read_text() == "4"
+    assert names(tmp_path) == [path.name]
+
+
+def test_what_earlier_attempts_have_left_is_removed(tmp_path):
+    for iteration in (2, 4, 6):
+        written(tmp_path / f"iter_{iteration:07d}")
+    track(tmp_path, "4")
+    written(tmp_path / ".odyssey-iter_0000006-0123")
+    (tmp_path / "iter_0000008").mkdir()
+    # Six is complete, but it has never become the latest, and is about to be saved again.
+    saving._sweep(tmp_path / "iter_0000006", None)
+    assert names(tmp_path) == ["iter_0000002", "iter_0000004", "latest_checkpointed_iteration.txt"]
+    saving._sweep(tmp_path / "iter_0000004", None)  # the latest stays until another is in its place
+    assert "iter_0000004" in names(tmp_path)
+
+
+def test_a_deletion_that_was_cut_short_is_finished(tmp_path):
+    for iteration in (2, 3, 4, 5, 6):
+        written(tmp_path / f"iter_{iteration:07d}")
+    track(tmp_path, "6")
+    for iteration in (3, 4):
+        the_file(tmp_path / f"iter_{iteration:07d}").unlink()
+    saving._sweep(tmp_path / "iter_0000007", 4)
+    assert [one for one in names(tmp_path) if "iter_" in one] == [
+        f"iter_{iteration:07d}" for iteration in (2, 4, 5, 6)
+    ], "four was to be retained, two is whole"
+
+
+def test_a_complete_attempt_takes_the_place_of_the_checkpoint_before(tmp_path):
+    folder = written(tmp_path / "iter_0000004")
+    (folder / "old").write_text("old")
+    saving._put_in_place(written(tmp_path / ".odyssey-iter_0000004-1"), folder)
+    assert names(tmp_path) == ["iter_0000004"]
+    assert saving.damage(folder) == []
+    assert not (folder / "old").exists()
+
+
+def test_an_attempt_with_a_hole_does_not(tmp_path):
+    folder = written(tmp_path / "iter_0000004")
+    attempt = written(tmp_path / ".odyssey-iter_0000004-1")
+    forget(attempt)
+    with pytest.raises(saving.NotSaved, match="stands in no file"):
+        saving._put_in_place(attempt, folder)
+    assert names(tmp_path) == ["iter_0000004"]
+    assert saving.damage(folder) == []
+
+
+def test_object_stores_are_refused():
+    args = type("Args", (), {"save": "msc://bucket/run", "non_persistent_global_ckpt_dir": None})
+    with pytest.raises(ConfigError, match="msc://bucket/run"):
+        saving.check(args)
+
+
+def test_a_rank_dies_while_it_writes_and_the_other_saves_again(tmp_path):
+    """Real processes, Megatron's own writer; nothing of the first attempt is in the second."""
+    both = [
+        subprocess.Popen([sys.executable, SCRIPT, str(rank), tmp_path], stderr=subprocess.PIPE, text=True)
+        for rank in (0, 1)
+    ]
+    texts = [one.communicate(timeout=100)[1] for one in both]
+    assert [one.returncode for one in both] == [0, -signal.SIGKILL], texts
+    assert saving.damage(tmp_path / "checkpoint") == []

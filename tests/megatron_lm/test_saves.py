@@ -1,0 +1,144 @@
+"""Ranks killed from outside at random moments of a save: the checkpoint is complete, or it is not there.
+
+    MEGATRON_LM_PATH=... bash tests/run.sh -m matrix tests/megatron_lm/test_saves.py    # 20 minutes on two cores
+
+``ODYSSEY_SEED`` is the seed of victims and moments; each case prints what it has drawn.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import time
+from datetime import datetime
+
+import pytest
+
+from odyssey_megatron.mcore import saving
+from tests.launch.jobserver import pid_of
+from tests.megatron_lm.jobs import FLOAT32, MOCK
+
+pytestmark = [pytest.mark.matrix, pytest.mark.timeout(400)]
+
+SEED = int(os.environ.get("ODYSSEY_SEED", "20261122"))
+RANKS, STAGES, ITERATIONS, SAVED = 8, 2, 8, (2, 4, 6, 8)
+QUICK = (
+    f"{MOCK} --eval-iters 0 --global-batch-size 8 --train-iters {ITERATIONS} --lr-decay-iters {ITERATIONS}"
+)
+STATES = {
+    # flags; those of the plain job that loads; in each save the stages of those who die; rounds; tolerance
+    "replicated": ("", "", ((0,), (1,), (0,)), 8, FLOAT32),
+    "two-at-once": ("", "", ((0, 1), (1, 1)), 5, FLOAT32),
+    "distributed-optimizer": ("--use-distributed-optimizer", "", ((0,), (1,), (0,)), 8, FLOAT32),
+    "bf16": ("--bf16", "--bf16", ((1,), (0,), (1,)), 6, 2e-3),
+    "tensor-parallel": ("--tensor-model-parallel-size 2 --sequence-parallel", "", ((0,), (1,)), 8, FLOAT32),
+    "constant-structure": ("--ckpt-assume-constant-structure", "", ((0,), (1,), (0,)), 4, FLOAT32),
+}
+CASES = [f"{state}-{one}" for state, (*_, rounds, _) in STATES.items() for one in range(rounds)]
+
+
+def await_line(job, line, timeout_s=90.0):
+    """Polled finely: what comes after it is timed."""
+    ends_s = time.monotonic() + timeout_s
+    while line not in job.log():
+        assert time.monotonic() < ends_s, f"{line}: not within {timeout_s} s\n{job.log()[-3000:]}"
+        time.sleep(0.002)
+
+
+def begins(iteration):
+    return f"saving checkpoint at iteration {iteration:7d} "
+
+
+def save_s(log):
+    """How long saves took that nobody disturbed: from Megatron's first word about each to its last."""
+    found = re.findall(r"\[(\S+ [\d:.]+)\] (?:saving|successfully saved)", log)
+    times = [datetime.fromisoformat(one).timestamp() for one in found]
+    return [last - first for first, last in zip(times[::2], times[1::2], strict=True)]
+
+
+@pytest.fixture(scope="module")
+def typical_s(jobs):
+    folder = jobs.folder / "saves-undisturbed"
+    run = jobs.odyssey(
+        "saves-timed", f"{QUICK} --save {folder} --save-interval 2", ranks=RANKS, stages=STAGES
+    )
+    assert run.exit_code == 0, run.log[-4000:]
+    taken_s = save_s(run.log)
+    print(f"undisturbed saves took {taken_s} s")
+    return max(taken_s)
+
+
+def assert_nothing_else(folder, iterations):
+    assert sorted(one.name for one in folder.iterdir()) == [
+        *(f"iter_{one:07d}" for one in iterations),
+        "latest_checkpointed_iteration.txt",
+    ]
+    for one in iterations:
+        assert saving.damage(folder / f"iter_{one:07d}") == []
+
+
+def assert_loads(jobs, name, folder, iteration, state):
+    """Into plain Megatron-LM, in another layout: the next iteration is that of a run that never stopped."""
+    trained, flags, *_, tolerance = STATES[state]
+    whole = jobs.plain(f"{QUICK} {trained}", ranks=4 if "tensor" in trained else 2, stages=STAGES)
+    load = f"{QUICK} {flags} --load {folder} --ckpt-step {iteration} --exit-interval 1"
+    run = jobs.plain_once(f"{name}-loads-{iteration}", load, ranks=1, stages=1)
+    assert run.exit_code == 0, run.log[-4000:]
+    (next_one,) = run.iterations
+    assert next_one.number == iteration + 1
+    assert next_one.loss == pytest.approx(whole.iterations[iteration].loss, rel=tolerance)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_checkpoint_is_complete_and_loads_into_plain_megatron_lm(jobs, name, typical_s, case):
+    state = case.rpartition("-")[0]
+    flags, _, deaths, *_ = STATES[state]
+    draw = random.Random(f"{SEED}-{case}")
+    folder = jobs.folder / f"{name}-saved"
+    width = 2 if "tensor" in flags else 1
+    cells = {stage: [0, 1, 2, 3][::width] for stage in range(STAGES)}
+    job = jobs.start(name, f"{QUICK} {flags} --save {folder} --save-interval 2", ranks=RANKS, stages=STAGES)
+    killed = []
+    for iteration, stages in zip(SAVED, deaths, strict=False):
+        victims = [4 * stage + cells[stage].pop(draw.randrange(len(cells[stage]))) for stage in stages]
+        victims = [one + draw.randrange(width) for one in victims]
+        await_line(job, begins(iteration))
+        after_s = draw.uniform(0.0, 1.2) * typical_s
+        time.sleep(after_s)
+        for rank in victims:
+            os.kill(pid_of(jobs.folder / name, rank), signal.SIGKILL)
+        killed += victims
+        print(f"seed {SEED}: rank(s) {victims} {1e3 * after_s:.0f} ms into the save of iteration {iteration}")
+    run = jobs.outcome(name, job)
+    assert run.exit_code == 0, run.log[-4000:]
+    assert set(killed) <= set(run.killed)
+    print(f"saves begun: {[run.log.count(begins(one)) for one in SAVED]}")
+    for recovery in run.run.recoveries:
+        print(recovery)
+    assert_nothing_else(folder, SAVED)
+    for iteration, _ in zip(SAVED, deaths, strict=False):
+        assert_loads(jobs, name, folder, iteration, state)
+
+
+@pytest.mark.parametrize("case", range(10))
+def test_a_job_that_ends_altogether_leaves_the_checkpoint_before_or_this_one(jobs, name, typical_s, case):
+    draw = random.Random(f"{SEED}-{case}")
+    folder = jobs.folder / f"{name}-saved"
+    job = jobs.start(name, f"{QUICK} --save {folder} --save-interval 2", ranks=RANKS, stages=STAGES)
+    await_line(job, begins(4))
+    after_s = draw.uniform(0.0, 1.2) * typical_s
+    time.sleep(after_s)
+    job.kill()
+    jobs.outcome(name, job)
+    latest = int((folder / "latest_checkpointed_iteration.txt").read_text())
+    print(
+        f"seed {SEED}: the job killed {1e3 * after_s:.0f} ms into the save of iteration 4: {latest} is the latest"
+    )
+    assert latest in (2, 4)
+    assert_loads(jobs, name, folder, latest, "replicated")
+    # The next job removes what was left, and saves again.
+    again = f"{QUICK} --load {folder} --save {folder} --save-interval 2"
+    assert jobs.odyssey(f"{name}-again", again, ranks=4, stages=STAGES).exit_code == 0
+    assert_nothing_else(folder, SAVED)
