@@ -40,7 +40,7 @@ def test_final_weights_that_nobody_can_write_are_no_success(jobs, name):
     flags = "--odyssey-redundancy off"
     outcome = jobs.run(name, ranks=4, stages=4, flags=flags, script=Path(export_cut_short.__file__))
     assert outcome.exit_code == EXIT_LAYERS_LOST, outcome.log[-3000:]
-    assert "no holder is left of layer(s) [0, 1" in outcome.log
+    assert "no holder is left of" in outcome.log
     assert not (outcome.run_dir / "weights" / "layer_000.pt").exists()
 
 
