@@ -98,5 +98,5 @@ def test_a_run_with_failures_equals_one_without(jobs, undisturbed, name, case):
     kills = inject.count("rank=")
     if victim == "cell" and len(shot.named("injected")) == 1:
         kills = 1  # the other rank of the cell was fenced before it came to the point
-    check = assert_alike_runs if "bf16" in state else assert_equal_runs
-    check(shot, undisturbed(model), kills=kills)
+    check = assert_alike_runs if BFLOAT16 in flags else assert_equal_runs
+    check(shot, undisturbed(BFLOAT16 if BFLOAT16 in flags else model), kills=kills)

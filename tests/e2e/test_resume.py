@@ -60,6 +60,30 @@ def test_taken_over_in_mid_step(jobs, undisturbed, name, case):
     check(jobs.run(name, ranks=4, stages=4, flags=flags), undisturbed(BATCH), TAKEN_OVER[case])
 
 
+DONE_AGAIN = {
+    "rerouted": (8, 4, "", "reroute", REROUTED["backward-middle"]),
+    "two-at-once": (8, 4, "", "reroute", REROUTED["two-at-once"]),
+    "again-in-the-same-step": (8, 4, "", "auto", REROUTED["again-in-the-same-step"]),
+    "taken-over": (4, 4, "--odyssey-redundancy state", "reroute", TAKEN_OVER["weight_grad-2"]),
+    "shared-optimizer": (
+        8, 2, "--use-distributed-optimizer", "replan",
+        "rank=1,step=2,at=weight_grad,microbatch=6;rank=6,step=3,at=reduce",
+    ),
+}  # fmt: skip
+"""Some of these would go on if they were let."""
+
+
+@pytest.mark.parametrize("case", DONE_AGAIN)
+def test_a_step_is_done_again_where_that_is_asked_for(jobs, undisturbed, name, case):
+    ranks, stages, more, policy, inject = DONE_AGAIN[case]
+    flags = (
+        f"{BATCH} {more} --odyssey-interrupted-step redo --odyssey-policy {policy} --odyssey-inject {inject}"
+    )
+    shot = jobs.run(name, ranks=ranks, stages=stages, flags=flags)
+    assert_equal_runs(shot, undisturbed(BATCH), kills=inject.count("rank="))
+    assert {one.outcome for one in shot.run.recoveries} - {"superseded"} == {"redo"}
+
+
 def test_where_nobody_has_begun_nothing_is_done_again(jobs, undisturbed, name):
     inject = "rank=0,step=2,at=forward,microbatch=0"
     flags = f"{BATCH} --odyssey-redundancy state --odyssey-policy reroute --odyssey-inject {inject}"

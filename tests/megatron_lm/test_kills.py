@@ -6,6 +6,7 @@ import numpy
 import pytest
 import torch
 
+from tests.e2e.jobs import assert_equal_numbers
 from tests.megatron_lm import torchrun
 from tests.megatron_lm.jobs import FLOAT64, MOCK, assert_equal_checkpoints, assert_same_lines
 
@@ -63,18 +64,22 @@ def test_an_indexed_dataset_and_cells(jobs, name, corpus):
     assert run.killed == [2, 3, 4, 5]
 
 
+@pytest.mark.timeout(480)
 def test_a_cell_has_run_ahead(jobs, name):
     """One pipeline of two cells: the second one has run forwards of the first, and the first of the second."""
     flags = f"{MOCK} --tensor-model-parallel-size 2 --global-batch-size 24"
-    run = jobs.odyssey(
-        name, f"{flags} --odyssey-redundancy compute", ranks=4, stages=2,
-        inject="rank=1,step=2,at=backward,microbatch=12",
-    )  # fmt: skip
-    assert_same_lines(run, jobs.plain(flags, ranks=4, stages=2))
-    assert run.killed == [0, 1]
-    (recovery,) = run.run.recoveries
-    # Where the two ranks of the other cell were not equally far, the step has been done again.
-    assert recovery.eager_forwards > 0 or recovery.outcome == "redo"
+    for attempt in range(4):
+        run = jobs.odyssey(
+            f"{name}-{attempt}", f"{flags} --odyssey-redundancy compute", ranks=4, stages=2,
+            inject="rank=1,step=2,at=backward,microbatch=12",
+        )  # fmt: skip
+        assert_same_lines(run, jobs.plain(flags, ranks=4, stages=2))
+        assert run.killed == [0, 1]
+        (recovery,) = run.run.recoveries
+        if recovery.outcome == "resume":
+            break  # otherwise the two ranks of the other cell were not equally far, which is up to chance
+    assert recovery.outcome == "resume", "four times the step was done again"
+    assert recovery.eager_forwards > 0
 
 
 def test_an_indexed_dataset(jobs, name, corpus):
@@ -103,7 +108,6 @@ def test_float64_to_the_last_digits(jobs, name):
     )  # fmt: skip
     assert undisturbed.exit_code == shot.exit_code == 0, shot.log[-3000:]
     assert shot.killed == [0, 3, 5]
-    ours, theirs = ([step.loss for step in run.run.steps] for run in (shot, undisturbed))
-    assert len(theirs) == 6
-    assert ours == pytest.approx(theirs, rel=FLOAT64)
+    assert len(undisturbed.run.steps) == 6
+    assert_equal_numbers(shot.run.steps, undisturbed.run.steps, rel=FLOAT64)
     assert_equal_checkpoints(saved["shot"], saved["undisturbed"], 6)

@@ -33,19 +33,42 @@ class Running:
             w: [[0] * layout.num_layers for _ in range(layout.num_microbatches)] for w in layout.workers
         }
         self.results = {worker: set() for worker in layout.workers}
+        self.begun = {worker: set() for worker in layout.workers}
         self.ahead = {worker: [] for worker in layout.workers}
         self.saved = 0
         self.sums = {worker: Counter() for worker in layout.workers}
         self.ran = Counter()
 
+    def can_keep(self, layout):
+        """Whether ``layout`` gives every visit that was begun to the same worker, and cuts no block at its edges.
+
+        From what was carried out, not from the tables.
+        """
+        cuts = {block.first for block in layout.blocks()} | {layout.num_layers}
+        paths = {m: route.hops for route in layout.routes for m in route.microbatches}
+        return all(
+            {first, last} <= cuts
+            and any(
+                hop.worker == worker and hop.first <= first and last <= hop.last for hop in paths[microbatch]
+            )
+            for worker, begun in self.begun.items()
+            for microbatch, first, last in begun
+        )
+
+    def to_do(self):
+        """Layers of microbatches times instructions that nobody alive has done."""
+        return sum(REACHES[Op.WEIGHT_GRAD] - code % BEGINS for row in self.total() for code in row)
+
     def lose(self, dead):
         for worker in dead:
-            del self.tables[worker], self.results[worker], self.sums[worker], self.ahead[worker]
+            for kept in (self.tables, self.results, self.begun, self.sums, self.ahead):
+                del kept[worker]
 
     def forget(self, workers):
         for worker in workers:
             self.tables[worker] = [[0] * self.layout.num_layers for _ in self.tables[worker]]
-            self.results[worker], self.sums[worker], self.ahead[worker] = set(), Counter(), []
+            self.results[worker], self.begun[worker] = set(), set()
+            self.sums[worker], self.ahead[worker] = Counter(), []
 
     def total(self):
         return [
@@ -113,6 +136,7 @@ class Running:
         )
         row[instr.first : instr.last] = [REACHES[instr.op]] * (instr.last - instr.first)
         row[instr.first] += BEGINS
+        self.begun[worker].add((instr.microbatch, instr.first, instr.last))
         self.ran[instr.op, worker] += instr.last - instr.first
         if instr.op is Op.WEIGHT_GRAD:
             self.sums[worker].update((instr.microbatch, layer) for layer in range(instr.first, instr.last))
@@ -184,17 +208,18 @@ def test_after_failures_everything_is_done_once(of, seed, data):
         # Some may have heard of a decision to do the step again, which others have not: those begin anew.
         running.forget(data.draw(st.sets(st.sampled_from(alive), max_size=1), label="forgetful") - dead)
         whole = eager_schedule(layout, costs)[0]
+        must_go_on = running.can_keep(layout)
+        assert must_go_on or how != "reroute"
         schedule = goes_on(running, layout, whole)
+        assert (schedule is not None) == must_go_on
         if schedule is None:
-            assert how != "reroute"
             running, schedule = Running(layout), whole
-    before = running.ran.copy()
+    to_do, before = running.to_do(), running.ran.total()
     assert running.go(schedule, rng), "somebody waits for ever"
+    assert running.ran.total() - before == to_do, "what survivors had done was done again"
     expected = {(m, layer): 1 for m in range(layout.num_microbatches) for layer in range(layout.num_layers)}
     assert sum(running.sums.values(), Counter()) == expected
-    left = sum(layout.num_layers - sum(code > 0 for code in row) for row in running.total())
-    assert left == 0
-    assert before.total() <= running.ran.total()
+    assert running.to_do() == 0
 
 
 def test_forwards_run_ahead_are_not_done_again():
