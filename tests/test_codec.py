@@ -10,7 +10,7 @@ import pytest
 
 from odyssey_megatron.codec import from_json, to_json, to_jsonable
 from odyssey_megatron.plan.layout import Layout, megatron_layout
-from odyssey_megatron.plan.plan import Plan, Transfer, plan_from_json
+from odyssey_megatron.plan.plan import Plan, Transfer
 
 Rank = NewType("Rank", int)
 
@@ -120,14 +120,14 @@ def test_damaged_plans_never_give_a_plan_of_another_shape():
         peak_bytes=((0, 1),),
     )
     text = to_json(plan)
-    assert plan_from_json(text) == plan
+    assert from_json(Plan, text) == plan
     random.seed(5)
     for _ in range(500):
         damaged = bytearray(text.encode())
         damaged[random.randrange(len(damaged))] = random.randrange(32, 127)
         try:
-            read = plan_from_json(bytes(damaged))
+            read = from_json(Plan, bytes(damaged))
         except ValueError:
             continue
         assert isinstance(read.layout, Layout)
-        assert plan_from_json(to_json(read)) == read
+        assert from_json(Plan, to_json(read)) == read

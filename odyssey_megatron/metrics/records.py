@@ -61,7 +61,6 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "step_committed": ("loss", "grad_norm", "lr", "step_s", "tokens", "num_microbatches"),
     "samples": ("microbatches", "samples"),
     "trace": ("instructions",),
-    "profile": ("observations",),
     "weights": ("digest", "state_bytes", "host_bytes"),
     "not_saved": ("why",),
     "fenced": ("why",),

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.costs import Costs
-from odyssey_megatron.plan.layout import Hop, Layout
+from odyssey_megatron.plan.layout import Layout
 
 
 def state_bytes(layout: Layout, costs: Costs) -> dict[int, int]:
@@ -25,11 +25,6 @@ def state_bytes(layout: Layout, costs: Costs) -> dict[int, int]:
             sent = (hop.last < layout.num_layers) + (hop.first > 0)  # an activation, an input gradient
             total[hop.worker] += sent * len(route.microbatches) * costs.message_bytes
     return total
-
-
-def hop_bytes(hop: Hop, costs: Costs) -> int:
-    """Activations that one microbatch leaves on ``hop.worker``, from forward to weight gradient."""
-    return sum(layer.activation_bytes for layer in costs.layers[hop.first : hop.last])
 
 
 def one_f_one_b_bytes(layout: Layout, costs: Costs, extra: int = 0) -> dict[int, int]:

@@ -6,7 +6,6 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 
 from odyssey_megatron.plan.layout import Block, Layout
-from odyssey_megatron.plan.schedule import Schedule
 from odyssey_megatron.plan.visits import (
     BACKED,
     FORWARD,
@@ -23,13 +22,6 @@ from odyssey_megatron.plan.visits import (
 
 Channels = dict[tuple[int, int, bool], deque[int]]
 """(sender, receiver, upwards?) -> the receives that its messages need, in the order in which they are sent."""
-
-
-def add_messages(schedule: Schedule, layout: Layout) -> Schedule:
-    """:func:`with_messages` of a schedule of compute instructions."""
-    visits = Visits(layout)
-    lowered = with_messages(visits.encode(schedule), visits)
-    return Schedule(programs=tuple((worker, visits.decode(codes)) for worker, codes in lowered.items()))
 
 
 def with_messages(programs: Codes, visits: Visits, done: Sequence[int] | None = None) -> Codes:
@@ -128,13 +120,6 @@ def reduction_order(layout: Layout) -> tuple[Block, ...]:
             used[worker].add(colour)
         colours.append((colour, block))
     return tuple(block for _, block in sorted(colours, key=lambda item: item[0]))
-
-
-def add_reductions(schedule: Schedule, layout: Layout) -> Schedule:
-    """:func:`with_reductions` of a schedule."""
-    visits = Visits(layout)
-    lowered = with_reductions(visits.encode(schedule), visits)
-    return Schedule(programs=tuple((worker, visits.decode(codes)) for worker, codes in lowered.items()))
 
 
 def with_reductions(programs: Codes, visits: Visits) -> Codes:

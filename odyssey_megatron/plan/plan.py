@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-from odyssey_megatron.codec import from_json, to_json
+from odyssey_megatron.codec import to_json
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.schedule import Schedule, schedule_from_text
 
@@ -47,8 +47,3 @@ class Plan:
     def hash(self) -> str:
         """Twelve hex digits of SHA-256 over the canonical JSON: what survivors compare before acting."""
         return hashlib.sha256(to_json(self).encode()).hexdigest()[:12]
-
-
-def plan_from_json(text: str | bytes) -> Plan:
-    """Raises ValueError if ``text`` is not a plan."""
-    return from_json(Plan, text)

@@ -87,28 +87,6 @@ def transfer_s(transfers: Sequence[Transfer], costs: Costs) -> float:
     return max((*sent.values(), *received.values()), default=0.0)
 
 
-def transfer_rounds(transfers: Sequence[Transfer]) -> tuple[tuple[Transfer, ...], ...]:
-    """``transfers`` in rounds: in each, nobody sends twice and nobody receives twice.
-
-    First fit, in the given order: at most twice the least number of rounds, less one.
-    """
-    rounds: list[list[Transfer]] = []
-    sending: list[set[int]] = []
-    receiving: list[set[int]] = []
-    for one in transfers:
-        at = 0
-        while at < len(rounds) and (one.source in sending[at] or one.target in receiving[at]):
-            at += 1
-        if at == len(rounds):
-            rounds.append([])
-            sending.append(set())
-            receiving.append(set())
-        rounds[at].append(one)
-        sending[at].add(one.source)
-        receiving[at].add(one.target)
-    return tuple(map(tuple, rounds))
-
-
 def assign_seats(
     seats: Sequence[Collection[int]],
     workers: Sequence[int],

@@ -276,21 +276,6 @@ class Oobleck(System):
         return groups
 
 
-def oobleck_templates(num_workers: int, smallest: int, faults: int) -> tuple[int, ...]:
-    """Pipeline lengths that keep ``faults`` + 1 replicas coverable: n_0 to N - f as its artifact has it (§3.1)."""
-    return tuple(range(smallest, num_workers - faults + 1))
-
-
-def recover_roles(batch: int, replicas: int) -> tuple[int, int, int, int]:
-    """(majors, microbatches of each, microbatches of the one minor, spares) that keep the batch exact.
-
-    ReCoVer raises the microbatches of a replica until all together suffice (papers.md §8.5).
-    """
-    each = -(-batch // replicas)
-    majors, minor = divmod(batch, each)
-    return majors, each, minor, replicas - majors - (minor > 0)
-
-
 class Chameleon(System):
     """Dynamic parallelism or rerouting, whichever its estimates prefer; fused backward (papers.md §1)."""
 

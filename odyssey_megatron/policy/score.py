@@ -60,10 +60,3 @@ def expected_loss_s(pause_s: float, mtbf_s: float, horizon_s: float) -> float:
     """
     lost_s = min(pause_s, horizon_s)
     return lost_s - mtbf_s * math.exp(-(horizon_s - lost_s) / mtbf_s) * -math.expm1(-lost_s / mtbf_s)
-
-
-def break_even_s(slow_step_s: float, fast_step_s: float, transition_s: float) -> float:
-    """How long a layout must last before the faster one has repaid its transition. Source: papers.md §8.7."""
-    if fast_step_s >= slow_step_s:
-        return math.inf
-    return transition_s * slow_step_s / (slow_step_s - fast_step_s)

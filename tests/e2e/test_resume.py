@@ -63,11 +63,14 @@ def test_taken_over_in_mid_step(jobs, undisturbed, name, case):
 DONE_AGAIN = {
     "rerouted": (8, 4, "", "reroute", REROUTED["backward-middle"]),
     "two-at-once": (8, 4, "", "reroute", REROUTED["two-at-once"]),
-    "again-in-the-same-step": (8, 4, "", "auto", REROUTED["again-in-the-same-step"]),
+    "again-in-the-same-step": (
+        8, 4, "", "reroute",
+        "rank=3,step=2,at=backward,microbatch=3;rank=6,step=2,at=backward,generation=2",
+    ),
     "taken-over": (4, 4, "--odyssey-redundancy state", "reroute", TAKEN_OVER["weight_grad-2"]),
     "shared-optimizer": (
         8, 2, "--use-distributed-optimizer", "replan",
-        "rank=1,step=2,at=weight_grad,microbatch=6;rank=6,step=3,at=reduce",
+        "rank=1,step=2,at=weight_grad,microbatch=5",
     ),
 }  # fmt: skip
 """Some of these would go on if they were let."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Collection, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -203,7 +204,7 @@ def main() -> None:
     except JobStopped as stop:
         raise SystemExit(stop.exit_code) from None
     journal.event("weights", digest={str(layer): int(updates) for layer, (updates, _) in model.held.items()})
-    journal.event("profile", observations={"cpu_s": time.process_time()})
+    Path(config.run_dir, f"cpu_s-{member.rank}").write_text(str(time.process_time()))
 
 
 if __name__ == "__main__":

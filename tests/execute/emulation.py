@@ -18,11 +18,12 @@ from odyssey_megatron.launch import planner
 from odyssey_megatron.launch.planner import Decided
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.memory import activation_caps
-from odyssey_megatron.plan.messages import add_messages, add_reductions
+from odyssey_megatron.plan.messages import with_messages, with_reductions
 from odyssey_megatron.plan.order import order_routes
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.schedule import Op, Schedule
 from odyssey_megatron.plan.verify import verify
+from odyssey_megatron.plan.visits import Visits
 from odyssey_megatron.policy.baselines import fused
 from odyssey_megatron.policy.profile import Profile
 
@@ -116,7 +117,9 @@ def one_f_one_b(plan: Plan, costs: Costs) -> Plan:
         )
         for worker, program in order.schedule().programs
     )
-    schedule = add_reductions(add_messages(Schedule(programs=programs), layout), layout)
+    visits = Visits(layout)
+    lowered = with_reductions(with_messages(visits.encode(Schedule(programs=programs)), visits), visits)
+    schedule = Schedule(programs=tuple((worker, visits.decode(codes)) for worker, codes in lowered.items()))
     timeline = verify(layout, schedule, costs)
     return replace(
         plan,

@@ -39,7 +39,7 @@ def test_a_killed_writer_leaves_whole_lines(tmp_path):
     if writer == 0:
         journal = Journal(tmp_path, source="rank0", rank=0)
         while True:
-            journal.event("profile", observations={"layer": list(range(200))})
+            journal.event("weights", digest={"layer": list(range(200))})
     try:
         path = tmp_path / "journal" / "rank0.jsonl"
         while not path.exists() or path.stat().st_size < 100_000:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Hop, Layout, Route, layout_from_routes, pipeline_route
-from odyssey_megatron.plan.memory import hop_bytes, minimum_bytes
+from odyssey_megatron.plan.memory import minimum_bytes
 from odyssey_megatron.policy.candidates import reroute
 from tests.plan.samples import layer, uniform_costs
 from tests.plan.test_generate import pipelines
@@ -138,9 +138,8 @@ def optimum_s(
                 size = model.new_int_var(0, horizon, "")
                 end = model.new_int_var(0, horizon, "")
                 model.add(end == starts[2] + times[2])
-                held[hop.worker].append(
-                    (model.new_interval_var(starts[0], size, end, ""), hop_bytes(hop, costs))
-                )
+                activations = sum(layer.activation_bytes for layer in costs.layers[hop.first : hop.last])
+                held[hop.worker].append((model.new_interval_var(starts[0], size, end, ""), activations))
                 firsts.append(starts)
             for upper, lower in pairwise(gradients):
                 model.add(upper[0] >= lower[0] + lower[1])

@@ -10,7 +10,6 @@ from odyssey_megatron.plan.transfer import (
     cheapest_assignment,
     greedy_assignment,
     plan_transfers,
-    transfer_rounds,
     transfer_s,
 )
 from tests.plan.samples import uniform_costs
@@ -80,16 +79,6 @@ def test_lost_optimizer_state_has_another_remedy_than_lost_layers():
     assert "no copy of the optimizer state is left of layer 1 and the head" in str(caught.value)
     assert "with --odyssey-redundancy-level 2: it keeps 3 copies" in str(caught.value)
     assert "data parallelism" not in str(caught.value)
-
-
-def test_rounds_keep_both_ends_free():
-    moves = [(0, 0, 2), (1, 0, 3), (2, 1, 2), (3, 1, 3), (4, 2, 0)]
-    transfers = [Transfer(layer=layer, source=a, target=b) for layer, a, b in moves]
-    rounds = transfer_rounds(transfers)
-    assert len(rounds) == 2
-    assert sorted(t.layer for one in rounds for t in one) == [0, 1, 2, 3, 4]
-    for one in rounds:
-        assert len({t.source for t in one}) == len({t.target for t in one}) == len(one)
 
 
 def test_many_seats_are_assigned_by_kind():

@@ -9,11 +9,11 @@ import pytest
 from odyssey_megatron.cluster.events import RankDied
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import apply, initial_state
-from odyssey_megatron.codec import to_json
+from odyssey_megatron.codec import from_json, to_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import LayersLost, PlanInfeasible
 from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
-from odyssey_megatron.plan.plan import plan_from_json
+from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.verify import verify
 from odyssey_megatron.policy.decide import decide, initial_plan
 from odyssey_megatron.policy.profile import Profile, estimated_profile
@@ -76,7 +76,7 @@ def check(plan, alive, microbatches=8):
     assert plan.bound_s <= plan.step_s * (1 + 1e-9)
     assert dict(plan.peak_bytes).keys() == set(layout.workers)
     assert min(dict(plan.peak_bytes).values()) > 0
-    assert plan_from_json(to_json(plan)) == plan
+    assert from_json(Plan, to_json(plan)) == plan
 
 
 def test_initial_plan_is_megatrons_layout():

@@ -5,8 +5,9 @@ import sys
 
 import pytest
 
+from odyssey_megatron.codec import from_json
 from odyssey_megatron.errors import EXIT_LAYERS_LOST, ConfigError
-from odyssey_megatron.plan.plan import plan_from_json
+from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.verify import verify
 from odyssey_megatron.policy.presets import MODELS, preset_profile
 from odyssey_megatron.policy.whatif import main_plan
@@ -25,7 +26,7 @@ def test_shows_candidates_and_grids(capsys):
 def test_json_is_whole(capsys):
     assert main_plan(["--kill", "0:1", "--kill", "3:7", "--json"]) == 0
     got = json.loads(capsys.readouterr().out)
-    after = plan_from_json(json.dumps(got["after"]))
+    after = from_json(Plan, json.dumps(got["after"]))
     verify(after.layout, after.schedule)
     assert got["cluster_bound_s"] <= after.bound_s <= after.step_s * (1 + 1e-6)
     assert [row["chosen"] for row in got["candidates"]].count(True) == 1

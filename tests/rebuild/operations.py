@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,6 @@ import torch.distributed as dist
 from odyssey_megatron.config import config_from_argv
 from odyssey_megatron.errors import OdysseyError, PeerFailed, Superseded
 from odyssey_megatron.launch.member import Member
-from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.plan.generation import Generation
 from odyssey_megatron.rebuild.groups import GroupSet, build_groups, init_default_group
 from tests.launch.toy import posted_job
@@ -171,9 +171,7 @@ def blocked(name: str, groups: GroupSet, member: Member, generation: Generation)
     return left_s
 
 
-def one_generation(
-    member: Member, generation: Generation, groups: GroupSet, journal: Journal, name: str
-) -> None:
+def one_generation(member: Member, generation: Generation, groups: GroupSet, folder: Path, name: str) -> None:
     members, rank = generation.members, member.rank
     assert set(groups) == {"world", f"solo:{rank}"} | ({"pair"} if rank != 1 else set())
     Checks(groups["world"], members, rank).run()
@@ -186,14 +184,12 @@ def one_generation(
     if name:
         left_s = blocked(name, groups, member, generation)
         member.next_generation(generation.number)
-        observed = [name, left_s - member.heard_s]
-        journal.event("profile", generation=generation.number, observations=observed)
+        (folder / f"left-{rank}-{name}").write_text(str(left_s - member.heard_s))
 
 
 def main() -> None:
     config = config_from_argv(sys.argv[1:])
     member = Member.connect(config)
-    journal = Journal(config.run_dir, source=f"rank{member.rank}", rank=member.rank)
     init_default_group(member)
     member.post_job(*posted_job(pipeline=1, steps=1))
     number = 0
@@ -216,7 +212,7 @@ def main() -> None:
             **{f"solo:{r}": (r,) for r in generation.members},
         }
         groups = build_groups(member, generation.number, named, config)
-        one_generation(member, generation, groups, journal, name)
+        one_generation(member, generation, groups, Path(config.run_dir), name)
         stale = groups["world"]
         groups.close()
         try:
