@@ -1,5 +1,5 @@
-"""The job server is that of the tests of ``launch``."""
+"""These tests need torch, as those of ``launch`` do."""
 
-from tests.launch.conftest import server
+from tests.launch.conftest import collect_ignore_glob
 
-__all__ = ["server"]
+__all__ = ["collect_ignore_glob"]
