@@ -113,6 +113,10 @@ class HoldersDiffer(Unsound):
     """Two holders of a layer have not the same bytes."""
 
 
+class TensorsDiffer(Unsound):
+    """A sender and a receiver have not the same tensors of a layer."""
+
+
 class JobStopped(OdysseyError):
     """The coordinator ended the job; ``exit_code`` says how (93: layers lost)."""
 

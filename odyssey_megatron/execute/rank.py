@@ -29,7 +29,7 @@ from odyssey_megatron.plan.schedule import Program
 from odyssey_megatron.plan.transfer import needed_at_once
 from odyssey_megatron.policy.measured import LinkTimes, Measured
 from odyssey_megatron.rebuild import agree
-from odyssey_megatron.rebuild.transfer import Moving, spread
+from odyssey_megatron.rebuild.transfer import Moving, Spreading
 from odyssey_megatron.recover import Phase
 
 
@@ -57,9 +57,7 @@ class RankRuntime:
         self._journal, self._on_commit = journal, on_commit
         self.committed = first_step
         self.done = 0
-        """Pieces of common work that the job has done: steps, and what :meth:`together` did."""
-        self.own = 0
-        """Of those, how many this rank has had a part in."""
+        """Pieces of common work done: steps, and what :meth:`together` did."""
         self._ready, self._in_step, self._evaluating = False, False, False
         self._totals = torch.zeros(model.num_totals, dtype=torch.float64)
         self.outcome: Any = None
@@ -72,6 +70,7 @@ class RankRuntime:
         self._preparation: Preparation[Groups] | None = None
         self._boundary, self._planned = 0, False
         self._moving: Moving | None = None
+        self._spreading: Spreading | None = None
         self._live: Callable[[], None] = lambda: None
         member.on_offer(self._prepare)
         self._interpreter: Interpreter | None = None
@@ -137,7 +136,7 @@ class RankRuntime:
         if self._interpreter is not None:
             self._interpreter.abandon()
             self._interpreter = None
-        self._moving = None
+        self._moving = self._spreading = None
         for groups in (self._groups, self._left):
             if groups is not None:
                 groups.abort()
@@ -158,8 +157,6 @@ class RankRuntime:
         # Not verified once more: the coordinator did, and every rank would spend milliseconds of the stall on it.
         self._planned, self._boundary = generation.planned, 0
         self._joins = self._member.rank in generation.fresh
-        if self._joins:
-            self._model.forget()
         if generation.previous is not None and not generation.planned:
             self._clock.note_abort(self._member.heard_s)
         self._generation, self._plan, self._steps_here = generation.number, plan, 0
@@ -175,12 +172,30 @@ class RankRuntime:
 
     def agree(self, generation: Generation) -> None:
         self._fault(Phase.AGREE.value, self.committed)
-        plan, self._rest, self._taken_up = self._require_plan(), None, 0
-        done, committed = self.done, self.committed
-        standing = agree.Standing(done=done, ready=self._ready, committed=committed, joins=self._joins)
+        self._rest, self._taken_up = None, 0
+        plan, progress = self._require_plan(), self._progress or self._new_progress()
+        may_resume = self._config.interrupted_step == "resume" and not generation.planned and not self._joins
+        cell_group = self._group(cell_group_name(self._worker))
+        resumable = may_resume and agree.can_resume(
+            cell_group, plan.layout, self._worker, progress, self._totals.device
+        )
+        standing = agree.Standing(
+            done=self.done,
+            ready=self._ready,
+            committed=self.committed,
+            joins=self._joins,
+            resumable=resumable,
+            begun=bool(progress.table.any()),
+        )
         fingerprint = int(generation.plan_hash, 16) % 2**40 + generation.number
         standings, totals = agree.exchange(self._world, standing, fingerprint, self._totals)
         ahead, finished = agree.furthest(standings), agree.left_behind(standings)
+        if not finished and all(one.resumable for one in standings):
+            self._rest, self._taken_up = agree.what_is_left(
+                self._world, cell_group, plan, self._cell, progress, self._model, self._totals.device
+            )
+        again = self._rest is None and any(one.begun for one in standings)
+        self._recovered_by = "finish" if finished else "redo" if again else "resume"
         behind = finished and self.done < ahead.done
         if self._joins:
             self._joins, self.done, self.committed = False, ahead.done, ahead.committed
@@ -188,22 +203,13 @@ class RankRuntime:
         elif behind and self._in_step:
             self._commit(totals[standings.index(ahead)])
         elif behind:
-            self._piece_done()
-        begun, keep = False, self._config.interrupted_step == "resume"
-        if not generation.planned:
-            cell_group, progress = self._group(cell_group_name(self._worker)), self._progress
-            progress, compute, device = progress or self._new_progress(), self._model, self._totals.device
-            begun, self._rest, self._taken_up = agree.go_on(
-                self._world, cell_group, plan, self._cell, progress, compute, device, keep=keep
-            )
-        if self._rest is None:
-            self._progress = None
-        again = begun and self._rest is None
-        self._recovered_by = "redo" if again else "finish" if finished and not begun else "resume"
+            self.done += 1
         if self._left is not None:  # everybody has left it by now
             self._left.close()
             self._left = None
         self._ready = False  # nobody is ahead any more, and the blocks with these gradients may go
+        if self._rest is None:
+            self._progress = None
         if self._logs:
             self._speak()
 
@@ -224,8 +230,10 @@ class RankRuntime:
         self._program = plan.schedule.program(self._worker) if self._worker in plan.layout.workers else ()
         self._moving = Moving(
             plan.transfers,
+            num_layers=plan.layout.num_layers,
             cell=self._cell,
             group=self._world,
+            device=self._totals.device,
             tensors_to_send=model.tensors_to_send,
             tensors_to_fill=model.tensors_to_fill,
             checkpoint=checkpoint,
@@ -248,6 +256,14 @@ class RankRuntime:
             num_layers=num_layers,
             checkpoint=self._check,
             settle=groups.settle,
+        )
+        self._spreading = Spreading(
+            plan.layout,
+            cell=self._cell,
+            world=self._world,
+            device=self._totals.device,
+            group_of=lambda first, last: groups[self._cell.named(block_group_name(first, last))],
+            weights_of=model.weights_of,
         )
         self._spread_weights()  # some may have been cut off from those of the last step
         self._resume = self._recovery_record(generation)
@@ -332,11 +348,7 @@ class RankRuntime:
         self._check("", -1)
         self._ready = True
         dist.barrier(group=self._world)
-        self._piece_done()
-
-    def _piece_done(self) -> None:
-        self.done, self.own = self.done + 1, self.own + 1
-        self._ready = self._in_step = False
+        self.done, self._ready = self.done + 1, False
 
     # -- inside a step --------------------------------------------------------------------------------------------
 
@@ -357,7 +369,7 @@ class RankRuntime:
         step = self.committed
         self.outcome = self._model.apply(totals, lambda: self._fault("optimizer", step))
         self._totals, self.committed = totals.clone(), step + 1
-        self._piece_done()
+        self.done, self._ready, self._in_step = self.done + 1, False, False
         self._outcome_logged, self._progress = False, None
         self._fault("commit", step)
 
@@ -367,21 +379,9 @@ class RankRuntime:
         Whoever is cut off here by a failure is committed all the same: the keepers have what it lacks, and the next
         generation begins with this.
         """
-        layout, groups = self._require_plan().layout, self._groups
-        assert groups is not None
-        for block in layout.blocks() if layout.keepers else ():
-            if self._worker not in block.holders:
-                continue
-            layers = [
-                layer
-                for layer in range(block.first, block.last)
-                if len(layout.keepers[layer]) < len(block.holders)
-            ]
-            group = groups[self._cell.named(block_group_name(block.first, block.last))] if layers else None
+        if self._spreading:
             self._fault("param_gather", self.committed - 1)
-            for keeper in dict.fromkeys(layout.keepers[layer][0] for layer in layers):
-                tensors = self._model.weights_of([one for one in layers if layout.keepers[one][0] == keeper])
-                spread(tensors, group, source=block.holders.index(keeper))
+            self._spreading.run()
 
     @property
     def _world(self) -> dist.ProcessGroup:

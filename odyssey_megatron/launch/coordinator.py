@@ -413,7 +413,6 @@ class Coordinator:
         began_s: float,
     ) -> None:
         self._state, self._offered = next_generation(self._state), None
-        self._failed_offers = 0  # what nobody could enter from the last one may do from this one
         generation = self._generation(
             self._state.generation, plan, previous, why, dead, rows, time.monotonic() - began_s
         )
@@ -444,7 +443,7 @@ class Coordinator:
             decide_s=decide_s,
             planned=planned,
             incarnations=state.incarnations,
-            fresh=state.waiting_ranks,
+            fresh=state.fresh_ranks,
         )
 
     def _put(self, generation: Generation) -> None:

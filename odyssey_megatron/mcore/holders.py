@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ Digests = Mapping[tuple[int, int], bytes]
 NOTHING = -1
 
 
-def digest(tensors: Sequence[torch.Tensor]) -> bytes:
+def digest(tensors: Iterable[torch.Tensor]) -> bytes:
     """SHA-256 of the bytes of ``tensors``."""
     result = hashlib.sha256()
     for tensor in tensors:  # a copy, since whoever shares memory with NumPy can never give it back (Parking)

@@ -78,19 +78,19 @@ class HeldLayer(torch.nn.Module):
                     seeds.attach(self.parts[name], index)
         self.optimizer = LayerOptimizer(self, spec, groups) if kept else None
 
-    def moved_tensors(self) -> list[torch.Tensor]:
+    def moved_tensors(self) -> dict[str, torch.Tensor]:
         """Everything that a new holder needs, in an order that is the same on every rank."""
-        return [*self.weights(), *(self.optimizer.state_tensors() if self.optimizer else ())]
+        return self.weights() | (self.optimizer.state_tensors() if self.optimizer else {})
 
     @property
     def moved_bytes(self) -> int:
         """Of :meth:`moved_tensors`, wherever they lie."""
         state_bytes = self.optimizer.state_bytes if self.optimizer else 0
-        return sum(weight.nbytes for weight in self.weights()) + state_bytes
+        return sum(weight.nbytes for weight in self.weights().values()) + state_bytes
 
-    def weights(self) -> list[torch.Tensor]:
+    def weights(self) -> dict[str, torch.Tensor]:
         """The parameters, in an order that is the same on every rank."""
-        return [parameter.data for _, parameter in sorted(self.named_parameters())]
+        return {name: parameter.data for name, parameter in sorted(self.named_parameters())}
 
 
 def initial_parts(
@@ -145,13 +145,6 @@ def _build_chunk(
         return spec.model_provider(
             pre_process=first == 0, post_process=last == spec.num_layers, pg_collection=groups
         )
-
-
-def empty_chunk(spec: ModelSpec, groups: ProcessGroupCollection) -> Any:
-    """What Megatron's code is shown of a worker that holds nothing: a chunk of its model with nothing to save."""
-    chunk = _build_chunk(spec, 1, 1, groups, empty=True)
-    chunk.sharded_state_dict = lambda *args, **kwargs: {}
-    return chunk
 
 
 class LayerBlock:

@@ -16,15 +16,8 @@ from odyssey_megatron.errors import ConfigError, NotFinite, TransferIncomplete
 from odyssey_megatron.mcore import compat, groups, rng, span, te
 from odyssey_megatron.mcore.data import MicrobatchSource
 from odyssey_megatron.mcore.holders import compare, digest
-from odyssey_megatron.mcore.layers import (
-    HeldLayer,
-    LayerBlock,
-    ModelSpec,
-    build_parts,
-    initial_parts,
-)
+from odyssey_megatron.mcore.layers import HeldLayer, LayerBlock, ModelSpec, build_parts, initial_parts
 from odyssey_megatron.mcore.optimizer import LayerOptimizer, LearningRate
-from odyssey_megatron.mcore.outcome import StepOutcome
 from odyssey_megatron.mcore.wgrad import WeightGrads
 from odyssey_megatron.names import step_name
 from odyssey_megatron.plan.layout import Layout
@@ -41,6 +34,19 @@ class _Flight:
     activation: torch.Tensor | None
     output: torch.Tensor
     weight_grads: WeightGrads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutcome:
+    """What a committed step is logged with."""
+
+    losses: dict[str, float]
+    grad_norm: float
+    lr: float
+    num_zeros_in_grad: int | None
+    """None unless Megatron's ``log_num_zeros_in_grad`` asks for it."""
+    tokens: int
+    num_microbatches: int
 
 
 class MegatronModel:
@@ -111,19 +117,23 @@ class MegatronModel:
     def _hold(self, layer: int, parts: torch.nn.ModuleDict, *, kept: bool) -> HeldLayer:
         return HeldLayer(self.spec, layer, parts, self._groups, self._seeds, kept=kept)
 
-    def weights_of(self, layers: Sequence[int]) -> list[torch.Tensor]:
+    def weights_of(self, layers: Sequence[int]) -> dict[str, torch.Tensor]:
         """The parameters of held layers, in place, in an order that is the same on every rank."""
-        return [weight for layer in layers for weight in self._held[layer].weights()]
+        return {
+            f"{layer}.{name}": weight
+            for layer in layers
+            for name, weight in self._held[layer].weights().items()
+        }
 
     def moved_bytes(self, layer: int) -> int:
         """What :meth:`tensors_to_send` sends."""
         return self._held[layer].moved_bytes
 
-    def tensors_to_send(self, layer: int) -> list[torch.Tensor]:
+    def tensors_to_send(self, layer: int) -> dict[str, torch.Tensor]:
         """The current state of a held layer."""
         return self._held[layer].moved_tensors()
 
-    def tensors_to_fill(self, layer: int) -> list[torch.Tensor]:
+    def tensors_to_fill(self, layer: int) -> dict[str, torch.Tensor]:
         """Room for the state of ``layer``; it counts as held only from :meth:`take_layout` on.
 
         A layer that is held already stays, and gets an optimizer: microbatches may be in flight on it, and what is sent
@@ -134,7 +144,7 @@ class MegatronModel:
             parts = build_parts(self.spec, layer, layer + 1, self._groups)[layer]
             held = self._incoming[layer] = self._hold(layer, parts, kept=False)
         optimizer = self._incoming_states[layer] = LayerOptimizer(held, self.spec, self._groups)
-        return [*held.weights(), *optimizer.state_tensors()]
+        return held.weights() | optimizer.state_tensors()
 
     def stand_in(self) -> None:
         """One block of one transformer layer that nobody uses, before this rank has joined: code that expects a model
@@ -144,16 +154,7 @@ class MegatronModel:
         nobody: tuple[int, ...] = ()
         holders = tuple((0,) if layer == 1 else nobody for layer in range(self.spec.num_layers))
         self.take_layout(Layout(holders=holders, routes=()), worker=0)
-        blocks = self._blocks
-        self.forget()
-        self._blocks = blocks
-
-    def forget(self) -> None:
-        """This rank holds nothing: what it was sent in a generation that came to nothing is out of date."""
-        self.discard_incoming()
         self._held.clear()
-        self._blocks = {}
-        self._flights.clear()
         self._layout = Layout(holders=(), routes=())
 
     def discard_incoming(self) -> None:
@@ -491,10 +492,10 @@ class MegatronModel:
             self._worker
         ):  # others have not got the last step, and go with the next
             layer = self._held[index]
-            result[index, 0] = digest(layer.weights())
+            result[index, 0] = digest(layer.weights().values())
             if layer.optimizer is not None:
                 with layer.optimizer.parking.at_hand():
-                    result[index, 1] = digest(layer.optimizer.state_tensors())
+                    result[index, 1] = digest(layer.optimizer.state_tensors().values())
         return result
 
     def check_holders(self, world: dist.ProcessGroup, *, rank: int) -> None:

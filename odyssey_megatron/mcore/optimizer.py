@@ -44,9 +44,11 @@ class LayerOptimizer:
                 pg_collection=groups,
             )
         (self._megatron,) = chained.chained_optimizers
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._names = {id(main): names[id(shown)] for shown, main in pairs(self._megatron)}
         self._model_parameters = set(module.parameters())
         _create_state(self._megatron.optimizer)
-        self.parking = Parking([tensor for tensor in self._state_tensors() if tensor.dim()])
+        self.parking = Parking([tensor for tensor in self._state_tensors().values() if tensor.dim()])
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -67,7 +69,7 @@ class LayerOptimizer:
         self.parking.fetch()
         self._megatron.reload_model_params()
 
-    def state_tensors(self) -> list[torch.Tensor]:
+    def state_tensors(self) -> dict[str, torch.Tensor]:
         """What the optimizer keeps, and the main parameters where they are not the model's own (16-bit training)."""
         self.parking.fetch()
         return self._state_tensors()
@@ -75,14 +77,15 @@ class LayerOptimizer:
     @property
     def state_bytes(self) -> int:
         """Of :meth:`state_tensors`, wherever they lie."""
-        return sum(tensor.nbytes for tensor in self._state_tensors())
+        return sum(tensor.nbytes for tensor in self._state_tensors().values())
 
-    def _state_tensors(self) -> list[torch.Tensor]:
-        tensors = []
+    def _state_tensors(self) -> dict[str, torch.Tensor]:
+        tensors = {}
         for parameter, state in self._states():
+            name = self._names[id(parameter)]
             if parameter not in self._model_parameters:
-                tensors.append(parameter.data)
-            tensors += [state[name] for name in sorted(state)]
+                tensors[f"{name}.main"] = parameter.data
+            tensors |= {f"{name}.{kept}": state[kept] for kept in sorted(state)}
         return tensors
 
     def apply(self, scale: float) -> None:

@@ -11,10 +11,13 @@ import torch
 import torch.distributed as dist
 
 from odyssey_megatron.cluster.state import Cell
+from odyssey_megatron.names import layer_name
+from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.plan import Transfer
+from odyssey_megatron.rebuild.manifest import Tensors, agree
 
-TensorsOf = Callable[[int], list[torch.Tensor]]
-"""Layer -> all its tensors, in an order that is the same on every rank."""
+TensorsOf = Callable[[int], Tensors]
+"""Layer -> all its tensors by name, in an order that is the same on every rank."""
 
 
 class Moving:
@@ -28,30 +31,49 @@ class Moving:
         self,
         transfers: Sequence[Transfer],
         *,
+        num_layers: int,
         cell: Cell,
         group: dist.ProcessGroup,
+        device: torch.device,
         tensors_to_send: TensorsOf,
         tensors_to_fill: TensorsOf,
         checkpoint: Callable[[], None],
     ):
-        """``checkpoint`` is called between layers."""
+        """Collective over ``group``, of all members, wherever there are transfers. ``checkpoint`` is called between
+        layers.
+
+        Raises:
+            TensorsDiffer: before anything is sent, on all members alike.
+        """
         self._checkpoint = checkpoint
         self._sends: list[tuple[Any, torch.Tensor]] = []
         self._receives: list[tuple[Any, torch.Tensor, list[torch.Tensor]]] = []
         self.arriving: set[int] = set()
         """Layers."""
+        ours: dict[int, Tensors] = {}
         for tag, transfer in enumerate(transfers):
-            if transfer.source == cell.worker:
+            if cell.worker in (transfer.source, transfer.target):
                 checkpoint()
-                flat = _packed(tensors_to_send(transfer.layer))
+                of_layer = tensors_to_send if transfer.source == cell.worker else tensors_to_fill
+                ours[tag] = of_layer(transfer.layer)
+        if transfers:
+            agree(
+                {tag * cell.size + cell.index: tensors for tag, tensors in ours.items()},
+                len(transfers) * cell.size,
+                group,
+                device,
+                who=f"rank {cell.rank}",
+                what=lambda place: layer_name(transfers[place // cell.size].layer, num_layers),
+            )
+        for tag, tensors in ours.items():
+            checkpoint()
+            transfer, flat = transfers[tag], _packed(tensors)
+            if transfer.source == cell.worker:
                 work = dist.isend(flat, cell.peer(transfer.target), group=group, tag=tag)
                 self._sends.append((work, flat))
-            elif transfer.target == cell.worker:
-                checkpoint()
-                tensors = tensors_to_fill(transfer.layer)
-                flat = torch.empty_like(_packed(tensors))
+            else:
                 work = dist.irecv(flat, cell.peer(transfer.source), group=group, tag=tag)
-                self._receives.append((work, flat, tensors))
+                self._receives.append((work, flat, list(tensors.values())))
                 self.arriving.add(transfer.layer)
 
     def finish(self) -> None:
@@ -65,17 +87,68 @@ class Moving:
         self.arriving, self._sends, self._receives = set(), [], []
 
 
-def spread(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, *, source: int) -> None:
-    """Broadcasts ``tensors`` from rank ``source`` of ``group``, in place, as one message."""
-    flat = _packed(list(tensors))
-    dist.broadcast(flat, group=group, group_src=source)
-    if group.rank() != source:
-        _unpack(flat, list(tensors))
+class Spreading:
+    """Weights under way behind every step, from the first keeper of each layer to the holders that do not keep its
+    optimizer state; those of one keeper and block travel as one message.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        cell: Cell,
+        world: dist.ProcessGroup,
+        device: torch.device,
+        group_of: Callable[[int, int], dist.ProcessGroup],
+        weights_of: Callable[[Sequence[int]], Tensors],
+    ):
+        """Collective over ``world``, of all members, wherever some holders keep no optimizer state.
+
+        Args:
+            group_of: the group of a block's holders, from its first layer and the one behind its last.
+
+        Raises:
+            TensorsDiffer: before anything is sent, on all members alike.
+        """
+        self._weights_of = weights_of
+        self._messages: list[tuple[dist.ProcessGroup, int, list[int]]] = []
+        ours: dict[int, Tensors] = {}
+        for block in layout.blocks() if layout.keepers else ():
+            sources: dict[int, list[int]] = {}
+            for layer in range(block.first, block.last):
+                if cell.worker in block.holders and len(layout.keepers[layer]) < len(block.holders):
+                    sources.setdefault(layout.keepers[layer][0], []).append(layer)
+                    ours[layer * cell.size + cell.index] = weights_of([layer])
+            for keeper, layers in sources.items():
+                group = group_of(block.first, block.last)
+                self._messages.append((group, block.holders.index(keeper), layers))
+        if layout.keepers:
+            agree(
+                ours,
+                layout.num_layers * cell.size,
+                world,
+                device,
+                who=f"rank {cell.rank}",
+                what=lambda place: f"the weights of {layer_name(place // cell.size, layout.num_layers)}",
+            )
+
+    def __len__(self) -> int:
+        """Messages, of which each is sent or received here."""
+        return len(self._messages)
+
+    def run(self) -> None:
+        """Returns when the weights are here; on the keepers, when they may change."""
+        for group, source, layers in self._messages:
+            tensors = self._weights_of(layers)
+            flat = _packed(tensors)
+            dist.broadcast(flat, group=group, group_src=source)
+            if group.rank() != source:
+                _unpack(flat, list(tensors.values()))
 
 
-def _packed(tensors: list[torch.Tensor]) -> torch.Tensor:
+def _packed(tensors: Tensors) -> torch.Tensor:
     """All bytes of ``tensors`` in one 1-D uint8 tensor."""
-    return torch.cat([one.detach().contiguous().reshape(-1).view(torch.uint8) for one in tensors])
+    return torch.cat([one.detach().contiguous().reshape(-1).view(torch.uint8) for one in tensors.values()])
 
 
 def _unpack(flat: torch.Tensor, tensors: list[torch.Tensor]) -> None:

@@ -28,7 +28,7 @@ def main() -> None:
             outcome = apply(*args)
             if (session.rank, model._step) == (RANK, STEP):
                 optimizer = next(one.optimizer for _, one in sorted(model._held.items()) if one.optimizer)
-                average = next(one for one in optimizer.state_tensors() if one.dim())
+                average = next(one for one in optimizer.state_tensors().values() if one.dim())
                 average.view(torch.int64).view(-1)[0] ^= 1
             return outcome
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from odyssey_megatron.errors import EXIT_BAD_INPUT, EXIT_LAYERS_LOST, EXIT_UNSOUND
-from tests.e2e import corrupted, export_cut_short
+from tests.e2e import corrupted, export_cut_short, unequal
 from tests.e2e.jobs import assert_equal_weights
 
 
@@ -69,6 +69,15 @@ def test_a_holder_that_computes_wrongly_is_found(jobs, name, kept):
     who = sorted((others, [corrupted.RANK]), key=lambda ranks: (-len(ranks), ranks))
     found = f"optimizer state of layer {layer} on ranks {who[0]} and on {who[1]}"
     check_unsound(outcome, found, steps=corrupted.STEP + 1)
+
+
+def test_who_has_no_room_for_what_is_sent_says_so(jobs, name):
+    """Once a failure moves layers: one message of all ranks, and no failure of hardware is looked for."""
+    flags = "--optimizer sgd --odyssey-policy replan --odyssey-inject rank=7,step=2,at=backward --odyssey-hang-s 20"
+    outcome = jobs.run(name, ranks=8, stages=4, flags=flags, script=Path(unequal.__file__))
+    check_unsound(outcome, "nothing was sent. rank ", steps=2)
+    assert "weight.momentum_buffer float64 [" in outcome.log
+    assert len(outcome.named("decision")) == 2
 
 
 def check_unsound(outcome, message, *, steps):

@@ -33,7 +33,7 @@ from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.simulate import reduce_s
 from odyssey_megatron.rebuild.groups import build_groups, init_default_group
 from tests.execute.emulation import Emulation, load_emulation
-from tests.execute.stack import Outcome
+from tests.execute.stack import Outcome, by_number
 
 
 class Accelerator:
@@ -150,19 +150,15 @@ class Accelerator:
     def moved_bytes(self, layer: int) -> int:
         return sum(tensor.nbytes for tensor in self.held[layer])
 
-    def tensors_to_send(self, layer: int) -> list[torch.Tensor]:
-        return self.held[layer]
+    def tensors_to_send(self, layer: int) -> dict[str, torch.Tensor]:
+        return by_number(self.held[layer])
 
-    def tensors_to_fill(self, layer: int) -> list[torch.Tensor]:
+    def tensors_to_fill(self, layer: int) -> dict[str, torch.Tensor]:
         self._incoming[layer] = self._state(-1)
-        return self._incoming[layer]
+        return by_number(self._incoming[layer])
 
     def discard_incoming(self) -> None:
         self._incoming.clear()
-
-    def forget(self) -> None:
-        self.discard_incoming()
-        self.held.clear()
 
     def take_layout(self, layout: Layout, worker: int) -> None:
         self.held.update(self._incoming)

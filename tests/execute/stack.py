@@ -30,6 +30,11 @@ from odyssey_megatron.rebuild.groups import build_groups, init_default_group
 LAYERS, WIDTH, MICROBATCHES, STEPS = 6, 4, 8, 8
 
 
+def by_number(tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a layer with names."""
+    return {str(number): tensor for number, tensor in enumerate(tensors)}
+
+
 def initial(layer: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(layer)
     return torch.randn(WIDTH, WIDTH, dtype=torch.float64, generator=generator) / 2
@@ -77,19 +82,15 @@ class Stack:
     def moved_bytes(self, layer: int) -> int:
         return sum(tensor.nbytes for tensor in self.held[layer])
 
-    def tensors_to_send(self, layer: int) -> list[torch.Tensor]:
-        return self.held[layer]
+    def tensors_to_send(self, layer: int) -> dict[str, torch.Tensor]:
+        return by_number(self.held[layer])
 
-    def tensors_to_fill(self, layer: int) -> list[torch.Tensor]:
+    def tensors_to_fill(self, layer: int) -> dict[str, torch.Tensor]:
         self._incoming[layer] = [torch.empty(WIDTH, WIDTH, dtype=torch.float64) for _ in range(2)]
-        return self._incoming[layer]
+        return by_number(self._incoming[layer])
 
     def discard_incoming(self) -> None:
         self._incoming.clear()
-
-    def forget(self) -> None:
-        self.discard_incoming()
-        self.held.clear()
 
     def take_layout(self, layout: Layout, worker: int) -> None:
         self.held.update(self._incoming)

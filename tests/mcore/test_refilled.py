@@ -18,9 +18,9 @@ def forward(model: Any) -> None:
 
 def refill(model: Any, layer: int) -> None:
     """As a worker that held only weights gets the optimizer state, too: it is sent the whole layer."""
-    sent = [one.clone() for one in model.tensors_to_send(layer)]
-    for room, one in zip(model.tensors_to_fill(layer), sent, strict=True):
-        room.copy_(one)
+    sent = {name: one.clone() for name, one in model.tensors_to_send(layer).items()}
+    for name, room in model.tensors_to_fill(layer).items():
+        room.copy_(sent[name])
     model.take_layout(model._layout, 0)
 
 

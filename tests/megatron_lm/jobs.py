@@ -85,19 +85,21 @@ class MegatronJobs:
         self._server, self.folder, self.checkout = server, folder, checkout
         self._known: dict[str, MegatronRun] = {}
 
-    def plain(self, flags: str = MOCK, *, ranks: int, stages: int) -> MegatronRun:
+    def plain(self, flags: str = MOCK, *, ranks: int, stages: int, without: str = "") -> MegatronRun:
         """Megatron-LM itself; the ranks have nothing of Odyssey but the CPU device. Run once for the same flags."""
-        key = f"{ranks}-{stages} {flags}"
+        key = f"{ranks}-{stages} {flags} -{without}"
         if key not in self._known:
-            run = self.plain_once(f"plain-{len(self._known)}", flags, ranks=ranks, stages=stages)
+            run = self.plain_once(
+                f"plain-{len(self._known)}", flags, ranks=ranks, stages=stages, without=without
+            )
             assert run.exit_code == 0, run.log[-4000:]
             self._known[key] = run
         return self._known[key]
 
-    def plain_once(self, name: str, flags: str, *, ranks: int, stages: int) -> MegatronRun:
+    def plain_once(self, name: str, flags: str, *, ranks: int, stages: int, without: str = "") -> MegatronRun:
         """As :meth:`plain`, with a name, and whatever it comes to."""
         script = str(CHECKOUT / "tests" / "megatron_lm" / "plain.py")
-        return self.outcome(name, self._start([script], name, flags, ranks, stages))
+        return self.outcome(name, self._start([script], name, flags, ranks, stages, without))
 
     def odyssey(self, name: str, flags: str = MOCK, **how: Any) -> MegatronRun:
         """The same under ``--odyssey``; ``how`` as of :meth:`start`."""
@@ -115,7 +117,7 @@ class MegatronJobs:
         without: str = "",
         before: Sequence[str] = (),
     ) -> Job:
-        """A job that is on its way, ``without`` one of the usual flags, its script run by ``before``."""
+        """A job that is on its way, ``without`` some of the usual flags, its script run by ``before``."""
         flags += f" --odyssey {mode} --odyssey-run-dir {self.folder / name} --odyssey-hang-s 2"
         flags += f" --odyssey-inject {inject}" if inject else ""
         return self._start(before, name, flags, ranks, stages, without)
@@ -133,11 +135,13 @@ class MegatronJobs:
     def _start(
         self, before: Sequence[str], name: str, flags: str, ranks: int, stages: int, without: str = ""
     ) -> Job:
-        usual = [one for one in MODEL.split() if one != without]
+        usual = [
+            one for one in re.findall(r"--\S+(?: [^-]\S*)*", MODEL) if one.split()[0] not in without.split()
+        ]
         flags += f" --pipeline-model-parallel-size {stages} --data-cache-path {self.folder / 'cache'}"
         script = str(self.checkout / "pretrain_gpt.py")
         return self._server.run(
-            ["--nproc-per-node", str(ranks), *before, script, *usual, *flags.split()],
+            ["--nproc-per-node", str(ranks), *before, script, *" ".join(usual).split(), *flags.split()],
             log=self.folder / f"{name}.log",
             env={"ODYSSEY_DEVICE": "cpu"},
         )
