@@ -7,5 +7,5 @@ DATA = "odyssey_megatron.patches"
 setup(
     packages=[*find_packages(include=["odyssey_megatron*"]), DATA],
     package_dir={DATA: "patches"},
-    package_data={DATA: ["*.txt", "*/*.toml"]},
+    package_data={DATA: ["*.txt", "*/*.toml", "*/*.txt"]},
 )

@@ -75,6 +75,11 @@ class OdysseyConfig:
         "[,generation=2]'; steps and microbatches count from 0, so that step 7 is Megatron's iteration 8; at is one of "
         + ", ".join(INJECTION_POINTS),
     )
+    accept: str = _flag(
+        "",
+        "flags of Megatron-LM's, separated by commas and without their dashes, that Odyssey does not know and that are "
+        "to pass: of a newer version, or a fork's own",
+    )
     redundancy: str = _flag(
         "off",
         "state: layers without a second holder get one that computes nothing but stays current, so any single loss "
@@ -150,6 +155,11 @@ class OdysseyConfig:
     def eager_forwards(self) -> bool:
         """See ``JobSpec.eager_forwards``."""
         return self.redundancy == "compute"
+
+    @property
+    def accepted(self) -> frozenset[str]:
+        """The flags of ``accept``, without their dashes."""
+        return frozenset(one.strip().removeprefix("--") for one in self.accept.split(",") if one.strip())
 
     @property
     def injections(self) -> tuple[Injection, ...]:

@@ -57,7 +57,7 @@ class Change:
 
 def supported(folder: Path | None = None) -> tuple[Patch, ...]:
     """The patches that there are, by tag."""
-    folder = folder or _data()
+    folder = folder or data()
     ours = (folder / "lines.txt").read_text()
     patches = []
     for file in sorted(folder.glob("*/patch.toml")):
@@ -75,7 +75,8 @@ def supported(folder: Path | None = None) -> tuple[Patch, ...]:
     return tuple(patches)
 
 
-def _data() -> Path:
+def data() -> Path:
+    """The folder that has one for each tag."""
     package = Path(__file__).parent
     return next(one for one in (package / "patches", package.parent / "patches") if one.is_dir())
 

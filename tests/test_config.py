@@ -24,6 +24,7 @@ FROZEN = {
     "float64": "off",
     "run_dir": "odyssey-run",
     "inject": "",
+    "accept": "",
     "redundancy": "off",
     "redundancy_level": 1,
     "spare_state": "device",

@@ -16,10 +16,9 @@ from importlib import metadata
 from pathlib import Path
 
 from odyssey_megatron.config import config_from_argv
-from odyssey_megatron.doctor import environment, megatron, packages
+from odyssey_megatron.doctor import environment, flags, megatron, packages
 from odyssey_megatron.doctor.rows import OK, PROBLEM, WARNING, Host, Job, Package, Row
 from odyssey_megatron.errors import ConfigError
-from odyssey_megatron.mcore import refusals
 from odyssey_megatron.mcore.source import Source
 
 _USAGE = """usage: odyssey doctor [--json] [PATH] [FLAG ...]
@@ -67,18 +66,8 @@ def diagnose(checkout: Path | None, job: Job, host: Host) -> list[Row]:
         needed = source.needed_packages(training)
     found += packages.rows(host, job, needed)
     found += environment.rows(host, job, patched=megatron.is_patched(checkout))
-    found += _refused(job)
+    found += flags.rows(job, source.version())
     return found
-
-
-def _refused(job: Job) -> Iterator[Row]:
-    """The flags that a job would be refused for; --odyssey observe only says so."""
-    args = refusals.parsed(job.flags)
-    for one in refusals.REFUSALS:
-        if one.given(args):
-            state = WARNING if job.config.mode == "observe" else PROBLEM
-            found = "does not work with --odyssey yet"
-            yield Row(area="flags", name=one.flag, state=state, found=found, remedy=one.remedy)
 
 
 def render(rows: Sequence[Row]) -> str:

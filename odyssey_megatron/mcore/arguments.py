@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from dataclasses import fields
 from typing import Any
 
@@ -17,14 +18,21 @@ from odyssey_megatron.mcore.plugin import estimate
 from odyssey_megatron.policy.profile import Profile, load_profile
 
 
-def check_early() -> None:
-    """:func:`refusals.check` before Megatron does anything with its arguments. Raises ConfigError."""
+def early() -> Any:
+    """The arguments before Megatron does anything with them; None if a checkpoint, which is read later, has the last
+    word.
+    """
     from megatron.training.arguments import parse_args
 
     args = parse_args(ignore_unknown_args=True)
-    # If a checkpoint has the last word, it is read later.
-    if not getattr(args, "use_checkpoint_args", False):
-        refusals.check(args)
+    return None if getattr(args, "use_checkpoint_args", False) else args
+
+
+def say_moot(args: Any, parser: refusals.Parser) -> None:
+    """On one rank, a line for each flag that is given and changes nothing."""
+    if args.rank == 0:
+        for flag, why in refusals.moot(args, parser):
+            sys.stderr.write(f"[odyssey] {flag} changes nothing with --odyssey: {why}.\n")
 
 
 def optimizer_copies(args: Any, config: OdysseyConfig) -> int:

@@ -67,6 +67,7 @@ class Door:
     def __init__(self, config: OdysseyConfig):
         self._config = config
         self._session: Any = None
+        self._parser = refusals.Parser()
         self._recovery: Any = None
         self._train_source: Any = None
         self._stage_config: Any = None
@@ -81,6 +82,7 @@ class Door:
 
     def add_megatron_arguments(self, original: Any, parser: Any) -> Any:
         parser = original(parser)
+        self._parser = refusals.Parser.of(parser, compat.check_version())
         add_arguments(parser)
         return parser
 
@@ -93,7 +95,8 @@ class Door:
             return
         with Session.start(self._config, default_group=False) as self._session:
             self._replace()
-            arguments.check_early()
+            if args := arguments.early():
+                refusals.check(args, self._parser, self._config.accepted)
             yield
 
     def parse_and_validate_args(self, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -153,9 +156,11 @@ class Door:
     # -- setting up -----------------------------------------------------------------------------------------------
 
     def validate_args(self, original: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
-        refusals.check(args)
+        refusals.check(args, self._parser, self._config.accepted)
+        arguments.say_moot(args, self._parser)
         self._optimizer_copies = arguments.optimizer_copies(args, self._config)
         result = original(args, *rest, **kwargs)
+        refusals.check(args, self._parser)
         arguments.adapt(args, self._config)
         saving.check(args)
         return result

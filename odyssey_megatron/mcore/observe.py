@@ -13,7 +13,7 @@ from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig, add_arguments
 from odyssey_megatron.errors import OdysseyError
 from odyssey_megatron.launch.member import Member
-from odyssey_megatron.mcore import arguments, refusals, seam_table, seams
+from odyssey_megatron.mcore import arguments, compat, refusals, seam_table, seams
 
 
 def attach(config: OdysseyConfig) -> None:
@@ -36,9 +36,11 @@ class Observer:
     def __init__(self, config: OdysseyConfig):
         self._config = config
         self._member: Any = None
+        self._parser = refusals.Parser()
 
     def add_megatron_arguments(self, original: Any, parser: Any) -> Any:
         parser = original(parser)
+        self._parser = refusals.Parser.of(parser, compat.check_version())
         add_arguments(parser)
         return parser
 
@@ -64,7 +66,7 @@ class Observer:
         from megatron.training.arguments import core_transformer_config_from_args
 
         args = get_args()
-        for message in refusals.refused(args):
+        for message in refusals.said(args, self._parser):
             self._say(f"--odyssey recover would refuse this job: {message}")
         job = arguments.job_of(
             args, self._config, optimizer_copies=arguments.optimizer_copies(args, self._config)

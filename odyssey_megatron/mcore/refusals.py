@@ -1,155 +1,324 @@
-"""Which of Megatron-LM's flags cannot work under failure, and what to do instead. Needs neither torch nor megatron."""
+"""Which of Megatron-LM's flags cannot work under failure, and what to do instead. Needs neither torch nor megatron.
+
+They are known by their destination in the parsed arguments, whatever a version calls the flag, and looked at twice: as
+the user gave them, since Megatron's validation takes some of them back, and as validation has left them, since it
+derives others. What is decided by a value has a predicate; the others are refused if they are set.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import argparse
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.mcore.flags import MOOT, WORKS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parser:
+    """Megatron's own arguments, without those of the user's script; nothing of them: they are not known yet."""
+
+    flags: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Destination -> how it is spelled."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    version: str = ""
+
+    @classmethod
+    def of(cls, parser: argparse.ArgumentParser, version: str) -> Parser:
+        """What ``parser`` knows by now."""
+        actions = [one for one in parser._actions if one.default != argparse.SUPPRESS]
+        flags: dict[str, list[str]] = {}
+        for one in actions:
+            flags.setdefault(one.dest, []).extend(one.option_strings)
+        return cls(flags=flags, defaults={one.dest: one.default for one in actions}, version=version)
+
+    def given(self, args: Any) -> Iterator[str]:
+        """The destinations that are not what they are without their flags."""
+        for name, default in self.defaults.items():
+            if getattr(args, name, default) != default:
+                yield name
+
+    def flag(self, name: str) -> str:
+        """How destination ``name`` is spelled."""
+        return next(iter(self.flags.get(name, ())), "--" + name.replace("_", "-"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """A flag that would go wrong under failure, or silently do nothing."""
+    """An argument that would go wrong under failure, or silently do nothing that its user relies on."""
 
-    flag: str
-    given: Callable[[Any], bool]
-    """Whether the parsed arguments have it."""
+    dest: str
     remedy: str
+    flag: str
+    """As users know it."""
+    refuses: Callable[[Any, Any], bool] | None
+    """Whether it is this value, of these arguments, that cannot work. None: any but the default."""
 
-
-def _set(name: str) -> Callable[[Any], bool]:
-    return lambda args: bool(getattr(args, name, None))
-
-
-def _above_one(name: str) -> Callable[[Any], bool]:
-    return lambda args: (getattr(args, name, 1) or 1) > 1
-
-
-def _differs(name: str, usual: str) -> Callable[[Any], bool]:
-    return lambda args: getattr(args, name, None) not in (None, getattr(args, usual, None))
-
-
-def _not_none(*names: str) -> Callable[[Any], bool]:
-    return lambda args: any(getattr(args, name, None) is not None for name in names)
+    def given(self, args: Any, parser: Parser) -> bool:
+        """Whether ``args`` have it, set by hand or by Megatron's validation."""
+        value = getattr(args, self.dest, None)
+        if self.refuses is not None:
+            return self.refuses(value, args)
+        return bool(value) and value != parser.defaults.get(self.dest)
 
 
 _LEAVE_OUT = "Leave it out."
 _DEFERRED = "Odyssey's own schedule runs weight gradients later. Leave it out."
 _QUANTIZED = "The scales of quantized tensors would not move with a layer. Use --bf16 alone."
-REFUSALS = tuple(
-    Refusal(flag=flag, given=given, remedy=remedy)
-    for flag, given, remedy in (
-        ("--yaml-cfg", _set("yaml_cfg"), "Give the model by flags."),
-        ("--fp16", _set("fp16"), "Its loss scale would have to be agreed on over generations. Use --bf16."),
-        # Megatron's parser calls them fp8 and fp4, a launch line as it stands by their flags.
-        ("--fp8-format", _not_none("fp8", "fp8_format"), _QUANTIZED),
-        ("--fp4-format", _not_none("fp4", "fp4_format"), _QUANTIZED),
-        ("--te-precision-config-file", _not_none("te_precision_config_file"), _QUANTIZED),
-        ("--kitchen-config-file", _not_none("kitchen_config_file"), _QUANTIZED),
-        ("--kitchen-recipe-number", _not_none("kitchen_recipe_number"), _QUANTIZED),
-        ("--tp-comm-overlap", _set("tp_comm_overlap"),
-         "Its buffers belong to the ranks that the job started with. Leave it out."),
-        ("--defer-embedding-wgrad-compute", _set("defer_embedding_wgrad_compute"), _DEFERRED),
-        ("--delay-wgrad-compute", _set("delay_wgrad_compute"), _DEFERRED),
-        ("--context-parallel-size", _above_one("context_parallel_size"), "Use 1."),
-        ("--expert-model-parallel-size", _above_one("expert_model_parallel_size"), "Use 1."),
-        ("--num-experts", _set("num_experts"), "Train a dense model."),
-        ("--mtp-num-layers", _set("mtp_num_layers"), _LEAVE_OUT),
-        ("tied embeddings (no --untie-embeddings-and-output-weights)",
-         lambda args: not getattr(args, "untie_embeddings_and_output_weights", False),
-         "One weight would have two places in the pipeline. Add --untie-embeddings-and-output-weights."),
-        ("--num-layers-per-virtual-pipeline-stage", _set("num_layers_per_virtual_pipeline_stage"),
-         "Odyssey's own schedule fills the bubbles. Leave it out."),
-        ("--num-virtual-stages-per-pipeline-rank", _set("num_virtual_stages_per_pipeline_rank"),
-         "Odyssey's own schedule fills the bubbles. Leave it out."),
-        ("--pipeline-model-parallel-layout", _set("pipeline_model_parallel_layout"),
-         "The plan chooses the layers of each stage. Leave it out."),
-        ("--hybrid-layer-pattern", _set("hybrid_layer_pattern"), "Only layers that are alike are planned for."),
-        ("--heterogeneous-layers-config-path", _set("heterogeneous_layers_config_path"),
-         "Only layers that are alike are planned for."),
-        ("--tensor-parallel-num-weight-shards",
-         lambda args: (getattr(args, "tensor_parallel_num_weight_shards", 1) or 1) > args.tensor_model_parallel_size,
-         "Use that of tensor parallelism."),
-        ("--freeze-all-layers", _set("freeze_all_layers"), _LEAVE_OUT),
-        ("--use-mup", _set("use_mup"), _LEAVE_OUT),
-        ("--qk-clip", _set("qk_clip"), "It would look at one rank's layers. Leave it out."),
-        ("--log-max-attention-logit", _set("log_max_attention_logit"), "It would be that of one rank's layers. Leave "
-         "it out."),
-        ("--logits-save-dir", _set("logits_save_dir"), _LEAVE_OUT),
-        ("--logits-load-dir", _set("logits_load_dir"), _LEAVE_OUT),
-        ("--use-megatron-fsdp", _set("use_megatron_fsdp"), _LEAVE_OUT),
-        ("--use-torch-fsdp2", _set("use_torch_fsdp2"), _LEAVE_OUT),
-        ("--use-legacy-models", _set("use_legacy_models"), _LEAVE_OUT),
-        ("--cuda-graph-impl", lambda args: getattr(args, "cuda_graph_impl", "none") not in (None, "none"), _LEAVE_OUT),
-        ("--use-precision-aware-optimizer", _set("use_precision_aware_optimizer"),
-         "Its states are those of Megatron's distributed optimizer, whose place Odyssey takes. Leave it out."),
-        ("--num-distributed-optimizer-instances", _above_one("num_distributed_optimizer_instances"),
-         "Odyssey shares out optimizer states itself. Leave it out."),
-        ("--optimizer-cuda-graph", _set("optimizer_cuda_graph"), _LEAVE_OUT),
-        ("--rampup-batch-size", _set("rampup_batch_size"),
-         "The plan is made for one global batch size. Start with the full batch."),
-        ("--step-batch-size-schedule", _set("step_batch_size_schedule"),
-         "The plan is made for one global batch size. Start with the full batch."),
-        ("--eval-global-batch-size", _differs("eval_global_batch_size", "global_batch_size"), "Use that of training."),
-        ("--eval-micro-batch-size", _differs("eval_micro_batch_size", "micro_batch_size"), "Use that of training."),
-        ("--dataloader-inter-document-masking", _set("dataloader_inter_document_masking"), _LEAVE_OUT),
-        ("--iterations-to-skip", _set("iterations_to_skip"), _LEAVE_OUT),
-        ("--dataloader-type", lambda args: getattr(args, "dataloader_type", None) not in (None, "single"),
-         "Samples are found by their global number. Use 'single'."),
-        ("--full-validation", _set("full_validation"), "Set --eval-iters instead."),
-        ("--multiple-validation-sets", _set("multiple_validation_sets"), _LEAVE_OUT),
-        ("--async-save", _set("async_save"), "A failure during a save repeats the save. Leave it out."),
-        ("--ckpt-format", lambda args: bool(args.save or args.load) and args.ckpt_format != "torch_dist",
-         "Only torch_dist checkpoints fit every layout. Use --ckpt-format torch_dist."),
-        ("--non-persistent-ckpt-type local", lambda args: getattr(args, "non_persistent_ckpt_type", None) == "local",
-         "Use global."),
-        ("--ckpt-convert-format", _set("ckpt_convert_format"), "Convert without --odyssey."),
-        ("--inprocess-restart", _set("inprocess_restart"), "It restarts what Odyssey keeps alive. Leave it out."),
-        ("--enable-ft-package", _set("enable_ft_package"), "Odyssey notices failures itself. Leave it out."),
-        ("--skip-train", _set("skip_train"), "An evaluation alone has nothing to recover. Leave out --odyssey."),
-        ("--perform-rl-step", _set("perform_rl_step"), "Leave out --odyssey."),
-        ("--sft", _set("sft"), "Leave out --odyssey."),
-        ("--save-wgrads-interval", _set("save_wgrads_interval"), _LEAVE_OUT),
-        ("--save-dgrads-interval", _set("save_dgrads_interval"), _LEAVE_OUT),
-        ("--save-params-interval", _set("save_params_interval"), _LEAVE_OUT),
-        ("--save-activations-interval", _set("save_activations_interval"), _LEAVE_OUT),
-        ("--optimizer", lambda args: args.optimizer not in ("adam", "sgd"), "Use adam or sgd."),
-    )
+_BUBBLES = "Odyssey's own schedule fills the bubbles. Leave it out."
+_ALIKE = "Only layers that are alike are planned for."
+_GRAPHS = "A graph is of the layers that it was captured with. Leave it out."
+_HOST = "Odyssey moves a layer's tensors from where it put them. Leave it out."
+_RERUN = "Odyssey repeats a step by itself, after a failure only. Leave it out."
+_ONE_RANK = "It would be that of one rank's layers. Leave it out."
+_ONE_BATCH = "The plan is made for one global batch size. Start with the full batch."
+_TRAINING = "Use that of training."
+_GPUS = "It compares GPUs over groups that Odyssey makes anew. Leave it out."
+_MODELOPT = "Model Optimizer changes the model behind its stages. Leave it out."
+_UNTRIED = "Nobody has tried it under failure. Leave it out."
+_ALONE = "Leave out --odyssey."
+
+
+def _not_none(value: Any, args: Any) -> bool:
+    return value is not None
+
+
+def _above_one(value: Any, args: Any) -> bool:
+    return (value or 1) > 1
+
+
+def _none_of(*usual: Any) -> Callable[[Any, Any], bool]:
+    return lambda value, args: value not in (None, *usual)
+
+
+def _unlike(other: str) -> Callable[[Any, Any], bool]:
+    return lambda value, args: value not in (None, getattr(args, other, None))
+
+
+_ROWS: tuple[tuple[str, str] | tuple[str, str, Callable[[Any, Any], bool]], ...] = (
+    ("yaml_cfg", "Give the model by flags."),
+    ("fp16", "Its loss scale would have to be agreed on over generations. Use --bf16."),
+    ("loss_scale", "Its loss scale would have to be agreed on over generations. Use --bf16."),
+    ("fp8", _QUANTIZED, _not_none),
+    ("fp4", _QUANTIZED, _not_none),
+    ("te_precision_config_file", _QUANTIZED, _not_none),
+    ("kitchen_config_file", _QUANTIZED, _not_none),
+    ("kitchen_recipe_number", _QUANTIZED, _not_none),
+    ("use_kitchen_attention", _UNTRIED),
+    ("tp_comm_overlap", "Its buffers belong to the ranks that the job started with. Leave it out."),
+    ("symmetric_ar_type", "Its buffers belong to the ranks that the job started with. Leave it out."),
+    ("defer_embedding_wgrad_compute", _DEFERRED),
+    ("delay_wgrad_compute", _DEFERRED),
+    ("use_transformer_engine_op_fuser", _UNTRIED),
+    ("use_grouped_gemm_for_dense_mlp", _UNTRIED),
+    ("mla_down_proj_fusion", _UNTRIED),
+    ("fused_residual_rmsnorm", _UNTRIED),
+    ("batch_invariant_mode", _UNTRIED),
+    ("softmax_type", "Its offsets are not those of plain Megatron-LM yet. Use vanilla.", _none_of("vanilla")),
+    ("fp32_residual_connection", "Messages have the type of the parameters. Leave it out."),
+    ("distribute_saved_activations", _UNTRIED),
+    ("context_parallel_size", "Use 1.", _above_one),
+    ("hybrid_context_parallel", _LEAVE_OUT),
+    ("expert_model_parallel_size", "Use 1.", _above_one),
+    ("num_experts", "Train a dense model."),
+    ("mtp_num_layers", _LEAVE_OUT),
+    ("untie_embeddings_and_output_weights",
+     "One weight would have two places in the pipeline. Add --untie-embeddings-and-output-weights.",
+     lambda value, args: not value),
+    ("position_embedding_type", "Use rope, yarn, learned_absolute or none.",
+     _none_of("rope", "yarn", "learned_absolute", "none")),
+    ("num_layers_per_virtual_pipeline_stage", _BUBBLES),
+    ("num_virtual_stages_per_pipeline_rank", _BUBBLES),
+    ("pipeline_model_parallel_layout", "The plan chooses the layers of each stage. Leave it out."),
+    ("hybrid_layer_pattern", _ALIKE),
+    ("hybrid_override_pattern", _ALIKE),
+    ("is_hybrid_model", _ALIKE),
+    ("linear_attention_freq", _ALIKE),
+    ("experimental_attention_variant", _ALIKE),
+    ("heterogeneous_layers_config_path", _ALIKE),
+    ("heterogeneous_layers_config_encoded_json", _ALIKE),
+    ("spec", "Only Megatron's own layers have been tried. Leave it out."),
+    ("tensor_parallel_num_weight_shards", "Use that of tensor parallelism.",
+     lambda value, args: value is not None and value > args.tensor_model_parallel_size),
+    ("freeze_all_layers", _LEAVE_OUT),
+    ("use_mup", _LEAVE_OUT),
+    ("perform_initialization", "Holders of a layer would begin with different weights. Leave it out.",
+     lambda value, args: value is False),
+    ("init_model_with_meta_device", _UNTRIED),
+    ("qk_clip", "It would look at one rank's layers. Leave it out."),
+    ("log_max_attention_logit", _ONE_RANK),
+    ("logits_save_dir", _LEAVE_OUT),
+    ("logits_load_dir", _LEAVE_OUT),
+    ("export_kd_cfg", _MODELOPT),
+    ("export_kd_teacher_load", _MODELOPT),
+    ("export_quant_cfg", _MODELOPT),
+    ("export_offline_model", _MODELOPT),
+    ("export_te_mcore_model", _MODELOPT),
+    ("export_legacy_megatron", _MODELOPT),
+    ("modelopt_enabled", _MODELOPT),
+    ("enable_gpt_oss", _MODELOPT),
+    ("use_megatron_fsdp", _LEAVE_OUT),
+    ("use_torch_fsdp2", _LEAVE_OUT),
+    ("use_legacy_models", _LEAVE_OUT),
+    ("cuda_graph_impl", _GRAPHS, _none_of("none")),
+    ("enable_cuda_graph", _GRAPHS),
+    ("external_cuda_graph", _GRAPHS),
+    ("optimizer_cuda_graph", _GRAPHS),
+    ("cpu_offloading_num_layers", _HOST),
+    ("fine_grained_activation_offloading", _HOST),
+    ("optimizer_cpu_offload", _HOST),
+    ("optimizer", "Use adam or sgd.", _none_of("adam", "sgd")),
+    ("use_precision_aware_optimizer",
+     "Its states are those of Megatron's distributed optimizer, whose place Odyssey takes. Leave it out."),
+    ("num_distributed_optimizer_instances", "Odyssey shares out optimizer states itself. Leave it out.", _above_one),
+    ("overlap_param_gather_with_optimizer_step", "Odyssey shares out optimizer states itself. Leave it out."),
+    ("ddp_param_name_patterns_for_fp32_local_accumulation", _UNTRIED),
+    ("dump_param_to_param_group_map", _ONE_RANK),
+    ("check_for_large_grads", "Its check is of Megatron's own reduction. Leave it out."),
+    ("error_injection_rate", _RERUN),
+    ("rerun_mode", _RERUN, _none_of("disabled", "validate_results")),
+    ("result_rejected_tracker_filename", _RERUN),
+    ("check_for_spiky_loss", _RERUN),
+    ("rampup_batch_size", _ONE_BATCH),
+    ("step_batch_size_schedule", _ONE_BATCH),
+    ("decrease_batch_size_if_needed", _ONE_BATCH),
+    ("phase_transition_iterations", _ONE_BATCH),
+    ("eval_global_batch_size", _TRAINING, _unlike("global_batch_size")),
+    ("eval_micro_batch_size", _TRAINING, _unlike("micro_batch_size")),
+    ("start_eval_at_iter", _LEAVE_OUT, _not_none),
+    ("dataloader_inter_document_masking", _LEAVE_OUT),
+    ("iterations_to_skip", _LEAVE_OUT),
+    ("dataloader_type", "Samples are found by their global number. Use 'single'.", _none_of("single")),
+    ("fim_data", "What it makes of a sample depends on those that were read before. Leave it out."),
+    ("full_validation", "Set --eval-iters instead."),
+    ("multiple_validation_sets", _LEAVE_OUT),
+    ("async_save", "A failure during a save repeats the save. Leave it out."),
+    ("ckpt_format", "Only torch_dist checkpoints fit every layout. Use --ckpt-format torch_dist.",
+     lambda value, args: value not in (None, "torch_dist") and bool(args.save or args.load)),
+    ("non_persistent_ckpt_type", "Use global.", lambda value, args: value == "local"),
+    ("ckpt_convert_format", "Convert without --odyssey."),
+    ("ckpt_fully_parallel_save_process_group", "Use dp.", _none_of("dp")),
+    ("ckpt_fully_parallel_load_process_group", "Use dp.", _none_of("dp")),
+    ("dist_ckpt_save_pre_mcore_014", _UNTRIED),
+    ("verify_integrity", _UNTRIED),
+    ("override_ckpt_iteration", _UNTRIED, _not_none),
+    ("load_main_params_from_ckpt", _UNTRIED),
+    ("use_mp_args_from_checkpoint_args", "Give the sizes of the job by flags."),
+    ("inprocess_restart", "It restarts what Odyssey keeps alive. Leave it out."),
+    ("enable_ft_package", "Odyssey notices failures itself. Leave it out."),
+    ("fault_injector_ranks", "Use --odyssey-inject, or odyssey inject."),
+    ("fault_injector_num_ranks", "Use --odyssey-inject, or odyssey inject."),
+    ("adlr_autoresume", _UNTRIED),
+    ("distributed_timeout_seconds_after_init", "Use --distributed-timeout-minutes, or --odyssey-op-timeout-s."),
+    ("fake_process_group", _ALONE),
+    ("lazy_mpu_init", _LEAVE_OUT),
+    ("skip_train", "An evaluation alone has nothing to recover. Leave out --odyssey."),
+    ("perform_rl_step", _ALONE),
+    ("sft", _ALONE),
+    ("save_wgrads_interval", _LEAVE_OUT),
+    ("save_dgrads_interval", _LEAVE_OUT),
+    ("save_params_interval", _LEAVE_OUT),
+    ("save_activations_interval", _LEAVE_OUT),
+    ("log_energy", _GPUS),
+    ("log_straggler", _GPUS),
+    ("gpu_sniff_test_interval", _GPUS),
+    ("run_workload_inspector_server", _GPUS),
 )  # fmt: skip
+_SAID = {
+    "fp8": "--fp8-format",
+    "fp4": "--fp4-format",
+    "untie_embeddings_and_output_weights": "tied embeddings (no --untie-embeddings-and-output-weights)",
+    "perform_initialization": "--no-initialization",
+    "non_persistent_ckpt_type": "--non-persistent-ckpt-type local",
+}
+"""Where a flag is not called like its destination."""
+REFUSALS = tuple(
+    Refusal(
+        dest=dest,
+        remedy=remedy,
+        flag=_SAID.get(dest, "--" + dest.replace("_", "-")),
+        refuses=more[0] if more else None,
+    )
+    for dest, remedy, *more in _ROWS
+)
 """The README's table is made of these."""
+REFUSED = frozenset(one.dest for one in REFUSALS)
 
 
-def refused(args: Any) -> Iterator[str]:
-    """What is said of each flag that cannot work."""
-    for one in REFUSALS:
-        if one.given(args):
-            value = getattr(args, one.flag.removeprefix("--").replace("-", "_"), None)
-            shown = one.flag if value in (None, True) else f"{one.flag} {value}"
-            yield f"{shown} does not work with --odyssey yet. {one.remedy}"
+def refused(args: Any, parser: Parser) -> Iterator[Refusal]:
+    """The refusals that ``args`` meet with, before Megatron's validation or after it."""
+    return (one for one in REFUSALS if one.given(args, parser))
 
 
-def check(args: Any) -> None:
-    """Raises ConfigError for the first flag that cannot work, before any GPU time is spent."""
-    for message in refused(args):
-        raise ConfigError(message)
+def unknown(args: Any, parser: Parser, accepted: Collection[str] = ()) -> Iterator[str]:
+    """The flags of ``args``, as the user gave them, that are Megatron's and on none of the lists."""
+    for dest in parser.given(args):
+        if dest not in WORKS and dest not in MOOT and dest not in REFUSED:
+            flag = parser.flag(dest)
+            if flag.removeprefix("--") not in accepted:
+                yield flag
 
 
-def parsed(flags: Sequence[str]) -> SimpleNamespace:
-    """A launch line as far as refusals look at it. Megatron's own parser needs Megatron, and defaults of a version."""
+def moot(args: Any, parser: Parser) -> Iterator[tuple[str, str]]:
+    """The flags of ``args``, as the user gave them, that change nothing, each with the reason."""
+    return ((parser.flag(dest), MOOT[dest]) for dest in parser.given(args) if dest in MOOT)
+
+
+def said(args: Any, parser: Parser, accepted: Collection[str] | None = None) -> list[str]:
+    """What is said of each flag that cannot work: its name first, the remedy last.
+
+    Args:
+        accepted: of those that Odyssey does not know, the ones that the user vouches for; None: Megatron has derived
+            values of its own by now, and nothing is said of unknown ones.
+    """
+    lines = []
+    for one in refused(args, parser):
+        value = getattr(args, one.dest, None)
+        shown = one.flag if value in (None, True, False) or " " in one.flag else f"{one.flag} {value}"
+        lines.append(f"{shown} does not work with --odyssey yet. {one.remedy}")
+    if accepted is not None:
+        lines += [
+            f"{flag} is not known to Odyssey, though megatron-core {parser.version} has it: it may go wrong under "
+            f"failure. Leave it out, or vouch for it with --odyssey-accept {flag.removeprefix('--')}."
+            for flag in unknown(args, parser, accepted)
+        ]
+    return lines
+
+
+def check(args: Any, parser: Parser, accepted: Collection[str] | None = None) -> None:
+    """Raises ConfigError that names all flags that cannot work, before any GPU time is spent. As :func:`said`."""
+    lines = said(args, parser, accepted)
+    if len(lines) == 1:
+        raise ConfigError(lines[0])
+    if lines:
+        raise ConfigError(f"{len(lines)} of the job's flags cannot be used:\n" + "\n".join(lines))
+
+
+def parsed(flags: Sequence[str], known: Mapping[str, tuple[str, Any]]) -> tuple[SimpleNamespace, list[str]]:
+    """A launch line as far as refusals look at it, and its flags that are not Megatron's.
+
+    Args:
+        known: flag -> its destination, and the value that it sets if it takes none.
+    """
     values: dict[str, Any] = {}
+    strange = []
     for flag, after in zip(flags, [*flags[1:], "--"], strict=False):
-        name, equals, value = flag.partition("=")
-        if name.startswith("--"):
-            shown = value if equals else True if after.startswith("--") else after
-            dest = name.removeprefix("--").replace("-", "_")
-            values[dest] = int(shown) if str(shown).isdigit() else shown
+        name, equals, given = flag.partition("=")
+        if not name.startswith("--"):
+            continue
+        if name not in known:
+            strange.append(name)
+            continue
+        dest, const = known[name]
+        value = given if equals else const if const is not None or after.startswith("--") else after
+        values[dest] = int(value) if isinstance(value, str) and value.isdigit() else value
     # Without a model on the line nothing is said about its embeddings.
-    usual: dict[str, Any] = {"save": None, "load": None, "ckpt_format": "torch_dist", "optimizer": "adam"}
+    usual: dict[str, Any] = {"save": None, "load": None, "ckpt_format": "torch_dist"}
     usual |= {
         "tensor_model_parallel_size": 1,
         "untie_embeddings_and_output_weights": "num_layers" not in values,
     }
-    return SimpleNamespace(**usual | values)
+    return SimpleNamespace(**usual | values), strange

@@ -11,7 +11,7 @@ import pytest
 
 from odyssey_megatron.cli import main
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.doctor import command, environment, megatron, packages
+from odyssey_megatron.doctor import command, environment, flags, megatron, packages
 from odyssey_megatron.doctor.rows import Host, Job, Package
 from odyssey_megatron.mcore import compat
 from odyssey_megatron.mcore.seam_table import SEAMS
@@ -161,9 +161,9 @@ def test_packages(host, expected):
 )
 def test_flags_that_a_job_would_be_refused_for(line, refused):
     job = replace(JOB, flags=tuple(line.split()))
-    assert checked(command._refused(job)) == dict.fromkeys(refused, "problem")
+    assert checked(flags.rows(job, None)) == dict.fromkeys(refused, "problem")
     observing = replace(job, config=OdysseyConfig(mode="observe"))
-    assert checked(command._refused(observing)) == dict.fromkeys(refused, "warning")
+    assert checked(flags.rows(observing, None)) == dict.fromkeys(refused, "warning")
 
 
 def test_missing_packages_are_named_as_pip_knows_them():

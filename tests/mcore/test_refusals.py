@@ -10,9 +10,12 @@ BEGIN, END = r"<!-- refused: begin[^>]*-->\n", r"<!-- refused: end -->"
 
 
 def refused_table() -> str:
-    rows = [
-        f"| {f'`{one.flag}`' if one.flag.startswith('--') else one.flag} | {one.remedy} |" for one in REFUSALS
-    ]
+    by_remedy: dict[str, list[str]] = {}
+    for one in REFUSALS:
+        by_remedy.setdefault(one.remedy, []).append(
+            f"`{one.flag}`" if one.flag.startswith("--") else one.flag
+        )
+    rows = [f"| {', '.join(flags)} | {remedy} |" for remedy, flags in by_remedy.items()]
     return "\n".join(["| refused | what to do |", "|---|---|", *rows]) + "\n"
 
 

@@ -5,21 +5,25 @@ python tests/megatron_lm/refuse.py CASES.json OUT.json   # {name: argv} -> {name
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
 
-from megatron.training.arguments import parse_args
+from megatron.core import __version__
+from megatron.training.arguments import add_megatron_arguments, parse_args
 
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.mcore import refusals
+
+PARSER = refusals.Parser.of(add_megatron_arguments(argparse.ArgumentParser()), __version__)
 
 
 def refusal(argv: list[str]) -> str | None:
     """None: nothing. "unknown": this Megatron-LM does not have one of the flags."""
     sys.argv = ["pretrain_gpt.py", *argv]
     try:
-        refusals.check(parse_args())
+        refusals.check(parse_args(), PARSER, accepted=())
     except ConfigError as error:
         return str(error)
     except SystemExit:

@@ -6,7 +6,9 @@ import json
 
 import pytest
 
+from odyssey_megatron import patch
 from odyssey_megatron.mcore.refusals import REFUSALS
+from odyssey_megatron.mcore.source import Source
 from tests.launch.jobserver import CHECKOUT
 from tests.megatron_lm.jobs import MOCK, MODEL
 
@@ -67,6 +69,71 @@ GIVEN = {
     "--ckpt-convert-format": "--ckpt-convert-format torch_dist",
     "--save-params-interval": "--save-params-interval 2",
     "--save-activations-interval": "--save-activations-interval 2",
+    "--loss-scale": "--loss-scale 128",
+    "--use-kitchen-attention": "--use-kitchen-attention",
+    "--symmetric-ar-type": "--symmetric-ar-type two_shot",
+    "--use-transformer-engine-op-fuser": "--use-transformer-engine-op-fuser",
+    "--use-grouped-gemm-for-dense-mlp": "--use-grouped-gemm-for-dense-mlp",
+    "--mla-down-proj-fusion": "--mla-down-proj-fusion",
+    "--fused-residual-rmsnorm": "--fused-residual-rmsnorm",
+    "--batch-invariant-mode": "--batch-invariant-mode",
+    "--softmax-type": "--softmax-type learnable",
+    "--fp32-residual-connection": "--fp32-residual-connection",
+    "--distribute-saved-activations": "--distribute-saved-activations",
+    "--hybrid-context-parallel": "--hybrid-context-parallel",
+    "--position-embedding-type": "--position-embedding-type relative",
+    "--hybrid-override-pattern": "--hybrid-override-pattern M*M*",
+    "--is-hybrid-model": "--is-hybrid-model",
+    "--linear-attention-freq": "--linear-attention-freq 2",
+    "--experimental-attention-variant": "--experimental-attention-variant gated_delta_net",
+    "--heterogeneous-layers-config-encoded-json": "--heterogeneous-layers-config-encoded-json {}",
+    "--spec": "--spec a b",
+    "--no-initialization": "--no-initialization",
+    "--init-model-with-meta-device": "--init-model-with-meta-device",
+    "--export-kd-cfg": "--export-kd-cfg kd.yaml",
+    "--export-kd-teacher-load": "--export-kd-teacher-load there",
+    "--export-quant-cfg": "--export-quant-cfg fp8",
+    "--export-offline-model": "--export-offline-model",
+    "--export-te-mcore-model": "--export-te-mcore-model",
+    "--export-legacy-megatron": "--export-legacy-megatron",
+    "--modelopt-enabled": "--modelopt-enabled",
+    "--enable-gpt-oss": "--enable-gpt-oss",
+    "--enable-cuda-graph": "--enable-cuda-graph",
+    "--external-cuda-graph": "--external-cuda-graph",
+    "--cpu-offloading-num-layers": "--cpu-offloading-num-layers 2",
+    "--fine-grained-activation-offloading": "--fine-grained-activation-offloading",
+    "--optimizer-cpu-offload": "--optimizer-cpu-offload",
+    "--overlap-param-gather-with-optimizer-step": "--overlap-param-gather-with-optimizer-step",
+    "--ddp-param-name-patterns-for-fp32-local-accumulation": (
+        "--ddp-param-name-patterns-for-fp32-local-accumulation all"
+    ),
+    "--dump-param-to-param-group-map": "--dump-param-to-param-group-map there",
+    "--check-for-large-grads": "--check-for-large-grads",
+    "--error-injection-rate": "--error-injection-rate 1000",
+    "--rerun-mode": "--rerun-mode report_stats",
+    "--result-rejected-tracker-filename": "--result-rejected-tracker-filename there",
+    "--check-for-spiky-loss": "--check-for-spiky-loss",
+    "--decrease-batch-size-if-needed": "--decrease-batch-size-if-needed",
+    "--phase-transition-iterations": "--phase-transition-iterations 2,4",
+    "--start-eval-at-iter": "--start-eval-at-iter 2",
+    "--fim-data": "--fim-data",
+    "--ckpt-fully-parallel-save-process-group": "--ckpt-fully-parallel-save-process-group ep_dp",
+    "--ckpt-fully-parallel-load-process-group": "--ckpt-fully-parallel-load-process-group ep_dp",
+    "--dist-ckpt-save-pre-mcore-014": "--dist-ckpt-save-pre-mcore-014",
+    "--verify-integrity": "--verify-integrity",
+    "--override-ckpt-iteration": "--override-ckpt-iteration 2",
+    "--load-main-params-from-ckpt": "--load-main-params-from-ckpt",
+    "--use-mp-args-from-checkpoint-args": "--use-mp-args-from-checkpoint-args",
+    "--fault-injector-ranks": "--fault-injector-ranks 1",
+    "--fault-injector-num-ranks": "--fault-injector-num-ranks 1",
+    "--adlr-autoresume": "--adlr-autoresume",
+    "--distributed-timeout-seconds-after-init": "--distributed-timeout-seconds-after-init 60",
+    "--fake-process-group": "--fake-process-group",
+    "--lazy-mpu-init": "--lazy-mpu-init",
+    "--log-energy": "--log-energy",
+    "--log-straggler": "--log-straggler",
+    "--gpu-sniff-test-interval": "--gpu-sniff-test-interval 2",
+    "--run-workload-inspector-server": "--run-workload-inspector-server",
 }
 """As a launch line has them. Those of tied embeddings and --yaml-cfg are jobs of their own below."""
 
@@ -95,12 +162,34 @@ def assert_refused(jobs):
     return unknown
 
 
+def assert_recorded(jobs):
+    """``patches/<tag>/arguments.txt`` is what the version's own parser says today."""
+    now, version = jobs.folder / "arguments.txt", Source((jobs.checkout,)).version()
+    jobs.script([str(CHECKOUT / "tests/megatron_lm/record_arguments.py"), str(now)])
+    (tag,) = (one.tag for one in patch.supported() if one.version == version)
+    assert now.read_text() == (patch.data() / tag / "arguments.txt").read_text(), (
+        f"record it anew (tests/megatron_lm/record_arguments.py), and put what is new on a list: {now}"
+    )
+
+
 def test_every_refused_flag_is_tried():
     assert set(GIVEN) | {TIED, "--yaml-cfg"} == {one.flag for one in REFUSALS}
 
 
 def test_a_refusal_names_flag_and_remedy(jobs):
     assert_refused(jobs)
+    assert_recorded(jobs)
+
+
+def test_a_job_names_all_refused_flags_at_once(jobs, name):
+    """Among them one that Megatron's own validation takes back, and one that it would stop at."""
+    flags = f"{MOCK} --fp16 --enable-cuda-graph --error-injection-rate 5 --heterogeneous-layers-config-encoded-json x"
+    run = jobs.odyssey(name, flags, ranks=4, stages=2)
+    assert run.exit_code == 2, run.log[-3000:]
+    assert "Traceback" not in run.log
+    assert run.log.count("4 of the job's flags cannot be used:") == 1
+    for flag in ("--fp16", "--enable-cuda-graph", "--error-injection-rate 5", "--heterogeneous-layers"):
+        assert run.log.count(f"\n{flag}") == 1, flag
 
 
 @pytest.mark.parametrize("flag", ["--fp16", TIED, "--yaml-cfg", "--inprocess-restart", "--enable-ft-package"])

@@ -6,7 +6,7 @@ import pytest
 
 from tests.megatron_lm import torchrun
 from tests.megatron_lm.jobs import MOCK, assert_same_lines
-from tests.megatron_lm.test_refusals import assert_refused
+from tests.megatron_lm.test_refusals import assert_recorded, assert_refused
 
 pytestmark = pytest.mark.timeout(300)
 """Each is two or three jobs of up to 8 ranks; half a minute each where nothing else runs."""
@@ -62,6 +62,7 @@ def test_under_torchrun_in_a_patched_checkout(other_jobs, tmp_path):
 
 def test_every_refusal_that_this_version_has(other_jobs):
     assert_refused(other_jobs)
+    assert_recorded(other_jobs)
 
 
 @pytest.mark.parametrize("flag", ["--fp16", "--inprocess-restart"])

@@ -1,0 +1,56 @@
+"""The job's flags, as a job would look at them: which are refused, which change nothing, which are not Megatron's."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from odyssey_megatron import patch
+from odyssey_megatron.doctor.rows import OK, PROBLEM, WARNING, Job, Row
+from odyssey_megatron.mcore import refusals
+
+_CONSTANTS = {"True": True, "False": False}
+
+
+@functools.cache
+def recorded(tag: str) -> dict[str, tuple[str, Any]]:
+    """Each flag of Megatron's own parser in ``tag``: its destination, and what it sets if it takes no value."""
+    known = {}
+    for line in (patch.data() / tag / "arguments.txt").read_text().splitlines():
+        flag, _, rest = line.partition(" ")
+        dest, _, const = rest.partition("=")
+        known[flag] = (dest, _CONSTANTS.get(const))
+    return known
+
+
+def known_to(version: str | None) -> dict[str, tuple[str, Any]]:
+    """The flags of ``version``; those of all recorded ones together if it is none of them."""
+    patches = patch.supported()
+    tags = [one.tag for one in patches if one.version == version] or [one.tag for one in patches]
+    return {flag: found for tag in tags for flag, found in recorded(tag).items()}
+
+
+def rows(job: Job, version: str | None) -> Iterator[Row]:
+    """A row for each flag that a job would say something about; --odyssey observe would only say it."""
+    args, strange = refusals.parsed(job.flags, known_to(version))
+    parser = refusals.Parser(defaults=dict.fromkeys(vars(args), _NOT_GIVEN))
+    state = WARNING if job.config.mode == "observe" else PROBLEM
+    for one in refusals.refused(args, parser):
+        yield _row(one.flag, state, "does not work with --odyssey yet", one.remedy)
+    for flag, why in refusals.moot(args, parser):
+        yield _row(flag, OK, f"changes nothing with --odyssey: {why}")
+    for flag in strange:
+        if not flag.startswith("--odyssey"):
+            yield _row(
+                flag, WARNING, f"not among the flags of Megatron-LM {version or ''} that were recorded",
+                "Nothing, if the script adds it. If Megatron-LM does, a job is refused that has not "
+                f"--odyssey-accept {flag.removeprefix('--')}.",
+            )  # fmt: skip
+
+
+_NOT_GIVEN = object()
+
+
+def _row(name: str, state: str, found: str, remedy: str = "") -> Row:
+    return Row(area="flags", name=name, state=state, found=found, remedy=remedy)

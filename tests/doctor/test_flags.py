@@ -1,0 +1,116 @@
+"""Every argument of Megatron-LM's is on one of three lists: what works, what is moot, what is refused."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+
+import pytest
+
+from odyssey_megatron import patch
+from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.doctor import flags
+from odyssey_megatron.doctor.rows import Job
+from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.mcore import refusals
+from odyssey_megatron.mcore.flags import MOOT, WORKS
+
+TAGS = tuple(one.tag for one in patch.supported())
+NOT_OF_THE_PARSER = {"kitchen_config_file", "kitchen_recipe_number"}
+"""Only where NVIDIA's kitchen is installed."""
+SLIPPED = {
+    "--enable-cuda-graph": "",
+    "--external-cuda-graph": "",
+    "--hybrid-override-pattern": "M*M*",
+    "--is-hybrid-model": "",
+    "--linear-attention-freq": "2",
+    "--heterogeneous-layers-config-encoded-json": "{}",
+    "--error-injection-rate": "1000",
+    "--rerun-mode": "report_stats",
+    "--optimizer-cpu-offload": "",
+    "--cpu-offloading-num-layers": "2",
+    "--fine-grained-activation-offloading": "",
+    "--export-kd-cfg": "kd.yaml",
+}
+"""What once passed in silence."""
+
+
+def destinations(tag):
+    return {dest for dest, _ in flags.recorded(tag).values()}
+
+
+@pytest.mark.parametrize("tag", TAGS)
+def test_each_argument_of_a_version_is_on_one_list(tag):
+    lists = Counter([*WORKS, *MOOT, *refusals.REFUSED])
+    assert {dest: lists[dest] for dest in destinations(tag) if lists[dest] != 1} == {}
+
+
+def test_no_list_has_what_no_version_knows():
+    known = set().union(*map(destinations, TAGS)) | NOT_OF_THE_PARSER
+    assert {*WORKS, *MOOT, *refusals.REFUSED} - known == set()
+
+
+@pytest.mark.parametrize("flag", SLIPPED)
+def test_flags_that_once_slipped_past(flag):
+    found = list(flags.rows(Job(config=OdysseyConfig(), flags=(flag, SLIPPED[flag])), "0.16.1"))
+    assert [(row.name, row.state) for row in found] == [(flag, "problem")]
+    assert found[0].remedy
+
+
+def parser_with(*more):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fp8-format", dest="fp8")
+    parser.add_argument("--untie-embeddings-and-output-weights", action="store_true", default=True)
+    parser.add_argument("--overlap-grad-reduce", action="store_true")
+    parser.add_argument("--enable-cuda-graph", action="store_true")
+    for flag in more:
+        parser.add_argument(flag)
+    return parser
+
+
+def said(argv, *more, accepted=()):
+    parser = parser_with(*more)
+    known = refusals.Parser.of(parser, "9.9")
+    parser.add_argument("--of-the-script", default="no")  # as a script's extra_args_provider does
+    return refusals.said(parser.parse_args(argv), known, accepted)
+
+
+def test_all_refused_flags_are_named_at_once():
+    lines = said(["--fp8-format", "hybrid", "--enable-cuda-graph", "--overlap-grad-reduce"])
+    assert [line.split()[0] for line in lines] == ["--fp8-format", "--enable-cuda-graph"]
+    parser = parser_with()
+    args = parser.parse_args(["--fp8-format", "hybrid", "--enable-cuda-graph"])
+    with pytest.raises(ConfigError) as caught:
+        refusals.check(args, refusals.Parser.of(parser, "9.9"), ())
+    assert str(caught.value).splitlines() == ["2 of the job's flags cannot be used:", *lines]
+
+
+def test_an_argument_that_nobody_knows_is_refused_once_it_is_given():
+    assert said([], "--new-thing") == []
+    (line,) = said(["--new-thing", "3"], "--new-thing")
+    assert line.startswith("--new-thing is not known to Odyssey, though megatron-core 9.9 has it")
+    assert line.endswith("--odyssey-accept new-thing.")
+    assert (
+        said(["--new-thing", "3"], "--new-thing", accepted=OdysseyConfig(accept="--new-thing").accepted) == []
+    )
+
+
+def test_arguments_of_the_script_pass():
+    assert said(["--of-the-script", "yes"]) == []
+
+
+def test_what_validation_derives_is_looked_at_but_not_taken_for_unknown():
+    parser = parser_with("--new-thing")
+    args, known = parser.parse_args([]), refusals.Parser.of(parser, "9.9")
+    args.new_thing, args.cuda_graph_impl = "derived", "local"
+    (line,) = refusals.said(args, known)
+    assert line.startswith("--cuda-graph-impl local does not work")
+
+
+def test_the_doctor_names_moot_flags_and_strange_ones():
+    argv = ("--overlap-grad-reduce", "--of-the-script", "3", "--odyssey-device", "cpu", "--bf16")
+    found = {
+        row.name: row.state
+        for row in flags.rows(Job(config=OdysseyConfig(), flags=argv), "a version unheard of")
+    }
+    assert found == {"--overlap-grad-reduce": "ok", "--of-the-script": "warning"}
