@@ -115,10 +115,10 @@ def test_a_dry_run_prints_what_git_applies_and_writes_nothing(tree, capfdbinary)
 def test_lines_of_an_older_odyssey_are_replaced_and_taken_out(tree, monkeypatch, tmp_path_factory):
     before = contents(tree)
     older = tmp_path_factory.mktemp("older") / "patches"
-    shutil.copytree(patch._data(), older)
+    shutil.copytree(patch.data(), older)
     (older / "lines.txt").write_text("import odyssey_megatron.older  # CALL\n")
     with monkeypatch.context() as context:
-        context.setattr(patch, "_data", lambda: older)
+        context.setattr(patch, "data", lambda: older)
         patch.write(patch.install(tree))
     assert b"older" in (tree / CORE).read_bytes()
     assert patch.status(tree)[1].endswith("installed by another version")
