@@ -71,8 +71,10 @@ class Rank(Protocol):
         ...
 
     @property
-    def done(self) -> int:
-        """Pieces of common work done so far: steps and what was done together."""
+    def own(self) -> int:
+        """Pieces of common work that this rank has had a part in: steps, and what was done together. What the others
+        did while it was away, e.g. before it was asked to join once more, is not among them.
+        """
         ...
 
     def enter_phase(self, phase: Phase) -> None:
@@ -141,17 +143,15 @@ class Recovery:
                 self._rank.abort(why)
 
     def step(self) -> None:
-        """The next training step. An offered generation that all have prepared begins before it."""
-        step = self._rank.committed
+        """The next training step. An offered generation that all have prepared begins before it.
 
-        def once(generation: Generation) -> None:
-            if self._rank.committed == step:
-                self._rank.run_step(generation)
-
+        Returns with a step that this rank has had its part in: the next one, or, if it has just joined and the others
+        went on without it, whichever they let it into.
+        """
         if self._rank.boundary:
             self._control.take_offer(self._rank.boundary)
             self._live = None
-        self.carry_out(once)
+        self._carry_out_once(self._rank.run_step)
 
     def together(self, work: Callable[[Any], T]) -> T:
         """``work(world)``, which all ranks do together besides steps: an evaluation, a checkpoint, a barrier.
@@ -159,14 +159,24 @@ class Recovery:
         It is done again wherever a failure cuts it short, unless somebody is through with it: then everybody is.
         """
         results: list[T] = []
-        ordinal = self._rank.done
+
+        def attempt(generation: Generation) -> None:
+            self._rank.together(lambda world: results.__setitem__(slice(None), [work(world)]))
+
+        self._carry_out_once(attempt)
+        return results[0]
+
+    def _carry_out_once(self, work: Callable[[Generation], None]) -> None:
+        """Until this rank has had its part in one more piece of common work, be it that another one's coming through
+        has completed it.
+        """
+        before = self._rank.own
 
         def once(generation: Generation) -> None:
-            if self._rank.done == ordinal:
-                self._rank.together(lambda world: results.__setitem__(slice(None), [work(world)]))
+            if self._rank.own == before:
+                work(generation)
 
         self.carry_out(once)
-        return results[0]
 
     def _enter_next(self) -> Generation:
         control, rank = self._control, self._rank

@@ -107,6 +107,11 @@ class ClusterState:
         return tuple(sorted(rank for w in self.workers if w.worker in self.fresh for rank in w.ranks))
 
     @property
+    def waiting_ranks(self) -> tuple[int, ...]:
+        """New ranks that hold nothing yet, be their worker complete or not; ascending."""
+        return tuple(sorted({*self.fresh_ranks, *self.joining}))
+
+    @property
     def is_live(self) -> bool:
         """True once every member, those that died since included, reported the current generation live.
 
@@ -227,8 +232,11 @@ def _join(state: ClusterState, event: RankJoined) -> ClusterState:
 def _kill(state: ClusterState, ranks: set[int], t_s: float) -> ClusterState:
     hit = {w.worker for w in state.workers if w.alive and ranks & set(w.ranks)}
     hit -= {w.worker for w in state.workers if set(w.ranks) <= state.finished}
-    if state.joining & ranks:
-        state = replace(state, joining=state.joining - ranks)
+    # Of a cell that holds nothing yet, the rest waits on.
+    rest = {rank for w in state.workers if w.worker in hit & state.fresh for rank in w.ranks}
+    joining = (state.joining | rest) - ranks
+    if joining != state.joining:
+        state = replace(state, joining=joining)
     if not hit:
         return state
     workers = tuple(replace(w, alive=False) if w.worker in hit else w for w in state.workers)

@@ -57,7 +57,9 @@ class RankRuntime:
         self._journal, self._on_commit = journal, on_commit
         self.committed = first_step
         self.done = 0
-        """Pieces of common work done: steps, and what :meth:`together` did."""
+        """Pieces of common work that the job has done: steps, and what :meth:`together` did."""
+        self.own = 0
+        """Of those, how many this rank has had a part in."""
         self._ready, self._in_step, self._evaluating = False, False, False
         self._totals = torch.zeros(model.num_totals, dtype=torch.float64)
         self.outcome: Any = None
@@ -157,6 +159,8 @@ class RankRuntime:
         # Not verified once more: the coordinator did, and every rank would spend milliseconds of the stall on it.
         self._planned, self._boundary = generation.planned, 0
         self._joins = self._member.rank in generation.fresh
+        if self._joins:
+            self._model.forget()
         if generation.previous is not None and not generation.planned:
             self._clock.note_abort(self._member.heard_s)
         self._generation, self._plan, self._steps_here = generation.number, plan, 0
@@ -172,30 +176,12 @@ class RankRuntime:
 
     def agree(self, generation: Generation) -> None:
         self._fault(Phase.AGREE.value, self.committed)
-        self._rest, self._taken_up = None, 0
-        plan, progress = self._require_plan(), self._progress or self._new_progress()
-        may_resume = self._config.interrupted_step == "resume" and not generation.planned and not self._joins
-        cell_group = self._group(cell_group_name(self._worker))
-        resumable = may_resume and agree.can_resume(
-            cell_group, plan.layout, self._worker, progress, self._totals.device
-        )
-        standing = agree.Standing(
-            done=self.done,
-            ready=self._ready,
-            committed=self.committed,
-            joins=self._joins,
-            resumable=resumable,
-            begun=bool(progress.table.any()),
-        )
+        plan, self._rest, self._taken_up = self._require_plan(), None, 0
+        done, committed = self.done, self.committed
+        standing = agree.Standing(done=done, ready=self._ready, committed=committed, joins=self._joins)
         fingerprint = int(generation.plan_hash, 16) % 2**40 + generation.number
         standings, totals = agree.exchange(self._world, standing, fingerprint, self._totals)
         ahead, finished = agree.furthest(standings), agree.left_behind(standings)
-        if not finished and all(one.resumable for one in standings):
-            self._rest, self._taken_up = agree.what_is_left(
-                self._world, cell_group, plan, self._cell, progress, self._model, self._totals.device
-            )
-        again = self._rest is None and any(one.begun for one in standings)
-        self._recovered_by = "finish" if finished else "redo" if again else "resume"
         behind = finished and self.done < ahead.done
         if self._joins:
             self._joins, self.done, self.committed = False, ahead.done, ahead.committed
@@ -203,13 +189,22 @@ class RankRuntime:
         elif behind and self._in_step:
             self._commit(totals[standings.index(ahead)])
         elif behind:
-            self.done += 1
+            self._piece_done()
+        begun, keep = False, self._config.interrupted_step == "resume"
+        if not generation.planned:
+            cell_group, progress = self._group(cell_group_name(self._worker)), self._progress
+            progress, compute, device = progress or self._new_progress(), self._model, self._totals.device
+            begun, self._rest, self._taken_up = agree.go_on(
+                self._world, cell_group, plan, self._cell, progress, compute, device, keep=keep
+            )
+        if self._rest is None:
+            self._progress = None
+        again = begun and self._rest is None
+        self._recovered_by = "redo" if again else "finish" if finished and not begun else "resume"
         if self._left is not None:  # everybody has left it by now
             self._left.close()
             self._left = None
         self._ready = False  # nobody is ahead any more, and the blocks with these gradients may go
-        if self._rest is None:
-            self._progress = None
         if self._logs:
             self._speak()
 
@@ -348,7 +343,11 @@ class RankRuntime:
         self._check("", -1)
         self._ready = True
         dist.barrier(group=self._world)
-        self.done, self._ready = self.done + 1, False
+        self._piece_done()
+
+    def _piece_done(self) -> None:
+        self.done, self.own = self.done + 1, self.own + 1
+        self._ready = self._in_step = False
 
     # -- inside a step --------------------------------------------------------------------------------------------
 
@@ -369,7 +368,7 @@ class RankRuntime:
         step = self.committed
         self.outcome = self._model.apply(totals, lambda: self._fault("optimizer", step))
         self._totals, self.committed = totals.clone(), step + 1
-        self.done, self._ready, self._in_step = self.done + 1, False, False
+        self._piece_done()
         self._outcome_logged, self._progress = False, None
         self._fault("commit", step)
 

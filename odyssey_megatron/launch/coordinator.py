@@ -413,6 +413,7 @@ class Coordinator:
         began_s: float,
     ) -> None:
         self._state, self._offered = next_generation(self._state), None
+        self._failed_offers = 0  # what nobody could enter from the last one may do from this one
         generation = self._generation(
             self._state.generation, plan, previous, why, dead, rows, time.monotonic() - began_s
         )
@@ -443,7 +444,7 @@ class Coordinator:
             decide_s=decide_s,
             planned=planned,
             incarnations=state.incarnations,
-            fresh=state.fresh_ranks,
+            fresh=state.waiting_ranks,
         )
 
     def _put(self, generation: Generation) -> None:

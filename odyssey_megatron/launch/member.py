@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import ctypes
 import hashlib
+import math
 import os
 import signal
 import sys
@@ -71,7 +72,8 @@ class Member:
         self._seen = 0
         """The last number read: of the newest generation, or of one that is offered."""
         self._offer, self._offer_text = 0, ""
-        self._lost: ControlPlaneLost | None = None
+        self._lost: ControlPlaneLost | Fenced | None = None
+        """Why this rank cannot go on, whatever it is doing."""
         self._on_newer: dict[int, Callable[[], None]] = {}
         self._on_offer: Callable[[Generation], None] = lambda offered: None
         self._settled = not self.joins
@@ -99,10 +101,31 @@ class Member:
         self._control.put(keys.here_key(self.rank), str(self.incarnation))
         while True:
             if self._control.has(here) and all(incarnations := self._control.read(here)):
+                if len(here) > 1:
+                    args = (here, incarnations)
+                    threading.Thread(
+                        target=self._keep_company, args=args, name="odyssey-cell", daemon=True
+                    ).start()
                 return tuple(map(int, incarnations))
             if self._control.has([keys.VERDICT]):
                 raise JobStopped("the job finished first", 0)
             time.sleep(_MEETING_S)
+
+    def _keep_company(self, here: Sequence[str], incarnations: Sequence[str]) -> None:
+        """Until this rank holds something the coordinator does not say that one of its cell has died. Whoever comes in
+        its place must meet a process that starts anew, too.
+        """
+        while True:
+            time.sleep(_MEETING_S)
+            if self._settled:
+                continue
+            with contextlib.suppress(ControlPlaneLost):  # the main thread will notice
+                if self._control.read(here) != incarnations:
+                    break
+        with self._changed:
+            self._lost = Fenced(f"rank {self.rank} has lost another rank of its tensor-parallel cell")
+            self._end_before(math.inf)
+            self._changed.notify_all()
 
     def join(self) -> None:
         """A new process in the place of a dead rank: says that it is ready, and follows the generations from here on.
@@ -269,13 +292,16 @@ class Member:
             self._settled = False
             return self._next_with_this_rank(generation.number)
         if not generation.stop and not self._belongs_to(generation):
-            if self.journal:
-                self.journal.event("fenced", generation=generation.number, why=generation.why)
-            raise Fenced(
-                f"generation {generation.number} goes on without rank {self.rank}, which was declared dead or whose "
-                f"tensor-parallel cell has lost a rank (lost: {list(generation.dead)})"
-            )
+            raise self._fenced_by(generation)
         return generation
+
+    def _fenced_by(self, generation: Generation) -> Fenced:
+        if self.journal:
+            self.journal.event("fenced", generation=generation.number, why=generation.why)
+        return Fenced(
+            f"generation {generation.number} goes on without rank {self.rank}, which was declared dead or whose "
+            f"tensor-parallel cell has lost a rank (lost: {list(generation.dead)})"
+        )
 
     def _is_this_process(self, generation: Generation) -> bool:
         """Not if another process has this rank by now."""
@@ -290,20 +316,23 @@ class Member:
         return outside and self._is_this_process(generation)
 
     def _next_with_this_rank(self, seen: int) -> Generation:
+        """Waits to be offered a place, for as long as it takes. Raises as :meth:`next_generation`."""
         while True:
             with self._changed:
                 while max(self._newest, self._offer) <= seen and self._lost is None:
                     self._changed.wait()
                 if self._lost is not None:
                     raise self._lost
-                seen = max(self._newest, self._offer)
-                text = self._offer_text if self._offer > self._newest else self._newest_text
+                seen, offered = max(self._newest, self._offer), self._offer > self._newest
+                text = self._offer_text if offered else self._newest_text
             generation = from_json(Generation, text)
             if generation.why == FINISHED or generation.stop:
                 raise JobStopped(generation.stop or "the job finished first", generation.stop_code)
             if self._belongs_to(generation):
                 self.take_offer(generation.number)
                 return generation
+            if not offered and not self._waits_in(generation):
+                raise self._fenced_by(generation)
 
     def report_live(self, number: int) -> None:
         """Says that this rank holds all its state of generation ``number``. Returns once on record."""
@@ -406,7 +435,7 @@ class Member:
         if self._belongs_to(offered):
             self._on_offer(offered)
 
-    def _end_before(self, number: int) -> None:
+    def _end_before(self, number: float) -> None:
         for one in [one for one in self._on_newer if one < number]:
             self._on_newer.pop(one)()
 

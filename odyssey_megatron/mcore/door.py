@@ -9,10 +9,11 @@ logging, evaluation, checkpoints, exit conditions and timers stay Megatron's.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -38,8 +39,10 @@ from odyssey_megatron.mcore import (
     span,
     wgrad,
 )
+from odyssey_megatron.mcore.console import SurvivingLines
 from odyssey_megatron.mcore.data import MicrobatchSource
 from odyssey_megatron.mcore.joining import Start
+from odyssey_megatron.mcore.layers import empty_chunk
 from odyssey_megatron.mcore.model import MegatronModel
 from odyssey_megatron.mcore.optimizer import LearningRate, schedule_refused
 from odyssey_megatron.mcore.plugin import Session
@@ -71,8 +74,10 @@ class Door:
         self._recovery: Any = None
         self._train_source: Any = None
         self._stage_config: Any = None
-        self._is_last = self._took_over = False
-        self._printed = 0
+        self._lines = SurvivingLines(
+            note=lambda place: self._session.member.note("printed", place),
+            noted=lambda: self._session.member.noted("printed"),
+        )
         self._chunks: list[Any] = []
         self._board: SurvivingWriter | None = None
         self._not_saved = ""
@@ -257,6 +262,10 @@ class Door:
             self._recovery.carry_out(lambda generation: None)
             self._leave_start()
 
+    @functools.cached_property
+    def _empty_chunk(self) -> Any:
+        return empty_chunk(self._model.spec, self._cell.groups)
+
     def _leave_start(self) -> None:
         """From here on what Megatron does with all ranks is common work of the job."""
         self._start_groups.close()
@@ -265,25 +274,22 @@ class Door:
 
     def train(self, original: Any, *given: Any, **named: Any) -> Any:
         if self._session.member.joins:
-            called = inspect.signature(original).bind(*given, **named).arguments
-            self._join(called["opt_param_scheduler"], called["valid_data_iterator"])
+            self._join(inspect.signature(original).bind(*given, **named).arguments)
         return original(*given, **named)
 
-    def _join(self, scheduler: Any, valid: Any) -> None:
-        """Into the job, between two steps of the others; Megatron's loop goes on at theirs."""
-        from megatron.training import get_args, training
+    def _join(self, called: Mapping[str, Any]) -> None:
+        """Into the job, and through one step with the others. Only then does Megatron's loop begin, at that step, and
+        is told what came of it: until then a failure may send this rank back to wait for another one.
 
-        args, member = get_args(), self._session.member
-        member.join()
-        self._recovery.carry_out(lambda generation: None)
+        ``called``: the arguments of Megatron's ``train()``.
+        """
+        self._feed(called["forward_step_func"], called["train_data_iterator"])
+        self._session.member.join()
+        self._recovery.step()
         self._refresh()
-        iteration = self._runtime.committed
-        self._start.go_on(
-            args, scheduler, iteration, training.num_floating_point_operations(args, args.global_batch_size)
-        )
-        if valid is not None:
-            self._source(valid).evaluated = self._start.evaluated(args, iteration)
-        self._printed = int(member.noted("printed") or 0)
+        evaluated = self._start.go_on(called["opt_param_scheduler"], self._runtime.committed - 1)
+        if called["valid_data_iterator"] is not None:
+            self._source(called["valid_data_iterator"]).evaluated = evaluated
         # What Megatron does with all ranks before its first step, the others have done long ago.
         self._follow(self._alone)
 
@@ -306,10 +312,9 @@ class Door:
         args = get_args()
         args.rank, args.world_size = world.rank(), world.size()
         last = world.rank() == world.size() - 1
-        self._took_over = self._took_over or last != self._is_last
-        self._is_last = last
-        if self._board is not None:
-            self._board.become_last() if last else self._board.hand_over()
+        for one in (self._lines, self._board):
+            if one is not None:
+                one.become_last() if last else one.hand_over()
 
     def set_tensorboard_writer(self, original: Any, args: Any) -> None:
         from megatron.training import global_vars
@@ -338,23 +343,18 @@ class Door:
             self._board.add_scalar("odyssey/living_ranks", self._living.size(), iteration)
 
     def print_rank_last(self, original: Any, message: str) -> None:
-        """Of Megatron's log. A rank that has just become the last leaves out what its predecessor has printed."""
-        self._printed += 1
-        if not self._is_last:
-            return
-        member = self._session.member
-        if not self._took_over or int(member.noted("printed") or 0) < self._printed:
-            original(message)
-            member.note("printed", str(self._printed))
-            self._took_over = False
+        self._lines.say(lambda: original(message))
 
     def _refresh(self) -> None:
-        """Megatron's list of model chunks is this worker's blocks, which a recovery may have changed."""
+        """Megatron's list of model chunks is this worker's blocks, which a recovery may have changed; never empty, as
+        its loop looks at the first.
+        """
         blocks = self._model.blocks
-        if [block.model for block in blocks] != self._chunks:
+        chunks = [block.model for block in blocks] or [self._empty_chunk]
+        if chunks != self._chunks:
             for block in blocks:
                 checkpoint.prepare(self._model, block)
-            self._chunks[:] = [block.model for block in blocks]
+            self._chunks[:] = chunks
 
     # -- common work ----------------------------------------------------------------------------------------------
 
@@ -407,19 +407,18 @@ class Door:
     ) -> tuple[Any, ...]:
         from megatron.training import get_args
 
-        if self._alone is not None:
+        joined = self._alone is not None
+        if self._board is not None:
+            self._board.begin(self._runtime.committed - joined)
+        if joined:  # with this very step
             self._follow(self._named)
             self._leave_start()
-        step = self._runtime.committed
-        source = self._source(data_iterator)
-        if source is not self._train_source:
-            self._train_source, source.first_step = source, self._start.iteration
-        self._model.forward_step, self._model.source = self._in_stage(forward_step_func), source
-        if self._board is not None:
-            self._board.begin(step)
-        self._recovery.step()
-        self._refresh()
+        else:
+            self._feed(forward_step_func, data_iterator)
+            self._recovery.step()
+            self._refresh()
         outcome = self._runtime.outcome
+        self._lines.begin(self._runtime.committed)
         self._log_own(self._runtime.committed, get_args().tensorboard_log_interval)
         opt_param_scheduler.step(increment=get_args().global_batch_size)
         losses = {  # beside Megatron's own sums, on its device
@@ -427,6 +426,13 @@ class Door:
             for name, value in outcome.losses.items()
         }
         return compat.train_step_result(losses, outcome.grad_norm, outcome.num_zeros_in_grad)
+
+    def _feed(self, forward_step_func: Any, data_iterator: Any) -> None:
+        """What training steps compute, and with which data."""
+        source = self._source(data_iterator)
+        if source is not self._train_source:
+            self._train_source, source.first_step = source, self._start.iteration
+        self._model.forward_step, self._model.source = self._in_stage(forward_step_func), source
 
     def _source(self, data_iterator: Any) -> MicrobatchSource:
         """What :meth:`build_pretraining_data_loader` gave; a rank that reads no data gets one that cannot be read."""
@@ -491,9 +497,7 @@ class Door:
             self._session.note_not_saved(iteration, self._not_saved)
 
     def check_param_hashes(self, original: Any, model: Any, cross_check: bool = False) -> bool:
-        if (
-            self._alone is None
-        ):  # else it joins, and the others have done long ago what Megatron does before a step
+        if self._alone is None:  # else it joins, and the others have done this long ago
             self._together(lambda world: self._model.check_holders(world, rank=self._session.rank))
         return True
 

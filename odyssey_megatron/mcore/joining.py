@@ -1,7 +1,7 @@
 """A new process that takes a dead rank's place in a Megatron-LM job: what its training loop must believe.
 
-Its Megatron starts like any other, alone, without reading a checkpoint. When it is about to train it joins; then its
-loop is set to the iteration that the others are at.
+Its Megatron starts like any other, alone, without reading a checkpoint. When it is about to train it joins, and has its
+part in one step; then its loop is set to that step's iteration.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ class Start:
         args.iteration, args.consumed_train_samples = self.iteration, self.consumed_train_samples
         args.num_floating_point_operations_so_far = self.floating_point_operations
 
-    def go_on(self, args: Any, scheduler: Any, iteration: int, operations_per_step: float) -> None:
-        """Sets Megatron's loop, which stands at the start, to ``iteration``."""
-        done = iteration - self.iteration
+    def go_on(self, scheduler: Any, iteration: int) -> int:
+        """Sets Megatron's loop, which stands at the start, to ``iteration``; returns how many batches evaluations have
+        taken until there.
+        """
+        from megatron.training import get_args, training
+
+        args, done = get_args(), iteration - self.iteration
+        per_step = training.num_floating_point_operations(args, args.global_batch_size)
         args.iteration = iteration
         args.consumed_train_samples = self.consumed_train_samples + done * args.global_batch_size
-        args.num_floating_point_operations_so_far = (
-            self.floating_point_operations + done * operations_per_step
-        )
+        args.num_floating_point_operations_so_far = self.floating_point_operations + done * per_step
         scheduler.step(increment=done * args.global_batch_size)
-
-    def evaluated(self, args: Any, iteration: int) -> int:
-        """Batches that evaluations have taken since the start."""
         if not args.eval_interval:
             return 0
         return args.eval_iters * (iteration // args.eval_interval - self.iteration // args.eval_interval)

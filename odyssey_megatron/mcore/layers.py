@@ -147,6 +147,13 @@ def _build_chunk(
         )
 
 
+def empty_chunk(spec: ModelSpec, groups: ProcessGroupCollection) -> Any:
+    """What Megatron's code is shown of a worker that holds nothing: a chunk of its model with nothing to save."""
+    chunk = _build_chunk(spec, 1, 1, groups, empty=True)
+    chunk.sharded_state_dict = lambda *args, **kwargs: {}
+    return chunk
+
+
 class LayerBlock:
     """Layers ``[first, last)`` as one Megatron chunk under its own DDP wrapper.
 

@@ -16,8 +16,15 @@ from odyssey_megatron.errors import ConfigError, NotFinite, TransferIncomplete
 from odyssey_megatron.mcore import compat, groups, rng, span, te
 from odyssey_megatron.mcore.data import MicrobatchSource
 from odyssey_megatron.mcore.holders import compare, digest
-from odyssey_megatron.mcore.layers import HeldLayer, LayerBlock, ModelSpec, build_parts, initial_parts
+from odyssey_megatron.mcore.layers import (
+    HeldLayer,
+    LayerBlock,
+    ModelSpec,
+    build_parts,
+    initial_parts,
+)
 from odyssey_megatron.mcore.optimizer import LayerOptimizer, LearningRate
+from odyssey_megatron.mcore.outcome import StepOutcome
 from odyssey_megatron.mcore.wgrad import WeightGrads
 from odyssey_megatron.names import step_name
 from odyssey_megatron.plan.layout import Layout
@@ -34,19 +41,6 @@ class _Flight:
     activation: torch.Tensor | None
     output: torch.Tensor
     weight_grads: WeightGrads
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepOutcome:
-    """What a committed step is logged with."""
-
-    losses: dict[str, float]
-    grad_norm: float
-    lr: float
-    num_zeros_in_grad: int | None
-    """None unless Megatron's ``log_num_zeros_in_grad`` asks for it."""
-    tokens: int
-    num_microbatches: int
 
 
 class MegatronModel:
@@ -154,7 +148,16 @@ class MegatronModel:
         nobody: tuple[int, ...] = ()
         holders = tuple((0,) if layer == 1 else nobody for layer in range(self.spec.num_layers))
         self.take_layout(Layout(holders=holders, routes=()), worker=0)
+        blocks = self._blocks
+        self.forget()
+        self._blocks = blocks
+
+    def forget(self) -> None:
+        """This rank holds nothing: what it was sent in a generation that came to nothing is out of date."""
+        self.discard_incoming()
         self._held.clear()
+        self._blocks = {}
+        self._flights.clear()
         self._layout = Layout(holders=(), routes=())
 
     def discard_incoming(self) -> None:

@@ -42,7 +42,7 @@ class SurvivingWriter:
         self._note, self._noted = note, noted
         self._outlet = Outlet(_File(open_file).carry_out, name=name)
         self._is_last = False
-        self._iteration = 0
+        self._iteration = -1
         self._calls: list[Call] = []
         self._kept: deque[tuple[int, Call]] = deque()
 
@@ -73,7 +73,7 @@ class SurvivingWriter:
 
     def begin(self, iteration: int) -> None:
         """All that earlier iterations had to log has been logged."""
-        if self._is_last and self._iteration < iteration and self._write():
+        if self._is_last and self._iteration < iteration and self._write() and self._iteration >= 0:
             self._note(self._iteration)
         self._iteration = iteration
         while self._kept and self._kept[0][0] <= iteration - _KEPT:

@@ -123,9 +123,11 @@ def _recovery(
     head = recovered[0] if recovered else decided
     assert head is not None, "a generation is known from one of the two"
     dead = ranks_of(head.get("dead", ()))
-    injected = _by_dead(events, "injected", dead, generation)
-    noticed = _by_dead(events, "failure_detected", dead, generation)
-    failures = [event["wall_s"] for event in (injected or noticed).values()]
+    noticed, injected = _notices(events, dead, generation), dict[int, JournalEvent]()
+    for rank, notice in noticed.items():
+        if (own := _injection(events, rank, notice, generation)) is not None:
+            injected[rank] = own
+    failures = [event["wall_s"] for event in (noticed | injected).values()]
     failed = min(failures, default=_decided_wall_s(decided or head))
     since = min(failed, waiting_since) if waiting_since else failed
     redone = [one["redo_s"] for one in named(events, "redone") if one["generation"] == generation]
@@ -154,17 +156,40 @@ def _recovery(
     )
 
 
-def _by_dead(
-    events: Sequence[JournalEvent], name: str, dead: tuple[int, ...], generation: int
+def _notices(
+    events: Sequence[JournalEvent], dead: tuple[int, ...], generation: int
 ) -> dict[int, JournalEvent]:
-    """The last event ``name`` about each dead rank before ``generation`` (``injected`` is the victim's own)."""
-    found: dict[int, JournalEvent] = {}
-    for event in named(events, name):
-        if event["generation"] >= generation:
-            continue  # of a later process of that rank
-        about = (event["rank"],) if name == "injected" else ranks_of(event["dead"])
-        found.update({rank: event for rank in about if rank in dead})
-    return found
+    """The last ``failure_detected`` about each dead rank before ``generation``: it may have died before, and may die
+    again.
+    """
+    return {
+        rank: event
+        for event in named(events, "failure_detected")
+        if event["generation"] < generation
+        for rank in ranks_of(event["dead"])
+        if rank in dead
+    }
+
+
+def _injection(
+    events: Sequence[JournalEvent], rank: int, notice: JournalEvent, generation: int
+) -> JournalEvent | None:
+    """What ``rank`` wrote before the death of ``notice``, in a generation after its death before that one; None: it was
+    not injected.
+    """
+    earlier = [
+        event["wall_s"]
+        for event in named(events, "failure_detected")
+        if rank in ranks_of(event["dead"]) and event["wall_s"] < notice["wall_s"]
+    ]
+    decided = [
+        event["generation"]
+        for event in named(events, "decision")
+        if earlier and event["wall_s"] >= earlier[-1]
+    ]
+    first = min(decided, default=0)
+    ours = [event for event in named(events, "injected") if event["rank"] == rank]
+    return next((event for event in reversed(ours) if first <= event["generation"] < generation), None)
 
 
 def _decided_wall_s(event: JournalEvent) -> float:

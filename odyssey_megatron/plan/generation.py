@@ -46,4 +46,5 @@ class Generation:
     incarnations: tuple[tuple[int, int], ...] = ()
     """(rank, incarnation) of the ranks that are not their rank's first process."""
     fresh: tuple[int, ...] = ()
-    """Ranks that hold nothing yet. Members begin with this generation; others are to wait for the next offer."""
+    """Ranks that hold nothing yet. Members begin with this generation; others are to wait for the next offer, or
+    for the rest of their cell."""

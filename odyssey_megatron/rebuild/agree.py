@@ -38,10 +38,6 @@ class Standing:
     """Steps committed so far."""
     joins: bool = False
     """It has just joined, and takes over from the others how far the job is."""
-    resumable: bool = False
-    """A step, and this rank can go on where it is: see ``plan/resume.py``."""
-    begun: bool = False
-    """Of a step that was interrupted this rank has done something."""
 
 
 class AgreementBroken(OdysseyError):
@@ -102,6 +98,34 @@ def exchange(
             Standing(**{at.name: int(value) if at.type == "int" else bool(value) for at, value in values})
         )
     return standings, [one[1 + size :].to(device) for one in everyone]
+
+
+def go_on(
+    group: dist.ProcessGroup,
+    cell_group: dist.ProcessGroup | None,
+    plan: Plan,
+    cell: Cell,
+    progress: Progress,
+    compute: Compute,
+    device: torch.device,
+    *,
+    keep: bool,
+) -> tuple[bool, Program | None, int]:
+    """Where all are through with what came before the interrupted step: how they go on with it. Collective.
+
+    Args:
+        keep: what has been done of it may stay.
+
+    Returns:
+        Whether anybody has begun it; and what :func:`what_is_left` says, if it goes on where it was.
+    """
+    resumable = keep and can_resume(cell_group, plan.layout, cell.worker, progress, device)
+    flags = torch.tensor([progress.table.any(), not resumable], dtype=torch.int32, device=device)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+    begun, stuck = flags.tolist()
+    if not begun or stuck:
+        return bool(begun), None, 0
+    return True, *what_is_left(group, cell_group, plan, cell, progress, compute, device)
 
 
 def can_resume(

@@ -160,6 +160,10 @@ class Accelerator:
     def discard_incoming(self) -> None:
         self._incoming.clear()
 
+    def forget(self) -> None:
+        self.discard_incoming()
+        self.held.clear()
+
     def take_layout(self, layout: Layout, worker: int) -> None:
         self.held.update(self._incoming)
         self._incoming.clear()

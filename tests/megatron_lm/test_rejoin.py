@@ -28,6 +28,22 @@ def test_the_first_and_the_last_rank_come_back(jobs, undisturbed, name, inject):
     assert {event["rank"] for event in run.named("switched")} == set(range(8))
 
 
+@pytest.fixture(scope="module")
+def undisturbed_wide(jobs):
+    return jobs.odyssey("undisturbed-wide", STEPS, ranks=8, stages=2)
+
+
+@pytest.mark.parametrize("other", ["rank=1,step=-1,at=backward", "rank=3,step=-1,at=commit,incarnation=1"])
+def test_asked_again_when_its_first_step_came_to_nothing(jobs, undisturbed_wide, name, other):
+    """By then the others have done steps without it: its loop must begin at the one that it has its part in."""
+    inject = f"rank=3,step=4,at=backward;{other},generation=3"
+    run = jobs.odyssey(name, f"{STEPS} --odyssey-respawn 3", ranks=8, stages=2, inject=inject)
+    assert_same_lines(run, undisturbed_wide, rel=FLOAT64)
+    assert len(run.named("rank_joined")) == len(run.killed) == 2
+    begun = {e["generation"]: e["members"] for e in run.named("generation_started")}
+    assert begun[max(begun)] == list(range(8))
+
+
 CELLS = f"{STEPS} --tensor-model-parallel-size 2"
 
 

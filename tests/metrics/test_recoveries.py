@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from odyssey_megatron.metrics.recoveries import recoveries
 from odyssey_megatron.metrics.run import read_run
 
 from .synthetic_run import FIRST, SECOND, STEP_S, SWITCH
@@ -60,3 +61,50 @@ def test_decisions_keep_every_candidate_and_its_reason(runs):
     assert first.dead == (5,)
     assert [row["name"] for row in first.candidates if row["chosen"]] == ["reroute"]
     assert any("rejected" in row["reason"] for row in first.candidates)
+
+
+def journal_of_one_rank(*deaths):
+    """Rank 1 dies, is replaced, and dies again: (cause, seconds from the injection to the notice, or None) each."""
+    events, at_s = [], 100.0
+
+    def event(name, generation, **values):
+        events.append(
+            {
+                "event": name,
+                "t_s": at_s,
+                "wall_s": at_s + 1.7e9,
+                "generation": generation,
+                "step": -1,
+                **values,
+            }
+        )
+
+    generation = 1
+    event("decision", generation, dead=[])
+    for cause, detect_s in deaths:
+        at_s += 10.0
+        if detect_s is not None:
+            event("injected", generation, rank=1)
+            at_s += detect_s
+        event("failure_detected", generation, dead=[1], cause=cause)
+        detected_s, generation = at_s, generation + 1
+        at_s += 0.01
+        event("decision", generation, dead=[1])
+        at_s += 0.1
+        about = {"dead": [1], "detected_s": detected_s, "outcome": "resume", "resumed_s": at_s - 0.03}
+        event("recovered", generation, rank=0, **about)
+        generation += 1
+        event("decision", generation, dead=[], planned=True)
+        event("switched", generation, rank=0)
+    return events
+
+
+def test_a_rank_that_dies_twice_has_two_recoveries_with_their_own_times_and_causes():
+    rows = recoveries(journal_of_one_rank(("killed", 0.012), ("exit", None), ("hang", 2.0)))
+    assert [(row.generation, row.cause) for row in rows] == [(2, "killed"), (4, "exit"), (6, "hang")]
+    assert [row.stall_s for row in rows] == pytest.approx([0.092, 0.08, 2.08], abs=1e-6)
+    assert [row.detect_s for row in rows] == [
+        pytest.approx(0.012, abs=1e-6),
+        None,
+        pytest.approx(2.0, abs=1e-6),
+    ]
