@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +149,9 @@ class Accelerator:
 
     def moved_bytes(self, layer: int) -> int:
         return sum(tensor.nbytes for tensor in self.held[layer])
+
+    def weights_of(self, layers: Sequence[int]) -> dict[str, torch.Tensor]:
+        return {str(layer): self.held[layer][0] for layer in layers}
 
     def tensors_to_send(self, layer: int) -> dict[str, torch.Tensor]:
         return by_number(self.held[layer])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +81,9 @@ class Stack:
 
     def moved_bytes(self, layer: int) -> int:
         return sum(tensor.nbytes for tensor in self.held[layer])
+
+    def weights_of(self, layers: Sequence[int]) -> dict[str, torch.Tensor]:
+        return {str(layer): self.held[layer][0] for layer in layers}
 
     def tensors_to_send(self, layer: int) -> dict[str, torch.Tensor]:
         return by_number(self.held[layer])
