@@ -103,7 +103,7 @@ def _for_size(operation: str, args: tuple[Any, ...], size: int) -> tuple[Any, ..
     """Room made before ranks died is larger than what is gathered now; the rest of it stays as it is."""
     if operation == "allgather" and len(args[0][0]) > size:
         return ([args[0][0][:size]], *args[1:])
-    if operation == "_allgather_base" and args[0].numel() > size * args[1].numel():
+    if operation in ("_allgather_base", "all_gather_single") and args[0].numel() > size * args[1].numel():
         return (args[0].reshape(-1)[: size * args[1].numel()], args[1].reshape(-1), *args[2:])
     return args
 

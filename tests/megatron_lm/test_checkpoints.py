@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from odyssey_megatron.errors import EXIT_NOT_SAVED
+from tests.launch.jobserver import CHECKOUT
 from tests.megatron_lm.jobs import FLOAT32, MOCK, assert_same_lines
 
 
@@ -58,3 +60,24 @@ def test_saved_plain_loads_and_survives(jobs, name, saved_plain, resumed):
     )
     assert_same_lines(run, resumed, first=4)
     assert run.killed == [1]
+
+
+@pytest.mark.parametrize(
+    ("iteration", "exit_code", "latest"), [(2, 0, "6"), (6, EXIT_NOT_SAVED, "4")], ids=["first", "last"]
+)
+def test_a_save_that_lacks_a_byte_is_said_and_training_goes_on(jobs, name, iteration, exit_code, latest):
+    folder = jobs.folder / name / "saved"
+    before = [str(CHECKOUT / "tests" / "megatron_lm" / "lossy.py"), str(iteration)]
+    flags = f"{MOCK} --save {folder} --save-interval 2"
+    run = jobs.odyssey(name, flags, ranks=4, stages=2, before=before)
+    assert run.exit_code == exit_code, run.log[-4000:]
+    assert run.log.count(f"THE CHECKPOINT OF ITERATION {iteration} WAS NOT SAVED") == 1
+    assert f"successfully saved checkpoint from iteration {iteration:7d}" not in run.log
+    assert (folder / "latest_checkpointed_iteration.txt").read_text() == latest
+    saved = [2, 4, 6]
+    saved.remove(iteration)
+    assert sorted(one.name for one in folder.glob("*iter_*")) == [f"iter_{one:07d}" for one in saved]
+    plain = jobs.plain(ranks=4, stages=2)
+    assert [one.loss for one in run.iterations] == pytest.approx(
+        [one.loss for one in plain.iterations], rel=FLOAT32
+    )

@@ -42,7 +42,7 @@ STATES = {
     "constant-structure": ("--ckpt-assume-constant-structure", "", ALTERNATING, 1, FLOAT32),
 }
 """24 + 24 + 18 + 24 + 8 + 6 = 104 deaths."""
-CASES = [f"{state}-{one}" for state, (*_, jobs, _) in STATES.items() for one in range(jobs)]
+CASES = [f"{state}-{one}" for one in range(4) for state, (*_, jobs, _) in STATES.items() if one < jobs]
 
 
 def await_line(job, line, timeout_s=180.0):
@@ -88,16 +88,18 @@ def assert_nothing_else(folder, iterations):
         assert saving.damage(folder / f"iter_{one:07d}") == []
 
 
-def assert_loads(jobs, name, folder, iteration, state):
+def assert_load(jobs, name, folder, iterations, state):
     """Into plain Megatron-LM, in another layout: the next iteration is that of a run that never stopped."""
     trained, flags, *_, tolerance = STATES[state]
-    whole = jobs.plain(f"{QUICK} {trained}", ranks=4 if "tensor" in trained else 2, stages=STAGES)
-    load = f"{QUICK} {flags} --load {folder} --ckpt-step {iteration} --exit-interval 1"
-    run = jobs.plain_once(f"{name}-loads-{iteration}", load, ranks=1, stages=1)
+    longer = f"{QUICK} --train-iters {ITERATIONS + 1}"
+    whole = jobs.plain(f"{longer} {trained}", ranks=4 if "tensor" in trained else 2, stages=STAGES)
+    load = f"{longer} {flags} --load {folder} --exit-interval 1"
+    run = jobs.plain_loads(f"{name}-loads", load, iterations)
     assert run.exit_code == 0, run.log[-4000:]
-    (next_one,) = run.iterations
-    assert next_one.number == iteration + 1
-    assert next_one.loss == pytest.approx(whole.iterations[iteration].loss, rel=tolerance)
+    assert [one.number for one in run.iterations] == [one + 1 for one in iterations]
+    assert [one.loss for one in run.iterations] == pytest.approx(
+        [whole.iterations[one].loss for one in iterations], rel=tolerance
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -138,8 +140,7 @@ def test_the_checkpoint_is_complete_and_loads_into_plain_megatron_lm(jobs, name,
         assert run.exit_code == 0, run.log[-4000:]
         assert set(killed) <= set(run.killed)
         assert_nothing_else(folder, FINAL)
-    for iteration in shot:
-        assert_loads(jobs, name, folder, iteration, state)
+    assert_load(jobs, name, folder, shot, state)
     print(f"loaded: {shot}")
 
 
@@ -158,7 +159,7 @@ def test_a_job_that_ends_altogether_leaves_the_checkpoint_before_or_this_one(job
         f"seed {SEED}: the job killed {1e3 * after_s:.0f} ms into the save of iteration 4: {latest} is the latest"
     )
     assert latest in (2, 4)
-    assert_loads(jobs, name, folder, latest, "replicated")
+    assert_load(jobs, name, folder, [latest], "replicated")
     # The next job removes what was left, and saves again.
     again = f"{QUICK} --load {folder} --save {folder} --save-interval 2"
     assert jobs.odyssey(f"{name}-again", again, ranks=4, stages=STAGES).exit_code == 0
