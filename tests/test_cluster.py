@@ -102,6 +102,19 @@ def test_a_rank_that_dies_while_it_waits_for_its_cell():
     assert apply(state, joined(2)).alive == (0,)
 
 
+def test_of_a_cell_that_holds_nothing_yet_the_rest_waits_on():
+    state = next_generation(initial_state(nodes=(0,) * 4, tensor_model_parallel_size=2))
+    state = apply(state, died(1))
+    for rank in (0, 1):
+        state = apply(state, RankJoined(rank=rank, node=0, incarnation=1))
+    assert (state.fresh_ranks, state.waiting_ranks) == ((0, 1), (0, 1))
+    state = apply(state, died(1))
+    assert (state.alive, state.waiting_ranks) == ((1,), (0,)), "rank 0 has lost nothing"
+    state = apply(state, RankJoined(rank=1, node=0, incarnation=2))
+    assert (state.alive, state.fresh_ranks) == ((0, 1), (0, 1))
+    assert dict(state.incarnations) == {0: 1, 1: 2}
+
+
 def test_a_living_rank_cannot_be_replaced(state):
     assert apply(state, joined(1)) is state
 

@@ -128,9 +128,9 @@ class MegatronJobs:
         flags += f" --odyssey-inject {inject}" if inject else ""
         return self._start(before, name, flags, ranks, stages, without)
 
-    def outcome(self, name: str, job: Job) -> MegatronRun:
+    def outcome(self, name: str, job: Job, *, limit_s: float = 200.0) -> MegatronRun:
         """What ``job`` has come to."""
-        exit_code = job.wait(200.0)
+        exit_code = job.wait(limit_s)
         return MegatronRun(exit_code=exit_code, run_dir=self.folder / name, log=job.log())
 
     def script(self, argv: list[str]) -> None:

@@ -44,6 +44,27 @@ def test_asked_again_when_its_first_step_came_to_nothing(jobs, undisturbed_wide,
     assert begun[max(begun)] == list(range(8))
 
 
+def test_a_rank_with_nothing_to_hold_waits_and_is_used_when_it_can_be(jobs, undisturbed_wide, name):
+    """Rank 4 is lost for good; by rerouting alone, rank 1 has no better place then, until rank 3 is lost."""
+    lost = "rank=4,step=2,at=forward;rank=4,step=-1,at=groups,incarnation=1"
+    inject = (
+        f"{lost};rank=1,step=14,at=backward;rank=3,step=60,at=backward;rank=3,step=-1,at=groups,incarnation=1"
+    )
+    saves = f"--save {jobs.folder / name / 'saved'} --save-interval 15"
+    run = jobs.odyssey(
+        name,
+        f"{STEPS} --odyssey-respawn 1 --odyssey-policy reroute {saves}",
+        ranks=8,
+        stages=2,
+        inject=inject,
+    )
+    assert_same_lines(run, undisturbed_wide, rel=FLOAT64)
+    plans = [{rank for ranks in e["layout"]["holders"] for rank in ranks} for e in run.named("decision")]
+    members = {e["generation"]: set(e["members"]) for e in run.named("generation_started")}
+    idle = [one for one in sorted(members) if members[one] - plans[one - 1]]
+    assert idle, "somebody stood by"
+
+
 CELLS = f"{STEPS} --tensor-model-parallel-size 2"
 
 
