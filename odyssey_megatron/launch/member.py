@@ -127,6 +127,11 @@ class Member:
             self._end_before(math.inf)
             self._changed.notify_all()
 
+    @property
+    def left_alone(self) -> bool:
+        """Whether this process has lost another one of its cell before it held anything."""
+        return isinstance(self._lost, Fenced)
+
     def join(self) -> None:
         """A new process in the place of a dead rank: says that it is ready, and follows the generations from here on.
 

@@ -130,6 +130,11 @@ class Session:
             )
             # Of a process that joins: its cell has lost another rank.
             raise SystemExit(EXIT_FENCED if self.member.joins else 1) from None
+        except Exception as error:  # libraries wrap what their collectives raise
+            if not self.member.left_alone:
+                raise
+            sys.stderr.write(f"[odyssey] rank {self.rank} stops: its cell has lost a rank ({error})\n")
+            raise SystemExit(EXIT_FENCED) from None
 
     def rank_zero_first(self) -> AbstractContextManager[None]:
         """The body runs on rank 0, then on all others: for index files that Megatron's datasets cache."""
