@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.slices import drawn
+
 if TYPE_CHECKING:
     from tests.e2e.jobs import Jobs
     from tests.launch.jobserver import Job, JobServer
@@ -23,6 +25,22 @@ def megatron_lm_checkouts() -> list[Path]:
     """Those that the two variables name, that of MEGATRON_LM_PATH first."""
     named = [os.environ.get("MEGATRON_LM_PATH", ""), *os.environ.get("MEGATRON_LM_PATHS", "").split(":")]
     return [Path(one) for one in dict.fromkeys(named) if one]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slice", metavar="SEED", help="of the tests marked matrix, a few: tests/slices.py")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With ``--slice`` the tests that its seed draws."""
+    if seed := config.getoption("--slice"):
+        try:
+            names = drawn(seed, (item.nodeid for item in items))
+        except ValueError as error:
+            raise pytest.UsageError(f"--slice: {error}") from None
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in names])
+        items[:] = [item for item in items if item.nodeid in names]
 
 
 def pytest_generate_tests(metafunc: Any) -> None:
