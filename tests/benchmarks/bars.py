@@ -36,6 +36,17 @@ def at_least(name: str, value: float, limit: float) -> Bar:
     return Bar(name=name, value=value, bar=f">= {limit:g}", ok=value >= limit)
 
 
+def exactly(name: str, value: float, wanted: float) -> Bar:
+    return Bar(name=name, value=value, bar=f"== {wanted:g}", ok=value == wanted)
+
+
+def taken(value: float | None, what: str) -> float:
+    """``value``, which was measured. Raises RuntimeError if it was not: nothing stands in for a measurement."""
+    if value is None or math.isnan(value):
+        raise RuntimeError(f"{what} was not measured, so this benchmark says nothing")
+    return value
+
+
 def summarize(values: Sequence[float]) -> dict[str, float]:
     """Median and spread: a median alone hides the tail."""
     if not values:

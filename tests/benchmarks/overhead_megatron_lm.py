@@ -2,7 +2,9 @@
 
 Both sides are ``pretrain_gpt.py`` of the checkout MEGATRON_LM_PATH with the same flags, 8 CPU ranks as PP4 x DP2; one
 has ``--odyssey``, the other nothing of Odyssey but the CPU device. Times and losses are those that Megatron-LM itself
-prints. Runs alternate, so that whatever else the machine does falls on both.
+prints, from one line to the next: the journal, publishing and whatever else happens between two iterations is in them,
+and all iterations but the first count. Runs alternate, so that whatever else the machine does falls on both. What gloo
+on two cores can show and what it cannot: ``overhead.py``.
 
     MEGATRON_LM_PATH=... python tests/benchmarks/overhead_megatron_lm.py [--json] [--rounds 3] [--steps 12]
 """
@@ -23,7 +25,7 @@ sys.path[:0] = [str(CHECKOUT), str(Path(__file__).parent)]
 
 from bars import at_most, finish, summarize
 
-RANKS, WARM_UP_STEPS, BAR = 8, 3, 1.03
+RANKS, BAR = 8, 1.03
 FLAGS = (
     "--pipeline-model-parallel-size 4 --num-layers 8 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 8 "
     "--group-query-attention --num-query-groups 4 --seq-length 128 --max-position-embeddings 128 --micro-batch-size 1 "
@@ -73,7 +75,7 @@ def main() -> int:
     checkout = Path(os.environ["MEGATRON_LM_PATH"])
     sides = ("odyssey", "megatron")
     times: dict[str, list[float]] = {side: [] for side in sides}
-    medians: dict[str, list[float]] = {side: [] for side in sides}
+    means: dict[str, list[float]] = {side: [] for side in sides}
     worst_gap = 0.0
     for number in range(args.rounds):
         losses = {}
@@ -81,22 +83,22 @@ def main() -> int:
         for side in sides if number % 2 == 0 else sides[::-1]:
             with tempfile.TemporaryDirectory() as folder:
                 step_s, losses[side] = train(checkout, args.steps, Path(folder), odyssey=side == "odyssey")
-            times[side] += step_s[WARM_UP_STEPS:]
-            medians[side].append(statistics.median(step_s[WARM_UP_STEPS:]))
+            times[side] += step_s[1:]
+            means[side].append(statistics.mean(step_s[1:]))
         pairs = zip(losses["odyssey"], losses["megatron"], strict=True)
         worst_gap = max(worst_gap, max(abs(a - b) / b for a, b in pairs))
-        print(f"round {number + 1}: median iteration "
-              + ", ".join(f"{n} {m[-1]:.4f} s" for n, m in medians.items()), file=sys.stderr, flush=True)  # fmt: skip
+        print(f"round {number + 1}: mean iteration "
+              + ", ".join(f"{n} {m[-1]:.4f} s" for n, m in means.items()), file=sys.stderr, flush=True)  # fmt: skip
     result = {
         "ranks": RANKS,
         "layout": "PP4 x DP2",
         "odyssey_iteration_s": summarize(times["odyssey"]),
         "megatron_lm_iteration_s": summarize(times["megatron"]),
-        "ratio_of_each_round": [a / b for a, b in zip(medians["odyssey"], medians["megatron"], strict=True)],
+        "ratio_of_each_round": [a / b for a, b in zip(means["odyssey"], means["megatron"], strict=True)],
     }
-    ratio = statistics.median(times["odyssey"]) / statistics.median(times["megatron"])
+    ratio = sum(times["odyssey"]) / sum(times["megatron"])
     bars = [
-        at_most("overhead", ratio, BAR),
+        at_most("overhead, all iterations", ratio, BAR),
         at_most("largest relative loss difference (float32)", worst_gap, 1e-5),
     ]
     return finish(result, bars, as_json=args.json)

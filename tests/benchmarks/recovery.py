@@ -22,7 +22,7 @@ from pathlib import Path
 CHECKOUT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(CHECKOUT), str(Path(__file__).parent)]
 
-from bars import at_least, at_most, finish, summarize
+from bars import at_least, at_most, finish, summarize, taken
 
 from odyssey_megatron.metrics.recoveries import Recovery
 from odyssey_megatron.metrics.run import read_run
@@ -112,8 +112,8 @@ def main() -> int:
             "in_groups_s",
             "stall_s",
         ):
-            values = [getattr(one, field) for one in rows]
-            result[f"{policy}_{field}"] = summarize([value for value in values if value is not None])
+            values = [taken(getattr(one, field), f"{field} of a recovery") for one in rows]
+            result[f"{policy}_{field}"] = summarize(values)
     stall_s = result["reroute_stall_s"]["median"]
     bars = [
         at_least("kills", len(found["reroute"]), 10),

@@ -22,7 +22,7 @@ if __package__ in (None, ""):
 from odyssey_megatron.config import INTERRUPTED_STEPS
 from odyssey_megatron.metrics.recoveries import Recovery
 from tests.benchmarks import emulated_jobs
-from tests.benchmarks.bars import at_least, at_most, finish, summarize
+from tests.benchmarks.bars import at_least, at_most, finish, summarize, taken
 from tests.launch.jobserver import JobServer
 
 MICROBATCHES, STEP, LAYER_S = 32, 2, 0.006
@@ -79,7 +79,8 @@ def main() -> int:
     for shape in SHAPES:
         for share in SHARES:
             times = {
-                way: [one.redo_s or 0.0 for one in found[shape, share, way]] for way in INTERRUPTED_STEPS
+                way: [taken(one.redo_s, "the interrupted step") for one in found[shape, share, way]]
+                for way in INTERRUPTED_STEPS
             }
             ratio = statistics.median(times["resume"]) / statistics.median(times["redo"])
             ratios.append(ratio)

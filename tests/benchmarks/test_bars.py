@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from .bars import at_least, at_most, finish, summarize
+from .bars import at_least, at_most, exactly, finish, summarize, taken
 
 
 def test_bars_come_last_and_a_missed_one_is_exit_code_1(capsys):
@@ -30,3 +30,15 @@ def test_what_was_not_measured_is_null(capsys):
     got = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert got["stall_s"] == {"count": 0, "median": None, "min": None, "max": None}
     assert got["bars"][0]["value"] is None
+
+
+def test_what_was_not_measured_is_no_number():
+    assert taken(0.0, "a time") == 0.0
+    for value in (None, math.nan):
+        with pytest.raises(RuntimeError, match="a time was not measured"):
+            taken(value, "a time")
+
+
+def test_a_job_that_a_signal_ended_has_not_ended_well():
+    assert exactly("exit code", 0, 0).ok
+    assert not exactly("exit code", -9, 0).ok
