@@ -9,7 +9,7 @@ from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.metrics.run import Run, read_run
 from odyssey_megatron.plan.costs import Costs, LayerCost
 from odyssey_megatron.policy.profile import Profile
-from tests.execute.emulation import Emulation
+from tests.execute.emulation import Emulation, Truth
 from tests.launch.jobserver import CHECKOUT, ENVIRONMENT, JobServer
 
 
@@ -51,9 +51,16 @@ def emulation(
     return Emulation(job=job, profile=Profile(costs=costs), **how)
 
 
-def run(server: JobServer, folder: Path, emulation: Emulation, ranks: int, *flags: object) -> Run:
+def run(
+    server: JobServer,
+    folder: Path,
+    emulation: Emulation,
+    ranks: int,
+    *flags: object,
+    truth: Truth | None = None,
+) -> Run:
     """One job, its run folder ``folder``, to its end. Raises RuntimeError if it fails."""
-    emulation.save(folder)
+    emulation.save(folder, truth)
     script = CHECKOUT / "tests" / "execute" / "emulated.py"
     job = server.run(
         ["--nproc-per-node", ranks, script, "--odyssey-device", "cpu", "--odyssey-run-dir", folder, *flags],

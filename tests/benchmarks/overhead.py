@@ -6,8 +6,8 @@ the last, so that all that happens between two steps is in it: the journal, meas
 No step is left out but the first, which is the start. Runs alternate, so that whatever else the machine does falls on
 both. The losses are compared too: a fast wrong step is no step.
 
-What it can show: what Odyssey's own Python, messages and files add to a step of a few hundred milliseconds. What gloo on
-two cores cannot show: kernels and NCCL beside each other, a reduction that overlaps a backward, links that are slower
+It can show what Odyssey's own Python, messages and files add to a step of a few hundred milliseconds. On gloo and
+two cores it cannot show kernels and NCCL beside each other, a reduction that overlaps a backward, links that are slower
 than memory. Eight processes share the cores, so whoever waits less for others finishes earlier: sends that are not
 waited for make a ratio below 1 here, and need not on GPUs.
 

@@ -1,4 +1,4 @@
-"""How fast a job with dead GPUs is beside the healthy job under Megatron's 1F1B.
+"""How fast a job with dead GPUs is, by simulation: beside our own healthy job, and beside Megatron's 1F1B.
 
     python tests/benchmarks/policies.py --json
 
@@ -6,8 +6,10 @@
 per pipeline. Memory is what 1F1B's first stage needs (``plus0``), and one microbatch more (``plus1``): of
 activations alone (``state0``), and of activations and state, where a layer's state is as large as the activations of
 four microbatches (``state4``: about a 7B model in mixed precision with Adam), so that a worker pays for each
-further layer with microbatches in flight. ``ratio`` is the throughput beside healthy 1F1B; ``bound`` the lower bound
-of the chosen layout. Layout, schedule and step time are ``decide()``'s own, and ``verify()`` has passed them.
+further layer with microbatches in flight. ``ratio`` is the throughput beside healthy 1F1B: the product of
+``without_failures``, our healthy schedule beside 1F1B, and ``of_own_healthy``, what is left of it with dead workers.
+``bound`` is the lower bound of the chosen layout. Layout, schedule and step time are ``decide()``'s own, and
+``verify()`` has passed them.
 
 The bar on step / bound is for ``state0`` only, since where memory binds the bound is loose. The worst row is
 ``dp2_pp16_m32_state4_plus0_dead1`` with 1.12: its pipeline of 8 equal stages, 17 microbatches and room for 6 takes 65
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import statistics
 import sys
 from pathlib import Path
 
@@ -120,6 +123,8 @@ def measure() -> tuple[list[dict[str, object]], list[Bar]]:
                 "step_s": round(plan.step_s, 3),
                 "bound_s": round(plan.bound_s, 3),
                 "ratio": round(ratio, 4),
+                "without_failures": round(base / healthy, 4),
+                "of_own_healthy": round(healthy / plan.step_s, 4),
                 "fault_scaled": round(1 - count / WORKERS, 4),
                 "ratio_by_policy": _by_policy(decision, base),
                 "policy": chosen.name,
@@ -131,7 +136,24 @@ def measure() -> tuple[list[dict[str, object]], list[Bar]]:
             bars.append(at_most(f"{name}_step_over_bound", plan.step_s / plan.bound_s, 1.05))
         least = (1.05 if extra else 1.0) if count == 1 else 1 - count / WORKERS
         bars.append(at_least(f"{name}_ratio", ratio, least))
-    return rows, bars
+    return rows, bars + summary_bars(rows)
+
+
+def summary_bars(rows: list[dict[str, object]]) -> list[Bar]:
+    """On the least and the median of all settings: a healthy schedule is never slower than 1F1B, and what is left with
+    dead workers is as much as there are living ones, in the median, and at worst four percent of the whole less.
+    """
+    bars = []
+    gains = [row["without_failures"] for row in rows]
+    bars.append(at_least("without failures, over 1F1B (least)", min(gains), 1.0))
+    bars.append(at_least("without failures, over 1F1B (median)", statistics.median(gains), 1.0))
+    for dead in DEAD:
+        left = [row["of_own_healthy"] for row in rows if str(row["setting"]).endswith(f"_dead{dead}")]
+        bars.append(
+            at_least(f"{dead} dead, of our own healthy step (least)", min(left), 0.96 - dead / WORKERS)
+        )
+        bars.append(at_least(f"{dead} dead, ... (median)", statistics.median(left), 1 - dead / WORKERS))
+    return bars
 
 
 def _by_policy(decision: Decision, base: float) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Failure traces on 32 GPUs: average throughput beside other systems and beside a single policy.
+"""Failure traces on 32 GPUs, simulated: average throughput beside our models of other systems, and a single policy.
 
     python tests/benchmarks/traces.py --json
 
@@ -7,12 +7,19 @@ orders; and 24 random traces with repairs. Throughputs are means over the 24: a 
 may still lose its layers to the very next failure. Every system has the same costs, the same simulator, the same layer
 splits, shares and seats, and two seconds for new groups (``odyssey_megatron/policy/baselines.py`` says what each is
 granted). All settings are printed, also those where the others are strong.
+
+``odyssey_over`` a system is the product of two gains: ``healthy``, our schedule without a failure beside theirs (fused
+1F1B), and ``handling``, the share of our healthy throughput that is left on the trace beside the share of theirs. Bars
+are on the least and the median of all settings. Not fair yet: ReCycle has no failure normalisation, so that a second
+loss of one stage hits it as placed; Oobleck starts from our user's layout, keeps its pipelines on a loss, and does not
+choose a new set of templates.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import statistics
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -55,9 +62,12 @@ def world(model: str, pp: int, microbatches: int) -> World:
     return World(job=job, profile=profile, workers=tuple(range(GPUS)), mtbf_s=0.0)
 
 
-def rates(setting: tuple[str, int, int], interval_s: float | None) -> dict[str, float]:
-    """System -> tokens/s, mean over :data:`SEEDS`. Without an interval: with repairs, a failure an hour on average."""
-    job, means = world(*setting), dict[str, float]()
+def rates(setting: tuple[str, int, int], interval_s: float | None) -> dict[str, tuple[float, float]]:
+    """System -> tokens/s, mean over :data:`SEEDS`, and without a failure.
+
+    Without an interval: with repairs, a failure an hour on average.
+    """
+    job, means, healthy = world(*setting), dict[str, float](), dict[str, float]()
     for seed in SEEDS:
         if interval_s is None:
             trace = with_repairs(
@@ -67,7 +77,8 @@ def rates(setting: tuple[str, int, int], interval_s: float | None) -> dict[str, 
             trace = monotone(job.workers, interval_s, GPUS // 2, seed)
         for one in compare(SYSTEMS, job, trace):
             means[one.system] = means.get(one.system, 0.0) + one.tokens_per_s / len(SEEDS)
-    return means
+            healthy[one.system] = one.history[0][1]
+    return {system: (mean, healthy[system]) for system, mean in means.items()}
 
 
 def main() -> int:
@@ -81,25 +92,46 @@ def main() -> int:
     cases = list(itertools.product(settings, (*intervals, None)))
     rows: list[dict[str, object]] = []
     ratios: dict[str, list[float]] = {}
+    handling: dict[str, list[float]] = {}
     with ProcessPoolExecutor() as pool:
         for case, means in zip(cases, pool.map(rates, *zip(*cases, strict=True)), strict=True):
             (model, pp, microbatches), interval_s = case
-            ours = means.pop("odyssey")
-            row = {name: round(ours / rate, 4) if rate else None for name, rate in sorted(means.items())}
-            row["best single policy"] = round(ours / max(means["only reroute"], means["only replan"]), 4)
-            for name, ratio in row.items():
-                ratios.setdefault(name, []).append(ratio or 0.0)
+            ours, ours_healthy = means.pop("odyssey")
+            row = {}
+            for name, (rate, healthy) in sorted(means.items()):
+                if rate:  # one that does not fit into memory trains nothing
+                    whole, without = ours / rate, ours_healthy / healthy
+                    ratios.setdefault(name, []).append(whole)
+                    handling.setdefault(name, []).append(whole / without)
+                    row[name] = {
+                        "over": round(whole, 4), "healthy": round(without, 4), "handling": round(whole / without, 4)
+                    }  # fmt: skip
+            single = ours / max(means[name][0] for name in ("only reroute", "only replan"))
+            row["best single policy"] = {"over": round(single, 4)}
+            ratios.setdefault("best single policy", []).append(single)
             when = f"one every {interval_s:g} s" if interval_s else "random, mean 1 h, repair 4 h"
             setting = f"{model} PP{pp} M{microbatches}, {when}"
             rows.append({"setting": setting, "tokens_per_s": round(ours), "odyssey_over": row})
             if not options.json:
                 print(setting, round(ours), row, flush=True)
     bars = [
-        at_least("best_over_oobleck", max(ratios["oobleck"]), 1.30),
-        at_least("best_over_recycle", max(ratios["recycle"]), 1.45),
-        at_least("worst_over_best_single_policy", min(ratios["best single policy"]), 1.0),
+        at_least(
+            "settings in which Oobleck and ReCycle train",
+            len(ratios["oobleck"] + ratios["recycle"]),
+            2 * len(cases),
+        ),
+        *(
+            at_least(f"over {name} ({which})", of(ratios[name]), 1.0)
+            for name in ("oobleck", "recycle", "chameleon", "best single policy")
+            for which, of in (("least", min), ("median", statistics.median))
+        ),
     ]
-    return finish({"settings": rows} if options.json else {}, bars, as_json=options.json)
+    spread = {
+        f"{what} {name}": {"least": min(found), "median": statistics.median(found), "most": max(found)}
+        for what, by_name in (("over", ratios), ("handling failures, over", handling))
+        for name, found in by_name.items()
+    }
+    return finish(({"settings": rows} if options.json else {}) | spread, bars, as_json=options.json)
 
 
 if __name__ == "__main__":

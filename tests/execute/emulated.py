@@ -7,6 +7,10 @@ then. So a rank that was late, because a hundred processes share two cores, does
 it is late by less than an instruction takes; what remains is what the schedule, the messages and their order make of
 the costs, carried out by many processes that know only their own part.
 
+Where the run folder has a table of what things really take (``emulation.Truth``), those are its times, with noise, and
+the ranks measure and publish them by the product's own way: a layer's time as the accelerator was busy, a link's by
+ping-pong. The planner has nothing but these.
+
 Two times of each step are journalled in place of losses: ``modelled_s`` by these deadlines, and ``late_s``, how far
 behind its deadline the latest instruction ended on any rank; the runtime itself times the step by the wall clock.
 """
@@ -14,9 +18,11 @@ behind its deadline the latest instruction ended on any rank; the runtime itself
 from __future__ import annotations
 
 import argparse
+import random
 import time
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,25 +31,33 @@ from odyssey_megatron import recover
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import add_arguments, config_from
 from odyssey_megatron.errors import JobStopped
+from odyssey_megatron.execute import rank as product_rank
+from odyssey_megatron.execute import timing
 from odyssey_megatron.execute.rank import RankRuntime
 from odyssey_megatron.launch.inject import Injector
 from odyssey_megatron.launch.member import Member
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.simulate import reduce_s
+from odyssey_megatron.policy.measured import LinkTimes
 from odyssey_megatron.rebuild.groups import build_groups, init_default_group
-from tests.execute.emulation import Emulation, load_emulation
+from tests.execute.emulation import Emulation, Truth, load_emulation, load_truth
 from tests.execute.stack import Outcome, by_number
 
 
 class Accelerator:
     """Implements ``execute.rank.Model``. A layer's state counts the steps that it was updated in."""
 
-    def __init__(self, emulation: Emulation, rank: int, world_size: int):
+    def __init__(self, emulation: Emulation, truth: Truth | None, rank: int, world_size: int):
         self.num_totals = 2 * world_size  # of each rank: when it is done, and its greatest lateness
         self.held: dict[int, list[torch.Tensor]] = {}
         self._incoming: dict[int, list[torch.Tensor]] = {}
         self._costs, self._tokens = emulation.profile.costs, emulation.job.tokens_per_step
+        self._times = truth.costs if truth else self._costs
+        self._truth, self._rng = truth, random.Random(rank)
+        self.bytes_of_a_message = self._times.message_bytes
+        self.busy_s = 0.0
+        """So long this accelerator has computed."""
         self._microbatches = emulation.job.num_microbatches
         self._speed = dict(emulation.speeds).get(rank, 1.0)
         self._rank, self._world_size, self._seamless = rank, world_size, emulation.seamless
@@ -66,10 +80,28 @@ class Accelerator:
     def _compute(
         self, kinds: tuple[str, ...], first: int, last: int, message: torch.Tensor | None
     ) -> torch.Tensor:
-        seconds = sum(getattr(layer, kind) for layer in self._costs.layers[first:last] for kind in kinds)
-        ready_s = 0.0 if message is None else float(message[0]) + self._costs.message_s()
-        self._until(max(self._done_s, ready_s) + seconds / self._speed)
+        seconds = sum(getattr(layer, kind) for layer in self._times.layers[first:last] for kind in kinds)
+        seconds *= self._more_or_less() / self._speed
+        ready_s = 0.0 if message is None else float(message[0]) + self.message_s()
+        self.busy_s += seconds
+        self._until(max(self._done_s, ready_s) + seconds)
         return torch.tensor([self._done_s], dtype=torch.float64)
+
+    def _more_or_less(self) -> float:
+        noise = self._truth.noise if self._truth else 0.0
+        return 1.0 + self._rng.uniform(-noise, noise)
+
+    def message_s(self, share: float = 1.0) -> float:
+        """Of one message on its way, or of one with this share of its bytes."""
+        transfer_s = share * self._times.message_bytes / self._times.link_bytes_per_s
+        return (self._times.link_latency_s + transfer_s) * self._more_or_less()
+
+    def _reduce_s(self, first: int, last: int) -> float:
+        holders = self._workers[first, last]
+        if self._truth is None:
+            return reduce_s(self._costs, first, last, holders)
+        num_bytes = sum(layer.gradient_bytes for layer in self._costs.layers[first:last])
+        return self._truth.reduced_s(num_bytes, holders) * self._more_or_less()
 
     def begin_step(self, step: int) -> None:
         """In a new generation every rank begins when it gets here."""
@@ -108,8 +140,7 @@ class Accelerator:
         arrived = torch.zeros(self._world_size, dtype=torch.float64)
         arrived[self._rank] = self._done_s
         yield arrived
-        holders = self._workers[first, last]
-        self._until(float(arrived.max()) + reduce_s(self._costs, first, last, holders))
+        self._until(float(arrived.max()) + self._reduce_s(first, last))
 
     def partial_gradients(self, first: int, last: int) -> list[torch.Tensor]:
         return []  # its cells are of one rank
@@ -124,7 +155,7 @@ class Accelerator:
 
     def apply(self, totals: torch.Tensor, checkpoint: Any) -> Outcome:
         done_s, late_s = (float(part.max()) for part in totals.split(self._world_size))
-        self._until(done_s + self._costs.optimizer_s)
+        self._until(done_s + self._times.optimizer_s)
         checkpoint()
         self.held = {layer: self.held[layer] for layer in self._mine}
         for updates, _ in self.held.values():
@@ -177,6 +208,20 @@ class Accelerator:
         self._fused, self._megatron_start = self._megatron_start, False
 
 
+def measure_the_accelerator(model: Accelerator) -> None:
+    """The product times layers by what its thread has computed, and links by a ping-pong of real messages. Here the
+    first is what the accelerator was busy, and the second what its links take.
+    """
+
+    def ping_pong(group: Any, message: torch.Tensor, *, round_trips: int = 5) -> LinkTimes:
+        times_s = {share: min(model.message_s(share) for _ in range(round_trips)) for share in (0.0, 1.0)}
+        size = model.bytes_of_a_message
+        return LinkTimes(message_bytes=size, empty_s=times_s[0.0], message_s=times_s[1.0])
+
+    timing.time = SimpleNamespace(monotonic=time.monotonic, thread_time=lambda: model.busy_s)
+    product_rank.link_times = ping_pong
+
+
 class QuietMember(Member):
     """Publishes no measurements: what sleeps uses no CPU time."""
 
@@ -188,14 +233,17 @@ def main() -> None:
     add_arguments(parser)
     config = config_from(parser.parse_args())
     emulation = load_emulation(config.run_dir)
-    member = QuietMember.connect(config)
+    member = (Member if load_truth(config.run_dir) else QuietMember).connect(config)
     journal = Journal(config.run_dir, source=f"rank{member.rank}", rank=member.rank)
     init_default_group(member)
     if member.joins:
         member.join()
     else:
         member.post_job(emulation.job, to_json(emulation.profile))
-    model = Accelerator(emulation, member.rank, member.world_size)
+    truth = load_truth(config.run_dir)
+    model = Accelerator(emulation, truth, member.rank, member.world_size)
+    if truth is not None:
+        measure_the_accelerator(model)
     rank = RankRuntime(
         config=config,
         member=member,

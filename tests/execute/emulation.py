@@ -29,6 +29,28 @@ from odyssey_megatron.policy.profile import Profile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Truth:
+    """What the accelerators and links really take.
+
+    Neither planner nor coordinator read it: the ranks measure it, as far as they do in a job.
+    """
+
+    costs: Costs
+    """Times of layers, of a message between two workers, and of the optimizer. Bytes are those of the profile."""
+    noise: float
+    """Each instruction and message takes up to so much more or less of its time (uniform)."""
+    reduce_latency_s: float
+    reduce_bytes_per_s: float
+    """A sum over holders: by rate and start of its own, since a collective does not run at a message's."""
+
+    def reduced_s(self, num_bytes: int, holders: int) -> float:
+        """Of ``num_bytes`` gradients over so many holders, without noise."""
+        if holders < 2:
+            return 0.0
+        return self.reduce_latency_s * holders + num_bytes * (holders - 1) / holders / self.reduce_bytes_per_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Emulation:
     """A job; lies in its run folder, where ranks and planner find it."""
 
@@ -49,10 +71,12 @@ class Emulation:
     layer_bytes: int = 0
     """Of state that a layer really has, on top of its counter: what is sent when it moves."""
 
-    def save(self, run_dir: Path) -> None:
-        """Writes it into ``run_dir``, which is made."""
+    def save(self, run_dir: Path, truth: Truth | None = None) -> None:
+        """Writes it into ``run_dir``, which is made. Without ``truth`` everything takes what the profile says."""
         run_dir.mkdir(parents=True)
         (run_dir / "emulation.json").write_text(to_json(self))
+        if truth is not None:
+            (run_dir / "truth.json").write_text(to_json(truth))
 
 
 def load_emulation(run_dir: str | Path) -> Emulation:
@@ -60,10 +84,16 @@ def load_emulation(run_dir: str | Path) -> Emulation:
     return from_json(Emulation, (Path(run_dir) / "emulation.json").read_text())
 
 
+def load_truth(run_dir: str | Path) -> Truth | None:
+    """For the accelerators alone."""
+    path = Path(run_dir) / "truth.json"
+    return from_json(Truth, path.read_text()) if path.exists() else None
+
+
 class EmulationPlanner(planner.PolicyPlanner):
     """The product's planner, told about slow workers, which the control plane does not measure yet.
 
-    The profile stays as it was posted: what sleeps uses no CPU time, so the ranks have nothing to measure.
+    The profile is as it was posted, and what the ranks measure: nothing where everything takes what the profile says.
     """
 
     def __init__(self, config: OdysseyConfig):
@@ -85,7 +115,7 @@ class EmulationPlanner(planner.PolicyPlanner):
             job=self._job,
             state=self._slowed(state),
             previous=previous,
-            profile=self._profile,
+            profile=self._calibrated(observations),
             config=self._config,
             now_s=now_s,
             among=self._emulation.among or None,
