@@ -12,7 +12,7 @@ from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.schedule import schedule_from_text
 from odyssey_megatron.plan.simulate import simulate
-from odyssey_megatron.policy.profile import Profile
+from odyssey_megatron.policy.profile import Profile, load_profile
 from tests.launch.jobserver import CHECKOUT, JobServer, events
 from tests.plan.samples import layer
 
@@ -81,6 +81,45 @@ def test_ranks_that_know_their_own_part_keep_the_simulated_time(emulating, tmp_p
     held = [one["digest"] for one in events(run_dir, "weights")]
     assert {layer for one in held for layer in one} == {str(i) for i in range(JOB.num_layers)}
     assert {updates for one in held for updates in one.values()} == {JOB.train_steps}
+
+
+def test_the_planner_learns_what_it_was_never_told(emulating, tmp_path):
+    """Layers that take five times the estimate, a head that takes more than all others, links slower than was said."""
+    from tests.execute.emulation import Emulation, Truth
+
+    run_dir, told = tmp_path / "run", replace(COSTS, optimizer_s=0.0, message_bytes=10**5)
+    layers = (layer(0.001, 0.0, 0.001), *(layer(0.004, 0.005, 0.003),) * 4, layer(0.012, 0.014, 0.010))
+    truth = Truth(
+        costs=replace(told, layers=layers, link_latency_s=0.002, link_bytes_per_s=1e8, optimizer_s=0.001),
+        noise=0.05, reduce_latency_s=0.001, reduce_bytes_per_s=1e9,
+    )  # fmt: skip
+    believed = replace(
+        told,
+        layers=tuple(
+            replace(one, forward_s=0.0008, input_grad_s=0.0008, weight_grad_s=0.0008) for one in told.layers
+        ),
+    )
+    Emulation(job=JOB, profile=Profile(costs=believed)).save(run_dir, truth)
+    job = emulating.run(
+        ["--nproc-per-node", 4, CHECKOUT / "tests/execute/emulated.py", "--odyssey-device", "cpu",
+         "--odyssey-run-dir", run_dir, "--odyssey-profile-steps", 1, "--odyssey-inject", "rank=1,step=3,at=backward"],
+        log=tmp_path / "log",
+    )  # fmt: skip
+    assert job.wait(60) == 0, job.log()
+    learned = load_profile(run_dir / "profile.json").costs
+    for first, last in ((0, 3), (3, 6)):
+        for kind in ("forward_s", "input_grad_s", "weight_grad_s"):
+            known, real = (
+                sum(getattr(one, kind) for one in costs.layers[first:last])
+                for costs in (learned, truth.costs)
+            )
+            assert known == pytest.approx(real, rel=0.05)
+    assert learned.message_s() == pytest.approx(truth.costs.message_s(), rel=0.1)
+    decided = events(run_dir, "decision")[1]
+    (said_s,) = (row["step_s"] for row in decided["candidates"] if row["chosen"])
+    ran = [step for step in read_run(run_dir).steps if step.generation == 2][1:]
+    assert [step.losses["modelled_s"] for step in ran] == pytest.approx([said_s] * len(ran), rel=0.15)
+    assert len(ran) >= 2
 
 
 def test_megatrons_schedule_takes_what_the_formula_says():
