@@ -1,6 +1,6 @@
 """Ranks killed from outside at random moments of a save: the checkpoint is complete, or it is not there.
 
-    MEGATRON_LM_PATH=... bash tests/run.sh -m matrix tests/megatron_lm/test_saves.py    # 20 minutes on two cores
+    MEGATRON_LM_PATH=... bash tests/run.sh -m matrix tests/megatron_lm/test_saves.py
 
 ``ODYSSEY_SEED`` is the seed of victims and moments; each case prints what it has drawn.
 """
@@ -11,6 +11,7 @@ import os
 import random
 import re
 import signal
+import statistics
 import time
 from datetime import datetime
 
@@ -24,9 +25,9 @@ from tests.megatron_lm.jobs import FLOAT32, MOCK
 pytestmark = [pytest.mark.matrix, pytest.mark.timeout(900)]
 
 SEED = int(os.environ.get("ODYSSEY_SEED", "20261122"))
-RANKS, STAGES, ITERATIONS = 8, 2, 13
+RANKS, STAGES, ITERATIONS = 8, 2, 18
 SAVED = (2, 4, 6, 8, 10, 12)
-FINAL = (*SAVED, ITERATIONS)
+FINAL = tuple(range(2, ITERATIONS + 1, 2))
 QUICK = (
     f"{MOCK} --num-layers 2 --eval-iters 0 --global-batch-size 4 --train-iters {ITERATIONS} "
     f"--lr-decay-iters {ITERATIONS}"
@@ -76,7 +77,7 @@ def typical_s(jobs):
     assert run.exit_code == 0, run.log[-4000:]
     taken_s = save_s(run.log)
     print(f"undisturbed saves took {taken_s} s")
-    return max(taken_s)
+    return statistics.median(taken_s)
 
 
 def assert_nothing_else(folder, iterations):
@@ -119,7 +120,7 @@ def test_the_checkpoint_is_complete_and_loads_into_plain_megatron_lm(jobs, name,
         victims = [one + draw.randrange(width) for one in victims]
         if not await_line(job, begins(iteration)):
             break
-        after_s = draw.uniform(0.0, 1.2) * typical_s
+        after_s = draw.uniform(0.0, 1.1) * typical_s
         time.sleep(after_s)
         for rank in victims:
             os.kill(pid_of(jobs.folder / name, rank), signal.SIGKILL)
@@ -150,7 +151,7 @@ def test_a_job_that_ends_altogether_leaves_the_checkpoint_before_or_this_one(job
     folder = jobs.folder / f"{name}-saved"
     job = jobs.start(name, f"{QUICK} --save {folder} --save-interval 2", ranks=RANKS, stages=STAGES)
     await_line(job, begins(4))
-    after_s = draw.uniform(0.0, 1.2) * typical_s
+    after_s = draw.uniform(0.0, 1.1) * typical_s
     time.sleep(after_s)
     job.kill()
     jobs.outcome(name, job)
