@@ -124,7 +124,7 @@ class MegatronJobs:
         before: Sequence[str] = (),
     ) -> Job:
         """A job that is on its way, ``without`` some of the usual flags, its script run by ``before``."""
-        flags += f" --odyssey {mode} --odyssey-run-dir {self.folder / name} --odyssey-hang-s 2"
+        flags = f"--odyssey {mode} --odyssey-run-dir {self.folder / name} --odyssey-hang-s 2 {flags}"
         flags += f" --odyssey-inject {inject}" if inject else ""
         return self._start(before, name, flags, ranks, stages, without)
 

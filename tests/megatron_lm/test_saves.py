@@ -32,6 +32,8 @@ QUICK = (
     f"{MOCK} --num-layers 2 --eval-iters 0 --global-batch-size 4 --train-iters {ITERATIONS} "
     f"--lr-decay-iters {ITERATIONS}"
 )
+PATIENT = "--odyssey-hang-s 20 --odyssey-build-timeout-s 60"
+"""Nobody but those who are shot is lost, however busy the machine."""
 ALTERNATING = ((0,), (1,), (0,), (1,), (0,), (1,))
 STATES = {
     # flags; those of the plain job that loads; in each save the stages of those who die; jobs; tolerance
@@ -72,7 +74,7 @@ def save_s(log):
 def typical_s(jobs):
     folder = jobs.folder / "saves-undisturbed"
     run = jobs.odyssey(
-        "saves-timed", f"{QUICK} --save {folder} --save-interval 2", ranks=RANKS, stages=STAGES
+        "saves-timed", f"{QUICK} --save {folder} --save-interval 2 {PATIENT}", ranks=RANKS, stages=STAGES
     )
     assert run.exit_code == 0, run.log[-4000:]
     taken_s = save_s(run.log)
@@ -112,7 +114,7 @@ def test_the_checkpoint_is_complete_and_loads_into_plain_megatron_lm(jobs, name,
     width = 2 if "tensor" in flags else 1
     cells = {stage: [0, 1, 2, 3][::width] for stage in range(STAGES)}
     policy = "reroute" if int(case[-1]) % 2 else "auto"
-    train = f"{QUICK} {flags} --save {folder} --save-interval 2 --odyssey-policy {policy}"
+    train = f"{QUICK} {flags} --save {folder} --save-interval 2 --odyssey-policy {policy} {PATIENT}"
     job = jobs.start(name, train, ranks=RANKS, stages=STAGES)
     killed, shot = [], []
     for iteration, stages in zip(SAVED, deaths, strict=False):
@@ -149,7 +151,7 @@ def test_the_checkpoint_is_complete_and_loads_into_plain_megatron_lm(jobs, name,
 def test_a_job_that_ends_altogether_leaves_the_checkpoint_before_or_this_one(jobs, name, typical_s, case):
     draw = random.Random(f"{SEED}-{case}")
     folder = jobs.folder / f"{name}-saved"
-    job = jobs.start(name, f"{QUICK} --save {folder} --save-interval 2", ranks=RANKS, stages=STAGES)
+    job = jobs.start(name, f"{QUICK} --save {folder} --save-interval 2 {PATIENT}", ranks=RANKS, stages=STAGES)
     await_line(job, begins(4))
     after_s = draw.uniform(0.0, 1.1) * typical_s
     time.sleep(after_s)
@@ -162,6 +164,6 @@ def test_a_job_that_ends_altogether_leaves_the_checkpoint_before_or_this_one(job
     assert latest in (2, 4)
     assert_load(jobs, name, folder, [latest], "replicated")
     # The next job removes what was left, and saves again.
-    again = f"{QUICK} --load {folder} --save {folder} --save-interval 2"
+    again = f"{QUICK} {PATIENT} --load {folder} --save {folder} --save-interval 2"
     assert jobs.odyssey(f"{name}-again", again, ranks=4, stages=STAGES).exit_code == 0
     assert_nothing_else(folder, FINAL)
