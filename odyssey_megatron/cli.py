@@ -13,7 +13,7 @@ from pathlib import Path
 
 from odyssey_megatron.config import SIGNALS
 from odyssey_megatron.errors import EXIT_BAD_INPUT, ConfigError
-from odyssey_megatron.inputs import Between, Parser
+from odyssey_megatron.inputs import Between, Parser, printable
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,7 +47,7 @@ def _command(arguments: Sequence[str]) -> int:
     try:
         return _COMMANDS[name][0](rest)
     except ConfigError as error:
-        print(f"odyssey {name}: {error}", file=sys.stderr)
+        print(printable(f"odyssey {name}: {error}"), file=sys.stderr)
         return EXIT_BAD_INPUT
 
 

@@ -68,6 +68,11 @@ def _short(value: Any) -> str:
     return text if len(text) <= 40 else text[:40] + "…"
 
 
+def printable(text: str) -> str:
+    """``text`` in one line that leaves a terminal as it is: what a file or a command line holds may end up in it."""
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+
+
 class Parser(argparse.ArgumentParser):
     """argparse, with errors like those of everything else: ConfigError, in place of usage and an exit."""
 

@@ -71,12 +71,26 @@ def refused(capsys, *argv) -> str:
         ("patch paint /nowhere", "invalid choice: 'paint'"),
         ("doctor /nowhere", "is no Megatron-LM checkout"),
         ("doctor --odyssey-hang-s nan", "found nan"),
+        (
+            "run --nproc-per-node abc script.py",
+            "--nproc-per-node/--nproc_per_node: a whole number from 1 to 1,024",
+        ),
+        ("run --nproc-per-node 0 script.py", "found 0"),
+        ("run --node-rank=-1 script.py", "found -1"),
+        ("run --master-port 99999 script.py", "found 99999"),
+        ("run --monitor-interval nan script.py", "found nan"),
+        ("run -r abc script.py", "found 'abc'"),
+        ("run --colour script.py", "unrecognized arguments: --colour"),
+        ("run", "the following arguments are required"),
+        ("run missing.py", "missing.py: there is no such script"),
         ("run --nnodes 0 script.py", "--nnodes 0: a whole number from 1 to 100,000 is expected, found 0"),
         ("run --nnodes two script.py", "found 'two'"),
         ("run script.py --odyssey-hang-s inf", "found inf"),
     ],
 )
-def test_what_a_command_cannot_do(capsys, argv, message):
+def test_what_a_command_cannot_do(capsys, argv, message, tmp_path, monkeypatch):
+    (tmp_path / "script.py").write_text("")
+    monkeypatch.chdir(tmp_path)
     assert message in refused(capsys, *argv.split())
 
 
@@ -165,3 +179,94 @@ def test_whoever_reads_may_stop(command):
         ["sh", "-c", '"$@" >&-', "sh", *run], stderr=subprocess.PIPE, timeout=60, check=False
     )
     assert b"Traceback" not in done.stderr
+
+
+LINE = (
+    '{"schema_version":1,"event":"step_committed","t_s":1.0,"wall_s":2.0,"source":"rank0","generation":1,"step":0,'
+    '"rank":0,"loss":{},"step_s":-1,"grad_norm":NaN}\n'
+)
+
+
+@pytest.fixture
+def journal(tmp_path):
+    """Its text is written to the journal of a rank."""
+    folder = tmp_path / "run" / "journal"
+    folder.mkdir(parents=True)
+
+    def write(text: str | bytes):
+        (folder / "rank0.jsonl").write_bytes(text.encode() if isinstance(text, str) else text)
+        return tmp_path / "run"
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("7\n", "line 1: it is no event of a journal (expected Line, found 7)"),
+        (LINE + "[]\n", "line 2: it is no event of a journal (expected Line, found a list of 0)"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"x":' * 100_000, "nested too deeply"),
+        ("9" * 5000, "line 1"),
+        (LINE.replace('"step":0', '"step":"0"'), "step: expected int, found '0'"),
+        (LINE.replace('"step":0', f'"step":{10**30}'), "step: a whole number from -1 to"),
+        (LINE.replace('"wall_s":2.0', '"wall_s":NaN'), "wall_s: a number from 0 to"),
+        (
+            LINE.replace('"wall_s":2.0', f'"wall_s":1{"0" * 400}'),
+            "wall_s: a whole number is longer than a float can be",
+        ),
+        (LINE.replace('"loss":{}', '"loss":{"lm loss":"<b>"}'), "loss: expected float, found '<b>'"),
+        (LINE.replace('"schema_version":1', '"schema_version":"x"'), "it has schema_version x"),
+        (LINE.replace('"schema_version":1', '"schema_version":99'), "it has schema_version 99"),
+        ("", "holds 0 event(s) and no committed step"),
+        (b"\x00" * 1000, "holds 0 event(s)"),
+        (b"\x80\xff{}", "holds 0 event(s)"),
+    ],
+)
+def test_what_no_journal_holds(journal, capsys, text, message):
+    assert message in refused(capsys, "report", journal(text))
+
+
+def test_what_a_journal_may_hold_when_its_writer_was_killed(journal, capsys):
+    """A torn line anywhere, zeros from a power loss, line ends of another system; no loss that has a name."""
+    text = (
+        LINE[:40]
+        + "\n"
+        + LINE
+        + "\n\x00\x00\x00\n"
+        + LINE.replace('"step":0', '"step":1').replace("\n", "\r\n")
+        + LINE[:70]
+    )
+    assert cli.main(["report", str(journal(text)), "--json"]) == 0
+    got = json.loads(capsys.readouterr().out)
+    assert (got["steps"], got["final_loss"]) == (2, None)
+
+
+def test_what_else_may_lie_in_a_journal_s_folder(journal, capsys):
+    folder = journal(LINE) / "journal"
+    for make, message in (
+        (lambda path: path.mkdir(), "it cannot be read (Is a directory)"),
+        (os.mkfifo, "it is no file"),
+        (lambda path: path.symlink_to(path.name), "it cannot be read (Too many levels of symbolic links)"),
+        (lambda path: path.symlink_to("/nowhere"), "it cannot be read (No such file or directory)"),
+        (lambda path: path.symlink_to("/dev/zero"), "it is no file"),
+    ):
+        path = folder / "rank1.jsonl"
+        make(path)
+        for command in (["report", folder.parent], ["inject", folder.parent, "--rank", 0]):
+            assert message in refused(capsys, *command)
+        path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def test_what_a_journal_says_leaves_the_terminal_as_it_is(journal, capsys):
+    finished = LINE.replace("step_committed", "job_finished").replace(
+        '"loss"', '"verdict":"\\u001b]0;x\\u0007\\ud800","loss"'
+    )
+    assert cli.main(["report", str(journal(LINE + finished)), "--out", str(journal(LINE) / "out")]) == 0
+    assert (
+        cli.main(["report", str(journal(LINE + finished)), "--out", str(journal(LINE + finished) / "out")])
+        == 0
+    )
+    out = capsys.readouterr().out
+    assert "\\x1b]0;x\\x07\\ud800" in out
+    assert "\x1b" not in out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from odyssey_megatron.doctor.rows import OK, PROBLEM, WARNING, Host, Job, Row
@@ -33,6 +34,11 @@ def rows(host: Host, job: Job, *, patched: bool) -> Iterator[Row]:
 
 def _row(name: str, state: str, found: str, remedy: str = "") -> Row:
     return Row(area="environment", name=name, state=state, found=found, remedy=remedy)
+
+
+def _number(text: str) -> int | None:
+    """The whole number that a variable holds; None if it holds none."""
+    return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None
 
 
 def _launcher(host: Host, patched: bool) -> Row:
@@ -67,7 +73,7 @@ def _slurm(host: Host) -> Row:
 
 def _gloo_interface(host: Host) -> Row:
     name = "GLOO_SOCKET_IFNAME"
-    nodes = int(host.environ.get("SLURM_JOB_NUM_NODES") or 1)
+    nodes = _number(host.environ.get("SLURM_JOB_NUM_NODES", "")) or 1
     chosen = [one for one in host.environ.get(name, "").split(",") if one]
     remedy = f"Set it to the interface that the nodes share; here there are {', '.join(host.interfaces)}."
     if unknown := [one for one in chosen if one not in host.interfaces]:
@@ -111,7 +117,7 @@ def _monitor(host: Host, job: Job) -> Row:
         return _row("TORCH_NCCL_ENABLE_MONITORING", OK, "off")
     value = host.environ.get(name, str(_WATCHDOG_S))
     needed_s = job.config.op_timeout_s + job.config.recovery_timeout_s
-    if value.isdigit() and int(value) > needed_s:
+    if (_number(value) or 0) > needed_s:
         return _row(name, OK, f"{value} s" + ("" if name in host.environ else ", torch's default"))
     return _row(
         name, PROBLEM, f"{value}: the watchdog's monitor would end a survivor within a recovery of {needed_s:.0f} s",
@@ -136,11 +142,12 @@ def _ib_timeout(host: Host, job: Job) -> Row:
         host.environ.get(one, str(default))
         for one, default in ((name, _IB_TIMEOUT), ("NCCL_IB_RETRY_CNT", _IB_RETRIES))
     ]
-    if not all(value.isdigit() for value in values) or not 1 <= int(values[0]) < 32:
+    timeout, retries = map(_number, values)
+    if timeout is None or retries is None or not 1 <= timeout < 32:
         return _row(
             name, PROBLEM, f"{values[0]}, {values[1]} retries: not a number from 1 to 31", f"unset {name}"
         )
-    limit_s = 4.096e-6 * 2 ** int(values[0]) * int(values[1])  # the InfiniBand specification's unit
+    limit_s = 4.096e-6 * 2**timeout * retries  # the InfiniBand specification's unit
     found = f"{values[0]}: a dead peer's link is given up after {limit_s:.0f} s"
     if limit_s <= job.config.op_timeout_s:
         return _row(name, OK, found)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import hashlib
 import os
+import re
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any
 
 from odyssey_megatron.config import OdysseyConfig, config_from_argv
 from odyssey_megatron.errors import ConfigError
-from odyssey_megatron.inputs import Between
+from odyssey_megatron.inputs import COUNT, Between, Parser
 from odyssey_megatron.launch import run_folder
 from odyssey_megatron.launch.zygote import Zygote, prepare_environment
 
@@ -48,6 +50,8 @@ def main(argv: Sequence[str], *, joins: bool = False) -> int:
             "--preload forks the ranks from one process, and CUDA does not survive a fork. Leave it out, or "
             "train on the CPU with --odyssey-device cpu."
         )
+    if not (args.module or args.no_python or args.run_path or Path(args.training_script).is_file()):
+        raise ConfigError(f"{args.training_script}: there is no such script. Name one, or a module with -m.")
     zygote = Zygote.start(modules) if modules else None  # while this process has a single thread
     try:
         # Not before the fork, which would share the lock.
@@ -69,7 +73,37 @@ def _parse(argv: Sequence[str]) -> Any:
         metavar="MODULE[,MODULE...]",
         help="import these once and fork the ranks from there (CPU only): seconds less to start each",
     )
+    for action in parser._actions:
+        action.type = _TYPES.get(action.dest, action.type)
+    parser.error = functools.partial(Parser.error, parser)  # type: ignore[method-assign]
     return parser.parse_args(list(argv))
+
+
+def _per_node(text: str) -> str:
+    """A number, or what torchrun counts."""
+    return text if text in ("auto", "cpu", "gpu", "xpu") else str(_PER_NODE(text))
+
+
+def _redirects(text: str) -> str:
+    """Of ranks' outputs, as torchrun has it."""
+    if not re.fullmatch(r"[0-3]|(\d:[0-3],)*\d:[0-3]", text):
+        raise argparse.ArgumentTypeError(
+            f"0 to 3, or RANK:0 to 3 with commas between, is expected, found {text!r}"
+        )
+    return text
+
+
+_TYPES = {
+    "nproc_per_node": _per_node,
+    "node_rank": Between(0, _NODES.high - 1, whole=True),
+    "master_port": Between(0, 65_535, whole=True),
+    "max_restarts": COUNT,
+    "monitor_interval": Between(0.001, 3600),
+    "shutdown_timeout": Between(0, 1_000_000, whole=True),
+    "redirects": _redirects,
+    "tee": _redirects,
+}
+"""Of torchrun's arguments, which it would not check, or with a traceback."""
 
 
 def _launch(
@@ -120,7 +154,7 @@ def _number_of_nodes(args: Any) -> int:
 
 
 def _check_injections(config: OdysseyConfig, nodes: int, per_node: str) -> None:
-    if not per_node.isdigit():
+    if not per_node.isdecimal():
         return  # "gpu", "auto": torchrun counts devices
     world_size = nodes * int(per_node)
     for one in config.injections:

@@ -21,6 +21,10 @@ from odyssey_megatron.metrics.traces import Box, ExecutedStep, before_and_after
 from odyssey_megatron.names import step_name
 
 _DPI = 160
+_SCHEDULES = 12
+"""As many schedules are drawn, of the first recoveries that have traces; each takes seconds."""
+_ROWS = 256
+"""Of a schedule; a picture of more workers would be longer than a PNG can be, and nobody could read it."""
 _LABEL_WIDTH = 0.14
 _STEPS = "step (iteration - 1)"
 """Of the plot. Where failures are closer, their marks carry only the number that the table has too."""
@@ -114,7 +118,7 @@ def all_figures(run: Run, reference: Run | None) -> tuple[Picture, ...]:
     ]
     for number, recovery in enumerate(run.recoveries, 1):
         before, after = before_and_after(recovery, run.traced, run.steps)
-        if before and after:
+        if before and after and len(pictures) < 2 + _SCHEDULES:
             pictures.append(_schedule_picture(number, recovery, before, after))
     return tuple(pictures)
 
@@ -286,18 +290,21 @@ def _mark_failures(
 
 def schedule_figure(recovery: Recovery, before: ExecutedStep, after: ExecutedStep, theme: Theme) -> Figure:
     """Two Gantt charts on one time scale: a step before the failure and one after it."""
-    rows = len(before.ranks) + max(len(after.ranks), 1)
-    figure = Figure(figsize=(13, 1.6 + 0.34 * rows), layout="constrained")
-    gone = tuple(rank for rank in before.ranks if rank not in after.ranks)
-    heights = (len(before.ranks), len(after.ranks) + len(gone))
+    gone = tuple(rank for rank in before.ranks if rank not in after.ranks)[:_ROWS]
+    above, below = _shown(before.ranks, gone), _shown(after.ranks, ())[: _ROWS - len(gone)]
+    figure = Figure(figsize=(13, 1.6 + 0.34 * (len(above) + max(len(below), 1))), layout="constrained")
+    heights = (len(above), len(below) + len(gone))
     panels = figure.subplots(2, 1, sharex=True, height_ratios=heights)
     end_ms = 1e3 * max(before.end_s, after.end_s)
-    for axes, executed, lost_ranks, when in (
-        (panels[0], before, (), "before"),
-        (panels[1], after, gone, "after"),
+    for axes, executed, shown, lost_ranks, when in (
+        (panels[0], before, above, (), "before"),
+        (panels[1], after, below, gone, "after"),
     ):
-        _gantt(axes, executed, lost_ranks, end_ms, theme)
-        title = f"{when}: {step_name(executed.step)}, {len(executed.ranks)} workers, {milliseconds(executed.end_s)} ms"
+        _gantt(axes, executed, (*shown, *lost_ranks), lost_ranks, end_ms, theme)
+        workers = f"{len(executed.ranks)} workers" + (
+            f", {len(shown)} shown" if len(shown) < len(executed.ranks) else ""
+        )
+        title = f"{when}: {step_name(executed.step)}, {workers}, {milliseconds(executed.end_s)} ms"
         axes.set_title(title, loc="left", fontsize=10, fontweight="bold", color=theme.ink)
     panels[1].set_xlabel("time in the step (ms)")
     present = {box.kind for box in (*before.boxes, *after.boxes)}
@@ -308,11 +315,22 @@ def schedule_figure(recovery: Recovery, before: ExecutedStep, after: ExecutedSte
     return figure
 
 
+def _shown(ranks: tuple[int, ...], struck: tuple[int, ...]) -> tuple[int, ...]:
+    """``ranks`` in their order, of too many ``struck`` and the first."""
+    others = [rank for rank in ranks if rank not in struck][: _ROWS - len(struck)]
+    chosen = {*struck, *others}
+    return tuple(rank for rank in ranks if rank in chosen)
+
+
 def _gantt(
-    axes: Any, executed: ExecutedStep, lost_ranks: tuple[int, ...], end_ms: float, theme: Theme
+    axes: Any,
+    executed: ExecutedStep,
+    rows: tuple[int, ...],
+    lost_ranks: tuple[int, ...],
+    end_ms: float,
+    theme: Theme,
 ) -> None:
     """One row a worker, the first on top; a lost worker keeps an empty row at the bottom."""
-    rows = (*executed.ranks, *lost_ranks)
     for y, rank in enumerate(rows):
         if rank in lost_ranks:
             axes.axhspan(y - 0.4, y + 0.4, color=theme.failure, alpha=0.13, linewidth=0)

@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from odyssey_megatron.errors import EXIT_BAD_INPUT, ConfigError
+from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.inputs import Parser
 from odyssey_megatron.metrics.run import Run, read_run, summary, text_summary
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the subcommand; returns its exit code."""
+    """Runs the subcommand; returns its exit code. Raises ConfigError."""
     parser = Parser(prog="odyssey report", description=__doc__)
     parser.add_argument("run_dir", help="the job's --odyssey-run-dir")
     parser.add_argument("--reference", metavar="RUN_DIR", help="the same job without failures")
     parser.add_argument("--out", metavar="DIR", help="where to write (default: RUN_DIR/report)")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON; write nothing")
     args = parser.parse_args(argv)
-    try:
-        run = read_run(args.run_dir)
-        reference = read_run(args.reference) if args.reference else None
-        if args.json:
-            print(json.dumps(summary(run, reference), allow_nan=False))
-            return 0
-        page = write(run, reference, Path(args.out or Path(args.run_dir) / "report"))
-    except ConfigError as error:
-        print(f"odyssey report: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+    run = read_run(args.run_dir)
+    reference = read_run(args.reference) if args.reference else None
+    if args.json:
+        print(json.dumps(summary(run, reference), allow_nan=False))
+        return 0
+    page = write(run, reference, Path(args.out or Path(args.run_dir) / "report"))
     print(text_summary(run, reference))
     print(f"report: {page}")
     return 0

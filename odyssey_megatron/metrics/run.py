@@ -11,6 +11,7 @@ from typing import Any
 
 from odyssey_megatron.codec import to_jsonable
 from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.inputs import printable
 from odyssey_megatron.metrics.journal import read_journal
 from odyssey_megatron.metrics.recoveries import Decision, JournalEvent, Recovery, decisions, named, recoveries
 from odyssey_megatron.metrics.steps import (
@@ -150,6 +151,7 @@ def milliseconds(value_s: float | None) -> str:
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns padded to their widest cell; numbers to the right."""
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
     right = [all(row[i][:1].isdigit() or row[i] == "–" for row in rows) for i in range(len(header))]
     lines = [
@@ -167,7 +169,8 @@ def text_summary(run: Run, reference: Run | None) -> str:
     rows = [recovery_cells(i, row) for i, row in enumerate(run.recoveries, 1)]
     table = text_table(RECOVERY_COLUMNS, rows) if rows else "no recoveries: nothing failed"
     lines = [
-        f"{len(run.steps)} steps on {run.world_size} ranks, final loss {run.steps[-1].loss:.6f}, {run.verdict}",
+        f"{len(run.steps)} steps on {run.world_size} ranks, final loss {run.steps[-1].loss:.6f}, "
+        + printable(run.verdict),
         "",
         f"recoveries ({len(rows)}; durations in ms, of the slowest survivor; stall = failure to next instruction)",
         table,

@@ -28,7 +28,7 @@ class CommittedStep:
 
     @property
     def loss(self) -> float:
-        return next(iter(self.losses.values()))
+        return next(iter(self.losses.values()), math.nan)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,10 +76,10 @@ class Instr(NamedTuple):
 
 _TEXT = re.compile(
     r"(?P<step>STEP)"
-    r"|REDUCE_GRAD\[(?P<rf>\d+):(?P<rl>\d+)\]"
-    r"|(?P<op>[FIWBE])(?P<mb>\d+)\[(?P<first>\d+):(?P<last>\d+)\]"
-    r"|(?P<send>SEND_[FB])(?P<smb>\d+)\[(?P<sat>\d+)\]>(?P<to>\d+)"
-    r"|(?P<recv>RECV_[FB])(?P<rmb>\d+)\[(?P<rat>\d+)\]<(?P<frm>\d+)"
+    r"|REDUCE_GRAD\[(?P<rf>\d{1,9}):(?P<rl>\d{1,9})\]"
+    r"|(?P<op>[FIWBE])(?P<mb>\d{1,9})\[(?P<first>\d{1,9}):(?P<last>\d{1,9})\]"
+    r"|(?P<send>SEND_[FB])(?P<smb>\d{1,9})\[(?P<sat>\d{1,9})\]>(?P<to>\d{1,9})"
+    r"|(?P<recv>RECV_[FB])(?P<rmb>\d{1,9})\[(?P<rat>\d{1,9})\]<(?P<frm>\d{1,9})"
 )
 
 
@@ -132,7 +132,7 @@ def schedule_from_text(text: str) -> Schedule:
     programs = []
     for line in text.splitlines():
         worker, colon, rest = line.partition(":")
-        if not colon or not worker.isdigit():
+        if not colon or not re.fullmatch(r"\d{1,9}", worker):
             raise ScheduleInvalid(f"a line must start with 'worker:', found {line[:40]!r}")
         programs.append((int(worker), tuple(parse_instr(one) for one in rest.split())))
     return Schedule(programs=tuple(programs))

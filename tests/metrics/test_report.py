@@ -8,10 +8,14 @@ import shutil
 import matplotlib.image
 import pytest
 
+from odyssey_megatron import cli
 from odyssey_megatron.metrics.journal import Journal
-from odyssey_megatron.metrics.report import main
 
 from .synthetic_run import STEPS
+
+
+def main(argv):
+    return cli.main(["report", *argv])
 
 
 @pytest.fixture(scope="module")
