@@ -169,5 +169,5 @@ def assert_report(run: MegatronRun, killed: list[tuple[float, int, str]]) -> Non
                 f"generation {row.generation}: {row.stall_s:.3f} s in the report, {outside_s:.3f} s outside"
             )
             # Noticing comes on top; and an earlier recovery that this one superseded counts.
-            assert row.failed_wall_s - ours[-1] < 2.0
-            assert row.stall_s > outside_s - 2.0
+            assert row.failed_wall_s - ours[-1] < 0.5
+            assert row.stall_s > outside_s - 0.5
