@@ -63,7 +63,8 @@ def test_twenty_recoveries_leave_nothing_behind(jobs, name):
     assert len(generations) >= 20
     for rank, before in found[0].items():
         # The allocator keeps an arena for each thread that it has seen at once, which grows for some tens of
-        # generations and then no more (a soak of 213 generations was flat after about 80).
+        # generations and then no more (a soak of 213 generations was flat after about 80): 6.1 MiB were seen
+        # in 18. What grows with every recovery is found by the soak, which begins to look when that is behind it.
         assert found[-1][rank]["rss_kib"] - before["rss_kib"] < 12 * 1024, (rank, found)
 
 
