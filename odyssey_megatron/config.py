@@ -244,6 +244,11 @@ def _check(config: OdysseyConfig) -> None:
             "--odyssey-redundancy compute saves parts of an interrupted step, which --odyssey-interrupted-step "
             f"{config.interrupted_step} gives up. Use --odyssey-interrupted-step resume, or --odyssey-redundancy state."
         )
+    if config.mode == "observe" and config.inject:
+        raise ConfigError(
+            "--odyssey observe injects no faults: --odyssey-inject would do nothing. Leave it out, and kill a rank of "
+            "the running job with 'odyssey inject RUN_DIR --rank N'."
+        )
     # The order of the limits: each must be able to expire before the one that would hide it.
     chain = ("heartbeat_s", "hang_s", "op_timeout_s")
     for shorter, longer in pairwise(chain):

@@ -157,3 +157,8 @@ def test_bad_injections_say_what_is_wrong(text, message):
     with pytest.raises(ConfigError, match="--odyssey-inject") as caught:
         OdysseyConfig(inject=text)
     assert message in str(caught.value)
+
+
+def test_who_only_looks_on_injects_nothing():
+    with pytest.raises(ConfigError, match="observe injects no faults"):
+        OdysseyConfig(mode="observe", inject="rank=1,step=2,at=backward")

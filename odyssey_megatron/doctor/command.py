@@ -21,19 +21,20 @@ from odyssey_megatron.doctor.rows import OK, PROBLEM, WARNING, Host, Job, Packag
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.mcore.source import Source
 
-_USAGE = """usage: odyssey doctor [--json] [PATH] [FLAG ...]
+_USAGE = """usage: odyssey doctor [--json] [--verbose] [PATH] [FLAG ...]
 
 Looks for what would keep a job from running, or from surviving. Exit code 0: a job can run here; 1: none can.
 
   PATH      a Megatron-LM checkout; without it, the installed megatron-core
   FLAG ...  the job's flags, Megatron's and Odyssey's, e.g. --odyssey-device cpu: what they rule out is said too
+  --verbose print what is fine, too
   --json    print JSON"""
 _MAY_BE_EMPTY = ("transformer-engine",)
 
 
 def main(argv: Sequence[str]) -> int:
     """``odyssey doctor``: 0 if a job can run here, 1 if not. Raises ConfigError."""
-    rest = [one for one in argv if one != "--json"]
+    rest = [one for one in argv if one not in ("--json", "--verbose")]
     if rest and rest[0] in ("-h", "--help"):
         print(_USAGE)
         return 0
@@ -44,7 +45,8 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps({"can_run": not problems, "rows": [asdict(row) for row in found]}, indent=1))
     else:
         verdict = "no job can run like this" if problems else "a job can run"
-        print(f"{render(found)}\n\n{problems} problem(s), {warnings} warning(s): {verdict}.")
+        print(render(found, everything="--verbose" in argv))
+        print(f"\n{problems} problem(s), {warnings} warning(s): {verdict}.")
     return 1 if problems else 0
 
 
@@ -70,17 +72,23 @@ def diagnose(checkout: Path | None, job: Job, host: Host) -> list[Row]:
     return found
 
 
-def render(rows: Sequence[Row]) -> str:
-    """The rows for people: by area, the remedy below."""
+def render(rows: Sequence[Row], *, everything: bool = False) -> str:
+    """The rows for people: by area, the remedy below, problems first; what is fine is counted unless ``everything``."""
     lines = []
     area = ""
-    for row in rows:
+    order = (PROBLEM, WARNING, OK)
+    areas = list(dict.fromkeys(row.area for row in rows))
+    fine = [row for row in rows if row.state == OK]
+    shown = rows if everything else [row for row in rows if row.state != OK or row.area == "flags"]
+    for row in sorted(shown, key=lambda row: (areas.index(row.area), order.index(row.state))):
         if row.area != area:
             area = row.area
             lines.append(f"{area}:")
         lines.append(f"  {row.state:<8} {row.name}: {row.found}")
         if row.remedy and row.state != OK:
             lines.append(f"           -> {row.remedy}")
+    if not everything:
+        lines.append(f"fine: {len(fine)} of {len(rows)} things that were looked at (--verbose names them)")
     return "\n".join(lines)
 
 

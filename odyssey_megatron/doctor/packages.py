@@ -24,7 +24,7 @@ def rows(host: Host, job: Job, needed: Mapping[str, str]) -> Iterator[Row]:
     for name, wanted_by in sorted(needed.items()):
         if name != "torch":
             yield _needed(host, job, name, wanted_by)
-    yield _transformer_engine(host)
+    yield _transformer_engine(host, job)
     yield _apex(host)
 
 
@@ -55,9 +55,18 @@ def _needed(host: Host, job: Job, name: str, wanted_by: str) -> Row:
     return _row(name, PROBLEM, f"missing: {wanted_by} imports it", f"pip install {_INSTALL.get(name, name)}")
 
 
-def _transformer_engine(host: Host) -> Row:
+def _transformer_engine(host: Host, job: Job) -> Row:
     name = "transformer-engine"
     package = host.packages.get(name)
+    wanted = job.value_of("--transformer-impl") or (
+        "transformer_engine" if job.value_of("--num-layers") else ""
+    )
+    if package is None and wanted == "transformer_engine":
+        return _row(
+            name, PROBLEM, "not installed, and --transformer-impl transformer_engine, which is Megatron's default, "
+            "builds the layers from it",
+            "Install it (GPU containers have it), or add --transformer-impl local.",
+        )  # fmt: skip
     if package is None:
         return _row(name, OK, "not installed; Megatron's own layers are used (--transformer-impl local)")
     core = [one for one in host.packages if one.startswith(name + "-cu")]

@@ -35,6 +35,7 @@ from odyssey_megatron.cluster.state import (
 from odyssey_megatron.codec import from_json, to_json, to_jsonable
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import (
+    EXIT_ALIKE,
     EXIT_BAD_INPUT,
     EXIT_LAYERS_LOST,
     EXIT_UNSOUND,
@@ -49,6 +50,7 @@ from odyssey_megatron.launch.leases import Leases
 from odyssey_megatron.launch.member import FINISHED
 from odyssey_megatron.launch.planner import Planner
 from odyssey_megatron.metrics.journal import Journal
+from odyssey_megatron.names import layer_names
 from odyssey_megatron.plan.generation import CandidateRow, Generation
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.policy.table import candidates_table
@@ -151,8 +153,8 @@ class Coordinator:
         if event.code == 0:  # a script that never joins a job: torchrun's rules
             return Verdict(code=0) if len(self._exits) == self._world_size else None
         refused = self._control.peek(keys.REFUSED)
-        if event.code == EXIT_BAD_INPUT:
-            return Verdict(code=EXIT_BAD_INPUT, why=refused or "")
+        if event.code in (EXIT_BAD_INPUT, EXIT_ALIKE):
+            return Verdict(code=EXIT_BAD_INPUT if event.code == EXIT_BAD_INPUT else 1, why=refused or "")
         return Verdict(
             code=event.code if event.code > 0 else 1,
             why=f"rank {event.rank} ended with exit code {event.code} before training started; its log says "
@@ -174,6 +176,12 @@ class Coordinator:
             code = EXIT_BAD_INPUT if isinstance(error, ConfigError) else 1
             return self._stop(str(error), code)
         self._start_plan = decided.plan
+        layout = decided.plan.layout
+        if alone := [layer for layer, states in enumerate(layout.states) if len(states) == 1]:
+            self._say(
+                f"[odyssey] one rank or cell alone has {layer_names(alone, layout.num_layers)}: losing it ends the "
+                f"job, exit code {EXIT_LAYERS_LOST}. --odyssey-redundancy state or more data parallelism survives."
+            )
         self._publish(
             decided.plan, previous=None, why="start", dead=(), rows=decided.rows, began_s=time.monotonic()
         )
@@ -315,14 +323,17 @@ class Coordinator:
     def _hopeless(self, dead: list[int]) -> Verdict | None:
         """A verdict if the ranks end by their own failure, all or before the first step."""
         codes = {self._exits.get(rank, -9) for rank in dead}
+        refused = self._control.peek(keys.REFUSED) or ""
         if EXIT_UNSOUND in codes:
-            return self._stop(self._control.peek(keys.REFUSED) or "", EXIT_UNSOUND)
+            return self._stop(refused, EXIT_UNSOUND)
+        if EXIT_ALIKE in codes:
+            return self._stop(refused, 1)
+        if EXIT_BAD_INPUT in codes and refused:
+            return self._stop(refused, EXIT_BAD_INPUT)
         own = len(codes) == 1 and min(codes) > 0
         if own and (not self._state.ranks or self._live_plan is None):
             (code,) = codes
-            refused = self._control.peek(keys.REFUSED) if code == EXIT_BAD_INPUT else None
-            text = f"rank(s) {dead} ended with exit code {code}; their logs say why."
-            return Verdict(code=code, why=refused or text)
+            return Verdict(code=code, why=f"rank(s) {dead} ended with exit code {code}; their logs say why.")
         if not self._state.ranks:
             if not any(self._exits.get(rank, -9) for rank in range(self._world_size)):
                 return Verdict(code=0)  # all left with exit code 0, though without finishing the job

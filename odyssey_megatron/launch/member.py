@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NoReturn
 
@@ -22,6 +23,7 @@ from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.codec import from_json, to_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import (
+    EXIT_ALIKE,
     ConfigError,
     ControlPlaneLost,
     Fenced,
@@ -30,6 +32,7 @@ from odyssey_megatron.errors import (
     Unsound,
 )
 from odyssey_megatron.launch import control as keys
+from odyssey_megatron.launch.alike import is_shared
 from odyssey_megatron.launch.control import Control
 from odyssey_megatron.launch.heartbeat import Heartbeat
 from odyssey_megatron.metrics.journal import Journal
@@ -41,6 +44,8 @@ FINISHED = "finished"
 _RETRY_AFTER_S = 0.5
 _MEETING_S = 0.1
 _PR_SET_PDEATHSIG = 1
+_PLACE = (("GROUP_RANK", "0"), ("GROUP_WORLD_SIZE", "1"))
+"""torch elastic's names for the node and how many there are."""
 
 
 class Member:
@@ -212,8 +217,24 @@ class Member:
 
     def refuse(self, error: ConfigError | Unsound) -> NoReturn:
         """Ends this rank, and the job. The launcher prints one rank's message, once."""
-        self._control.put_first(keys.REFUSED, str(error))
+        if self._settled:
+            self._control.put_first(keys.REFUSED, str(error))
+        else:  # a rank that would join: the others do without it
+            sys.stderr.write(f"[odyssey] rank {self.rank} cannot join: {error}\n")
         raise SystemExit(error.exit_code)
+
+    def fail(self, error: Exception) -> None:
+        """Before this rank ends by an exception of its own: does not return if others have it, too. The launcher then
+        prints one traceback, and ends the job.
+        """
+        node, nodes = (int(os.environ.get(name, default)) for name, default in _PLACE)
+        if is_shared(self._control, error, rank=self.rank, node=node, nodes=nodes):
+            text = "".join(traceback.format_exception(error))
+            said = (
+                "several ranks failed with the same error, so no hardware has, and the job ends. One of them:"
+            )
+            self._control.put_first(keys.REFUSED, f"{said}\n{text}")
+            raise SystemExit(EXIT_ALIKE) from None
 
     def wait_all(self, name: str) -> None:
         """A barrier over all ranks of the start, once a ``name``. Nobody waits for a rank that has died."""

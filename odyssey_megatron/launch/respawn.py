@@ -20,7 +20,7 @@ from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import Cell
 from odyssey_megatron.codec import from_json
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.errors import EXIT_BAD_INPUT, EXIT_FENCED, EXIT_UNSOUND
+from odyssey_megatron.errors import EXIT_ALIKE, EXIT_BAD_INPUT, EXIT_FENCED, EXIT_UNSOUND
 from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch.control import Control
 from odyssey_megatron.launch.forking import forking
@@ -94,7 +94,7 @@ class Respawn:
         if slot in self.wanted:
             self.wanted.discard(slot)
             return  # whoever wants it is due
-        if code in (0, EXIT_BAD_INPUT, EXIT_UNSOUND):
+        if code in (0, EXIT_ALIKE, EXIT_BAD_INPUT, EXIT_UNSOUND):
             return
         left = self._left.get(rank, self._limit)
         if left > 0 or code == EXIT_FENCED:  # which says nothing against the rank itself

@@ -34,7 +34,7 @@ def main(argv: Sequence[str], *, joins: bool = False) -> int:
         ConfigError: before any rank was started.
     """
     prepare_environment(os.environ)
-    args = _parse(argv)
+    args = _parse(argv, joins)
     config = config_from_argv(args.training_script_args)
     nodes = _number_of_nodes(args)
     _check_injections(config, nodes, args.nproc_per_node)
@@ -62,11 +62,11 @@ def main(argv: Sequence[str], *, joins: bool = False) -> int:
             zygote.close()
 
 
-def _parse(argv: Sequence[str]) -> Any:
+def _parse(argv: Sequence[str], joins: bool) -> Any:
     from torch.distributed.run import get_args_parser
 
     parser = get_args_parser()
-    parser.prog = "odyssey run"
+    parser.prog = "odyssey join" if joins else "odyssey run"
     parser.add_argument(
         "--preload",
         default=os.environ.get("ODYSSEY_PRELOAD", ""),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 from dataclasses import fields
 from typing import Any
@@ -26,6 +27,13 @@ def early() -> Any:
 
     args = parse_args(ignore_unknown_args=True)
     return None if getattr(args, "use_checkpoint_args", False) else args
+
+
+def quiet_rebuilding() -> None:
+    """What Megatron says of each optimizer and wrapper that is made has been said once; a recovery makes them anew."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(("megatron.core.distributed", "megatron.core.optimizer")):
+            logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def say_moot(args: Any, parser: refusals.Parser) -> None:

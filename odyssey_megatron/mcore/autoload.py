@@ -64,6 +64,13 @@ def import_training() -> None:
     try:
         import megatron.training  # noqa: F401
     except ImportError as error:
+        if os.environ.get("LOCAL_RANK", "0") != "0":  # all ranks of the node have it alike; one says so
+            raise SystemExit(EXIT_BAD_INPUT) from None
+        if isinstance(error, ModuleNotFoundError) and not (error.name or "megatron").startswith("megatron"):
+            raise MegatronIncompatible(
+                f"Megatron-LM imports {error.name}, which is not installed. What its training loop needs: pip install "
+                "six regex PyYAML pydantic psutil tensorboard pybind11. 'odyssey doctor PATH' names what is missing."
+            ) from error
         raise MegatronIncompatible(
             f"megatron.training cannot be imported ({error}). It is in no package: run a script of a Megatron-LM "
             "checkout, or put the checkout into PYTHONPATH."

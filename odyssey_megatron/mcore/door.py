@@ -32,6 +32,7 @@ from odyssey_megatron.mcore import (
     compat,
     float64,
     groups,
+    loading,
     refusals,
     saving,
     seam_table,
@@ -269,6 +270,7 @@ class Door:
     def _leave_start(self) -> None:
         """From here on what Megatron does with all ranks is common work of the job."""
         self._start_groups.close()
+        arguments.quiet_rebuilding()
         self._alone = None
         self._living.repeat_with(self._together)
 
@@ -530,6 +532,8 @@ class Door:
 
     def _load(self, args: Any, optimizer: Any, scheduler: Any, context: Any) -> None:
         from megatron.training import training
+
+        loading.check_loadable(args)
 
         def work(world: Any) -> None:
             args.iteration, args.num_floating_point_operations_so_far = training.load_checkpoint(

@@ -132,6 +132,7 @@ class Session:
             raise SystemExit(EXIT_FENCED if self.member.joins else 1) from None
         except Exception as error:  # libraries wrap what their collectives raise
             if not self.member.left_alone:
+                self.member.fail(error)
                 raise
             sys.stderr.write(f"[odyssey] rank {self.rank} stops: its cell has lost a rank ({error})\n")
             raise SystemExit(EXIT_FENCED) from None

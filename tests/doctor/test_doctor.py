@@ -12,7 +12,7 @@ import pytest
 from odyssey_megatron.cli import main
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.doctor import command, environment, flags, megatron, packages
-from odyssey_megatron.doctor.rows import Host, Job, Package
+from odyssey_megatron.doctor.rows import Host, Job, Package, Row
 from odyssey_megatron.mcore import compat
 from odyssey_megatron.mcore.seam_table import SEAMS
 from odyssey_megatron.mcore.source import Source
@@ -294,3 +294,31 @@ def test_a_checkout_on_this_machine_is_looked_at_without_importing_it(any_megatr
     rows = {row["name"]: row for row in printed["rows"]}
     assert {rows[seam.target]["state"] for seam in SEAMS} == {"ok"}
     assert "torch" in rows
+
+
+def test_problems_stand_before_what_is_fine():
+    rows = [
+        Row(area="Megatron", name="a seam", state="ok", found="there"),
+        Row(area="packages", name="six", state="problem", found="missing", remedy="pip install six"),
+    ]
+    assert command.render(rows).splitlines() == [
+        "packages:",
+        "  problem  six: missing",
+        "           -> pip install six",
+        "fine: 1 of 2 things that were looked at (--verbose names them)",
+    ]
+    assert "a seam" in command.render(rows, everything=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "state"),
+    [
+        ((), "ok"),
+        (("--num-layers", "4"), "problem"),  # Megatron's default is Transformer Engine
+        (("--num-layers", "4", "--transformer-impl", "local"), "ok"),
+        (("--transformer-impl", "transformer_engine"), "problem"),
+    ],
+)
+def test_a_job_whose_layers_nobody_can_build(given, state):
+    rows = packages.rows(HOST, replace(JOB, flags=given), {})
+    assert {row.name: row.state for row in rows}["transformer-engine"] == state

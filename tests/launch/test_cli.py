@@ -32,3 +32,10 @@ def test_inject_spares_a_process_that_got_the_pid_later(tmp_path, capsys, monkey
     monkeypatch.setattr(cli, "_started_s", lambda pid: float("inf"))
     assert cli.main(["inject", str(tmp_path / "run"), "--rank", "0"]) == 2
     assert "is not running" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["run", "join"])
+def test_help_names_its_command(name, capsys):
+    with pytest.raises(SystemExit):
+        cli.main([name, "--help"])
+    assert capsys.readouterr().out.startswith(f"usage: odyssey {name} ")

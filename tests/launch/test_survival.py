@@ -123,6 +123,7 @@ def test_the_last_holder_of_a_layer(toy, tmp_path):
     job = toy(4, "--pipeline", 4, "--steps", 20, "--odyssey-inject", "rank=2,step=5,at=backward")
     assert job.wait(30) == 93, job.log()
     assert job.log().count("no holder is left of ") == 1
+    assert job.log().count(": losing it ends the job, exit code 93") == 1
     assert {e["rank"] for e in events(tmp_path / "run", "stopped")} == {0, 1, 3}
     assert [e["exit_code"] for e in events(tmp_path / "run", "job_finished")] == [93]
 
@@ -189,3 +190,16 @@ def test_twenty_recoveries_leave_nothing_behind(toy, tmp_path):
     assert last["groups"] <= first["groups"]
     # Memory settles after some ten generations (allocator, pages no longer shared with the parent).
     assert last["rss_kib"] - rows[len(rows) // 2]["rss_kib"] < 4 * 1024, rows
+
+
+def test_an_error_that_all_ranks_have_is_no_failure_of_hardware(toy, tmp_path):
+    """One traceback, and the end: no rank is taken for dead, no plan is made without it."""
+    job = toy(4, "--steps", 20, "--raise-at", 5)
+    assert job.wait(30) == 1, job.log()
+    assert job.log().count("ValueError: nobody can do this step") == 1, job.log()
+    assert job.log().count("several ranks failed with the same error, so no hardware has") == 1
+    assert decided(tmp_path) == []
+
+
+def test_an_error_that_one_rank_has_is_survived(toy, tmp_path):
+    check(toy(4, "--steps", 20, "--raise-at", 5, "--raise-rank", 2), tmp_path, steps=20, survivors={0, 1, 3})

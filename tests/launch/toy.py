@@ -40,6 +40,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--retry-every", type=int, default=0, help="rank 0 asks for fresh groups so often")
     parser.add_argument("--refuse", default="", help="all ranks refuse the job with this message")
     parser.add_argument("--differ", action="store_true", help="rank 1 posts another job")
+    parser.add_argument("--raise-at", type=int, default=-1, help="all ranks raise in this step")
+    parser.add_argument("--raise-rank", type=int, default=-1, help="only this one does")
     parser.add_argument("--exit-at", default="", help="RANK:STEP:CODE, or all:STEP:CODE")
     parser.add_argument("--stats", default="", help="write resource counts to this file, per generation")
     parser.add_argument("--poison", default="", help="what rank 0 sends in step 5: 'event' or 'offer'")
@@ -156,6 +158,8 @@ class Toy:
             control.put(keys.generation_key(self.number + 1), keys.OFFER + text)
 
     def leave_early(self) -> None:
+        if self.step == self.args.raise_at and self.args.raise_rank in (-1, self.rank):
+            raise ValueError("nobody can do this step")
         if self.args.exit_at:
             who, step, code = self.args.exit_at.split(":")
             if who in ("all", str(self.rank)) and self.step == int(step):
@@ -219,6 +223,9 @@ def main() -> None:
         sys.exit(stop.exit_code)
     except Fenced:
         sys.exit(1)
+    except Exception as error:
+        toy.member.fail(error)
+        raise
     if toy.args.stats:
         toy.groups.close()
         while graveyard_size():
