@@ -40,6 +40,8 @@ def say_moot(args: Any, parser: refusals.Parser) -> None:
     """On one rank, a line for each flag that is given and changes nothing."""
     if args.rank == 0:
         for flag, why in refusals.moot(args, parser):
+            if why.startswith("read "):
+                continue  # plain Megatron-LM would not read it either, and sets some of them itself
             sys.stderr.write(f"[odyssey] {flag} changes nothing with --odyssey: {why}.\n")
 
 
