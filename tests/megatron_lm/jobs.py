@@ -101,12 +101,6 @@ class MegatronJobs:
         script = str(CHECKOUT / "tests" / "megatron_lm" / "plain.py")
         return self.outcome(name, self._start([script], name, flags, ranks, stages, without))
 
-    def plain_loads(self, name: str, flags: str, iterations: Sequence[int]) -> MegatronRun:
-        """Plain Megatron-LM on one rank, from each of these checkpoints on."""
-        script = str(CHECKOUT / "tests" / "megatron_lm" / "loads.py")
-        steps = ",".join(map(str, iterations))
-        return self.outcome(name, self._start([script, steps], name, flags, 1, 1))
-
     def odyssey(self, name: str, flags: str = MOCK, **how: Any) -> MegatronRun:
         """The same under ``--odyssey``; ``how`` as of :meth:`start`."""
         return self.outcome(name, self.start(name, flags, **how))
