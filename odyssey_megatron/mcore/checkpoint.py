@@ -8,7 +8,7 @@ writes it, and shows the optimizers of the layers as the one optimizer that Mega
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from odyssey_megatron.errors import MegatronIncompatible
 from odyssey_megatron.mcore import span
 from odyssey_megatron.mcore.layers import HeldLayer, LayerBlock
 from odyssey_megatron.mcore.model import MegatronModel
-from odyssey_megatron.mcore.optimizer import pairs
+from odyssey_megatron.mcore.optimizer import pairs, settings_of, take_over
 from odyssey_megatron.rebuild.world import alone
 
 
@@ -72,8 +72,16 @@ class OptimizerView:
 
     is_stub_optimizer = False
 
-    def __init__(self, model: MegatronModel, cell: ProcessGroupCollection):
+    def __init__(
+        self, model: MegatronModel, cell: ProcessGroupCollection, committed: Callable[[], int] = lambda: 0
+    ):
+        """``committed``: how many steps are."""
+        self._committed = committed
         self._model, self._cell = model, cell
+        self.loaded: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        """What a checkpoint has said of groups of parameters here."""
+        self.settings: dict[str, Any] = {}
+        """Of the usual group, as loaded."""
         # What Megatron logs the learning rate from. The layers' own groups are set from the step's number.
         self.param_groups: list[dict[str, Any]] = [{"params": [], "lr": 0.0, "default_config": True}]
 
@@ -100,11 +108,24 @@ class OptimizerView:
         if not self._kept():
             return
         whole = self._assembled()
+        given = [settings_of(group) for group in whole.param_groups]
         before = {id(parameter): state for parameter, state in whole.optimizer.state.items()}
         whole.load_state_dict(state_dict)
         for parameter, loaded in whole.optimizer.state.items():
             for name, value in before[id(parameter)].items():
                 value.copy_(torch.as_tensor(loaded[name]))
+        self.loaded = list(zip(given, map(settings_of, whole.param_groups), strict=True))
+
+    def take_over(self, loaded: list[tuple[Any, Any]]) -> None:
+        """What was loaded of groups of parameters holds for all of the model's, now and later."""
+        self._model.spec.loaded_groups.extend(loaded)
+        for layer in self._kept():
+            take_over(layer.optimizer.param_groups, loaded)
+        for _, instead in loaded:
+            if instead.get("default_config"):
+                self.settings = settings_of(instead)
+                self.param_groups[0] |= {name: instead[name] for name in ("max_lr", "min_lr")}
+                break
 
     def _kept(self) -> list[HeldLayer]:
         return [
@@ -129,6 +150,10 @@ class OptimizerView:
         if len(chained) != 1:
             raise MegatronIncompatible(f"Megatron made {len(chained)} optimizers where Odyssey knows of one.")
         (whole,) = chained
+        whole.init_state_fn = lambda *unused: None  # the state is there; of SGD's Megatron knows nothing
+        take_over(whole.param_groups, spec.loaded_groups)
+        if self._model.learning_rate is not None:
+            self._model.learning_rate.set([whole], self._committed())
         for shown, main in pairs(whole):
             main.data, whole.optimizer.state[main] = own[id(shown)][0].data, own[id(shown)][1]
             if shown is not main:

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import importlib.util
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -221,10 +222,13 @@ class Door:
             spare_on_host=self._config.spare_on_host,
             cell=self._cell.groups,
         )
-        optimizer = checkpoint.OptimizerView(self._model, self._cell.groups)
+        optimizer = checkpoint.OptimizerView(
+            self._model, self._cell.groups, committed=lambda: self._runtime.committed
+        )
         # It sets train_iters where samples were given, and what was given decides on the schedule.
         with schedule_refused():
             scheduler = training.get_optimizer_param_scheduler(optimizer)
+        given = arguments.schedule_of(scheduler)
         self._post(args, config)
         self._enter()
         self._refresh()
@@ -232,13 +236,17 @@ class Door:
         member = self._session.member
         if member.joins:
             self._start = Start.noted(member)
-            self._start.apply(args)
+            self._start.apply(args, scheduler, optimizer)
         elif args.load is not None or args.pretrained_checkpoint is not None:
             self._load(args, optimizer, scheduler, context)
         if not member.joins:
-            self._start = Start.of(args)
+            self._start = Start.of(args, scheduler, self._model.spec.loaded_groups)
             self._start.note(member)
-        self._model.learning_rate = LearningRate(args.global_batch_size, **arguments.schedule_of(scheduler))
+        self._model.learning_rate = LearningRate(
+            args.global_batch_size,
+            self._start.origin(given, optimizer.settings),
+            **arguments.schedule_of(scheduler),
+        )
         self._runtime.committed = args.iteration
         return self._chunks, optimizer, scheduler
 
@@ -535,9 +543,14 @@ class Door:
 
         loading.check_loadable(args)
 
-        def work(world: Any) -> None:
+        def work(world: Any) -> list[Any]:
+            scheduler.num_steps = 0  # an earlier attempt may have counted
             args.iteration, args.num_floating_point_operations_so_far = training.load_checkpoint(
                 self._chunks, optimizer, scheduler, checkpointing_context=context or {}
             )
+            found: list[Any] = [None] * dist.get_world_size(world)
+            dist.all_gather_object(found, optimizer.loaded, group=world)
+            loaded = list(itertools.chain.from_iterable(found))
+            return [one for place, one in enumerate(loaded) if one not in loaded[:place]]
 
-        self._together(work)
+        optimizer.take_over(self._together(work))

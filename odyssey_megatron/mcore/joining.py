@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from odyssey_megatron.launch.member import Member
+from odyssey_megatron.mcore.optimizer import Origin
 
 _NOTE = "start"
 
@@ -22,14 +23,30 @@ class Start:
     iteration: int
     consumed_train_samples: int
     floating_point_operations: float
+    scheduler: dict[str, Any]
+    """State of Megatron's scheduler: what a checkpoint has said of it, and how many samples it has counted."""
+    groups: list[tuple[Any, Any]]
+    """What a checkpoint has said of groups of parameters: see ``ModelSpec.loaded_groups``."""
 
     @classmethod
-    def of(cls, args: Any) -> Start:
+    def of(cls, args: Any, scheduler: Any, groups: list[tuple[Any, Any]]) -> Start:
         """As Megatron's ``args`` say after loading."""
         return cls(
+            scheduler=scheduler.state_dict(),
+            groups=groups,
             iteration=args.iteration,
             consumed_train_samples=args.consumed_train_samples,
             floating_point_operations=float(args.num_floating_point_operations_so_far),
+        )
+
+    def origin(self, given: dict[str, Any], settings: dict[str, Any]) -> Origin:
+        """For the learning rate: ``given`` are the scheduler's arguments before it was loaded."""
+        decay = "start_wd end_wd wd_incr_steps wd_incr_style".split()
+        return Origin(
+            step=self.iteration,
+            samples=self.scheduler["num_steps"],
+            settings=settings,
+            first_step={name: given[name] for name in decay},
         )
 
     def note(self, member: Member) -> None:
@@ -40,8 +57,10 @@ class Start:
     def noted(cls, member: Member) -> Start:
         return cls(**json.loads(member.noted(_NOTE) or "{}"))
 
-    def apply(self, args: Any) -> None:
+    def apply(self, args: Any, scheduler: Any, optimizer: Any) -> None:
         """Sets what loading would have set."""
+        vars(scheduler).update(self.scheduler)
+        optimizer.take_over(self.groups)
         args.iteration, args.consumed_train_samples = self.iteration, self.consumed_train_samples
         args.num_floating_point_operations_so_far = self.floating_point_operations
 

@@ -40,6 +40,10 @@ class ModelSpec:
     )
     config_overrides: Any = None
     """Megatron's, for its optimizer."""
+    loaded_groups: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
+    """Of groups of parameters: what the flags say, and what a checkpoint has said in its place, which Megatron
+    believes. Filled once, before the first step.
+    """
     stages: tuple[tuple[int, int], ...] = ()
     """Planner layers [first, last) of each of Megatron's own stages, if initial weights are to be as Megatron's: drawn
     stage by stage. Without them a layer's initial weights depend on (seed, layer) alone."""

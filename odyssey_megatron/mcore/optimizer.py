@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,6 +48,7 @@ class LayerOptimizer:
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._names = {id(main): names[id(shown)] for shown, main in pairs(self._megatron)}
         self._model_parameters = set(module.parameters())
+        take_over(self.param_groups, spec.loaded_groups)
         _create_state(self._megatron.optimizer)
         self.parking = Parking([tensor for tensor in self._state_tensors().values() if tensor.dim()])
 
@@ -129,6 +131,25 @@ def _create_state(inner: torch.optim.Optimizer) -> None:
                     }
 
 
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a group of parameters, all but these; equal ones are equal after JSON, too."""
+    return {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in group.items()
+        if name != "params"
+    }
+
+
+def take_over(groups: Sequence[dict[str, Any]], loaded: Sequence[tuple[Any, Any]]) -> None:
+    """Gives each of ``groups`` what was loaded in place of the settings that it has."""
+    for group in groups:
+        own = settings_of(group)
+        for given, instead in loaded:
+            if settings_of(given) == own:
+                group.update(settings_of(instead))
+                break
+
+
 def pairs(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """(model parameter, the parameter that is optimized) of one of Megatron's optimizers."""
     for shown, main in zip(
@@ -149,8 +170,8 @@ class _ParamGroups:
     One more group, without parameters, tells the learning rate on a rank that holds no layer.
     """
 
-    def __init__(self, optimizers: list[LayerOptimizer]):
-        self.none: dict[str, Any] = {"params": [], "lr": 0.0}
+    def __init__(self, optimizers: Sequence[Any], settings: Mapping[str, Any]):
+        self.none: dict[str, Any] = {**settings, "params": [], "lr": 0.0}
         self.param_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         self.param_groups.append(self.none)
 
@@ -169,6 +190,19 @@ def schedule_refused(given: Any = "") -> Iterator[None]:
         ) from error
 
 
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Where training began: at nothing, or at a checkpoint."""
+
+    step: int = 0
+    samples: int = 0
+    """That the schedule had counted by then; another number if batches had another size, or it was not loaded."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Of the groups of parameters without a rate of their own, as loaded."""
+    first_step: Mapping[str, Any] = field(default_factory=dict)
+    """Of the schedule, in the first step alone: Megatron takes over a checkpoint's weight decay after setting it."""
+
+
 class LearningRate:
     """Megatron's scheduler as a function of the step alone, so that it survives any change of layers.
 
@@ -176,14 +210,19 @@ class LearningRate:
         ConfigError: Megatron refuses the schedule.
     """
 
-    def __init__(self, samples_per_step: int, **scheduler_arguments: Any):
+    def __init__(self, samples_per_step: int, start: Origin | None = None, **scheduler_arguments: Any):
         self._samples_per_step, self._arguments = samples_per_step, scheduler_arguments
+        self._start = start or Origin()
         with schedule_refused(scheduler_arguments):
-            OptimizerParamScheduler(_ParamGroups([]), **scheduler_arguments)
+            OptimizerParamScheduler(_ParamGroups([], {}), **scheduler_arguments)
 
-    def set(self, optimizers: list[LayerOptimizer], step: int) -> float:
+    def set(self, optimizers: Sequence[Any], step: int) -> float:
         """Sets learning rate and weight decay of ``step`` (from 0) everywhere; returns the learning rate."""
-        groups = _ParamGroups(optimizers)
-        scheduler = OptimizerParamScheduler(groups, **self._arguments)
-        scheduler.step(increment=step * self._samples_per_step)
+        start, groups = self._start, _ParamGroups(optimizers, self._start.settings)
+        arguments = self._arguments | (start.first_step if step == start.step else {})
+        scheduler = OptimizerParamScheduler(groups, **arguments)
+        scheduler.step(increment=start.samples + (step - start.step) * self._samples_per_step)
+        for group in groups.param_groups:
+            if "step" in group:  # TE and Apex count there, and not with each parameter
+                group["step"] = start.settings.get("step", 0) + step - start.step
         return float(groups.none["lr"])
