@@ -245,7 +245,7 @@ def after_a_kill(setting: tuple[int, int, int]) -> tuple[Emulation, Truth, int]:
     dp, pp, microbatches = setting
     costs = policies.costs(memory_bytes=policies.LAYERS // pp * pp, state_bytes=0)
     layers = tuple(times(layer, SECONDS_A_LAYER) for layer in costs.layers)
-    costs = replace(costs, layers=layers)
+    costs = replace(costs, layers=layers, message_bytes=1)  # none at all would leave no rate to measure
     job = JobSpec(
         num_layers=len(layers),
         pipeline_model_parallel_size=pp,
