@@ -18,6 +18,7 @@ REDUNDANCIES = ("off", "state", "compute", "auto")
 SPARE_STATES = ("device", "host")
 INTERRUPTED_STEPS = ("resume", "redo")
 DEVICES = ("cuda", "cpu")
+ON_SIGTERM = ("auto", "save", "leave", "stop")
 INJECTION_POINTS = (
     "forward",
     "backward",
@@ -108,6 +109,13 @@ class OdysseyConfig:
         "resume: survivors keep what they have done of it, and only the dead rank's part is done again; for that, what "
         "was sent stays in memory until the step's end. redo: all do it again",
         choices=INTERRUPTED_STEPS,
+    )
+    on_sigterm: str = _flag(
+        "auto",
+        "what SIGTERM, SIGINT or SIGHUP to 'odyssey run' begins; a second one ends the job at once. save: all ranks "
+        "end behind the same step, with a checkpoint if --save is given. leave: this node's ranks leave behind their "
+        "step, and the others go on. stop: at once. auto: save if --save is given, else stop",
+        choices=ON_SIGTERM,
     )
     memory_headroom_percent: int = _flag(
         10, "share of a GPU's memory that no plan may use (in percent)", within=Between(1, 99, whole=True)

@@ -10,6 +10,9 @@ from odyssey_megatron.names import layer_names
 EXIT_BAD_INPUT = 2
 """The command line, the data or the layout is wrong; nothing was trained."""
 
+EXIT_AS_ASKED = 92
+"""A signal asked the job to end early, and it has, behind a step and in the way that training ends."""
+
 EXIT_LAYERS_LOST = 93
 """The last holder of some layer is gone (I9); the job stopped at its last committed step."""
 

@@ -57,7 +57,7 @@ class Control(Protocol):
         """All state of the plan is here; must return before the first step's agreement is entered."""
         ...
 
-    def finish(self, number: int) -> None:
+    def finish(self, number: int, early: int = -1) -> None:
         """All steps are committed here; returns when they are everywhere. Raises Superseded if one must help."""
         ...
 
@@ -101,6 +101,11 @@ class Rank(Protocol):
         Calls ``live`` when all is here: at once, or in an offered generation before its first agreement, as the layers
         may move while the first step computes.
         """
+        ...
+
+    @property
+    def ends(self) -> bool:
+        """The job was asked to end, and the last committed step is the last one: on all ranks or on none."""
         ...
 
     @property
@@ -202,15 +207,17 @@ def train(
     after_step: Callable[[Recovery], None] = lambda recovery: None,
     at_end: Callable[[Recovery], None] = lambda recovery: None,
 ) -> None:
-    """Trains until ``train_steps`` are committed everywhere, through any number of generations. Raises as above.
+    """Trains until ``train_steps`` are committed everywhere, or fewer if the job is asked to end, through any number of
+    generations. Raises as above.
 
     ``at_end`` is part of the job: what is done together there is done again by those who are left, if somebody dies.
     """
 
     recovery = Recovery(control, rank)
     recovery.carry_out(lambda generation: None)
-    while rank.committed < train_steps:
+    while rank.committed < train_steps and not rank.ends:
         recovery.step()
         after_step(recovery)
     at_end(recovery)
-    recovery.carry_out(lambda generation: control.finish(generation.number))
+    early = rank.committed if rank.committed < train_steps else -1
+    recovery.carry_out(lambda generation: control.finish(generation.number, early))

@@ -30,6 +30,7 @@ FROZEN = {
     "spare_state": "device",
     "respawn": 0,
     "interrupted_step": "resume",
+    "on_sigterm": "auto",
     "memory_headroom_percent": 10,
     "profile": "",
     "profile_steps": 5,

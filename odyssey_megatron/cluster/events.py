@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +53,8 @@ class RankFinished:
 
     rank: int
     generation: int
+    early: int = -1
+    """After so many steps, as the job was asked to end; -1: after all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +74,16 @@ class OfferFailed:
     rank: int
     generation: int
     reason: str
+
+
+class Ask(enum.IntEnum):
+    """What an agent that was sent a signal wants of its ranks."""
+
+    NOTHING = 0
+    END = 1
+    """All ranks of the job leave behind the same step, in the way that training ends."""
+    LEAVE = 2
+    """The ranks of this node leave behind their step; the others go on."""
 
 
 Event = RankDied | NodeLost | GenerationLive | Retry | RankFinished | RankJoined | OfferFailed

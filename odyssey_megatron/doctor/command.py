@@ -19,16 +19,19 @@ from odyssey_megatron.config import config_from_argv
 from odyssey_megatron.doctor import environment, flags, megatron, packages
 from odyssey_megatron.doctor.rows import OK, PROBLEM, WARNING, Host, Job, Package, Row
 from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.launch import leftovers
 from odyssey_megatron.mcore.source import Source
 
 _USAGE = """usage: odyssey doctor [--json] [--verbose] [PATH] [FLAG ...]
+       odyssey doctor --clean
 
 Looks for what would keep a job from running, or from surviving. Exit code 0: a job can run here; 1: none can.
 
   PATH      a Megatron-LM checkout; without it, the installed megatron-core
   FLAG ...  the job's flags, Megatron's and Odyssey's, e.g. --odyssey-device cpu: what they rule out is said too
   --verbose print what is fine, too
-  --json    print JSON"""
+  --json    print JSON
+  --clean   only remove what killed jobs have left in shared memory; living ones keep theirs"""
 _MAY_BE_EMPTY = ("transformer-engine",)
 
 
@@ -37,6 +40,10 @@ def main(argv: Sequence[str]) -> int:
     rest = [one for one in argv if one not in ("--json", "--verbose")]
     if rest and rest[0] in ("-h", "--help"):
         print(_USAGE)
+        return 0
+    if rest == ["--clean"]:
+        removed = leftovers.remove()
+        print(f"{len(removed)} removed" + "".join(f"\n  {path}" for path in removed))
         return 0
     checkout = Path(rest.pop(0)) if rest and not rest[0].startswith("-") else None
     found = diagnose(checkout, Job(config=config_from_argv(rest), flags=tuple(rest)), _host(checkout))

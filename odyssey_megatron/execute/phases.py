@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from odyssey_megatron.errors import OdysseyError
+from odyssey_megatron.plan.generation import Generation
 from odyssey_megatron.recover import NEXT, Phase
 
 
@@ -34,3 +36,15 @@ class PhaseClock:
     def taken_s(self, *phases: Phase) -> dict[str, float]:
         """``NAME_s`` of each: how long it took, this time."""
         return {f"{phase.value}_s": self._taken_s.get(phase, 0.0) for phase in phases}
+
+
+def recovery_record(generation: Generation) -> dict[str, Any] | None:
+    """What the journal says of the failure that ``generation`` goes on from; None if it began otherwise."""
+    if generation.previous is None or generation.planned or generation.plan is None:
+        return None
+    return {
+        "dead": list(generation.dead),
+        "policy": generation.plan.policy,
+        "plan_hash": generation.plan_hash,
+        "decide_s": generation.decide_s,
+    }

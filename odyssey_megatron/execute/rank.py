@@ -9,15 +9,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from odyssey_megatron.cluster.events import Ask
 from odyssey_megatron.cluster.state import Cell
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.errors import OdysseyError, PeerFailed, Superseded
+from odyssey_megatron.errors import Fenced, OdysseyError, PeerFailed, Superseded
 from odyssey_megatron.execute.channels import WORLD, Channels
 from odyssey_megatron.execute.interpreter import FORWARD_ONLY, Interpreter
 from odyssey_megatron.execute.membership import block_group_name, cell_group_name, group_members
 from odyssey_megatron.execute.parts import FaultPoint, GroupBuilder, Groups, Member, Model
-from odyssey_megatron.execute.phases import PhaseClock
+from odyssey_megatron.execute.phases import PhaseClock, recovery_record
 from odyssey_megatron.execute.prepare import Preparation
 from odyssey_megatron.execute.progress import Progress
 from odyssey_megatron.execute.timing import ComputeTimes, Trace, link_times
@@ -61,7 +62,8 @@ class RankRuntime:
         self.own = 0
         """Of those, how many this rank has had a part in."""
         self._ready, self._in_step, self._evaluating = False, False, False
-        self._totals = torch.zeros(model.num_totals, dtype=torch.float64)
+        self._totals = torch.zeros(model.num_totals + 1, dtype=torch.float64)  # and: who was asked to end
+        self.wants_end: Callable[[], bool] = lambda: member.asked == Ask.END
         self.outcome: Any = None
         """Of the last committed step."""
         self._outcome_logged = True
@@ -107,6 +109,11 @@ class RankRuntime:
         self._clock.enter(phase)
         if phase is Phase.ABORT:
             self._fault(phase.value, self.committed)
+
+    @property
+    def ends(self) -> bool:
+        """See ``recover.Rank``."""
+        return bool(self._totals[-1] > 0)
 
     @property
     def boundary(self) -> int:
@@ -261,7 +268,7 @@ class RankRuntime:
             weights_of=model.weights_of,
         )
         self._spread_weights()  # some may have been cut off from those of the last step
-        self._resume = self._recovery_record(generation)
+        self._resume = recovery_record(generation)
         self._journal.event(
             "generation_started",
             generation=self._generation,
@@ -298,7 +305,7 @@ class RankRuntime:
         preparation = self._preparation
         offered = preparation.number if preparation is not None and preparation.ready else 0
         own = self._model.local_totals()
-        totals = torch.cat([own, own.new_tensor([offered, offered**2])])
+        totals = torch.cat([own, own.new_tensor([float(self.wants_end()), offered, offered**2])])
         dist.all_reduce(totals, group=self._world)
         self._commit(totals[:-2])
         # All have prepared the same offer if the numbers have no variance: the next step is in that generation.
@@ -308,6 +315,8 @@ class RankRuntime:
         self._spread_weights()
         self._steps_here += 1
         self._measure(step, trace, time.monotonic() - began_s)
+        if self._member.asked == Ask.LEAVE:
+            raise Fenced("its node was asked to leave the job, and does behind this step")
 
     def _run(self, progress: Progress, trace: Trace) -> None:
         """The step's program, or what is left of it."""
@@ -366,7 +375,7 @@ class RankRuntime:
     def _commit(self, totals: torch.Tensor) -> None:
         """From here to the end nothing is sent and nothing can be cut short: whoever has the totals finishes (I5)."""
         step = self.committed
-        self.outcome = self._model.apply(totals, lambda: self._fault("optimizer", step))
+        self.outcome = self._model.apply(totals[:-1], lambda: self._fault("optimizer", step))
         self._totals, self.committed = totals.clone(), step + 1
         self._piece_done()
         self._outcome_logged, self._progress = False, None
@@ -456,16 +465,6 @@ class RankRuntime:
             regroup_s=self._regroup_s,
         )
         self._member.publish_observations(to_json(measured))
-
-    def _recovery_record(self, generation: Generation) -> dict[str, Any] | None:
-        if generation.previous is None or generation.planned:
-            return None
-        return {
-            "dead": list(generation.dead),
-            "policy": self._require_plan().policy,
-            "plan_hash": generation.plan_hash,
-            "decide_s": generation.decide_s,
-        }
 
     def _log_switch(self, fill_s: float) -> None:
         plan = self._require_plan()

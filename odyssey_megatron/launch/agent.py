@@ -15,38 +15,40 @@ import select
 import signal
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-from odyssey_megatron.cluster.events import RankDied
-from odyssey_megatron.codec import from_json, to_json
+from odyssey_megatron.cluster.events import Ask, RankDied
+from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import EXIT_BAD_INPUT, ConfigError, ControlPlaneLost
 from odyssey_megatron.launch import control as keys
+from odyssey_megatron.launch import run_folder
+from odyssey_megatron.launch.asking import Asking
 from odyssey_megatron.launch.awake import Awake
 from odyssey_megatron.launch.control import Control, EventReader
-from odyssey_megatron.launch.coordinator import Coordinator, Verdict
+from odyssey_megatron.launch.coordinator import Coordinator
 from odyssey_megatron.launch.forking import forking
 from odyssey_megatron.launch.heartbeat import HeartbeatBoard
 from odyssey_megatron.launch.leases import beats
 from odyssey_megatron.launch.lifeline import exit_code
 from odyssey_megatron.launch.planner import Planner
 from odyssey_megatron.launch.respawn import Respawn
+from odyssey_megatron.launch.signals import Received
+from odyssey_megatron.launch.verdict import Verdict, VerdictWatch
 from odyssey_megatron.launch.zygote import Zygote
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.metrics.outlet import say
 
 _log = logging.getLogger(__name__)
 
-_TERMINATE_S = 5.0
-"""From SIGTERM to SIGKILL, for ranks that outlast the verdict."""
 _ORPHANS_S = 2.0
-"""The same where the first agent is gone: nobody is left to help, and a lost node's job is to end soon."""
+"""From SIGTERM to SIGKILL where the first agent is gone: nobody is left to help, and such a job is to end soon."""
 _OTHER_TOKEN = (
     "the nodes have different secrets, so they cannot work together. Set the variable ODYSSEY_TOKEN to the same "
     "value on all nodes."
@@ -67,8 +69,7 @@ _RESPAWNS_OF_A_NODE = 10_000
 """More than a node's agent can start a rank again: incarnations of a rank are never alike."""
 _CONNECT_S = 10.0
 """For an agent's connection to the store where all have met a moment ago: if it is gone, so is the job."""
-_THREAD_ENDS_S = 0.5
-"""From the end of a thread that the agent needs to that of the job, unless a verdict explains it."""
+_KILLED_WITHIN_S = 5.0
 _FAREWELL_S = 5.0
 """How long the first agent keeps the store for the others to read the verdict."""
 
@@ -81,6 +82,8 @@ class Launch:
     token: str
     planner: Planner
     zygote: Zygote | None = None
+    on_signal: str = "stop"
+    """``save``, ``leave`` or ``stop``: see ``--odyssey-on-sigterm``."""
     joins: bool = False
     """The node takes the place of one that was lost, in a job that runs."""
 
@@ -98,6 +101,8 @@ class OdysseyAgent(LocalElasticAgent):
 
     def _rendezvous(self, worker_group: Any) -> None:
         super()._rendezvous(worker_group)
+        if worker_group.group_rank == 0:
+            self._folder = run_folder.claim(Path(self._launch.config.run_dir))
         control = self._connect()
         if not control.same_token():
             raise ConfigError(_OTHER_TOKEN)
@@ -125,7 +130,8 @@ class OdysseyAgent(LocalElasticAgent):
         try:
             with forking(launch.zygote):
                 self._initialize_workers(group)
-            code = self._supervise(board)
+            with Received().handled() as signals:  # torch's own would end the ranks
+                code = self._supervise(board, signals)
         finally:
             board.close()
         if code:
@@ -136,15 +142,15 @@ class OdysseyAgent(LocalElasticAgent):
             state=WorkerState.SUCCEEDED, return_values={w.global_rank: None for w in group.workers}
         )
 
-    def _supervise(self, board: HeartbeatBoard) -> int:
+    def _supervise(self, board: HeartbeatBoard, signals: Received) -> int:
         node = self._worker_group.group_rank
         journal = Journal(self._launch.config.run_dir, source=f"agent{node}")
         try:
-            return self._see_through(board, journal)
+            return self._see_through(board, journal, signals)
         finally:
             journal.close()
 
-    def _see_through(self, board: HeartbeatBoard, journal: Journal) -> int:
+    def _see_through(self, board: HeartbeatBoard, journal: Journal, signals: Received) -> int:
         group, launch = self._worker_group, self._launch
         node = group.group_rank
         try:
@@ -157,6 +163,7 @@ class OdysseyAgent(LocalElasticAgent):
         ranks = _Ranks(
             control,
             board,
+            signals,
             launch.config.hang_s,
             fences=launch.config.mode != "observe",
             respawn=Respawn(self._pcontext, control, launch.config, launch.zygote, journal)
@@ -167,7 +174,7 @@ class OdysseyAgent(LocalElasticAgent):
             process = handles[worker.local_rank].proc
             ranks.add(worker.global_rank, worker.local_rank, process)
             journal.event("rank_started", target=worker.global_rank, pid=process.pid)
-        verdict = _VerdictWatch(watch)
+        verdict = VerdictWatch(watch)
         if node == 0:
             journal.event(
                 "job_started", world_size=group.workers[0].world_size, nodes=group.group_world_size, echo=True
@@ -175,8 +182,9 @@ class OdysseyAgent(LocalElasticAgent):
             verdict.guard("coordinator", lambda: self._coordinate(spare, journal))
         else:
             verdict.guard("lease", lambda: self._keep_lease(spare, node))
+        ask = Asking(launch.on_signal, journal, nodes=group.group_world_size, node=node)
         try:
-            ranks.watch(verdict)
+            ranks.watch(verdict, lambda: ask.heed(ranks, verdict, control))
         except ControlPlaneLost:
             verdict.lost()
         return self._conclude(verdict, ranks, control)
@@ -235,11 +243,11 @@ class OdysseyAgent(LocalElasticAgent):
             control.put(keys.lease_key(node), str(beat))
             time.sleep(self._launch.config.node_lease_s / 20)
 
-    def _conclude(self, verdict: _VerdictWatch, ranks: _Ranks, control: Control) -> int:
+    def _conclude(self, verdict: VerdictWatch, ranks: _Ranks, control: Control) -> int:
         """Lets the ranks end, or ends them; returns the exit code of the job."""
-        final = verdict.value or Verdict(code=1)
+        final = verdict.value or Verdict(code=1, terminate_s=_ORPHANS_S)
         ranks.drain(final.grace_s)
-        ranks.end(_TERMINATE_S if verdict.value else _ORPHANS_S)
+        ranks.end(final.terminate_s)
         if verdict.value is None:
             return self._orphaned()
         node = self._worker_group.group_rank
@@ -259,6 +267,7 @@ class _Ranks:
         self,
         control: Control,
         board: HeartbeatBoard,
+        signals: Received,
         hang_s: float,
         *,
         fences: bool,
@@ -267,7 +276,7 @@ class _Ranks:
         """``fences``: kill a rank that is silent for ``hang_s``; else only say so."""
         self._control, self._board, self._hang_s, self._fences = control, board, hang_s, fences
         self._awake = Awake(hang_s)
-        self._respawn = respawn
+        self.signals, self._respawn = signals, respawn
         self._poll = select.poll()
         self._living: dict[int, tuple[int, int, Any]] = {}  # pidfd -> rank, slot, process
         self._fenced: set[int] = set()
@@ -276,35 +285,54 @@ class _Ranks:
         self._ending: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()  # rank, exit code
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self._poll.register(self._wake, select.POLLIN)
+        self._poll.register(signals.fd, select.POLLIN)
+
+    @property
+    def listen(self) -> bool:
+        """Whether there are ranks, and any of them has joined the job: else nobody reads what is asked of it."""
+        return any(self._board.has_begun(slot) for _, slot, _ in self._living.values())
+
+    @property
+    def gone(self) -> bool:
+        return not self._living
+
+    def ask(self, what: Ask) -> None:
+        """Of all ranks; none is started again."""
+        self._board.ask(what)
+        self._respawn = None
 
     def add(self, rank: int, slot: int, process: Any) -> None:
         fd = os.pidfd_open(process.pid)
         self._living[fd] = (rank, slot, process)
         self._poll.register(fd, select.POLLIN)
 
-    def watch(self, verdict: _VerdictWatch) -> None:
+    def watch(self, verdict: VerdictWatch, heed: Callable[[], None]) -> None:
         """Reports deaths and fences the silent until the verdict is there. Raises ControlPlaneLost."""
         self._poll.register(verdict.fd, select.POLLIN)
         tick_ms = max(1, int(min(self._hang_s / 10, 0.2) * 1e3))
         while not verdict.arrived:
             self._reap(tick_ms, report=True)
+            heed()
             self._start_due()
             self._guard_begun()
             self._fence_silent()
         self._poll.unregister(verdict.fd)
 
     def drain(self, limit_s: float) -> None:
-        """Waits until all have ended, at most ``limit_s``."""
+        """Waits until all have ended, at most ``limit_s``, or until a signal comes."""
         ends_s = time.monotonic() + limit_s
-        while self._living and (left_s := ends_s - time.monotonic()) > 0:
+        while self._living and not self.signals.pending and (left_s := ends_s - time.monotonic()) > 0:
             self._reap(int(left_s * 1e3) + 1, report=False)
 
     def end(self, limit_s: float) -> None:
-        """Ends those that still run."""
+        """Ends those that still run: politely, for at most ``limit_s``."""
+        self._board.ask(Ask.NOTHING)  # or SIGTERM would be left to this agent
         for number in (signal.SIGTERM, signal.SIGKILL):
             for _, _, process in self._living.values():
                 _signal_session(process.pid, number)
-            self.drain(limit_s)
+                _signal_session(process.pid, signal.SIGCONT)  # one that is stopped hears nothing
+            self.drain(limit_s if number == signal.SIGTERM else _KILLED_WITHIN_S)
+            self.signals.take()
 
     def _reap(self, timeout_ms: int, *, report: bool) -> None:
         for fd, _ in self._poll.poll(timeout_ms):
@@ -378,62 +406,6 @@ class _Ranks:
                 self._fenced.add(rank)
                 if self._fences:
                     _signal_session(process.pid, signal.SIGKILL)
-
-
-class _VerdictWatch:
-    """Waits for the coordinator's last word in a thread, and wakes a poll.
-
-    An agent whose threads do not all work must not go on, or it would wait for ever for what they do: their end is the
-    last word too.
-    """
-
-    def __init__(self, control: Control):
-        self.value: Verdict | None = None
-        self.arrived = False
-        self.fd = os.eventfd(0)
-        self._start("verdict", lambda: self._run(control))
-
-    def lost(self) -> None:
-        self.arrived = True
-        os.eventfd_write(self.fd, 1)
-
-    def give(self, verdict: Verdict) -> None:
-        """The last word, unless it has been spoken."""
-        if not self.arrived:
-            self.value = verdict
-            self.lost()
-
-    def guard(self, name: str, work: Callable[[], None]) -> None:
-        """``work`` in a thread, whose end is the end of the job."""
-        self._start(name, work)
-
-    def _start(self, name: str, work: Callable[[], None]) -> None:
-        def run() -> None:
-            try:
-                work()
-            except ControlPlaneLost as error:
-                _log.info("%s: %s", name, error)
-            except BaseException as error:  # noqa: BLE001 - nobody else would hear of it
-                say(traceback.format_exc())
-                self._fail(name, f"it failed: {error!r}. Please report this.")
-            # Time for the verdict to come, if that is why it has ended.
-            time.sleep(_THREAD_ENDS_S)
-            self._fail(name, "it has ended, or lost its connection.")
-
-        threading.Thread(target=run, name=f"odyssey-{name}", daemon=True).start()
-
-    def _fail(self, name: str, why: str) -> None:
-        if not self.arrived:
-            why = f"the agent of this node cannot go on without its {name} thread: {why}"
-            say(f"[odyssey] {why}")
-            self.give(Verdict(code=1, why=why))
-
-    def _run(self, control: Control) -> None:
-        try:
-            self.value = from_json(Verdict, control.get(keys.VERDICT))
-        except ControlPlaneLost as error:
-            _log.info("no verdict: %s", error)
-        self.lost()
 
 
 def _signal_session(pid: int, number: signal.Signals) -> None:

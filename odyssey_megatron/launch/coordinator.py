@@ -12,7 +12,7 @@ import logging
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from odyssey_megatron.cluster.events import (
     Event,
@@ -20,6 +20,7 @@ from odyssey_megatron.cluster.events import (
     NodeLost,
     OfferFailed,
     RankDied,
+    RankFinished,
     RankJoined,
     Retry,
 )
@@ -36,6 +37,7 @@ from odyssey_megatron.codec import from_json, to_json, to_jsonable
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import (
     EXIT_ALIKE,
+    EXIT_AS_ASKED,
     EXIT_BAD_INPUT,
     EXIT_LAYERS_LOST,
     EXIT_UNSOUND,
@@ -49,6 +51,7 @@ from odyssey_megatron.launch.control import Control, EventReader
 from odyssey_megatron.launch.leases import Leases
 from odyssey_megatron.launch.member import FINISHED
 from odyssey_megatron.launch.planner import Planner
+from odyssey_megatron.launch.verdict import Verdict, by_signal
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.names import layer_names
 from odyssey_megatron.plan.generation import CandidateRow, Generation
@@ -64,21 +67,10 @@ _MAX_FRUITLESS = 20
 """So many requests for fresh groups in a row, without one generation that becomes live, end the job."""
 _MAX_FAILED_OFFERS = 3
 """So many in a row, and what was offered is given up; the job goes on as it is."""
+_WAITS_S = 60.0
+"""How often it is said for whom the job waits behind its last step: what they still write may be what it was for."""
 _STOP_GRACE_S = 15.0
 """How long ranks may take to leave by themselves after a stop."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """The coordinator's last word to all agents."""
-
-    code: int
-    """Exit code of the job."""
-    why: str = ""
-    grace_s: float = 0.0
-    """How long an agent lets its ranks go on, before it ends them."""
-    nodes: tuple[int, ...] = ()
-    """Nodes that are still there, besides the first."""
 
 
 class Coordinator:
@@ -116,6 +108,7 @@ class Coordinator:
         self._target: Plan | None = None
         """Where to go from the live plan, between two steps."""
         self._fruitless = self._failed_offers = 0
+        self._early = -1
 
     def run(self) -> Verdict | None:
         """Until the job ends; publishes the verdict. None if the store is gone."""
@@ -128,6 +121,7 @@ class Coordinator:
         except Exception as error:  # noqa: BLE001 - whatever it is, agents and ranks must hear of an end
             self._say(traceback.format_exc())
             verdict = Verdict(code=1, why=f"the coordinator failed: {error!r}. Please report this.")
+        verdict = by_signal(verdict, self._exits)
         self._journal.event("job_finished", verdict=verdict.why or "done", exit_code=verdict.code)
         if verdict.why:
             self._say(f"[odyssey] {verdict.why}")
@@ -249,6 +243,8 @@ class Coordinator:
     def _apply(self, event: Event) -> None:
         if isinstance(event, RankDied):
             self._exits[event.rank] = event.code
+        if isinstance(event, RankFinished):
+            self._early = event.early
         before, self._state = self._state, apply(self._state, event)
         if isinstance(event, RankJoined):
             self._welcome(event, before)
@@ -373,7 +369,11 @@ class Coordinator:
             plan_hash="", candidates=(),
         ))  # fmt: skip
         self._keep_profile()
-        while members - set(self._exits):
+        says_s = time.monotonic() + _WAITS_S
+        while waits := members - set(self._exits):
+            if time.monotonic() > says_s:
+                self._say(f"[odyssey] all steps are trained; rank(s) {sorted(waits)} have not ended yet.")
+                says_s += _WAITS_S
             for event in self._batch():
                 if isinstance(event, RankDied):
                     self._exits[event.rank] = event.code
@@ -394,6 +394,9 @@ class Coordinator:
                 why=f"rank(s) {cut_short} were killed when all steps were trained, but before their scripts had "
                 "ended: what these were to write is missing, unless it was written by then.",
             )
+        if self._early >= 0:
+            why = f"the job has ended behind iteration {self._early}, as a signal asked it to."
+            return Verdict(code=EXIT_AS_ASKED, why=why)
         return Verdict(code=0)
 
     def _keep_profile(self) -> None:

@@ -13,12 +13,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from odyssey_megatron.cluster.events import Ask
 from odyssey_megatron.launch import leftovers, lifeline
 from odyssey_megatron.launch.lifeline import Lifeline
 
 _LINE_BYTES = 64  # a cache line each: ranks do not disturb one another
 _SLOT_BYTES = _LINE_BYTES + lifeline.SIZE_BYTES
 _EXCUSED = -1.0
+_LEAVES_WITHIN_S = 60.0
+_ASK_OFFSET = 8
 
 
 class HeartbeatBoard:
@@ -33,8 +36,13 @@ class HeartbeatBoard:
             one.create()
 
     def silent_s(self, slot: int, now_s: float) -> float:
-        """Seconds since the last beat; 0.0 before the first one, and while silence means nothing."""
+        """Seconds since the last beat; 0.0 before the first one, and while silence means nothing.
+
+        Of a rank that leaves: beyond the time in which an interpreter ends, without its threads.
+        """
         beat_s = self._beat_s(slot)
+        if beat_s < _EXCUSED:
+            return max(now_s + beat_s - _LEAVES_WITHIN_S, 0.0)
         return max(now_s - beat_s, 0.0) if beat_s > 0.0 else 0.0
 
     def has_begun(self, slot: int) -> bool:
@@ -48,6 +56,11 @@ class HeartbeatBoard:
     def await_end(self, slot: int) -> None:
         """Returns once the rank has begun to end, however it does; only after :meth:`has_begun`."""
         self._lifelines[slot].await_end()
+
+    def ask(self, what: Ask) -> None:
+        """Of all ranks, also of those that take a slot later."""
+        for slot in range(len(self._lifelines)):
+            self._memory[slot * _SLOT_BYTES + _ASK_OFFSET] = what
 
     def close(self) -> None:
         """The memory stays mapped: a thread may still wait there."""
@@ -69,17 +82,20 @@ class Heartbeat:
         self._memory, self._offset, self._interval_s = _map(Path(path)), slot * _SLOT_BYTES, interval_s
         self._lifeline = Lifeline(self._memory, self._offset + _LINE_BYTES)
         self._lifeline.take()
-        self._leaving = threading.Event()
-        self._excused = False
+        self._excused = self._leaves = False
         self._beat(time.monotonic())
         self._thread = threading.Thread(target=self._run, name="odyssey-heartbeat", daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
-        """From now on silence means nothing: the rank is about to end."""
-        self._leaving.set()
-        self._thread.join()
-        self._beat(_EXCUSED)
+    @property
+    def asked(self) -> Ask:
+        """What the agent wants of this rank."""
+        return Ask(self._memory[self._offset + _ASK_OFFSET])
+
+    def leave(self) -> None:
+        """The rank is about to end, and its threads before it: it has longer to do so."""
+        self._leaves = True
+        self._beat(-time.monotonic())
 
     @contextlib.contextmanager
     def excused(self) -> Iterator[None]:
@@ -93,8 +109,10 @@ class Heartbeat:
             self._beat(time.monotonic())
 
     def _run(self) -> None:
-        while not self._leaving.wait(self._interval_s):
-            self._beat(_EXCUSED if self._excused else time.monotonic())
+        while True:
+            time.sleep(self._interval_s)
+            now_s = time.monotonic()
+            self._beat(_EXCUSED if self._excused else -now_s if self._leaves else now_s)
 
     def _beat(self, value: float) -> None:
         struct.pack_into("d", self._memory, self._offset, value)

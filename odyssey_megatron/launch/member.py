@@ -18,7 +18,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from odyssey_megatron.cluster.events import GenerationLive, OfferFailed, RankFinished, RankJoined, Retry
+from odyssey_megatron.cluster.events import Ask, GenerationLive, OfferFailed, RankFinished, RankJoined, Retry
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.codec import from_json, to_json
 from odyssey_megatron.config import OdysseyConfig
@@ -35,6 +35,7 @@ from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch.alike import is_shared
 from odyssey_megatron.launch.control import Control
 from odyssey_megatron.launch.heartbeat import Heartbeat
+from odyssey_megatron.launch.signals import leave_to_agent
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.plan.generation import Generation
 
@@ -164,6 +165,8 @@ class Member:
         rank = int(env["RANK"])
         # The first sign of life before the connects: from here on the agent notices a hang.
         heartbeat = Heartbeat(env["ODYSSEY_HEARTBEAT"], int(env["ODYSSEY_SLOT"]), config.heartbeat_s)
+        if env.get("ODYSSEY_ON_SIGTERM") in ("save", "leave"):
+            leave_to_agent(lambda: heartbeat.asked)
         control, watch = (
             Control.connect(host, port, token, timeout_s=config.store_timeout_s, lease_s=config.node_lease_s)
             for _ in range(2)
@@ -178,6 +181,11 @@ class Member:
             heartbeat=heartbeat,
             journal=journal,
         )
+
+    @property
+    def asked(self) -> Ask:
+        """What this node's agent, which was sent a signal, wants of its ranks. Reads memory."""
+        return Ask.NOTHING if self._heartbeat is None else self._heartbeat.asked
 
     @property
     def store(self) -> dist.Store:
@@ -385,25 +393,28 @@ class Member:
         """Replaces what the coordinator knows of this rank's measured costs when it next decides."""
         self._control.put(keys.observations_key(self.rank), observations_json)
 
-    def finish(self, number: int) -> None:
+    def finish(self, number: int, early: int = -1) -> None:
         """Call after the last step: returns when every member of generation ``number`` got here.
+
+        Args:
+            early: it is the last one, after so many, since the job was asked to end; -1: there are no more.
 
         Raises:
             Superseded: somebody died first, and the others may need this rank to finish their step.
         """
         self.report_live(number)
-        self._control.send(RankFinished(rank=self.rank, generation=number))
+        self._control.send(RankFinished(rank=self.rank, generation=number, early=early))
         self._await_newer(number, None)
         if self._lost is not None:
             raise self._lost
         if from_json(Generation, self._newest_text).why != FINISHED:
             raise Superseded(f"generation {self._newest} came while rank {self.rank} was finishing")
-        if self._heartbeat is not None:
-            self._heartbeat.stop()
         # What the script still does may be what the training was for: it has not left before its end.
         atexit.register(self._leave)
 
     def _leave(self) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.leave()
         with contextlib.suppress(ControlPlaneLost):
             self._control.put(keys.left_key(self.rank), "")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import hashlib
 import os
 import re
 import secrets
@@ -15,7 +14,7 @@ from typing import Any
 from odyssey_megatron.config import OdysseyConfig, config_from_argv
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.inputs import COUNT, Between, Parser
-from odyssey_megatron.launch import run_folder
+from odyssey_megatron.launch import run_folder, signals
 from odyssey_megatron.launch.zygote import Zygote, prepare_environment
 
 _NODES = Between(1, 100_000, whole=True)
@@ -54,8 +53,7 @@ def main(argv: Sequence[str], *, joins: bool = False) -> int:
         raise ConfigError(f"{args.training_script}: there is no such script. Name one, or a module with -m.")
     zygote = Zygote.start(modules) if modules else None  # while this process has a single thread
     try:
-        # Not before the fork, which would share the lock.
-        run_folder.claim(Path(config.run_dir), _job_name(args, nodes, token))
+        run_folder.prepare(Path(config.run_dir))
         return _launch(args, config, nodes, token, zygote, joins)
     finally:
         if zygote is not None:
@@ -125,7 +123,16 @@ def _launch(
         _use_local_rendezvous(args, local_rendezvous.BACKEND)
     if not args.log_dir and {str(args.redirects), str(args.tee)} == {"0"}:
         args.log_dir = os.devnull  # else torch leaves an empty folder for each job
-    launch = Launch(config=config, token=token, planner=PolicyPlanner(config), zygote=zygote, joins=joins)
+    args.signals_to_handle = signals.not_ignored(args.signals_to_handle)
+    on_signal = os.environ["ODYSSEY_ON_SIGTERM"] = _on_signal(config, nodes, args.training_script_args)
+    launch = Launch(
+        config=config,
+        token=token,
+        on_signal=on_signal,
+        planner=PolicyPlanner(config),
+        zygote=zygote,
+        joins=joins,
+    )
     original = api.LocalElasticAgent
     api.LocalElasticAgent = functools.partial(OdysseyAgent, launch=launch)
     try:
@@ -165,18 +172,23 @@ def _check_injections(config: OdysseyConfig, nodes: int, per_node: str) -> None:
             )
 
 
+def _on_signal(config: OdysseyConfig, nodes: int, script_args: Sequence[str]) -> str:
+    """What the first signal to this launcher begins. Raises ConfigError."""
+    saves = any(one.partition("=")[0] == "--save" for one in script_args)
+    how = config.on_sigterm if config.on_sigterm != "auto" else "save" if saves else "stop"
+    if how == "leave" and nodes == 1:
+        raise ConfigError(
+            "--odyssey-on-sigterm leave: with one node nobody is left to go on. Use save, or leave it out."
+        )
+    return "stop" if config.mode == "observe" else how
+
+
 def _use_local_rendezvous(args: Any, backend: str) -> None:
     """Unless the user chose a rendezvous: a store on loopback, as nobody else needs to reach it."""
     chosen = args.rdzv_endpoint or args.master_port is not None or args.rdzv_backend != "static"
     if args.standalone or not chosen:
         args.standalone, args.rdzv_backend, args.rdzv_endpoint = False, backend, "127.0.0.1:0"
         args.rdzv_id = "odyssey"
-
-
-def _job_name(args: Any, nodes: int, token: str) -> str:
-    """The same on all nodes of a job, and on none of another: where they meet, and how they know each other."""
-    where = args.rdzv_endpoint.rpartition(":")[2] or args.master_port
-    return hashlib.sha256(f"odyssey job {token} {where}".encode()).hexdigest()[:16] if nodes > 1 else ""
 
 
 def _token(nodes: int) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import sys
 import time
@@ -16,6 +17,7 @@ from datetime import timedelta
 from typing import NoReturn
 
 from odyssey_megatron.errors import EXIT_BAD_INPUT, ConfigError
+from odyssey_megatron.launch.signals import HANDLED
 
 _LOOK_EVERY_S = 5.0
 _FAREWELL_S = 10.0
@@ -55,6 +57,8 @@ def main(argv: Sequence[str]) -> int:
     )
     verdict, farewell = f"odyssey/verdict/{node}", "odyssey/farewell"
     if local_rank:
+        for number in HANDLED:  # the business of the one with the agent; this one ends with the job
+            signal.signal(number, signal.SIG_IGN)
         code = _await(store, verdict)
     else:
         code = _run(store, argv, nodes=nodes, node=node, per_node=per_node, address=address)

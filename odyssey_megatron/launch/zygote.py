@@ -174,7 +174,8 @@ class _Server:
 
     def serve(self) -> int:
         _die_with(self._parent)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's business
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)  # the launcher's business; this ends with it
         try:
             for module in self._modules:
                 importlib.import_module(module)

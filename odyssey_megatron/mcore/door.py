@@ -38,6 +38,7 @@ from odyssey_megatron.mcore import (
     saving,
     seam_table,
     seams,
+    signals,
     span,
     wgrad,
 )
@@ -156,9 +157,15 @@ class Door:
             self._board.close()
         self._session.note_end(self._runtime, self._model)
         self._living.repeat_with(None)
-        self._recovery.carry_out(lambda generation: self._session.member.finish(generation.number))
+        early = self._runtime.committed if self._runtime.ends and not self._is_done() else -1
+        self._recovery.carry_out(lambda generation: self._session.member.finish(generation.number, early))
         if self._not_saved:
             raise SystemExit(EXIT_NOT_SAVED)
+
+    def _is_done(self) -> bool:
+        from megatron.training import get_args
+
+        return self._runtime.committed >= get_args().train_iters
 
     # -- setting up -----------------------------------------------------------------------------------------------
 
@@ -256,6 +263,8 @@ class Door:
 
     def _enter(self) -> None:
         """The first generation; the groups of the start are not needed any more."""
+        from megatron.training import get_args
+
         session = self._session
         self._runtime = session.enter(
             self._model,
@@ -263,6 +272,7 @@ class Door:
             on_groups=self._on_groups,
             joins=False,
         )
+        signals.install(get_args(), self._runtime, session.member)
         self._recovery = Recovery(session.member, self._runtime)
         self._fault_point = Injector(
             self._config.injections, session.rank, None, session.member.incarnation

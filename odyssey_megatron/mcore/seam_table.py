@@ -331,6 +331,11 @@ TENSORBOARD_WRITER = Seam(
     why="the curves go on when the rank that writes them has died",
     signatures={"0.16": ""},
 )
+SIGNAL_HANDLER = Seam(
+    target="megatron.training.global_vars:_GLOBAL_SIGNAL_HANDLER",
+    why="all ranks leave behind the same iteration",
+    signatures={"0.16": ""},
+)
 PARSE_ARGS = Seam(
     target="megatron.training.arguments:parse_args",
     why="refuses flags before Megatron acts upon them",

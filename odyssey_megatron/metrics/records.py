@@ -38,6 +38,7 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "rank_joined": ("target",),
     "place_taken": ("target", "spare"),
     "offer_failed": ("why",),
+    "asked": ("signal", "how"),
     "job_finished": ("verdict", "exit_code"),
     # -- ranks
     "injected": ("at", "signal", "microbatch"),

@@ -19,7 +19,7 @@ def test_a_rank_that_beats_is_not_silent():
     assert board.silent_s(1, now_s) < 0.1
     assert board.silent_s(1, now_s + 9.0) > 8.0
     assert board.silent_s(0, now_s) == 0.0, "a rank that has not started to beat"
-    beating.stop()
+    beating.leave()
     assert board.silent_s(1, now_s + 9.0) == 0.0, "a rank that is about to end"
     board.close()
     assert not board.path.exists()
@@ -32,7 +32,7 @@ def test_code_that_keeps_the_gil_is_excused_and_only_then():
         time.sleep(0.05)  # the thread beats meanwhile
         assert board.silent_s(0, time.monotonic() + 9.0) == 0.0
     assert board.silent_s(0, time.monotonic() + 9.0) > 8.0
-    beating.stop()
+    beating.leave()
     board.close()
 
 

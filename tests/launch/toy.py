@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import time
 
@@ -44,6 +45,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--raise-rank", type=int, default=-1, help="only this one does")
     parser.add_argument("--exit-at", default="", help="RANK:STEP:CODE, or all:STEP:CODE")
     parser.add_argument("--stats", default="", help="write resource counts to this file, per generation")
+    parser.add_argument(
+        "--stop-at-end", type=int, default=-1, help="the rank that stops when it has finished"
+    )
     parser.add_argument("--poison", default="", help="what rank 0 sends in step 5: 'event' or 'offer'")
     add_arguments(parser)
     return parser.parse_args()
@@ -181,6 +185,8 @@ class Toy:
                     if len(generation.members) == 1 and self.member.newer_than(number):
                         raise Superseded("alone")
                 self.member.finish(number)
+                if self.args.stop_at_end == self.rank:
+                    os.kill(os.getpid(), signal.SIGSTOP)
                 return
             except (Superseded, PeerFailed):
                 if self.groups is not None:

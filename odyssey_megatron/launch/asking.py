@@ -1,0 +1,64 @@
+"""What signals to an agent mean for its job."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from odyssey_megatron.cluster.events import Ask
+from odyssey_megatron.codec import to_json
+from odyssey_megatron.errors import EXIT_AS_ASKED
+from odyssey_megatron.launch import control as keys
+from odyssey_megatron.launch.control import Control
+from odyssey_megatron.launch.signals import Received
+from odyssey_megatron.launch.verdict import TERMINATE_S, Verdict, VerdictWatch
+from odyssey_megatron.metrics.journal import Journal
+from odyssey_megatron.metrics.outlet import say
+
+
+class Ranks(Protocol):
+    """The ranks of the agent's node."""
+
+    signals: Received
+
+    @property
+    def listen(self) -> bool:
+        """Whether any has joined the job: else nobody reads what is asked of it."""
+        ...
+
+    @property
+    def gone(self) -> bool: ...
+    def ask(self, what: Ask) -> None: ...
+
+
+class Asking:
+    """The first signal asks, in the way ``how``; the next one ends the job."""
+
+    def __init__(self, how: str, journal: Journal, *, nodes: int, node: int):
+        self._how, self._journal, self._nodes, self._node = how, journal, nodes, node
+        self._asked = Ask.NOTHING
+
+    def heed(self, ranks: Ranks, verdict: VerdictWatch, control: Control) -> None:
+        for number in ranks.signals.take():
+            first = self._asked == Ask.NOTHING
+            how = self._how if first and ranks.listen else "stop"
+            self._journal.event("asked", signal=number.name, how=how, echo=True)
+            if how == "stop":
+                why = f"the job was ended by {number.name} to the agent of node {self._node}."
+                say(f"[odyssey] {why}")
+                final = Verdict(
+                    code=128 + number, why=why, terminate_s=TERMINATE_S if first else 0.0, nodes=self._others
+                )
+                control.put_first(keys.VERDICT, to_json(final))
+                return verdict.give(final)
+            self._asked = Ask.LEAVE if how == "leave" else Ask.END
+            what = "this node leaves the job" if how == "leave" else "the job ends"
+            say(
+                f"[odyssey] {number.name}: {what} behind the step at hand. A second signal ends the job at once."
+            )
+            ranks.ask(self._asked)
+        if self._asked == Ask.LEAVE and ranks.gone and self._node:
+            verdict.give(Verdict(code=EXIT_AS_ASKED, why="this node has left the job, as it was asked to"))
+
+    @property
+    def _others(self) -> tuple[int, ...]:
+        return tuple(range(1, self._nodes))

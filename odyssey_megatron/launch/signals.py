@@ -1,0 +1,113 @@
+"""SIGTERM, SIGINT and SIGHUP: an agent that is told to end, and ranks that are told so together with it.
+
+The first one asks, as ``--odyssey-on-sigterm`` says; the next one ends the job at once. A rank by itself dies of a
+signal like of anything else. Batch systems send theirs to all processes of a node, though: a rank whose agent is
+asked in the same moment leaves the answer to it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from odyssey_megatron.cluster.events import Ask
+
+HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_SAME_S = 0.3
+"""Signals within this time are one: a terminal and a launcher above this one may both send theirs."""
+_TOGETHER_S = 1.0
+"""Within this time a batch system has reached the agent, too."""
+
+
+def not_ignored(names: str) -> str:
+    """Of the comma-separated ``names`` those that somebody, like nohup, has not switched off."""
+    kept = [name for name in names.split(",") if signal.getsignal(getattr(signal, name)) != signal.SIG_IGN]
+    return ",".join(kept)
+
+
+class Received:
+    """Signals to this process, the agent. ``fd`` is readable when there are any."""
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._new: list[signal.Signals] = []
+        self._last_s = -_SAME_S
+
+    @contextmanager
+    def handled(self, numbers: Iterable[signal.Signals] = HANDLED) -> Iterator[Received]:
+        """In the body (of the main thread) they are taken note of; ignored ones stay ignored."""
+        before = {one: signal.getsignal(one) for one in numbers}
+        before = {one: handler for one, handler in before.items() if handler != signal.SIG_IGN}
+        for one in before:
+            signal.signal(one, self._note)
+        try:
+            yield self
+        finally:
+            for one, handler in before.items():
+                signal.signal(one, handler)
+
+    def _note(self, number: int, frame: Any) -> None:
+        now_s = time.monotonic()
+        if now_s - self._last_s > _SAME_S:
+            self._new.append(signal.Signals(number))
+            os.eventfd_write(self.fd, 1)
+        self._last_s = now_s
+
+    @property
+    def pending(self) -> bool:
+        return bool(self._new)
+
+    def take(self) -> list[signal.Signals]:
+        """Those that came since the last call."""
+        taken, self._new = self._new, []
+        if taken:
+            os.eventfd_read(self.fd)
+        return taken
+
+
+def leave_to_agent(asked: Callable[[], Ask]) -> None:
+    """From now on SIGTERM ends this rank only if its agent is not ``asked`` to end in the same moment.
+
+    Called in the main thread. Whoever installs a handler of its own afterwards has it.
+    """
+    ours, theirs = socket.socketpair()
+    for one in (ours, theirs):
+        one.setblocking(one is theirs)
+
+    def handler(number: int, frame: Any) -> None:
+        """The thread below knows; the main thread may be within a collective for long."""
+
+    def follow() -> None:
+        while True:
+            (number,) = theirs.recv(1)
+            if number == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is handler:
+                ends_s = time.monotonic() + _TOGETHER_S
+                while not asked() and time.monotonic() < ends_s:
+                    time.sleep(0.01)
+                if not asked():
+                    _die_of(number)
+
+    signal.signal(signal.SIGTERM, handler)
+    signal.set_wakeup_fd(ours.fileno(), warn_on_full_buffer=False)
+    threading.Thread(target=follow, args=(), name="odyssey-signals", daemon=True).start()
+    # Data loaders are forked: they have no such thread.
+    os.register_at_fork(after_in_child=lambda: _as_usual(ours))
+
+
+def _as_usual(wakeup: socket.socket) -> None:
+    signal.set_wakeup_fd(-1)
+    wakeup.close()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _die_of(number: int) -> None:
+    """As if there were no handler. Python changes handlers in the main thread only, which may not be running."""
+    ctypes.CDLL(None).signal(number, None)
+    os.kill(os.getpid(), number)

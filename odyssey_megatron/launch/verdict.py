@@ -1,0 +1,107 @@
+"""The last word of a job, and how an agent hears it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from odyssey_megatron.codec import from_json
+from odyssey_megatron.errors import EXIT_LAYERS_LOST, ControlPlaneLost
+from odyssey_megatron.launch import control as keys
+from odyssey_megatron.launch.control import Control
+from odyssey_megatron.launch.signals import HANDLED
+from odyssey_megatron.metrics.outlet import say
+
+_log = logging.getLogger(__name__)
+
+TERMINATE_S = 5.0
+"""From SIGTERM to SIGKILL, for ranks that outlast the verdict."""
+_THREAD_ENDS_S = 0.5
+"""From the end of a thread that the agent needs to that of the job, unless a verdict explains it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The coordinator's last word to all agents."""
+
+    code: int
+    """Exit code of the job."""
+    why: str = ""
+    grace_s: float = 0.0
+    """How long an agent lets its ranks go on, before it ends them."""
+    terminate_s: float = TERMINATE_S
+    """From SIGTERM to SIGKILL for those."""
+    nodes: tuple[int, ...] = ()
+    """Nodes that are still there, besides the first."""
+
+
+def by_signal(verdict: Verdict, exits: Mapping[int, int]) -> Verdict:
+    """Who sends SIGTERM to all ranks has not lost hardware. ``exits``: the exit codes so far, by rank."""
+    codes = set(exits.values())
+    if verdict.code != EXIT_LAYERS_LOST or len(codes) != 1 or -min(codes) not in HANDLED:
+        return verdict
+    number = signal.Signals(-min(codes))
+    why = f"rank(s) {sorted(exits)} were ended by {number.name}, which was sent to them."
+    return replace(verdict, code=128 + number, why=f"{why} To end a job, send it to 'odyssey run'.")
+
+
+class VerdictWatch:
+    """Waits for the coordinator's last word in a thread, and wakes a poll.
+
+    An agent whose threads do not all work must not go on, or it would wait for ever for what they do: their end is the
+    last word too.
+    """
+
+    def __init__(self, control: Control):
+        self.value: Verdict | None = None
+        self.arrived = False
+        self.fd = os.eventfd(0)
+        self._start("verdict", lambda: self._run(control))
+
+    def lost(self) -> None:
+        self.arrived = True
+        os.eventfd_write(self.fd, 1)
+
+    def give(self, verdict: Verdict) -> None:
+        """The last word, unless it has been spoken."""
+        if not self.arrived:
+            self.value = verdict
+            self.lost()
+
+    def guard(self, name: str, work: Callable[[], None]) -> None:
+        """``work`` in a thread, whose end is the end of the job."""
+        self._start(name, work)
+
+    def _start(self, name: str, work: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                work()
+            except ControlPlaneLost as error:
+                _log.info("%s: %s", name, error)
+            except BaseException as error:  # noqa: BLE001 - nobody else would hear of it
+                say(traceback.format_exc())
+                self._fail(name, f"it failed: {error!r}. Please report this.")
+            # Time for the verdict to come, if that is why it has ended.
+            time.sleep(_THREAD_ENDS_S)
+            self._fail(name, "it has ended, or lost its connection.")
+
+        threading.Thread(target=run, name=f"odyssey-{name}", daemon=True).start()
+
+    def _fail(self, name: str, why: str) -> None:
+        if not self.arrived:
+            why = f"the agent of this node cannot go on without its {name} thread: {why}"
+            say(f"[odyssey] {why}")
+            self.give(Verdict(code=1, why=why))
+
+    def _run(self, control: Control) -> None:
+        try:
+            self.value = from_json(Verdict, control.get(keys.VERDICT))
+        except ControlPlaneLost as error:
+            _log.info("no verdict: %s", error)
+        self.lost()

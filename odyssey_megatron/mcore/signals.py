@@ -1,0 +1,31 @@
+"""Megatron-LM's ``--exit-signal-handler``, agreed on by all ranks of the job.
+
+Each rank's Megatron believes to be alone, and would leave alone. Here all leave its loop behind the same iteration,
+with its save, whether a rank was sent the signal or Odyssey's agent (``--odyssey-on-sigterm save``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from odyssey_megatron.cluster.events import Ask
+
+
+class AgreedSignal:
+    """In the place of Megatron's ``DistributedSignalHandler``, which its loop asks behind each iteration."""
+
+    def __init__(self, runtime: Any):
+        self._runtime = runtime
+
+    def signals_received(self) -> list[bool]:
+        return [self._runtime.ends]
+
+
+def install(args: Any, runtime: Any, member: Any) -> None:
+    """From now on the loop ends when ``runtime`` says so, and that hears of what this process was sent."""
+    from megatron.training import global_vars
+
+    own = global_vars._GLOBAL_SIGNAL_HANDLER  # Megatron's, which catches the signal, if the user asked for it
+    runtime.wants_end = lambda: member.asked == Ask.END or (own is not None and own._signal_received)
+    args.exit_signal_handler = True
+    global_vars._GLOBAL_SIGNAL_HANDLER = AgreedSignal(runtime)

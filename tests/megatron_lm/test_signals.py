@@ -1,0 +1,40 @@
+"""SIGTERM: all ranks leave Megatron's loop behind the same iteration, with its save, and a later job goes on there."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+
+import pytest
+
+from odyssey_megatron.errors import EXIT_AS_ASKED
+from tests.launch.jobserver import events, pid_of, wait_for
+from tests.megatron_lm.jobs import FLOAT32, MOCK
+
+
+@pytest.mark.parametrize("to", ["the launcher", "one rank, with --exit-signal-handler"])
+def test_sigterm_saves_and_the_next_job_goes_on_there(jobs, name, to):
+    save = jobs.folder / f"{name}-save".replace(" ", "-").replace(",", "")
+    run_dir = save.with_name("run-" + save.name)
+    flags = f"{MOCK} --save {save} --save-interval 100000 --eval-interval 1000 --train-iters 400 --lr-decay-iters 400"
+    flags += " --exit-signal-handler" if "rank" in to else ""
+    job = jobs.start(run_dir.name, flags, ranks=4, stages=2)
+    wait_for(lambda: len(events(run_dir, "step_committed")) > 3, 90, "some steps")
+    os.kill(job.pid if "launcher" in to else pid_of(run_dir, 1), signal.SIGTERM)
+    run = jobs.outcome(run_dir.name, job)
+    assert run.exit_code == EXIT_AS_ASKED, run.log[-3000:]
+    assert "exiting program after receiving SIGTERM" in run.log
+    assert not run.killed
+    last = run.iterations[-1].number
+    assert (save / "latest_checkpointed_iteration.txt").read_text().strip() == str(last)
+    assert re.search(rf"ended behind iteration {last}, as a signal asked", run.log)
+
+    # With the same --train-iters: Megatron checks that the schedule is the one of the checkpoint.
+    flags = f"{MOCK} --eval-interval 1000 --train-iters 400 --lr-decay-iters 400 --exit-interval {last + 2}"
+    after = jobs.odyssey(f"after-{run_dir.name}", f"{flags} --load {save}", ranks=4, stages=2)
+    assert after.exit_code == 0, after.log[-3000:]
+    assert [one.number for one in after.iterations] == [last + 1, last + 2]
+    whole = jobs.odyssey(f"whole-{run_dir.name}", flags, ranks=4, stages=2)
+    expected = [one.loss for one in whole.iterations[-2:]]
+    assert [one.loss for one in after.iterations] == pytest.approx(expected, rel=FLOAT32)
