@@ -368,7 +368,7 @@ class Coordinator:
             number=next_generation(self._state).generation, members=(), dead=(), why=FINISHED, previous=None, plan=None,
             plan_hash="", candidates=(),
         ))  # fmt: skip
-        self._keep_profile()
+        self._planner.finish(self._observations())
         says_s = time.monotonic() + _WAITS_S
         while waits := members - set(self._exits):
             if time.monotonic() > says_s:
@@ -398,14 +398,6 @@ class Coordinator:
             why = f"the job has ended behind iteration {self._early}, as a signal asked it to."
             return Verdict(code=EXIT_AS_ASKED, why=why)
         return Verdict(code=0)
-
-    def _keep_profile(self) -> None:
-        try:
-            self._planner.finish(self._observations())
-        except ControlPlaneLost:
-            raise
-        except Exception as error:  # noqa: BLE001 - the job is done, whatever becomes of its measurements
-            self._say(f"[odyssey] what was measured is not kept: {error!r}")
 
     def _stop(self, message: str, code: int) -> Verdict:
         """Tells the members to stop; they leave with ``code`` by themselves."""

@@ -394,10 +394,8 @@ class Member:
         self._control.put(keys.observations_key(self.rank), observations_json)
 
     def finish(self, number: int, early: int = -1) -> None:
-        """Call after the last step: returns when every member of generation ``number`` got here.
-
-        Args:
-            early: it is the last one, after so many, since the job was asked to end; -1: there are no more.
+        """Call after the last step: returns when every member of generation ``number`` got here. ``early``: after so
+        many, as the job was asked to end; -1: after all.
 
         Raises:
             Superseded: somebody died first, and the others may need this rank to finish their step.
@@ -431,15 +429,9 @@ class Member:
         try:
             self._follow_generations()
         except Exception as error:  # noqa: BLE001 - a rank that hears of nothing any more must leave
-            lost = (
-                error
-                if isinstance(error, ControlPlaneLost)
-                else ControlPlaneLost(
-                    f"the thread that hears of generations failed: {error!r}. Please report this."
-                )
-            )
+            why = f"the thread that hears of generations failed: {error!r}. Please report this."
             with self._changed:
-                self._lost = lost
+                self._lost = error if isinstance(error, ControlPlaneLost) else ControlPlaneLost(why)
                 self._end_before(sys.maxsize)
                 self._changed.notify_all()
 

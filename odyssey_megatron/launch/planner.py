@@ -162,8 +162,8 @@ class PolicyPlanner:
 
     def finish(self, observations: Sequence[str]) -> None:
         path = Path(self._config.run_dir) / "profile.json"
-        outlet = Outlet[Any](lambda profile: profile.save(path), name=f"the profile {path}")
-        outlet.put(self._calibrated(observations), 1)
+        outlet = Outlet[Any](lambda found: self._calibrated(found).save(path), name=f"the profile {path}")
+        outlet.put(observations, 1)
         outlet.close()
 
     def _calibrated(self, published: Sequence[str]) -> Profile:
