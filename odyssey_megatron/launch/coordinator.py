@@ -107,8 +107,7 @@ class Coordinator:
         self._offered: Generation | None = None
         self._target: Plan | None = None
         """Where to go from the live plan, between two steps."""
-        self._fruitless = self._failed_offers = 0
-        self._early = -1
+        self._fruitless, self._failed_offers, self._early = 0, 0, -1
 
     def run(self) -> Verdict | None:
         """Until the job ends; publishes the verdict. None if the store is gone."""

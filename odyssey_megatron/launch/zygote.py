@@ -30,6 +30,7 @@ from typing import Any, NoReturn
 from odyssey_megatron.errors import ConfigError, OdysseyError
 
 _PR_SET_PDEATHSIG = 1
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Zygote:
@@ -174,8 +175,8 @@ class _Server:
 
     def serve(self) -> int:
         _die_with(self._parent)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)  # the launcher's business; this ends with it
+        # The launcher's business; this ends with it. Not ignored: a fork must get those sent before it can take them.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
         try:
             for module in self._modules:
                 importlib.import_module(module)
@@ -241,8 +242,9 @@ def _run_python(request: dict[str, Any], parent: int) -> int:
             os.close(target)
     sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", 0, closefd=False), write_through=True)
     sys.stderr = io.TextIOWrapper(os.fdopen(2, "wb", 0, closefd=False), write_through=True)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in _ENDING:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
     os.environ.clear()
     os.environ.update(request["env"])
     os.environ["ODYSSEY_PARENT_PID"] = str(parent)
