@@ -162,7 +162,10 @@ class ForkedProcess:
         if self._code is not None:
             return
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, number)
+            try:
+                os.killpg(self.pid, number)
+            except ProcessLookupError:  # it has not begun its session yet
+                os.kill(self.pid, number)
 
 
 class _Server:
