@@ -70,6 +70,11 @@ class OdysseyConfig:
     device: str = _flag("cuda", "cpu runs Megatron on CPU tensors and gloo", choices=DEVICES)
     float64: str = _flag("off", "train in float64, to prove exactness", choices=("off", "on"))
     run_dir: str = _flag("odyssey-run", "folder for the journal, the profile and the report")
+    bind: str = _flag(
+        "",
+        "address of the first node's interface that the other nodes reach: where it listens for them (that of "
+        "--master-addr)",
+    )
     inject: str = _flag(
         "",
         "faults to inject, ';'-separated: 'rank=5,step=7,at=backward[,signal=STOP][,microbatch=3]"

@@ -23,6 +23,7 @@ FROZEN = {
     "device": "cuda",
     "float64": "off",
     "run_dir": "odyssey-run",
+    "bind": "",
     "inject": "",
     "accept": "",
     "redundancy": "off",

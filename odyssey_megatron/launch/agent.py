@@ -29,6 +29,7 @@ from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import EXIT_BAD_INPUT, ConfigError, ControlPlaneLost
 from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch import run_folder
+from odyssey_megatron.launch.admission import OTHER_TOKEN
 from odyssey_megatron.launch.asking import Asking
 from odyssey_megatron.launch.awake import Awake
 from odyssey_megatron.launch.control import Control, EventReader
@@ -49,10 +50,6 @@ _log = logging.getLogger(__name__)
 
 _ORPHANS_S = 2.0
 """From SIGTERM to SIGKILL where the first agent is gone: nobody is left to help, and such a job is to end soon."""
-_OTHER_TOKEN = (
-    "the nodes have different secrets, so they cannot work together. Set the variable ODYSSEY_TOKEN to the same "
-    "value on all nodes."
-)
 _RUNNING = (
     "a job with a node {node} is running under this address. To replace that node after it was lost, use 'odyssey "
     "join' with the same arguments; for another job, use another --master-port."
@@ -94,6 +91,7 @@ class OdysseyAgent(LocalElasticAgent):
     def __init__(self, *, launch: Launch, **kwargs: Any):
         super().__init__(**kwargs)
         self._launch = launch
+        self._token, self._incarnation = launch.token, 0
 
     def _set_local_rank_env(self, worker_env: dict[str, Any], local_rank: int, spec: Any) -> None:
         super()._set_local_rank_env(worker_env, local_rank, spec)
@@ -103,9 +101,11 @@ class OdysseyAgent(LocalElasticAgent):
         super()._rendezvous(worker_group)
         if worker_group.group_rank == 0:
             self._folder = run_folder.claim(Path(self._launch.config.run_dir))
+        self._token = getattr(worker_group.spec.rdzv_handler, "token", "") or self._launch.token
+        os.environ["ODYSSEY_TOKEN"] = self._token  # for the ranks
         control = self._connect()
         if not control.same_token():
-            raise ConfigError(_OTHER_TOKEN)
+            raise ConfigError(OTHER_TOKEN)
         node = worker_group.group_rank
         running = control.has([keys.node_key(node)])
         if running != self._launch.joins:
@@ -114,8 +114,8 @@ class OdysseyAgent(LocalElasticAgent):
             # Before anything is written or started in its name.
             if beats(control, node, self._launch.config.node_lease_s):
                 raise ConfigError(_ALIVE.format(node=node))
-            number = control.count(f"{keys.node_key(node)}/replaced")
-            os.environ["ODYSSEY_INCARNATION"] = str(_RESPAWNS_OF_A_NODE * number)
+            self._incarnation = control.count(f"{keys.node_key(node)}/replaced")
+            os.environ["ODYSSEY_INCARNATION"] = str(_RESPAWNS_OF_A_NODE * self._incarnation)
             for worker in worker_group.workers:
                 control.put(keys.here_key(worker.global_rank), "")
 
@@ -123,7 +123,6 @@ class OdysseyAgent(LocalElasticAgent):
         group, launch = self._worker_group, self._launch
         board = HeartbeatBoard(group.spec.local_world_size)
         os.environ.update(
-            ODYSSEY_TOKEN=launch.token,
             ODYSSEY_HEARTBEAT=str(board.path),
             ODYSSEY_PARENT_PID=str(os.getpid()),
         )
@@ -156,7 +155,7 @@ class OdysseyAgent(LocalElasticAgent):
         try:
             control, watch, spare = (self._connect() for _ in range(3))
             control.put(keys.node_key(node), json.dumps([w.global_rank for w in group.workers]))
-            control.put(keys.lease_key(node), "0")
+            control.put(keys.lease_key(node), "")
         except ControlPlaneLost:
             return self._orphaned()
         handles = self._pcontext.subprocess_handlers
@@ -194,9 +193,11 @@ class OdysseyAgent(LocalElasticAgent):
         return Control.connect(
             group.master_addr,
             group.master_port,
-            self._launch.token,
+            self._token,
             timeout_s=_CONNECT_S,
             lease_s=self._launch.config.node_lease_s,
+            writer=f"agent{group.group_rank}",
+            incarnation=self._incarnation,
         )
 
     def _orphaned(self) -> int:
@@ -229,7 +230,7 @@ class OdysseyAgent(LocalElasticAgent):
         ends_s = time.monotonic() + limit_s
         while not control.has([*listed, *(keys.lease_key(node) for node in range(count))]):
             if control.other_token_seen():
-                return Verdict(code=EXIT_BAD_INPUT, why=_OTHER_TOKEN)
+                return Verdict(code=EXIT_BAD_INPUT, why=OTHER_TOKEN)
             if time.monotonic() > ends_s:
                 return Verdict(code=1, why=f"not all of {count} nodes have joined within {limit_s} s.")
             time.sleep(0.02)
@@ -237,10 +238,8 @@ class OdysseyAgent(LocalElasticAgent):
         return {rank: node for node in ranks for rank in ranks[node]}
 
     def _keep_lease(self, control: Control, node: int) -> None:
-        beat = 0
         while True:
-            beat += 1
-            control.put(keys.lease_key(node), str(beat))
+            control.put(keys.lease_key(node), "")  # its stamp is the sign of life
             time.sleep(self._launch.config.node_lease_s / 20)
 
     def _conclude(self, verdict: VerdictWatch, ranks: _Ranks, control: Control) -> int:

@@ -1,18 +1,21 @@
 """The wire of the control plane: one store, keys under the job's prefix, values sealed with its token.
 
 The store is torch's ``TCPStore``; it has no authentication of its own. Every value therefore carries a keyed
-digest over (key, text): what was not written by a holder of the job's token is refused. Nothing is unpickled.
+digest over (key, stamp, text): what was not written by a holder of the job's token is refused. The stamp says who wrote
+it and when in his own count, so that what was recorded and is played back is known to be old. Nothing is unpickled.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import itertools
 import json
 import queue
 import re
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -81,13 +84,31 @@ _OF_GENERATION = re.compile(r"(?:generation|groups)/(\d+)(?:/.*)?")
 """Generations, and the addresses that their members exchange (``rebuild/groups.py``)."""
 
 
+@dataclass(frozen=True, slots=True, order=True, kw_only=True)
+class Stamp:
+    """When a value was sealed, as its writer counts."""
+
+    incarnation: int = 0
+    """Of the writer: which of the processes that were it one after another."""
+    number: int
+    """It never gives two values the same."""
+
+
+_numbers = itertools.count(1)
+
+
 class Control:
     """One connection to the store. Calls of several threads queue up behind each other.
 
     Raises, from every method: ControlPlaneLost if the connection is gone.
     """
 
-    def __init__(self, store: dist.Store, token: str):
+    def __init__(self, store: dist.Store, token: str, *, writer: str = "", incarnation: int = 0):
+        """``writer``: whose values they are that are put and sent here; of each there is one process at a time."""
+        self._writer, self._incarnation = writer, incarnation
+        self._sending = threading.Lock()
+        self._heard: dict[str, Stamp] = {}
+        self._latest: dict[str, tuple[Stamp, str]] = {}
         self._base, self._fingerprint = store, hashlib.sha256(b"odyssey check " + token.encode()).hexdigest()
         self._key = hashlib.sha256(b"odyssey seal " + token.encode()).digest()
         prefix = hashlib.sha256(b"odyssey prefix " + token.encode()).hexdigest()[:16]
@@ -96,7 +117,15 @@ class Control:
 
     @classmethod
     def connect(
-        cls, host: str, port: int, token: str, *, timeout_s: float = 60.0, lease_s: float = 3.0
+        cls,
+        host: str,
+        port: int,
+        token: str,
+        *,
+        timeout_s: float = 60.0,
+        lease_s: float = 3.0,
+        writer: str = "",
+        incarnation: int = 0,
     ) -> Control:
         """A client of the store at ``host:port``; later waits are unlimited unless they name a limit.
 
@@ -112,7 +141,7 @@ class Control:
         store.set_timeout(_IDLE_TIMEOUT)
         for connection in connections_to(port):
             give_up_after(connection, lease_s)
-        return cls(store, token)
+        return cls(store, token, writer=writer, incarnation=incarnation)
 
     def same_token(self) -> bool:
         """Whether the first one who asked has this token; who has another one sees none of its keys."""
@@ -129,17 +158,27 @@ class Control:
             return self._base.check(["odyssey/other-token"])
 
     def seal(self, key: str, text: str) -> str:
-        """``text`` with its keyed digest in front. The digest covers ``key``: no value works elsewhere."""
-        body = f"{key}\0{text}".encode()
-        return hmac.new(self._key, body, hashlib.sha256).hexdigest()[:_DIGEST_CHARS] + text
+        """``text`` with a stamp, and the keyed digest of all in front, of ``key`` too: no value works elsewhere."""
+        stamped = f"{self._writer} {self._incarnation} {next(_numbers)}\n{text}"
+        return self._digest(key, stamped) + stamped
+
+    def _digest(self, key: str, stamped: str) -> str:
+        body = f"{key}\0{stamped}".encode()
+        return hmac.new(self._key, body, hashlib.sha256).hexdigest()[:_DIGEST_CHARS]
+
+    def _open(self, key: str, value: bytes) -> tuple[str, Stamp, str]:
+        """(writer, stamp, text). Raises ValueError for what no holder of the token has sealed."""
+        sealed = value.decode()
+        digest, stamped = sealed[:_DIGEST_CHARS], sealed[_DIGEST_CHARS:]
+        if not hmac.compare_digest(self._digest(key, stamped).encode(), digest.encode()):
+            raise ValueError(f"{key}: not sealed with this job's token")
+        stamp, _, text = stamped.partition("\n")
+        writer, incarnation, number = stamp.split(" ")
+        return writer, Stamp(incarnation=int(incarnation), number=int(number)), text
 
     def unseal(self, key: str, value: bytes) -> str:
         """Inverse of :meth:`seal`. Raises ValueError for what no holder of the token has sealed."""
-        sealed = value.decode()
-        text = sealed[_DIGEST_CHARS:]
-        if not hmac.compare_digest(self.seal(key, text).encode(), value):
-            raise ValueError(f"{key}: not sealed with this job's token")
-        return text
+        return self._open(key, value)[2]
 
     def put(self, key: str, text: str) -> None:
         with _lost():
@@ -167,6 +206,22 @@ class Control:
         with _lost():
             values = self.store.multi_get(list(keys))
         return [self.unseal(key, value) for key, value in zip(keys, values, strict=True)]
+
+    def latest(self, keys: Sequence[str]) -> list[tuple[Stamp, str]]:
+        """Of keys that are all set and overwritten by one writer each: the newest value that was ever seen here.
+
+        What somebody without the token put in its place, or plays back, changes nothing.
+        """
+        with _lost():
+            values = self.store.multi_get(list(keys))
+        for key, value in zip(keys, values, strict=True):
+            try:
+                _, stamp, text = self._open(key, value)
+            except ValueError:
+                continue
+            if key not in self._latest or self._latest[key][0] < stamp:
+                self._latest[key] = stamp, text
+        return [self._latest.get(key, (Stamp(number=0), "")) for key in keys]
 
     def has(self, keys: Sequence[str]) -> bool:
         """Whether all of ``keys`` are set."""
@@ -200,17 +255,23 @@ class Control:
                 after this can be read before it.
         """
         text = to_json(event_to_jsonable(event))
-        with _lost():
+        with _lost(), self._sending:  # they are heard in the order of their stamps, or not at all
             self.store.queue_push(EVENTS, self.seal(EVENTS, text))
             if acknowledged:
-                self.store.queue_len(EVENTS)  # answered in order on this connection
+                # Answered in order on this connection; unlike queue_len() it lets other threads run meanwhile, without
+                # which a rank would seem to hang while the store's host is frozen.
+                self.store.check([EVENTS])
 
     def next_event(self) -> Event | str:
-        """Blocks for the next event in the queue; a malformed one as a text about it."""
+        """Blocks for the next event in the queue; a malformed one, or an old one, as a text about it."""
         with _lost():
             value = self.store.queue_pop(EVENTS)
         try:
-            return event_from_jsonable(json.loads(self.unseal(EVENTS, value)))
+            writer, stamp, text = self._open(EVENTS, value)
+            if writer in self._heard and stamp <= self._heard[writer]:
+                raise ValueError(f"{writer} has said that before, or something later")
+            self._heard[writer] = stamp
+            return event_from_jsonable(json.loads(text))
         except ValueError as error:
             return f"{error}: {value[:80]!r}"
 

@@ -477,7 +477,8 @@ class Coordinator:
             self._say(candidates_table(generation.candidates))
 
     def _observations(self) -> list[str]:
-        return self._control.read([keys.observations_key(rank) for rank in range(self._world_size)])
+        observed = self._control.latest([keys.observations_key(rank) for rank in range(self._world_size)])
+        return [text for _, text in observed]
 
     # -- events ---------------------------------------------------------------------------------------
 

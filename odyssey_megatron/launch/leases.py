@@ -7,7 +7,7 @@ import time
 from odyssey_megatron.cluster.events import Event, NodeLost
 from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch.awake import Awake
-from odyssey_megatron.launch.control import Control
+from odyssey_megatron.launch.control import Control, Stamp
 
 
 class Leases:
@@ -17,7 +17,7 @@ class Leases:
         self._control, self._limit_s = control, limit_s
         self._awake = Awake(limit_s)
         self.nodes = nodes
-        self._seen: dict[int, tuple[str, float]] = {}
+        self._seen: dict[int, tuple[Stamp | None, float]] = {}
 
     def watch(self, node: int) -> None:
         """``node`` has ranks (again). The first one is where this runs."""
@@ -29,9 +29,9 @@ class Leases:
         if not self.nodes:
             return []
         lost, awake_s = list[Event](), self._awake.since_s(now_s)
-        beats = self._control.read([keys.lease_key(node) for node in self.nodes])
-        for node, beat in zip(list(self.nodes), beats, strict=True):
-            before, since_s = self._seen.get(node, ("", now_s))
+        beats = self._control.latest([keys.lease_key(node) for node in self.nodes])
+        for node, (beat, _) in zip(list(self.nodes), beats, strict=True):
+            before, since_s = self._seen.get(node, (None, now_s))
             if beat != before:
                 self._seen[node] = (beat, now_s)
             elif now_s - max(since_s, awake_s) > self._limit_s:
@@ -43,9 +43,9 @@ class Leases:
 def beats(control: Control, node: int, limit_s: float) -> bool:
     """Whether the agent of ``node`` renews its lease; waits ``limit_s`` for it."""
     key, ends_s = [keys.lease_key(node)], time.monotonic() + limit_s
-    before = control.read(key)
+    before = control.latest(key)
     while time.monotonic() < ends_s:
         time.sleep(limit_s / 20)
-        if control.read(key) != before:
+        if control.latest(key) != before:
             return True
     return False

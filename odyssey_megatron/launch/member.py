@@ -162,13 +162,21 @@ class Member:
         env = _launch_environment()
         _die_with(int(env["ODYSSEY_PARENT_PID"]))
         host, port, token = env["MASTER_ADDR"], int(env["MASTER_PORT"]), env["ODYSSEY_TOKEN"]
-        rank = int(env["RANK"])
+        rank, incarnation = int(env["RANK"]), int(env.get("ODYSSEY_INCARNATION", "0"))
         # The first sign of life before the connects: from here on the agent notices a hang.
         heartbeat = Heartbeat(env["ODYSSEY_HEARTBEAT"], int(env["ODYSSEY_SLOT"]), config.heartbeat_s)
         if env.get("ODYSSEY_ON_SIGTERM") in ("save", "leave"):
             leave_to_agent(lambda: heartbeat.asked)
         control, watch = (
-            Control.connect(host, port, token, timeout_s=config.store_timeout_s, lease_s=config.node_lease_s)
+            Control.connect(
+                host,
+                port,
+                token,
+                timeout_s=config.store_timeout_s,
+                lease_s=config.node_lease_s,
+                writer=f"rank{rank}",
+                incarnation=incarnation,
+            )
             for _ in range(2)
         )
         return cls(
@@ -177,7 +185,7 @@ class Member:
             control=control,
             watch=watch,
             config=config,
-            incarnation=int(env.get("ODYSSEY_INCARNATION", "0")),
+            incarnation=incarnation,
             heartbeat=heartbeat,
             journal=journal,
         )

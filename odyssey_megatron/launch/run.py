@@ -9,7 +9,7 @@ import re
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from odyssey_megatron.config import OdysseyConfig, config_from_argv
 from odyssey_megatron.errors import ConfigError
@@ -17,9 +17,14 @@ from odyssey_megatron.inputs import COUNT, Between, Parser
 from odyssey_megatron.launch import run_folder, signals
 from odyssey_megatron.launch.zygote import Zygote, prepare_environment
 
+if TYPE_CHECKING:
+    from odyssey_megatron.launch.admission import Meeting
+
 _NODES = Between(1, 100_000, whole=True)
 _PER_NODE = Between(1, 1024, whole=True)
 _ENTRY = "odyssey_megatron.mcore.entry"
+_PORT = 29500
+"""torchrun's, of the first node."""
 
 
 def main(argv: Sequence[str], *, joins: bool = False) -> int:
@@ -111,7 +116,7 @@ def _launch(
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.launcher import api
 
-    from odyssey_megatron.launch import local_rendezvous
+    from odyssey_megatron.launch import admission, local_rendezvous
     from odyssey_megatron.launch.agent import Launch, OdysseyAgent
     from odyssey_megatron.launch.planner import PolicyPlanner
 
@@ -121,6 +126,11 @@ def _launch(
     if nodes == 1:
         local_rendezvous.register()
         _use_local_rendezvous(args, local_rendezvous.BACKEND)
+    if args.rdzv_backend == "static":
+        meeting = _meeting(args, config, nodes, token)
+        admission.register(meeting)
+        args.rdzv_backend, args.rdzv_endpoint = admission.BACKEND, f"{meeting.host}:{meeting.port}"
+        args.node_rank = 0  # it is in the meeting; torchrun would warn that it does not look at it
     if not args.log_dir and {str(args.redirects), str(args.tee)} == {"0"}:
         args.log_dir = os.devnull  # else torch leaves an empty folder for each job
     args.signals_to_handle = signals.not_ignored(args.signals_to_handle)
@@ -191,6 +201,27 @@ def _use_local_rendezvous(args: Any, backend: str) -> None:
         args.rdzv_id = "odyssey"
 
 
+def _meeting(args: Any, config: OdysseyConfig, nodes: int, token: str) -> Meeting:
+    """Where the first node is, by the arguments of torchrun's static rendezvous."""
+    from odyssey_megatron.launch.admission import Meeting
+
+    host, _, port = (args.rdzv_endpoint or f"{args.master_addr}:{args.master_port or _PORT}").rpartition(":")
+    if not port.isdigit():
+        raise ConfigError(
+            f"cannot read a port in {args.rdzv_endpoint!r}. Say where the first node is with --master-addr and "
+            "--master-port."
+        )
+    return Meeting(
+        host=host.strip("[]"),
+        port=int(port),
+        node=args.node_rank,
+        nodes=nodes,
+        token=token,
+        bind=config.bind,
+        lease_s=config.node_lease_s,
+    )
+
+
 def _token(nodes: int) -> str:
     """The job's secret: who does not have it is not listened to."""
     token = os.environ.get("ODYSSEY_TOKEN", "")
@@ -199,4 +230,5 @@ def _token(nodes: int) -> str:
             f"a job of {nodes} nodes needs a secret that its agents know each other by. Set the variable "
             'ODYSSEY_TOKEN to the same value on all nodes, e.g. the output of "openssl rand -hex 16".'
         )
-    return token or secrets.token_hex(16)
+    # One node has nobody to tell it to, and what was recorded in another job is worth nothing then.
+    return token if nodes > 1 else secrets.token_hex(16)

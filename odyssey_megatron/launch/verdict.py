@@ -84,12 +84,14 @@ class VerdictWatch:
                 work()
             except ControlPlaneLost as error:
                 _log.info("%s: %s", name, error)
+                time.sleep(_THREAD_ENDS_S)
+                return None if self.arrived else self.lost()
             except BaseException as error:  # noqa: BLE001 - nobody else would hear of it
                 say(traceback.format_exc())
                 self._fail(name, f"it failed: {error!r}. Please report this.")
             # Time for the verdict to come, if that is why it has ended.
             time.sleep(_THREAD_ENDS_S)
-            self._fail(name, "it has ended, or lost its connection.")
+            self._fail(name, "it has ended.")
 
         threading.Thread(target=run, name=f"odyssey-{name}", daemon=True).start()
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("server")
 STEPS = 30
 
 
-def start(server, tmp_path, tokens: tuple[str, str]) -> list[Job]:
+def start(server, tmp_path, tokens: tuple[str, str], *flags) -> list[Job]:
     """Two agents of two ranks each; the first one hosts the coordinator."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -25,12 +25,24 @@ def start(server, tmp_path, tokens: tuple[str, str]) -> list[Job]:
     # One stage: Megatron puts a stage's replicas side by side, and so a stage of two on one node.
     script = [
         *(CHECKOUT / "tests/launch/toy.py", "--steps", STEPS, "--hold", tmp_path / "go", "--pipeline", 1),
-        *("--odyssey-device", "cpu", "--odyssey-run-dir", tmp_path / "run", "--odyssey-node-lease-s", 0.8),
+        *("--odyssey-device", "cpu", "--odyssey-node-lease-s", 0.8),
     ]
     address = ["--master-addr", "127.0.0.1", "--master-port", port]
     return [
         server.run(
-            ["--nnodes", 2, "--node-rank", node, "--nproc-per-node", 2, *address, *script],
+            [
+                "--nnodes",
+                2,
+                "--node-rank",
+                node,
+                "--nproc-per-node",
+                2,
+                *address,
+                *script,
+                *flags,
+                "--odyssey-run-dir",
+                tmp_path / (f"run{node}" if len(set(tokens)) > 1 else "run"),
+            ],
             log=tmp_path / f"node{node}",
             env={"ODYSSEY_TOKEN": token},
         )
@@ -78,10 +90,13 @@ def test_the_first_agent_is_killed(nodes, tmp_path):
 
 
 def test_nodes_with_different_secrets(server, tmp_path):
-    jobs = start(server, tmp_path, ("one", "other"))
+    jobs = start(server, tmp_path, ("one", "other"), "--odyssey-store-timeout-s", 5)
     codes = [job.wait(30) for job in jobs]
     logs = [job.log() for job in jobs]
-    assert 2 in codes, logs
-    assert 0 not in codes, logs
-    assert "the nodes have different secrets" in "".join(logs)
-    assert not (tmp_path / "run").exists() or not events(tmp_path / "run", "decision")
+    assert codes == [1, 2], (
+        logs
+    )  # a stranger at the door must not end a job: the first node waits for the others
+    assert "the nodes have different secrets" in logs[1]
+    assert "a node at 127.0.0.1 has another secret" in logs[0]
+    assert "not all of 2 nodes have joined within 5.0 s" in logs[0]
+    assert not any(events(path, "decision") for path in tmp_path.glob("run?"))

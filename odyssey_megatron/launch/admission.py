@@ -1,0 +1,321 @@
+"""How the agents of several nodes meet: a door that asks for the job's secret, and a store behind it.
+
+torch's store has no authentication: who reaches it can fill it, empty it, or play back what he has recorded. So it
+listens on one address, and the kernel drops whatever comes from a host that has not been admitted, before there is a
+connection. A host is admitted by an agent that shows at the door that it knows the secret, without sending it. What it
+learns there is where the store is, and the session: a number that is drawn for each job, with which everything is
+sealed, so that what was recorded in one job is worth nothing in another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import hmac
+import json
+import secrets
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+
+from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.launch.lost_host import give_up_after
+from odyssey_megatron.metrics.outlet import say
+
+BACKEND = "odyssey-nodes"
+OTHER_TOKEN = (
+    "the nodes have different secrets, so they cannot work together. Set the variable ODYSSEY_TOKEN to the same "
+    "value on all nodes."
+)
+_NOBODY_CAME = (
+    "no first node of this job answered at {host}:{port} within {limit_s:.0f} s. Start it with --node-rank 0, and look "
+    "whether that address is its own."
+)
+_NOT_OURS = (
+    "the first node cannot listen at {host}:{port}: {error}. Give another --master-port, or with --odyssey-bind the "
+    "address of the interface of this host that the others reach."
+)
+_MEET_S = 600.0
+"""How long nodes wait for the first one; torchrun's own limit."""
+_NONCE_BYTES, _PROOF_BYTES = 16, 32
+_ASKED_AT_ONCE, _ASKED_FOR_S = 256, 2.0
+"""Strangers at the door: so many at most, the longest there makes room; and so long each."""
+_BREATH_S = 0.005
+"""Between two looks at who is at the door, so that no crowd takes a processor from the coordinator."""
+_NO, _TOLD = b"no", 16
+"""The answer to another token; how many hosts with one are named."""
+_SO_ATTACH_FILTER = 26  # <asm-generic/socket.h>
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """What the command line says about where to meet."""
+
+    host: str
+    port: int
+    node: int
+    nodes: int
+    token: str
+    bind: str
+    """The address to listen on; "": that of ``host``."""
+    lease_s: float
+
+
+class Admission(RendezvousHandler):
+    """torch elastic's rendezvous. The first node hosts door and store; the others knock."""
+
+    def __init__(self, meeting: Meeting):
+        self._meeting = meeting
+        self._store: Any = None
+        self._address: RendezvousStoreInfo | None = None
+        self.token = ""
+        """Of the session, once there is one."""
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        meeting = self._meeting
+        if self._store is None:
+            port = self._open() if meeting.node == 0 else self._knock()
+            self._address = RendezvousStoreInfo(master_addr=meeting.host, master_port=port)
+        return RendezvousInfo(self._store, meeting.node, meeting.nodes, self._address)
+
+    def _open(self) -> int:
+        meeting, session = self._meeting, secrets.token_hex(_NONCE_BYTES)
+        self.token = session_token(meeting.token, session)
+        family, own = _resolve(meeting.bind or meeting.host)
+        try:
+            door = _listen(family, own, meeting.port)
+            inside = _listen(family, own, 0)
+        except OSError as error:
+            where = {"host": meeting.bind or meeting.host, "port": meeting.port}
+            raise ConfigError(_NOT_OURS.format(**where, error=error)) from None
+        give_up_after(inside, meeting.lease_s)
+        hosts = _Hosts(inside, family)
+        hosts.admit({own, _resolve(meeting.host)[1], "127.0.0.1" if family == socket.AF_INET else "::1"})
+        port = inside.getsockname()[1]
+        self._store = dist.TCPStore(
+            meeting.host, port, None, True, timedelta(seconds=_MEET_S), wait_for_workers=False,
+            master_listen_fd=inside.detach(),
+        )  # fmt: skip
+        keeper = _Doorkeeper(door, meeting.token, {"session": session, "port": port}, hosts.admit)
+        threading.Thread(target=keeper.run, name="odyssey-door", daemon=True).start()
+        return int(port)
+
+    def _knock(self) -> int:
+        meeting, ends_s = self._meeting, time.monotonic() + _MEET_S
+        while True:
+            try:
+                found = ask(meeting.host, meeting.port, meeting.token)
+                break
+            except OSError:
+                if time.monotonic() > ends_s:
+                    where = {"host": meeting.host, "port": meeting.port, "limit_s": _MEET_S}
+                    raise ConfigError(_NOBODY_CAME.format(**where)) from None
+                time.sleep(0.1)
+        self.token = session_token(meeting.token, found["session"])
+        self._store = dist.TCPStore(
+            meeting.host, found["port"], None, False, timedelta(seconds=_MEET_S), wait_for_workers=False
+        )
+        return int(found["port"])
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return "odyssey"
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def register(meeting: Meeting) -> None:
+    """Makes ``--rdzv-backend odyssey-nodes`` known to torch."""
+
+    def create(parameters: RendezvousParameters) -> RendezvousHandler:
+        return Admission(meeting)
+
+    rendezvous_handler_registry.register(BACKEND, create)
+
+
+def session_token(token: str, session: str) -> str:
+    """The secret of one job among those with ``token``."""
+    return hmac.new(token.encode(), f"odyssey session {session}".encode(), hashlib.sha256).hexdigest()
+
+
+def ask(host: str, port: int, token: str) -> dict[str, Any]:
+    """What the door tells those who know the token.
+
+    Both sides draw a number that the other one's proof must cover: nothing of it can be played back to either.
+
+    Raises:
+        ConfigError: the tokens differ.
+        OSError: nobody answers, or not as a door would.
+    """
+    with socket.create_connection((host, port), timeout=_ASKED_FOR_S) as line:
+        theirs, ours = _receive(line, _NONCE_BYTES), secrets.token_bytes(_NONCE_BYTES)
+        line.sendall(ours + _proof(token, b"knock", theirs, ours))
+        answer = b""
+        while part := line.recv(4096):
+            answer += part
+    if answer == _NO:
+        raise ConfigError(OTHER_TOKEN)
+    proof, text = answer[:_PROOF_BYTES], answer[_PROOF_BYTES:]
+    if not hmac.compare_digest(proof, _proof(token, b"open", theirs, ours, text)):
+        raise ConnectionError("not this job's first node")
+    return json.loads(text)
+
+
+class _Doorkeeper:
+    """Asks everybody at the door for the proof; tells who has it ``secret``, and admits his host."""
+
+    def __init__(self, door: socket.socket, token: str, secret: dict[str, Any], admit: Any):
+        self._door, self._token, self._admit = door, token, admit
+        self._secret = json.dumps(secret).encode()
+        self._asked: dict[socket.socket, tuple[float, bytes, bytes]] = {}  # since when, our number, what came
+        self._told: set[str] = set()
+        self._selector = selectors.DefaultSelector()
+
+    def run(self) -> None:
+        self._door.setblocking(False)
+        self._selector.register(self._door, selectors.EVENT_READ)
+        while True:
+            for key, _ in self._selector.select(_ASKED_FOR_S):
+                one = key.fileobj
+                try:
+                    self._welcome() if one is self._door else self._hear(one)  # type: ignore[arg-type]
+                except OSError:
+                    if one is not self._door:
+                        self._send_away(one)  # type: ignore[arg-type]
+            now_s = time.monotonic()
+            for one in [one for one, (since_s, *_) in self._asked.items() if now_s - since_s > _ASKED_FOR_S]:
+                self._send_away(one)
+            time.sleep(_BREATH_S)
+
+    def _welcome(self) -> None:
+        for _ in range(_ASKED_AT_ONCE // 4):
+            try:
+                line, _ = self._door.accept()
+            except BlockingIOError:
+                return
+            if len(self._asked) >= _ASKED_AT_ONCE:
+                self._send_away(next(iter(self._asked)))
+            line.setblocking(False)
+            ours = secrets.token_bytes(_NONCE_BYTES)
+            self._asked[line] = (time.monotonic(), ours, b"")
+            self._selector.register(line, selectors.EVENT_READ)
+            with contextlib.suppress(OSError):
+                line.send(ours)
+
+    def _hear(self, line: socket.socket) -> None:
+        if line not in self._asked:
+            return  # it made room a moment ago
+        since_s, ours, heard = self._asked[line]
+        part = line.recv(_NONCE_BYTES + _PROOF_BYTES - len(heard))
+        heard += part
+        self._asked[line] = (since_s, ours, heard)
+        if part and len(heard) < _NONCE_BYTES + _PROOF_BYTES:
+            return
+        theirs, proof = heard[:_NONCE_BYTES], heard[_NONCE_BYTES:]
+        if hmac.compare_digest(proof, _proof(self._token, b"knock", ours, theirs)):
+            self._admit({line.getpeername()[0]})
+            line.send(_proof(self._token, b"open", ours, theirs, self._secret) + self._secret)
+        elif len(heard) == _NONCE_BYTES + _PROOF_BYTES:
+            line.send(_NO)
+            self._tell(line.getpeername()[0])
+        self._send_away(line)
+
+    def _tell(self, host: str) -> None:
+        if host not in self._told and len(self._told) < _TOLD:
+            self._told.add(host)
+            say(f"[odyssey] a node at {host} has another secret (ODYSSEY_TOKEN), and is not let in.")
+
+    def _send_away(self, line: socket.socket) -> None:
+        if self._asked.pop(line, None) is not None:
+            self._selector.unregister(line)
+        line.close()
+
+
+class _Hosts:
+    """The hosts whose packets reach a listening socket; the kernel drops those of others."""
+
+    def __init__(self, listener: socket.socket, family: int):
+        self._listener, self._family = listener.dup(), family
+        self._admitted: set[str] = set()
+
+    def admit(self, addresses: Iterable[str]) -> None:
+        """Also those, from now on."""
+        self._admitted |= set(addresses)
+        program = _only_from(sorted(self._admitted), self._family)
+        code = ctypes.create_string_buffer(program)
+        address = struct.pack("HL", len(program) // 8, ctypes.addressof(code))
+        self._listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, address)
+
+
+def _only_from(addresses: list[str], family: int) -> bytes:
+    """A classic BPF program that lets packets from these source addresses pass."""
+    load, equal, answer = 0x20, 0x15, 0x06  # BPF_LD|W|ABS, BPF_JMP|JEQ|K, BPF_RET|K
+    header, offset = (
+        0xFFF00000,
+        12 if family == socket.AF_INET else 8,
+    )  # SKF_NET_OFF; where the source address is
+    steps = []
+    for address in addresses:
+        words = struct.unpack(f"!{4 if family == socket.AF_INET6 else 1}I", socket.inet_pton(family, address))
+        for index, word in enumerate(words):
+            rest = 2 * (len(words) - 1 - index)  # steps of this address after this pair
+            steps += [(load, 0, 0, header + offset + 4 * index), (equal, 0, rest + 1, word)]
+        steps.append((answer, 0, 0, 0xFFFFFFFF))
+    steps.append((answer, 0, 0, 0))
+    return b"".join(struct.pack("HBBI", *step) for step in steps)
+
+
+def _proof(token: str, *parts: bytes) -> bytes:
+    return hmac.new(token.encode(), b"odyssey door\0" + b"\0".join(parts), hashlib.sha256).digest()
+
+
+def _receive(line: socket.socket, size: int) -> bytes:
+    found = b""
+    while len(found) < size:
+        part = line.recv(size - len(found))
+        if not part:
+            raise ConnectionError("sent away")
+        found += part
+    return found
+
+
+def _resolve(host: str) -> tuple[int, str]:
+    """(address family, address) of a name."""
+    family, _, _, _, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
+    return family, str(address[0])
+
+
+def _listen(family: int, host: str, port: int) -> socket.socket:
+    return socket.create_server((host, port), family=family, backlog=4096)
