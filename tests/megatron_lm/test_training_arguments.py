@@ -16,6 +16,10 @@ import torch
 from tests.megatron_lm.jobs import FLOAT32, MOCK, MegatronRun, assert_same_lines
 
 
+pytestmark = pytest.mark.timeout(300)
+"""Two jobs each; half a minute where nothing else runs."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """Flags besides the usual ones, of which some may have to go."""
@@ -72,7 +76,7 @@ MORE = {
         without="--swiglu",
     ),
     "biases": Case(
-        flags="--add-qkv-bias --normalization LayerNorm --attention-softmax-in-fp32 --quick-geglu "
+        flags="--add-qkv-bias --normalization LayerNorm --attention-softmax-in-fp32 --openai-gelu --no-bias-gelu-fusion "
         "--make-vocab-size-divisible-by 77",
         without="--swiglu --disable-bias-linear",
     ),
