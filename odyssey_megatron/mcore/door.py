@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import inspect
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -40,6 +38,7 @@ from odyssey_megatron.mcore import (
     seams,
     signals,
     span,
+    tensorboard,
     wgrad,
 )
 from odyssey_megatron.mcore.console import SurvivingLines
@@ -49,7 +48,8 @@ from odyssey_megatron.mcore.layers import empty_chunk
 from odyssey_megatron.mcore.model import MegatronModel
 from odyssey_megatron.mcore.optimizer import LearningRate, schedule_refused
 from odyssey_megatron.mcore.plugin import Session
-from odyssey_megatron.mcore.tensorboard import SurvivingWriter, open_writer
+from odyssey_megatron.mcore.progress_log import ProgressLog
+from odyssey_megatron.mcore.stage import OwnStage
 from odyssey_megatron.rebuild.groups import NEVER_OVER, build_groups
 from odyssey_megatron.recover import Recovery
 
@@ -76,13 +76,16 @@ class Door:
         self._parser = refusals.Parser()
         self._recovery: Any = None
         self._train_source: Any = None
-        self._stage_config: Any = None
+        self._stage = OwnStage()
         self._lines = SurvivingLines(
             note=lambda place: self._session.member.note("printed", place),
             noted=lambda: self._session.member.noted("printed"),
         )
         self._chunks: list[Any] = []
-        self._board: SurvivingWriter | None = None
+        self._board: tensorboard.SurvivingWriter | None = None
+        self._progress = ProgressLog(
+            self._together, joins=lambda: self._alone is not None and self._session.member.joins
+        )
         self._not_saved = ""
         """Why the last save has failed, if it has."""
 
@@ -131,7 +134,7 @@ class Door:
         saving.install()
         for seam, replacement in (
             (seam_table.VALIDATE_ARGS, self.validate_args),
-            (seam_table.TRANSFORMER_CONFIG, self.transformer_config),
+            (seam_table.TRANSFORMER_CONFIG, self._stage.transformer_config),
             (seam_table.INITIALIZE_DISTRIBUTED, self.initialize_distributed),
             (seam_table.SET_TENSORBOARD_WRITER, self.set_tensorboard_writer),
             (seam_table.SETUP_MODEL_AND_OPTIMIZER, self.setup_model_and_optimizer),
@@ -144,8 +147,8 @@ class Door:
             (seam_table.SAVE_CHECKPOINT, self.save_checkpoint),
             (seam_table.CHECK_PARAM_HASHES, self.check_param_hashes),
             (seam_table.CALC_PARAMS_L2_NORM, self.calc_params_l2_norm),
-            (seam_table.APPEND_TO_PROGRESS_LOG, self.append_to_progress_log),
-            (seam_table.GET_START_TIME_FROM_PROGRESS_LOG, self.get_start_time_from_progress_log),
+            (seam_table.APPEND_TO_PROGRESS_LOG, self._progress.append),
+            (seam_table.GET_START_TIME_FROM_PROGRESS_LOG, self._progress.start_time),
             (seam_table.PRINT_RANK_LAST, self.print_rank_last),
         ):
             seams.wrap(seam, replacement)
@@ -188,7 +191,6 @@ class Door:
         # Megatron waits that long for others, e.g. while the first rank builds an index.
         patience_s = max(self._config.op_timeout_s, 60.0 * args.distributed_timeout_minutes)
         self._config = session.config = replace(self._config, op_timeout_s=patience_s)
-        self._progress_size = session.world_size
         self._cell = groups.OwnCell(cell, session.world_size, self._config.device, data_parallel=True)
         self._living = self._cell.living
         member = session.member
@@ -245,7 +247,7 @@ class Door:
             self._start = Start.noted(member)
             self._start.apply(args, scheduler, optimizer)
         elif args.load is not None or args.pretrained_checkpoint is not None:
-            self._load(args, optimizer, scheduler, context)
+            loading.load(args, self._chunks, optimizer, scheduler, context, self._together)
         if not member.joins:
             self._start = Start.of(args, scheduler, self._model.spec.loaded_groups)
             self._start.note(member)
@@ -337,30 +339,18 @@ class Door:
                 one.become_last() if last else one.hand_over()
 
     def set_tensorboard_writer(self, original: Any, args: Any) -> None:
-        from megatron.training import global_vars
-
-        if not args.tensorboard_dir or importlib.util.find_spec("tensorboard") is None:
-            return original(args)
-        member, folder = self._session.member, args.tensorboard_dir
-        self._board = global_vars._GLOBAL_TENSORBOARD_WRITER = SurvivingWriter(
-            lambda: open_writer(folder, args.tensorboard_queue_size),
-            note=lambda iteration: member.note("tensorboard", str(iteration)),
-            noted=lambda: int(member.noted("tensorboard") or -1),
-            name=f"TensorBoard's folder {folder}",
-        )
-        if args.rank == args.world_size - 1 and not member.joins:
-            self._board.become_last()
+        self._board = tensorboard.replace_writer(args, self._session.member)
+        if self._board is None:
+            original(args)
 
     def _log_own(self, iteration: int, interval: int) -> None:
         """Odyssey's scalars, beside those that Megatron logs of ``iteration`` (counted from 1)."""
         stalled_s, self._runtime.stalled_s = self._runtime.stalled_s, 0.0
-        if self._board is None:
-            return
-        if stalled_s:
-            self._board.add_scalar("odyssey/recovery_stall_s", stalled_s, iteration)
+        own = {"recovery_stall_s": stalled_s} if stalled_s else {}
         if iteration % interval == 0:
-            self._board.add_scalar("odyssey/generation", self._runtime.generation, iteration)
-            self._board.add_scalar("odyssey/living_ranks", self._living.size(), iteration)
+            own |= {"generation": self._runtime.generation, "living_ranks": self._living.size()}
+        for name, value in own.items() if self._board is not None else ():
+            self._board.add_scalar(f"odyssey/{name}", value, iteration)
 
     def print_rank_last(self, original: Any, message: str) -> None:
         self._lines.say(lambda: original(message))
@@ -452,34 +442,16 @@ class Door:
         source = self._source(data_iterator)
         if source is not self._train_source:
             self._train_source, source.first_step = source, self._start.iteration
-        self._model.forward_step, self._model.source = self._in_stage(forward_step_func), source
+        self._model.forward_step, self._model.source = (
+            self._stage.forward_step(forward_step_func, self._model),
+            source,
+        )
 
     def _source(self, data_iterator: Any) -> MicrobatchSource:
         """What :meth:`build_pretraining_data_loader` gave; a rank that reads no data gets one that cannot be read."""
         if data_iterator is None:
             return self.build_pretraining_data_loader(None, None, 0)
         return getattr(data_iterator, "iterable", data_iterator)
-
-    def _in_stage(self, forward_step: Any) -> Any:
-        """``forward_step`` as of the stage at hand: what it takes and sends of a batch depends on it."""
-        from megatron.core import parallel_state
-        from megatron.training import get_args
-
-        def in_stage(data_iterator: Any, model: Any) -> Any:
-            args = get_args()
-            usual = args.pipeline_model_parallel_size
-            args.pipeline_model_parallel_size = parallel_state.get_pipeline_model_parallel_world_size()
-            self._stage_config = self._model.spec.config
-            try:
-                return forward_step(data_iterator, model)
-            finally:
-                args.pipeline_model_parallel_size, self._stage_config = usual, None
-
-        return in_stage
-
-    def transformer_config(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """From 0.17 on a forward step asks for each microbatch. Its layers are those of the job, not of the stage."""
-        return original(*args, **kwargs) if self._stage_config is None else self._stage_config
 
     def get_forward_backward_func(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         return self.forward_backward
@@ -493,7 +465,10 @@ class Door:
         source, model = self._source(data_iterator), self._model
 
         def work(world: Any) -> torch.Tensor:
-            model.forward_step, model.source = self._in_stage(forward_step_func), source
+            model.forward_step, model.source = (
+                self._stage.forward_step(forward_step_func, self._model),
+                source,
+            )
             self._runtime.evaluate(source.evaluated)
             table = model.local_losses()
             dist.all_reduce(table, group=world)
@@ -528,39 +503,3 @@ class Door:
             return total
 
         return math.sqrt(self._together(work).item())
-
-    def append_to_progress_log(self, original: Any, *given: Any, **named: Any) -> None:
-        if self._alone is None or not self._session.member.joins:
-            original(*given, **named)
-
-    def get_start_time_from_progress_log(self, original: Any) -> Any:
-        """Of the last "Starting job" with as many ranks as there are; there must be one."""
-        from megatron.training import get_args
-
-        args = get_args()
-
-        def work(world: Any) -> None:
-            if world.rank() == 0 and world.size() != self._progress_size:
-                append = seams.original(seam_table.APPEND_TO_PROGRESS_LOG)
-                compat.append_to_progress_log(append, args.save, "Starting job")
-                self._progress_size = world.size()
-
-        self._together(work)  # nobody reads before it is written
-        return original()
-
-    def _load(self, args: Any, optimizer: Any, scheduler: Any, context: Any) -> None:
-        from megatron.training import training
-
-        loading.check_loadable(args)
-
-        def work(world: Any) -> list[Any]:
-            scheduler.num_steps = 0  # an earlier attempt may have counted
-            args.iteration, args.num_floating_point_operations_so_far = training.load_checkpoint(
-                self._chunks, optimizer, scheduler, checkpointing_context=context or {}
-            )
-            found: list[Any] = [None] * dist.get_world_size(world)
-            dist.all_gather_object(found, optimizer.loaded, group=world)
-            loaded = list(itertools.chain.from_iterable(found))
-            return [one for place, one in enumerate(loaded) if one not in loaded[:place]]
-
-        optimizer.take_over(self._together(work))

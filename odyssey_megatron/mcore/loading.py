@@ -1,11 +1,15 @@
-"""Whether a checkpoint is one that the job can begin from, before all ranks read it."""
+"""The checkpoint that a job begins from: whether it can, and all ranks' reading it."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.rebuild.world import Together
 
 
 def check_loadable(args: Any) -> None:
@@ -29,3 +33,24 @@ def check_loadable(args: Any) -> None:
             "do not load with --odyssey yet. Let plain Megatron-LM load it and save it once more without the flag, or "
             "begin with its weights alone: --no-load-optim."
         )
+
+
+def load(
+    args: Any, chunks: list[Any], optimizer: Any, scheduler: Any, context: Any, together: Together
+) -> None:
+    """Megatron's own load into ``chunks``, the layers' optimizers and ``args``. Raises ConfigError."""
+    from megatron.training import training
+
+    check_loadable(args)
+
+    def work(world: Any) -> list[Any]:
+        scheduler.num_steps = 0  # an earlier attempt may have counted
+        args.iteration, args.num_floating_point_operations_so_far = training.load_checkpoint(
+            chunks, optimizer, scheduler, checkpointing_context=context or {}
+        )
+        found: list[Any] = [None] * dist.get_world_size(world)
+        dist.all_gather_object(found, optimizer.loaded, group=world)
+        loaded = list(itertools.chain.from_iterable(found))
+        return [one for place, one in enumerate(loaded) if one not in loaded[:place]]
+
+    optimizer.take_over(together(work))

@@ -13,7 +13,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from odyssey_megatron.errors import ConfigError, NotFinite, TransferIncomplete
-from odyssey_megatron.mcore import compat, groups, rng, span, te
+from odyssey_megatron.mcore import compat, groups, outcome, rng, span, te
 from odyssey_megatron.mcore.data import MicrobatchSource
 from odyssey_megatron.mcore.holders import compare, digest
 from odyssey_megatron.mcore.layers import (
@@ -335,94 +335,41 @@ class MegatronModel:
 
     @property
     def num_totals(self) -> int:
-        return 4 + 2 * len(self._loss_names)
+        return outcome.num_totals(self._loss_names)
 
     def local_totals(self) -> torch.Tensor:
-        """This rank's share of [squared gradient norm, zeros in the gradient, tokens, microbatches, (loss sum, loss
-        count)...], float64.
-
-        Each block's gradient is counted by its first holder only, each microbatch by the rank that ran its head, and
-        what all ranks of a cell have alike by the cell's first.
+        """This rank's share of the step's totals: each block's gradient is counted by its first holder only, each
+        microbatch by the rank that ran its head.
         """
         counted = [
             self._blocks[block.first, block.last]
             for block in self._layout.blocks()
             if block.holders[0] == self._worker
         ]
-        totals = torch.zeros(self.num_totals, dtype=torch.float64, device=torch.cuda.current_device())
-        for block in counted:
-            for gradient in self._counted(block):
-                totals[0] += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
-        if self.spec.optimizer_config.log_num_zeros_in_grad:
-            for block in counted:
-                for gradient in self._counted(block):
-                    totals[1] += gradient.numel() - torch.count_nonzero(gradient)
-        if self._tp_rank:
-            return totals
-        totals[2], totals[3] = self._tokens, len(self._losses)
-        for _, losses in sorted(self._losses.items()):
-            for index, name in enumerate(self._loss_names):
-                value = losses[name].detach().to(torch.float64)
-                pair = value if value.numel() == 2 else torch.stack([value, torch.ones_like(value)])
-                totals[4 + 2 * index : 6 + 2 * index] += pair
-        return totals
-
-    def _counted(self, block: LayerBlock) -> list[torch.Tensor]:
-        """The gradients of ``block`` that this rank counts."""
-        if self._tp_rank == 0:
-            return block.gradients
-        return [
-            parameter.main_grad
-            for layer in block.layers
-            for parameter in layer.parameters()
-            if self._counts(parameter)
-        ]
-
-    def _counts(self, parameter: torch.Tensor) -> bool:
-        """Whether ``parameter`` is not one that another rank of the cell has, too, and counts (megatron core_v0.16.1
-        tensor_parallel/layers.py, ``param_is_not_tensor_parallel_duplicate``).
-        """
-        return self._tp_rank == 0 or getattr(parameter, "tensor_model_parallel", False)
+        return outcome.local_totals(
+            counted,
+            self._losses,
+            self._loss_names,
+            tokens=self._tokens,
+            tp_rank=self._tp_rank,
+            with_zeros=self.spec.optimizer_config.log_num_zeros_in_grad,
+        )
 
     def squared_weights(self) -> torch.Tensor:
-        """This rank's share of the sum of all squared parameters, float64, in the precision that is optimized.
-
-        The first of those that keep a layer's optimizer state counts it.
+        """This rank's share of the sum of all squared parameters: of each layer the first of those that keep its
+        optimizer state counts it.
         """
-        total = torch.zeros(1, dtype=torch.float64, device=torch.cuda.current_device())
-        for layer in (layer for block in self.blocks for layer in block.layers):
-            if self.place_in(layer.index) or layer.optimizer is None:
-                continue
-            for shown, main, _ in layer.optimizer.entries():
-                if self._counts(shown):
-                    total += torch.linalg.vector_norm(main.detach(), dtype=torch.float64).square()
-        return total
+        first = [layer for block in self.blocks for layer in block.layers if not self.place_in(layer.index)]
+        return outcome.squared_weights(first, self._tp_rank)
 
     def local_losses(self) -> torch.Tensor:
-        """[microbatches, names, 3]: value, count and how many numbers the forward step gave, of this rank's."""
-        table = torch.zeros(
-            self._num_microbatches,
-            len(self._loss_names),
-            3,
-            dtype=torch.float64,
-            device=torch.cuda.current_device(),
-        )
-        for microbatch, losses in self._losses.items() if self._tp_rank == 0 else ():
-            for index, name in enumerate(self._loss_names):
-                value = losses[name].detach().reshape(-1)
-                table[microbatch, index, : value.numel()] = value.to(table.dtype)
-                table[microbatch, index, 2] = value.numel()
-        return table
+        """What this rank's share of the evaluated microbatches reported; sums to a table for :meth:`losses_of`."""
+        losses = self._losses if self._tp_rank == 0 else {}
+        return outcome.loss_table(losses, self._loss_names, self._num_microbatches)
 
     def losses_of(self, table: torch.Tensor) -> list[dict[str, torch.Tensor]]:
         """A summed :meth:`local_losses` as Megatron's schedules return it: what each microbatch reported."""
-        return [
-            {
-                name: row[index, : int(row[index, 2])].to(torch.float32)
-                for index, name in enumerate(self._loss_names)
-            }
-            for row in table
-        ]
+        return outcome.losses_of(table, self._loss_names)
 
     def apply(self, totals: torch.Tensor, checkpoint: Callable[[], None]) -> StepOutcome:
         """The optimizer step from reduced gradients and everyone's totals; sends nothing.

@@ -1,8 +1,16 @@
-"""What a committed step has come to."""
+"""What a step, or an evaluation, comes to over all ranks: each parameter and each microbatch counts once (I4)."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+import torch
+
+from odyssey_megatron.mcore.layers import HeldLayer, LayerBlock
+
+Losses = Mapping[int, Mapping[str, torch.Tensor]]
+"""Microbatch -> what its forward step reported: under each name a value, or a sum and a count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,3 +24,96 @@ class StepOutcome:
     """None unless Megatron's ``log_num_zeros_in_grad`` asks for it."""
     tokens: int
     num_microbatches: int
+
+
+# -- the totals of a step: [squared gradient norm, zeros in the gradient, tokens, microbatches, (loss sum, loss
+#    count) for each name], float64, summed over all ranks with the step's agreement
+
+
+def num_totals(loss_names: Sequence[str]) -> int:
+    return 4 + 2 * len(loss_names)
+
+
+def local_totals(
+    blocks: Iterable[LayerBlock],
+    losses: Losses,
+    loss_names: Sequence[str],
+    *,
+    tokens: float,
+    tp_rank: int,
+    with_zeros: bool,
+) -> torch.Tensor:
+    """A rank's share.
+
+    Args:
+        blocks: those whose gradients this worker counts.
+        losses: of the microbatches whose head this worker ran.
+        tokens: of these microbatches.
+        tp_rank: of this rank; what all ranks of a cell have alike counts on the first one.
+        with_zeros: count zeros.
+    """
+    totals = torch.zeros(num_totals(loss_names), dtype=torch.float64, device=torch.cuda.current_device())
+    for gradient in (one for block in blocks for one in _counted(block, tp_rank)):
+        totals[0] += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+        if with_zeros:
+            totals[1] += gradient.numel() - torch.count_nonzero(gradient)
+    if tp_rank:
+        return totals
+    totals[2], totals[3] = tokens, len(losses)
+    for _, reported in sorted(losses.items()):
+        for index, name in enumerate(loss_names):
+            value = reported[name].detach().to(torch.float64)
+            pair = value if value.numel() == 2 else torch.stack([value, torch.ones_like(value)])
+            totals[4 + 2 * index : 6 + 2 * index] += pair
+    return totals
+
+
+def _counted(block: LayerBlock, tp_rank: int) -> list[torch.Tensor]:
+    """The gradients of ``block`` that this rank counts."""
+    if tp_rank == 0:
+        return block.gradients
+    parameters = [parameter for layer in block.layers for parameter in layer.parameters()]
+    return [parameter.main_grad for parameter in parameters if _counts(parameter, tp_rank)]
+
+
+def _counts(parameter: torch.Tensor, tp_rank: int) -> bool:
+    """Whether this rank counts ``parameter``: not if another one of its cell has it, too, and does (megatron
+    core_v0.16.1 tensor_parallel/layers.py, ``param_is_not_tensor_parallel_duplicate``).
+    """
+    return tp_rank == 0 or getattr(parameter, "tensor_model_parallel", False)
+
+
+def squared_weights(layers: Iterable[HeldLayer], tp_rank: int) -> torch.Tensor:
+    """The sum of all squared parameters of ``layers`` that this rank counts, in the precision that is optimized: [1],
+    float64.
+    """
+    total = torch.zeros(1, dtype=torch.float64, device=torch.cuda.current_device())
+    for optimizer in (layer.optimizer for layer in layers if layer.optimizer is not None):
+        for shown, main, _ in optimizer.entries():
+            if _counts(shown, tp_rank):
+                total += torch.linalg.vector_norm(main.detach(), dtype=torch.float64).square()
+    return total
+
+
+# -- what the microbatches of an evaluation reported: [microbatches, names, (value, count, how many numbers the forward
+#    step gave)], float64, summed over all ranks
+
+
+def loss_table(losses: Losses, loss_names: Sequence[str], num_microbatches: int) -> torch.Tensor:
+    """A rank's share."""
+    shape = (num_microbatches, len(loss_names), 3)
+    table = torch.zeros(shape, dtype=torch.float64, device=torch.cuda.current_device())
+    for microbatch, reported in losses.items():
+        for index, name in enumerate(loss_names):
+            value = reported[name].detach().reshape(-1)
+            table[microbatch, index, : value.numel()] = value.to(table.dtype)
+            table[microbatch, index, 2] = value.numel()
+    return table
+
+
+def losses_of(table: torch.Tensor, loss_names: Sequence[str]) -> list[dict[str, torch.Tensor]]:
+    """What each microbatch reported, from the sum of all ranks' shares."""
+    return [
+        {name: row[index, : int(row[index, 2])].to(torch.float32) for index, name in enumerate(loss_names)}
+        for row in table
+    ]

@@ -6,12 +6,14 @@ the last living one writes it to a file. The others keep the newest: a killed ra
 
 from __future__ import annotations
 
+import importlib.util
 import threading
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from odyssey_megatron.launch.member import Member
 from odyssey_megatron.metrics.outlet import Outlet
 
 _KEPT = 2
@@ -126,6 +128,24 @@ class _File:
         file, self._file = self._file, None
         if file is not None:
             file.close()
+
+
+def replace_writer(args: Any, member: Member) -> SurvivingWriter | None:
+    """Puts one in the place of Megatron's writer; None if the job has none."""
+    from megatron.training import global_vars
+
+    folder = args.tensorboard_dir
+    if not folder or importlib.util.find_spec("tensorboard") is None:
+        return None
+    board = global_vars._GLOBAL_TENSORBOARD_WRITER = SurvivingWriter(
+        lambda: open_writer(folder, args.tensorboard_queue_size),
+        note=lambda iteration: member.note("tensorboard", str(iteration)),
+        noted=lambda: int(member.noted("tensorboard") or -1),
+        name=f"TensorBoard's folder {folder}",
+    )
+    if args.rank == args.world_size - 1 and not member.joins:
+        board.become_last()
+    return board
 
 
 def open_writer(folder: str, max_queue: int) -> Any:
