@@ -37,7 +37,6 @@ from odyssey_megatron.codec import from_json, to_json, to_jsonable
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import (
     EXIT_ALIKE,
-    EXIT_AS_ASKED,
     EXIT_BAD_INPUT,
     EXIT_LAYERS_LOST,
     EXIT_UNSOUND,
@@ -51,7 +50,7 @@ from odyssey_megatron.launch.control import Control, EventReader
 from odyssey_megatron.launch.leases import Leases
 from odyssey_megatron.launch.member import FINISHED
 from odyssey_megatron.launch.planner import Planner
-from odyssey_megatron.launch.verdict import Verdict, by_signal
+from odyssey_megatron.launch.verdict import Verdict, after_training, by_signal
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.names import layer_names
 from odyssey_megatron.plan.generation import CandidateRow, Generation
@@ -379,24 +378,9 @@ class Coordinator:
                 elif isinstance(event, NodeLost):
                     on_it = {one for one in members if self._state.worker_of(one).node == event.node}
                     self._exits = dict.fromkeys(on_it, -9) | self._exits
-        failed = {rank: self._exits[rank] for rank in sorted(members) if self._exits[rank] > 0}
-        if failed:
-            rank, code = next(iter(failed.items()))
-            return Verdict(
-                code=code, why=f"rank {rank} ended with exit code {code} after training; its log says why."
-            )
-        killed = [rank for rank in sorted(members) if self._exits[rank] < 0]
-        cut_short = [rank for rank in killed if not self._control.has([keys.left_key(rank)])]
-        if cut_short:
-            return Verdict(
-                code=1,
-                why=f"rank(s) {cut_short} were killed when all steps were trained, but before their scripts had "
-                "ended: what these were to write is missing, unless it was written by then.",
-            )
-        if self._early >= 0:
-            why = f"the job has ended behind iteration {self._early}, as a signal asked it to."
-            return Verdict(code=EXIT_AS_ASKED, why=why)
-        return Verdict(code=0)
+        cut_short = [rank for rank in members if not self._control.has([keys.left_key(rank)])]
+        exits = {rank: self._exits[rank] for rank in sorted(members)}
+        return after_training(exits, cut_short, ended_behind=self._early)
 
     def _stop(self, message: str, code: int) -> Verdict:
         """Tells the members to stop; they leave with ``code`` by themselves."""

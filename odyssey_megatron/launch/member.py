@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import hashlib
 import math
 import os
-import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -32,6 +30,7 @@ from odyssey_megatron.errors import (
     Unsound,
 )
 from odyssey_megatron.launch import control as keys
+from odyssey_megatron.launch import environment
 from odyssey_megatron.launch.alike import is_shared
 from odyssey_megatron.launch.control import Control
 from odyssey_megatron.launch.heartbeat import Heartbeat
@@ -44,7 +43,6 @@ FINISHED = "finished"
 
 _RETRY_AFTER_S = 0.5
 _MEETING_S = 0.1
-_PR_SET_PDEATHSIG = 1
 _PLACE = (("GROUP_RANK", "0"), ("GROUP_WORLD_SIZE", "1"))
 """torch elastic's names for the node and how many there are."""
 
@@ -159,8 +157,8 @@ class Member:
     @classmethod
     def connect(cls, config: OdysseyConfig, *, journal: Journal | None = None) -> Member:
         """Joins the job that started this process. Raises ConfigError if ``odyssey run`` did not."""
-        env = _launch_environment()
-        _die_with(int(env["ODYSSEY_PARENT_PID"]))
+        env = environment.of_rank()
+        environment.die_with(int(env["ODYSSEY_PARENT_PID"]))
         host, port, token = env["MASTER_ADDR"], int(env["MASTER_PORT"]), env["ODYSSEY_TOKEN"]
         rank, incarnation = int(env["RANK"]), int(env.get("ODYSSEY_INCARNATION", "0"))
         # The first sign of life before the connects: from here on the agent notices a hang.
@@ -484,23 +482,3 @@ class Member:
                 f"rank {self.rank} waited {self._config.store_timeout_s} s, but not every rank has {what}. "
                 "Look for the first error in the other ranks' logs, or raise --odyssey-store-timeout-s."
             ) from None
-
-
-def _launch_environment() -> Mapping[str, str]:
-    needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ODYSSEY_TOKEN", "ODYSSEY_HEARTBEAT",
-              "ODYSSEY_SLOT", "ODYSSEY_PARENT_PID")  # fmt: skip
-    missing = [name for name in needed if name not in os.environ]
-    if missing:
-        raise ConfigError(
-            f"this process was not started by 'odyssey run' (its environment lacks {', '.join(missing)}), "
-            "so nobody would notice when it dies. Start the job with 'odyssey run', which takes torchrun's "
-            "arguments: odyssey run --nproc-per-node 8 script.py ..."
-        )
-    return os.environ
-
-
-def _die_with(parent_pid: int) -> None:
-    """A rank must not outlive its agent (its parent, or the parent of that): nobody would fence it."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        sys.exit(1)

@@ -8,11 +8,11 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from odyssey_megatron.codec import from_json
-from odyssey_megatron.errors import EXIT_LAYERS_LOST, ControlPlaneLost
+from odyssey_megatron.errors import EXIT_AS_ASKED, EXIT_LAYERS_LOST, ControlPlaneLost
 from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch.control import Control
 from odyssey_megatron.launch.signals import HANDLED
@@ -49,6 +49,30 @@ def by_signal(verdict: Verdict, exits: Mapping[int, int]) -> Verdict:
     number = signal.Signals(-min(codes))
     why = f"rank(s) {sorted(exits)} were ended by {number.name}, which was sent to them."
     return replace(verdict, code=128 + number, why=f"{why} To end a job, send it to 'odyssey run'.")
+
+
+def after_training(exits: Mapping[int, int], cut_short: Collection[int], *, ended_behind: int) -> Verdict:
+    """Of a job whose steps are all committed.
+
+    Args:
+        exits: the exit code of each rank, by rank.
+        cut_short: ranks whose scripts have not come to their end.
+        ended_behind: the last iteration, if a signal asked for an end; -1: nobody did.
+    """
+    for rank, code in exits.items():
+        if code > 0:
+            why = f"rank {rank} ended with exit code {code} after training; its log says why."
+            return Verdict(code=code, why=why)
+    if killed := [rank for rank, code in exits.items() if code < 0 and rank in cut_short]:
+        return Verdict(
+            code=1,
+            why=f"rank(s) {killed} were killed when all steps were trained, but before their scripts had ended: what "
+            "these were to write is missing, unless it was written by then.",
+        )
+    if ended_behind >= 0:
+        why = f"the job has ended behind iteration {ended_behind}, as a signal asked it to."
+        return Verdict(code=EXIT_AS_ASKED, why=why)
+    return Verdict(code=0)
 
 
 class VerdictWatch:

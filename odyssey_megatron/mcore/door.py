@@ -23,7 +23,6 @@ from odyssey_megatron.cluster.state import Cell
 from odyssey_megatron.config import OdysseyConfig, add_arguments
 from odyssey_megatron.errors import EXIT_NOT_SAVED, ConfigError, OdysseyError, Superseded
 from odyssey_megatron.execute.channels import WORLD
-from odyssey_megatron.execute.membership import cell_group_name
 from odyssey_megatron.launch.inject import Injector
 from odyssey_megatron.mcore import (
     arguments,
@@ -43,14 +42,13 @@ from odyssey_megatron.mcore import (
 )
 from odyssey_megatron.mcore.console import SurvivingLines
 from odyssey_megatron.mcore.data import MicrobatchSource
-from odyssey_megatron.mcore.joining import Start
+from odyssey_megatron.mcore.joining import Start, starting_groups
 from odyssey_megatron.mcore.layers import empty_chunk
 from odyssey_megatron.mcore.model import MegatronModel
 from odyssey_megatron.mcore.optimizer import LearningRate, schedule_refused
 from odyssey_megatron.mcore.plugin import Session
 from odyssey_megatron.mcore.progress_log import ProgressLog
 from odyssey_megatron.mcore.stage import OwnStage
-from odyssey_megatron.rebuild.groups import NEVER_OVER, build_groups
 from odyssey_megatron.recover import Recovery
 
 
@@ -193,17 +191,7 @@ class Door:
         self._config = session.config = replace(self._config, op_timeout_s=patience_s)
         self._cell = groups.OwnCell(cell, session.world_size, self._config.device, data_parallel=True)
         self._living = self._cell.living
-        member = session.member
-        everyone, suffix, number = tuple(range(session.world_size)), "", 0
-        if member.joins:
-            # Alone with its cell until it trains, in whatever generation that is. Earlier ones have used its names.
-            incarnations = member.meet(cell.ranks)
-            everyone, number = cell.ranks, NEVER_OVER
-            suffix = f".{cell.worker}.{'-'.join(map(str, incarnations))}"
-        named = {WORLD: everyone} | ({cell_group_name(cell.worker): cell.ranks} if cell.size > 1 else {})
-        named = {name + suffix: ranks for name, ranks in named.items()}
-        self._start_groups = build_groups(member, number, named, self._config)
-        self._alone = {name.removesuffix(suffix): group for name, group in self._start_groups.items()}
+        self._start_groups, self._alone = starting_groups(session.member, cell, self._config)
         self._follow(self._alone)
         args.data_parallel_size = 1
         num_microbatches_calculator.reconfigure_num_microbatches_calculator(

@@ -10,8 +10,15 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from torch.distributed import ProcessGroup
+
+from odyssey_megatron.cluster.state import Cell
+from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.execute.channels import WORLD
+from odyssey_megatron.execute.membership import cell_group_name
 from odyssey_megatron.launch.member import Member
 from odyssey_megatron.mcore.optimizer import Origin
+from odyssey_megatron.rebuild.groups import NEVER_OVER, GroupSet, build_groups
 
 _NOTE = "start"
 
@@ -79,3 +86,19 @@ class Start:
         if not args.eval_interval:
             return 0
         return args.eval_iters * (iteration // args.eval_interval - self.iteration // args.eval_interval)
+
+
+def starting_groups(
+    member: Member, cell: Cell, config: OdysseyConfig
+) -> tuple[GroupSet, dict[str, ProcessGroup]]:
+    """The groups that a rank begins with, and the same by the names of a generation's: all ranks of the job, or, of a
+    process that joins, its cell: alone until it trains, in whatever generation that is.
+    """
+    everyone, suffix, number = tuple(range(member.world_size)), "", 0
+    if member.joins:
+        incarnations = member.meet(cell.ranks)
+        everyone, number = cell.ranks, NEVER_OVER
+        suffix = f".{cell.worker}.{'-'.join(map(str, incarnations))}"  # earlier ones have used the names
+    named = {WORLD: everyone} | ({cell_group_name(cell.worker): cell.ranks} if cell.size > 1 else {})
+    built = build_groups(member, number, {name + suffix: ranks for name, ranks in named.items()}, config)
+    return built, {name.removesuffix(suffix): group for name, group in built.items()}

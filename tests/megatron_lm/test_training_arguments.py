@@ -15,7 +15,6 @@ import torch
 
 from tests.megatron_lm.jobs import FLOAT32, MOCK, MegatronRun, assert_same_lines
 
-
 pytestmark = pytest.mark.timeout(300)
 """Two jobs each; half a minute where nothing else runs."""
 
@@ -76,8 +75,8 @@ MORE = {
         without="--swiglu",
     ),
     "biases": Case(
-        flags="--add-qkv-bias --normalization LayerNorm --attention-softmax-in-fp32 --openai-gelu --no-bias-gelu-fusion "
-        "--make-vocab-size-divisible-by 77",
+        flags="--add-qkv-bias --normalization LayerNorm --attention-softmax-in-fp32 --openai-gelu "
+        "--no-bias-gelu-fusion --make-vocab-size-divisible-by 77",
         without="--swiglu --disable-bias-linear",
     ),
     "rotary": Case(

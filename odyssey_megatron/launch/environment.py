@@ -1,0 +1,34 @@
+"""What a process has of the agent that started it as a rank: variables, and its end."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Mapping
+
+from odyssey_megatron.errors import ConfigError
+
+_PR_SET_PDEATHSIG = 1
+
+
+def of_rank() -> Mapping[str, str]:
+    """The variables that a rank's agent has set. Raises ConfigError: this process is no rank of a job."""
+    needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ODYSSEY_TOKEN", "ODYSSEY_HEARTBEAT",
+              "ODYSSEY_SLOT", "ODYSSEY_PARENT_PID")  # fmt: skip
+    missing = [name for name in needed if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"this process was not started by 'odyssey run' (its environment lacks {', '.join(missing)}), "
+            "so nobody would notice when it dies. Start the job with 'odyssey run', which takes torchrun's "
+            "arguments: odyssey run --nproc-per-node 8 script.py ..."
+        )
+    return os.environ
+
+
+def die_with(parent_pid: int) -> None:
+    """A rank must not outlive its agent (its parent, or the parent of that): nobody would fence it."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        sys.exit(1)
