@@ -270,3 +270,23 @@ def test_what_a_journal_says_leaves_the_terminal_as_it_is(journal, capsys):
     out = capsys.readouterr().out
     assert "\\x1b]0;x\\x07\\ud800" in out
     assert "\x1b" not in out
+
+
+def test_a_checkout_that_is_damaged(tmp_path, capsys):
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    for text in (b"\x00", b"\xff\xfe", b"def (", b"(" * 10_000):
+        (core / "package_info.py").write_bytes(text)
+        for command in ("patch status", "patch install", "doctor"):
+            assert "is no Python source" in refused(capsys, *command.split(), tmp_path)
+    (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 16\nPATCH = 1\n")
+    (tmp_path / "pyproject.toml").write_bytes(b"\xcf")
+    assert cli.main(["doctor", str(tmp_path)]) == 1  # it is empty otherwise
+
+
+@pytest.mark.parametrize("value", ["²", "9" * 5000])
+def test_variables_that_hold_no_number(monkeypatch, capsys, value):
+    for name in ("SLURM_JOB_NUM_NODES", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "NCCL_IB_TIMEOUT"):
+        monkeypatch.setenv(name, value)
+    assert cli.main(["doctor"]) in (0, 1)
+    assert f"NCCL_IB_TIMEOUT: {value}" in capsys.readouterr().out

@@ -67,9 +67,9 @@ def _version(version: str) -> Row:
 def _python(checkout: Path, host: Host) -> Iterator[Row]:
     try:
         wanted = tomllib.loads((checkout / "pyproject.toml").read_text())["project"]["requires-python"]
-    except (OSError, KeyError, tomllib.TOMLDecodeError):
+    except (OSError, KeyError, TypeError, ValueError):
         return  # a fork may have dropped the file
-    least = re.search(r">=\s*(\d+)\.(\d+)", wanted)
+    least = re.search(r">=\s*(\d{1,4})\.(\d{1,4})", str(wanted))
     found = f"{host.python[0]}.{host.python[1]}; the checkout wants {wanted}"
     if least and host.python < (int(least[1]), int(least[2])):
         yield _row("Python", PROBLEM, found, "Use a newer Python, or an older tag of Megatron-LM.")

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from odyssey_megatron.errors import ConfigError
+
 _MAX_HOPS = 8
 """Re-exports followed from a name to its definition; Megatron's chains have two."""
 
@@ -31,7 +33,7 @@ class Source:
     def parameters(self, target: str) -> tuple[str, ...] | None:
         """The parameter names of ``module:function`` or ``module:Class.method``; None if it is not there.
 
-        ``*args`` and ``**kwargs`` keep their stars. What is not a function has no parameters. Raises SyntaxError.
+        ``*args`` and ``**kwargs`` keep their stars. What is not a function has no parameters. Raises ConfigError.
         """
         module, _, path = target.partition(":")
         found = self._definition(module, path, _MAX_HOPS)
@@ -94,7 +96,11 @@ class Source:
 
 
 def _parse(file: Path) -> ast.Module:
-    return _tree(file.read_bytes())
+    """Raises ConfigError if ``file`` is not what a Python could run."""
+    try:
+        return _tree(file.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} is no Python source ({error}). Restore it (git checkout).") from error
 
 
 @functools.lru_cache(maxsize=32)  # a tree is some megabytes

@@ -125,6 +125,7 @@ class Line(_Line, total=False):
     code: Any
     cause: str
     why: str
+    how: str
     policy: str
     plan_hash: str
     candidates: tuple[Candidate, ...] | None
