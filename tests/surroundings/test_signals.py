@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -159,3 +160,40 @@ def test_a_rank_that_hangs_behind_its_last_step_is_named_and_ended(toy, tmp_path
     assert "rank(s) [2] were killed when all steps were trained" in job.log()
     assert time.monotonic() - began_s < 20
     assert {e["rank"] for e in events(tmp_path / "run", "step_committed")} == {0, 1, 3}
+
+
+def test_a_node_that_is_drained_leaves_behind_a_step(jobs, tmp_path):
+    """The others go on; its agent ends with the exit code that says so."""
+    from tests.e2e.jobs import SCRIPT
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    name, script = "drained", str(SCRIPT)
+    flags = [*jobs.flags(name, stages=1), "--train-iters", "25", "--odyssey-on-sigterm", "leave"]
+    address = [
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "2",
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        str(port),
+    ]
+    nodes = [
+        jobs.server.run(
+            [*address, "--node-rank", str(node), script, *flags],
+            log=tmp_path / f"node{node}",
+            env={"ODYSSEY_TOKEN": "drained"},
+        )
+        for node in range(2)
+    ]
+    run = jobs.folder / name
+    wait_for(lambda: len(events(run, "step_committed")) > 3, 60, "some steps")
+    os.kill(nodes[1].pid, signal.SIGTERM)
+    assert nodes[1].wait(30) == EXIT_AS_ASKED, nodes[1].log()
+    assert nodes[0].wait(60) == 0, nodes[0].log()
+    lost = [event for event in events(run, "failure_detected")]
+    assert sorted(rank for event in lost for rank in event["dead"]) == [2, 3]
+    assert {e["step"] for e in events(run, "step_committed")} == set(range(25))
