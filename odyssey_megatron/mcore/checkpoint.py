@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedBase
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -21,7 +22,6 @@ from odyssey_megatron.mcore import span
 from odyssey_megatron.mcore.layers import HeldLayer, LayerBlock
 from odyssey_megatron.mcore.model import MegatronModel
 from odyssey_megatron.mcore.optimizer import pairs, settings_of, take_over
-from odyssey_megatron.rebuild.world import alone
 
 
 def prepare(model: MegatronModel, block: LayerBlock) -> None:
@@ -98,15 +98,19 @@ class OptimizerView:
         for layer in self._kept():
             layer.optimizer.reload()
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self._assembled().state_dict(*args, **kwargs) if self._kept() else {}
-
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self._assembled().sharded_state_dict(*args, **kwargs) if self._kept() else {}
+        """Collective, as are the other uses of :meth:`_assembled`: what all ranks have in common the lowest one writes,
+        be it that it keeps nothing.
+        """
+        state = self._assembled().sharded_state_dict(*args, **kwargs)
+        inner = state.get("optimizer", state)["state"]
+        steps: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(steps, inner.get("common_step"))
+        if any(known := [step for step in steps if step is not None]):
+            inner["common_step"] = max(known)
+        return state
 
     def load_state_dict(self, state_dict: Any) -> None:
-        if not self._kept():
-            return
         whole = self._assembled()
         given = [settings_of(group) for group in whole.param_groups]
         before = {id(parameter): state for parameter, state in whole.optimizer.state.items()}
@@ -134,15 +138,16 @@ class OptimizerView:
 
     def _assembled(self) -> Any:
         """Megatron's optimizer for the kept layers of this rank, whose state is that of their optimizers."""
-        spec, blocks, layers = self._model.spec, self._model.blocks, self._kept()
+        spec, layers = self._model.spec, self._kept()
+        chunks = [block.model for block in self._model.blocks] or [self._model.idle_block().model]
         own = {
             id(shown): (main, state) for layer in layers for shown, main, state in layer.optimizer.entries()
         }
-        left_out = [one for block in blocks for one in block.model.parameters() if id(one) not in own]
-        with _frozen(left_out), alone():  # not every rank keeps something, so not every rank gets here
+        left_out = [one for chunk in chunks for one in chunk.parameters() if id(one) not in own]
+        with _frozen(left_out):  # Megatron has all ranks agree on the groups of parameters, and their order
             chained = get_megatron_optimizer(
                 spec.optimizer_config,
-                [block.model for block in blocks],
+                chunks,
                 config_overrides=spec.config_overrides,
                 use_gloo_process_groups=False,
                 pg_collection=self._cell,

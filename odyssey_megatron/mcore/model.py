@@ -152,6 +152,11 @@ class MegatronModel:
         self.forget()
         self._blocks = blocks
 
+    def idle_block(self) -> LayerBlock:
+        """A block of one transformer layer that this worker does not hold, for Megatron's code to look at."""
+        parts = build_parts(self.spec, 1, 2, self._groups)[1]
+        return LayerBlock(self.spec, [self._hold(1, parts, kept=False)], self._groups)
+
     def forget(self) -> None:
         """This rank holds nothing: what it was sent in a generation that came to nothing is out of date."""
         self.discard_incoming()

@@ -45,12 +45,16 @@ def test_asked_again_when_its_first_step_came_to_nothing(jobs, undisturbed_wide,
 
 
 def test_a_rank_with_nothing_to_hold_waits_and_is_used_when_it_can_be(jobs, undisturbed_wide, name):
-    """Rank 4 is lost for good; by rerouting alone, rank 1 has no better place then, until rank 3 is lost."""
+    """Rank 4 is lost for good; by rerouting alone, rank 0 has no better place then, until rank 3 is lost.
+
+    Rank 0 writes to a checkpoint what all ranks have in common, also while it has nothing itself.
+    """
     lost = "rank=4,step=2,at=forward;rank=4,step=-1,at=groups,incarnation=1"
     inject = (
-        f"{lost};rank=1,step=14,at=backward;rank=3,step=60,at=backward;rank=3,step=-1,at=groups,incarnation=1"
+        f"{lost};rank=0,step=14,at=backward;rank=3,step=60,at=backward;rank=3,step=-1,at=groups,incarnation=1"
     )
-    saves = f"--save {jobs.folder / name / 'saved'} --save-interval 15"
+    saved = jobs.folder / name / "saved"
+    saves = f"--save {saved} --save-interval 15"
     run = jobs.odyssey(
         name,
         f"{STEPS} --odyssey-respawn 1 --odyssey-policy reroute {saves}",
@@ -63,6 +67,12 @@ def test_a_rank_with_nothing_to_hold_waits_and_is_used_when_it_can_be(jobs, undi
     members = {e["generation"]: set(e["members"]) for e in run.named("generation_started")}
     idle = [one for one in sorted(members) if members[one] - plans[one - 1]]
     assert idle, "somebody stood by"
+    assert all(min(members[one]) not in plans[one - 1] for one in idle), "the lowest rank did"
+    flags = f"{STEPS} --load {saved} --ckpt-step 45 --exit-interval 48"
+    loaded = jobs.odyssey(f"{name}-loaded", flags, ranks=2, stages=2)
+    assert [step.loss for step in loaded.run.steps] == pytest.approx(
+        [step.loss for step in undisturbed_wide.run.steps[45:48]], rel=FLOAT64
+    )
 
 
 CELLS = f"{STEPS} --tensor-model-parallel-size 2"
