@@ -16,6 +16,7 @@ import logging
 import os
 import resource
 import sys
+import sysconfig
 import types
 from collections.abc import Callable
 from multiprocessing import spawn
@@ -53,7 +54,7 @@ def install() -> None:
     if importlib.util.find_spec("triton") is None:  # a gigabyte, for kernels that need a GPU
         for name in _NEED_TRITON:
             sys.modules.setdefault(name, _Absent(name))
-    _stub_missing_helpers()
+    _compile_helpers()
     _let_norms_be_sequence_parallel()
     # One generator stands for both devices' here, so "CPU RNG state changed" is always a false alarm.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
@@ -287,12 +288,28 @@ class _Absent(types.ModuleType):
         return lambda *args, **kwargs: False
 
 
-def _stub_missing_helpers() -> None:
-    """The wheel ships its compiled dataset helpers without their Makefile, and Megatron runs ``make`` regardless."""
+def _compile_helpers() -> None:
+    """Megatron runs ``make`` for its dataset helpers when it starts. The wheel ships them compiled, without a Makefile;
+    a checkout's Makefile names the library for the Python of ``python3-config``, which in a virtual environment is
+    another one, or none.
+    """
     from odyssey_megatron.mcore import seam_table, seams
+
+    def for_this_python(original: Any) -> None:
+        before = os.environ.get("MAKEFLAGS")
+        suffix = sysconfig.get_config_var("EXT_SUFFIX")
+        os.environ["MAKEFLAGS"] = f"{before or ''} LIBEXT={suffix}".strip()
+        try:
+            original()
+        finally:
+            if before is None:
+                del os.environ["MAKEFLAGS"]
+            else:
+                os.environ["MAKEFLAGS"] = before
 
     try:
         import megatron.core.datasets.helpers_cpp  # noqa: F401
     except ImportError:
+        seams.wrap(seam_table.COMPILE_HELPERS, for_this_python)
         return
     seams.apply(seam_table.COMPILE_HELPERS, lambda: None)
