@@ -131,7 +131,7 @@ def test_ragged_holders_take_over_in_pieces():
 
 def test_no_other_holder_is_refused_with_the_reason():
     layout = pipelines(2, 2, 2)
-    with pytest.raises(PlanInfeasible, match=r"no other holder of layer\(s\) 1 of worker\(s\) \[2, 3\]"):
+    with pytest.raises(PlanInfeasible, match=r"no other holder of the head of worker\(s\) \[2, 3\]"):
         reroute(layout, {0, 1}, uniform_costs(2))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -13,13 +15,16 @@ from odyssey_megatron.rebuild.world import LivingWorld  # noqa: E402
 
 @pytest.fixture
 def living():
-    """Three ranks have been living; this one is left."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    left = dist.distributed_c10d._get_default_group()
+    """Three ranks have been living; this one is left. The default group of this process stays what it is."""
+    store, gloo = dist.HashStore(), dist.ProcessGroup.BackendType.GLOO
+    left = dist.ProcessGroup(store, 0, 1)
+    left._register_backend(
+        torch.device("cpu"), gloo, dist.ProcessGroupGloo(store, 0, 1, timedelta(seconds=5))
+    )
+    left._set_default_backend(gloo)
     world = LivingWorld(0, 3, "cpu")
     world.repeat_with(lambda work: work(left))
-    yield world
-    dist.destroy_process_group()
+    return world
 
 
 @pytest.mark.parametrize("operation", ["_allgather_base", "all_gather_single", "allgather"])
