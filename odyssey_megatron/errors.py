@@ -19,14 +19,14 @@ EXIT_LAYERS_LOST = 93
 EXIT_FENCED = 94
 """Of a rank, not of the job: the others go on without it, since its cell has lost a rank, or it was declared dead."""
 
-EXIT_ALIKE = 96
-"""Of a rank, not of the job: another rank has failed with the same error, so that the job ends, with code 1."""
-
 EXIT_UNSOUND = 95
 """The numbers are wrong on all ranks alike, and nobody should train on with them: see :class:`Unsound`."""
 
 EXIT_NOT_SAVED = 96
 """All steps are trained, but the last checkpoint could not be saved."""
+
+EXIT_ALIKE = 97
+"""Of a rank, not of the job: another rank has failed with the same error, so that the job ends, with code 1."""
 
 
 class OdysseyError(Exception):

@@ -5,6 +5,7 @@ from dataclasses import fields
 
 import pytest
 
+from odyssey_megatron import errors
 from odyssey_megatron.config import (
     INJECTION_POINTS,
     Injection,
@@ -164,3 +165,8 @@ def test_bad_injections_say_what_is_wrong(text, message):
 def test_who_only_looks_on_injects_nothing():
     with pytest.raises(ConfigError, match="observe injects no faults"):
         OdysseyConfig(mode="observe", inject="rank=1,step=2,at=backward")
+
+
+def test_exit_codes_tell_apart_what_has_happened():
+    codes = [value for name, value in vars(errors).items() if name.startswith("EXIT_")]
+    assert len(codes) == len(set(codes)) >= 7
