@@ -62,10 +62,13 @@ def attempt(original: Callable[..., Any], iteration: int, *args: Any, **kwargs: 
 
     settings = get_args()
     folder = _folder_of(settings, iteration, non_persistent=kwargs.get("non_persistent_ckpt", False))
+    retain_interval = getattr(settings, "save_retain_interval", None)
     try:
-        begin(folder, retain_interval=getattr(settings, "save_retain_interval", None))
+        begin(folder, retain_interval=retain_interval)
         original(iteration, *args, **kwargs)
     except NotSaved as error:
+        with contextlib.suppress(NotSaved):
+            begin(folder, retain_interval=retain_interval)  # it may have been the last save of the job
         return str(error)
     return ""
 
