@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from odyssey_megatron.metrics.recoveries import JournalEvent, named
+from odyssey_megatron.names import step_name
 
 _PROBLEMS_SHOWN = 5
 
@@ -126,10 +127,10 @@ def check_samples(events: Sequence[JournalEvent], steps: Sequence[CommittedStep]
         fetched.setdefault(event["step"], {}).setdefault(event["generation"], []).append(event)
     for before, row in zip((None, *steps), steps, strict=False):
         if before is not None and row.step != before.step + 1:
-            problems.append(f"steps {before.step + 1} to {row.step - 1} were never committed")
+            problems.append(f"iterations {before.step + 2} to {row.step} were never committed")
         attempts = {g: e for g, e in fetched.get(row.step, {}).items() if g <= row.generation}
         if not attempts:
-            problems.append(f"step {row.step}: no samples in the journal")
+            problems.append(f"{step_name(row.step)}: no samples in the journal")
             continue
         consumed += _one_step(row.step, attempts[max(attempts)], problems)
     expected = range(consumed[0], consumed[0] + len(consumed)) if consumed else range(0)
@@ -150,10 +151,10 @@ def _one_step(step: int, events: list[JournalEvent], problems: list[str]) -> lis
     for event in events:
         for microbatch, samples in zip(event["microbatches"], event["samples"], strict=True):
             if microbatch in by_microbatch:
-                problems.append(f"step {step}: microbatch {microbatch} was used twice")
+                problems.append(f"{step_name(step)}: microbatch {microbatch} was used twice")
             by_microbatch[microbatch] = list(samples)
     if sorted(by_microbatch) != list(range(len(by_microbatch))):
-        problems.append(f"step {step}: microbatches {sorted(by_microbatch)} are not 0, 1, 2, …")
+        problems.append(f"{step_name(step)}: microbatches {sorted(by_microbatch)} are not 0, 1, 2, …")
     return [sample for _, samples in sorted(by_microbatch.items()) for sample in samples]
 
 

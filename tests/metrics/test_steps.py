@@ -103,4 +103,4 @@ def test_a_wrong_sample_is_found(events, change, problem):
 
 def test_a_skipped_step_is_found(events):
     kept = [e for e in events if e["step"] != 9]
-    assert "steps 9 to 9 were never committed" in check_samples(kept, committed_steps(kept)).problems
+    assert "iterations 10 to 10 were never committed" in check_samples(kept, committed_steps(kept)).problems
