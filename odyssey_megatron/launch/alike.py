@@ -8,8 +8,10 @@ alike may be the node's failure.
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 import traceback
+from collections import deque
 
 import torch.distributed as dist
 
@@ -18,8 +20,28 @@ from odyssey_megatron.launch.control import Control
 
 _WAIT_S = 0.5
 _WITHIN_S = 60.0
-"""Two errors that are further apart are two failures; a recovery and the step that it repeats lie well within."""
+"""Two errors that are further apart are two failures; a recovery and the step that it repeats lie well within.
+Each rank tells by its own clock: since the end of the generation in which the first one was raised."""
+_REMEMBERED = 64
+"""Generations: more than can begin within that time, one failure after another."""
 _OF_DEVICES = ("CUDA", "NCCL", "cuDNN", "cuBLAS", "out of memory")
+
+
+class History:
+    """Since when this rank has known of the last generations, by its own clock."""
+
+    def __init__(self) -> None:
+        self._known: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED)
+
+    def note(self, generation: int) -> None:
+        self._known.append((generation, time.monotonic()))
+
+    def ended_s(self, generation: int) -> float:
+        """For how long ``generation`` has been over: 0.0 while it lasts, infinite if it was before this rank's time."""
+        if not any(known <= generation for known, _ in self._known):
+            return math.inf
+        ended = [at_s for known, at_s in self._known if known > generation]
+        return time.monotonic() - min(ended) if ended else 0.0
 
 
 def signature(error: Exception) -> str:
@@ -31,17 +53,31 @@ def signature(error: Exception) -> str:
     return hashlib.sha256(f"{type(error).__qualname__} {where}".encode()).hexdigest()[:16]
 
 
-def is_shared(control: Control, error: Exception, *, rank: int, node: int, nodes: int) -> bool:
-    """Whether another rank fails like this. Takes a moment if none does."""
+def is_shared(
+    control: Control,
+    error: Exception,
+    *,
+    rank: int,
+    node: int,
+    nodes: int,
+    generation: int,
+    history: History,
+) -> bool:
+    """Whether another rank fails like this. Takes a moment if none does.
+
+    Args:
+        generation: in which ``error`` was raised.
+        history: of this rank.
+    """
     if not (name := signature(error)):
         return False
-    key, mine = f"failed/{name}", f"{rank} {node} {time.time()}"
+    key, mine = f"failed/{name}", f"{rank} {node} {generation}"
     try:
         control.put_first(key, mine)
-        first, its_node, at_s = control.get(key).split()
-        if time.time() - float(at_s) > _WITHIN_S:
+        first, its_node, its_generation = map(int, control.get(key).split())
+        if history.ended_s(its_generation) > _WITHIN_S:
             control.put(key, mine)
-        elif int(first) != rank and (nodes == 1 or int(its_node) != node):
+        elif first != rank and (nodes == 1 or its_node != node):
             control.put(f"{key}/again", "")
             return True
         ends_s = time.monotonic() + _WAIT_S

@@ -31,7 +31,7 @@ from odyssey_megatron.errors import (
 )
 from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch import environment
-from odyssey_megatron.launch.alike import is_shared
+from odyssey_megatron.launch.alike import History, is_shared
 from odyssey_megatron.launch.control import Control
 from odyssey_megatron.launch.heartbeat import Heartbeat
 from odyssey_megatron.launch.signals import leave_to_agent
@@ -73,6 +73,7 @@ class Member:
         self._newest, self._newest_text = 0, ""
         self.heard_s = 0.0
         """When this rank heard of the newest generation, on its own clock."""
+        self._history = History()
         self._seen = 0
         """The last number read: of the newest generation, or of one that is offered."""
         self._offer, self._offer_text = 0, ""
@@ -91,6 +92,7 @@ class Member:
         return self.incarnation > 0
 
     def _start_watch(self) -> None:
+        self._history.note(self._seen)
         threading.Thread(target=self._run_watch, name="odyssey-watch", daemon=True).start()
 
     def meet(self, ranks: Sequence[int]) -> tuple[int, ...]:
@@ -242,7 +244,8 @@ class Member:
         prints one traceback, and ends the job.
         """
         node, nodes = (int(os.environ.get(name, default)) for name, default in _PLACE)
-        if is_shared(self._control, error, rank=self.rank, node=node, nodes=nodes):
+        now = {"generation": self._newest, "history": self._history}
+        if is_shared(self._control, error, rank=self.rank, node=node, nodes=nodes, **now):
             text = "".join(traceback.format_exception(error))
             said = (
                 "several ranks failed with the same error, so no hardware has, and the job ends. One of them:"
@@ -305,6 +308,7 @@ class Member:
         with self._changed:
             if self._offer == number and self._newest < number:
                 self._newest, self._newest_text = number, self._offer_text
+                self._history.note(number)
 
     def next_generation(self, after: int, timeout_s: float | None = None) -> Generation:
         """Blocks for the newest generation after ``after``, asking for one if none comes soon.
@@ -458,6 +462,7 @@ class Member:
                 heard_s = time.monotonic()
                 self._end_before(number)
                 self._newest_text, self._newest, self.heard_s = text, number, heard_s
+                self._history.note(number)
                 self._changed.notify_all()
 
     def _hear_offer(self, number: int, text: str) -> None:

@@ -50,8 +50,10 @@ def with_measured(profile: Profile, published: Sequence[Measured]) -> Profile:
             costs,
             message_bytes=size,
             link_latency_s=latency_s,
-            # A message that is hardly slower than an empty one says only that the link is fast.
-            link_bytes_per_s=size / max(message_s - latency_s, 0.05 * message_s, 1e-9),
+            # A message that is hardly slower than an empty one says only that the link is fast, and one without bytes
+            # nothing.
+            link_bytes_per_s=size / max(message_s - latency_s, 0.05 * message_s, 1e-9)
+            or costs.link_bytes_per_s,
         )
     regroups = [one.regroup_s for one in published if one.regroup_s is not None]
     return replace(profile, costs=costs, group_build_s=max(regroups) if regroups else profile.group_build_s)

@@ -44,6 +44,12 @@ def test_a_message_as_fast_as_nothing_has_finite_bandwidth():
     assert 0 < costs.link_bytes_per_s < 1e12
 
 
+def test_messages_without_bytes_say_nothing_of_bandwidth():
+    link = LinkTimes(message_bytes=0, empty_s=1e-4, message_s=1e-4)
+    costs = with_measured(PROFILE, [Measured(link=link)]).costs
+    assert (costs.message_s(), costs.link_bytes_per_s) == (1e-4, PROFILE.costs.link_bytes_per_s)
+
+
 def test_round_trip():
     one = Measured(
         spans=(Observation(first=0, last=3, samples=2, forward_s=1.0, input_grad_s=1.0, weight_grad_s=0.5),),

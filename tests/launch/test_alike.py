@@ -1,0 +1,67 @@
+"""Which errors two ranks have alike: those of one kind from one line, at about the same time, whatever clocks say."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from odyssey_megatron.launch import alike
+from odyssey_megatron.launch.alike import History, is_shared
+from odyssey_megatron.launch.control import Control
+from odyssey_megatron.launch.local_rendezvous import LocalRendezvous
+
+
+def error():
+    try:
+        raise ValueError("nobody can do this step")
+    except ValueError as raised:
+        return raised
+
+
+class Clock:
+    """Of one host: ``time`` as the module there sees it."""
+
+    def __init__(self, *, monotonic_s: float, wall_s: float):
+        self._began_s, self._monotonic_s, self._wall_s = time.monotonic(), monotonic_s, wall_s
+        self.sleep = time.sleep
+
+    def monotonic(self):
+        return time.monotonic() - self._began_s + self._monotonic_s
+
+    def time(self):
+        return self._wall_s
+
+
+@pytest.mark.parametrize(
+    ("ago_s", "wall_s", "shared"), [(1.0, 1.7e9 + 3600.0, True), (100.0, 1.7e9 - 3600.0, False)]
+)
+def test_the_second_host_s_clocks_may_say_anything(monkeypatch, ago_s, wall_s, shared):
+    rendezvous = LocalRendezvous("test")
+    address = rendezvous.next_rendezvous().bootstrap_store_info
+    first, second = (
+        Control.connect(address.master_addr, address.master_port, "secret", timeout_s=5, writer=f"rank{rank}")
+        for rank in range(2)
+    )
+
+    monkeypatch.setattr(alike, "time", Clock(monotonic_s=5e6, wall_s=1.7e9))
+    history = History()
+    history.note(3)
+    about = {"nodes": 2, "generation": 3}
+    assert not is_shared(first, error(), rank=0, node=0, history=history, **about)
+
+    monkeypatch.setattr(alike, "time", Clock(monotonic_s=100.0, wall_s=wall_s))
+    history = History()
+    history.note(3)
+    history.note(4)
+    monkeypatch.setattr(alike, "time", Clock(monotonic_s=100.0 + ago_s, wall_s=wall_s))
+    assert is_shared(second, error(), rank=1, node=1, history=history, **about | {"generation": 4}) is shared
+
+
+def test_a_generation_before_its_time_was_long_ago():
+    history = History()
+    history.note(7)
+    assert history.ended_s(3) == float("inf")
+    assert history.ended_s(7) == 0.0
+    history.note(8)
+    assert 0.0 <= history.ended_s(7) < 1.0
