@@ -50,7 +50,7 @@ from odyssey_megatron.launch.control import Control, EventReader
 from odyssey_megatron.launch.leases import Leases
 from odyssey_megatron.launch.member import FINISHED
 from odyssey_megatron.launch.planner import Planner
-from odyssey_megatron.launch.verdict import Verdict, after_training, by_signal
+from odyssey_megatron.launch.verdict import SAYS_WHY, Verdict, after_training, by_signal
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.names import layer_names
 from odyssey_megatron.plan.generation import CandidateRow, Generation
@@ -149,8 +149,8 @@ class Coordinator:
             return Verdict(code=EXIT_BAD_INPUT if event.code == EXIT_BAD_INPUT else 1, why=refused or "")
         return Verdict(
             code=event.code if event.code > 0 else 1,
-            why=f"rank {event.rank} ended with exit code {event.code} before training started; its log says "
-            "why. Nothing was trained.",
+            why=f"rank {event.rank} ended with exit code {event.code} before training started. Nothing was "
+            f"trained. {SAYS_WHY}",
         )
 
     def _start(self) -> Verdict | None:

@@ -22,6 +22,8 @@ _log = logging.getLogger(__name__)
 
 TERMINATE_S = 5.0
 """From SIGTERM to SIGKILL, for ranks that outlast the verdict."""
+SAYS_WHY = "What it printed before says why; it stands above this line, or in --log-dir with --redirects."
+"""Of a rank that has ended of itself."""
 _THREAD_ENDS_S = 0.5
 """From the end of a thread that the agent needs to that of the job, unless a verdict explains it."""
 
@@ -61,7 +63,7 @@ def after_training(exits: Mapping[int, int], cut_short: Collection[int], *, ende
     """
     for rank, code in exits.items():
         if code > 0:
-            why = f"rank {rank} ended with exit code {code} after training; its log says why."
+            why = f"rank {rank} ended with exit code {code} after training. {SAYS_WHY}"
             return Verdict(code=code, why=why)
     if killed := [rank for rank, code in exits.items() if code < 0 and rank in cut_short]:
         return Verdict(

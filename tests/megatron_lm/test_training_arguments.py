@@ -79,6 +79,7 @@ MORE = {
         "--no-bias-gelu-fusion --make-vocab-size-divisible-by 77",
         without="--swiglu --disable-bias-linear",
     ),
+    "output-gate": Case(flags="--attention-output-gate"),
     "rotary": Case(
         flags="--rotary-percent 0.5 --rotary-base 500 --use-rope-scaling --rope-scaling-factor 4 --qk-layernorm "
         "--no-weight-decay-cond-type apply_wd_to_qk_layernorm"
