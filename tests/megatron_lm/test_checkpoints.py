@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from odyssey_megatron.errors import EXIT_NOT_SAVED
+from odyssey_megatron.mcore.saving import damage
 from tests.launch.jobserver import CHECKOUT
 from tests.megatron_lm.jobs import FLOAT32, MOCK, assert_same_lines
 
@@ -96,3 +97,27 @@ def test_shards_of_a_distributed_optimizer_are_refused_with_one_message(jobs, na
     assert run.log.count("was saved with --use-distributed-optimizer") == 1
     assert [one["generation"] for one in run.named("decision")] == [1], "nothing is planned without a rank"
     assert not run.iterations
+
+
+def test_only_the_checkpoints_to_retain_stay_and_the_last_one_that_is_not_persistent(jobs, name, resumed):
+    """Ranks die as saves of both kinds begin; each save deletes an earlier one."""
+    saved = jobs.folder / f"{name}-saved"
+    folders = f"--save {saved} --save-interval 2 --save-retain-interval 4"
+    passing = "--non-persistent-save-interval 3 --non-persistent-ckpt-type global"
+    inject = "rank=0,step=2,at=checkpoint;rank=3,step=3,at=checkpoint;rank=5,step=4,at=checkpoint"
+    run = jobs.odyssey(name, f"{MOCK} {folders} {passing}", ranks=6, stages=2, inject=inject)
+    assert run.exit_code == 0, run.log[-4000:]
+    assert run.killed == [0, 3, 5]
+
+    def names(folder):
+        return sorted(one.name for one in folder.iterdir())
+
+    tracker = "latest_checkpointed_iteration.txt"
+    assert names(saved) == ["iter_0000004", "iter_0000006", tracker, "non_persistent"]
+    assert names(saved / "non_persistent") == ["iter_0000003", tracker]
+    for folder in (*saved.glob("iter_*"), saved / "non_persistent" / "iter_0000003"):
+        assert not damage(folder)
+    # Plain Megatron-LM takes the newest one of either kind.
+    (saved / tracker).unlink()
+    load = f"{MOCK} --load {saved} --non-persistent-ckpt-type global"
+    assert_same_lines(jobs.plain(load, ranks=2, stages=2), resumed, first=4)
