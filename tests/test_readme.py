@@ -9,6 +9,9 @@ import pytest
 
 from odyssey_megatron.config import OdysseyConfig, flag_of
 
+DOCS = [
+    f"docs/{name}.md" for name in ("flags", "measurements", "recovery", "running", "threat-model", "versions")
+]
 BEGIN, END = r"<!-- flags: begin[^>]*-->\n", r"<!-- flags: end -->"
 
 
@@ -23,15 +26,15 @@ def flags_table() -> str:
 
 
 def test_the_flags_table_is_the_dataclass(checkout):
-    match = re.search(BEGIN + "(.*?)" + END, (checkout / "README.md").read_text(), re.DOTALL)
+    match = re.search(BEGIN + "(.*?)" + END, (checkout / "docs" / "flags.md").read_text(), re.DOTALL)
     assert match is not None
-    assert match.group(1) == flags_table(), "paste this into README.md:\n" + flags_table()
+    assert match.group(1) == flags_table(), "paste this into docs/flags.md:\n" + flags_table()
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", *DOCS])
 def test_files_that_are_named_exist(checkout, document):
     text = (checkout / document).read_text()
-    named = set(re.findall(r"\b(?:odyssey_megatron|tests|examples|\.ci)/[\w/.]*\w", text))
+    named = set(re.findall(r"\b(?:odyssey_megatron|tests|examples|docs|\.ci)/[\w/.-]*\w", text))
     missing = sorted(name for name in named if not (checkout / name).exists())
     assert not missing
 

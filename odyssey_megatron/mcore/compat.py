@@ -9,7 +9,7 @@ from typing import Any
 from odyssey_megatron.errors import ConfigError, MegatronIncompatible
 
 TESTED = ("0.16.1", "0.17.1", "0.18.2", "0.19.1")
-"""Jobs have run with these; with the first of them the most (README, "A Megatron-LM checkout"). core_v0.19.0 says of
+"""Jobs have run with these; with the first of them the most (docs/versions.md). core_v0.19.0 says of
 itself that it is 0.19.1.
 """
 

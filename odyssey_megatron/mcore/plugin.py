@@ -89,7 +89,7 @@ class Session:
     @classmethod
     @contextmanager
     def start(cls, config: OdysseyConfig, *, default_group: bool = True) -> Iterator[Session]:
-        """Joins the job; turns what ends it into exit codes (README, "Exit codes").
+        """Joins the job; turns what ends it into exit codes (docs/running.md).
 
         Args:
             default_group: initialise ``torch.distributed``.

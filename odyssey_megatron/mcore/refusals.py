@@ -244,7 +244,7 @@ REFUSALS = tuple(
     )
     for dest, remedy, *more in _ROWS
 )
-"""The README's table is made of these."""
+"""The table in docs/flags.md is made of these."""
 REFUSED = frozenset(one.dest for one in REFUSALS)
 
 
