@@ -13,8 +13,9 @@ import contextlib
 import os
 import queue
 import socket
+import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -34,7 +35,10 @@ class Abort(Protocol):
         """Ends every operation of the generation with Superseded. Any thread, any number of times."""
 
     def connecting(self) -> contextlib.AbstractContextManager[None]:
-        """Connections made in the body belong to this generation. Raises Superseded at its end if fired."""
+        """Groups of this generation connect in the body. Raises Superseded at its end if fired."""
+
+    def meet(self, published: Iterable[bytes]) -> None:
+        """What the ranks of one of its groups have published to each other to connect."""
 
     def call(self, function: Callable[[], T]) -> T:
         """``function()``; raises Superseded as soon as fired, PeerFailed for its RuntimeError."""
@@ -60,6 +64,7 @@ class GlooAbort:
         self.fired = False
         self._lock = threading.Lock()
         self._sockets: set[str] = set()
+        self._published: list[bytes] = []
         self._calls: set[_Call] = set()
         self._helpers = _Helpers()
 
@@ -78,12 +83,24 @@ class GlooAbort:
             yield
         finally:
             with self._lock:
-                opened = set(_open_sockets().values()) - before
+                opened = {
+                    inode for fd, inode in _open_sockets().items() if inode not in before and self._is_own(fd)
+                }
                 if self.fired:
                     _shut_down(opened)
                 else:
                     self._sockets |= opened
         self._check()
+
+    def meet(self, published: Iterable[bytes]) -> None:
+        self._published += published
+
+    def _is_own(self, fd: int) -> bool:
+        """Whether ``fd`` is connected to where a rank of these groups listens: other threads open sockets, too."""
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as copy:
+            ends = [_as_published(copy.family, end()) for end in (copy.getsockname, copy.getpeername)]
+            return any(end and end in each for end in ends for each in self._published)
+        return False
 
     def call(self, function: Callable[[], T]) -> T:
         self._check()
@@ -151,6 +168,9 @@ class NcclAbort:
         yield
         if self.fired:
             raise Superseded("a newer generation exists")
+
+    def meet(self, published: Iterable[bytes]) -> None:
+        """Nothing to do: it knows its backends."""
 
     def call(self, function: Callable[[], T]) -> T:
         if self.fired:
@@ -335,6 +355,16 @@ def _open_sockets() -> dict[int, str]:
             if link.startswith("socket:"):
                 found[int(fd)] = link
     return found
+
+
+def _as_published(family: int, address: Any) -> bytes:
+    """The beginning of the ``sockaddr`` by which gloo tells others where it listens; empty: it is no such address."""
+    if family == socket.AF_INET:
+        return struct.pack("=H", family) + struct.pack("!H", address[1]) + socket.inet_aton(address[0])
+    if family == socket.AF_INET6:
+        host = socket.inet_pton(family, address[0].partition("%")[0])
+        return struct.pack("=H", family) + struct.pack("!HI", *address[1:3]) + host
+    return b""
 
 
 def _shut_down(sockets: set[str]) -> None:

@@ -278,6 +278,7 @@ class _Rendezvous(dist.Store):
         for entry in self._store.multi_get(self._all):
             key, _, value = entry.decode().partition("\0")
             self._values[key] = bytes.fromhex(value)
+        self._abort.meet(self._values.values())
 
 
 class _Graveyard:

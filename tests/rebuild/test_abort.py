@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import socket
+import struct
 import threading
 import time
 import weakref
@@ -103,22 +104,45 @@ def test_a_failed_call_keeps_nothing_alive(abort):
         gc.enable()
 
 
-def test_sockets_of_a_generation_are_shut_down_and_no_others(abort):
-    before = socket.socketpair()
-    listener = socket.create_server(("127.0.0.1", 0))
+class Peer:
+    """One end of a connection as gloo's devices make them: it has published where it listens."""
+
+    def __init__(self, host):
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.listening = socket.create_server((host, 0), family=family)
+        sockaddr = socket.getaddrinfo(*self.listening.getsockname()[:2])[0][4]
+        port = struct.pack("!H", sockaddr[1])
+        address = socket.inet_pton(family, sockaddr[0])
+        self.published = struct.pack("=H", family) + port + bytes(4) * (family == socket.AF_INET6) + address
+        self.published = b"rank 1" + self.published + bytes(100)
+
+    def connections(self):
+        """Its end, and who has connected to it."""
+        other = socket.create_connection(self.listening.getsockname()[:2])
+        return [self.listening.accept()[0], other]
+
+    def close(self):
+        self.listening.close()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_sockets_of_a_generation_are_shut_down_and_no_others(abort, host):
+    peer, stranger = Peer(host), Peer(host)
+    before = peer.connections()
     with abort.connecting():
-        mine = socket.socketpair()
-        listening = socket.create_server(("127.0.0.1", 0))
+        mine, others, pair = peer.connections(), stranger.connections(), socket.socketpair()
+        abort.meet([peer.published])
     abort.fire()
-    assert mine[1].recv(1) == b""
-    before[0].send(b"x")
-    assert before[1].recv(1) == b"x"
-    for one in (listener, listening):
-        socket.create_connection(one.getsockname()).close()
+    assert mine[0].recv(1) == mine[1].recv(1) == b""
+    for one, other in (before, others, pair):
+        one.send(b"x")
+        assert other.recv(1) == b"x"
+    for one in (peer, stranger):
+        one.connections()[0].close()
     with pytest.raises(Superseded), abort.connecting():
-        late = socket.socketpair()
+        late = peer.connections()
     assert late[1].recv(1) == b""
-    for one in (*before, *mine, *late, listener, listening):
+    for one in (*before, *mine, *others, *pair, *late, peer, stranger):
         one.close()
 
 
