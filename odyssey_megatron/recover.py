@@ -53,8 +53,10 @@ class Control(Protocol):
         """Offered generation ``number`` is the newest one from now on, unless there is a newer one."""
         ...
 
-    def report_live(self, number: int) -> None:
-        """All state of the plan is here; must return before the first step's agreement is entered."""
+    def report_live(self, number: int, done: int) -> None:
+        """All state of the plan is here, and so many pieces of common work are done; must return before the first
+        step's agreement is entered.
+        """
         ...
 
     def finish(self, number: int, early: int = -1) -> None:
@@ -71,9 +73,14 @@ class Rank(Protocol):
         ...
 
     @property
+    def done(self) -> int:
+        """Pieces of common work that the job has done: steps, and what was done together."""
+        ...
+
+    @property
     def own(self) -> int:
-        """Pieces of common work that this rank has had a part in: steps, and what was done together. What the others
-        did while it was away, e.g. before it was asked to join once more, is not among them.
+        """Those that this rank has had a part in. What the others did while it was away, e.g. before it was asked to
+        join once more, is not among them.
         """
         ...
 
@@ -194,7 +201,7 @@ class Recovery:
         rank.enter_phase(Phase.AGREE)
         rank.agree(generation)
         rank.enter_phase(Phase.TRANSFER)
-        rank.transfer(generation, live=lambda: control.report_live(generation.number))
+        rank.transfer(generation, live=lambda: control.report_live(generation.number, rank.done))
         rank.enter_phase(Phase.TRAIN)
         return generation
 

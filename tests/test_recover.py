@@ -18,7 +18,7 @@ class Control:
         self.number = after + 1
         return type("Generation", (), {"number": self.number, "stop": ""})()
 
-    def report_live(self, number: int) -> None:
+    def report_live(self, number: int, done: int) -> None:
         pass
 
 
@@ -27,7 +27,7 @@ class Rank:
 
     def __init__(self, ahead: list[int], fails_in: set[int]):
         self.ahead, self.fails_in = ahead, fails_in
-        self.committed = self.own = self.boundary = 0
+        self.committed = self.done = self.own = self.boundary = 0
         self.ran: list[int] = []
 
     def enter_phase(self, phase: Phase) -> None:

@@ -36,6 +36,8 @@ class GenerationLive:
 
     rank: int
     generation: int
+    done: int = 0
+    """Pieces of common work that the job has done by then: steps, and what else all do together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -63,7 +63,11 @@ _COALESCE_S = 0.003
 """Deaths of one incident reach the queue within this time of each other: one generation for all of them."""
 _TICK_S = 0.1
 _MAX_FRUITLESS = 20
-"""So many requests for fresh groups in a row, without one generation that becomes live, end the job."""
+"""So many requests for fresh groups in a row end the job, if meanwhile nothing was done and nobody died or joined."""
+_FRUITLESS = (
+    "{count} generations in a row have come to nothing: not one step was done in them, though nobody died. In the last one "
+    "{wanted}. Something fails on all ranks alike; their logs may say what. Restart from the last checkpoint."
+)
 _MAX_FAILED_OFFERS = 3
 """So many in a row, and what was offered is given up; the job goes on as it is."""
 _WAITS_S = 60.0
@@ -107,6 +111,8 @@ class Coordinator:
         self._target: Plan | None = None
         """Where to go from the live plan, between two steps."""
         self._fruitless, self._failed_offers, self._early = 0, 0, -1
+        self._done = 0
+        """Pieces of common work, as far as generations that began have said."""
 
     def run(self) -> Verdict | None:
         """Until the job ends; publishes the verdict. None if the store is gone."""
@@ -229,9 +235,9 @@ class Coordinator:
                     return verdict
             if (self._state.members & set(self._state.ranks)) - lost <= self._state.finished:
                 return self._finish()
-            self._fruitless += bool(wanted and not dead)
+            self._fruitless = 0 if dead else self._fruitless + bool(wanted)
             if self._fruitless > _MAX_FRUITLESS:
-                return self._stop(f"{_MAX_FRUITLESS} generations in a row failed: {wanted}", 1)
+                return self._stop(_FRUITLESS.format(count=_MAX_FRUITLESS, wanted=wanted), 1)
             missed = before.members | (before.offered_members if before.offered else frozenset())
             if missed.intersection(dead) or wanted:
                 if verdict := self._recover(dead, wanted or "failure"):
@@ -250,12 +256,16 @@ class Coordinator:
             self._journal.event("offer_failed", generation=event.generation, why=event.reason, echo=True)
             self._state, self._offered = replace(self._state, offered=0), None
             self._failed_offers += 1
-        if not isinstance(event, GenerationLive) or not self._state.is_live:
+        if not isinstance(event, GenerationLive):
+            return
+        if event.done > self._done:
+            self._done, self._fruitless = event.done, 0
+        if not self._state.is_live:
             return
         if self._offered is not None and self._state.generation == self._offered.number:
             self._current, self._offered, self._failed_offers = self._offered, None, 0
         if self._current is not None:
-            self._live_plan, self._fruitless = self._current.plan, 0
+            self._live_plan = self._current.plan
             if not self._state.joining:
                 # Every member has read this generation, so nobody still waits for an earlier one.
                 self._control.forget_before(self._current.number)
@@ -267,7 +277,7 @@ class Coordinator:
         if before is self._state:
             return self._control.put(answer, keys.NOT_WELCOME)
         self._exits.pop(event.rank, None)
-        self._failed_offers = 0
+        self._failed_offers = self._fruitless = 0
         self._leases.watch(event.node)
         self._control.put(answer, str(self._state.newest))
         self._journal.event("rank_joined", generation=self._state.newest, echo=True, target=event.rank)

@@ -378,10 +378,13 @@ class Member:
             if not offered and not self._waits_in(generation):
                 raise self._fenced_by(generation)
 
-    def report_live(self, number: int) -> None:
-        """Says that this rank holds all its state of generation ``number``. Returns once on record."""
+    def report_live(self, number: int, done: int = 0) -> None:
+        """Says that this rank holds all its state of generation ``number``. Returns once on record. ``done``: pieces
+        of common work so far, by which the coordinator sees that the job gets on.
+        """
         self._settled = True
-        self._control.send(GenerationLive(rank=self.rank, generation=number), acknowledged=True)
+        live = GenerationLive(rank=self.rank, generation=number, done=done)
+        self._control.send(live, acknowledged=True)
 
     def decline(self, number: int, reason: str) -> None:
         """This rank cannot prepare offered generation ``number``."""

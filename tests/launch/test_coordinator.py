@@ -123,8 +123,8 @@ class Job:
         for event in events:
             self.control.send(event, acknowledged=True)
 
-    def live(self, number, *ranks):
-        self.send(*(GenerationLive(rank=rank, generation=number) for rank in ranks))
+    def live(self, number, *ranks, done=0):
+        self.send(*(GenerationLive(rank=rank, generation=number, done=done) for rank in ranks))
 
     def died(self, *ranks, code=-9):
         self.send(*(RankDied(rank=rank, code=code, cause="killed", t_s=time.monotonic()) for rank in ranks))
@@ -223,13 +223,48 @@ def test_retries_of_the_current_generation_only(started):
     assert started.absent(3)
 
 
-def test_fresh_groups_that_never_help(started):
-    started.live(1, 0, 1, 2, 3)
+@pytest.mark.parametrize("begin", [False, True])
+def test_fresh_groups_that_never_help(started, begin):
+    """Whether or not those generations begin: no step is done in them."""
+    started.live(1, 0, 1, 2, 3, done=7)
     for number in range(1, 22):
         assert started.generation(number).members == (0, 1, 2, 3)
+        if begin and number > 1:
+            started.live(number, 0, 1, 2, 3, done=7)
         started.send(Retry(rank=1, generation=number, reason="lost a message"))
-    assert started.generation(22).stop_code == 1
+    last = started.generation(22)
+    assert last.stop_code == 1
+    assert "20 generations in a row have come to nothing" in last.stop
+    assert "rank 1 asked for it: lost a message" in last.stop
     assert started.end().code == 1
+
+
+def test_fresh_groups_for_as_long_as_steps_are_done(started):
+    for number in range(1, 30):
+        assert started.generation(number).stop == ""
+        started.live(number, 0, 1, 2, 3, done=number // 9)
+        started.send(Retry(rank=1, generation=number, reason="lost a message"))
+    assert started.generation(30).stop == ""
+
+
+@pytest.mark.parametrize("change", ["a death", "a return"])
+def test_fresh_groups_count_anew_when_membership_has_changed(started, change):
+    started.live(1, 0, 1, 2, 3)
+    started.died(3)
+    for number in range(2, 17):
+        assert started.generation(number).members == (0, 1, 2)
+        started.send(Retry(rank=1, generation=number, reason="lost a message"))
+    assert started.generation(17).members == (0, 1, 2)
+    if change == "a death":
+        started.died(2)
+        assert started.generation(18).members == (0, 1)
+    else:
+        started.joins(3)
+        started.control.get(keys.welcome_key(3, 1), timeout_s=5)
+    for number in range(18 if change == "a death" else 17, 33):
+        assert started.generation(number).stop == ""
+        started.send(Retry(rank=1, generation=number, reason="lost a message"))
+    assert started.generation(33).stop == ""
 
 
 def test_what_a_generation_left_in_the_store_goes_when_the_next_one_is_live(started):

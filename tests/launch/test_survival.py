@@ -201,5 +201,13 @@ def test_an_error_that_all_ranks_have_is_no_failure_of_hardware(toy, tmp_path):
     assert decided(tmp_path) == []
 
 
+@pytest.mark.matrix
+def test_what_fails_on_all_ranks_alike_in_every_generation_ends_the_job(toy, tmp_path):
+    job = toy(4, "--steps", 20, "--part-at", 5)
+    assert job.wait(60) == 1, job.log()
+    assert job.log().count("20 generations in a row have come to nothing") == 1, job.log()
+    assert decided(tmp_path) == [[]] * 21, "the first one was entered with five steps done"
+
+
 def test_an_error_that_one_rank_has_is_survived(toy, tmp_path):
     check(toy(4, "--steps", 20, "--raise-at", 5, "--raise-rank", 2), tmp_path, steps=20, survivors={0, 1, 3})

@@ -42,6 +42,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--refuse", default="", help="all ranks refuse the job with this message")
     parser.add_argument("--differ", action="store_true", help="rank 1 posts another job")
     parser.add_argument("--raise-at", type=int, default=-1, help="all ranks raise in this step")
+    parser.add_argument("--part-at", type=int, default=-1, help="all ranks lose one another in this step")
     parser.add_argument("--raise-rank", type=int, default=-1, help="only this one does")
     parser.add_argument("--exit-at", default="", help="RANK:STEP:CODE, or all:STEP:CODE")
     parser.add_argument("--stats", default="", help="write resource counts to this file, per generation")
@@ -113,7 +114,7 @@ class Toy:
         newest = torch.tensor([self.step])
         dist.all_reduce(newest, op=dist.ReduceOp.MAX, group=self.groups["world"])
         self.step = int(newest)
-        self.member.report_live(number)
+        self.member.report_live(number, self.step)
         self.journal.event("recovered", generation=number, step=self.step, dead=list(generation.dead),
                            decide_s=generation.decide_s,
                            in_groups_s=in_groups_s, resumed_s=time.monotonic())  # fmt: skip
@@ -162,6 +163,8 @@ class Toy:
             control.put(keys.generation_key(self.number + 1), keys.OFFER + text)
 
     def leave_early(self) -> None:
+        if self.step == self.args.part_at:
+            raise PeerFailed("every time")
         if self.step == self.args.raise_at and self.args.raise_rank in (-1, self.rank):
             raise ValueError("nobody can do this step")
         if self.args.exit_at:
