@@ -166,7 +166,7 @@ class OdysseyAgent(LocalElasticAgent):
             launch.config.hang_s,
             fences=launch.config.mode != "observe",
             respawn=Respawn(self._pcontext, control, launch.config, launch.zygote, journal)
-            if launch.config.respawn
+            if launch.config.mode != "observe"
             else None,
         )
         for worker in group.workers:
@@ -370,8 +370,10 @@ class _Ranks:
             self.add(rank, slot, self._respawn.start(rank, slot))
 
     def _report(self, rank: int, code: int) -> None:
-        if rank not in self._reported:  # else its lifeline was faster
-            self._reported.add(rank)
+        if rank in self._reported:  # its lifeline was faster
+            return
+        self._reported.add(rank)
+        if self._respawn is None or not self._respawn.unmissed(rank, code):
             cause = "hang" if self._fences and rank in self._fenced else "killed" if code < 0 else "exit"
             self._control.send(RankDied(rank=rank, code=code, cause=cause))
 

@@ -45,6 +45,11 @@ def digest_key(rank: int) -> str:
     return f"{JOB}/digest/{rank}"
 
 
+def met_key(rank: int) -> str:
+    """Where a rank of Megatron-LM's says, before there is a plan, how the others reach it (``rebuild/groups.py``)."""
+    return f"groups/0/world/{rank}"
+
+
 def observations_key(rank: int) -> str:
     return f"observations/{rank}"
 

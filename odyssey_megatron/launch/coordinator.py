@@ -65,8 +65,8 @@ _TICK_S = 0.1
 _MAX_FRUITLESS = 20
 """So many requests for fresh groups in a row end the job, if meanwhile nothing was done and nobody died or joined."""
 _FRUITLESS = (
-    "{count} generations in a row have come to nothing: not one step was done in them, though nobody died. In the last one "
-    "{wanted}. Something fails on all ranks alike; their logs may say what. Restart from the last checkpoint."
+    "{count} generations in a row have come to nothing: not one step was done in them, though nobody died. In the last "
+    "one {wanted}. Something fails on all ranks alike; their logs may say what. Restart from the last checkpoint."
 )
 _MAX_FAILED_OFFERS = 3
 """So many in a row, and what was offered is given up; the job goes on as it is."""

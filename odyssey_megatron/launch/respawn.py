@@ -1,4 +1,7 @@
-"""Dead ranks of a node that are started again; they join the running job.
+"""Dead ranks of a node that are started again: anew if the job has not begun, else they join it.
+
+A rank that is killed before it has met any other, and before there is a plan, is missed by nobody: it is started once
+more in its own place, with ``--odyssey-respawn`` or without. The others wait for all ranks then, and go on waiting.
 
 A rank that has used up its starts is lost for good, and with it its GPU as far as this agent can tell. What is left of
 its cell stands by: processes that join, and wait for the rest of their cell. With two such cells on a node, one can be
@@ -24,12 +27,16 @@ from odyssey_megatron.errors import EXIT_ALIKE, EXIT_BAD_INPUT, EXIT_FENCED, EXI
 from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch.control import Control
 from odyssey_megatron.launch.forking import forking
+from odyssey_megatron.launch.signals import HANDLED
 from odyssey_megatron.launch.zygote import Zygote
 from odyssey_megatron.metrics.journal import Journal
+from odyssey_megatron.metrics.outlet import say
 
 _AFTER_S, _AT_MOST_S = 0.5, 8.0
 """Before a rank is started again; twice as long after each short life, up to a limit."""
 _SHORT_LIFE_S = 10.0
+_ANEW = 3
+"""So often a rank is started anew before the job begins: what kills it each time is to be seen by the user."""
 
 
 def completed(slots: Mapping[int, int], lost: Sequence[int], cell_size: int) -> dict[int, int]:
@@ -63,7 +70,7 @@ def completed(slots: Mapping[int, int], lost: Sequence[int], cell_size: int) -> 
 
 
 class Respawn:
-    """The ranks of a node that are to be started again, each ``config.respawn`` times at most."""
+    """The ranks of a node that are to be started again: in a job that runs each ``config.respawn`` times at most."""
 
     def __init__(
         self,
@@ -75,7 +82,8 @@ class Respawn:
     ):
         """``context``: torch elastic's, of the processes that were started first."""
         self._context, self._control, self._zygote, self._journal = context, control, zygote, journal
-        self._limit = config.respawn
+        self._limit, self._anew_within_s = config.respawn, config.store_timeout_s
+        self._world_size = int(next(iter(context.envs.values()))["WORLD_SIZE"])
         self._slots = {int(env["RANK"]): slot for slot, env in context.envs.items()}
         """rank -> slot; not of those that are lost for good."""
         self._lost: list[int] = []
@@ -83,10 +91,32 @@ class Respawn:
         """Slots whose processes must end, for another rank."""
         self._starts: dict[int, int] = {}
         self._left: dict[int, int] = {}
-        self._began_s: dict[int, float] = {}
+        self._made_s, self._began_s = time.monotonic(), dict[int, float]()
+        self._anew: dict[int, int] = {}
+        """Of each rank, how many of its processes the job has not missed."""
+        self._unmissed: set[int] = set()
+        """Those that have died so, and are due."""
         self._short: dict[int, int] = {}
         """Of each rank, how many processes in a row ended soon."""
         self._due: list[tuple[float, int]] = []
+
+    def unmissed(self, rank: int, code: int) -> bool:
+        """Whether nobody has to hear that ``rank`` has ended with ``code``: before the job begins it starts anew."""
+        tries = self._anew.get(rank, 0)
+        life_s = time.monotonic() - self._began_s.get(rank, self._made_s)
+        # A script that joins no job would seem to be at its beginning for ever.
+        if code >= 0 or -code in HANDLED or tries >= _ANEW or life_s > self._anew_within_s:
+            return False
+        planned = self._control.has([keys.digest_key(one) for one in range(self._world_size)])
+        if planned or self._control.has([keys.met_key(rank)]):
+            return False
+        self._anew[rank] = tries + 1
+        self._unmissed.add(rank)
+        say(
+            f"[odyssey] rank {rank} was ended by signal {-code} before the job began: it is started anew ({tries + 1} "
+            f"of at most {_ANEW} times)."
+        )
+        return True
 
     def note_end(self, rank: int, slot: int, code: int, now_s: float) -> None:
         """``rank`` ended in ``slot``. Not started again: one that has finished, was refused, or has died too often."""
@@ -94,7 +124,11 @@ class Respawn:
         if slot in self.wanted:
             self.wanted.discard(slot)
             return  # whoever wants it is due
-        if code in (0, EXIT_ALIKE, EXIT_BAD_INPUT, EXIT_UNSOUND):
+        if rank in self._unmissed:
+            self._unmissed.discard(rank)
+            self._due.append((now_s + _AFTER_S, rank))
+            return
+        if not self._limit or code in (0, EXIT_ALIKE, EXIT_BAD_INPUT, EXIT_UNSOUND):
             return
         left = self._left.get(rank, self._limit)
         if left > 0 or code == EXIT_FENCED:  # which says nothing against the rank itself
@@ -141,7 +175,7 @@ class Respawn:
         """The new process, with the environment of ``slot``."""
         context, number = self._context, self._starts.get(rank, 0) + 1
         self._starts[rank], self._began_s[rank] = number, time.monotonic()
-        incarnation = number + int(os.environ.get("ODYSSEY_INCARNATION", "0"))
+        incarnation = number - self._anew.get(rank, 0) + int(os.environ.get("ODYSSEY_INCARNATION", "0"))
         logs = [
             f"{path}.{number}" if path else None for path in (context.stdouts[slot], context.stderrs[slot])
         ]

@@ -57,6 +57,53 @@ def test_kills(toy, tmp_path, inject, dead):
         assert decided(tmp_path) == dead
 
 
+def killed_anew(run: Path, rank: int) -> None:
+    """SIGKILL to the newest process of ``rank``; returns when there is another one."""
+    pids = [e["pid"] for e in events(run, "rank_started") if e["target"] == rank]
+    os.kill(pids[-1], signal.SIGKILL)
+    wait_for(lambda: started(run).count(rank) > len(pids), 20, f"rank {rank} is started anew")
+
+
+def started(run: Path) -> list[int]:
+    return [event["target"] for event in events(run, "rank_started")]
+
+
+@pytest.mark.parametrize("respawn", [0, pytest.param(1, marks=pytest.mark.matrix)])
+def test_ranks_that_are_killed_before_any_has_spoken(toy, tmp_path, respawn):
+    job = toy(4, "--steps", 20, "--late", tmp_path / "speak", "--odyssey-respawn", respawn)
+    wait_for(lambda: len(started(tmp_path / "run")) == 4, 20, "all ranks are started")
+    for rank in (0, 3, 0):
+        killed_anew(tmp_path / "run", rank)
+    (tmp_path / "speak").touch()
+    check(job, tmp_path, steps=20, survivors={0, 1, 2, 3})
+    assert decided(tmp_path) == []
+    assert (
+        "rank 0 was ended by signal 9 before the job began: it is started anew (2 of at most 3" in job.log()
+    )
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.matrix)])
+def test_a_rank_that_is_killed_while_it_waits_for_others_to_speak(toy, tmp_path, rank):
+    job = toy(4, "--steps", 20, "--late", tmp_path / "speak", "--late-rank", 3)
+    wait_for(lambda: len(started(tmp_path / "run")) == 4, 20, "all ranks are started")
+    time.sleep(0.5)  # by now it has posted what it trains
+    killed_anew(tmp_path / "run", rank)
+    (tmp_path / "speak").touch()
+    check(job, tmp_path, steps=20, survivors={0, 1, 2, 3})
+    assert decided(tmp_path) == []
+
+
+@pytest.mark.matrix
+def test_a_rank_that_is_killed_each_time_it_is_started(toy, tmp_path):
+    job = toy(2, "--pipeline", 1, "--steps", 20, "--late", tmp_path / "speak")
+    wait_for(lambda: len(started(tmp_path / "run")) == 2, 20, "all ranks are started")
+    for _ in range(3):
+        killed_anew(tmp_path / "run", 1)
+    os.kill([e["pid"] for e in events(tmp_path / "run", "rank_started")][-1], signal.SIGKILL)
+    assert job.wait(20) == 1, job.log()
+    assert "rank 1 ended with exit code -9 before training started" in job.log()
+
+
 def test_two_at_once_make_one_decision_or_two(toy, tmp_path):
     job = toy(8, "--steps", 30, "--hold", tmp_path / "go")
     wait_for(lambda: len(events(tmp_path / "run", "recovered")) == 8, 20, "all ranks in their groups")

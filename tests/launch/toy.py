@@ -39,6 +39,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--pipeline", type=int, default=2)
     parser.add_argument("--hold", default="", help="do not end before this file exists")
     parser.add_argument("--retry-every", type=int, default=0, help="rank 0 asks for fresh groups so often")
+    parser.add_argument("--late", default="", help="do not join the job before this file exists")
+    parser.add_argument("--late-rank", type=int, default=-1, help="only this one waits for it")
     parser.add_argument("--refuse", default="", help="all ranks refuse the job with this message")
     parser.add_argument("--differ", action="store_true", help="rank 1 posts another job")
     parser.add_argument("--raise-at", type=int, default=-1, help="all ranks raise in this step")
@@ -221,7 +223,11 @@ def resources() -> dict[str, int]:
 
 
 def main() -> None:
-    toy = Toy(arguments())
+    args = arguments()
+    if args.late and args.late_rank in (-1, int(os.environ["RANK"])):
+        while not os.path.exists(args.late):
+            time.sleep(0.005)
+    toy = Toy(args)
     try:
         toy.post()
         toy.train()
