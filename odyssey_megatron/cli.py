@@ -89,7 +89,7 @@ def _simulate(argv: list[str]) -> int:
 
 def _inject(argv: list[str]) -> int:
     """Sends a signal to a rank of a running job on this machine."""
-    from odyssey_megatron.metrics.journal import read_journal
+    from odyssey_megatron.metrics.journal import clock, read_journal
 
     parser = Parser(prog="odyssey inject", description=_inject.__doc__)
     parser.add_argument("run_dir", type=Path, help="--odyssey-run-dir of the job")
@@ -107,7 +107,9 @@ def _inject(argv: list[str]) -> int:
             "its ranks."
         )
     pid = started[-1]["pid"]
-    if _started_s(pid) > started[-1]["t_s"] + 0.1:  # ended, and the pid perhaps given to another process
+    elsewhere = started[-1].get("clock", clock()) != clock()
+    # Ended, and the pid perhaps given to another process; or one of another host, where the pid is another process's.
+    if elsewhere or _started_s(pid) > started[-1]["t_s"] + 0.1:
         raise ConfigError(f"rank {args.rank} of {args.run_dir} (pid {pid}) is not running on this machine.")
     os.kill(pid, getattr(signal, "SIG" + args.signal))
     print(f"sent SIG{args.signal} to rank {args.rank} (pid {pid})")

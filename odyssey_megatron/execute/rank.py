@@ -94,7 +94,7 @@ class RankRuntime:
         self.stalled_s = 0.0
         """What recoveries have cost: from their detection until this rank trained again. Whoever logs it resets it."""
         self._clock = PhaseClock()
-        self._in_groups_s = 0.0
+        self._in_groups_s = self._agreed_s = 0.0
         self._resume: dict[str, Any] | None = None
         self._steps_here = 0
 
@@ -188,6 +188,7 @@ class RankRuntime:
         standing = agree.Standing(done=done, ready=self._ready, committed=committed, joins=self._joins)
         fingerprint = int(generation.plan_hash, 16) % 2**40 + generation.number
         standings, totals = agree.exchange(self._world, standing, fingerprint, self._totals)
+        self._agreed_s = time.monotonic()
         ahead, finished = agree.furthest(standings), agree.left_behind(standings)
         behind = finished and self.done < ahead.done
         if self._joins:
@@ -277,6 +278,7 @@ class RankRuntime:
             members=list(generation.members),
             plan_hash=generation.plan_hash,
             policy=plan.policy,
+            agreed_s=self._agreed_s,
         )
 
     def _settle(self) -> None:

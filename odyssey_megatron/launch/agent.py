@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import queue
+import secrets
 import select
 import signal
 import threading
@@ -110,6 +111,12 @@ class OdysseyAgent(LocalElasticAgent):
         running = control.has([keys.node_key(node)])
         if running != self._launch.joins:
             raise ConfigError(_NOT_RUNNING.format(node=node) if not running else _RUNNING.format(node=node))
+        if node == 0:
+            control.put_first(keys.JOB_NAME, secrets.token_hex(4))
+        try:
+            os.environ["ODYSSEY_JOB"] = control.get(keys.JOB_NAME, timeout_s=_CONNECT_S)
+        except TimeoutError as error:
+            raise ControlPlaneLost("the first agent has not named the job") from error
         if running:
             # Before anything is written or started in its name.
             if beats(control, node, self._launch.config.node_lease_s):
@@ -127,8 +134,11 @@ class OdysseyAgent(LocalElasticAgent):
             ODYSSEY_PARENT_PID=str(os.getpid()),
         )
         try:
-            with forking(launch.zygote):
-                self._initialize_workers(group)
+            try:
+                with forking(launch.zygote):
+                    self._initialize_workers(group)
+            except ControlPlaneLost:
+                raise SystemExit(self._orphaned()) from None
             with Received().handled() as signals:  # torch's own would end the ranks
                 code = self._supervise(board, signals)
         finally:
@@ -143,7 +153,7 @@ class OdysseyAgent(LocalElasticAgent):
 
     def _supervise(self, board: HeartbeatBoard, signals: Received) -> int:
         node = self._worker_group.group_rank
-        journal = Journal(self._launch.config.run_dir, source=f"agent{node}")
+        journal = Journal(self._launch.config.run_dir, source=f"agent{node}", job=os.environ["ODYSSEY_JOB"])
         try:
             return self._see_through(board, journal, signals)
         finally:

@@ -28,6 +28,8 @@ from odyssey_megatron.launch.lost_host import connections_to, give_up_after
 EVENTS = "events"
 """Queue of events, read by the coordinator only. FIFO: see ``Control.send``."""
 JOB = "job"
+JOB_NAME = "name"
+"""A number that the first agent has drawn: what is on every line of this job's journals."""
 REFUSED = "refused"
 """The first rank's one-paragraph ConfigError."""
 VERDICT = "verdict"

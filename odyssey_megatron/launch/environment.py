@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 
 from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.metrics.journal import Journal
 
 _PR_SET_PDEATHSIG = 1
 
@@ -25,6 +26,11 @@ def of_rank() -> Mapping[str, str]:
             "arguments: odyssey run --nproc-per-node 8 script.py ..."
         )
     return os.environ
+
+
+def journal_of(rank: int, run_dir: str) -> Journal:
+    """The journal of this process, a rank."""
+    return Journal(run_dir, source=f"rank{rank}", rank=rank, job=os.environ.get("ODYSSEY_JOB", ""))
 
 
 def die_with(parent_pid: int) -> None:

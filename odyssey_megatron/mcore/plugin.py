@@ -32,6 +32,7 @@ from odyssey_megatron.errors import (
     Superseded,
     Unsound,
 )
+from odyssey_megatron.launch.environment import journal_of
 from odyssey_megatron.launch.inject import Injector
 from odyssey_megatron.launch.member import Member
 from odyssey_megatron.mcore import compat, device
@@ -99,7 +100,7 @@ class Session:
             SystemExit: with the job's exit code.
         """
         member = Member.connect(config)
-        journal = Journal(config.run_dir, source=f"rank{member.rank}", rank=member.rank)
+        journal = journal_of(member.rank, config.run_dir)
         member.journal = journal
         session = cls(config, member, journal)
         with session.ending():

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
+import os
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,9 +29,9 @@ class Journal:
     cannot, the process goes on (:class:`Outlet`).
     """
 
-    def __init__(self, run_dir: str | Path, *, source: str, rank: int = -1):
+    def __init__(self, run_dir: str | Path, *, source: str, rank: int = -1, job: str = ""):
         path = Path(run_dir) / "journal" / f"{source}.jsonl"
-        self._source, self._rank = source, rank
+        self._source, self._rank, self._job, self._clock = source, rank, job, clock()
         self._outlet = Outlet(
             Lines(path).write,
             name=f"the journal {path}",
@@ -50,6 +54,8 @@ class Journal:
             "event": name,
             "t_s": time.monotonic(),
             "wall_s": time.time(),
+            "clock": self._clock,
+            "job": self._job,
             "source": self._source,
             "generation": generation,
             "step": step,
@@ -68,6 +74,16 @@ class Journal:
     def close(self) -> None:
         """Writes what waits, within a limit; says how much is lost."""
         self._outlet.close()
+
+
+def clock() -> str:
+    """Names this process's monotonic clock: processes whose ``t_s`` cannot be compared have different ones."""
+    names = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        names.append(Path("/proc/sys/kernel/random/boot_id").read_text())
+    with contextlib.suppress(OSError):
+        names.append(os.readlink("/proc/self/ns/time"))
+    return hashlib.sha256("\n".join(names).encode()).hexdigest()[:12]
 
 
 def _one_line(name: str, generation: int, step: int, rank: int, values: dict[str, Any]) -> str:
@@ -103,7 +119,7 @@ MAX_JOURNAL_BYTES = 8 * 2**30
 
 
 def read_journal(run_dir: str | Path) -> Iterator[dict[str, Any]]:
-    """All events of a run, in order of ``wall_s``.
+    """All events of a folder: those of one process in its order, else in order of ``wall_s``.
 
     What is no JSON is left out: of a process that was killed, or a disk that was full or lost its power, a line may be
     torn.
@@ -112,7 +128,7 @@ def read_journal(run_dir: str | Path) -> Iterator[dict[str, Any]]:
         ConfigError: a file cannot be read, was written by a newer, incompatible version, or has a line that is none of
             a journal.
     """
-    events: list[dict[str, Any]] = []
+    events: list[tuple[float, dict[str, Any]]] = []
     try:
         paths = sorted((Path(run_dir) / "journal").glob("*.jsonl"))
     except OSError as error:
@@ -124,14 +140,16 @@ def read_journal(run_dir: str | Path) -> Iterator[dict[str, Any]]:
             raise ConfigError(
                 f"{path}: {error}. Take it out of the folder, which is for journals."
             ) from error
+        latest_s = 0.0
         for number, row in enumerate(rows, 1):
             try:
                 event = _event(row)
             except ValueError as error:
                 raise ConfigError(f"{path}, line {number}: {error}.") from error
             if event is not None:
-                events.append(event)
-    return iter(sorted(events, key=lambda event: event["wall_s"]))
+                latest_s = max(latest_s, event["wall_s"])  # its clock may have been set back
+                events.append((latest_s, event))
+    return (event for _, event in sorted(events, key=lambda one: one[0]))
 
 
 def _event(row: bytes) -> dict[str, Any] | None:

@@ -12,6 +12,7 @@ from odyssey_megatron.metrics.run import (
     RECOVERY_COLUMNS,
     SWITCH_COLUMNS,
     Run,
+    clocks_line,
     difference_line,
     median,
     milliseconds,
@@ -112,7 +113,8 @@ def _recoveries(run: Run) -> str:
     return (
         '<section><h2>Recoveries</h2><p class="muted">Durations in milliseconds, of the slowest surviving rank. '
         "Stall: from the failure to the first instruction that ran after it. Redo: the interrupted step, run "
-        f"again until it was committed.</p><table>{_header(RECOVERY_COLUMNS)}{''.join(rows)}</table></section>"
+        f"again until it was committed. {_sentence(clocks_line(run))}</p>"
+        f"<table>{_header(RECOVERY_COLUMNS)}{''.join(rows)}</table></section>"
     )
 
 
@@ -164,7 +166,7 @@ def _samples(run: Run) -> str:
 
 
 def _sentence(line: str) -> str:
-    return line[:1].upper() + line[1:] + "."
+    return line[:1].upper() + line[1:] + "." * bool(line)
 
 
 def _decisions(run: Run) -> str:

@@ -9,11 +9,14 @@ from odyssey_megatron.inputs import FINITE, Between
 SCHEMA_VERSION = 2
 """Raised when a field changes its meaning or goes away; new fields and events do not raise it."""
 
-COMMON_FIELDS = ("schema_version", "event", "t_s", "wall_s", "source", "generation", "step", "rank")
-"""On every line. ``t_s``: monotonic clock of the node; ``wall_s``: seconds since the epoch; ``source``:
+COMMON_FIELDS = (
+    "schema_version", "event", "t_s", "wall_s", "clock", "job", "source", "generation", "step", "rank",
+)  # fmt: skip
+"""On every line. ``t_s``: monotonic clock of the node, comparable where ``clock`` is the same; ``wall_s``: seconds
+since the epoch, for people; ``job``: the same on all lines of a job, as a folder may be used again; ``source``:
 ``rank3`` or ``agent0``; ``step``: the step being worked on, counted from 0; -1 where there is none."""
 
-CLOCK_READINGS = ("in_groups_s", "resumed_s")
+CLOCK_READINGS = ("agreed_s", "in_groups_s", "resumed_s")
 """Fields that are ``t_s`` of some moment, and say nothing by themselves."""
 
 STALLS = {"recovered": ("decide_s", "abort_s", "groups_s", "agree_s", "transfer_s")}
@@ -42,7 +45,7 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "job_finished": ("verdict", "exit_code"),
     # -- ranks
     "injected": ("at", "signal", "microbatch"),
-    "generation_started": ("members", "plan_hash", "policy"),
+    "generation_started": ("members", "plan_hash", "policy", "agreed_s"),
     "recovered": (
         "dead",
         "policy",
@@ -71,10 +74,11 @@ EVENTS: dict[str, tuple[str, ...]] = {
 }
 """Event name -> its own fields.
 
-``decision``: a ``planned`` one is offered, and counts once it was ``switched`` to. ``recovered`` (one line a surviving
-rank): ``in_groups_s`` and ``resumed_s`` = ``t_s`` when the rank was in all its new groups, and when it ran the first
-instruction of the next step; the other ``*_s`` are durations, each by the clock of one process;
-``outcome`` is ``resume`` (the interrupted step went on where it was),
+``generation_started``: ``agreed_s`` = ``t_s`` when all members had said how far they were, the same moment on all
+hosts (``timeline.py``). ``decision``: a ``planned`` one is offered, and counts once it was ``switched`` to.
+``recovered`` (one line a surviving rank): ``in_groups_s`` and ``resumed_s`` = ``t_s`` when the rank was in all its new
+groups, and when it ran the first instruction of the next step; the other ``*_s`` are durations, each by the clock of
+one process; ``outcome`` is ``resume`` (the interrupted step went on where it was),
 ``redo`` (it was done again) or ``finish`` (it had been agreed on); ``eager_forwards``: how many forwards of the dead
 others had run ahead, so that they were not done again. ``redone``: how long the step took from there until
 it was committed. ``switched``: a generation that began between two steps; ``groups_s``, ``agree_s`` and ``transfer_s``
@@ -116,6 +120,8 @@ class Candidate(TypedDict, total=False):
 class Line(_Line, total=False):
     """One line of a journal. A field means the same in each event that has it."""
 
+    clock: str
+    job: str
     world_size: _Id
     nodes: Any
     target: _Id
@@ -139,6 +145,7 @@ class Line(_Line, total=False):
     signal: str
     microbatch: _Id
     members: tuple[_Id, ...]
+    agreed_s: _Seconds | None
     detected_s: _Seconds | None
     abort_s: _Seconds | None
     agree_s: _Seconds | None

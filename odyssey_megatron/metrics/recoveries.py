@@ -1,7 +1,7 @@
 """Recoveries out of a journal: what each one cost, from the failure to the first instruction that ran after it.
 
-Times of one event are compared on its node's monotonic clock; between processes on the common time base
-``wall_s`` (each line carries both, so a monotonic time converts exactly at the moment of its line).
+Times are compared on the job's one clock, ``at_s`` (``timeline.py``); a monotonic time converts to it exactly at the
+moment of its line.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-JournalEvent = dict[str, Any]
+from odyssey_megatron.metrics.timeline import JournalEvent, known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class Recovery:
     """What became of the interrupted step: ``resume``, ``redo``, ``finish``; or ``superseded``: the next failure came
     before this recovery was through."""
     failed_wall_s: float
-    """When the fault was injected, else when it was detected."""
+    """When the fault was injected, else when it was detected; by the first agent's clock."""
     detect_s: float | None
     """Only where the fault was injected: from then to the agent's notice."""
     decide_s: float | None
@@ -57,9 +57,9 @@ class Decision:
     candidates: tuple[dict[str, Any], ...]
 
 
-def on_wall(event: JournalEvent, monotonic_s: float) -> float:
-    """A monotonic time of ``event``'s process as seconds since the epoch."""
-    return float(monotonic_s + event["wall_s"] - event["t_s"])
+def on_one_clock(event: JournalEvent, monotonic_s: float) -> float:
+    """A monotonic time of ``event``'s process as ``at_s``."""
+    return float(monotonic_s + event["at_s"] - event["t_s"])
 
 
 def ranks_of(value: Any) -> tuple[int, ...]:
@@ -127,8 +127,8 @@ def _recovery(
     for rank, notice in noticed.items():
         if (own := _injection(events, rank, notice, generation)) is not None:
             injected[rank] = own
-    failures = [event["wall_s"] for event in (noticed | injected).values()]
-    failed = min(failures, default=_decided_wall_s(decided or head))
+    failures = known(event["at_s"] for event in (noticed | injected).values())
+    failed = min(failures, default=_decided_at_s(decided or head))
     since = min(failed, waiting_since) if waiting_since else failed
     redone = [one["redo_s"] for one in named(events, "redone") if one["generation"] == generation]
     return Recovery(
@@ -141,7 +141,7 @@ def _recovery(
         outcome=str(head.get("outcome", "superseded")) if recovered else "superseded",
         failed_wall_s=failed,
         detect_s=max(
-            (noticed[rank]["wall_s"] - injected[rank]["wall_s"] for rank in set(injected) & set(noticed)),
+            known(noticed[rank]["at_s"] - injected[rank]["at_s"] for rank in set(injected) & set(noticed)),
             default=None,
         ),
         decide_s=head.get("decide_s"),
@@ -178,29 +178,27 @@ def _injection(
     not injected.
     """
     earlier = [
-        event["wall_s"]
+        event["at_s"]
         for event in named(events, "failure_detected")
-        if rank in ranks_of(event["dead"]) and event["wall_s"] < notice["wall_s"]
+        if rank in ranks_of(event["dead"]) and event["at_s"] < notice["at_s"]
     ]
     decided = [
-        event["generation"]
-        for event in named(events, "decision")
-        if earlier and event["wall_s"] >= earlier[-1]
+        event["generation"] for event in named(events, "decision") if earlier and event["at_s"] >= earlier[-1]
     ]
     first = min(decided, default=0)
     ours = [event for event in named(events, "injected") if event["rank"] == rank]
     return next((event for event in reversed(ours) if first <= event["generation"] < generation), None)
 
 
-def _decided_wall_s(event: JournalEvent) -> float:
+def _decided_at_s(event: JournalEvent) -> float:
     """When deciding began: where nobody has died, nothing was noticed before."""
-    return float(event["wall_s"] - event.get("decide_s", 0.0))
+    return float(event["at_s"] - event.get("decide_s", 0.0))
 
 
 def _slowest(recovered: list[JournalEvent], field: str) -> float | None:
     return max((event[field] for event in recovered if event.get(field) is not None), default=None)
 
 
-def _until(recovered: list[JournalEvent], field: str, since_wall_s: float) -> float | None:
-    ends = [on_wall(event, event[field]) for event in recovered if event.get(field)]
-    return max(ends) - since_wall_s if ends else None
+def _until(recovered: list[JournalEvent], field: str, since_s: float) -> float | None:
+    ends = known(on_one_clock(event, event[field]) for event in recovered if event.get(field))
+    return max(ends) - since_s if ends else None

@@ -13,7 +13,7 @@ from odyssey_megatron.codec import to_jsonable
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.inputs import printable
 from odyssey_megatron.metrics.journal import read_journal
-from odyssey_megatron.metrics.recoveries import Decision, JournalEvent, Recovery, decisions, named, recoveries
+from odyssey_megatron.metrics.recoveries import Decision, Recovery, decisions, named, recoveries
 from odyssey_megatron.metrics.steps import (
     CommittedStep,
     LossDifference,
@@ -23,6 +23,7 @@ from odyssey_megatron.metrics.steps import (
     loss_difference,
 )
 from odyssey_megatron.metrics.switches import Switch, switches
+from odyssey_megatron.metrics.timeline import clocks_of, last_job
 from odyssey_megatron.metrics.traces import ExecutedStep, executed_steps
 from odyssey_megatron.names import step_name
 
@@ -33,6 +34,8 @@ class Run:
 
     name: str
     world_size: int
+    clocks: int
+    """By how many hosts' clocks its events are timed."""
     verdict: str
     steps: tuple[CommittedStep, ...]
     recoveries: tuple[Recovery, ...]
@@ -51,11 +54,12 @@ def read_run(run_dir: str | Path) -> Run:
             "started with (--odyssey-run-dir)."
         )
     try:
-        events = _last_job(list(read_journal(folder)))
+        events = last_job(list(read_journal(folder)))
         steps = committed_steps(events)
         run = Run(
             name=os.fsencode(folder.resolve().name).decode(errors="replace"),
             world_size=max((event["world_size"] for event in named(events, "job_started")), default=0),
+            clocks=clocks_of(events),
             verdict=next((e["verdict"] for e in reversed(named(events, "job_finished"))), "not finished"),
             steps=steps,
             recoveries=recoveries(events),
@@ -77,12 +81,6 @@ def read_run(run_dir: str | Path) -> Run:
     return run
 
 
-def _last_job(events: list[JournalEvent]) -> list[JournalEvent]:
-    """A folder may be used again; journals are appended to, and the report is on the latest job."""
-    starts = [i for i, event in enumerate(events) if event["event"] == "job_started"]
-    return events[starts[-1] :] if starts else events
-
-
 def summary(run: Run, reference: Run | None) -> dict[str, Any]:
     """What ``odyssey report --json`` prints. Infinite and undefined numbers become null."""
     difference = loss_difference(run.steps, reference.steps) if reference else None
@@ -92,6 +90,7 @@ def summary(run: Run, reference: Run | None) -> dict[str, Any]:
             "reference": reference.name if reference else None,
             "world_size": run.world_size,
             "verdict": run.verdict,
+            "clocks": run.clocks,
             "steps": len(run.steps),
             "final_loss": run.steps[-1].loss,
             "median_step_s": median(row.step_s for row in run.steps if row.step_s is not None),
@@ -177,6 +176,7 @@ def text_summary(run: Run, reference: Run | None) -> str:
         "",
         *switch_lines(run.switches),
         samples_line(run.samples),
+        *filter(None, [clocks_line(run)]),
     ]
     if reference:
         lines.append(difference_line(loss_difference(run.steps, reference.steps)))
@@ -203,6 +203,16 @@ def samples_line(check: SampleCheck) -> str:
     if check.ok:
         return f"samples: each of {check.first} to {check.last} ({check.samples}) was consumed exactly once, in order"
     return "samples: NOT exactly once: " + ("; ".join(check.problems) or "none in the journal")
+
+
+def clocks_line(run: Run) -> str:
+    """What times between hosts rest on; "" where there is one clock."""
+    if run.clocks < 2:
+        return ""
+    return (
+        f"times are by the clocks of {run.clocks} hosts, which may differ: they are joined at the moments when all "
+        "ranks had agreed on a generation, to within a message between the hosts"
+    )
 
 
 def difference_line(difference: LossDifference) -> str:

@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from odyssey_megatron.metrics.recoveries import JournalEvent, named
+from odyssey_megatron.metrics.recoveries import named
+from odyssey_megatron.metrics.timeline import JournalEvent, known
 from odyssey_megatron.names import step_name
 
 _PROBLEMS_SHOWN = 5
@@ -26,6 +27,7 @@ class CommittedStep:
     interval_s: float | None
     """Since the previous step's commit: includes aborted attempts and recovery."""
     committed_wall_s: float
+    """By the first agent's clock."""
 
     @property
     def loss(self) -> float:
@@ -64,15 +66,15 @@ def committed_steps(events: Sequence[JournalEvent]) -> tuple[CommittedStep, ...]
     """Ascending by step. A step may be reported by several ranks; the time of its commit is the first report's."""
     latest: dict[int, list[JournalEvent]] = {}
     for event in named(events, "step_committed"):
-        known = latest.setdefault(event["step"], [])
-        if known and event["generation"] > known[0]["generation"]:
-            known.clear()
-        if not known or event["generation"] == known[0]["generation"]:
-            known.append(event)
+        reports = latest.setdefault(event["step"], [])
+        if reports and event["generation"] > reports[0]["generation"]:
+            reports.clear()
+        if not reports or event["generation"] == reports[0]["generation"]:
+            reports.append(event)
     rows: list[CommittedStep] = []
     for step, reports in sorted(latest.items()):
-        wall_s = min(event["wall_s"] for event in reports)
-        follows = rows and rows[-1].step == step - 1
+        at_s = min(known(event["at_s"] for event in reports), default=math.nan)
+        took_s = at_s - rows[-1].committed_wall_s if rows and rows[-1].step == step - 1 else math.nan
         rows.append(
             CommittedStep(
                 step=step,
@@ -80,8 +82,8 @@ def committed_steps(events: Sequence[JournalEvent]) -> tuple[CommittedStep, ...]
                 losses=reports[0]["loss"],
                 grad_norm=reports[0].get("grad_norm"),
                 step_s=max((event["step_s"] for event in reports if event["step_s"] >= 0), default=None),
-                interval_s=wall_s - rows[-1].committed_wall_s if follows else None,
-                committed_wall_s=wall_s,
+                interval_s=None if math.isnan(took_s) else took_s,
+                committed_wall_s=at_s,
             )
         )
     return tuple(rows)

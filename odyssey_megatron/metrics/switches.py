@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from odyssey_megatron.metrics.recoveries import JournalEvent, named, ranks_of
+from odyssey_megatron.metrics.recoveries import named, ranks_of
+from odyssey_megatron.metrics.timeline import JournalEvent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from odyssey_megatron.errors import ScheduleInvalid
-from odyssey_megatron.metrics.recoveries import JournalEvent, Recovery, named, on_wall
+from odyssey_megatron.metrics.recoveries import Recovery, named, on_one_clock
 from odyssey_megatron.metrics.steps import CommittedStep
+from odyssey_megatron.metrics.timeline import JournalEvent
 from odyssey_megatron.plan.schedule import MESSAGE, parse_instr
 
 
@@ -54,7 +56,7 @@ def executed_steps(events: Sequence[JournalEvent]) -> tuple[ExecutedStep, ...]:
     """All traced attempts, by generation and step."""
     attempts: dict[tuple[int, int], list[JournalEvent]] = {}
     for event in named(events, "trace"):
-        if event["instructions"]:
+        if event["instructions"] and not math.isnan(event["at_s"]):
             attempts.setdefault((event["generation"], event["step"]), []).append(event)
     return tuple(
         ExecutedStep(step=step, generation=generation, boxes=_boxes(traces))
@@ -77,9 +79,9 @@ def before_and_after(
 
 
 def _boxes(traces: Sequence[JournalEvent]) -> tuple[Box, ...]:
-    start_s = min(on_wall(event, one[1]) for event in traces for one in event["instructions"])
+    start_s = min(on_one_clock(event, one[1]) for event in traces for one in event["instructions"])
     return tuple(
-        _box(event["rank"], text, on_wall(event, a) - start_s, on_wall(event, b) - start_s)
+        _box(event["rank"], text, on_one_clock(event, a) - start_s, on_one_clock(event, b) - start_s)
         for event in traces
         for text, a, b in event["instructions"]
     )

@@ -36,6 +36,7 @@ from odyssey_megatron.metrics.journal import read_journal
 from odyssey_megatron.metrics.recoveries import recoveries
 from odyssey_megatron.metrics.run import read_run
 from odyssey_megatron.metrics.steps import CommittedStep, check_samples, loss_difference
+from odyssey_megatron.metrics.timeline import last_job
 from tests.e2e.test_leaks import usage
 
 RANKS, STAGES, SPARED = 6, 2, 3
@@ -244,7 +245,7 @@ def main() -> int:
 
 def report(folder: Path, code: int, gunman: Gunman, kills: int, steps: int, *, as_json: bool) -> int:
     """Prints what came out of it; returns the exit code."""
-    events = list(read_journal(folder / "shot-at"))
+    events = last_job(list(read_journal(folder / "shot-at")))
     ours, theirs = read_run(folder / "shot-at").steps, read_run(folder / "undisturbed").steps
     recoveries = stalls(events)
     bars = [

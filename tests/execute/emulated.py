@@ -34,9 +34,9 @@ from odyssey_megatron.errors import JobStopped
 from odyssey_megatron.execute import rank as product_rank
 from odyssey_megatron.execute import timing
 from odyssey_megatron.execute.rank import RankRuntime
+from odyssey_megatron.launch.environment import journal_of
 from odyssey_megatron.launch.inject import Injector
 from odyssey_megatron.launch.member import Member
-from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.simulate import reduce_s
 from odyssey_megatron.policy.measured import LinkTimes
@@ -234,7 +234,7 @@ def main() -> None:
     config = config_from(parser.parse_args())
     emulation = load_emulation(config.run_dir)
     member = (Member if load_truth(config.run_dir) else QuietMember).connect(config)
-    journal = Journal(config.run_dir, source=f"rank{member.rank}", rank=member.rank)
+    journal = journal_of(member.rank, config.run_dir)
     init_default_group(member)
     if member.joins:
         member.join()

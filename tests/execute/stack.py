@@ -20,9 +20,9 @@ from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import add_arguments, config_from
 from odyssey_megatron.errors import JobStopped
 from odyssey_megatron.execute.rank import RankRuntime
+from odyssey_megatron.launch.environment import journal_of
 from odyssey_megatron.launch.inject import Injector
 from odyssey_megatron.launch.member import Member
-from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.policy.profile import estimated_profile
 from odyssey_megatron.rebuild.groups import build_groups, init_default_group
@@ -224,7 +224,7 @@ def main() -> None:
     args = parser.parse_args()
     config = config_from(args)
     member = Member.connect(config)
-    journal = Journal(config.run_dir, source=f"rank{member.rank}", rank=member.rank)
+    journal = journal_of(member.rank, config.run_dir)
     init_default_group(member)
     job = JobSpec(
         num_layers=LAYERS, pipeline_model_parallel_size=args.stages, tensor_model_parallel_size=1,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+
 import pytest
 
 from odyssey_megatron import cli
+from odyssey_megatron.metrics import journal
 from odyssey_megatron.metrics.journal import Journal
 from tests.launch.jobserver import events, wait_for
 from tests.launch.test_survival import check
@@ -32,6 +35,17 @@ def test_inject_spares_a_process_that_got_the_pid_later(tmp_path, capsys, monkey
     monkeypatch.setattr(cli, "_started_s", lambda pid: float("inf"))
     assert cli.main(["inject", str(tmp_path / "run"), "--rank", "0"]) == 2
     assert "is not running" in capsys.readouterr().err
+
+
+def test_inject_spares_a_process_of_this_host_if_the_rank_is_on_another(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(journal, "clock", lambda: "the other host's")
+    with subprocess.Popen(["sleep", "60"]) as bystander:
+        Journal(tmp_path / "run", source="agent1").event("rank_started", target=0, pid=bystander.pid)
+        monkeypatch.undo()
+        assert cli.main(["inject", str(tmp_path / "run"), "--rank", "0"]) == 2
+        assert "is not running on this machine" in capsys.readouterr().err
+        assert bystander.poll() is None
+        bystander.kill()
 
 
 @pytest.mark.parametrize("name", ["run", "join"])

@@ -23,9 +23,9 @@ from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import add_arguments, config_from
 from odyssey_megatron.errors import ConfigError, Fenced, JobStopped, PeerFailed, Superseded
 from odyssey_megatron.launch import control as keys
+from odyssey_megatron.launch.environment import journal_of
 from odyssey_megatron.launch.inject import Injector
 from odyssey_megatron.launch.member import Member
-from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.policy.profile import estimated_profile
 from odyssey_megatron.rebuild.groups import build_groups, graveyard_size, init_default_group
 
@@ -85,7 +85,7 @@ class Toy:
         self.args, self.config = args, config_from(args)
         self.member = Member.connect(self.config)
         self.rank = self.member.rank
-        self.journal = Journal(self.config.run_dir, source=f"rank{self.rank}", rank=self.rank)
+        self.journal = journal_of(self.rank, self.config.run_dir)
         self.member.journal = self.journal
         self.inject = Injector(self.config.injections, self.rank, self.journal)
         self.step = 0

@@ -19,6 +19,7 @@ FIRST, SECOND = 6, 13
 SWITCH = 10
 """The first step under the plan that was offered."""
 WALL_OFFSET_S = 1.7e9
+JOB = "ab12cd34"
 
 
 class Clock:
@@ -43,14 +44,17 @@ class SyntheticRun:
 
     def __init__(self, run_dir, clock: Clock, *, with_failures: bool):
         self.clock, self.with_failures = clock, with_failures
-        self.agent = Journal(run_dir, source="agent0")
-        self.ranks = {rank: Journal(run_dir, source=f"rank{rank}", rank=rank) for rank in range(RANKS)}
+        self.agent = Journal(run_dir, source="agent0", job=JOB)
+        self.ranks = {
+            rank: Journal(run_dir, source=f"rank{rank}", rank=rank, job=JOB) for rank in range(RANKS)
+        }
         self.alive = list(range(RANKS))
         self.generation = self.newest = 1
 
     def write(self) -> None:
         self.agent.event("job_started", world_size=RANKS, nodes=[0] * RANKS)
         self._decide((), "initial", "start")
+        self._start(0)
         for step in range(STEPS):
             if self.with_failures and step == FIRST:
                 self._attempt(step, until=5)
@@ -121,8 +125,19 @@ class SyntheticRun:
             planned=planned,
         )
 
+    def _start(self, step: int) -> None:
+        for rank in self.alive:
+            self.ranks[rank].event(
+                "generation_started",
+                generation=self.generation,
+                step=step,
+                members=list(self.alive),
+                agreed_s=self.clock.now_s,
+            )
+
     def _switch(self, step: int) -> None:
         self.generation = self.newest
+        self._start(step)
         for rank in self.alive:
             self.ranks[rank].event(
                 "switched",
@@ -139,6 +154,7 @@ class SyntheticRun:
     def _recover(self, step: int, dead, policy: str) -> None:
         """Rank r is 1 ms later than rank r-1, so that 'the slowest' is a definite one."""
         start_s = self.clock.now_s
+        self._start(step)
         for rank in self.alive:
             self.clock.now_s = start_s + 0.100
             late_s = rank / 1000

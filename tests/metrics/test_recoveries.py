@@ -72,7 +72,7 @@ def journal_of_one_rank(*deaths):
             {
                 "event": name,
                 "t_s": at_s,
-                "wall_s": at_s + 1.7e9,
+                "at_s": at_s + 1.7e9,
                 "generation": generation,
                 "step": -1,
                 **values,

@@ -11,7 +11,7 @@ import pytest
 from odyssey_megatron import cli
 from odyssey_megatron.metrics.journal import Journal
 
-from .synthetic_run import STEPS
+from .synthetic_run import JOB, STEPS
 
 
 def main(argv):
@@ -65,7 +65,9 @@ def test_the_terminal_gets_the_table_and_the_path(runs, capsys, tmp_path):
 def test_a_folder_that_is_used_again_reports_on_the_latest_job(runs, tmp_path, capsys):
     shutil.copytree(runs["shot_at"], tmp_path / "run")
     for path in (runs["undisturbed"] / "journal").iterdir():
-        later = re.sub(r'"wall_s":1(?=\d{9}\.)', '"wall_s":2', path.read_text())
+        later = path.read_text().replace(JOB, "0f" * 4)
+        if path.stem == "rank3":  # of a host whose clock is behind, or was set back
+            later = re.sub(r'"wall_s":1(?=\d{9}\.)', '"wall_s":0', later)
         with (tmp_path / "run" / "journal" / path.name).open("a") as file:
             file.write(later)
     assert main([str(tmp_path / "run"), "--json"]) == 0

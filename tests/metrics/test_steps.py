@@ -7,18 +7,19 @@ import pytest
 
 from odyssey_megatron.metrics.journal import read_journal
 from odyssey_megatron.metrics.steps import check_samples, committed_steps, loss_difference
+from odyssey_megatron.metrics.timeline import last_job
 
 from .synthetic_run import FIRST, MICROBATCHES, SECOND, STEP_S, STEPS, SWITCH, loss
 
 
 @pytest.fixture
 def events(runs):
-    return copy.deepcopy(list(read_journal(runs["shot_at"])))
+    return copy.deepcopy(last_job(list(read_journal(runs["shot_at"]))))
 
 
 @pytest.fixture(scope="module")
 def undisturbed(runs):
-    return committed_steps(list(read_journal(runs["undisturbed"])))
+    return committed_steps(last_job(list(read_journal(runs["undisturbed"]))))
 
 
 def samples_of(events, step, generation):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import pytest
 
+from odyssey_megatron.metrics.journal import read_journal
+from odyssey_megatron.metrics.run import read_run
 from tests.launch.jobserver import CHECKOUT, events, wait_for
 from tests.launch.test_survival import committed, is_running
 from tests.surroundings.hosts import ADDRESSES, PORT, Hosts, needs_namespaces
@@ -20,19 +23,20 @@ def hosts():
         yield found
 
 
-def start(hosts, tmp_path, host, *flags, before=()):
+def start(hosts, tmp_path, host, *flags, before=(), script="tests/launch/toy.py", **env):
     argv = [
         *("-m", "odyssey_megatron", "run", "--preload", "tests.launch.preload"),
         *("--nnodes", 2, "--node-rank", host, "--nproc-per-node", 2),
-        *("--master-addr", ADDRESSES[0], "--master-port", PORT, CHECKOUT / "tests/launch/toy.py"),
-        *("--pipeline", 1, "--odyssey-device", "cpu", "--odyssey-run-dir", tmp_path / "run"),
+        *("--master-addr", ADDRESSES[0], "--master-port", PORT, CHECKOUT / script),
+        *("--odyssey-device", "cpu", "--odyssey-run-dir", tmp_path / "run"),
         *("--odyssey-node-lease-s", LEASE_S, *flags),
     ]
-    return hosts.start(host, argv, log=tmp_path / f"host{host}", before=before, ODYSSEY_TOKEN="both know it")
+    env["ODYSSEY_TOKEN"] = "both know it"
+    return hosts.start(host, argv, log=tmp_path / f"host{host}", before=before, **env)
 
 
-def both(hosts, tmp_path, *flags, before=((), ())):
-    agents = [start(hosts, tmp_path, host, *flags, before=before[host]) for host in range(2)]
+def both(hosts, tmp_path, *flags):
+    agents = [start(hosts, tmp_path, host, "--pipeline", 1, *flags) for host in range(2)]
     wait_for(lambda: len(events(tmp_path / "run", "recovered")) == 4, 100, "all ranks in their groups")
     return agents
 
@@ -75,11 +79,41 @@ def test_the_network_between_two_living_hosts_is_gone(hosts, tmp_path):
     assert committed(tmp_path) == dict.fromkeys((0, 1), 500)
 
 
+CLOCK = """
+import os, time
+true = time.time
+time.time = lambda: true() + (-7200 if os.path.exists({jumped!r}) else 3600)
+"""
+
+
 def test_hosts_whose_clocks_differ(hosts, tmp_path):
-    """Days apart since boot. Every duration is one of a single clock."""
-    later = ("unshare", "--time", "--monotonic", "1000000", "--boottime", "1000000", "--fork", "--kill-child")
-    agents = both(
-        hosts, tmp_path, "--steps", 60, "--odyssey-inject", "rank=3,step=20,at=forward", before=(later, ())
-    )
+    """Days apart since boot, and hours by their wall clocks, one of which jumps. What the report says of it is true."""
+    apart_s, jumped = 1_000_000, tmp_path / "jumped"
+    (tmp_path / "clock").mkdir()
+    (tmp_path / "clock/sitecustomize.py").write_text(CLOCK.format(jumped=str(jumped)))
+    path = os.pathsep.join([str(tmp_path / "clock"), str(CHECKOUT)])
+    later = ("unshare", "--time", f"--monotonic={apart_s}", f"--boottime={apart_s}", "--fork", "--kill-child")
+    flags = ("--stages", 1, "--out", tmp_path / "weights", "--odyssey-inject", "rank=3,step=2,at=backward")
+    there = {"before": later, "PYTHONPATH": path}
+    agents = [
+        start(hosts, tmp_path, host, *flags, script="tests/execute/stack.py", **(there if host else {}))
+        for host in range(2)
+    ]
+    wait_for(lambda: events(tmp_path / "run", "generation_started"), 100, "training")
+    jumped.touch()
     assert [agent.wait(60) for agent in agents] == [0, 0], logs(tmp_path)
-    assert committed(tmp_path) == dict.fromkeys((0, 1, 2), 60)
+    run = read_run(tmp_path / "run")
+    assert run.samples.ok
+    (recovery,) = run.recoveries
+    journal = list(read_journal(tmp_path / "run"))
+    (fault,) = (event["t_s"] - apart_s for event in journal if event["event"] == "injected")
+    (notice,) = (event["t_s"] for event in journal if event["event"] == "failure_detected")
+    ends = [
+        event["resumed_s"] - apart_s * (event["rank"] == 2)
+        for event in journal
+        if event["event"] == "recovered" and event["generation"] == recovery.generation
+    ]
+    assert len(ends) == 3
+    assert recovery.detect_s == pytest.approx(notice - fault, abs=0.1)
+    assert recovery.stall_s == pytest.approx(max(ends) - fault, abs=0.1)
+    assert all(0 < step.interval_s < 60 for step in run.steps[1:])

@@ -1,0 +1,75 @@
+"""The latest job of a folder, its events on one clock.
+
+Hosts' clocks differ, and wall clocks jump, so that no time of one host is ever subtracted from another's. ``t_s`` is
+comparable where ``clock`` is the same. What joins two clocks is what ranks under both have seen at the same moment:
+the end of a generation's agreement, a collective of all its members (``agreed_s``). Its last message arrives
+everywhere within milliseconds, and that is how exact differences between two hosts are.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+JournalEvent = dict[str, Any]
+
+_Shifts = list[tuple[float, float]]
+"""(``t_s``, what is to be added to it there), in order."""
+
+
+def last_job(events: Sequence[JournalEvent]) -> list[JournalEvent]:
+    """Of a folder that may have been used again: the events of its latest job, in order, with ``at_s``.
+
+    ``at_s``: seconds since the epoch as the first agent's clock counts from the job's start on, whatever its wall clock
+    does later. Of what a host wrote whose clock nothing joins to that one it is NaN, and comes last.
+    """
+    starts = [number for number, event in enumerate(events) if event["event"] == "job_started"]
+    mine = list(events[starts[-1] :] if starts else events)
+    head = mine[0] if mine else {}
+    if "job" not in head or "clock" not in head:  # of a version that wrote wall clocks alone
+        return [event | {"at_s": event["wall_s"]} for event in mine]
+    mine = [event | {} for event in events if event.get("job") == head["job"]]
+    joined = _joined(head["clock"], mine)
+    epoch_s = head["wall_s"] - head["t_s"]
+    for event in mine:
+        shifts = joined.get(event.get("clock", ""))
+        event["at_s"] = event["t_s"] + _nearest(shifts, event["t_s"]) + epoch_s if shifts else math.nan
+    return sorted(mine, key=lambda event: math.inf if math.isnan(event["at_s"]) else event["at_s"])
+
+
+def known(times_s: Iterable[float]) -> list[float]:
+    """Without those that are on no common clock."""
+    return [one for one in times_s if not math.isnan(one)]
+
+
+def clocks_of(events: Sequence[JournalEvent]) -> int:
+    """How many clocks a job's events were written by."""
+    return len({event.get("clock", "") for event in events})
+
+
+def _joined(reference: str, events: Sequence[JournalEvent]) -> dict[str, _Shifts]:
+    """By clock: what makes its times those of ``reference``. A clock may be joined through others."""
+    agreed: dict[str, dict[int, float]] = {}
+    for event in events:
+        if event["event"] == "generation_started" and event.get("agreed_s") is not None:
+            moments = agreed.setdefault(event.get("clock", ""), {})
+            earliest_s = moments.get(event["generation"], math.inf)
+            moments[event["generation"]] = min(earliest_s, event["agreed_s"])
+    joined, there = {reference: [(0.0, 0.0)]}, agreed.pop(reference, {})
+    while agreed:
+        clock = max(agreed, key=lambda one: len(agreed[one].keys() & there.keys()))
+        moments = agreed.pop(clock)
+        if not (both := moments.keys() & there.keys()):
+            break
+        joined[clock] = sorted((moments[one], there[one] - moments[one]) for one in both)
+        for generation, t_s in moments.items():
+            there.setdefault(generation, t_s + _nearest(joined[clock], t_s))
+    return joined
+
+
+def _nearest(shifts: _Shifts, t_s: float) -> float:
+    """At the moment nearest to ``t_s``: clocks drift apart by a second in a day."""
+    place = bisect.bisect(shifts, (t_s, 0.0))
+    return min(shifts[max(place - 1, 0) : place + 1], key=lambda one: abs(one[0] - t_s))[1]
