@@ -37,7 +37,7 @@ from odyssey_megatron.launch.control import Control, EventReader
 from odyssey_megatron.launch.coordinator import Coordinator
 from odyssey_megatron.launch.forking import forking
 from odyssey_megatron.launch.heartbeat import HeartbeatBoard
-from odyssey_megatron.launch.leases import beats
+from odyssey_megatron.launch.leases import FirstAgent, beats
 from odyssey_megatron.launch.lifeline import exit_code
 from odyssey_megatron.launch.planner import Planner
 from odyssey_megatron.launch.respawn import Respawn
@@ -190,7 +190,10 @@ class OdysseyAgent(LocalElasticAgent):
             )
             verdict.guard("coordinator", lambda: self._coordinate(spare, journal))
         else:
-            verdict.guard("lease", lambda: self._keep_lease(spare, node))
+            lease_s = launch.config.node_lease_s
+            first = FirstAgent(lease_s)
+            verdict.guard("lease", lambda: first.renew(spare, node, lease_s / 20))
+            verdict.guard("first agent", lambda: first.await_loss(group.master_port))
         ask = Asking(launch.on_signal, journal, nodes=group.group_world_size, node=node)
         try:
             ranks.watch(verdict, lambda: ask.heed(ranks, verdict, control))
@@ -246,11 +249,6 @@ class OdysseyAgent(LocalElasticAgent):
             time.sleep(0.02)
         ranks = {node: json.loads(text) for node, text in enumerate(control.read(listed))}
         return {rank: node for node in ranks for rank in ranks[node]}
-
-    def _keep_lease(self, control: Control, node: int) -> None:
-        while True:
-            control.put(keys.lease_key(node), "")  # its stamp is the sign of life
-            time.sleep(self._launch.config.node_lease_s / 20)
 
     def _conclude(self, verdict: VerdictWatch, ranks: _Ranks, control: Control) -> int:
         """Lets the ranks end, or ends them; returns the exit code of the job."""

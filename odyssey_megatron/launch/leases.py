@@ -1,13 +1,21 @@
-"""Which agents are there: each renews its lease in the store."""
+"""Which agents are there: each renews its lease in the store, and the first one, which has the store, answers."""
 
 from __future__ import annotations
 
+import socket
 import time
 
 from odyssey_megatron.cluster.events import Event, NodeLost
 from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch.awake import Awake
 from odyssey_megatron.launch.control import Control, Stamp
+from odyssey_megatron.launch.lost_host import connections_to
+from odyssey_megatron.metrics.outlet import say
+
+_COMES_BACK_S = 2.5
+"""So long beyond a lease the others wait for the first agent, as without it the job is over: a suspended host may come
+back. All have ended within 5 s beyond the lease."""
+_LOOK_S = 0.1
 
 
 class Leases:
@@ -38,6 +46,36 @@ class Leases:
                 lost.append(NodeLost(node=node, t_s=now_s))
                 self.nodes.remove(node)
         return lost
+
+
+class FirstAgent:
+    """Whether the first agent answers, for another one.
+
+    The kernel of a host answers for a process that is stopped, so that a connection to it does not break
+    (``lost_host.py``), and whoever waits there would wait for as long as it is stopped.
+    """
+
+    def __init__(self, limit_s: float):
+        self._limit_s, self._heard_s = limit_s + _COMES_BACK_S, time.monotonic()
+        self._awake = Awake(self._limit_s)
+
+    def renew(self, control: Control, node: int, every_s: float) -> None:
+        """Renews the lease of ``node`` for ever. The stamp of what is put is the sign of life."""
+        while True:
+            control.put(keys.lease_key(node), "")
+            control.has([keys.lease_key(node)])  # this is answered
+            self._heard_s = time.monotonic()
+            time.sleep(every_s)
+
+    def await_loss(self, port: int) -> None:
+        """Returns when it has not answered for too long; by then whatever of this process waits for it has failed."""
+        now_s = self._heard_s
+        while now_s - max(self._heard_s, self._awake.since_s(now_s)) < self._limit_s:
+            time.sleep(_LOOK_S)
+            now_s = time.monotonic()
+        say(f"[odyssey] the first agent has not answered for {self._limit_s:g} s.")
+        for connection in connections_to(port):
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 def beats(control: Control, node: int, limit_s: float) -> bool:

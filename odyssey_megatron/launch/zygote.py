@@ -198,7 +198,11 @@ class _Server:
         ready, _, _ = select.select([self._connection, *self._children], [], [])
         for fd in ready:
             if fd is self._connection:
-                data = self._connection.recv(1 << 16)
+                data = b""
+                with contextlib.suppress(
+                    ConnectionResetError
+                ):  # the launcher was killed, and had not read all
+                    data = self._connection.recv(1 << 16)
                 if not data:
                     return False
                 *lines, self._pending = (self._pending + data).split(b"\n")

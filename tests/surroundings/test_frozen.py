@@ -11,7 +11,7 @@ import pytest
 from odyssey_megatron.launch.awake import Awake
 from tests.launch.jobserver import events, pid_of, wait_for
 from tests.launch.test_nodes import start
-from tests.launch.test_survival import check, committed, decided
+from tests.launch.test_survival import check, committed, decided, is_running
 from tests.surroundings.trees import freeze, tree
 
 pytestmark = pytest.mark.usefixtures("server")
@@ -87,6 +87,46 @@ def test_nodes_that_are_stopped(server, tmp_path, frozen):
     assert [job.wait(30) for job in jobs] == [0, 0], jobs[0].log() + jobs[1].log()
     assert committed(tmp_path) == dict.fromkeys(range(4), 30)
     assert decided(tmp_path) == []
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("who", ["the first node", "the first agent"])
+def test_the_first_node_is_stopped_for_ever(server, tmp_path, who):
+    """Its kernel answers for it, so that no connection breaks."""
+    jobs = start(server, tmp_path, ("two nodes", "two nodes"))
+    wait_for(lambda: len(events(tmp_path / "run", "recovered")) == 4, 30, "all ranks in their groups")
+    others = tree(jobs[1].pid)
+    stopped = tree(jobs[0].pid) if who == "the first node" else [jobs[0].pid]
+    try:
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        began_s = time.monotonic()
+        assert jobs[1].wait(30) == 1, jobs[1].log()
+        wait_for(lambda: not any(map(is_running, others)), 5, "the second node's ranks end")
+        assert time.monotonic() - began_s < 0.8 + 5.0
+        assert "the first agent, which hosts the coordinator, is gone" in jobs[1].log()
+    finally:
+        for pid in stopped:
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_another_node_while_the_first_is_stopped(server, tmp_path, number):
+    jobs = start(server, tmp_path, ("two nodes", "two nodes"))
+    wait_for(lambda: len(events(tmp_path / "run", "recovered")) == 4, 30, "all ranks in their groups")
+    stopped, others = tree(jobs[0].pid), tree(jobs[1].pid)
+    try:
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        began_s = time.monotonic()
+        os.kill(jobs[1].pid, number)
+        assert jobs[1].wait(30), jobs[1].log()
+        wait_for(lambda: not any(map(is_running, others)), 5, "the second node's ranks end")
+        assert time.monotonic() - began_s < 0.8 + 5.0
+    finally:
+        for pid in stopped:
+            os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.matrix
