@@ -205,9 +205,10 @@ class Interpreter:
         partial = self._compute.partial_gradients(instr.first, instr.last) if self._cell_group else ()
         if partial:
             self._progress.whole = False
-            flat = _flatten_dense_tensors(partial)
+            flat = _flatten_dense_tensors(partial)  # type: ignore[no-untyped-call]
             dist.all_reduce(flat, group=self._cell_group)
-            torch._foreach_copy_(list(partial), list(_unflatten_dense_tensors(flat, partial)))
+            summed = _unflatten_dense_tensors(flat, partial)  # type: ignore[no-untyped-call]
+            torch._foreach_copy_(list(partial), list(summed))
         if group is not None:
             self._progress.whole = False
             for buffer in self._compute.gradients(instr.first, instr.last):

@@ -16,7 +16,8 @@ from odyssey_megatron.plan.layout import Layout
 class Model(Compute, Protocol):
     """A model whose layers can move (``mcore/model.py``)."""
 
-    num_totals: int
+    @property
+    def num_totals(self) -> int: ...
 
     def create_layers(self, layers: tuple[int, ...], kept: Collection[int]) -> None: ...
     def weights_of(self, layers: Sequence[int]) -> dict[str, torch.Tensor]: ...

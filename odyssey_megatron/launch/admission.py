@@ -92,6 +92,7 @@ class Admission(RendezvousHandler):
         if self._store is None:
             port = self._open() if meeting.node == 0 else self._knock()
             self._address = RendezvousStoreInfo(master_addr=meeting.host, master_port=port)
+        assert self._address is not None
         return RendezvousInfo(self._store, meeting.node, meeting.nodes, self._address)
 
     def _open(self) -> int:

@@ -161,7 +161,10 @@ class OdysseyAgent(LocalElasticAgent):
 
     def _see_through(self, board: HeartbeatBoard, journal: Journal, signals: Received) -> int:
         group, launch = self._worker_group, self._launch
-        node = group.group_rank
+        node, nodes = group.group_rank, group.group_world_size
+        assert node is not None
+        assert nodes is not None
+        assert self._pcontext is not None
         try:
             control, watch, spare = (self._connect() for _ in range(3))
             control.put(keys.node_key(node), json.dumps([w.global_rank for w in group.workers]))
@@ -185,16 +188,15 @@ class OdysseyAgent(LocalElasticAgent):
             journal.event("rank_started", target=worker.global_rank, pid=process.pid)
         verdict = VerdictWatch(watch)
         if node == 0:
-            journal.event(
-                "job_started", world_size=group.workers[0].world_size, nodes=group.group_world_size, echo=True
-            )
-            verdict.guard("coordinator", lambda: self._coordinate(spare, journal))
+            journal.event("job_started", world_size=group.workers[0].world_size, nodes=nodes, echo=True)
+            verdict.guard("coordinator", lambda: self._coordinate(spare, journal, nodes))
         else:
-            lease_s = launch.config.node_lease_s
+            lease_s, port = launch.config.node_lease_s, group.master_port
+            assert port is not None
             first = FirstAgent(lease_s)
             verdict.guard("lease", lambda: first.renew(spare, node, lease_s / 20))
-            verdict.guard("first agent", lambda: first.await_loss(group.master_port))
-        ask = Asking(launch.on_signal, journal, nodes=group.group_world_size, node=node)
+            verdict.guard("first agent", lambda: first.await_loss(port))
+        ask = Asking(launch.on_signal, journal, nodes=nodes, node=node)
         try:
             ranks.watch(verdict, lambda: ask.heed(ranks, verdict, control))
         except ControlPlaneLost:
@@ -203,6 +205,8 @@ class OdysseyAgent(LocalElasticAgent):
 
     def _connect(self) -> Control:
         group = self._worker_group
+        assert group.master_addr is not None
+        assert group.master_port is not None
         return Control.connect(
             group.master_addr,
             group.master_port,
@@ -219,9 +223,9 @@ class OdysseyAgent(LocalElasticAgent):
         say(f"[odyssey] node {node} stops: the first agent, which hosts the coordinator, is gone.")
         return 1
 
-    def _coordinate(self, control: Control, journal: Journal) -> None:
+    def _coordinate(self, control: Control, journal: Journal, world: int) -> None:
         launch = self._launch
-        nodes = self._await_nodes(control, self._worker_group.group_world_size)
+        nodes = self._await_nodes(control, world)
         if isinstance(nodes, Verdict):
             say(f"[odyssey] {nodes.why}")
             return control.put(keys.VERDICT, to_json(nodes))

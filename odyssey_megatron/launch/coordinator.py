@@ -287,7 +287,8 @@ class Coordinator:
         state, live = self._state, self._live_plan
         if live is None or state.offered or not state.is_live or self._failed_offers >= _MAX_FAILED_OFFERS:
             return
-        why, rows, began_s = "the layers have moved", (), time.monotonic()
+        why, began_s = "the layers have moved", time.monotonic()
+        rows: tuple[CandidateRow, ...] = ()
         if state.fresh:
             try:
                 decided = self._planner.decide(state, live, self._observations(), began_s)
@@ -490,6 +491,5 @@ class Coordinator:
             if isinstance(event, str):
                 _log.warning("dropped a malformed event: %s", event)
             else:
-                heard = isinstance(event, RankDied)
-                found.append(replace(event, t_s=time.monotonic()) if heard else event)
+                found.append(replace(event, t_s=time.monotonic()) if isinstance(event, RankDied) else event)
         return found + self._leases.expired(time.monotonic())

@@ -31,7 +31,7 @@ def forking(zygote: Zygote | None) -> Iterator[None]:
         return ForkedHandler(zygote.run(argv, env=whole, stdout=stdout or None, stderr=stderr or None))
 
     original = multiprocessing_api.get_subprocess_handler
-    multiprocessing_api.get_subprocess_handler = handler
+    multiprocessing_api.get_subprocess_handler = handler  # type: ignore[assignment]
     try:
         yield
     finally:

@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -244,7 +244,7 @@ class Member:
         prints one traceback, and ends the job.
         """
         node, nodes = (int(os.environ.get(name, default)) for name, default in _PLACE)
-        now = {"generation": self._newest, "history": self._history}
+        now: dict[str, Any] = {"generation": self._newest, "history": self._history}
         if is_shared(self._control, error, rank=self.rank, node=node, nodes=nodes, **now):
             text = "".join(traceback.format_exception(error))
             said = (

@@ -132,12 +132,13 @@ class PolicyPlanner:
     def decide(
         self, state: ClusterState, previous: Plan, observations: Sequence[str], now_s: float
     ) -> Decided:
-        before, weighed = self._job, ()
+        before = self._job
+        weighed: tuple[CandidateRow, ...] = ()
         if self._standings:
             weighed = self._chosen(state, now_s)[1]
         if self._job == before:
             weighed = ()  # as it was said before
-        case = {
+        case: dict[str, Any] = {
             "job": self._job,
             "state": state,
             "previous": previous,

@@ -185,8 +185,8 @@ class Respawn:
                 entrypoint=context.entrypoint,
                 args=context.args[slot],
                 env={**context.envs[slot], **names},
-                stdout=logs[0],
-                stderr=logs[1],
+                stdout=logs[0] or "",
+                stderr=logs[1] or "",
                 local_rank_id=slot,
                 numa_options=None,
             )

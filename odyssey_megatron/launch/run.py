@@ -7,7 +7,7 @@ import functools
 import os
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,8 +77,9 @@ def _parse(argv: Sequence[str], joins: bool) -> Any:
         help="import these once and fork the ranks from there (CPU only): seconds less to start each",
     )
     for action in parser._actions:
-        action.type = _TYPES.get(action.dest, action.type)
-    parser.error = functools.partial(Parser.error, parser)  # type: ignore[method-assign]
+        if action.dest in _TYPES:
+            action.type = _TYPES[action.dest]
+    parser.error = functools.partial(Parser.error, parser)  # type: ignore[method-assign, arg-type]
     return parser.parse_args(list(argv))
 
 
@@ -96,7 +97,7 @@ def _redirects(text: str) -> str:
     return text
 
 
-_TYPES = {
+_TYPES: dict[str, Callable[[str], Any]] = {
     "nproc_per_node": _per_node,
     "node_rank": Between(0, _NODES.high - 1, whole=True),
     "master_port": Between(0, 65_535, whole=True),
@@ -144,15 +145,15 @@ def _launch(
         joins=joins,
     )
     original = api.LocalElasticAgent
-    api.LocalElasticAgent = functools.partial(OdysseyAgent, launch=launch)
+    api.LocalElasticAgent = functools.partial(OdysseyAgent, launch=launch)  # type: ignore[misc, assignment]
     try:
-        torchrun.run(args)
+        torchrun.run(args)  # type: ignore[no-untyped-call]
     except SystemExit as verdict:
         return int(verdict.code or 0)
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
     finally:
-        api.LocalElasticAgent = original
+        api.LocalElasticAgent = original  # type: ignore[misc]
     return 0
 
 

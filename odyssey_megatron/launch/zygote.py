@@ -195,9 +195,9 @@ class _Server:
         return 0
 
     def _step(self) -> bool:
-        ready, _, _ = select.select([self._connection, *self._children], [], [])
+        ready, _, _ = select.select([self._connection.fileno(), *self._children], [], [])
         for fd in ready:
-            if fd is self._connection:
+            if fd == self._connection.fileno():
                 data = b""
                 with contextlib.suppress(
                     ConnectionResetError
@@ -213,6 +213,7 @@ class _Server:
                 os.close(fd)
                 # Not reaped yet: the client may be about to open a pidfd, or to signal its session.
                 ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+                assert ended is not None, "only with WNOHANG"
                 exited = ended.si_code == os.CLD_EXITED
                 self._send(exited=pid, code=ended.si_status if exited else -ended.si_status)
         return True

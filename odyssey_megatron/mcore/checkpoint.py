@@ -21,7 +21,7 @@ from odyssey_megatron.errors import MegatronIncompatible
 from odyssey_megatron.mcore import span
 from odyssey_megatron.mcore.layers import HeldLayer, LayerBlock
 from odyssey_megatron.mcore.model import MegatronModel
-from odyssey_megatron.mcore.optimizer import pairs, settings_of, take_over
+from odyssey_megatron.mcore.optimizer import LayerOptimizer, pairs, settings_of, take_over
 
 
 def prepare(model: MegatronModel, block: LayerBlock) -> None:
@@ -95,8 +95,8 @@ class OptimizerView:
         """A step zeroes its gradients itself."""
 
     def reload_model_params(self, state_dict: Any = None) -> None:
-        for layer in self._kept():
-            layer.optimizer.reload()
+        for _, optimizer in self._kept():
+            optimizer.reload()
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Collective, as are the other uses of :meth:`_assembled`: what all ranks have in common the lowest one writes,
@@ -123,25 +123,24 @@ class OptimizerView:
     def take_over(self, loaded: list[tuple[Any, Any]]) -> None:
         """What was loaded of groups of parameters holds for all of the model's, now and later."""
         self._model.spec.loaded_groups.extend(loaded)
-        for layer in self._kept():
-            take_over(layer.optimizer.param_groups, loaded)
+        for _, optimizer in self._kept():
+            take_over(optimizer.param_groups, loaded)
         for _, instead in loaded:
             if instead.get("default_config"):
                 self.settings = settings_of(instead)
                 self.param_groups[0] |= {name: instead[name] for name in ("max_lr", "min_lr")}
                 break
 
-    def _kept(self) -> list[HeldLayer]:
-        return [
-            layer for block in self._model.blocks for layer in block.layers if layer.optimizer is not None
-        ]
+    def _kept(self) -> list[tuple[HeldLayer, LayerOptimizer]]:
+        layers = [layer for block in self._model.blocks for layer in block.layers]
+        return [(layer, layer.optimizer) for layer in layers if layer.optimizer is not None]
 
     def _assembled(self) -> Any:
         """Megatron's optimizer for the kept layers of this rank, whose state is that of their optimizers."""
-        spec, layers = self._model.spec, self._kept()
+        spec, kept = self._model.spec, self._kept()
         chunks = [block.model for block in self._model.blocks] or [self._model.idle_block().model]
         own = {
-            id(shown): (main, state) for layer in layers for shown, main, state in layer.optimizer.entries()
+            id(shown): (main, state) for _, optimizer in kept for shown, main, state in optimizer.entries()
         }
         left_out = [one for chunk in chunks for one in chunk.parameters() if id(one) not in own]
         with _frozen(left_out):  # Megatron has all ranks agree on the groups of parameters, and their order
@@ -162,5 +161,5 @@ class OptimizerView:
         for shown, main in pairs(whole):
             main.data, whole.optimizer.state[main] = own[id(shown)][0].data, own[id(shown)][1]
             if shown is not main:
-                shown.main_param = own[id(shown)][0]
+                shown.main_param = own[id(shown)][0]  # type: ignore[attr-defined] # Megatron puts it there
         return whole

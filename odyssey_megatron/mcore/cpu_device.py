@@ -113,9 +113,9 @@ def _redirect_tensor_methods() -> None:
         return self
 
     torch.Tensor.to, torch.Tensor.type = to, type_  # type: ignore[method-assign, assignment]
-    torch.Tensor.cuda = torch.Tensor.pin_memory = stays  # type: ignore[method-assign, assignment]
-    torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign]
-    torch.nn.Module.cuda = stays  # type: ignore[method-assign, assignment]
+    torch.Tensor.cuda = torch.Tensor.pin_memory = stays  # type: ignore[method-assign]
+    torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign, assignment]
+    torch.nn.Module.cuda = stays  # type: ignore[method-assign]
 
 
 class _Stream:

@@ -191,6 +191,7 @@ class Door:
         self._config = session.config = replace(self._config, op_timeout_s=patience_s)
         self._cell = groups.OwnCell(cell, session.world_size, self._config.device, data_parallel=True)
         self._living = self._cell.living
+        self._alone: dict[str, dist.ProcessGroup] | None
         self._start_groups, self._alone = starting_groups(session.member, cell, self._config)
         self._follow(self._alone)
         args.data_parallel_size = 1
@@ -225,7 +226,7 @@ class Door:
         # It sets train_iters where samples were given, and what was given decides on the schedule.
         with schedule_refused():
             scheduler = training.get_optimizer_param_scheduler(optimizer)
-        given = arguments.schedule_of(scheduler)
+        schedule = arguments.schedule_of(scheduler)
         self._post(args, config)
         self._enter()
         self._refresh()
@@ -241,7 +242,7 @@ class Door:
             self._start.note(member)
         self._model.learning_rate = LearningRate(
             args.global_batch_size,
-            self._start.origin(given, optimizer.settings),
+            self._start.origin(schedule, optimizer.settings),
             **arguments.schedule_of(scheduler),
         )
         self._runtime.committed = args.iteration
@@ -337,8 +338,9 @@ class Door:
         own = {"recovery_stall_s": stalled_s} if stalled_s else {}
         if iteration % interval == 0:
             own |= {"generation": self._runtime.generation, "living_ranks": self._living.size()}
-        for name, value in own.items() if self._board is not None else ():
-            self._board.add_scalar(f"odyssey/{name}", value, iteration)
+        if self._board is not None:
+            for name, value in own.items():
+                self._board.add_scalar(f"odyssey/{name}", value, iteration)
 
     def print_rank_last(self, original: Any, message: str) -> None:
         self._lines.say(lambda: original(message))

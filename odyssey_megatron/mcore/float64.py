@@ -45,4 +45,4 @@ def install() -> None:
     def keep_float64(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self if self.dtype == torch.float64 else to_float(self, *args, **kwargs)
 
-    torch.Tensor.float = keep_float64  # type: ignore[method-assign]
+    torch.Tensor.float = keep_float64  # type: ignore[method-assign, assignment]

@@ -27,7 +27,7 @@ def digest(tensors: Iterable[torch.Tensor]) -> bytes:
     result = hashlib.sha256()
     for tensor in tensors:  # a copy, since whoever shares memory with NumPy can never give it back (Parking)
         copy = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-        result.update(copy.reshape(-1).view(torch.uint8).numpy())
+        result.update(copy.reshape(-1).view(torch.uint8).numpy().data)
     return result.digest()
 
 

@@ -60,6 +60,11 @@ class ModelSpec:
         return self.num_layers - 1
 
 
+def main_grad(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """The gradient as DDP sums it, in a buffer of its own; shaped as ``parameter``."""
+    return parameter.main_grad  # type: ignore[attr-defined] # DDP puts it there
+
+
 class HeldLayer(torch.nn.Module):
     """One planner layer: its modules and, if this worker keeps that, its optimizer."""
 
@@ -197,7 +202,7 @@ class LayerBlock:
         ``_allreduce_non_tensor_model_parallel_grads``).
         """
         return [
-            parameter.main_grad
+            main_grad(parameter)
             for layer in self.layers
             for name, parameter in layer.named_parameters()
             if (layer.config.sequence_parallel and getattr(parameter, "sequence_parallel", False))

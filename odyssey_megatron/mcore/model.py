@@ -22,6 +22,7 @@ from odyssey_megatron.mcore.layers import (
     ModelSpec,
     build_parts,
     initial_parts,
+    main_grad,
 )
 from odyssey_megatron.mcore.optimizer import LayerOptimizer, LearningRate
 from odyssey_megatron.mcore.outcome import StepOutcome
@@ -207,9 +208,9 @@ class MegatronModel:
             for flight in self._flights.values():
                 flight.weight_grads.flush_bound()
             self._blocks[block.first, block.last] = LayerBlock(self.spec, layers, self._groups)
-            for layer in layers:
-                if layer.index in sums:  # of an interrupted step: they go on
-                    torch._foreach_copy_(_gradients_of(layer), sums[layer.index])
+            for held in layers:
+                if held.index in sums:  # of an interrupted step: they go on
+                    torch._foreach_copy_(_gradients_of(held), sums[held.index])
         self._layout, self._worker = layout, worker
 
     # -- one step -------------------------------------------------------------------------------------------------
@@ -404,9 +405,9 @@ class MegatronModel:
         kept = {layer.index: layer.optimizer for layer in layers if layer.optimizer is not None}
         lr = self.learning_rate.set(list(kept.values()), self._step)
         spare = self._layout.spare_states(self._worker) if self._spare_on_host else ()
-        for layer, optimizer in kept.items():
+        for index, optimizer in kept.items():
             optimizer.apply(scale)
-            if layer in spare:
+            if index in spare:
                 optimizer.parking.park()
             checkpoint()
         self._held = {layer.index: layer for layer in layers}
@@ -483,4 +484,4 @@ class MegatronModel:
 
 
 def _gradients_of(layer: HeldLayer) -> list[torch.Tensor]:
-    return [parameter.main_grad for parameter in layer.parameters()]
+    return [main_grad(parameter) for parameter in layer.parameters()]

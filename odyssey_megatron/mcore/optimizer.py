@@ -219,7 +219,7 @@ class LearningRate:
     def set(self, optimizers: Sequence[Any], step: int) -> float:
         """Sets learning rate and weight decay of ``step`` (from 0) everywhere; returns the learning rate."""
         start, groups = self._start, _ParamGroups(optimizers, self._start.settings)
-        arguments = self._arguments | (start.first_step if step == start.step else {})
+        arguments = {**self._arguments, **(start.first_step if step == start.step else {})}
         scheduler = OptimizerParamScheduler(groups, **arguments)
         scheduler.step(increment=start.samples + (step - start.step) * self._samples_per_step)
         for group in groups.param_groups:

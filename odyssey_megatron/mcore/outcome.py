@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from odyssey_megatron.mcore.layers import HeldLayer, LayerBlock
+from odyssey_megatron.mcore.layers import HeldLayer, LayerBlock, main_grad
 
 Losses = Mapping[int, Mapping[str, torch.Tensor]]
 """Microbatch -> what its forward step reported: under each name a value, or a sum and a count."""
@@ -73,7 +73,7 @@ def _counted(block: LayerBlock, tp_rank: int) -> list[torch.Tensor]:
     if tp_rank == 0:
         return block.gradients
     parameters = [parameter for layer in block.layers for parameter in layer.parameters()]
-    return [parameter.main_grad for parameter in parameters if _counts(parameter, tp_rank)]
+    return [main_grad(parameter) for parameter in parameters if _counts(parameter, tp_rank)]
 
 
 def _counts(parameter: torch.Tensor, tp_rank: int) -> bool:

@@ -83,4 +83,4 @@ class Parking:
 @functools.cache
 def _beside(device: torch.device) -> torch.cuda.Stream:
     """The stream of all ways out of ``device``: they share one link anyway."""
-    return torch.cuda.Stream(device)
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     from odyssey_megatron.execute.rank import RankRuntime
     from odyssey_megatron.mcore.groups import OwnCell
     from odyssey_megatron.mcore.layers import ModelSpec
-    from odyssey_megatron.mcore.model import ForwardStep, MegatronModel, StepOutcome
+    from odyssey_megatron.mcore.model import ForwardStep, MegatronModel
+    from odyssey_megatron.mcore.outcome import StepOutcome
 
 
 _CPU_GUESS = {"flops_per_s": 1e10, "link_latency_s": 2e-4, "link_bytes_per_s": 1e9}
@@ -181,7 +182,7 @@ class Session:
     def note_end(self, rank: RankRuntime, model: MegatronModel) -> None:
         """Writes down the last step and what the weights are."""
         rank.log_last_step()
-        sizes = {"state_bytes": model.state_bytes(), "host_bytes": model.host_bytes()}
+        sizes: dict[str, Any] = {"state_bytes": model.state_bytes(), "host_bytes": model.host_bytes()}
         self._journal.event("weights", step=rank.committed, **sizes, digest=model.digests())
 
     def note_not_saved(self, iteration: int, why: str) -> None:
@@ -278,6 +279,7 @@ class Session:
         from odyssey_megatron.mcore.groups import OwnCell
 
         placeholder = dist.group.WORLD
+        assert placeholder is not None, "init_default_group has made it"
         dist.destroy_process_group()
         cell = OwnCell(Cell(rank=self.rank, size=size), self.world_size, self.config.device)
         cell.living.follow(placeholder)

@@ -230,7 +230,7 @@ class AbortableGroup(dist.ProcessGroup):
     """
 
     def __init__(self, inner: dist.ProcessGroup, abort: Abort):
-        super().__init__(inner.rank(), inner.size())
+        super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg] # its stub lacks this one
         self._inner: dist.ProcessGroup | None = inner
         self._abort = abort
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -93,10 +94,11 @@ def exchange(
     size = len(fields(Standing))
     standings = []
     for one in everyone:
-        values = zip(fields(Standing), one[1 : 1 + size].tolist(), strict=True)
-        standings.append(
-            Standing(**{at.name: int(value) if at.type == "int" else bool(value) for at, value in values})
-        )
+        values: dict[str, Any] = {
+            at.name: int(value) if at.type == "int" else bool(value)
+            for at, value in zip(fields(Standing), one[1 : 1 + size].tolist(), strict=True)
+        }
+        standings.append(Standing(**values))
     return standings, [one[1 + size :].to(device) for one in everyone]
 
 

@@ -31,9 +31,14 @@ _POLL_S = (0.0003, 0.004)
 class MemberLike(Protocol):
     """What building groups needs of ``launch.member.Member``."""
 
-    rank: int
-    world_size: int
-    store: dist.Store
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def store(self) -> dist.Store: ...
 
     def newer_than(self, number: int) -> bool: ...
 
@@ -93,7 +98,7 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
         group = _plain_group(store, ranks.index(rank), len(ranks), type_, device, backend)
         if len(ranks) > 1:
             group = AbortableGroup(group, self._abort)
-        torch_name = f"{name}@{self.number}"
+        torch_name: Any = f"{name}@{self.number}"  # a NewType of torch's, from 2.13 on
         group._set_group_name(torch_name)
         group._set_group_desc(torch_name)
         c10d._register_pg_in_world(
@@ -215,7 +220,7 @@ def _gloo_device() -> Any:
 
 
 def _gloo_backend(store: dist.Store, rank: int, size: int, config: OdysseyConfig, device: Any) -> Any:
-    options = dist.ProcessGroupGloo._Options()
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined] # its stub lacks this one
     options._devices = [device]
     options._threads = 2
     # The constructor waits five times this long for a peer that dies while it connects.

@@ -84,8 +84,8 @@ def _gathered(text: str, group: dist.ProcessGroup, device: torch.device) -> list
 def _said(what: str, found: list[str], places: int) -> str:
     whose: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for text in filter(None, found):
-        who, *lines = text.split("\n")
-        whose[tuple(lines)].append(who)
+        who, *differing = text.split("\n")
+        whose[tuple(differing)].append(who)
     common = set.intersection(*map(set, whose))
     said = []
     for lines, ranks in whose.items():

@@ -25,7 +25,7 @@ class FollowingGroup(dist.ProcessGroup):
     """Passes every operation on to a group of the current generation. ``torch.distributed`` takes it like any group."""
 
     def __init__(self, rank: int, size: int, device: str):
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg] # its stub lacks this one
         self._rank, self._size, self._device = rank, size, torch.device(device)
         self._current: dist.ProcessGroup | None = None
 
@@ -194,7 +194,7 @@ def _register(group: dist.ProcessGroup, name: str, device: str, ranks: dict[int,
         group,
         backend_name=backend,
         store=c10d._get_default_store(),
-        group_name=name,
+        group_name=name,  # type: ignore[arg-type] # a NewType of torch's, from 2.13 on
         backend_config=f"{device}:{backend}",
         rank_mapping=ranks,
     )
