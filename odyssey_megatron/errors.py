@@ -28,6 +28,9 @@ EXIT_NOT_SAVED = 96
 EXIT_ALIKE = 97
 """Of a rank, not of the job: another rank has failed with the same error, so that the job ends, with code 1."""
 
+EXIT_LEFT_OUT = 98
+"""Of a rank, not of the job: its numbers are not those of the others that should have the same (:class:`LeftOut`)."""
+
 
 class OdysseyError(Exception):
     """Base of everything that this package raises on purpose."""
@@ -97,6 +100,12 @@ class Fenced(OdysseyError):
     """This rank was declared dead (I8): it must stop and may only come back as a new one."""
 
 
+class LeftOut(Fenced):
+    """This rank is the odd one out among three or more: its hardware computes wrongly, or its memory has changed."""
+
+    exit_code = EXIT_LEFT_OUT
+
+
 class ControlPlaneLost(OdysseyError):
     """The coordinator's store is gone; the job ends cleanly."""
 
@@ -116,7 +125,7 @@ class NotFinite(Unsound):
 
 
 class HoldersDiffer(Unsound):
-    """Two holders of a layer have not the same bytes."""
+    """Two holders of a layer have not the same bytes, and nobody can tell who is right."""
 
 
 class TensorsDiffer(Unsound):

@@ -11,7 +11,9 @@ from odyssey_megatron.codec import from_jsonable, to_jsonable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankDied:
-    """Seen by the agent of the rank's node. ``cause`` is ``killed``, ``exit``, ``hang`` or ``node``."""
+    """Seen by the agent of the rank's node. ``cause`` is ``killed``, ``exit``, ``hang``, ``node``, or ``corrupt``: its
+    numbers were wrong, so that it has left.
+    """
 
     rank: int
     code: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,19 +17,19 @@ from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import Fenced, OdysseyError, PeerFailed, Superseded
 from odyssey_megatron.execute.channels import WORLD, Channels
 from odyssey_megatron.execute.interpreter import FORWARD_ONLY, Interpreter
+from odyssey_megatron.execute.left_out import leave_out
 from odyssey_megatron.execute.membership import block_group_name, cell_group_name, group_members
 from odyssey_megatron.execute.parts import FaultPoint, GroupBuilder, Groups, Member, Model
 from odyssey_megatron.execute.phases import PhaseClock, recovery_record
 from odyssey_megatron.execute.prepare import Preparation
 from odyssey_megatron.execute.progress import Progress
-from odyssey_megatron.execute.timing import ComputeTimes, Trace, link_times
+from odyssey_megatron.execute.timing import Measurements, Trace, link_times
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.names import step_name
 from odyssey_megatron.plan.generation import Generation
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.schedule import Program
 from odyssey_megatron.plan.transfer import needed_at_once
-from odyssey_megatron.policy.measured import LinkTimes, Measured
 from odyssey_megatron.rebuild import agree
 from odyssey_megatron.rebuild.transfer import Moving, Spreading
 from odyssey_megatron.recover import Phase
@@ -88,9 +89,7 @@ class RankRuntime:
         self._generation = 0
         self._cell = Cell(rank=member.rank, size=tensor_model_parallel_size)
         self._worker = self._cell.worker
-        self._times = ComputeTimes()
-        self._link: LinkTimes | None = None
-        self._regroup_s: float | None = None
+        self._measured = Measurements()
         self.stalled_s = 0.0
         """What recoveries have cost: from their detection until this rank trained again. Whoever logs it resets it."""
         self._clock = PhaseClock()
@@ -224,7 +223,7 @@ class RankRuntime:
         plan, model, self._live = self._require_plan(), self._model, live
         if generation.previous is None:
             model.create_layers(plan.layout.held_by(self._worker), plan.layout.kept_by(self._worker))
-            self._link = link_times(self._world, model.empty_message())
+            self._measured.link = link_times(self._world, model.empty_message())
 
         def checkpoint() -> None:
             self._check(Phase.TRANSFER.value, -1)
@@ -270,10 +269,9 @@ class RankRuntime:
         )
         self._spread_weights()  # some may have been cut off from those of the last step
         self._resume = recovery_record(generation)
-        self._journal.event(
+        self._event(
             "generation_started",
-            generation=self._generation,
-            step=self.committed,
+            self.committed,
             echo=self._logs,
             members=list(generation.members),
             plan_hash=generation.plan_hash,
@@ -355,6 +353,12 @@ class RankRuntime:
         self._ready = True
         dist.barrier(group=self._world)
         self._piece_done()
+
+    def check_holders(self, world: dist.ProcessGroup) -> None:
+        """Work for :meth:`together`: whoever has other bytes of a layer than most of its holders leaves the job."""
+        if odd := self._model.odd_holders(world, rank=self._cell.rank):
+            note = partial(self._event, "left_out", self.committed - 1)
+            leave_out(odd, world, self._cell, self._totals.device, note)
 
     def _piece_done(self) -> None:
         self.done, self.own = self.done + 1, self.own + 1
@@ -454,19 +458,13 @@ class RankRuntime:
         if self._steps_here <= self._config.trace_steps:
             self._event("trace", step, instructions=trace.to_jsonable())
         if trace.measured:
-            self._times.add(trace)
+            self._measured.add(trace)
             self._publish()
 
     def _publish(self) -> None:
         kept = self._require_plan().layout.kept_by(self._worker)
         sizes = {layer: self._model.moved_bytes(layer) for layer in kept}
-        measured = Measured(
-            spans=self._times.means(),
-            link=self._link,
-            state_bytes=tuple(sorted(sizes.items())),
-            regroup_s=self._regroup_s,
-        )
-        self._member.publish_observations(to_json(measured))
+        self._member.publish_observations(to_json(self._measured.measured(sizes)))
 
     def _log_switch(self, fill_s: float) -> None:
         plan = self._require_plan()
@@ -483,7 +481,7 @@ class RankRuntime:
         record, self._resume = self._resume or {}, None
         regroup_s = self._clock.taken_s(Phase.ABORT, Phase.GROUPS, Phase.AGREE)
         taken_s = regroup_s | self._clock.taken_s(Phase.TRANSFER)
-        self._regroup_s = sum(regroup_s.values())
+        self._measured.regroup_s = sum(regroup_s.values())
         self.stalled_s += record.get("decide_s", 0.0) + sum(taken_s.values())
         self._event(
             "recovered",

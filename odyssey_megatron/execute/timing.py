@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
 from odyssey_megatron.plan.schedule import COMPUTE, Instr, Op
-from odyssey_megatron.policy.measured import LinkTimes
+from odyssey_megatron.policy.measured import LinkTimes, Measured
 from odyssey_megatron.policy.profile import Observation
 
 
@@ -51,11 +51,23 @@ class SpanTimes:
     weight_grad_s: float = 0.0
 
 
-class ComputeTimes:
-    """Mean compute times per layer span, over all measured steps so far."""
+class Measurements:
+    """What this rank has measured of the job so far."""
 
     def __init__(self) -> None:
+        self.link: LinkTimes | None = None
+        self.regroup_s: float | None = None
+        """How long the last recovery took until it was known what to move."""
         self._spans: dict[tuple[int, int], SpanTimes] = {}
+
+    def measured(self, state_bytes: Mapping[int, int]) -> Measured:
+        """``state_bytes``: of each layer whose state is here."""
+        return Measured(
+            spans=self.means(),
+            link=self.link,
+            state_bytes=tuple(sorted(state_bytes.items())),
+            regroup_s=self.regroup_s,
+        )
 
     def add(self, trace: Trace) -> None:
         for instr, seconds in trace.compute_s:
@@ -69,7 +81,7 @@ class ComputeTimes:
                 span.input_grad_s += seconds
 
     def means(self) -> tuple[Observation, ...]:
-        """One observation a span."""
+        """One observation a span of layers: its mean compute times."""
         return tuple(
             Observation(
                 first=first,

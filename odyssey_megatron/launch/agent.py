@@ -27,7 +27,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from odyssey_megatron.cluster.events import Ask, RankDied
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.errors import EXIT_BAD_INPUT, ConfigError, ControlPlaneLost
+from odyssey_megatron.errors import EXIT_BAD_INPUT, EXIT_LEFT_OUT, ConfigError, ControlPlaneLost
 from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch import run_folder
 from odyssey_megatron.launch.admission import OTHER_TOKEN
@@ -386,7 +386,8 @@ class _Ranks:
             return
         self._reported.add(rank)
         if self._respawn is None or not self._respawn.unmissed(rank, code):
-            cause = "hang" if self._fences and rank in self._fenced else "killed" if code < 0 else "exit"
+            ended = "killed" if code < 0 else "corrupt" if code == EXIT_LEFT_OUT else "exit"
+            cause = "hang" if self._fences and rank in self._fenced else ended
             self._control.send(RankDied(rank=rank, code=code, cause=cause))
 
     def _guard_begun(self) -> None:

@@ -23,7 +23,7 @@ from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import Cell
 from odyssey_megatron.codec import from_json
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.errors import EXIT_ALIKE, EXIT_BAD_INPUT, EXIT_FENCED, EXIT_UNSOUND
+from odyssey_megatron.errors import EXIT_ALIKE, EXIT_BAD_INPUT, EXIT_FENCED, EXIT_LEFT_OUT, EXIT_UNSOUND
 from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch.control import Control
 from odyssey_megatron.launch.forking import forking
@@ -96,6 +96,8 @@ class Respawn:
         """Of each rank, how many of its processes the job has not missed."""
         self._unmissed: set[int] = set()
         """Those that have died so, and are due."""
+        self._wrong: set[int] = set()
+        """Slots in which a rank's numbers were wrong."""
         self._short: dict[int, int] = {}
         """Of each rank, how many processes in a row ended soon."""
         self._due: list[tuple[float, int]] = []
@@ -119,7 +121,9 @@ class Respawn:
         return True
 
     def note_end(self, rank: int, slot: int, code: int, now_s: float) -> None:
-        """``rank`` ended in ``slot``. Not started again: one that has finished, was refused, or has died too often."""
+        """``rank`` ended in ``slot``. Not started again: one that has finished, was refused, has died too often, or
+        whose numbers were wrong twice.
+        """
         self._control.put(keys.here_key(rank), "")
         if slot in self.wanted:
             self.wanted.discard(slot)
@@ -131,6 +135,11 @@ class Respawn:
         if not self._limit or code in (0, EXIT_ALIKE, EXIT_BAD_INPUT, EXIT_UNSOUND):
             return
         left = self._left.get(rank, self._limit)
+        if code == EXIT_LEFT_OUT and slot in self._wrong:
+            say(f"[odyssey] rank {rank} was left out for wrong numbers before: it is not started again")
+            left = 0
+        if code == EXIT_LEFT_OUT:
+            self._wrong.add(slot)
         if left > 0 or code == EXIT_FENCED:  # which says nothing against the rank itself
             self._left[rank] = left - (code != EXIT_FENCED)
             # What failed at once may well fail at once again.

@@ -483,7 +483,7 @@ class Door:
 
     def check_param_hashes(self, original: Any, model: Any, cross_check: bool = False) -> bool:
         if self._alone is None:  # else it joins, and the others have done this long ago
-            self._together(lambda world: self._model.check_holders(world, rank=self._session.rank))
+            self._together(self._runtime.check_holders)
         return True
 
     def calc_params_l2_norm(self, original: Any, *given: Any, **named: Any) -> float:

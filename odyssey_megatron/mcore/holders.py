@@ -7,19 +7,37 @@ groups, for any holders, and for the optimizer state that they keep, too.
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from odyssey_megatron.errors import HoldersDiffer
 from odyssey_megatron.names import layer_name
+from odyssey_megatron.plan.layout import Layout
 
 KINDS = ("weights", "optimizer state")
 Digests = Mapping[tuple[int, int], bytes]
 """(layer, index in :data:`KINDS`) -> digest of it."""
 NOTHING = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """A part of the model that not all its holders have alike."""
+
+    layer: int
+    kind: str
+    alike: Mapping[int, tuple[int, ...]]
+    """What the first 64 bits of the digest are -> the ranks where they are that."""
+
+    def said(self, num_layers: int) -> str:
+        """In words; those first of whom there are most."""
+        groups = sorted(self.alike.values(), key=len, reverse=True)
+        where = " and on ".join(str(list(ranks)) for ranks in groups)
+        return f"{self.kind} of {layer_name(self.layer, num_layers)} on ranks {where}"
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> bytes:
@@ -31,41 +49,91 @@ def digest(tensors: Iterable[torch.Tensor]) -> bytes:
     return result.digest()
 
 
-def compare(mine: Digests, group: dist.ProcessGroup, *, rank: int, shard: int, num_layers: int) -> None:
-    """Collective over ``group``, all ranks of the job.
+def odd_ones(
+    mine: Digests, group: dist.ProcessGroup, *, rank: int, shard: int, cell_size: int, layout: Layout
+) -> dict[int, str]:
+    """Worker -> what it has otherwise than the others; empty if all holders of each layer have the same.
+
+    Collective over ``group``, all ranks of the job.
 
     Args:
         rank: this one, in the job.
         shard: of its layers: holders have the same one if their tensor-parallel rank is the same.
+        cell_size: ``tensor_model_parallel_size``.
 
     Raises:
-        HoldersDiffer: on every rank alike.
+        HoldersDiffer: on every rank alike, if it is not clear who is right.
     """
+    num_layers = layout.num_layers
     row = torch.full((2 + num_layers * len(KINDS),), NOTHING, dtype=torch.int64)
     row[:2] = torch.tensor([rank, shard])
     for (layer, kind), value in mine.items():
-        row[2 + layer * len(KINDS) + kind] = int.from_bytes(value[:8], "big") >> 1
+        row[2 + layer * len(KINDS) + kind] = int.from_bytes(value[:8], "big", signed=True)
     row = row.to(torch.cuda.current_device())
     rows = [torch.empty_like(row) for _ in range(group.size())]
     dist.all_gather(rows, row, group=group)
-    if found := differences([one.tolist() for one in rows], num_layers):
+    found = differences([one.tolist() for one in rows])
+    odd = decided(found, layout, cell_size)
+    if odd is None:
+        said = [one.said(num_layers) for one in found]
         raise HoldersDiffer(
-            f"{len(found)} part(s) of the model differ between their holders: {'; '.join(found[:4])}"
-            f"{'; ...' if found[4:] else ''}. Hardware that computes wrongly, or a bug: please report it with the "
+            f"{len(said)} part(s) of the model differ between their holders: {'; '.join(said[:4])}"
+            f"{'; ...' if said[4:] else ''}. Hardware that computes wrongly, or a bug: please report it with the "
             "journal. Restart from a checkpoint before it, without the ranks that are alone with what they have."
         )
+    return odd
 
 
-def differences(rows: Sequence[Sequence[int]], num_layers: int) -> list[str]:
-    """A text for each part that some have otherwise: see :func:`compare` for what a row is."""
+def differences(rows: Sequence[Sequence[int]]) -> list[Difference]:
+    """The parts that some have otherwise.
+
+    Args:
+        rows: of each rank its number, its shard, and for each layer the first bits of the digests of all
+            :data:`KINDS`, or :data:`NOTHING`.
+    """
     holders: dict[tuple[int, int], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, shard, *digests in rows:
         for place, value in enumerate(digests):
             if value != NOTHING:
                 holders[place, shard][value].append(rank)
     return [
-        f"{KINDS[place % len(KINDS)]} of {layer_name(place // len(KINDS), num_layers)} on ranks "
-        + " and on ".join(str(sorted(ranks)) for ranks in sorted(alike.values(), key=len, reverse=True))
+        Difference(
+            layer=place // len(KINDS),
+            kind=KINDS[place % len(KINDS)],
+            alike={value: tuple(sorted(ranks)) for value, ranks in alike.items()},
+        )
         for (place, _), alike in sorted(holders.items())
         if len(alike) > 1
     ]
+
+
+def decided(found: Sequence[Difference], layout: Layout, cell_size: int) -> dict[int, str] | None:
+    """Worker -> what it has otherwise than those who are right; None if that is not clear of every difference, or
+    nobody who is right would be left of some layer.
+
+    Right is what more than half of those have who make a layer's step by themselves, if they are two at least. A holder
+    that does not, with the distributed optimizer, has what the first keeper sent it: that is no second opinion, and
+    if that keeper was wrong, it will be sent another one's.
+    """
+    odd: dict[int, str] = {}
+    for one in found:
+        having = {rank // cell_size: value for value, ranks in one.alike.items() for rank in ranks}
+        keepers = [worker for worker in layout.states[one.layer] if worker in having]
+        right, votes = max(Counter(having[worker] for worker in keepers).items(), key=lambda item: item[1])
+        if votes < 2 or 2 * votes <= len(keepers):
+            return None
+        sent = having[keepers[0]]
+        for worker, value in sorted(having.items()):
+            if value != right and (worker in keepers or value != sent):
+                odd.setdefault(worker, _said(one, value, right, layout.num_layers))
+    if any(odd.keys() >= set(keepers) for keepers in layout.states):
+        return None
+    return odd
+
+
+def _said(one: Difference, value: int, right: int, num_layers: int) -> str:
+    bits = 2**64
+    return (
+        f"{one.kind} of {layer_name(one.layer, num_layers)} hash to {value % bits:016x} on rank(s) "
+        f"{list(one.alike[value])}, and to {right % bits:016x} on ranks {list(one.alike[right])}"
+    )

@@ -15,7 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from odyssey_megatron.errors import ConfigError, NotFinite, TransferIncomplete
 from odyssey_megatron.mcore import compat, groups, outcome, rng, span, te
 from odyssey_megatron.mcore.data import MicrobatchSource
-from odyssey_megatron.mcore.holders import compare, digest
+from odyssey_megatron.mcore.holders import digest, odd_ones
 from odyssey_megatron.mcore.layers import (
     HeldLayer,
     LayerBlock,
@@ -454,11 +454,15 @@ class MegatronModel:
                     result[index, 1] = digest(layer.optimizer.state_tensors().values())
         return result
 
-    def check_holders(self, world: dist.ProcessGroup, *, rank: int) -> None:
-        """All holders of a layer have the same bytes. Collective; this is ``rank`` of the job. Raises HoldersDiffer, on
-        all ranks alike.
+    def odd_holders(self, world: dist.ProcessGroup, *, rank: int) -> dict[int, str]:
+        """Worker -> what it has otherwise than the other holders of a layer; empty if all have the same bytes.
+
+        Collective; this is ``rank`` of the job. Raises HoldersDiffer on all ranks alike if nobody can say who is right.
         """
-        compare(self._digests(), world, rank=rank, shard=self._tp_rank, num_layers=self._layout.num_layers)
+        cell_size = self._groups.tp.size()
+        return odd_ones(
+            self._digests(), world, rank=rank, shard=self._tp_rank, cell_size=cell_size, layout=self._layout
+        )
 
     def state_bytes(self) -> int:
         """Of weights, gradients and optimizer state of everything held, without :meth:`host_bytes`."""

@@ -8,6 +8,7 @@ session.train(TrainingJob(...))
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -28,6 +29,7 @@ from odyssey_megatron.errors import (
     ControlPlaneLost,
     Fenced,
     JobStopped,
+    LeftOut,
     PeerFailed,
     Superseded,
     Unsound,
@@ -49,6 +51,8 @@ if TYPE_CHECKING:
 
 _CPU_GUESS = {"flops_per_s": 1e10, "link_latency_s": 2e-4, "link_bytes_per_s": 1e9}
 """One core and loopback, until the job has measured itself."""
+_LAST_WORDS_S = 1.0
+"""For what a rank that leaves has written down."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +127,12 @@ class Session:
         except JobStopped as stop:
             self._journal.event("stopped", why=str(stop), exit_code=stop.exit_code)
             raise SystemExit(stop.exit_code) from None
+        except LeftOut as end:
+            sys.stderr.write(f"[odyssey] rank {self.rank} stops: {end}\n")
+            self._journal.flush(_LAST_WORDS_S)
+            os._exit(
+                end.exit_code
+            )  # the others wait for it, and an interpreter with a GPU takes its time to end
         except (Fenced, ControlPlaneLost) as end:
             sys.stderr.write(f"[odyssey] rank {self.rank} stops: {end}\n")
             raise SystemExit(EXIT_FENCED if isinstance(end, Fenced) else 1) from None
@@ -165,7 +175,7 @@ class Session:
         def check(recovery: recover.Recovery) -> None:
             every = job.check_weight_hash_across_dp_replicas_interval
             if every and rank.committed % every == 0:
-                recovery.together(lambda world: model.check_holders(world, rank=self.rank))
+                recovery.together(rank.check_holders)
 
         def end(recovery: recover.Recovery) -> None:
             if (on_end := job.on_end) is not None:

@@ -67,6 +67,7 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "trace": ("instructions",),
     "weights": ("digest", "state_bytes", "host_bytes"),
     "not_saved": ("why",),
+    "left_out": ("target", "host", "why"),
     "fenced": ("why",),
     "stopped": ("why", "exit_code"),
     # -- all
@@ -86,7 +87,8 @@ stood still, while ``fill_s`` ran behind the first step. ``samples`` (the rank t
 through the head): ``samples`` holds, for each of ``microbatches``, the list of its global sample indices.
 ``weights``: at the end of a rank, by layer. ``step_committed``: ``loss`` is a dict of named losses; ``step_s`` is -1
 where it was not timed. ``trace``: [[text, start_s, end_s], ...] on the monotonic clock. ``dead`` is a list of ranks
-everywhere. ``lines_lost``: so many lines of this process, before this one, could not be written.
+everywhere. ``left_out`` (of a rank that stays): rank ``target`` leaves, since its numbers are wrong. ``lines_lost``: so
+many lines of this process, before this one, could not be written.
 """
 
 _Id = Annotated[int, Between(-1, 2**53, whole=True)]
@@ -130,6 +132,7 @@ class Line(_Line, total=False):
     dead: tuple[_Id, ...]
     code: Any
     cause: str
+    host: str
     why: str
     how: str
     policy: str

@@ -1,4 +1,7 @@
-"""The example on hardware that computes wrongly: after a step one bit of a rank's optimizer state is another."""
+"""The example on hardware that computes wrongly: one bit of a rank's memory changes behind a step.
+
+``--corrupt 5:2:state,...``: rank 5, behind step 2, in its optimizer state; or in its ``weights``.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,13 @@ import pretrain_llama
 
 from odyssey_megatron.mcore.plugin import Session
 
-RANK, STEP = 5, 2
-
 
 def main() -> None:
     import torch
 
+    at = sys.argv.index("--corrupt")
+    faults = [one.split(":") for one in sys.argv[at + 1].split(",")]
+    del sys.argv[at : at + 2]
     build = Session._model
 
     def build_broken(session: Session, *args: Any) -> Any:
@@ -26,10 +30,13 @@ def main() -> None:
 
         def apply_wrongly(*args: Any) -> Any:
             outcome = apply(*args)
-            if (session.rank, model._step) == (RANK, STEP):
-                optimizer = next(one.optimizer for _, one in sorted(model._held.items()) if one.optimizer)
-                average = next(one for one in optimizer.state_tensors().values() if one.dim())
-                average.view(torch.int64).view(-1)[0] ^= 1
+            for rank, step, what in faults:
+                if (session.rank, model._step) != (int(rank), int(step)):
+                    continue
+                kept = [one for _, one in sorted(model._held.items()) if one.optimizer or what == "weights"]
+                tensors = kept[0].weights() if what == "weights" else kept[0].optimizer.state_tensors()
+                tensor = next(one for one in tensors.values() if one.dim())
+                tensor.data.view(torch.int64).view(-1)[0] ^= 1
             return outcome
 
         model.apply = apply_wrongly

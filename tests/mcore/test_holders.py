@@ -1,27 +1,35 @@
-"""Holders that have not the same bytes are found, and named."""
+"""Holders that have not the same bytes are found and named, and it is told who of them is right, where it can be."""
 
 from __future__ import annotations
 
 import pytest
 
+from odyssey_megatron.plan.layout import Layout
+
 pytest.importorskip("torch")
 
 W0, O0, W1, O1 = 100, 101, 200, 201
+GOOD = (0, W0, O0, W1, O1)
+
+
+def layout(workers: int, keepers: tuple[int, ...] = ()) -> Layout:
+    """Two layers on all workers."""
+    return Layout(holders=(tuple(range(workers)),) * 2, routes=(), keepers=(keepers,) * 2 if keepers else ())
 
 
 @pytest.mark.parametrize(
     ("rows", "found"),
     [
-        ([(0, 0, W0, O0, W1, O1), (4, 0, W0, O0, W1, O1)], []),
+        ([(0, *GOOD), (4, *GOOD)], []),
         ([(0, 0, W0, O0, -1, -1), (4, 0, -1, -1, W1, O1)], []),  # other layers
         ([(0, 0, W0, O0, W1, -1), (4, 0, W0, -1, W1, O1)], []),  # not all keep optimizer state
-        ([(0, 0, W0, O0, W1, O1), (1, 1, 5, 6, 7, 8)], []),  # other shards
+        ([(0, *GOOD), (1, 1, 5, 6, 7, 8)], []),  # other shards
         (
-            [(0, 0, W0, O0, W1, O1), (4, 0, W0, O0, 7, O1), (6, 0, W0, O0, W1, O1)],
+            [(0, *GOOD), (4, 0, W0, O0, 7, O1), (6, *GOOD)],
             ["weights of the head on ranks [0, 6] and on [4]"],
         ),
         (
-            [(0, 0, 7, 8, -1, -1), (4, 0, W0, O0, W1, O1)],
+            [(0, 0, 7, 8, -1, -1), (4, *GOOD)],
             [
                 "weights of the embedding on ranks [0] and on [4]",
                 "optimizer state of the embedding on ranks [0] and on [4]",
@@ -32,4 +40,53 @@ W0, O0, W1, O1 = 100, 101, 200, 201
 def test_who_has_what(rows, found):
     from odyssey_megatron.mcore.holders import differences
 
-    assert differences(rows, num_layers=2) == found
+    assert [one.said(2) for one in differences(rows)] == found
+
+
+@pytest.mark.parametrize(
+    ("rows", "keepers", "odd"),
+    [
+        ([(0, *GOOD), (1, 0, 7, O0, W1, O1), (2, *GOOD)], (), [1]),
+        ([(0, *GOOD), (1, 0, 7, O0, W1, 8), (2, *GOOD), (3, *GOOD)], (), [1]),
+        ([(0, *GOOD), (1, 0, 7, O0, W1, O1), (2, *GOOD), (3, 0, W0, O0, 8, O1), (4, *GOOD)], (), [1, 3]),
+        ([(0, *GOOD), (1, 0, 7, O0, W1, O1), (2, *GOOD), (3, 0, 8, O0, W1, O1), (4, *GOOD)], (), [1, 3]),
+        ([(0, *GOOD), (1, 0, 7, O0, W1, O1)], (), None),  # one against one
+        ([(0, *GOOD), (1, *GOOD), (2, 0, 7, O0, W1, O1), (3, 0, 7, O0, W1, O1)], (), None),
+        (
+            [(0, *GOOD), (1, *GOOD), (2, 0, 7, O0, W1, O1), (3, 0, 8, O0, W1, O1)],
+            (),
+            None,
+        ),  # half is no majority
+        ([(0, 0, 7, O0, W1, O1), (1, 0, W0, O0, 7, O1), (2, *GOOD)], (), [0, 1]),
+        ([(0, 0, 7, O0, W1, O1), (1, 0, W0, O0, 7, O1), (2, *GOOD[:3], 8, O1)], (), None),
+        # Who keeps no optimizer state was sent the first keeper's weights: its word is no second one.
+        ([(0, 0, 7, O0, W1, O1), (1, *GOOD), (2, 0, 7, -1, W1, -1)], (0, 1), None),
+        ([(0, 0, W0, 7, W1, O1), (1, *GOOD), (2, 0, W0, -1, W1, -1)], (0, 1), None),
+        ([(0, *GOOD), (1, *GOOD), (2, 0, 7, -1, W1, -1)], (0, 1), [2]),
+        ([(0, *GOOD), (2, 0, 7, -1, W1, -1), (3, 0, 7, -1, W1, -1)], (0,), None),
+        # It is right with what it will be sent.
+        ([(0, 0, 7, O0, W1, O1), (1, *GOOD), (2, *GOOD), (3, 0, 7, -1, W1, -1)], (0, 1, 2), [0]),
+    ],
+)
+def test_who_is_right(rows, keepers, odd):
+    from odyssey_megatron.mcore.holders import decided, differences
+
+    found = decided(differences(rows), layout(len(rows), keepers), cell_size=1)
+    assert (None if found is None else sorted(found)) == odd
+
+
+def test_a_cell_is_one_holder():
+    from odyssey_megatron.mcore.holders import decided, differences
+
+    rows = [(rank, rank % 2, *([7] if rank == 3 else [W0 + rank % 2]), O0, W1, O1) for rank in range(6)]
+    found = decided(differences(rows), layout(3), cell_size=2)
+    assert list(found) == [1]
+    assert "hash to 0000000000000007 on rank(s) [3], and to 0000000000000065 on ranks [1, 5]" in found[1]
+
+
+def test_nobody_leaves_who_alone_has_a_layer():
+    from odyssey_megatron.mcore.holders import decided, differences
+
+    rows = [(0, *GOOD), (1, 0, 7, O0, -1, -1), (2, 0, W0, O0, -1, -1)]
+    holders = ((0, 1, 2), (1,))
+    assert decided(differences(rows), Layout(holders=holders, routes=()), cell_size=1) is None

@@ -1,0 +1,61 @@
+"""A worker whose numbers are wrong leaves the job, as if it had died, and the others go on without it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Mapping
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from odyssey_megatron.cluster.state import Cell
+from odyssey_megatron.errors import LeftOut, PeerFailed
+from odyssey_megatron.metrics.outlet import say
+
+_HOST_BYTES = 64
+
+
+def leave_out(
+    wrong: Mapping[int, str],
+    group: dist.ProcessGroup,
+    cell: Cell,
+    device: torch.device,
+    note: Callable[..., None],
+) -> NoReturn:
+    """Collective over ``group``, of all members; never returns.
+
+    Args:
+        wrong: worker -> what is wrong with its numbers; the same on all members.
+        cell: of this rank.
+        note: writes down (``target``, ``host``, ``why``) of each rank that leaves; called on one that stays.
+
+    Raises:
+        LeftOut: on the ranks of these workers.
+        PeerFailed: on all others, to whom a generation without them will come.
+    """
+    why = {
+        rank: text
+        for worker, text in wrong.items()
+        for rank in Cell(rank=worker * cell.size, size=cell.size).ranks
+    }
+    hosts = _hosts(group, cell.rank, device)
+    if cell.rank == min(set(hosts) - set(why)):
+        for rank, text in sorted(why.items()):
+            host = hosts.get(rank, "unknown")
+            say(f"[odyssey] RANK {rank} (HOST {host}) IS LEFT OUT: {text}. The others go on without it.")
+            note(target=rank, host=host, why=text)
+    dist.barrier(group=group)  # until here nobody has left, or some would not know why
+    if cell.rank in why:
+        raise LeftOut(f"its numbers are wrong: {why[cell.rank]}. Have a look at its hardware")
+    raise PeerFailed(f"rank(s) {sorted(why)} are left out")
+
+
+def _hosts(group: dist.ProcessGroup, rank: int, device: torch.device) -> dict[int, str]:
+    """Rank -> the name of its host. Collective."""
+    name = socket.gethostname().encode()[:_HOST_BYTES].ljust(_HOST_BYTES)
+    mine = torch.tensor([rank, *name], dtype=torch.int64, device=device)
+    everyone = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(everyone, mine, group=group)
+    rows = [one.tolist() for one in everyone]
+    return {row[0]: bytes(row[1:]).decode(errors="replace").strip() for row in rows}
