@@ -142,6 +142,8 @@ class Interpreter:
         if instr.last < self._num_layers:
             self._progress.leave(Op.SEND_FORWARD, instr.microbatch, instr.last, output)
             self._compute.kept(instr.microbatch, instr.first, instr.last)
+        else:
+            self._progress.add_up(Op.SEND_FORWARD, instr.microbatch, instr.last, [output])
         self._settled()
         self._progress.reached(instr, Op.FORWARD)
 
@@ -197,7 +199,11 @@ class Interpreter:
         self._arriving[instr.op, instr.microbatch, instr.first] = self._channels.receive(instr, room)
 
     def _reduce(self, instr: Instr) -> None:
-        group = self._holder_group(instr.first, instr.last)
+        group, gradients = (
+            self._holder_group(instr.first, instr.last),
+            self._compute.gradients(instr.first, instr.last),
+        )
+        self._progress.add_up(Op.REDUCE_GRAD, -1, instr.first, gradients)
         if group is not None and self._progress.keeps:
             # As long as a holder is missing nothing is summed, and a failure costs nobody what he has added up.
             dist.barrier(group=group)
@@ -211,5 +217,5 @@ class Interpreter:
             torch._foreach_copy_(list(partial), list(summed))
         if group is not None:
             self._progress.whole = False
-            for buffer in self._compute.gradients(instr.first, instr.last):
+            for buffer in gradients:
                 dist.all_reduce(buffer, group=group)

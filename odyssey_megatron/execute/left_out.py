@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import NoReturn
 
 import torch
@@ -12,6 +12,8 @@ import torch.distributed as dist
 from odyssey_megatron.cluster.state import Cell
 from odyssey_megatron.errors import LeftOut, PeerFailed
 from odyssey_megatron.metrics.outlet import say
+from odyssey_megatron.names import step_name
+from odyssey_megatron.plan.layout import Layout
 
 _HOST_BYTES = 64
 
@@ -21,6 +23,7 @@ def leave_out(
     group: dist.ProcessGroup,
     cell: Cell,
     device: torch.device,
+    step: int,
     note: Callable[..., None],
 ) -> NoReturn:
     """Collective over ``group``, of all members; never returns.
@@ -28,7 +31,8 @@ def leave_out(
     Args:
         wrong: worker -> what is wrong with its numbers; the same on all members.
         cell: of this rank.
-        note: writes down (``target``, ``host``, ``why``) of each rank that leaves; called on one that stays.
+        step: in which they turned out to be.
+        note: writes down the event ``left_out`` of each rank that leaves; called on one that stays.
 
     Raises:
         LeftOut: on the ranks of these workers.
@@ -43,12 +47,20 @@ def leave_out(
     if cell.rank == min(set(hosts) - set(why)):
         for rank, text in sorted(why.items()):
             host = hosts.get(rank, "unknown")
-            say(f"[odyssey] RANK {rank} (HOST {host}) IS LEFT OUT: {text}. The others go on without it.")
-            note(target=rank, host=host, why=text)
-    dist.barrier(group=group)  # until here nobody has left, or some would not know why
-    if cell.rank in why:
-        raise LeftOut(f"its numbers are wrong: {why[cell.rank]}. Have a look at its hardware")
+            where = f"RANK {rank} (HOST {host}) IS LEFT OUT, {step_name(step)}"
+            say(f"[odyssey] {where}: {text}. The others go on without it.")
+            note("left_out", step, target=rank, host=host, why=text)
+    try:
+        dist.barrier(group=group)  # until here nobody has left, or some would not know why
+    finally:
+        if cell.rank in why:
+            raise LeftOut(f"its numbers are wrong: {why[cell.rank]}. Have a look at its hardware")
     raise PeerFailed(f"rank(s) {sorted(why)} are left out")
+
+
+def dispensable(layout: Layout, workers: Collection[int]) -> bool:
+    """Whether others have the state of each layer that ``workers`` have."""
+    return not any(set(keepers) <= set(workers) for keepers in layout.states)
 
 
 def _hosts(group: dist.ProcessGroup, rank: int, device: torch.device) -> dict[int, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from odyssey_megatron.errors import OdysseyError, PeerFailed, Superseded
@@ -14,6 +14,52 @@ class Closable(Protocol):
 
 
 G = TypeVar("G", bound=Closable)
+
+
+class Offers(Generic[G]):
+    """The offered generation that this rank prepares. Ballots, summed over all ranks, tell whether all have."""
+
+    def __init__(self, decline: Callable[[int, str], None]):
+        self._decline = decline
+        self._preparation: Preparation[G] | None = None
+
+    def prepare(self, number: int, build: Callable[[], G]) -> None:
+        """Begins with offered generation ``number``, in place of an earlier one."""
+        before, self._preparation = (
+            self._preparation,
+            Preparation(number, build, declined=lambda why: self._decline(number, why)),
+        )
+        if before is not None:
+            before.drop()
+
+    def take(self, number: int) -> G | None:
+        """The groups of generation ``number``, if that is the one that was prepared."""
+        preparation = self._preparation
+        if preparation is None or preparation.number != number:
+            return None
+        self._preparation = None
+        return preparation.take()
+
+    def drop(self) -> None:
+        """Nothing that was prepared is needed."""
+        preparation, self._preparation = self._preparation, None
+        if preparation is not None:
+            preparation.drop()
+
+    def ballot(self) -> tuple[int, int]:
+        """The number of what is ready, or 0; and its square."""
+        preparation = self._preparation
+        number = preparation.number if preparation is not None and preparation.ready else 0
+        return number, number**2
+
+
+def elected(ballots: Sequence[float], size: int) -> int:
+    """From the sum of the ballots of ``size`` ranks: the generation that all have prepared; 0: none.
+
+    It is the same one everywhere if the numbers have no variance.
+    """
+    total, squares = map(round, ballots)
+    return total // size if total**2 == size * squares else 0
 
 
 class Preparation(Generic[G]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
@@ -27,6 +27,10 @@ class Progress:
         """See ``plan/resume.py``: a failure costs the survivors nothing of it."""
         self.results: dict[MessageKey, torch.Tensor] = {}
         """The activations and gradients that leave a visit."""
+        self.sums: dict[MessageKey, list[torch.Tensor]] = {}
+        """Of each result numbers that are finite if all of it is; nobody looks at them unless the step's numbers are
+        not (``execute/suspects.py``). For ``REDUCE_GRAD`` of this worker's own gradients of the block at that edge.
+        """
         self.ahead: dict[Visit, torch.Tensor] = {}
         """What leaves the visits of other workers that this one has run ahead."""
         self.whole = True
@@ -36,6 +40,11 @@ class Progress:
     def leave(self, op: Op, microbatch: int, edge: int, tensor: torch.Tensor) -> None:
         """Notes a result. An alias, since Megatron takes the storage away from its output tensors."""
         self.results[op, microbatch, edge] = tensor.detach()
+        self.add_up(op, microbatch, edge, [tensor])
+
+    def add_up(self, op: Op, microbatch: int, edge: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Notes the sum of a result. Nothing waits for a device to have it."""
+        self.sums[op, microbatch, edge] = [one.detach().sum() for one in tensors]
 
     def take(self, op: Op, microbatch: int, edge: int) -> torch.Tensor:
         """A result that is sent or used now."""
@@ -55,6 +64,11 @@ class Progress:
             self.reached(instr, Op.FORWARD)
             self.leave(Op.SEND_FORWARD, microbatch, last, self.ahead[microbatch, first, last])
         self.ahead.clear()
+
+    def give_up(self) -> None:
+        """Nothing of it can be gone on with: whatever comes, the step is done again."""
+        self.whole = False
+        self.results.clear()
 
     @contextlib.contextmanager
     def adding(self) -> Iterator[None]:

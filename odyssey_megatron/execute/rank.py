@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,12 +16,13 @@ from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import Fenced, OdysseyError, PeerFailed, Superseded
 from odyssey_megatron.execute.channels import WORLD, Channels
 from odyssey_megatron.execute.interpreter import FORWARD_ONLY, Interpreter
-from odyssey_megatron.execute.left_out import leave_out
+from odyssey_megatron.execute.left_out import dispensable, leave_out
 from odyssey_megatron.execute.membership import block_group_name, cell_group_name, group_members
 from odyssey_megatron.execute.parts import FaultPoint, GroupBuilder, Groups, Member, Model
 from odyssey_megatron.execute.phases import PhaseClock, recovery_record
-from odyssey_megatron.execute.prepare import Preparation
+from odyssey_megatron.execute.prepare import Offers, elected
 from odyssey_megatron.execute.progress import Progress
+from odyssey_megatron.execute.suspects import Exchange, examine, renumbered
 from odyssey_megatron.execute.timing import Measurements, Trace, link_times
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.names import step_name
@@ -72,7 +72,7 @@ class RankRuntime:
         self._joins = False
         self._left: Groups | None = None
         """Of the generation before, until all its members are in the next one."""
-        self._preparation: Preparation[Groups] | None = None
+        self._offers = Offers[Groups](member.decline)
         self._boundary, self._planned = 0, False
         self._moving: Moving | None = None
         self._spreading: Spreading | None = None
@@ -121,20 +121,9 @@ class RankRuntime:
 
     def _prepare(self, offered: Generation) -> None:
         """Builds the groups of ``offered`` behind the back of the steps. The watcher's thread."""
-        if self._groups is None:
-            return  # a rank that joins has nothing else to do, and builds them itself
-        assert offered.plan is not None
-        number, mine = offered.number, self._groups_in(offered)
-        before, self._preparation = (
-            self._preparation,
-            Preparation(
-                number,
-                lambda: self._build(number, mine),
-                declined=lambda why: self._member.decline(number, why),
-            ),
-        )
-        if before is not None:
-            before.drop()
+        if self._groups is not None:  # else it joins, has nothing else to do, and builds them itself
+            mine = self._groups_in(offered)
+            self._offers.prepare(offered.number, lambda: self._build(offered.number, mine))
 
     def _groups_in(self, generation: Generation) -> dict[str, tuple[int, ...]]:
         assert generation.plan is not None
@@ -150,13 +139,8 @@ class RankRuntime:
                 groups.abort()
                 groups.close()
         self._groups = self._left = None
-        self._drop_preparation()
+        self._offers.drop()
         self._model.discard_incoming()
-
-    def _drop_preparation(self) -> None:
-        preparation, self._preparation = self._preparation, None
-        if preparation is not None:
-            preparation.drop()
 
     def build_groups(self, generation: Generation) -> None:
         plan = generation.plan
@@ -171,9 +155,9 @@ class RankRuntime:
             self._clock.note_abort(self._member.heard_s)
         self._generation, self._plan, self._steps_here = generation.number, plan, 0
         self._fault(Phase.GROUPS.value, self.committed)
-        if self._preparation is not None and self._preparation.number == generation.number:
-            self._left, self._groups = self._groups, self._preparation.take()
-            self._preparation = None
+        prepared = self._offers.take(generation.number)
+        if prepared is not None:
+            self._left, self._groups = self._groups, prepared
         else:
             self.abort(Superseded("a newer generation came before the one that was prepared"))
             self._groups = self._build(generation.number, self._groups_in(generation))
@@ -298,20 +282,11 @@ class RankRuntime:
             self._model.begin_step(step)
             self._progress = self._new_progress(keeps=self._config.interrupted_step == "resume")
         self._run(self._progress, trace)
-        self._log_samples(step)
-        self._settle()
-        self._ready = True
-        self._check("agreement", -1)
-        preparation = self._preparation
-        offered = preparation.number if preparation is not None and preparation.ready else 0
-        own = self._model.local_totals()
-        totals = torch.cat([own, own.new_tensor([float(self.wants_end()), offered, offered**2])])
-        dist.all_reduce(totals, group=self._world)
+        totals = self._agreed()
+        if not torch.isfinite(totals).all():
+            totals = self._examined(totals, self._progress)
         self._commit(totals[:-2])
-        # All have prepared the same offer if the numbers have no variance: the next step is in that generation.
-        size = self._world.size()
-        alike = bool(offered) and totals[-2:].tolist() == [size * offered, size * offered**2]
-        self._boundary = offered if alike else 0
+        self._boundary = elected(totals[-2:].tolist(), self._world.size())
         self._spread_weights()
         self._steps_here += 1
         self._measure(step, trace, time.monotonic() - began_s)
@@ -332,6 +307,40 @@ class RankRuntime:
             raise PeerFailed(
                 f"no memory to go on with {step_name(self.committed)} where it was: {error}"
             ) from error
+
+    def _agreed(self) -> torch.Tensor:
+        """All gradients of the step are reduced here: everyone's totals, once they are everywhere."""
+        self._log_samples(self.committed)
+        self._settle()
+        self._ready = True
+        self._check("agreement", -1)
+        own = self._model.local_totals()
+        totals = torch.cat([own, own.new_tensor([float(self.wants_end()), *self._offers.ballot()])])
+        dist.all_reduce(totals, group=self._world)
+        return totals
+
+    def _examined(self, totals: torch.Tensor, progress: Progress) -> torch.Tensor:
+        """The totals to go on with, of a step whose numbers are not finite; whoever computes wrongly leaves the job."""
+        layout = self._require_plan().layout
+        progress.give_up()
+
+        def again(exchange: Exchange) -> tuple[Progress, bool]:
+            nonlocal totals
+            self._ready = False
+            self._model.begin_step(self.committed)
+            trial, self._rest = self._new_progress(), renumbered(self._program, exchange)
+            self._run(trial, Trace())
+            totals = self._agreed()
+            return trial, bool(torch.isfinite(totals).all())
+
+        wrong = examine(layout, self._cell, self._world, totals.device, progress, again)
+        self._leave_out(wrong, self.committed)
+        return totals
+
+    def _leave_out(self, wrong: Mapping[int, str], step: int) -> None:
+        """Collective: whoever's numbers are wrong leaves the job, unless it cannot do without him."""
+        if wrong and dispensable(self._require_plan().layout, wrong):
+            leave_out(wrong, self._world, self._cell, self._totals.device, step, self._event)
 
     def evaluate(self, index: int) -> None:
         """Microbatches of evaluation batch ``index`` through the layers, forward only."""
@@ -356,9 +365,7 @@ class RankRuntime:
 
     def check_holders(self, world: dist.ProcessGroup) -> None:
         """Work for :meth:`together`: whoever has other bytes of a layer than most of its holders leaves the job."""
-        if odd := self._model.odd_holders(world, rank=self._cell.rank):
-            note = partial(self._event, "left_out", self.committed - 1)
-            leave_out(odd, world, self._cell, self._totals.device, note)
+        self._leave_out(self._model.odd_holders(world, rank=self._cell.rank), self.committed - 1)
 
     def _piece_done(self) -> None:
         self.done, self.own = self.done + 1, self.own + 1
@@ -459,12 +466,9 @@ class RankRuntime:
             self._event("trace", step, instructions=trace.to_jsonable())
         if trace.measured:
             self._measured.add(trace)
-            self._publish()
-
-    def _publish(self) -> None:
-        kept = self._require_plan().layout.kept_by(self._worker)
-        sizes = {layer: self._model.moved_bytes(layer) for layer in kept}
-        self._member.publish_observations(to_json(self._measured.measured(sizes)))
+            kept = self._require_plan().layout.kept_by(self._worker)
+            sizes = {layer: self._model.moved_bytes(layer) for layer in kept}
+            self._member.publish_observations(to_json(self._measured.measured(sizes)))
 
     def _log_switch(self, fill_s: float) -> None:
         plan = self._require_plan()

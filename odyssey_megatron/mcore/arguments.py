@@ -88,6 +88,8 @@ def adapt(args: Any, config: OdysseyConfig) -> None:
     # Reductions are instructions of the schedule.
     _set(args, False, "overlap_grad_reduce", "align_grad_reduce")
     _set(args, False, "overlap_p2p_comm")
+    # Of a loss that is not finite it is asked who has made it so (``execute/suspects.py``), before anybody ends by it.
+    _set(args, False, "check_for_nan_in_loss_and_grad")
     # Randomness is a function of the step (I2), so there is no state of generators to keep.
     _set(args, True, "no_save_rng", "no_load_rng")
     # Plans of a save would be kept for the next one, which may be of another layout.
@@ -138,7 +140,7 @@ def schedule_of(scheduler: Any) -> dict[str, Any]:
 
 
 def silence_reruns() -> None:
-    """Megatron's rerun machine would repeat a step by itself; its checks of losses stay."""
+    """Megatron's rerun machine would repeat a step by itself; what is not finite is Odyssey's concern."""
     from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 
     get_rerun_state_machine().set_mode(RerunMode.DISABLED)

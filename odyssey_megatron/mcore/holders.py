@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from odyssey_megatron.errors import HoldersDiffer
+from odyssey_megatron.execute.left_out import dispensable
 from odyssey_megatron.names import layer_name
 from odyssey_megatron.plan.layout import Layout
 
@@ -126,9 +127,7 @@ def decided(found: Sequence[Difference], layout: Layout, cell_size: int) -> dict
         for worker, value in sorted(having.items()):
             if value != right and (worker in keepers or value != sent):
                 odd.setdefault(worker, _said(one, value, right, layout.num_layers))
-    if any(odd.keys() >= set(keepers) for keepers in layout.states):
-        return None
-    return odd
+    return odd if dispensable(layout, odd) else None
 
 
 def _said(one: Difference, value: int, right: int, num_layers: int) -> str:

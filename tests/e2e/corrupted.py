@@ -1,6 +1,7 @@
 """The example on hardware that computes wrongly: one bit of a rank's memory changes behind a step.
 
-``--corrupt 5:2:state,...``: rank 5, behind step 2, in its optimizer state; or in its ``weights``.
+``--corrupt 5:2:state,...``: rank 5, behind step 2, in its optimizer state; or in its ``weights``; or in some that
+it was ``sent``.
 """
 
 from __future__ import annotations
@@ -26,20 +27,29 @@ def main() -> None:
 
     def build_broken(session: Session, *args: Any) -> Any:
         model = build(session, *args)
-        apply = model.apply
+        apply, odd_holders = model.apply, model.odd_holders
+
+        def hit(*kinds: str) -> None:
+            for rank, step, what in faults:
+                if (session.rank, model._step) != (int(rank), int(step)) or what not in kinds:
+                    continue
+                kept = [
+                    one for _, one in sorted(model._held.items()) if (what == "sent") != bool(one.optimizer)
+                ]
+                tensors = kept[0].optimizer.state_tensors() if what == "state" else kept[0].weights()
+                tensor = next(one for one in tensors.values() if one.dim())
+                tensor.data.view(torch.int64).view(-1)[0] ^= 1
 
         def apply_wrongly(*args: Any) -> Any:
             outcome = apply(*args)
-            for rank, step, what in faults:
-                if (session.rank, model._step) != (int(rank), int(step)):
-                    continue
-                kept = [one for _, one in sorted(model._held.items()) if one.optimizer or what == "weights"]
-                tensors = kept[0].weights() if what == "weights" else kept[0].optimizer.state_tensors()
-                tensor = next(one for one in tensors.values() if one.dim())
-                tensor.data.view(torch.int64).view(-1)[0] ^= 1
+            hit("weights", "state")
             return outcome
 
-        model.apply = apply_wrongly
+        def compare_others(*args: Any, **kwargs: Any) -> Any:
+            hit("sent")
+            return odd_holders(*args, **kwargs)
+
+        model.apply, model.odd_holders = apply_wrongly, compare_others
         return model
 
     Session._model = build_broken  # type: ignore[method-assign]

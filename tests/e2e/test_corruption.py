@@ -8,24 +8,31 @@ from pathlib import Path
 import pytest
 
 from odyssey_megatron.errors import EXIT_UNSOUND
-from tests.e2e import corrupted
+from tests.e2e import corrupted, not_finite
 from tests.e2e.jobs import LONG, assert_equal_runs, assert_holders_agree
 
 EACH = "--check-weight-hash-across-dp-replicas-interval 1"
-CORRUPTED = Path(corrupted.__file__)
+CORRUPTED, NOT_FINITE = Path(corrupted.__file__), Path(not_finite.__file__)
+CELLS = "--tensor-model-parallel-size 2"
 matrix = pytest.mark.matrix
 
 
 def assert_left_out(outcome, ranks, what):
-    """Each of ``ranks``, once, with its host, the iteration and both hashes."""
+    """Each of ``ranks``, once, with its host and the iteration."""
     named = outcome.named("left_out")
     assert [event["target"] for event in named] == ranks
     for event in named:
-        assert re.search(rf"{what} hash to \w{{16}} on rank\(s\) .*, and to \w{{16}} on ranks", event["why"])
-        assert f"RANK {event['target']} (HOST {event['host']}) IS LEFT OUT: {event['why']}" in outcome.log
+        assert re.search(what, event["why"]), event
+        who = f"RANK {event['target']} (HOST {event['host']}) IS LEFT OUT"
+        when = f"step {event['step']} (iteration {event['step'] + 1})"
+        assert f"{who}, {when}: {event['why']}" in outcome.log
     dead = [(rank, one["cause"]) for one in outcome.named("failure_detected") for rank in one["dead"]]
-    assert sorted(rank for rank, _ in dead) == ranks
+    assert sorted(rank for rank, _ in dead) == sorted(ranks)
     assert all("corrupt" in cause for _, cause in dead)
+
+
+def hashes(what):
+    return rf"{what} hash to \w{{16}} on rank\(s\) .*, and to \w{{16}} on ranks"
 
 
 @pytest.mark.parametrize(
@@ -39,7 +46,7 @@ def assert_left_out(outcome, ranks, what):
         pytest.param(5, 1, "1:2:weights,3:2:state", "", [1, 3], ".* of the embedding", marks=matrix),
         # Of four holders two keep the optimizer state of a layer; the others are sent the first one's weights.
         pytest.param(
-            4, 1, "3:2:weights", "--use-distributed-optimizer", [3], "weights of the embedding", marks=matrix
+            4, 1, "3:2:sent", "--use-distributed-optimizer", [3], r"weights of layer \d", marks=matrix
         ),
         pytest.param(
             6,
@@ -66,7 +73,7 @@ def test_the_odd_one_out_is_left_out(jobs, undisturbed, name, ranks, stages, fau
     shot = jobs.run(
         name, ranks=ranks, stages=stages, flags=f"{EACH} {flags} --corrupt {faults}", script=CORRUPTED
     )
-    assert_left_out(shot, gone, what)
+    assert_left_out(shot, gone, hashes(what))
     cells = "--tensor-model-parallel-size 2" if "tensor" in flags else ""
     assert_equal_runs(shot, undisturbed(cells, ranks=4 if cells else 2), kills=0)
 
@@ -106,7 +113,7 @@ def test_it_comes_back_with_what_the_others_have_but_not_twice(jobs, reference, 
     flags = f"{LONG} {EACH} --odyssey-respawn 3 --corrupt {faults}"
     shot = jobs.run(name, ranks=4, stages=1, flags=flags, script=CORRUPTED)
     times = faults.count("1:")
-    assert_left_out(shot, [1] * times, "weights of the embedding")
+    assert_left_out(shot, [1] * times, hashes("weights of the embedding"))
     assert len(shot.named("rank_joined")) == 1
     assert (
         shot.log.count("rank 1 was left out for wrong numbers before: it is not started again") == times - 1
@@ -120,9 +127,74 @@ def test_what_was_computed_with_it_before_the_check_stays(jobs, undisturbed, nam
     flags = "--check-weight-hash-across-dp-replicas-interval 4 --corrupt 1:1:weights"
     shot = jobs.run(name, ranks=3, stages=1, flags=flags, script=CORRUPTED)
     assert shot.exit_code == 0, shot.log[-3000:]
-    assert_left_out(shot, [1], "weights of the embedding")
+    assert_left_out(shot, [1], hashes("weights of the embedding"))
     assert_holders_agree(shot)
     ours, theirs = shot.run.steps, undisturbed().run.steps
     assert [one.step for one in ours] == [one.step for one in theirs]
     assert ours[1].losses == pytest.approx(theirs[1].losses, rel=1e-10)
     assert ours[-1].losses == pytest.approx(theirs[-1].losses, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stages", "fault", "flags", "gone"),
+    [
+        (3, 1, "1:2:forward", "", [1]),
+        pytest.param(2, 1, "1:2:forward:once", "", [1], marks=matrix),
+        pytest.param(3, 1, "0:2:input_grad", "", [0], marks=matrix),
+        pytest.param(3, 1, "1:2:weight_grad", "", [1], marks=matrix),
+        pytest.param(2, 1, "1:2:weight_grad:once", "", [1], marks=matrix),
+        pytest.param(4, 2, "1:2:forward", "", [1], marks=matrix),
+        pytest.param(8, 2, "6:2:forward:once", "", [6], marks=matrix),
+        pytest.param(8, 2, "5:2:input_grad:once", "", [5], marks=matrix),
+        pytest.param(8, 2, "2:2:weight_grad", "--odyssey-policy replan", [2], marks=matrix),
+        pytest.param(8, 4, "4:2:input_grad", "--odyssey-interrupted-step redo", [4], marks=matrix),
+        pytest.param(4, 2, "3:2:forward", "--use-distributed-optimizer", [3], marks=matrix),
+        pytest.param(6, 1, "3:2:forward", CELLS, [2, 3], marks=matrix),
+        pytest.param(8, 2, "5:2:weight_grad", f"{CELLS} --sequence-parallel", [4, 5], marks=matrix),
+    ],
+)
+def test_what_is_finite_elsewhere_was_computed_wrongly(
+    jobs, undisturbed, name, ranks, stages, fault, flags, gone
+):
+    shot = jobs.run(
+        name, ranks=ranks, stages=stages, flags=f"--not-finite {fault} {flags}", script=NOT_FINITE
+    )
+    assert_left_out(shot, gone, r"of microbatch\(es\) \[.+\] were not finite, and")
+    assert {event["step"] for event in shot.named("left_out")} == {2}
+    cells = CELLS if CELLS in flags else ""
+    assert_equal_runs(shot, undisturbed(cells, ranks=4 if cells else 2), kills=0)
+
+
+@matrix
+def test_wrong_numbers_after_a_failure(jobs, undisturbed, name):
+    """Pipelines share workers by then."""
+    flags = "--odyssey-inject rank=7,step=1,at=backward --not-finite 2:3:forward"
+    shot = jobs.run(name, ranks=8, stages=4, flags=flags, script=NOT_FINITE)
+    assert [event["target"] for event in shot.named("left_out")] == [2]
+    assert_equal_runs(shot, undisturbed(), kills=1)
+
+
+@matrix
+def test_a_failure_while_it_is_found_out(jobs, undisturbed, name):
+    """Rank 0 dies where the step is done a second time."""
+    flags = "--not-finite 3:2:forward,0:2:dies"
+    shot = jobs.run(name, ranks=4, stages=1, flags=flags, script=NOT_FINITE)
+    assert [event["target"] for event in shot.named("left_out")] == [3]
+    assert [one["dead"] for one in shot.named("failure_detected")] == [[0], [3]]
+    assert_equal_runs(shot, undisturbed(), kills=0)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stages", "fault"),
+    [
+        pytest.param(4, 2, "all:2:forward", marks=matrix),
+        pytest.param(3, 1, "all:2:weight_grad", marks=matrix),
+        pytest.param(2, 2, "0:2:forward", marks=matrix),  # who has no twin
+    ],
+)
+def test_what_is_not_finite_anywhere_stops_the_job(jobs, name, ranks, stages, fault):
+    outcome = jobs.run(name, ranks=ranks, stages=stages, flags=f"--not-finite {fault}", script=NOT_FINITE)
+    assert outcome.exit_code == EXIT_UNSOUND, outcome.log[-3000:]
+    assert outcome.log.count("No weight was changed.") == 1
+    assert [step.step for step in outcome.run.steps] == [0, 1]
+    assert not outcome.named("left_out")

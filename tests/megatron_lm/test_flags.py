@@ -6,9 +6,11 @@ import re
 
 import pytest
 
+from tests.e2e import not_finite
 from tests.e2e.jobs import ROUNDING, assert_equal_numbers, assert_holders_agree
 from tests.megatron_lm.jobs import FLOAT32, FLOAT64, MOCK, assert_same_lines
 
+NOT_FINITE = not_finite.__file__
 BFLOAT16 = 2e-3
 """Relative difference to plain Megatron-LM, whose layers sum in another order, in weights of 8 bits."""
 FLAGS = {
@@ -118,3 +120,13 @@ def test_the_progress_log_follows_the_number_of_ranks(jobs, name):
         ("# GPUs: 3", "Saved checkpoint"),
         ("# GPUs: 3", "Saved checkpoint"),
     ]
+
+
+def test_who_alone_finds_a_loss_that_is_not_finite_is_left_out(jobs, name):
+    """Megatron's own check of each loss would end whoever has it, not who has made it."""
+    flags = f"{MOCK} --odyssey-float64 on"
+    whole = jobs.odyssey(f"{name}-reference", flags, ranks=4, stages=2)
+    shot = jobs.odyssey(name, f"{flags} --not-finite 1:2:forward", ranks=4, stages=2, before=[NOT_FINITE])
+    assert [(event["target"], event["step"]) for event in shot.named("left_out")] == [(1, 2)]
+    assert_same_lines(shot, whole, rel=FLOAT64)
+    assert_holders_agree(shot)
