@@ -14,6 +14,7 @@ import functools
 import json
 import types
 import typing
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -69,23 +70,12 @@ def from_jsonable(kind: Any, value: Any) -> Any:
         return _record(kind, value)
     if typing.is_typeddict(kind):
         return _typed_dict(kind, value)
-    origin = typing.get_origin(kind)
-    if origin is typing.Annotated:
-        inner, *checks = typing.get_args(kind)
-        value = from_jsonable(inner, value)
-        for one in checks:
-            one.check(value)
-        return value
-    if origin in (typing.Union, types.UnionType):
-        return _union(kind, value)
-    if origin is tuple:
-        return _tuple(kind, value)
-    if origin is frozenset:
-        (item,) = typing.get_args(kind)
-        return frozenset(from_jsonable(item, one) for one in _expect(list, value, kind))
-    if origin is dict:
-        _, item = typing.get_args(kind)
-        return {key: from_jsonable(item, one) for key, one in _expect(dict, value, kind).items()}
+    if read := _GENERIC.get(typing.get_origin(kind)):
+        return read(kind, value)
+    return _scalar(kind, value)
+
+
+def _scalar(kind: Any, value: Any) -> Any:
     if kind is Any:
         return value
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
@@ -174,3 +164,32 @@ def _tuple(kind: Any, value: Any) -> Any:
     if len(args) != len(value):
         raise ValueError(f"expected {len(args)} items, found {len(value)}")
     return tuple(from_jsonable(item, one) for item, one in zip(args, value, strict=True))
+
+
+def _annotated(kind: Any, value: Any) -> Any:
+    inner, *checks = typing.get_args(kind)
+    value = from_jsonable(inner, value)
+    for one in checks:
+        one.check(value)
+    return value
+
+
+def _frozenset(kind: Any, value: Any) -> Any:
+    (item,) = typing.get_args(kind)
+    return frozenset(from_jsonable(item, one) for one in _expect(list, value, kind))
+
+
+def _dict(kind: Any, value: Any) -> Any:
+    _, item = typing.get_args(kind)
+    return {key: from_jsonable(item, one) for key, one in _expect(dict, value, kind).items()}
+
+
+_GENERIC: dict[Any, Callable[[Any, Any], Any]] = {
+    typing.Annotated: _annotated,
+    typing.Union: _union,
+    types.UnionType: _union,
+    tuple: _tuple,
+    frozenset: _frozenset,
+    dict: _dict,
+}
+"""By what an annotation with brackets is made of."""

@@ -239,9 +239,9 @@ class Coordinator:
             if self._fruitless > _MAX_FRUITLESS:
                 return self._stop(_FRUITLESS.format(count=_MAX_FRUITLESS, wanted=wanted), 1)
             missed = before.members | (before.offered_members if before.offered else frozenset())
-            if missed.intersection(dead) or wanted:
-                if verdict := self._recover(dead, wanted or "failure"):
-                    return verdict
+            needed = wanted or missed.intersection(dead)
+            if needed and (verdict := self._recover(dead, wanted or "failure")):
+                return verdict
             self._move_on()
 
     def _apply(self, event: Event) -> None:
@@ -256,8 +256,10 @@ class Coordinator:
             self._journal.event("offer_failed", generation=event.generation, why=event.reason, echo=True)
             self._state, self._offered = replace(self._state, offered=0), None
             self._failed_offers += 1
-        if not isinstance(event, GenerationLive):
-            return
+        elif isinstance(event, GenerationLive):
+            self._goes_on(event)
+
+    def _goes_on(self, event: GenerationLive) -> None:
         if event.done > self._done:
             self._done, self._fruitless = event.done, 0
         if not self._state.is_live:

@@ -158,38 +158,45 @@ class _Check:
 
     def program(self, worker: int, program: list[int]) -> None:
         """Everything that can be seen in one worker's program."""
-        visits, left, reductions = self.visits, self.left, self.reductions[worker]
+        visits, reductions = self.visits, self.reductions[worker]
         reduced = 0  # layers, as bits
         for at, code in enumerate(program):
+            problem = ""
             if code < visits.reductions:
-                visit, kind = code >> 3, code & 7
-                does, still = _DOES[kind], left[visit]
-                if still & does != does or still & _AFTER[kind] or visits.worker[visit] != worker:
-                    raise self._wrong(worker, at, program, self._out_of_turn(worker, code))
-                if visits.joined and kind < SEND_FORWARD and self._jumps(visit, kind):
-                    raise self._wrong(worker, at, program, "before what it gets from its neighbour here")
-                left[visit] = still & ~does
-                if kind >= SEND_FORWARD:
-                    self._message(worker, visit, kind)
-                elif reduced and does & 1 << WEIGHT_GRAD and reduced & self._layers(visit):
-                    raise self._wrong(worker, at, program, "comes after the reduction of its block")
+                problem = self._visit(worker, code, reduced)
             elif code in reductions:
                 reductions.remove(code)
                 block = visits.blocks[code - visits.reductions]
                 reduced |= (1 << block.last) - (1 << block.first)
             elif code > visits.step:
-                if problem := self._eager(worker, code - visits.eager, reduced):
-                    raise self._wrong(worker, at, program, problem)
+                problem = self._eager(worker, code - visits.eager, reduced)
             elif code != visits.step:
-                raise self._wrong(worker, at, program, NO_BLOCK)
+                problem = NO_BLOCK
             elif at < len(program) - 1:
-                raise self._wrong(worker, at, program, "must come last, and once")
+                problem = "must come last, and once"
+            if problem:
+                raise self._wrong(worker, at, program, problem)
         if not program or program[-1] != visits.step:
             raise self._wrong(worker, len(program) - 1, program, "the program must end with STEP")
         if reductions:
             spans = [(visits.blocks[c - visits.reductions]) for c in sorted(reductions)]
             spans_text = f"blocks {[(block.first, block.last) for block in spans]} not reduced"
             raise self._wrong(worker, len(program) - 1, program, spans_text)
+
+    def _visit(self, worker: int, code: int, reduced: int) -> str:
+        """Why ``worker`` cannot do this part of a visit here; "" if it can, and then it is done."""
+        visits, left, (visit, kind) = self.visits, self.left, (code >> 3, code & 7)
+        does, still = _DOES[kind], left[visit]
+        if still & does != does or still & _AFTER[kind] or visits.worker[visit] != worker:
+            return self._out_of_turn(worker, code)
+        if visits.joined and kind < SEND_FORWARD and self._jumps(visit, kind):
+            return "before what it gets from its neighbour here"
+        left[visit] = still & ~does
+        if kind >= SEND_FORWARD:
+            self._message(worker, visit, kind)
+        elif reduced and does & 1 << WEIGHT_GRAD and reduced & self._layers(visit):
+            return "comes after the reduction of its block"
+        return ""
 
     def _eager(self, worker: int, visit: int, reduced: int) -> str:
         """Why ``worker`` cannot run ``visit`` ahead here; "" if it can."""

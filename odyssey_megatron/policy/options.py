@@ -139,24 +139,7 @@ def options(case: Case) -> tuple[list[Option], list[tuple[str, str]]]:
         if case.speeds or len(alive) > len(case.previous.workers):
             _add_replans(case, found, impossible)
         return found, impossible
-    rerouted: Layout | None = None
-    try:
-        rerouted = reroute(case.previous, alive, costs, case.speeds)
-        name = "takeover" if _takes_over(case.previous, rerouted) else "reroute"
-        found.append(lay_out(case, name, "layout kept", rerouted))
-    except PlanInfeasible as error:
-        impossible.append(("reroute", str(error)))
-    try:
-        dropped = drop_pipelines(case.previous, alive)
-        found.append(lay_out(case, "drop", "broken pipelines dropped", dropped))
-    except PlanInfeasible as error:
-        impossible.append(("drop", str(error)))
-    if rerouted is not None:
-        try:
-            shifted = shift_layers(rerouted, costs, case.speeds)
-            found.append(lay_out(case, "shift", "rerouted, stage boundaries moved", shifted))
-        except PlanInfeasible as error:
-            impossible.append(("shift", str(error)))
+    _add_reroutes(case, found, impossible)
     if case.at_once:
         return [
             one for one in found if isinstance(one.found, LaidOut) and not one.found.transfers
@@ -164,6 +147,27 @@ def options(case: Case) -> tuple[list[Option], list[tuple[str, str]]]:
     _add_shadowed(case, found, impossible)
     _add_replans(case, found, impossible)
     return found, impossible
+
+
+def _add_reroutes(case: Case, found: list[Option], impossible: list[tuple[str, str]]) -> None:
+    """What keeps the pipelines, or those that are whole."""
+    alive, costs = case.state.alive, case.profile.costs
+
+    def add(name: str, note: str, make: Callable[[], Layout]) -> Layout | None:
+        layout = None
+        try:
+            layout = make()
+            shown = "takeover" if name == "reroute" and _takes_over(case.previous, layout) else name
+            found.append(lay_out(case, shown, note, layout))
+        except PlanInfeasible as error:
+            impossible.append((name, str(error)))
+        return layout
+
+    rerouted = add("reroute", "layout kept", lambda: reroute(case.previous, alive, costs, case.speeds))
+    add("drop", "broken pipelines dropped", lambda: drop_pipelines(case.previous, alive))
+    if rerouted is not None:
+        shifted = "rerouted, stage boundaries moved"
+        add("shift", shifted, lambda: shift_layers(rerouted, costs, case.speeds))
 
 
 def _add_return(case: Case, home: Layout, found: list[Option], impossible: list[tuple[str, str]]) -> None:
