@@ -31,6 +31,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStoreInfo,
+    c10d_rendezvous_backend,
     rendezvous_handler_registry,
 )
 
@@ -164,6 +165,30 @@ def register(meeting: Meeting) -> None:
         return Admission(meeting)
 
     rendezvous_handler_registry.register(BACKEND, create)
+
+
+def hosted_store(host: str, port: int, bind: str = "", **options: Any) -> dist.TCPStore:
+    """A store of torch's, hosted here, that listens on one address only: ``bind``, or that of ``host``.
+
+    Raises:
+        DistNetworkError: that address or port cannot be had.
+    """
+    try:
+        listener = _listen(*_resolve(bind or host), port)
+    except OSError as error:
+        raise dist.DistNetworkError(_NOT_OURS.format(host=bind or host, port=port, error=error)) from error
+    return dist.TCPStore(host, port, is_master=True, master_listen_fd=listener.detach(), **options)
+
+
+def bind_c10d(bind: str) -> None:
+    """From now on the store of torch's own rendezvous, ``--rdzv-backend c10d``, listens on one address, too."""
+
+    def store(host: str, port: int, *, is_master: bool, **options: Any) -> dist.TCPStore:
+        if is_master:
+            return hosted_store(host, port, bind, **options)
+        return dist.TCPStore(host, port, is_master=False, **options)
+
+    c10d_rendezvous_backend.TCPStore = store
 
 
 def session_token(token: str, session: str) -> str:

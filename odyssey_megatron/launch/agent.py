@@ -67,6 +67,8 @@ _RESPAWNS_OF_A_NODE = 10_000
 """More than a node's agent can start a rank again: incarnations of a rank are never alike."""
 _CONNECT_S = 10.0
 """For an agent's connection to the store where all have met a moment ago: if it is gone, so is the job."""
+_SEEN_S = 0.5
+"""For others to see that secrets differ, where the store goes with the process that has found it."""
 _KILLED_WITHIN_S = 5.0
 _FAREWELL_S = 5.0
 """How long the first agent keeps the store for the others to read the verdict."""
@@ -106,6 +108,7 @@ class OdysseyAgent(LocalElasticAgent):
         os.environ["ODYSSEY_TOKEN"] = self._token  # for the ranks
         control = self._connect()
         if not control.same_token():
+            time.sleep(_SEEN_S)
             raise ConfigError(OTHER_TOKEN)
         node = worker_group.group_rank
         running = control.has([keys.node_key(node)])
@@ -113,10 +116,7 @@ class OdysseyAgent(LocalElasticAgent):
             raise ConfigError(_NOT_RUNNING.format(node=node) if not running else _RUNNING.format(node=node))
         if node == 0:
             control.put_first(keys.JOB_NAME, secrets.token_hex(4))
-        try:
-            os.environ["ODYSSEY_JOB"] = control.get(keys.JOB_NAME, timeout_s=_CONNECT_S)
-        except TimeoutError as error:
-            raise ControlPlaneLost("the first agent has not named the job") from error
+        os.environ["ODYSSEY_JOB"] = _name_of_job(control)
         if running:
             # Before anything is written or started in its name.
             if beats(control, node, self._launch.config.node_lease_s):
@@ -420,6 +420,18 @@ class _Ranks:
                 self._fenced.add(rank)
                 if self._fences:
                     _signal_session(process.pid, signal.SIGKILL)
+
+
+def _name_of_job(control: Control) -> str:
+    """As the first agent has it. Raises ConfigError if that one has another secret."""
+    ends_s = time.monotonic() + _CONNECT_S
+    while not control.has([keys.JOB_NAME]):
+        if control.other_token_seen():
+            raise ConfigError(OTHER_TOKEN)
+        if time.monotonic() > ends_s:
+            raise ControlPlaneLost("the first agent has not named the job")
+        time.sleep(0.02)
+    return control.get(keys.JOB_NAME)
 
 
 def _signal_session(pid: int, number: signal.Signals) -> None:

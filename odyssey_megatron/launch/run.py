@@ -132,6 +132,7 @@ def _launch(
         admission.register(meeting)
         args.rdzv_backend, args.rdzv_endpoint = admission.BACKEND, f"{meeting.host}:{meeting.port}"
         args.node_rank = 0  # it is in the meeting; torchrun would warn that it does not look at it
+    admission.bind_c10d(config.bind)
     if not args.log_dir and {str(args.redirects), str(args.tee)} == {"0"}:
         args.log_dir = os.devnull  # else torch leaves an empty folder for each job
     args.signals_to_handle = signals.not_ignored(args.signals_to_handle)

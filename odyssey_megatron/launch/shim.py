@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import NoReturn
 
+from odyssey_megatron.config import config_from_argv
 from odyssey_megatron.errors import EXIT_BAD_INPUT, ConfigError
 from odyssey_megatron.launch.signals import HANDLED
 
@@ -40,7 +41,7 @@ def become() -> NoReturn:
 
 def main(argv: Sequence[str]) -> int:
     """Stands in for a rank with the command line ``argv``; returns the job's exit code."""
-    from torch.distributed import TCPStore
+    from torch.distributed import DistNetworkError, TCPStore
 
     env = os.environ
     rank, world_size, local_rank = (int(env[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
@@ -48,13 +49,18 @@ def main(argv: Sequence[str]) -> int:
     nodes, node = world_size // per_node, rank // per_node
     hosts = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     address = env.get("MASTER_ADDR", "127.0.0.1")
-    store = TCPStore(
-        address,
-        int(env["MASTER_PORT"]),
-        is_master=hosts,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=120),
-    )
+    where = (address, int(env["MASTER_PORT"]))
+    options = {"wait_for_workers": False, "timeout": timedelta(seconds=120)}
+    if hosts:
+        from odyssey_megatron.launch.admission import hosted_store
+
+        try:
+            store = hosted_store(*where, config_from_argv(argv).bind, **options)
+        except (ConfigError, DistNetworkError) as error:
+            sys.stderr.write(f"odyssey: {error}\n")
+            return EXIT_BAD_INPUT
+    else:
+        store = TCPStore(*where, is_master=False, **options)
     verdict, farewell = f"odyssey/verdict/{node}", "odyssey/farewell"
     if local_rank:
         for number in HANDLED:  # the business of the one with the agent; this one ends with the job

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.usefixtures("server")
 STEPS = 30
 
 
-def start(server, tmp_path, tokens: tuple[str, str]) -> list[Job]:
-    """Two agents of two ranks each; the first one hosts the coordinator."""
+def start(server, tmp_path, tokens: tuple[str, str], *, c10d: bool = False) -> list[Job]:
+    """Two agents of two ranks each; the first one hosts the coordinator. ``c10d``: by torch's own rendezvous."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -28,6 +28,8 @@ def start(server, tmp_path, tokens: tuple[str, str]) -> list[Job]:
         *("--odyssey-device", "cpu", "--odyssey-node-lease-s", 0.8),
     ]
     address = ["--master-addr", "127.0.0.1", "--master-port", port]
+    if c10d:
+        address = ["--rdzv-backend", "c10d", "--rdzv-id", "test", "--rdzv-endpoint", f"127.0.0.1:{port}"]
     return [
         server.run(
             [
@@ -97,3 +99,11 @@ def test_nodes_with_different_secrets(server, tmp_path):
     assert jobs[0].process.poll() is None
     jobs[0].kill()
     assert not any(events(path, "decision") for path in tmp_path.glob("run?"))
+
+
+@pytest.mark.matrix
+def test_nodes_with_different_secrets_that_meet_at_torch_s_own_store(server, tmp_path):
+    """Which has no door: whoever comes there ends the job, and both say why."""
+    jobs = start(server, tmp_path, ("one", "other"), c10d=True)
+    assert [job.wait(60) for job in jobs] == [2, 2], jobs[0].log() + jobs[1].log()
+    assert all(job.log().count("the nodes have different secrets") == 1 for job in jobs)

@@ -12,11 +12,12 @@ import time
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import RendezvousParameters, c10d_rendezvous_backend
 
 from odyssey_megatron.cluster.events import RankDied, RankJoined
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.launch import control as keys
-from odyssey_megatron.launch.admission import Admission, Meeting, ask
+from odyssey_megatron.launch.admission import Admission, Meeting, ask, bind_c10d
 from odyssey_megatron.launch.control import Control, EventReader
 from odyssey_megatron.launch.leases import Leases, beats
 from odyssey_megatron.launch.local_rendezvous import LocalRendezvous
@@ -241,12 +242,31 @@ def test_what_is_overwritten_keeps_its_newest_value(wire):
 
 def test_the_store_of_several_nodes_listens_on_one_address(admission):
     ports = {admission._meeting.port, admission.next_rendezvous().bootstrap_store_info.master_port}
-    listening = set()
+    assert listening(ports) == {("0100007F", port) for port in ports}
+    assert isinstance(admission.next_rendezvous().store, dist.Store)
+
+
+@pytest.mark.parametrize("bind", ["", "127.0.0.2"])
+def test_a_rendezvous_of_torch_s_own_listens_on_one_address(bind, monkeypatch):
+    port = free_port()
+    monkeypatch.setattr(c10d_rendezvous_backend, "TCPStore", dist.TCPStore)
+    bind_c10d(bind)
+    where = {"endpoint": f"{bind or '127.0.0.1'}:{port}", "run_id": "test", "is_host": "true"}
+    parameters = RendezvousParameters(backend="c10d", min_nodes=1, max_nodes=1, **where)
+    store = c10d_rendezvous_backend._create_tcp_store(parameters)
+    assert listening({port}) == {("0200007F" if bind else "0100007F", port)}
+    parameters.config["is_host"] = "false"
+    c10d_rendezvous_backend._create_tcp_store(parameters).set("key", "value")
+    assert store.get("key") == b"value"
+
+
+def listening(ports: set[int]) -> set[tuple[str, int]]:
+    """Of this machine, (address, port) in the words of the kernel."""
+    found = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in open(table).readlines()[1:]:
             local, state = line.split()[1], line.split()[3]
             address, _, port = local.rpartition(":")
             if state == "0A" and int(port, 16) in ports:
-                listening.add((address, int(port, 16)))
-    assert listening == {("0100007F", port) for port in ports}
-    assert isinstance(admission.next_rendezvous().store, dist.Store)
+                found.add((address, int(port, 16)))
+    return found
