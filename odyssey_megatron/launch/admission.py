@@ -188,7 +188,7 @@ def bind_c10d(bind: str) -> None:
             return hosted_store(host, port, bind, **options)
         return dist.TCPStore(host, port, is_master=False, **options)
 
-    c10d_rendezvous_backend.TCPStore = store
+    c10d_rendezvous_backend.TCPStore = store  # type: ignore[misc, assignment]
 
 
 def session_token(token: str, session: str) -> str:

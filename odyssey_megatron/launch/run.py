@@ -7,6 +7,7 @@ import functools
 import os
 import re
 import secrets
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from odyssey_megatron.config import OdysseyConfig, config_from_argv
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.inputs import COUNT, Between, Parser
-from odyssey_megatron.launch import run_folder, signals
+from odyssey_megatron.launch import run_folder, signals, tap
 from odyssey_megatron.launch.zygote import Zygote, prepare_environment
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ def main(argv: Sequence[str], *, joins: bool = False) -> int:
     """
     prepare_environment(os.environ)
     args = _parse(argv, joins)
+    if threading.active_count() == 1:  # else it is a program's that has called this
+        tap.stand_before(1, 2)
     config = config_from_argv(args.training_script_args)
     nodes = _number_of_nodes(args)
     _check_injections(config, nodes, args.nproc_per_node)

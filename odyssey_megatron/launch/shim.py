@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from odyssey_megatron.config import config_from_argv
 from odyssey_megatron.errors import EXIT_BAD_INPUT, ConfigError
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     hosts = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     address = env.get("MASTER_ADDR", "127.0.0.1")
     where = (address, int(env["MASTER_PORT"]))
-    options = {"wait_for_workers": False, "timeout": timedelta(seconds=120)}
+    options: dict[str, Any] = {"wait_for_workers": False, "timeout": timedelta(seconds=120)}
     if hosts:
         from odyssey_megatron.launch.admission import hosted_store
 

@@ -51,6 +51,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--stop-at-end", type=int, default=-1, help="the rank that stops when it has finished"
     )
+    parser.add_argument("--chatter", type=int, default=0, help="bytes that rank 0 prints in each step")
     parser.add_argument("--poison", default="", help="what rank 0 sends in step 5: 'event' or 'offer'")
     add_arguments(parser)
     return parser.parse_args()
@@ -133,6 +134,8 @@ class Toy:
             assert float(y[-1]) == self.step, f"a message of step {float(y[-1])} in step {self.step}"
         time.sleep(self.args.step_s)
         self.inject.at("backward", step=self.step, generation=self.number)
+        if self.args.chatter and self.rank == 0:
+            print(f"step {self.step}: {'x' * self.args.chatter}", flush=True)
         total = torch.ones(4)
         self.inject.at("reduce", step=self.step, generation=self.number)
         dist.all_reduce(total, group=group)
