@@ -14,6 +14,7 @@ OF_EACH_FILE = {
     "tests/e2e/test_two_speed.py": 2,
     "tests/e2e/test_rejoin.py": 2,
     "tests/e2e/test_resume.py": 1,
+    "tests/e2e/test_storms.py": 1,
 }
 """How many: all together take about two minutes on two cores."""
 

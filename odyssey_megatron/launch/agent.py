@@ -70,8 +70,8 @@ _CONNECT_S = 10.0
 _SEEN_S = 0.5
 """For others to see that secrets differ, where the store goes with the process that has found it."""
 _KILLED_WITHIN_S = 5.0
-_FAREWELL_S = 5.0
-"""How long the first agent keeps the store for the others to read the verdict."""
+_FAREWELL_S = 4.0
+"""From the verdict on: how long the first agent keeps the store for the others to read it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,7 +256,7 @@ class OdysseyAgent(LocalElasticAgent):
 
     def _conclude(self, verdict: VerdictWatch, ranks: _Ranks, control: Control) -> int:
         """Lets the ranks end, or ends them; returns the exit code of the job."""
-        final = verdict.value or Verdict(code=1, terminate_s=_ORPHANS_S)
+        final, began_s = verdict.value or Verdict(code=1, terminate_s=_ORPHANS_S), time.monotonic()
         ranks.drain(final.grace_s)
         ranks.end(final.terminate_s)
         if verdict.value is None:
@@ -267,7 +267,8 @@ class OdysseyAgent(LocalElasticAgent):
                 control.put_first(keys.VERDICT, to_json(final))  # it may have been made here
             control.put(f"bye/{node}", "")
             if node == 0 and final.nodes:  # the store goes with this process
-                control.wait([f"bye/{other}" for other in final.nodes], _FAREWELL_S)
+                left_s = max(began_s + _FAREWELL_S - time.monotonic(), 0.1)
+                control.wait([f"bye/{other}" for other in final.nodes], left_s)
         return final.code
 
 

@@ -72,8 +72,8 @@ _MAX_FAILED_OFFERS = 3
 """So many in a row, and what was offered is given up; the job goes on as it is."""
 _WAITS_S = 60.0
 """How often it is said for whom the job waits behind its last step: what they still write may be what it was for."""
-_STOP_GRACE_S = 15.0
-"""How long ranks may take to leave by themselves after a stop."""
+_STOP_GRACE_S = 1.5
+"""How long ranks may take to leave by themselves after a stop; then they are told to (``verdict.ENDS_S``)."""
 
 
 class Coordinator:

@@ -21,7 +21,9 @@ from odyssey_megatron.metrics.outlet import say
 _log = logging.getLogger(__name__)
 
 TERMINATE_S = 5.0
-"""From SIGTERM to SIGKILL, for ranks that outlast the verdict."""
+"""From SIGTERM to SIGKILL where somebody has sent one to the job, and ranks may have work to do then."""
+ENDS_S = 2.0
+"""The same where the job cannot go on: with what ranks may take to leave by themselves it is well below 5 s."""
 SAYS_WHY = "What it printed before says why; it stands above this line, or in --log-dir with --redirects."
 """Of a rank that has ended of itself."""
 _THREAD_ENDS_S = 0.5
@@ -37,7 +39,7 @@ class Verdict:
     why: str = ""
     grace_s: float = 0.0
     """How long an agent lets its ranks go on, before it ends them."""
-    terminate_s: float = TERMINATE_S
+    terminate_s: float = ENDS_S
     """From SIGTERM to SIGKILL for those."""
     nodes: tuple[int, ...] = ()
     """Nodes that are still there, besides the first."""

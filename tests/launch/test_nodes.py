@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("server")
 STEPS = 30
 
 
-def start(server, tmp_path, tokens: tuple[str, str], *, c10d: bool = False) -> list[Job]:
+def start(server, tmp_path, tokens: tuple[str, str], *flags: object, c10d: bool = False) -> list[Job]:
     """Two agents of two ranks each; the first one hosts the coordinator. ``c10d``: by torch's own rendezvous."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -41,6 +41,7 @@ def start(server, tmp_path, tokens: tuple[str, str], *, c10d: bool = False) -> l
                 2,
                 *address,
                 *script,
+                *flags,
                 "--odyssey-run-dir",
                 tmp_path / (f"run{node}" if len(set(tokens)) > 1 else "run"),
             ],

@@ -41,6 +41,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--retry-every", type=int, default=0, help="rank 0 asks for fresh groups so often")
     parser.add_argument("--late", default="", help="do not join the job before this file exists")
     parser.add_argument("--late-rank", type=int, default=-1, help="only this one waits for it")
+    parser.add_argument(
+        "--deaf", action="store_true", help="stay when the job is stopped, and ignore SIGTERM"
+    )
     parser.add_argument("--refuse", default="", help="all ranks refuse the job with this message")
     parser.add_argument("--differ", action="store_true", help="rank 1 posts another job")
     parser.add_argument("--raise-at", type=int, default=-1, help="all ranks raise in this step")
@@ -238,6 +241,9 @@ def main() -> None:
         toy.member.refuse(error)
     except JobStopped as stop:
         toy.journal.event("stopped", why=str(stop), exit_code=stop.exit_code)
+        if args.deaf:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            time.sleep(1000)
         sys.exit(stop.exit_code)
     except Fenced:
         sys.exit(1)
