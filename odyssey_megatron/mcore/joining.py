@@ -7,7 +7,7 @@ part in one step; then its loop is set to that step's iteration.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch.distributed import ProcessGroup
@@ -95,7 +95,10 @@ def starting_groups(
     process that joins, its cell: alone until it trains, in whatever generation that is.
     """
     everyone, suffix, number = tuple(range(member.world_size)), "", 0
-    if member.joins:
+    if not member.joins:
+        # Processes start at different times, and one that is killed before it comes here is started anew.
+        config = replace(config, build_timeout_s=max(config.build_timeout_s, config.store_timeout_s))
+    else:
         incarnations = member.meet(cell.ranks)
         everyone, number = cell.ranks, NEVER_OVER
         suffix = f".{cell.worker}.{'-'.join(map(str, incarnations))}"  # earlier ones have used the names
