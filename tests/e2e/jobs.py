@@ -114,6 +114,7 @@ def assert_alike_runs(shot: Outcome, reference: Outcome, *, kills: int) -> None:
     """
     assert shot.exit_code == 0, shot.log[-4000:]
     assert len(shot.named("injected")) == kills, "the faults that the test is about did not happen"
+    assert not shot.named("left_out"), "holders differed behind a step"
     assert_equal_numbers(shot.run.steps, reference.run.steps, rel=ROUNDING)
     assert_holders_agree(shot)
 

@@ -256,6 +256,7 @@ def report(folder: Path, code: int, gunman: Gunman, kills: int, steps: int, *, a
             "largest relative loss difference (float64)", loss_difference(ours, theirs).max_relative, 1e-10
         ),
         at_most("largest relative difference of gradient norms", norm_difference(ours, theirs), 1e-10),
+        at_most("holders left out", sum(event["event"] == "left_out" for event in events), 0),
         at_most("wrong samples", len(check_samples(events, ours).problems), 0),
         *(
             at_most(f"{name}, growth since a quarter of the kills", gunman.grown.get(name, math.nan), room)

@@ -146,6 +146,7 @@ def test_nobody_is_lost_for_good(jobs, undisturbed, name, case):
     print(f"seed {SEED}, {case}: {Counter(which for *_, which in killer.killed)}")
     assert_same_lines(run, undisturbed(stages, cell), rel=FLOAT64)
     assert len(killer.killed) >= 3
+    assert not run.named("left_out"), "holders differed"
     begun = {e["generation"]: e["members"] for e in run.named("generation_started")}
     assert begun[max(begun)] == list(range(RANKS)), "all are back"
     assert_report(run, killer.killed)
