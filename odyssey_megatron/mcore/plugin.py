@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,7 @@ from odyssey_megatron.launch.inject import Injector
 from odyssey_megatron.launch.member import Member
 from odyssey_megatron.mcore import compat, device
 from odyssey_megatron.metrics.journal import Journal
+from odyssey_megatron.metrics.outlet import say
 from odyssey_megatron.policy.profile import Profile, estimated_profile, load_profile
 
 if TYPE_CHECKING:
@@ -128,7 +129,9 @@ class Session:
             self._journal.event("stopped", why=str(stop), exit_code=stop.exit_code)
             raise SystemExit(stop.exit_code) from None
         except LeftOut as end:
-            sys.stderr.write(f"[odyssey] rank {self.rank} stops: {end}\n")
+            say(f"[odyssey] rank {self.rank} stops: {end}")
+            with suppress(OSError, ValueError):
+                sys.stdout.flush()
             self._journal.flush(_LAST_WORDS_S)
             os._exit(
                 end.exit_code
