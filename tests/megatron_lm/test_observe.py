@@ -29,6 +29,8 @@ def test_a_death_is_thought_through_and_ends_the_job(jobs, name):
 
 
 def test_what_recover_would_refuse_is_said(jobs, name):
-    run = jobs.odyssey(name, f"{MOCK} --check-for-spiky-loss --exit-interval 1", ranks=2, stages=2, mode="observe")
+    run = jobs.odyssey(
+        name, f"{MOCK} --check-for-spiky-loss --exit-interval 1", ranks=2, stages=2, mode="observe"
+    )
     assert run.exit_code == 0, run.log[-3000:]
     assert run.log.count("--odyssey recover would refuse this job: --check-for-spiky-loss") == 1

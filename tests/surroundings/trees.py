@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -22,6 +23,21 @@ def tree(pid: int) -> list[int]:
     for one in found:
         found += children.get(one, [])
     return found
+
+
+def stop(pids: list[int]) -> None:
+    """Whoever has ended since is left out."""
+    _signal(pids, signal.SIGSTOP)
+
+
+def go_on(pids: list[int]) -> None:
+    _signal(pids, signal.SIGCONT)
+
+
+def _signal(pids: list[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def freeze(pids: list[int], seconds: float, *, seed: int = 0, apart_s: float = 0.0) -> None:
