@@ -6,7 +6,6 @@ membership has changed or somebody asks for fresh groups.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import time
@@ -47,6 +46,7 @@ from odyssey_megatron.errors import (
 )
 from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch.control import Control, EventReader
+from odyssey_megatron.launch.learning import Learning
 from odyssey_megatron.launch.leases import Leases
 from odyssey_megatron.launch.member import FINISHED
 from odyssey_megatron.launch.planner import Planner
@@ -108,7 +108,8 @@ class Coordinator:
         """Of the last generation that every member reported live; its holders are complete."""
         self._start_plan: Plan | None = None
         self._offered: Generation | None = None
-        self._target: Plan | None = None
+        self._learning = Learning(planner, control, self._world_size)
+        self._target: Callable[[], Plan] | None = None
         """Where to go from the live plan, between two steps."""
         self._fruitless, self._failed_offers, self._early = 0, 0, -1
         self._done = 0
@@ -188,7 +189,6 @@ class Coordinator:
     def _observe(self) -> Verdict:
         """Says what would be done about the first failure, and ends the job as a launcher does that knows no better."""
         hopeless = self._start()  # the ranks do not read the generations that are published
-        self._rehearse()
         left, dead = set(range(self._world_size)), list[int]()
         while left and not dead:
             deaths = [one for one in self._batch() if isinstance(one, (RankDied, NodeLost))]
@@ -208,16 +208,7 @@ class Coordinator:
 
     # -- training -------------------------------------------------------------------------------------
 
-    def _rehearse(self) -> None:
-        """Decides on a failure that has not happened: the first decision loads libraries (0.7 s of CPU)."""
-        last = self._state.ranks[-1]
-        state = apply(self._state, RankDied(rank=last, code=0, cause="rehearsal", t_s=time.monotonic()))
-        if state.ranks and self._start_plan is not None:
-            with contextlib.suppress(OdysseyError):
-                self._planner.decide(state, self._start_plan, (), time.monotonic())
-
     def _train(self) -> Verdict:
-        self._rehearse()
         while True:
             before, wanted, deaths, lost = self._state, "", [], set[int]()
             for event in self._batch():
@@ -293,17 +284,18 @@ class Coordinator:
         rows: tuple[CandidateRow, ...] = ()
         if state.fresh:
             try:
-                decided = self._planner.decide(state, live, self._observations(), began_s)
+                decided = self._planner.decide(state, live, began_s)
             except OdysseyError as error:
                 _log.warning("no plan with the ranks that have joined: %s", error)
                 self._failed_offers = _MAX_FAILED_OFFERS
                 return
-            self._target, rows = decided.plan, decided.rows
+            target, rows = decided.plan, decided.rows
+            self._target = lambda: target
             why = f"rank(s) {list(state.fresh_ranks)} joined"
-        elif self._target is None or self._target.layout == live.layout:
+        elif self._target is None or (target := self._target()).layout == live.layout:
             self._target = None
             return
-        plan = self._planner.towards(state, live, self._target)
+        plan = self._planner.towards(state, live, target)
         self._state = offer_generation(state)
         self._offered = self._generation(
             self._state.offered, plan, live, why, rows=rows, decide_s=time.monotonic() - began_s, planned=True
@@ -352,7 +344,7 @@ class Coordinator:
         known = self._live_plan or self._start_plan
         assert known is not None
         try:
-            decided = self._planner.decide(without_fresh(self._state), known, self._observations(), began_s)
+            decided = self._planner.decide(without_fresh(self._state), known, began_s)
         except LayersLost as error:
             return self._layers_lost(error)
         except OdysseyError as error:
@@ -379,7 +371,7 @@ class Coordinator:
             number=next_generation(self._state).generation, members=(), dead=(), why=FINISHED, previous=None, plan=None,
             plan_hash="", candidates=(),
         ))  # fmt: skip
-        self._planner.finish(self._observations())
+        self._planner.finish(self._learning.observations())
         says_s = time.monotonic() + _WAITS_S
         while waits := members - set(self._exits):
             if time.monotonic() > says_s:
@@ -473,14 +465,12 @@ class Coordinator:
         if generation.candidates:
             self._say(candidates_table(generation.candidates))
 
-    def _observations(self) -> list[str]:
-        observed = self._control.latest([keys.observations_key(rank) for rank in range(self._world_size)])
-        return [text for _, text in observed]
-
     # -- events ---------------------------------------------------------------------------------------
 
     def _batch(self) -> list[Event]:
         """The events of one incident."""
+        if (current := self._live_plan or self._start_plan) is not None:
+            self._learning.look(self._state, current)
         events = self._events(_TICK_S)
         if events:
             time.sleep(_COALESCE_S)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from odyssey_megatron.cluster.events import RankDied
 from odyssey_megatron.cluster.job import JobSpec
-from odyssey_megatron.cluster.state import ClusterState
+from odyssey_megatron.cluster.state import ClusterState, apply
 from odyssey_megatron.codec import from_json
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.errors import PlanInfeasible
+from odyssey_megatron.errors import OdysseyError, PlanInfeasible
 from odyssey_megatron.metrics.outlet import Outlet
 from odyssey_megatron.plan.generation import CandidateRow
 from odyssey_megatron.plan.plan import Plan
@@ -31,8 +33,9 @@ class Decided:
     plan: Plan
     rows: tuple[CandidateRow, ...]
     """All that was considered."""
-    target: Plan | None = None
-    """Better than ``plan``, but layers must move first: behind the back of its steps."""
+    target: Callable[[], Plan] | None = None
+    """Better than ``plan``, but layers must move first: behind the back of its steps. Worked out when
+    it is asked for."""
 
 
 class Planner(Protocol):
@@ -42,13 +45,19 @@ class Planner(Protocol):
         """The plan without failures. Raises ConfigError or PlanInfeasible."""
         ...
 
-    def decide(
-        self, state: ClusterState, previous: Plan, observations: Sequence[str], now_s: float
-    ) -> Decided:
-        """The plan for the living workers.
+    def learn(self, state: ClusterState, current: Plan, observations: Sequence[str], now_s: float) -> None:
+        """Takes in what the ranks have measured, and works out what the next decisions will look up.
+
+        It may take long, and run beside them in another thread: they go by what was learned last.
 
         Args:
-            observations: what ranks have measured, as they published it; "" where nothing yet.
+            current: the plan that the job trains with.
+            observations: as the ranks published them; "" where nothing yet.
+        """
+        ...
+
+    def decide(self, state: ClusterState, previous: Plan, now_s: float) -> Decided:
+        """The plan for the living workers.
 
         Raises:
             LayersLost: some layer has no living holder.
@@ -87,7 +96,7 @@ class PolicyPlanner:
         self._profile = replace(self._profile, costs=replace(self._profile.costs, keeps_messages=keeps))
         job.check(len(state.ranks))
         decided = self._first_plan(job, state)
-        self._home = decided.plan
+        self._home, self._learned = decided.plan, self._profile
         return decided
 
     def _first_plan(self, job: JobSpec, state: ClusterState) -> Decided:
@@ -129,34 +138,60 @@ class PolicyPlanner:
         self._job = chosen.job
         return chosen, rows
 
-    def decide(
-        self, state: ClusterState, previous: Plan, observations: Sequence[str], now_s: float
-    ) -> Decided:
+    def learn(self, state: ClusterState, current: Plan, observations: Sequence[str], now_s: float) -> None:
+        found = self._calibrated(observations)
+        profile = replace(self._learned, group_build_s=found.group_build_s)
+        if not self._measured.alike(found.costs, profile.costs):
+            profile = found
+        self._decide.prepare(self._job, state, profile)
+        for worker in _one_of_each(current, state):
+            died = RankDied(rank=state.workers[worker].ranks[0], code=0, cause="rehearsal", t_s=now_s)
+            without = apply(state, died)
+            if without.alive:
+                with contextlib.suppress(OdysseyError):
+                    self._going_on(without, current, profile, now_s, thorough=True)
+        self._learned = profile  # not before all this is known
+
+    def decide(self, state: ClusterState, previous: Plan, now_s: float) -> Decided:
         before = self._job
         weighed: tuple[CandidateRow, ...] = ()
         if self._standings:
             weighed = self._chosen(state, now_s)[1]
         if self._job == before:
             weighed = ()  # as it was said before
-        case: dict[str, Any] = {
-            "job": self._job,
-            "state": state,
-            "previous": previous,
-            "profile": self._calibrated(observations),
-            "config": self._config,
-            "now_s": now_s,
-        }
+        return self._going_on(state, previous, self._learned, now_s, weighed=weighed)
+
+    def _going_on(
+        self,
+        state: ClusterState,
+        previous: Plan,
+        profile: Profile,
+        now_s: float,
+        *,
+        weighed: tuple[CandidateRow, ...] = (),
+        thorough: bool = False,
+    ) -> Decided:
         home = self._home
-        decision = self._decide.decide(**case, home=home.layout if home else None)
-        plan, rows = decision.plan, (*decision.candidates, *weighed)
-        if home is not None and plan.layout == home.layout and not state.dead:
-            plan = replace(home, transfers=plan.transfers)
-        after_a_loss = not set(previous.layout.workers) <= set(state.alive)
-        if after_a_loss:
-            both = self._two_speed.two_speed(**case, direct=decision)
+        decision = self._decide.decide(
+            job=self._job,
+            state=state,
+            previous=previous,
+            profile=profile,
+            config=self._config,
+            now_s=now_s,
+            home=home.layout if home else None,
+            thorough=thorough,
+        )
+        rows = (*decision.candidates, *weighed)
+        if not set(previous.layout.workers) <= set(state.alive):  # after a loss
+            both = self._two_speed.two_speed(decision, self._config)
             if both is not None and both.tokens > both.direct_tokens:
-                return Decided(plan=both.now, rows=self._two_speed.rows(both, rows), target=plan)
-        return Decided(plan=plan, rows=rows)
+                return Decided(
+                    plan=both.now, rows=self._two_speed.rows(both, rows), target=lambda: decision.plan
+                )
+        if home is not None and not state.dead and decision.best.layout == home.layout:
+            return Decided(plan=replace(home, transfers=decision.best.transfers), rows=rows)
+        return Decided(plan=decision.plan, rows=rows)
 
     def towards(self, state: ClusterState, current: Plan, target: Plan) -> Plan:
         return self._two_speed.towards(target, current=current, state=state, profile=self._profile)
@@ -175,3 +210,16 @@ class PolicyPlanner:
             except ValueError as error:
                 _log.warning("a rank's measurements are left out: %s", error)
         return self._measured.with_measured(self._profile, found)
+
+
+def _one_of_each(plan: Plan, state: ClusterState) -> list[int]:
+    """Of the living workers that have the same layers to compute, the first: their deaths lead to equal plans."""
+    spans: dict[int, list[tuple[int, int]]] = {worker: [] for worker in state.alive}
+    for route in plan.layout.routes:
+        for hop in route.hops:
+            if hop.worker in spans and (hop.first, hop.last) not in spans[hop.worker]:
+                spans[hop.worker].append((hop.first, hop.last))
+    first: dict[tuple[tuple[int, int], ...], int] = {}
+    for worker, own in spans.items():
+        first.setdefault(tuple(sorted(own)), worker)
+    return list(first.values())

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from odyssey_megatron.plan.costs import Costs
+from odyssey_megatron.plan.known import known
 from odyssey_megatron.plan.layout import Hop, Layout, Route, layout_from_routes
 from odyssey_megatron.plan.list_schedule import Solved
 from odyssey_megatron.plan.memory import state_bytes
@@ -45,11 +46,11 @@ def assemble(order: Order, layout: Layout, costs: Costs) -> Assembled:
             tails[worker].append(text)
     heads: dict[int, str] = {}
     peaks = state_bytes(layout, costs)
-    known: dict[int, _Kind] = {}
+    kinds: dict[int, Kind] = {}
     for group in order.groups:
-        kind = known.get(id(group.solved))
+        kind = kinds.get(id(group.solved))
         if kind is None:
-            kind = known[id(group.solved)] = _Kind(group.solved, costs)
+            kind = kinds[id(group.solved)] = _kind(group.solved, costs)
         ids = (*group.microbatches, *group.workers)
         for worker, template, pick, peak in zip(
             group.workers, kind.templates, kind.picks, kind.peaks, strict=True
@@ -63,7 +64,18 @@ def assemble(order: Order, layout: Layout, costs: Costs) -> Assembled:
     return Assembled(text="\n".join(lines), peak_bytes=tuple(peaks.items()))
 
 
-class _Kind:
+def _kind(solved: Solved, costs: Costs) -> Kind:
+    there = known(costs)
+    found = there.kinds.get(id(solved))
+    if found is not None and found[0] is solved:
+        return found[1]
+    kind = Kind(solved, costs)
+    if there.orders.get(solved.shape) is solved:
+        there.kinds.put(id(solved), (solved, kind), 2 * sum(map(len, solved.queues)))
+    return kind
+
+
+class Kind:
     """The programs of a group with its own numbers, as %-templates over (microbatch ids, worker ids)."""
 
     def __init__(self, solved: Solved, costs: Costs) -> None:

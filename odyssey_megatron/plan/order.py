@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.costs import Costs
+from odyssey_megatron.plan.known import known
 from odyssey_megatron.plan.layout import Layout, Route
-from odyssey_megatron.plan.list_schedule import Shape, Solved, best_order
+from odyssey_megatron.plan.list_schedule import TICKS_PER_S, Shape, Solved, best_order
 from odyssey_megatron.plan.memory import activation_caps, minimum_bytes
 from odyssey_megatron.plan.schedule import Instr, Program, Schedule
 from odyssey_megatron.plan.visits import OPS
@@ -50,6 +51,7 @@ def order_routes(
     in_flight_cap: Mapping[int, int] | None = None,
     speeds: Mapping[int, float] | None = None,
     before_s: Mapping[int, float] | None = None,
+    thorough: bool = False,
 ) -> Order:
     """Schedules each group of routes; equal groups only once.
 
@@ -57,6 +59,7 @@ def order_routes(
         in_flight_cap: worker -> bytes of activations it may keep; None = what 1F1B keeps at its place.
         speeds: worker -> relative speed; 1.0 where missing.
         before_s: worker -> when it must be done at the latest; None = whenever it can be.
+        thorough: works out what others may look up, also where this one could give up early; there is time.
 
     Raises:
         LayoutInvalid: two hops in a row on one worker (they must be one hop).
@@ -64,28 +67,53 @@ def order_routes(
     """
     caps = activation_caps(layout, costs) if in_flight_cap is None else in_flight_cap
     done_s = dict.fromkeys(layout.workers, 0.0)
-    known: dict[Shape, Solved] = {}
+    here: dict[Shape, Solved] = {}
     groups = []
     for routes in independent(layout.routes):
         # In order of appearance, so that equal pipelines look equal whichever workers they have.
         workers = tuple(dict.fromkeys(hop.worker for route in routes for hop in route.hops))
         microbatches = tuple(sorted(m for route in routes for m in route.microbatches))
         shape = _shape(routes, workers, microbatches, caps, speeds or {})
-        if shape not in known:
+        if shape not in here:
             try:
-                solved = best_order(
-                    shape, costs, [before_s[worker] for worker in workers] if before_s else None
+                solved = _solved(
+                    shape, costs, [before_s[worker] for worker in workers] if before_s else None, thorough
                 )
             except PlanInfeasible:
                 _check_caps(layout, costs, caps)  # says which worker
                 raise
             if solved is None:
                 raise PlanInfeasible("given up while it was scheduled: not done in time to be better")
-            known[shape] = solved
-        solved = known[shape]
+            here[shape] = solved
+        solved = here[shape]
         groups.append(Group(workers=workers, microbatches=microbatches, solved=solved))
         done_s.update(zip(workers, solved.done_s, strict=True))
     return Order(groups=tuple(groups), done_s=done_s)
+
+
+def _solved(shape: Shape, costs: Costs, before_s: list[float] | None, thorough: bool) -> Solved | None:
+    """As ``best_order``, looked up where that is known.
+
+    An order that is best without a limit, and within it, is what ``best_order`` finds with the limit, too: each one
+    that it takes is shorter than those before, and a limit takes some of these away.
+    """
+    orders = known(costs).orders
+    best = orders.get(shape)
+    if best is None and (thorough or before_s is None):
+        best = best_order(shape, costs)
+        assert best is not None, "without a limit there is an order"
+        orders.put(shape, best, sum(map(len, best.queues)))
+    if best is None:
+        return best_order(shape, costs, before_s)
+    return best if before_s is None or _in_time(best, before_s) else None
+
+
+def _in_time(solved: Solved, before_s: list[float]) -> bool:
+    return all(
+        round(done_s * TICKS_PER_S) <= end_s * TICKS_PER_S - 1
+        for done_s, end_s, queue in zip(solved.done_s, before_s, solved.queues, strict=True)
+        if queue
+    )
 
 
 def independent(routes: tuple[Route, ...]) -> list[list[Route]]:

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import cached_property
 from heapq import heapify, heappop, heappush
 
 from odyssey_megatron.cluster.job import JobSpec
@@ -28,6 +29,7 @@ from odyssey_megatron.policy.options import (
     Case,
     LaidOut,
     Option,
+    at_once,
     caps_for,
     lay_out,
     options,
@@ -50,16 +52,6 @@ out; the rest only if it may win by 0.5 %."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
-    """The plan, and everything that was considered on the way to it."""
-
-    plan: Plan
-    candidates: tuple[CandidateRow, ...]
-    bound_s: float
-    """No layout over the living workers has a shorter step; ``plan.bound_s`` is for the layout chosen."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Candidate:
     """A layout worked out far enough to be scored."""
 
@@ -73,6 +65,37 @@ class _Candidate:
     transition_s: float
     score: float
     note: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What is best, and everything that was considered on the way to it."""
+
+    case: Case
+    best: _Candidate
+    policy: str
+    candidates: tuple[CandidateRow, ...]
+    bound_s: float
+    """No layout over the living workers has a shorter step; ``plan.bound_s`` is for the layout chosen."""
+    ahead: Assembled | None = None
+    """The programs with forwards run ahead, where those are asked for: the reasons say how many there are."""
+
+    @cached_property
+    def plan(self) -> Plan:
+        """Lowered and verified when it is first asked for: of two decisions that are compared only one may be."""
+        best, case = self.best, self.case
+        assembled = self.ahead or assemble(best.order, best.layout, case.profile.costs)
+        return Plan(
+            policy=self.policy,
+            layout=best.layout,
+            schedule_text=assembled.text,
+            transfers=best.transfers,
+            step_s=best.step_s,
+            bound_s=best.bound_s,
+            transition_s=best.transition_s,
+            peak_bytes=assembled.peak_bytes,
+            ahead=assembled.ahead,
+        )
 
 
 def initial_plan(job: JobSpec, state: ClusterState, profile: Profile) -> Plan:
@@ -151,8 +174,8 @@ def decide(
     config: OdysseyConfig,
     now_s: float,
     among: Collection[str] | None = None,
-    at_once: bool = False,
     home: Layout | None = None,
+    thorough: bool = False,
 ) -> Decision:
     """The best plan for the workers that are alive.
 
@@ -160,8 +183,8 @@ def decide(
         previous: the plan whose holders are complete and current.
         now_s: on the clock of ``state``'s times.
         among: names of options to choose from; None = all.
-        at_once: only plans for which nothing moves; after a loss.
         home: the failure-free layout, which workers that are back may make possible again.
+        thorough: nobody waits for it: works out what later decisions look up. The decision is the same.
 
     Raises:
         LayersLost: some layer has no living holder (I9); names ranks.
@@ -176,32 +199,50 @@ def decide(
         horizon_s=config.horizon_s,
         mtbf_s=mean_time_between_failures_s(state, config.mtbf_s, now_s),
         home=home,
-        at_once=at_once,
+        thorough=thorough,
     )
     _check_holders(case)
     found, impossible = options(case)
     found = [option for option in found if among is None or option.name in among]
+    return _decided(case, found, impossible, config, previous.policy)
+
+
+def decide_at_once(direct: Decision, config: OdysseyConfig) -> Decision:
+    """After the loss that ``direct`` was decided on: the best of what needs nothing to move.
+
+    Raises:
+        PlanInfeasible: there is none.
+    """
+    return _decided(direct.case, at_once(direct.case), [], config, direct.policy)
+
+
+def _decided(
+    case: Case,
+    found: list[Option],
+    impossible: list[tuple[str, str]],
+    config: OdysseyConfig,
+    kept_policy: str,
+) -> Decision:
+    job, profile = case.job, case.profile
     best, rows = _search(case, found, config.policy)
     rows += [_unscored(name, None, reason) for name, reason in impossible]
     if best is None:
         raise _no_plan(case, rows)
-    assembled = _assembled(best.order, best.layout, profile.costs, best.caps, case.speeds, job.eager_forwards)
-    rows.append(_row(best, True, _why(best, config.policy, rows) + ("; " + assembled.ahead).rstrip("; ")))
+    ahead = None
+    if job.eager_forwards:
+        ahead = _assembled(best.order, best.layout, profile.costs, best.caps, case.speeds, True)
+    why = _why(best, config.policy, rows) + ("; " + ahead.ahead if ahead and ahead.ahead else "")
+    rows.append(_row(best, True, why))
     rows += [_restart_row(case, best.score)] if case.state.dead else []
     rows.sort(key=lambda row: (not row.chosen, row.score is None, -(row.score or 0.0), row.name))
-    plan = Plan(
-        policy=previous.policy if best.name == "keep" else best.name,
-        layout=best.layout,
-        schedule_text=assembled.text,
-        transfers=best.transfers,
-        step_s=best.step_s,
-        bound_s=best.bound_s,
-        transition_s=best.transition_s,
-        peak_bytes=assembled.peak_bytes,
-        ahead=assembled.ahead,
+    return Decision(
+        case=case,
+        best=best,
+        policy=kept_policy if best.name == "keep" else best.name,
+        candidates=tuple(rows),
+        bound_s=cluster_bound_s(job.num_microbatches, profile.costs, case.state.alive, case.speeds),
+        ahead=ahead,
     )
-    bound_s = cluster_bound_s(job.num_microbatches, profile.costs, state.alive, case.speeds)
-    return Decision(plan=plan, candidates=tuple(rows), bound_s=bound_s)
 
 
 def _no_plan(case: Case, rows: list[CandidateRow]) -> PlanInfeasible:
@@ -304,7 +345,14 @@ def _work_out(case: Case, option: Option, found: LaidOut, best: float) -> _Candi
     if best > -math.inf:
         longest_s = case.longest_step_s(best, option) * SLACK
         before_s = computed_before_s(layout, costs, longest_s)
-    order = order_routes(layout, costs, in_flight_cap=found.caps, speeds=case.speeds, before_s=before_s)
+    order = order_routes(
+        layout,
+        costs,
+        in_flight_cap=found.caps,
+        speeds=case.speeds,
+        before_s=before_s,
+        thorough=case.thorough,
+    )
     step_s = step_end_s(layout, costs, order.done_s)
     return _Candidate(
         name=option.name,

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.policy.profile import Observation, Profile, calibrate
 
 
@@ -57,3 +58,26 @@ def with_measured(profile: Profile, published: Sequence[Measured]) -> Profile:
         )
     regroups = [one.regroup_s for one in published if one.regroup_s is not None]
     return replace(profile, costs=costs, group_build_s=max(regroups) if regroups else profile.group_build_s)
+
+
+_NOISE = 0.01
+"""Of a transformer layer: costs that have moved by less make no other plan worth its while."""
+
+
+def alike(one: Costs, other: Costs) -> bool:
+    """Whether ``other`` is ``one`` but for noise, so that plans, and what was worked out for them, hold for both."""
+    noise_s = _NOISE * statistics.median(layer.compute_s for layer in one.layers)
+    return (
+        _without_times(one) == _without_times(other)
+        and abs(one.message_s() - other.message_s()) <= noise_s
+        and all(
+            abs(getattr(mine, kind) - getattr(theirs, kind)) <= noise_s
+            for kind in ("forward_s", "input_grad_s", "weight_grad_s")
+            for mine, theirs in zip(one.layers, other.layers, strict=True)
+        )
+    )
+
+
+def _without_times(costs: Costs) -> Costs:
+    layers = (replace(one, forward_s=0.0, input_grad_s=0.0, weight_grad_s=0.0) for one in costs.layers)
+    return replace(costs, layers=tuple(layers), link_latency_s=0.0, link_bytes_per_s=1.0)

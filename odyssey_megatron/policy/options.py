@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import ClusterState
@@ -21,7 +22,7 @@ from odyssey_megatron.policy.score import expected_tokens
 from odyssey_megatron.policy.search import Search, place, search_for
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Case:
     """The arguments of one decision, and what follows from them."""
 
@@ -35,10 +36,15 @@ class Case:
     mtbf_s: float
     home: Layout | None = None
     """Of the failure-free plan, where the job comes from."""
-    at_once: bool = False
-    """Nothing is to move after a loss: optimizer state that was lost stays with those who have it still."""
+    thorough: bool = False
+    """Nobody waits for it."""
 
-    @property
+    @cached_property
+    def unmoved(self) -> tuple[Unmoved, ...]:
+        """See :func:`unmoved`."""
+        return unmoved(self)
+
+    @cached_property
     def speeds(self) -> dict[int, float]:
         """Only of workers that differ from a healthy one."""
         return worker_speeds(self.state)
@@ -106,6 +112,18 @@ class Option:
     """May raise PlanInfeasible."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unmoved:
+    """A layout whose holders are those before, without the dead."""
+
+    name: str
+    note: str
+    layout: Layout | None
+    """Without what is decided of redundancy; None if it cannot be had."""
+    option: Option | str
+    """With that; or why it cannot be had."""
+
+
 def worker_speeds(state: ClusterState) -> dict[int, float]:
     """Worker -> speed, where it differs from a healthy worker's."""
     return {w.worker: w.speed for w in state.workers if w.speed != 1.0}
@@ -139,28 +157,31 @@ def options(case: Case) -> tuple[list[Option], list[tuple[str, str]]]:
         if case.speeds or len(alive) > len(case.previous.workers):
             _add_replans(case, found, impossible)
         return found, impossible
-    _add_reroutes(case, found, impossible)
-    if case.at_once:
-        return [
-            one for one in found if isinstance(one.found, LaidOut) and not one.found.transfers
-        ], impossible
+    for one in case.unmoved:
+        if isinstance(one.option, Option):
+            found.append(one.option)
+        else:
+            impossible.append(("reroute" if one.name == "takeover" else one.name, one.option))
     _add_shadowed(case, found, impossible)
     _add_replans(case, found, impossible)
     return found, impossible
 
 
-def _add_reroutes(case: Case, found: list[Option], impossible: list[tuple[str, str]]) -> None:
-    """What keeps the pipelines, or those that are whole."""
+def unmoved(case: Case) -> tuple[Unmoved, ...]:
+    """After a loss: the layouts for which at most optimizer state has to move."""
     alive, costs = case.state.alive, case.profile.costs
+    found: list[Unmoved] = []
 
     def add(name: str, note: str, make: Callable[[], Layout]) -> Layout | None:
-        layout = None
         try:
             layout = make()
-            shown = "takeover" if name == "reroute" and _takes_over(case.previous, layout) else name
-            found.append(lay_out(case, shown, note, layout))
         except PlanInfeasible as error:
-            impossible.append((name, str(error)))
+            found.append(Unmoved(name=name, note=note, layout=None, option=str(error)))
+            return None
+        shown = "takeover" if name == "reroute" and _takes_over(case.previous, layout) else name
+        found.append(
+            Unmoved(name=shown, note=note, layout=layout, option=_laid_out(case, shown, note, layout))
+        )
         return layout
 
     rerouted = add("reroute", "layout kept", lambda: reroute(case.previous, alive, costs, case.speeds))
@@ -168,6 +189,27 @@ def _add_reroutes(case: Case, found: list[Option], impossible: list[tuple[str, s
     if rerouted is not None:
         shifted = "rerouted, stage boundaries moved"
         add("shift", shifted, lambda: shift_layers(rerouted, costs, case.speeds))
+    return tuple(found)
+
+
+def at_once(case: Case) -> list[Option]:
+    """Of those what needs nothing to move: optimizer state that was lost stays with those who have it still."""
+    found = []
+    for one in case.unmoved:
+        option = one.option
+        if case.job.optimizer_copies and one.layout is not None:
+            option = _laid_out(case, one.name, one.note, one.layout, joins=False)
+        if isinstance(option, Option) and isinstance(option.found, LaidOut) and not option.found.transfers:
+            found.append(option)
+    return found
+
+
+def _laid_out(case: Case, name: str, note: str, layout: Layout, *, joins: bool = True) -> Option | str:
+    """:func:`lay_out`, or why that cannot be."""
+    try:
+        return lay_out(case, name, note, layout, joins=joins)
+    except PlanInfeasible as error:
+        return str(error)
 
 
 def _add_return(case: Case, home: Layout, found: list[Option], impossible: list[tuple[str, str]]) -> None:
@@ -209,11 +251,14 @@ def _add_shadowed(case: Case, found: list[Option], impossible: list[tuple[str, s
                 found.append(shadowed)
 
 
-def lay_out(case: Case, name: str, note: str, layout: Layout, *, shadowed: bool = False) -> Option:
+def lay_out(
+    case: Case, name: str, note: str, layout: Layout, *, shadowed: bool = False, joins: bool = True
+) -> Option:
     """The option of ``layout``, with its bound and its transition.
 
     Args:
         shadowed: with a shadow for each layer that has too few holders.
+        joins: optimizer state that has too few keepers gets others.
 
     Raises:
         PlanInfeasible: it does not fit.
@@ -225,7 +270,7 @@ def lay_out(case: Case, name: str, note: str, layout: Layout, *, shadowed: bool 
         layout = with_shadows(
             layout, case.previous, nodes, job.least_holders, costs, eager=job.eager_forwards
         )
-    copies, joins = case.job.optimizer_copies, not case.at_once
+    copies = case.job.optimizer_copies
     layout = with_keepers(layout, case.previous, nodes, copies, costs, joins=joins)
     transfers = plan_transfers(case.previous, layout, case.state.alive, costs)
     caps = caps_for(layout, profile)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import ClusterState
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import PlanInfeasible
@@ -18,86 +17,76 @@ from odyssey_megatron.plan.generation import CandidateRow
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.redundancy import filling
 from odyssey_megatron.plan.transfer import plan_transfers, transfer_s
-from odyssey_megatron.policy.decide import Decision, decide, scheduled
+from odyssey_megatron.policy.decide import Decision, decide_at_once, scheduled
 from odyssey_megatron.policy.profile import Profile
-from odyssey_megatron.policy.score import mean_time_between_failures_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TwoSpeed:
     """Two plans in a row."""
 
-    now: Plan
+    first: Decision
     """Needs no transfers."""
     after_steps: int
-    """So many steps of ``now`` hide the transfers of ``then``."""
-    then: Plan
+    """So many steps of it hide the transfers of ``direct``."""
+    direct: Decision
     tokens: float
     """Expected to the horizon."""
     direct_tokens: float
-    """The same for going to ``then`` at once."""
+    """The same for doing what ``direct`` says at once."""
+
+    @property
+    def now(self) -> Plan:
+        return self.first.plan
+
+    @property
+    def then(self) -> Plan:
+        return self.direct.plan
 
 
-def two_speed(
-    *,
-    job: JobSpec,
-    state: ClusterState,
-    previous: Plan,
-    profile: Profile,
-    config: OdysseyConfig,
-    now_s: float,
-    direct: Decision,
-) -> TwoSpeed | None:
+def two_speed(direct: Decision, config: OdysseyConfig) -> TwoSpeed | None:
     """The two-speed form of ``direct``; None where it moves nothing, or nothing can go on without moving.
 
     Expected tokens are integrals of the rate over the time that no failure has come, exponential with mean M as
     in :mod:`odyssey_megatron.policy.score`. Source: papers.md §8.7, overlapped two-step policy.
     """
-    if not direct.plan.transfers:
+    if not direct.best.transfers:
         return None
     try:
-        first = decide(
-            job=job,
-            state=state,
-            previous=previous,
-            profile=profile,
-            config=config,
-            now_s=now_s,
-            at_once=True,
-        ).plan
+        first = decide_at_once(direct, config)
     except PlanInfeasible:
         return None
-    mean = mean_time_between_failures_s(state, config.mtbf_s, now_s)
-    hidden_s = transfer_s(direct.plan.transfers, profile.costs)
-    steps = max(1, math.ceil(hidden_s / first.step_s))
-    switch = profile.group_build_s + steps * first.step_s
+    job, profile, mean = direct.case.job, direct.case.profile, direct.case.mtbf_s
+    hidden_s = transfer_s(direct.best.transfers, profile.costs)
+    steps = max(1, math.ceil(hidden_s / first.best.step_s))
+    switch = profile.group_build_s + steps * first.best.step_s
 
     def tokens(step_s: float, start: float, end: float) -> float:
         lived = mean * (math.exp(-min(start, end) / mean) - math.exp(-end / mean))
         return job.tokens_per_step / step_s * lived
 
     horizon = config.horizon_s
-    then_s = direct.plan.step_s
+    then_s = direct.best.step_s
     return TwoSpeed(
-        now=first,
+        first=first,
         after_steps=steps,
-        then=direct.plan,
-        tokens=tokens(first.step_s, profile.group_build_s, min(switch, horizon))
+        direct=direct,
+        tokens=tokens(first.best.step_s, profile.group_build_s, min(switch, horizon))
         + tokens(then_s, switch + profile.group_build_s, horizon),
-        direct_tokens=tokens(then_s, direct.plan.transition_s, horizon),
+        direct_tokens=tokens(then_s, direct.best.transition_s, horizon),
     )
 
 
 def rows(both: TwoSpeed, direct: tuple[CandidateRow, ...]) -> tuple[CandidateRow, ...]:
     """The decision table of ``both``, made from that of going there at once."""
-    now = both.now
+    now = both.first
     chosen = CandidateRow(
         name=now.policy,
-        step_s=now.step_s,
-        transition_s=now.transition_s,
+        step_s=now.best.step_s,
+        transition_s=now.best.transition_s,
         score=both.tokens,
         chosen=True,
-        reason=f"at once, and {both.then.policy} when its layers have moved behind about {both.after_steps} step(s)",
+        reason=f"at once, and {both.direct.policy} when its layers have moved behind about {both.after_steps} step(s)",
     )
     return (chosen, *(replace(row, chosen=False) for row in direct if row.name != now.policy))
 

@@ -220,10 +220,7 @@ def _decide(
     start = time.perf_counter()
     decision = decide(job=job, state=state, previous=before, profile=profile, config=config, now_s=0.0)
     seconds = time.perf_counter() - start
-    both = two_speed(
-        job=job, state=state, previous=before, profile=profile, config=config, now_s=0.0, direct=decision
-    )
-    return decision, both, seconds
+    return decision, two_speed(decision, config), seconds
 
 
 def _slowed(state: ClusterState, scenario: Scenario, slow: Sequence[str]) -> ClusterState:

@@ -106,16 +106,17 @@ class EmulationPlanner(planner.PolicyPlanner):
             return replace(decided, plan=one_f_one_b(decided.plan, self._profile.costs))
         return decided
 
-    def decide(
-        self, state: ClusterState, previous: Plan, observations: Sequence[str], now_s: float
-    ) -> Decided:
+    def learn(self, state: ClusterState, current: Plan, observations: Sequence[str], now_s: float) -> None:
+        super().learn(self._slowed(state), current, observations, now_s)
+
+    def decide(self, state: ClusterState, previous: Plan, now_s: float) -> Decided:
         if self._emulation.two_speed:
-            return super().decide(self._slowed(state), previous, observations, now_s)
+            return super().decide(self._slowed(state), previous, now_s)
         decision = self._decide.decide(
             job=self._job,
             state=self._slowed(state),
             previous=previous,
-            profile=self._calibrated(observations),
+            profile=self._learned,
             config=self._config,
             now_s=now_s,
             among=self._emulation.among or None,

@@ -48,7 +48,7 @@ class FakePlanner:
 
     def __init__(self) -> None:
         self.previous: list[Plan] = []
-        self.observations: list[tuple[str, ...]] = []
+        self.learned: list[tuple[Plan, tuple[str, ...]]] = []
         self.error: Exception | None = None
         self.target: Plan | None = None
         self.start_error: Exception | None = None
@@ -58,16 +58,16 @@ class FakePlanner:
             raise self.start_error
         return Decided(plan=PLAN, rows=())
 
-    def decide(self, state, previous, observations, now_s):
-        if not observations:  # the rehearsal
-            return Decided(plan=PLAN, rows=())
+    def learn(self, state, current, observations, now_s):
+        self.learned.append((current, tuple(observations)))
+
+    def decide(self, state, previous, now_s):
         self.previous.append(previous)
-        self.observations.append(tuple(observations))
         if self.error:
             raise self.error
         transfers = (Transfer(layer=0, source=0, target=1),)
         plan = replace(PLAN, policy="replan", step_s=1.0 + len(self.previous), transfers=transfers)
-        return Decided(plan=plan, rows=(), target=self.target)
+        return Decided(plan=plan, rows=(), target=self.target and (lambda: self.target))
 
     def towards(self, state, current, target):
         return target
@@ -180,7 +180,6 @@ def test_a_death_in_a_live_generation(started):
     second = started.generation(2)
     assert (second.members, second.dead, second.previous) == ((0, 1, 3), (2,), PLAN)
     assert second.plan.step_s == 2.0
-    assert started.planner.observations == [tuple(f"seen by {rank}" for rank in range(4))]
 
 
 def test_two_deaths_of_one_incident_are_one_decision(started):
@@ -470,14 +469,14 @@ def test_an_observed_job_ends_when_all_ranks_have(observed):
     observed.died(0, 1, code=0)
     observed.died(2, 3, code=0)
     assert observed.end().code == 0
-    assert not observed.planner.observations, "there was nothing to decide"
+    assert not observed.planner.previous, "there was nothing to decide"
 
 
 def test_the_first_failure_of_an_observed_job_is_decided_on_and_its_last(observed):
     observed.died(3, code=0)
     observed.died(1)
     verdict = observed.end()
-    assert (verdict.code, len(observed.planner.observations)) == (1, 1)
+    assert (verdict.code, len(observed.planner.previous)) == (1, 1)
     assert verdict.why.startswith("the loss of rank(s) [1] ends the job")
     assert verdict.why.endswith("would have gone on as decided above.")
 

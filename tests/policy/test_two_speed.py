@@ -26,7 +26,7 @@ def both(spec, link_bytes_per_s, **config):
         "now_s": 0.0,
     }
     direct = decide(**arguments)
-    return direct, two_speed(**arguments, direct=direct), arguments
+    return direct, two_speed(direct, arguments["config"]), arguments
 
 
 def test_bytes_hide_behind_steps():

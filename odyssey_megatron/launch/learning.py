@@ -1,0 +1,63 @@
+"""What the ranks measure reaches the planner while the job trains, so that no recovery waits for it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+from odyssey_megatron.cluster.state import ClusterState, without_fresh
+from odyssey_megatron.errors import ControlPlaneLost
+from odyssey_megatron.launch import control as keys
+from odyssey_megatron.launch.control import Control
+from odyssey_megatron.launch.planner import Planner
+from odyssey_megatron.plan.plan import Plan
+
+_log = logging.getLogger(__name__)
+
+_AT_ONCE = 256
+"""So many values are read in one call: whoever else uses the connection waits for one call at most."""
+_EVERY_S = 1.0
+_SHARE = 0.05
+"""Of a core, that learning may take as long as the plan is the same."""
+
+
+class Learning:
+    """A thread at a time, now and then: ``Planner.learn`` with what the ranks have published."""
+
+    def __init__(self, planner: Planner, control: Control, world_size: int):
+        self._planner, self._control = planner, control
+        self._keys = [keys.observations_key(rank) for rank in range(world_size)]
+        self._thread: threading.Thread | None = None
+        self._learned: Plan | None = None
+        self._due_s = 0.0
+
+    def observations(self) -> list[str]:
+        """What each rank has published last."""
+        found: list[str] = []
+        for at in range(0, len(self._keys), _AT_ONCE):
+            found += (text for _, text in self._control.latest(self._keys[at : at + _AT_ONCE]))
+        return found
+
+    def look(self, state: ClusterState, current: Plan) -> None:
+        """Learns for the next failure of ``current``, where that is due. Returns at once."""
+        now_s = time.monotonic()
+        if (self._thread is None or not self._thread.is_alive()) and (
+            now_s >= self._due_s or current is not self._learned
+        ):
+            self._learned = current
+            self._thread = threading.Thread(
+                target=self._run, args=(without_fresh(state), current), name="odyssey-learn", daemon=True
+            )
+            self._thread.start()
+
+    def _run(self, state: ClusterState, current: Plan) -> None:
+        began_s = time.thread_time()
+        try:
+            self._planner.learn(state, current, self.observations(), time.monotonic())
+        except ControlPlaneLost:
+            return
+        except Exception:  # noqa: BLE001 - the job goes on by what was known before
+            _log.exception("what the ranks have measured was not taken in. Please report this.")
+        finally:
+            self._due_s = time.monotonic() + max(_EVERY_S, (time.thread_time() - began_s) / _SHARE)

@@ -1,0 +1,46 @@
+"""What ranks measure reaches the planner while nobody waits for it. The planner is the test's; the rest is real."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.launch.test_coordinator import PLAN, Job
+
+SEEN = tuple(f"seen by {rank}" for rank in range(4))
+
+
+@pytest.fixture
+def started(tmp_path):
+    job = Job(tmp_path)
+    job.post()
+    job.generation(1)
+    job.live(1, 0, 1, 2, 3)
+    yield job
+    job.beating.set()
+
+
+def test_before_anybody_dies(started):
+    assert started.absent(2)
+    assert started.planner.learned[0] == (PLAN, SEEN)
+
+
+def test_at_once_for_what_trains_now(started):
+    started.died(2)
+    second = started.generation(2)
+    started.live(2, 0, 1, 3)
+    assert started.absent(3)
+    assert started.planner.learned[-1] == (second.plan, SEEN)
+
+
+def test_what_goes_wrong_in_it_costs_the_job_nothing(started, caplog):
+    def broken(*args):
+        raise ZeroDivisionError("no rate")
+
+    started.planner.learn = broken
+    started.died(2)
+    second = started.generation(2)
+    started.live(2, 0, 1, 3)
+    assert started.absent(3)
+    assert "no rate" in caplog.text
+    started.died(1)
+    assert started.generation(3).previous == second.plan

@@ -1,0 +1,82 @@
+"""What is worked out while the job trains is what a decision looks up, and changes none of them."""
+
+from dataclasses import replace
+
+import pytest
+
+from odyssey_megatron.cluster.events import RankDied
+from odyssey_megatron.cluster.state import apply, initial_state
+from odyssey_megatron.codec import to_json
+from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.launch.planner import PolicyPlanner
+from odyssey_megatron.plan import order
+from odyssey_megatron.plan.known import _KEPT, _Kept, known
+from odyssey_megatron.policy.measured import Measured, alike
+from odyssey_megatron.policy.profile import Observation
+from tests.policy.test_decide import PROFILE, job
+
+OBSERVED = [
+    to_json(
+        Measured(
+            spans=(
+                Observation(
+                    first=0, last=10, samples=5, forward_s=0.3, input_grad_s=0.3, weight_grad_s=0.01 * rank
+                ),
+            )
+        )
+    )
+    for rank in range(8)
+]
+
+
+def started(**config):
+    state = initial_state(nodes=(0,) * 8)
+    planner = PolicyPlanner(OdysseyConfig(**config))
+    return planner, planner.start(job(4), state, to_json(PROFILE)).plan, state
+
+
+def died(state, *ranks):
+    for rank in ranks:
+        state = apply(state, RankDied(rank=rank, code=-9, cause="killed", t_s=0.0))
+    return state
+
+
+@pytest.mark.parametrize("policy", ["auto", "reroute", "replan"])
+def test_a_death_in_any_stage_is_looked_up_with_measured_costs(policy, monkeypatch):
+    planner, plan, state = started(policy=policy)
+    planner.learn(state, plan, OBSERVED, 0.0)
+    monkeypatch.setattr(order, "best_order", lambda *args: pytest.fail("worked out once more"))
+    for rank in range(8):
+        assert planner.decide(died(state, rank), plan, 1.0).plan.policy != "initial"
+
+
+def test_decisions_are_what_they_are_without_it():
+    learned, plan, state = started()
+    learned.learn(state, plan, OBSERVED, 0.0)
+    for dead in ((3,), (6, 1), (0, 5, 7)):
+        looked_up = learned.decide(died(state, *dead), plan, 1.0)
+        known.cache_clear()
+        worked_out = learned.decide(died(state, *dead), plan, 1.0)
+        assert (looked_up.plan, looked_up.rows) == (worked_out.plan, worked_out.rows)
+
+
+def test_noise_changes_no_costs():
+    costs = PROFILE.costs
+    first, *others = costs.layers
+
+    def with_first(**changes):
+        return replace(costs, layers=(replace(first, **changes), *others))
+
+    usual_s = others[0].compute_s
+    assert alike(costs, with_first(forward_s=first.forward_s + 0.009 * usual_s))
+    assert not alike(costs, with_first(forward_s=first.forward_s + 0.011 * usual_s))
+    assert not alike(costs, with_first(state_bytes=first.state_bytes + 1))
+    assert not alike(costs, replace(costs, link_latency_s=costs.link_latency_s + 0.011 * usual_s))
+
+
+def test_what_is_kept_does_not_grow():
+    kept = _Kept()
+    for key in range(10):
+        kept.put(key, str(key), _KEPT // 4)
+        kept.get(0)
+    assert [kept.get(key) for key in range(10)] == ["0", *[None] * 6, "7", "8", "9"]
