@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import time
 from pathlib import Path
@@ -39,13 +40,19 @@ def make(size_bytes: int) -> tuple[Path, int]:
     return path, fd
 
 
+def _age_s(path: Path) -> float:
+    """By the clock that is in its name: a wall clock may jump."""
+    made = path.name.rpartition("-")[2]
+    return time.monotonic() - int(made) / 1e9 if made.isdecimal() else math.inf
+
+
 def remove(folder: Path | None = None) -> list[Path]:
     """Removes what killed jobs of this user have left, and nothing of a living one; what that was."""
     folder = folder or shared_memory()
     removed = []
     for path in sorted((*folder.glob(PREFIX + "*"), *folder.glob(_NEW_PREFIX + "*"))):
         with contextlib.suppress(OSError):  # another user's, locked, or just gone
-            if path.name.startswith(_NEW_PREFIX) and time.time() - path.stat().st_mtime < _NEW_S:
+            if path.name.startswith(_NEW_PREFIX) and 0 <= _age_s(path) < _NEW_S:
                 continue
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:

@@ -50,3 +50,13 @@ def test_boards_of_killed_agents_are_removed_and_no_others(tmp_path, monkeypatch
     assert sorted(tmp_path.iterdir()) == sorted([living.path, other])
     living.close()
     assert list(tmp_path.iterdir()) == [other]
+
+
+def test_what_is_being_made_is_spared_also_when_the_wall_clock_jumps(tmp_path):
+    now_ns = time.monotonic_ns()
+    new, old = (tmp_path / f"odyssey-new-1-{made_ns}" for made_ns in (now_ns, now_ns - 100 * 10**9))
+    for one in (new, old):
+        one.touch()
+    os.utime(new, (0, 0))
+    assert leftovers.remove(tmp_path) == [old]
+    assert new.exists()
