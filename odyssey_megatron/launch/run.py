@@ -7,7 +7,6 @@ import functools
 import os
 import re
 import secrets
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,10 +37,13 @@ def main(argv: Sequence[str], *, joins: bool = False) -> int:
     Raises:
         ConfigError: before any rank was started.
     """
+    with tap.before(1, 2):
+        return _run(argv, joins)
+
+
+def _run(argv: Sequence[str], joins: bool) -> int:
     prepare_environment(os.environ)
     args = _parse(argv, joins)
-    if threading.active_count() == 1:  # else it is a program's that has called this
-        tap.stand_before(1, 2)
     config = config_from_argv(args.training_script_args)
     nodes = _number_of_nodes(args)
     _check_injections(config, nodes, args.nproc_per_node)

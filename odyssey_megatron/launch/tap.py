@@ -7,42 +7,69 @@ newest lines; where some are missing, a line says how many. It ends when the job
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import select
 import signal
 import stat
+import sys
+import threading
+import time
+from collections.abc import Iterator
 
 from odyssey_megatron.metrics.outlet import KEPT_BYTES
 
 _AT_ONCE_BYTES = 1 << 16
+_FAREWELL_S = 2.0
 
 
-def stand_before(*descriptors: int) -> None:
-    """Of ``descriptors`` those that are pipes are pipes to such processes from now on, for children of this one, too.
+@contextlib.contextmanager
+def before(*descriptors: int) -> Iterator[None]:
+    """In the body, those of ``descriptors`` that are pipes are pipes to such processes, for children of this one, too.
 
-    Call it while this process has a single thread.
+    At its end those processes have a moment to write what is left, as they may end with this one: in a container.
+    Does nothing in a process of several threads, which cannot be forked safely.
     """
-    taps: dict[tuple[int, int], int] = {}
+    if threading.active_count() > 1:
+        descriptors = ()
+    taps: dict[tuple[int, int], tuple[int, int]] = {}
+    own: dict[int, int] = {}
     for one in descriptors:
-        try:
+        with contextlib.suppress(OSError):  # closed, or another user's
             found = os.fstat(one)
-            if not stat.S_ISFIFO(found.st_mode):
-                continue
-            if (pipe := (found.st_dev, found.st_ino)) not in taps:
-                # One of our own: what it is set to is nobody else's business.
-                out = os.open(f"/proc/self/fd/{one}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-                taps[pipe] = _start(out)
-                os.close(out)
-        except OSError:
-            continue  # closed, or another user's
-        os.dup2(taps[pipe], one)
-    for tap in taps.values():
+            if stat.S_ISFIFO(found.st_mode):
+                pipe = found.st_dev, found.st_ino
+                if pipe not in taps:
+                    # One of our own: what it is set to is nobody else's business.
+                    out = os.open(f"/proc/self/fd/{one}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+                    taps[pipe] = _start(out)
+                    os.close(out)
+                own[one] = os.dup(one)
+                os.dup2(taps[pipe][0], one)
+    for tap, _ in taps.values():
         os.close(tap)
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        for one, original in own.items():
+            os.dup2(original, one)
+            os.close(original)
+        ends_s = time.monotonic() + _FAREWELL_S
+        for _, works in taps.values():
+            select.select([works], [], [], max(ends_s - time.monotonic(), 0.0))
+            os.close(works)
 
 
-def _start(out: int) -> int:
-    """The end to write to. The process is nobody's child, and in no session that is sent signals."""
+def _start(out: int) -> tuple[int, int]:
+    """The end to write to, and one that ends with the process, which is nobody's child, and in no session that is sent
+    signals.
+    """
     source, tap = os.pipe()
+    works, held = os.pipe()
     child = os.fork()
     if child == 0:
         try:
@@ -50,15 +77,20 @@ def _start(out: int) -> int:
             if os.fork() == 0:
                 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                     signal.signal(number, signal.SIG_IGN)
-                os.dup2(source, 0)
-                os.dup2(out, 1)
-                os.closerange(2, os.sysconf("SC_OPEN_MAX"))
+                ours = [fcntl.fcntl(one, fcntl.F_DUPFD, 3) for one in (source, out, held)]
+                for descriptor, one in enumerate(ours):
+                    os.dup2(one, descriptor)
+                for name in os.listdir("/proc/self/fd"):
+                    if int(name) > 2:
+                        with contextlib.suppress(OSError):
+                            os.close(int(name))
                 _Tap().run()
         finally:
             os._exit(0)
     os.waitpid(child, 0)
-    os.close(source)
-    return tap
+    for one in (source, held):
+        os.close(one)
+    return tap, works
 
 
 class _Tap:

@@ -17,11 +17,11 @@ from tests.launch.test_survival import check
 PRINTS = """
 import os, sys, time
 from odyssey_megatron.launch import tap
-tap.stand_before(1, 2)
-for line in range({lines}):
-    print(f"line {{line}} {{'x' * 1000}}", flush=True)
-sys.stderr.write("the last word\\n")
-{then}
+with tap.before(1, 2):
+    for line in range({lines}):
+        print(f"line {{line}} {{'x' * 1000}}", flush=True)
+    sys.stderr.write("the last word\\n")
+    {then}
 """
 
 
@@ -53,6 +53,17 @@ def test_who_reads_at_once_has_everything_in_order():
     assert (err, process.returncode) == (b"the last word\n", 0)
 
 
+def test_all_is_written_when_the_launcher_has_ended():
+    """Who ends a container ends all that is in it with its first process."""
+    process = start(30, "print('x' * 30_000)")
+    began_s = time.monotonic()
+    assert process.wait(30) == 0
+    os.set_blocking(process.stdout.fileno(), False)
+    text = process.stdout.read()
+    assert text.endswith(b"x" * 30_000 + b"\n"), text[-100:]
+    assert time.monotonic() - began_s < 20
+
+
 def test_what_is_killed_loses_no_line_that_it_has_printed():
     process = start(100, "os.kill(os.getpid(), 9)")
     process.wait(30)
@@ -60,14 +71,14 @@ def test_what_is_killed_loses_no_line_that_it_has_printed():
 
 
 def test_nobody_reads_any_more():
-    process = start(1, "time.sleep(0.5)\nfor _ in range(100): print('x' * 1000, flush=True)\nsys.exit(7)")
+    process = start(1, "time.sleep(0.5); [print('x' * 1000, flush=True) for _ in range(100)]; sys.exit(7)")
     process.stdout.readline()
     process.stdout.close()
     assert process.wait(30) == 7, "no broken pipe"
 
 
 def test_a_line_that_has_no_end_is_passed_on():
-    process = start(0, "print('50 %', end='', flush=True)\ntime.sleep(60)", together=False)
+    process = start(0, "print('50 %', end='', flush=True); time.sleep(60)", together=False)
     began_s = time.monotonic()
     assert os.read(process.stdout.fileno(), 100) == b"50 %"
     assert time.monotonic() - began_s < 30
