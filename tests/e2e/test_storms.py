@@ -21,8 +21,10 @@ from tests.e2e.jobs import (
 )
 from tests.launch.jobserver import events, wait_for
 
+pytestmark = pytest.mark.timeout(400)
+
 RANKS = 8
-STEPS, STEPS_TO_COME_BACK = "--train-iters 20", "--train-iters 150"
+STEPS, STEPS_TO_COME_BACK = "--train-iters 20", "--train-iters 100"
 STORMS = {
     # how many ranks, of how many stages, how long one after another (None: at once)
     "3 at once": (3, 2, None),
@@ -73,7 +75,7 @@ class Storm:
         return {e["target"]: e["pid"] for e in events(self.run_dir, "rank_started")}
 
     def assert_equal(self, reference, *, respawn: bool = False) -> None:
-        code = self.job.wait(90)
+        code = self.job.wait(240)
         assert code == 0, self.job.log()[-5000:]
         assert len(self.shot) >= self.kills, "the storm that the test is about did not happen"
         shot = self.jobs.outcome(self.name, exit_code=code, log=self.job.log())
