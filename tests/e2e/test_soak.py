@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
+import signal
 import socket
 
+import pytest
+
 from odyssey_megatron.metrics.outlet import Lines
-from tests.e2e.around import left_behind, listening
+from tests.e2e.around import Around, left_behind, listening, small_disk
 from tests.e2e.soak import Tail, printed_difference, twice_or_not
+from tests.launch.jobserver import CHECKOUT, events, pid_of, wait_for
 
 
 def test_nothing_is_lost_of_a_journal_whose_folder_is_deleted(tmp_path):
@@ -60,3 +65,22 @@ def test_what_is_left_behind(tmp_path):
     assert left_behind({os.getpid()}, tmp_path) == []
     (tmp_path / "torchelastic_x").mkdir()
     assert left_behind(set(), tmp_path) == [str(tmp_path / "torchelastic_x")]
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("what", ["frozen", "full_disk", "deleted_folder", "strangers"])
+def test_a_rank_is_killed_in_what_goes_wrong_around_a_job(server, tmp_path, what):
+    with small_disk(tmp_path / "disk") as disk:
+        run_dir, go = disk.path / "run", tmp_path / "go"
+        flags = ("--steps", 60, "--hold", go, "--odyssey-device", "cpu", "--odyssey-hang-s", 2)
+        script = ("--nproc-per-node", 4, CHECKOUT / "tests/launch/toy.py", *flags)
+        job = server.run([*script, "--odyssey-run-dir", run_dir], log=tmp_path / "log")
+        wait_for(lambda: len(events(run_dir, "recovered")) == 4, 60, "all ranks in their groups")
+        pid = pid_of(run_dir, 2)
+        with getattr(Around(job.pid, run_dir, disk, random.Random(1)), what)():
+            os.kill(pid, signal.SIGKILL)
+        go.touch()
+        assert job.wait(90) == 0, job.log()
+        assert "dead=2" in job.log()
+        assert {event["rank"] for event in events(run_dir, "step_committed")} == {0, 1, 3}
