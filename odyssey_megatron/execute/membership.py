@@ -5,6 +5,7 @@ from __future__ import annotations
 from odyssey_megatron.cluster.state import Cell
 from odyssey_megatron.execute.channels import WORLD, channel_groups
 from odyssey_megatron.plan.plan import Plan
+from odyssey_megatron.plan.schedule import Schedule
 
 
 def block_group_name(first: int, last: int) -> str:
@@ -22,7 +23,8 @@ def group_members(
         if len(block.holders) > 1
     }
     if not tagged:
-        between |= channel_groups(plan.schedule)
+        own = Schedule(programs=((cell.worker, plan.program(cell.worker)),))
+        between |= channel_groups(own)
     groups = {
         cell.named(name): tuple(map(cell.peer, workers))
         for name, workers in between.items()

@@ -212,8 +212,7 @@ class RankRuntime:
         def checkpoint() -> None:
             self._check(Phase.TRANSFER.value, -1)
 
-        # Once a generation: the plan's schedule is text, and has the programs of all workers.
-        self._program = plan.schedule.program(self._worker) if self._worker in plan.layout.workers else ()
+        self._program = plan.program(self._worker)
         self._moving = Moving(
             plan.transfers,
             num_layers=plan.layout.num_layers,

@@ -431,7 +431,7 @@ class Coordinator:
             members=tuple(sorted(state.offered_members if planned else state.members)),
             dead=dead,
             why=why,
-            previous=previous,
+            previous=None if previous is None else replace(previous, schedule_text=""),
             plan=plan,
             plan_hash=plan.hash(),
             candidates=rows,

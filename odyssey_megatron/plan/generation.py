@@ -32,7 +32,8 @@ class Generation:
     """Ranks lost since the previous generation."""
     why: str
     previous: Plan | None
-    """The plan whose holders are complete and current, i.e. of the last live generation."""
+    """The plan whose holders are complete and current, i.e. of the last live generation; without its schedule, which
+    nobody needs any more."""
     plan: Plan | None
     plan_hash: str
     candidates: tuple[CandidateRow, ...]

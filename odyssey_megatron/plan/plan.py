@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.plan.layout import Layout
-from odyssey_megatron.plan.schedule import Schedule, schedule_from_text
+from odyssey_megatron.plan.schedule import Program, Schedule, schedule_from_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +43,15 @@ class Plan:
     @property
     def schedule(self) -> Schedule:
         return schedule_from_text(self.schedule_text)
+
+    def program(self, worker: int) -> Program:
+        """Of ``worker`` alone: its line is looked for, and no other is parsed. Empty if it has none."""
+        text = "\n" + self.schedule_text
+        at = text.find(f"\n{worker}:") + 1
+        if not at:
+            return ()
+        end = text.find("\n", at)
+        return schedule_from_text(text[at:] if end < 0 else text[at:end]).program(worker)
 
     def hash(self) -> str:
         """Twelve hex digits of SHA-256 over the canonical JSON: what survivors compare before acting."""

@@ -212,7 +212,7 @@ def read(text: str, rank: int, tp: int) -> float:
     cell, began_s = Cell(rank=rank, size=tp), time.process_time()
     generation = from_json(Generation, text)
     assert generation.plan is not None
-    assert generation.plan.schedule.program(cell.worker)
+    assert generation.plan.program(cell.worker)
     assert group_members(generation.plan, generation.members, cell, tagged=False)
     return 1e3 * (time.process_time() - began_s)
 

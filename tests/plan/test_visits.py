@@ -1,11 +1,14 @@
 """Programs as integers say what the instructions say, and are checked as strictly."""
 
+from dataclasses import replace
+
 import pytest
 
 from odyssey_megatron.errors import LayoutInvalid, ScheduleInvalid
 from odyssey_megatron.plan.assemble import assemble
 from odyssey_megatron.plan.generate import build_schedule, order_routes
 from odyssey_megatron.plan.layout import Hop, Layout, Route, layout_from_routes, pipeline_route
+from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.schedule import schedule_from_text
 from odyssey_megatron.plan.verify import verify, verify_codes
 from odyssey_megatron.plan.visits import Visits
@@ -49,3 +52,20 @@ def test_a_route_with_a_gap_is_refused():
     hops = (Hop(worker=0, first=0, last=1), Hop(worker=1, first=2, last=3))
     with pytest.raises(LayoutInvalid, match="does not go on"):
         Visits(Layout(holders=((0,), (0,), (1,)), routes=(Route(microbatches=(0,), hops=hops),)))
+
+
+def test_a_worker_finds_its_own_program_alone():
+    whole = build_schedule(LAYOUT, COSTS)
+    plan = Plan(
+        policy="initial",
+        layout=LAYOUT,
+        schedule_text=whole.to_text(),
+        transfers=(),
+        step_s=1.0,
+        bound_s=1.0,
+        transition_s=0.0,
+        peak_bytes=(),
+    )
+    assert {worker: plan.program(worker) for worker, _ in whole.programs} == dict(whole.programs)
+    assert plan.program(max(LAYOUT.workers) + 1) == ()
+    assert replace(plan, schedule_text="").program(0) == ()
