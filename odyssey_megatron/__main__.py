@@ -1,8 +1,6 @@
 """``python -m odyssey_megatron`` is ``odyssey``."""
 
-import sys
-
-from odyssey_megatron.cli import main
+from odyssey_megatron.cli import run_and_end
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_end()

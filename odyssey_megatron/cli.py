@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import io
 import math
 import os
@@ -10,10 +12,23 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from odyssey_megatron.config import SIGNALS
 from odyssey_megatron.errors import EXIT_BAD_INPUT, ConfigError
 from odyssey_megatron.inputs import Between, Parser, printable
+
+
+def run_and_end() -> NoReturn:
+    """The command as a process. Python's own end would abort it where a thread that nobody joins is in native code, as
+    the control plane's are: exit code 134 in place of the job's.
+    """
+    code = main()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -126,6 +126,8 @@ class Coordinator:
         except Exception as error:  # noqa: BLE001 - whatever it is, agents and ranks must hear of an end
             self._say(traceback.format_exc())
             verdict = Verdict(code=1, why=f"the coordinator failed: {error!r}. Please report this.")
+        finally:
+            self._learning.close()
         verdict = by_signal(verdict, self._exits)
         self._journal.event("job_finished", verdict=verdict.why or "done", exit_code=verdict.code)
         if verdict.why:
@@ -343,6 +345,7 @@ class Coordinator:
         began_s = time.monotonic()
         known = self._live_plan or self._start_plan
         assert known is not None
+        self._learning.catch_up()
         try:
             decided = self._planner.decide(without_fresh(self._state), known, began_s)
         except LayersLost as error:

@@ -18,6 +18,8 @@ _log = logging.getLogger(__name__)
 _AT_ONCE = 256
 """So many values are read in one call: whoever else uses the connection waits for one call at most."""
 _EVERY_S = 1.0
+_CLOSES_S = 0.5
+"""Reading takes less."""
 _SHARE = 0.05
 """Of a core, that learning may take as long as the plan is the same."""
 
@@ -30,6 +32,8 @@ class Learning:
         self._keys = [keys.observations_key(rank) for rank in range(world_size)]
         self._thread: threading.Thread | None = None
         self._learned: Plan | None = None
+        self._has_learned = False
+        self._reading = threading.Lock()
         self._due_s = 0.0
 
     def observations(self) -> list[str]:
@@ -38,6 +42,15 @@ class Learning:
         for at in range(0, len(self._keys), _AT_ONCE):
             found += (text for _, text in self._control.latest(self._keys[at : at + _AT_ONCE]))
         return found
+
+    def catch_up(self) -> None:
+        """For a decision that comes before anything has been learned: by estimates it could be another one."""
+        if not self._has_learned:
+            self._planner.adopt(self.observations())
+
+    def close(self) -> None:
+        """Before the process ends: nothing more is read. A thread that is in the store's code then would abort it."""
+        self._reading.acquire(timeout=_CLOSES_S)
 
     def look(self, state: ClusterState, current: Plan) -> None:
         """Learns for the next failure of ``current``, where that is due. Returns at once."""
@@ -54,7 +67,10 @@ class Learning:
     def _run(self, state: ClusterState, current: Plan) -> None:
         began_s = time.thread_time()
         try:
-            self._planner.learn(state, current, self.observations(), time.monotonic())
+            with self._reading:
+                observations = self.observations()
+            self._planner.learn(state, current, observations, time.monotonic())
+            self._has_learned |= any(observations)
         except ControlPlaneLost:
             return
         except Exception:  # noqa: BLE001 - the job goes on by what was known before

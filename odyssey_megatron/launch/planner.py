@@ -56,6 +56,10 @@ class Planner(Protocol):
         """
         ...
 
+    def adopt(self, observations: Sequence[str]) -> None:
+        """Takes in what the ranks have measured, and no more than that."""
+        ...
+
     def decide(self, state: ClusterState, previous: Plan, now_s: float) -> Decided:
         """The plan for the living workers.
 
@@ -151,6 +155,9 @@ class PolicyPlanner:
                 with contextlib.suppress(OdysseyError):
                     self._going_on(without, current, profile, now_s, thorough=True)
         self._learned = profile  # not before all this is known
+
+    def adopt(self, observations: Sequence[str]) -> None:
+        self._learned = self._calibrated(observations)
 
     def decide(self, state: ClusterState, previous: Plan, now_s: float) -> Decided:
         before = self._job

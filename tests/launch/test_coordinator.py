@@ -49,6 +49,7 @@ class FakePlanner:
     def __init__(self) -> None:
         self.previous: list[Plan] = []
         self.learned: list[tuple[Plan, tuple[str, ...]]] = []
+        self.adopted: list[tuple[str, ...]] = []
         self.error: Exception | None = None
         self.target: Plan | None = None
         self.start_error: Exception | None = None
@@ -60,6 +61,9 @@ class FakePlanner:
 
     def learn(self, state, current, observations, now_s):
         self.learned.append((current, tuple(observations)))
+
+    def adopt(self, observations):
+        self.adopted.append(tuple(observations))
 
     def decide(self, state, previous, now_s):
         self.previous.append(previous)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from tests.launch.test_coordinator import PLAN, Job
@@ -22,6 +24,18 @@ def started(tmp_path):
 def test_before_anybody_dies(started):
     assert started.absent(2)
     assert started.planner.learned[0] == (PLAN, SEEN)
+
+
+def test_what_was_measured_counts_from_the_first_decision_on(tmp_path):
+    job = Job(tmp_path)
+    job.planner.learn = lambda *args: time.sleep(60)
+    job.post()
+    job.generation(1)
+    job.live(1, 0, 1, 2, 3)
+    job.died(2)
+    job.generation(2)
+    assert job.planner.adopted == [SEEN]
+    job.beating.set()
 
 
 def test_at_once_for_what_trains_now(started):
