@@ -7,6 +7,8 @@ import os
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.generations import QUIET, STEPS, marker, seen
 from tests.launch.jobserver import CHECKOUT, events, wait_for
 
@@ -33,6 +35,7 @@ def usage(pid: int) -> dict[str, int]:
     }
 
 
+@pytest.mark.matrix  # of the default run is the same in tests/launch/test_survival.py, without a model
 def test_twenty_recoveries_leave_nothing_behind(jobs, name):
     """The same Megatron job in one generation after another; two ranks are killed on the way, too."""
     run_dir = jobs.folder / name

@@ -128,7 +128,7 @@ def test_without_memory_for_both_layouts_it_goes_there_at_once(
     "inject",
     [
         # the new process dies in turn, and a third one takes its place
-        "rank=5,step=-1,at=reduce,incarnation=1",
+        pytest.param("rank=5,step=-1,at=reduce,incarnation=1", marks=pytest.mark.matrix),
         pytest.param("rank=5,step=0,at=groups,incarnation=1", marks=pytest.mark.matrix),
         pytest.param("rank=5,step=-1,at=transfer,incarnation=1", marks=pytest.mark.matrix),
         pytest.param("rank=5,step=-1,at=agreement,incarnation=1", marks=pytest.mark.matrix),

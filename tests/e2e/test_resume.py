@@ -113,7 +113,12 @@ RUN_AHEAD = {
 """With --odyssey-redundancy compute: each loses a stage that somebody has run ahead of."""
 
 
-@pytest.mark.parametrize("case", RUN_AHEAD)
+_LONG = ("weight_grad", "head", "shared-optimizer")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(one, marks=[pytest.mark.matrix] * (one in _LONG)) for one in RUN_AHEAD]
+)
 def test_what_was_run_ahead_is_not_done_again(jobs, undisturbed, name, case):
     ranks, stages, more, inject = RUN_AHEAD[case]
     flags = f"{BATCH} {more} --odyssey-redundancy compute --odyssey-policy reroute --odyssey-inject {inject}"

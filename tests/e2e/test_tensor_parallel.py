@@ -11,7 +11,7 @@ SEQUENCE = f"{CELLS} --sequence-parallel"
 RANKS, STAGES = 8, 2  # workers 0 and 1 are the first stage, 2 and 3 the last
 
 
-@pytest.mark.parametrize("flags", ["", "--qk-layernorm"])
+@pytest.mark.parametrize("flags", ["", pytest.param("--qk-layernorm", marks=pytest.mark.matrix)])
 def test_sequence_parallelism_changes_nothing(undisturbed, flags):
     """Its norms see a part of the sequence each; those of queries and keys a part of the heads in any case."""
     whole, parts = (undisturbed(f"{cells} {flags}".strip()).run.steps for cells in (CELLS, SEQUENCE))

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.launch.test_coordinator import PLAN, Job
+from tests.launch.played import PLAN, Job
 
 SEEN = tuple(f"seen by {rank}" for rank in range(4))
 
@@ -18,7 +18,7 @@ def started(tmp_path):
     job.generation(1)
     job.live(1, 0, 1, 2, 3)
     yield job
-    job.beating.set()
+    job.close()
 
 
 def test_before_anybody_dies(started):
@@ -35,7 +35,7 @@ def test_what_was_measured_counts_from_the_first_decision_on(tmp_path):
     job.died(2)
     job.generation(2)
     assert job.planner.adopted == [SEEN]
-    job.beating.set()
+    job.close()
 
 
 def test_at_once_for_what_trains_now(started):

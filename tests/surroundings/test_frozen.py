@@ -33,7 +33,15 @@ def running(toy, tmp_path, *flags):
     return job
 
 
-@pytest.mark.parametrize("who", ["all", "the agent last", "the agent first", "the agent alone"])
+@pytest.mark.parametrize(
+    "who",
+    [
+        "all",
+        pytest.param("the agent last", marks=pytest.mark.matrix),
+        pytest.param("the agent first", marks=pytest.mark.matrix),
+        "the agent alone",
+    ],
+)
 def test_a_job_that_is_stopped_as_a_whole(toy, tmp_path, who):
     """For twice as long as a rank may be silent; the processes stop and go on in any order."""
     job = running(toy, tmp_path)

@@ -1,0 +1,158 @@
+"""A job whose ranks are played by the test: what is real of it is the coordinator, and its store."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+
+from odyssey_megatron.cluster.events import (
+    GenerationLive,
+    RankDied,
+    RankFinished,
+    RankJoined,
+)
+from odyssey_megatron.codec import from_json, to_json
+from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.launch import control as keys
+from odyssey_megatron.launch.control import Control, EventReader
+from odyssey_megatron.launch.coordinator import Coordinator
+from odyssey_megatron.launch.local_rendezvous import LocalRendezvous
+from odyssey_megatron.launch.planner import Decided
+from odyssey_megatron.metrics.journal import Journal
+from odyssey_megatron.plan.generation import Generation
+from odyssey_megatron.plan.layout import Layout
+from odyssey_megatron.plan.plan import Plan, Transfer
+from tests.launch.toy import posted_job
+
+PLAN = Plan(
+    policy="initial",
+    layout=Layout(holders=((0,),), routes=()),
+    schedule_text="",
+    transfers=(),
+    step_s=1.0,
+    bound_s=1.0,
+    transition_s=0.0,
+    peak_bytes=(),
+)
+
+
+class FakePlanner:
+    """Counts: the n-th decision's plan has n as its step time."""
+
+    def __init__(self) -> None:
+        self.previous: list[Plan] = []
+        self.learned: list[tuple[Plan, tuple[str, ...]]] = []
+        self.adopted: list[tuple[str, ...]] = []
+        self.error: Exception | None = None
+        self.target: Plan | None = None
+        self.start_error: Exception | None = None
+
+    def start(self, job, state, profile_json):
+        if self.start_error:
+            raise self.start_error
+        return Decided(plan=PLAN, rows=())
+
+    def learn(self, state, current, observations, now_s):
+        self.learned.append((current, tuple(observations)))
+
+    def adopt(self, observations):
+        self.adopted.append(tuple(observations))
+
+    def decide(self, state, previous, now_s):
+        self.previous.append(previous)
+        if self.error:
+            raise self.error
+        transfers = (Transfer(layer=0, source=0, target=1),)
+        plan = replace(PLAN, policy="replan", step_s=1.0 + len(self.previous), transfers=transfers)
+        return Decided(plan=plan, rows=(), target=self.target and (lambda: self.target))
+
+    def towards(self, state, current, target):
+        return target
+
+    def finish(self, observations):
+        self.finished = True
+
+
+class Job:
+    """Four ranks on two nodes, played by the test."""
+
+    def __init__(self, folder, mode="off"):
+        self.rendezvous = LocalRendezvous("test")
+        self.control, self.planner, self.said = self.connect(), FakePlanner(), []
+        self.config = OdysseyConfig(mode=mode, device="cpu", node_lease_s=0.3, run_dir=str(folder))
+        self.control.put(keys.lease_key(1), "0")
+        self.coordinator = Coordinator(
+            control=self.connect(),
+            events=EventReader(self.connect()),
+            config=self.config,
+            nodes={0: 0, 1: 0, 2: 1, 3: 1},
+            planner=self.planner,
+            journal=Journal(folder, source="agent0"),
+            say=self.said.append,
+        )
+        self.verdict = None
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.beating = threading.Event()
+        threading.Thread(target=self._beat, daemon=True).start()
+        self.thread.start()
+
+    def connect(self) -> Control:
+        address = self.rendezvous.next_rendezvous().bootstrap_store_info
+        return Control.connect(address.master_addr, address.master_port, "token", timeout_s=5)
+
+    def _run(self):
+        self.verdict = self.coordinator.run()
+
+    def _beat(self):
+        control, beat = self.connect(), 0
+        while not self.beating.wait(0.05):
+            beat += 1
+            control.put(keys.lease_key(1), str(beat))
+
+    def post(self):
+        job, profile = posted_job(pipeline=2, steps=3)
+        self.control.put(keys.JOB, to_json({"job": to_json(job), "profile": profile}))
+        for rank in range(4):
+            self.control.put(keys.observations_key(rank), f"seen by {rank}")
+            self.control.put(keys.digest_key(rank), "digest")
+
+    def send(self, *events):
+        for event in events:
+            self.control.send(event, acknowledged=True)
+
+    def live(self, number, *ranks, done=0):
+        self.send(*(GenerationLive(rank=rank, generation=number, done=done) for rank in ranks))
+
+    def died(self, *ranks, code=-9):
+        self.send(*(RankDied(rank=rank, code=code, cause="killed", t_s=time.monotonic()) for rank in ranks))
+
+    def finished(self, number, *ranks):
+        self.send(*(RankFinished(rank=rank, generation=number) for rank in ranks))
+
+    def joins(self, *ranks):
+        self.send(*(RankJoined(rank=rank, node=0, incarnation=1) for rank in ranks))
+
+    def offer(self, number) -> Generation:
+        text = self.control.get(keys.generation_key(number), timeout_s=5)
+        assert text.startswith(keys.OFFER)
+        return from_json(Generation, text.removeprefix(keys.OFFER))
+
+    def generation(self, number) -> Generation:
+        return from_json(Generation, self.control.get(keys.generation_key(number), timeout_s=5))
+
+    def absent(self, number) -> bool:
+        time.sleep(0.15)
+        return self.control.peek(keys.generation_key(number)) is None
+
+    def close(self):
+        """A coordinator that went on would be in the way of the tests behind this one."""
+        self.beating.set()
+        if self.thread.is_alive():
+            self.died(0, 1, 2, 3)
+            self.thread.join(5)
+
+    def end(self):
+        self.thread.join(5)
+        assert not self.thread.is_alive()
+        return self.verdict
