@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import io
 import math
 import os
@@ -20,15 +18,10 @@ from odyssey_megatron.inputs import Between, Parser, printable
 
 
 def run_and_end() -> NoReturn:
-    """The command as a process. Python's own end would abort it where a thread that nobody joins is in native code, as
-    the control plane's are: exit code 134 in place of the job's.
-    """
-    code = main()
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            stream.flush()
-    os._exit(code)
+    """The command as a process."""
+    from odyssey_megatron.launch.ending import exit_with
+
+    exit_with(main)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -199,10 +199,8 @@ class Interpreter:
         self._arriving[instr.op, instr.microbatch, instr.first] = self._channels.receive(instr, room)
 
     def _reduce(self, instr: Instr) -> None:
-        group, gradients = (
-            self._holder_group(instr.first, instr.last),
-            self._compute.gradients(instr.first, instr.last),
-        )
+        group = self._holder_group(instr.first, instr.last)
+        gradients = self._compute.gradients(instr.first, instr.last)
         self._progress.add_up(Op.REDUCE_GRAD, -1, instr.first, gradients)
         if group is not None and self._progress.keeps:
             # As long as a holder is missing nothing is summed, and a failure costs nobody what he has added up.

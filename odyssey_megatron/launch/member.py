@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -244,8 +244,15 @@ class Member:
         prints one traceback, and ends the job.
         """
         node, nodes = (int(os.environ.get(name, default)) for name, default in _PLACE)
-        now: dict[str, Any] = {"generation": self._newest, "history": self._history}
-        if is_shared(self._control, error, rank=self.rank, node=node, nodes=nodes, **now):
+        if is_shared(
+            self._control,
+            error,
+            rank=self.rank,
+            node=node,
+            nodes=nodes,
+            generation=self._newest,
+            history=self._history,
+        ):
             text = "".join(traceback.format_exception(error))
             said = (
                 "several ranks failed with the same error, so no hardware has, and the job ends. One of them:"

@@ -7,7 +7,6 @@ nothing of jobs: it takes requests, one JSON object a line, and reports pids and
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import gc
@@ -21,13 +20,12 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-import traceback
 from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from odyssey_megatron.errors import ConfigError, OdysseyError
+from odyssey_megatron.launch.ending import exit_with
 
 _PR_SET_PDEATHSIG = 1
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -54,7 +52,7 @@ class Zygote:
         parent, pid = os.getpid(), os.fork()
         if pid == 0:
             ours.close()
-            _exit_with(lambda: _Server(theirs, modules, parent).serve())
+            exit_with(lambda: _Server(theirs, modules, parent).serve())
         theirs.close()
         return cls(pid, ours)._greet(modules)
 
@@ -230,7 +228,7 @@ class _Server:
             self._connection.close()
             for fd in self._children:
                 os.close(fd)
-            _exit_with(lambda: _run_python(request, parent))
+            exit_with(lambda: _run_python(request, parent))
         self._children[os.pidfd_open(pid)] = pid
         self._send(pid=pid)
 
@@ -305,26 +303,6 @@ def _die_with(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-
-
-def _exit_with(function: Any) -> NoReturn:
-    """Runs ``function`` and ends this fork like an interpreter ends, without its parent's cleanup."""
-    code = 1
-    try:
-        code = function()
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
-        if isinstance(error.code, str):
-            sys.stderr.write(error.code + "\n")
-    except BaseException:  # noqa: BLE001 - as the interpreter does
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(Exception):
-            threading._shutdown()  # type: ignore[attr-defined]  # waits for non-daemon threads
-            atexit._run_exitfuncs()
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code & 0xFF)
 
 
 if __name__ == "__main__":
