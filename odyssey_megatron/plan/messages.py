@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
 
 from odyssey_megatron.plan.layout import Block, Layout
 from odyssey_megatron.plan.visits import (
-    BACKED,
     FORWARD,
-    FORWARDED,
     NEEDS,
     RECV_BACKWARD,
     RECV_FORWARD,
@@ -24,11 +21,8 @@ Channels = dict[tuple[int, int, bool], deque[int]]
 """(sender, receiver, upwards?) -> the receives that its messages need, in the order in which they are sent."""
 
 
-def with_messages(programs: Codes, visits: Visits, done: Sequence[int] | None = None) -> Codes:
+def with_messages(programs: Codes, visits: Visits) -> Codes:
     """Inserts sends right after their producer and receives one compute instruction before their consumer.
-
-    ``done`` says how far each visit is already (``plan/resume.py``): what its consumer has used is not sent, and what
-    its producer has made goes out first.
 
     Sends do not block, and receives are only posted: the consumer waits. So the one thing that order
     decides is matching: a channel (sender, receiver, kind) is FIFO, as NCCL's are. The receiver may consume
@@ -36,45 +30,23 @@ def with_messages(programs: Codes, visits: Visits, done: Sequence[int] | None = 
     in the sender's order.
     """
     channels: Channels = defaultdict(deque)
-    first = resent(visits, done) if done else {}
-    sending = {
-        worker: _with_sends(worker, first.get(worker, []) + program, visits, channels, done)
-        for worker, program in programs.items()
-    }
+    sending = {worker: _with_sends(worker, program, visits, channels) for worker, program in programs.items()}
     return {worker: _with_receives(worker, program, visits, channels) for worker, program in sending.items()}
 
 
-def resent(visits: Visits, done: Sequence[int]) -> dict[int, list[int]]:
-    """Worker -> the sends of what it has made already, and the other end has not used yet."""
-    sends: dict[int, list[int]] = defaultdict(list)
-    for visit, level in enumerate(done):
-        if level >= FORWARDED and visits.behind[visit] >= 0 and done[visit + 1] < FORWARDED:
-            sends[visits.worker[visit]].append(visit * 8 + SEND_FORWARD)
-        if level >= BACKED and visits.before[visit] >= 0 and done[visit - 1] < BACKED:
-            sends[visits.worker[visit]].append(visit * 8 + SEND_BACKWARD)
-    return sends
-
-
-def _with_sends(
-    worker: int, program: list[int], visits: Visits, channels: Channels, done: Sequence[int] | None
-) -> list[int]:
+def _with_sends(worker: int, program: list[int], visits: Visits, channels: Channels) -> list[int]:
     before, behind = visits.before, visits.behind
     out: list[int] = []
     for code in program:
         out.append(code)
         visit, kind = code >> 3, code & 7
-        if kind == FORWARD or kind == SEND_FORWARD:
-            peer = behind[visit]
-            if peer >= 0 and (done is None or done[visit + 1] < FORWARDED):
-                if kind == FORWARD:
-                    out.append(visit * 8 + SEND_FORWARD)
+        if kind == FORWARD:
+            if (peer := behind[visit]) >= 0:
+                out.append(visit * 8 + SEND_FORWARD)
                 channels[worker, peer, False].append((visit + 1) * 8 + RECV_FORWARD)
-        elif kind != WEIGHT_GRAD:
-            peer = before[visit]
-            if peer >= 0 and (done is None or done[visit - 1] < BACKED):
-                if kind != SEND_BACKWARD:
-                    out.append(visit * 8 + SEND_BACKWARD)
-                channels[worker, peer, True].append((visit - 1) * 8 + RECV_BACKWARD)
+        elif kind != WEIGHT_GRAD and (peer := before[visit]) >= 0:
+            out.append(visit * 8 + SEND_BACKWARD)
+            channels[worker, peer, True].append((visit - 1) * 8 + RECV_BACKWARD)
     return out
 
 

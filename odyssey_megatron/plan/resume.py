@@ -12,15 +12,13 @@ others it has kept, and sends once more where it has not been used; whoever has 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
 
-from odyssey_megatron.errors import ScheduleInvalid
-from odyssey_megatron.plan.layout import Hop, Layout, Route
-from odyssey_megatron.plan.messages import with_messages
-from odyssey_megatron.plan.schedule import COMPUTE, MESSAGE, Instr, Op, Program, Schedule
-from odyssey_megatron.plan.verify import verify_codes
-from odyssey_megatron.plan.visits import BACKED, FINISHED, FORWARDED, NOTHING, Visits
+from odyssey_megatron.plan.layout import Hop, Layout
+from odyssey_megatron.plan.schedule import COMPUTE, MESSAGE, RECV, SEND, Instr, Op, Program
+from odyssey_megatron.plan.visits import BACKED, FINISHED, FORWARDED
 
 BEGINS = 4
 """Added to a visit's level in its first layer: where two visits in a row are equally far, it tells them apart."""
@@ -80,71 +78,71 @@ def usable(layout: Layout, worker: int, table: Table, ahead: Iterable[Visit]) ->
     ]
 
 
-def resume(layout: Layout, schedule: Schedule, table: Table) -> Schedule | None:
-    """What is left of ``schedule`` for each worker, in the same order; None if the step must be done from its start.
+def rest(program: Program, table: Table, cuts: Collection[int]) -> Program | None:
+    """What is left of a worker's ``program``, in the same order; None if the step must be done from its start.
+
+    Each worker finds its own part, and the parts fit. Nobody waits for ever: what an instruction needs stands before
+    it in the verified schedule, and so before it in what is left, or has been done; and what has been done for another
+    worker is sent before anything else. Both ends of a channel have that in one order, and behind it the schedule's.
 
     Args:
-        layout: of the new plan; every survivor's own table :func:`fits` it.
-        schedule: of the new plan.
+        program: of the new plan; every survivor's own table :func:`fits` its layout.
         table: the sum of all survivors' tables.
+        cuts: where the new plan's blocks begin.
     """
-    cuts = {block.first for block in layout.blocks()}
-    routes, done = [], list[int]()
-    paths = {m: route.hops for route in layout.routes for m in route.microbatches}
-    for microbatch, row in enumerate(table):
-        visits_done = done_visits(row)
-        pieces = [piece for hop in paths[microbatch] for piece in _pieces(hop, visits_done)]
-        if any(hop.first not in cuts for hop, _ in pieces):
-            return None  # layers that are one model chunk now would have to run apart
-        routes.append(Route(microbatches=(microbatch,), hops=tuple(hop for hop, _ in pieces)))
-        done += [level for _, level in pieces]
-    visits = Visits(layout, tuple(routes))
-    try:
-        codes = visits.encode(Schedule(programs=_rest(schedule, visits, done)))
-        ends = visits.reductions
-        computing = {worker: [code for code in program if code < ends] for worker, program in codes.items()}
-        whole = {
-            worker: program + [code for code in codes[worker] if code >= ends]
-            for worker, program in with_messages(computing, visits, done).items()
-        }
-        verify_codes(visits, whole, done=done)  # I7
-    except ScheduleInvalid:
-        return None
-    return Schedule(programs=tuple((worker, visits.decode(program)) for worker, program in whole.items()))
+    messages = [instr for instr in program if instr.op in MESSAGE and not _is_used(instr, table)]
+    again = sorted(
+        (one for one in messages if _is_made(one, table)), key=lambda one: (one.microbatch, one.first)
+    )
+    coming: dict[tuple[Op, int], deque[Instr]] = defaultdict(deque)
+    for instr in (*again, *(one for one in messages if not _is_made(one, table))):
+        coming[instr.op, instr.peer].append(instr)
+    left = [one for one in again if one.op in SEND]
+    unposted = {one for one in messages if one.op in RECV}
+    for instr in program:
+        if instr.op in RECV:
+            while instr in unposted:  # those that are sent before it are posted before it
+                left.append(coming[instr.op, instr.peer].popleft())
+                unposted.remove(left[-1])
+        elif instr.op in SEND:
+            left += [instr] * (not _is_used(instr, table) and not _is_made(instr, table))
+        elif instr.op in COMPUTE:
+            pieces = _pieces(instr, table[instr.microbatch])
+            if any(first not in cuts for first, _, _ in pieces):
+                return None  # layers that are one model chunk now would have to run apart
+            left += _undone(instr, pieces)
+        elif instr.op is not Op.EAGER_FORWARD:
+            left.append(instr)
+    return tuple(left)
 
 
-def _pieces(hop: Hop, visits_done: Sequence[tuple[int, int, int]]) -> list[tuple[Hop, int]]:
-    """``hop`` cut where the visits begin and end that are done already, with how far each piece is."""
-    at, pieces = hop.first, []
-    inside = [visit for visit in visits_done if hop.first <= visit[0] < hop.last]
-    for first, last, level in [*inside, (hop.last, hop.last, NOTHING)]:
-        if at < first:
-            pieces.append((Hop(worker=hop.worker, first=at, last=first), NOTHING))
-        if first < last:
-            pieces.append((Hop(worker=hop.worker, first=first, last=last), level))
-        at = last
-    return pieces
+def _is_made(message: Instr, table: Table) -> bool:
+    """Whether the layer that ``message`` comes from is through."""
+    forward = message.op in (Op.SEND_FORWARD, Op.RECV_FORWARD)
+    return table[message.microbatch][message.first - forward] % BEGINS >= (FORWARDED if forward else BACKED)
 
 
-def _rest(schedule: Schedule, visits: Visits, done: Sequence[int]) -> tuple[tuple[int, Program], ...]:
-    """The compute instructions and reductions that are left; an instruction of a hop as one of each of its pieces."""
-    places = {key: visit for visit, key in enumerate(zip(visits.microbatch, visits.first, strict=True))}
-    programs = []
-    for worker, program in schedule.programs:
-        rest = list[Instr]()
-        for instr in program:
-            if instr.op in COMPUTE:
-                visit = places[instr.microbatch, instr.first]
-                pieces = [visit]
-                while visits.last[pieces[-1]] < instr.last:
-                    pieces.append(pieces[-1] + 1)
-                for piece in pieces if instr.op is Op.FORWARD else reversed(pieces):
-                    op = instr.op
-                    if op is Op.BACKWARD and done[piece] == BACKED:
-                        op = Op.WEIGHT_GRAD
-                    if done[piece] < REACHES[op]:
-                        rest.append(Instr(op, instr.microbatch, visits.first[piece], visits.last[piece]))
-            elif instr.op not in MESSAGE and instr.op is not Op.EAGER_FORWARD:
-                rest.append(instr)
-        programs.append((worker, tuple(rest)))
-    return tuple(programs)
+def _is_used(message: Instr, table: Table) -> bool:
+    """Whether the layer that it goes to is."""
+    forward = message.op in (Op.SEND_FORWARD, Op.RECV_FORWARD)
+    return table[message.microbatch][message.first - (not forward)] % BEGINS >= (
+        FORWARDED if forward else BACKED
+    )
+
+
+def _pieces(instr: Instr, row: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(first, last, level): the layers of ``instr``, cut where the visits begin and end that are done already."""
+    inside = range(instr.first + 1, instr.last)
+    edges = [at for at in inside if row[at] >= BEGINS or row[at] != row[at - 1] % BEGINS]
+    ends = pairwise([instr.first, *edges, instr.last])
+    return [(first, last, row[first] % BEGINS) for first, last in ends]
+
+
+def _undone(instr: Instr, pieces: Sequence[tuple[int, int, int]]) -> list[Instr]:
+    """``instr`` as one of each of its pieces, of those that are not as far already."""
+    found = []
+    for first, last, level in pieces if instr.op is Op.FORWARD else reversed(pieces):
+        op = Op.WEIGHT_GRAD if instr.op is Op.BACKWARD and level == BACKED else instr.op
+        if level < REACHES[op]:
+            found.append(Instr(op, instr.microbatch, first, last))
+    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from odyssey_megatron.errors import ScheduleInvalid
 from odyssey_megatron.plan.costs import Costs, LayerCost
@@ -11,14 +11,10 @@ from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.schedule import Schedule
 from odyssey_megatron.plan.simulate import Timeline, run_clock
 from odyssey_megatron.plan.visits import (
-    BACKED,
     BACKWARD,
-    FINISHED,
     FORWARD,
-    FORWARDED,
     INPUT_GRAD,
     NO_BLOCK,
-    NOTHING,
     OPS,
     RECV_BACKWARD,
     RECV_FORWARD,
@@ -49,19 +45,6 @@ _AFTER = {
     RECV_BACKWARD: 0,
 }
 """What must be done before, where the visit has it at all."""
-
-_LEVELS = (NOTHING, FORWARDED, BACKED, FINISHED)
-_LEFT = [_bits(*(FORWARD, INPUT_GRAD, WEIGHT_GRAD)[level:]) for level in _LEVELS]
-"""What a visit of each level has still to compute."""
-_FROM_ABOVE = [
-    [_bits(*[RECV_FORWARD] * (level < FORWARDED), *[SEND_BACKWARD] * (other < BACKED)) for other in _LEVELS]
-    for level in _LEVELS
-]
-_FROM_BELOW = [
-    [_bits(*[RECV_BACKWARD] * (level < BACKED), *[SEND_FORWARD] * (other < FORWARDED)) for other in _LEVELS]
-    for level in _LEVELS
-]
-"""[level][level of the visit before, or behind]: what there is to exchange with it."""
 
 
 def verify(
@@ -94,16 +77,12 @@ def verify_codes(
     *,
     in_flight_cap: Mapping[int, int] | None = None,
     speeds: Mapping[int, float] | None = None,
-    done: Sequence[int] | None = None,
 ) -> Timeline:
-    """:func:`verify` of programs that are integers already, ascending by worker.
-
-    ``done``: how far each visit is before they begin; then they must do the rest, and send what is still to be used.
-    """
+    """:func:`verify` of programs that are integers already, ascending by worker."""
     layout, found = visits.layout, tuple(programs)
     if found != layout.workers:
         raise ScheduleInvalid(f"programs of workers {found}, the layout has {layout.workers}")
-    check = _Check(visits, done or [0] * len(visits.worker))
+    check = _Check(visits)
     for worker, program in programs.items():
         check.program(worker, program)
     check.channels()
@@ -135,15 +114,13 @@ def _unit_costs(num_layers: int) -> Costs:
 class _Check:
     """What an order says without a clock: each worker's program by itself, then what they send each other."""
 
-    def __init__(self, visits: Visits, done: Sequence[int]) -> None:
+    def __init__(self, visits: Visits) -> None:
         self.visits = visits
+        compute = _bits(FORWARD, INPUT_GRAD, WEIGHT_GRAD)
+        above, below = _bits(RECV_FORWARD, SEND_BACKWARD), _bits(RECV_BACKWARD, SEND_FORWARD)
         self.left = [
-            _LEFT[level]
-            | (_FROM_ABOVE[level][done[visit - 1]] if before >= 0 else 0)
-            | (_FROM_BELOW[level][done[visit + 1]] if behind >= 0 else 0)
-            for visit, (level, before, behind) in enumerate(
-                zip(done, visits.before, visits.behind, strict=True)
-            )
+            compute | above * (before >= 0) | below * (behind >= 0)
+            for before, behind in zip(visits.before, visits.behind, strict=True)
         ]
         """Per visit, the kinds of instructions that are still to come."""
         self.ahead: set[tuple[int, int]] = set()
@@ -189,8 +166,6 @@ class _Check:
         does, still = _DOES[kind], left[visit]
         if still & does != does or still & _AFTER[kind] or visits.worker[visit] != worker:
             return self._out_of_turn(worker, code)
-        if visits.joined and kind < SEND_FORWARD and self._jumps(visit, kind):
-            return "before what it gets from its neighbour here"
         left[visit] = still & ~does
         if kind >= SEND_FORWARD:
             self._message(worker, visit, kind)
@@ -213,16 +188,6 @@ class _Check:
             return "run ahead without its input, which this worker must have made itself before"
         self.ahead.add((worker, visit))
         return ""
-
-    def _jumps(self, visit: int, kind: int) -> bool:
-        """Whether what comes from a visit of the same worker, without a message, is not there yet."""
-        if kind == FORWARD:
-            return visit in self.visits.joined and bool(self.left[visit - 1] & 1 << FORWARD)
-        return (
-            kind != WEIGHT_GRAD
-            and visit + 1 in self.visits.joined
-            and bool(self.left[visit + 1] & 1 << INPUT_GRAD)
-        )
 
     def _message(self, worker: int, visit: int, kind: int) -> None:
         if kind == SEND_FORWARD:

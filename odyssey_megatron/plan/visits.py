@@ -44,19 +44,16 @@ Codes = dict[int, list[int]]
 class Visits:
     """The visits of ``layout``, in parallel lists, and the two directions between instructions and integers.
 
-    ``pieces``: routes to visit in place of the layout's, where a worker may come several times in a row: between its
-    visits nothing is sent.
-
     Raises:
         LayoutInvalid: a route does not go through all layers in order, hop by hop to another worker.
     """
 
-    def __init__(self, layout: Layout, pieces: tuple[Route, ...] | None = None) -> None:
-        routes = layout.routes if pieces is None else pieces
+    def __init__(self, layout: Layout) -> None:
+        routes = layout.routes
         numbered = sorted((m, at) for at, route in enumerate(routes) for m in route.microbatches)
         if [m for m, _ in numbered] != list(range(len(numbered))):
             raise LayoutInvalid(f"microbatches {[m for m, _ in numbered]} are not numbered from 0, each once")
-        rows = [_rows(route, layout.num_layers, joined=pieces is not None) for route in routes]
+        rows = [_rows(route, layout.num_layers) for route in routes]
         table = [(m, *row) for m, at in numbered for row in rows[at]]
         self.layout = layout
         self.microbatch = [row[0] for row in table]
@@ -64,12 +61,9 @@ class Visits:
         self.first = [row[2] for row in table]
         self.last = [row[3] for row in table]
         self.before = [row[4] for row in table]
-        """The worker that the activation comes from; -1 at a route's first hop, and where it is this one."""
+        """The worker that the activation comes from; -1 at a route's first hop."""
         self.behind = [row[5] for row in table]
-        """The worker that it goes to; -1 at the last hop, and where it stays."""
-        places = zip(self.first, self.before, strict=True)
-        self.joined = frozenset(v for v, (first, before) in enumerate(places) if first > 0 > before)
-        """Visits that go on, on the same worker, where the one before ends."""
+        """The worker that it goes to; -1 at the last hop."""
         self.blocks = layout.blocks()
         self.reductions = 8 * len(table)
         """The code of the first block's reduction."""
@@ -155,15 +149,14 @@ class Visits:
 NO_BLOCK = "is no block of this worker, or reduced twice"
 
 
-def _rows(route: Route, num_layers: int, *, joined: bool) -> list[tuple[int, int, int, int, int]]:
-    """(worker, first, last, worker before, worker behind) of each hop; -1 for none, and for the same one."""
+def _rows(route: Route, num_layers: int) -> list[tuple[int, int, int, int, int]]:
+    """(worker, first, last, worker before, worker behind) of each hop; -1 for none."""
     workers = (-1, *(hop.worker for hop in route.hops), -1)
     rows, at = [], 0
     for i, hop in enumerate(route.hops):
-        if hop.first != at or hop.last <= at or (hop.worker == workers[i] and not joined):
+        if hop.first != at or hop.last <= at or hop.worker == workers[i]:
             raise LayoutInvalid(f"{hop} does not go on, on another worker, from layer {at} in {route}")
-        before, behind = (-1 if one == hop.worker else one for one in (workers[i], workers[i + 2]))
-        rows.append((hop.worker, hop.first, hop.last, before, behind))
+        rows.append((hop.worker, hop.first, hop.last, workers[i], workers[i + 2]))
         at = hop.last
     if at != num_layers:
         raise LayoutInvalid(f"{route} ends at layer {at} of {num_layers}")

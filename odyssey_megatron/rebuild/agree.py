@@ -23,7 +23,7 @@ from odyssey_megatron.execute.interpreter import Compute
 from odyssey_megatron.execute.progress import Progress
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.plan import Plan
-from odyssey_megatron.plan.resume import fits, resume, usable
+from odyssey_megatron.plan.resume import fits, rest, usable
 from odyssey_megatron.plan.schedule import Program
 
 
@@ -169,10 +169,11 @@ def what_is_left(
     *flat, taken_up = (total // cell.size).tolist()
     width = plan.layout.num_layers
     table = [flat[at : at + width] for at in range(0, len(flat), width)]
-    schedule = resume(plan.layout, plan.schedule, table) if any(flat) else None
-    if schedule is None:
-        return None, 0
-    return (schedule.program(cell.worker) if cell.worker in plan.layout.workers else ()), taken_up
+    cuts = {block.first for block in plan.layout.blocks()}
+    left = rest(plan.program(cell.worker), table, cuts) if any(flat) else None
+    stuck = torch.tensor([left is None], dtype=torch.int32, device=device)
+    dist.all_reduce(stuck, op=dist.ReduceOp.MAX, group=group)
+    return (None, 0) if stuck.item() else (left, taken_up)
 
 
 def take_up(

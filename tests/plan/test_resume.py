@@ -16,8 +16,8 @@ from odyssey_megatron.plan.generate import build_schedule
 from odyssey_megatron.plan.layout import layout_from_routes, megatron_layout, pipeline_route
 from odyssey_megatron.plan.memory import state_bytes
 from odyssey_megatron.plan.redundancy import with_shadows
-from odyssey_megatron.plan.resume import BEGINS, REACHES, done_visits, fits, resume, usable
-from odyssey_megatron.plan.schedule import COMPUTE, Instr, Op
+from odyssey_megatron.plan.resume import BEGINS, REACHES, done_visits, fits, rest, usable
+from odyssey_megatron.plan.schedule import COMPUTE, Instr, Op, Schedule
 from odyssey_megatron.policy.candidates import drop_pipelines, reroute, shift_layers
 from tests.plan.samples import eager_schedule, uniform_costs
 
@@ -158,7 +158,14 @@ def goes_on(running, layout, schedule):
     if not all(fits(layout, worker, table) for worker, table in running.tables.items()):
         return None
     running.take_up(layout)
-    return resume(layout, schedule, running.total())
+    return resumed(layout, schedule, running.total())
+
+
+def resumed(layout, schedule, table):
+    """Each worker's own part, as each finds it by itself; None if one of them cannot go on."""
+    cuts = {block.first for block in layout.blocks()}
+    parts = tuple((worker, rest(program, table, cuts)) for worker, program in schedule.programs)
+    return None if any(part is None for _, part in parts) else Schedule(programs=parts)
 
 
 @st.composite
@@ -233,12 +240,12 @@ def test_forwards_run_ahead_are_not_done_again():
         running.go(schedule, rng)  # to the end: whatever the dead one has run is lost
         running.lose({dead})
         after = reroute(layout, set(range(4)) - {dead}, costs)
-        rest = goes_on(running, after, eager_schedule(after, costs)[0])
+        left = goes_on(running, after, eager_schedule(after, costs)[0])
         mine = [one for one in filled.forwards if one.routed == dead]
         assert running.saved == len(mine)
-        again = [i for _, program in rest.programs for i in program if i.op is Op.FORWARD]
+        again = [i for _, program in left.programs for i in program if i.op is Op.FORWARD]
         assert len(again) == 8 - len(mine)
-        assert running.go(rest, rng)
+        assert running.go(left, rng)
     assert {one.routed for one in filled.forwards} >= {0, 1}
 
 
@@ -272,7 +279,7 @@ def test_a_takeover_by_the_neighbour_goes_on_without_a_message():
     layout = type(layout)(holders=((0, 2), (0, 2), (0, 1), (0, 1)), routes=layout.routes)
     after = reroute(layout, {0, 2}, costs)
     table = [[BEGINS + 1, 1, 0, 0]]
-    left = resume(after, build_schedule(after, costs), table)
+    left = resumed(after, build_schedule(after, costs), table)
     assert str(left.program(0)[0]) == "F0[2:4]"
     assert [str(i) for i in left.program(0) if i.op in COMPUTE] == [
         "F0[2:4]", "I0[2:4]", "I0[0:2]", "W0[2:4]", "W0[0:2]",
