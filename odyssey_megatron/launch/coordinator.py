@@ -112,6 +112,7 @@ class Coordinator:
         self._target: Callable[[], Plan] | None = None
         """Where to go from the live plan, between two steps."""
         self._fruitless, self._failed_offers, self._early = 0, 0, -1
+        self._unheard: list[Event] = []
         self._done = 0
         """Pieces of common work, as far as generations that began have said."""
 
@@ -142,7 +143,11 @@ class Coordinator:
         """Until all ranks have posted the job; a verdict if one of them ends first."""
         posted = [keys.digest_key(rank) for rank in range(self._world_size)]
         while not self._control.has(posted):
-            for event in self._events(_TICK_S / 2):
+            found = self._events(_TICK_S / 2)
+            if found and self._control.has(posted):
+                self._unheard = found  # who has died since then has died in a job that runs: his agent saw it so, too
+                return None
+            for event in found:
                 if isinstance(event, NodeLost):
                     return Verdict(code=1, why=f"node {event.node} was lost before training started.")
                 if isinstance(event, RankDied) and (verdict := self._early_exit(event)):
@@ -481,8 +486,8 @@ class Coordinator:
         return events
 
     def _events(self, timeout_s: float) -> list[Event]:
-        found: list[Event] = []
-        for event in self._queue.take(timeout_s):
+        found, self._unheard = self._unheard, []
+        for event in self._queue.take(0.0 if found else timeout_s):
             if isinstance(event, str):
                 _log.warning("dropped a malformed event: %s", event)
             else:

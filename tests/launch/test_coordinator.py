@@ -317,6 +317,15 @@ def test_a_rank_that_fails_before_the_job_is_posted(job):
     assert job.end().code == 4
 
 
+def test_a_rank_that_dies_as_the_last_one_posts_the_job(job):
+    """The coordinator waits in its queue of events then, and hears of both at once."""
+    job.post()
+    job.died(1)
+    while (generation := job.generation(job.coordinator._state.generation or 1)).dead != (1,):
+        time.sleep(0.01)
+    assert generation.members == (0, 2, 3)
+
+
 def test_all_ranks_fail_alike_in_training(started):
     started.live(1, 0, 1, 2, 3)
     started.died(0, 1, 2, 3, code=5)
