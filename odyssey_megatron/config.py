@@ -46,7 +46,9 @@ EXPECTED_S = Between(1e-9, 1e10)
 
 
 def _flag(default: Any, help_text: str, **extra: Any) -> Any:
-    """``within`` are the numbers that are allowed; without it, seconds to wait, or a count of at least one."""
+    """``within`` are the numbers that are allowed; without it, seconds to wait, or a count of at least one. ``bare``
+    is what the flag means without a value.
+    """
     if type(default) in (int, float):
         extra.setdefault("within", LIMIT_S if type(default) is float else Between(1, 1_000_000, whole=True))
     return field(default=default, metadata={"help": help_text, **extra})
@@ -65,6 +67,7 @@ class OdysseyConfig:
         "what it would do, and changes nothing",
         choices=MODES,
         flag="--odyssey",
+        bare="recover",
     )
     policy: str = _flag("auto", "recovery policy", choices=POLICIES)
     device: str = _flag("cuda", "cpu runs Megatron on CPU tensors and gloo", choices=DEVICES)
@@ -85,6 +88,13 @@ class OdysseyConfig:
         "",
         "flags of Megatron-LM's, separated by commas and without their dashes, that Odyssey does not know and that are "
         "to pass: of a newer version, or a fork's own",
+    )
+    strict: str = _flag(
+        "off",
+        "a flag of Megatron-LM's that changes nothing with --odyssey is refused, not ignored (also when this flag has "
+        "no value)",
+        choices=("off", "on"),
+        bare="on",
     )
     redundancy: str = _flag(
         "off",
@@ -153,6 +163,11 @@ class OdysseyConfig:
     def least_holders(self) -> int:
         """Of each layer; see ``JobSpec.least_holders``."""
         return 0 if self.redundancy == "off" else 1 + self.redundancy_level
+
+    @property
+    def is_strict(self) -> bool:
+        """Flags that change nothing are refused."""
+        return self.strict == "on"
 
     @property
     def optimizer_copies(self) -> int:
@@ -286,8 +301,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             default=argparse.SUPPRESS,
             metavar="|".join(one.metadata["choices"]) if "choices" in one.metadata else None,
             help=f"{one.metadata['help']} (default: {default})".replace("%", "%%"),
-            nargs="?" if one.name == "mode" else None,
-            const="recover" if one.name == "mode" else None,
+            nargs="?" if "bare" in one.metadata else None,
+            const=one.metadata.get("bare"),
         )
 
 

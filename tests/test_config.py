@@ -27,6 +27,7 @@ FROZEN = {
     "bind": "",
     "inject": "",
     "accept": "",
+    "strict": "off",
     "redundancy": "off",
     "redundancy_level": 1,
     "spare_state": "device",

@@ -38,8 +38,12 @@ def rows(job: Job, version: str | None) -> Iterator[Row]:
     state = WARNING if job.config.mode == "observe" else PROBLEM
     for one in refusals.refused(args, parser):
         yield _row(one.flag, state, "does not work with --odyssey yet", one.remedy)
+    ignored = {flag for flag, _ in refusals.ignored(args, parser)} if job.config.is_strict else ()
     for flag, why in refusals.moot(args, parser):
-        yield _row(flag, OK, f"changes nothing with --odyssey: {why}")
+        bad, remedy = flag in ignored, "Leave it out, or leave out --odyssey-strict."
+        yield _row(
+            flag, state if bad else OK, f"changes nothing with --odyssey: {why}", remedy if bad else ""
+        )
     for flag in strange:
         if not flag.startswith("--odyssey"):
             yield _row(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -37,17 +38,25 @@ def quiet_rebuilding() -> None:
 
 
 def say_moot(args: Any, parser: refusals.Parser) -> None:
-    """On one rank, a line for each flag that is given and changes nothing."""
+    """On one rank, a line for each flag that is given and ignored."""
     if args.rank == 0:
-        for flag, why in refusals.moot(args, parser):
-            if why.startswith("read "):
-                continue  # plain Megatron-LM would not read it either, and sets some of them itself
+        for flag, why in refusals.ignored(args, parser):
             sys.stderr.write(f"[odyssey] {flag} changes nothing with --odyssey: {why}.\n")
 
 
 def optimizer_copies(args: Any, config: OdysseyConfig) -> int:
     """On how many ranks each layer's optimizer state is; 0: on all that hold the layer."""
     return config.optimizer_copies if args.use_distributed_optimizer else 0
+
+
+def split_of(args: Any) -> Callable[[Any], span.Split]:
+    """How Megatron would cut the model of a config; ``args`` before :func:`adapt`."""
+    return functools.partial(
+        span.Split.of,
+        stages=args.pipeline_model_parallel_size,
+        virtual_stages=args.virtual_pipeline_model_parallel_size,
+        layout=args.pipeline_model_parallel_layout,
+    )
 
 
 def job_of(args: Any, config: OdysseyConfig, *, optimizer_copies: int) -> JobSpec:
@@ -78,6 +87,29 @@ def profile_of(args: Any, transformer_config: Any, config: OdysseyConfig) -> Pro
     )
 
 
+_LEFT_OUT: dict[str, Any] = {
+    "delay_wgrad_compute": False,
+    "defer_embedding_wgrad_compute": False,
+    "tp_comm_overlap": False,
+    "cuda_graph_impl": "none",
+    "enable_cuda_graph": False,
+    "external_cuda_graph": False,
+    "optimizer_cuda_graph": False,
+    "overlap_param_gather_with_optimizer_step": False,
+    "overlap_p2p_comm_warmup_flush": False,
+    "num_distributed_optimizer_instances": 1,
+    "rerun_mode": "disabled",
+}
+"""Flags that Odyssey's own step makes moot, and what they are where they are not given."""
+
+
+def leave_out_moot(args: Any) -> None:
+    """Takes back what Megatron would do besides Odyssey, before its validation derives anything from it."""
+    for name, value in _LEFT_OUT.items():
+        if hasattr(args, name):  # a version that does not know it has not been given it
+            setattr(args, name, value)
+
+
 def adapt(args: Any, config: OdysseyConfig) -> None:
     """What Odyssey does in Megatron's place is switched off there; Megatron has validated ``args``.
 
@@ -88,6 +120,7 @@ def adapt(args: Any, config: OdysseyConfig) -> None:
     # Reductions are instructions of the schedule.
     _set(args, False, "overlap_grad_reduce", "align_grad_reduce")
     _set(args, False, "overlap_p2p_comm")
+    _set(args, None, "virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout")
     # Of a loss that is not finite it is asked who has made it so (``execute/suspects.py``), before anybody ends by it.
     _set(args, False, "check_for_nan_in_loss_and_grad")
     # Randomness is a function of the step (I2), so there is no state of generators to keep.
@@ -139,14 +172,7 @@ def schedule_of(scheduler: Any) -> dict[str, Any]:
     return {name: getattr(scheduler, name) for name in names}
 
 
-def silence_reruns() -> None:
-    """Megatron's rerun machine would repeat a step by itself; what is not finite is Odyssey's concern."""
-    from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
-
-    get_rerun_state_machine().set_mode(RerunMode.DISABLED)
-
-
-def spec_of(args: Any, config: Any, model_provider: Any) -> ModelSpec:
+def spec_of(args: Any, config: Any, split: span.Split, model_provider: Any) -> ModelSpec:
     """The model of ``args``, of Megatron's own stages: each is seeded as Megatron seeds it."""
     from megatron.training import initialize, training
 
@@ -164,11 +190,6 @@ def spec_of(args: Any, config: Any, model_provider: Any) -> ModelSpec:
             # Megatron draws numbers for it in between, and where one generator serves all devices, weights are next.
             initialize.set_jit_fusion_options()
 
-    head = config.num_layers + 1
-    stages = tuple(
-        (first + 1 if first else 0, last + 1 + (last + 1 == head))
-        for first, last in span.megatron_stages(config, args.pipeline_model_parallel_size)
-    )
     return ModelSpec(
         config=config,
         model_provider=functools.partial(model_provider, config=config),
@@ -176,6 +197,6 @@ def spec_of(args: Any, config: Any, model_provider: Any) -> ModelSpec:
         config_overrides=overrides,
         seed=args.seed,
         ddp_config=ddp_config(args),
-        stages=stages,
+        stages=split.chunks(),
         seed_stage=seed_stage,
     )

@@ -105,8 +105,12 @@ class Door:
         with Session.start(self._config, default_group=False) as self._session:
             self._replace()
             if args := arguments.early():
-                refusals.check(args, self._parser, self._config.accepted)
+                self._refuse(args)
             yield
+
+    def _refuse(self, args: Any) -> None:
+        """Of ``args`` as the user gave them. Raises ConfigError."""
+        refusals.check(args, self._parser, self._config.accepted, strict=self._config.is_strict)
 
     def parse_and_validate_args(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         with self._joined():
@@ -171,11 +175,13 @@ class Door:
     # -- setting up -----------------------------------------------------------------------------------------------
 
     def validate_args(self, original: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
-        refusals.check(args, self._parser, self._config.accepted)
+        self._refuse(args)
         arguments.say_moot(args, self._parser)
+        arguments.leave_out_moot(args)
         self._optimizer_copies = arguments.optimizer_copies(args, self._config)
         result = original(args, *rest, **kwargs)
         refusals.check(args, self._parser)
+        self._split_of = arguments.split_of(args)
         arguments.adapt(args, self._config)
         saving.check(args)
         return result
@@ -210,10 +216,9 @@ class Door:
         config = core_transformer_config_from_args(args)
         if config.params_dtype == torch.float64:
             float64.install()
-        arguments.silence_reruns()
-        num_microbatches = args.global_batch_size // args.micro_batch_size
+        num_microbatches, split = args.global_batch_size // args.micro_batch_size, self._split_of(config)
         self._model = MegatronModel(
-            arguments.spec_of(args, config, model_provider),
+            arguments.spec_of(args, config, split, model_provider),
             num_microbatches=num_microbatches,
             seq_length=args.seq_length,
             micro_batch_size=args.micro_batch_size,

@@ -46,7 +46,8 @@ _WORKS = {
     """,
     "the shape of the job: tests/megatron_lm, tests/e2e": """
     tensor_model_parallel_size pipeline_model_parallel_size sequence_parallel
-    decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers micro_batch_size global_batch_size
+    decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
+    micro_batch_size global_batch_size
     train_iters train_samples seq_length seed bf16 use_distributed_optimizer calculate_per_token_loss
     accumulate_allreduce_grads_in_fp32 grad_reduce_in_bf16 clip_grad
     check_weight_hash_across_dp_replicas_interval check_for_nan_in_loss_and_grad data_parallel_random_init
@@ -264,6 +265,24 @@ _MOOT = {
     use_ring_exchange_p2p overlap_p2p_comm overlap_p2p_comm_warmup_flush
     pipeline_model_parallel_comm_backend scatter_gather_tensors_in_pipeline
     """,
+    "Odyssey's own schedule fills the bubbles": """
+    num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
+    """,
+    "Odyssey's own schedule runs weight gradients apart": """
+    delay_wgrad_compute defer_embedding_wgrad_compute
+    """,
+    "its buffers would be of the ranks that the job started with": """
+    tp_comm_overlap
+    """,
+    "a graph would be of the layers that it was captured with": """
+    cuda_graph_impl enable_cuda_graph external_cuda_graph optimizer_cuda_graph
+    """,
+    "Odyssey repeats a step by itself, after a failure only": """
+    rerun_mode
+    """,
+    "Odyssey shares out optimizer states itself": """
+    num_distributed_optimizer_instances overlap_param_gather_with_optimizer_step
+    """,
     "reductions are instructions of Odyssey's schedule": """
     overlap_grad_reduce align_grad_reduce overlap_param_gather align_param_gather ddp_num_buckets
     ddp_bucket_size ddp_pad_buckets_for_high_nccl_busbw ddp_reduce_scatter_with_fp32_accumulation
@@ -349,3 +368,9 @@ WORKS = _by_destination(_WORKS)
 """Destination -> why it works: under test, or without a way to matter to who holds what."""
 MOOT = _by_destination(_MOOT)
 """Destination -> why it changes nothing: Odyssey does that itself, or what would read it is off, or refused."""
+AS_ODYSSEY_DOES = {
+    "cuda_graph_impl": ("none",),
+    "rerun_mode": ("disabled", "validate_results"),
+    "num_distributed_optimizer_instances": (1,),
+}
+"""Of what is moot, the values that leave nothing undone."""

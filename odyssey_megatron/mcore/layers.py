@@ -44,9 +44,10 @@ class ModelSpec:
     """Of groups of parameters: what the flags say, and what a checkpoint has said in its place, which Megatron
     believes. Filled once, before the first step.
     """
-    stages: tuple[tuple[int, int], ...] = ()
-    """Planner layers [first, last) of each of Megatron's own stages, if initial weights are to be as Megatron's: drawn
-    stage by stage. Without them a layer's initial weights depend on (seed, layer) alone."""
+    stages: tuple[tuple[tuple[int, int], ...], ...] = ()
+    """Of each of Megatron's own stages the planner layers [first, last) of its chunks, if initial weights are to be as
+    Megatron's: drawn stage by stage, and chunk by chunk. Without them those of a layer depend on (seed, layer) alone.
+    """
     seed_stage: Callable[[int], None] = lambda stage: None
     """Sets the generators as Megatron does before it builds a stage."""
 
@@ -113,10 +114,11 @@ def initial_parts(
                 spec.seed, step=rng.INITIAL, microbatch=rng.INITIAL, layer=index, tp_rank=groups.tp.rank()
             )
             found[index] = build_parts(spec, index, index + 1, groups)[index]
-    for stage, (first, last) in enumerate(spec.stages):
-        if wanted & set(range(first, last)):
+    for stage, chunks in enumerate(spec.stages):
+        if any(wanted & set(range(first, last)) for first, last in chunks):
             spec.seed_stage(stage)
-            found |= build_parts(spec, first, last, groups)
+            for first, last in chunks:
+                found |= build_parts(spec, first, last, groups)
     return {index: found[index] for index in sorted(wanted)}
 
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from odyssey_megatron.errors import ConfigError
-from odyssey_megatron.mcore.flags import MOOT, WORKS
+from odyssey_megatron.mcore.flags import AS_ODYSSEY_DOES, MOOT, WORKS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,11 +66,8 @@ class Refusal:
 
 
 _LEAVE_OUT = "Leave it out."
-_DEFERRED = "Odyssey's own schedule runs weight gradients later. Leave it out."
 _QUANTIZED = "The scales of quantized tensors would not move with a layer. Use --bf16 alone."
-_BUBBLES = "Odyssey's own schedule fills the bubbles. Leave it out."
 _ALIKE = "Only layers that are alike are planned for."
-_GRAPHS = "A graph is of the layers that it was captured with. Leave it out."
 _HOST = "Odyssey moves a layer's tensors from where it put them. Leave it out."
 _RERUN = "Odyssey repeats a step by itself, after a failure only. Leave it out."
 _ONE_RANK = "It would be that of one rank's layers. Leave it out."
@@ -108,10 +105,7 @@ _ROWS: tuple[tuple[str, str] | tuple[str, str, Callable[[Any, Any], bool]], ...]
     ("kitchen_config_file", _QUANTIZED, _not_none),
     ("kitchen_recipe_number", _QUANTIZED, _not_none),
     ("use_kitchen_attention", _UNTRIED),
-    ("tp_comm_overlap", "Its buffers belong to the ranks that the job started with. Leave it out."),
     ("symmetric_ar_type", "Its buffers belong to the ranks that the job started with. Leave it out."),
-    ("defer_embedding_wgrad_compute", _DEFERRED),
-    ("delay_wgrad_compute", _DEFERRED),
     ("use_transformer_engine_op_fuser", _UNTRIED),
     ("use_grouped_gemm_for_dense_mlp", _UNTRIED),
     ("mla_down_proj_fusion", _UNTRIED),
@@ -130,8 +124,6 @@ _ROWS: tuple[tuple[str, str] | tuple[str, str, Callable[[Any, Any], bool]], ...]
      lambda value, args: not value),
     ("position_embedding_type", "Use rope, yarn, learned_absolute or none.",
      _none_of("rope", "yarn", "learned_absolute", "none")),
-    ("num_layers_per_virtual_pipeline_stage", _BUBBLES),
-    ("num_virtual_stages_per_pipeline_rank", _BUBBLES),
     ("pipeline_model_parallel_layout", "The plan chooses the layers of each stage. Leave it out."),
     ("hybrid_layer_pattern", _ALIKE),
     ("hybrid_override_pattern", _ALIKE),
@@ -149,7 +141,7 @@ _ROWS: tuple[tuple[str, str] | tuple[str, str, Callable[[Any, Any], bool]], ...]
      lambda value, args: value is False),
     ("init_model_with_meta_device", _UNTRIED),
     ("qk_clip", "It would look at one rank's layers. Leave it out."),
-    ("log_max_attention_logit", _ONE_RANK),
+    ("log_max_attention_logit", "Only Transformer Engine's attention measures it, on a GPU. Leave it out."),
     ("logits_save_dir", _LEAVE_OUT),
     ("logits_load_dir", _LEAVE_OUT),
     ("export_kd_cfg", _MODELOPT),
@@ -163,23 +155,16 @@ _ROWS: tuple[tuple[str, str] | tuple[str, str, Callable[[Any, Any], bool]], ...]
     ("use_megatron_fsdp", _LEAVE_OUT),
     ("use_torch_fsdp2", _LEAVE_OUT),
     ("use_legacy_models", _LEAVE_OUT),
-    ("cuda_graph_impl", _GRAPHS, _none_of("none")),
-    ("enable_cuda_graph", _GRAPHS),
-    ("external_cuda_graph", _GRAPHS),
-    ("optimizer_cuda_graph", _GRAPHS),
     ("cpu_offloading_num_layers", _HOST),
     ("fine_grained_activation_offloading", _HOST),
     ("optimizer_cpu_offload", _HOST),
     ("optimizer", "Use adam or sgd.", _none_of("adam", "sgd")),
     ("use_precision_aware_optimizer",
      "Its states are those of Megatron's distributed optimizer, whose place Odyssey takes. Leave it out."),
-    ("num_distributed_optimizer_instances", "Odyssey shares out optimizer states itself. Leave it out.", _above_one),
-    ("overlap_param_gather_with_optimizer_step", "Odyssey shares out optimizer states itself. Leave it out."),
     ("ddp_param_name_patterns_for_fp32_local_accumulation", _UNTRIED),
     ("dump_param_to_param_group_map", _ONE_RANK),
     ("check_for_large_grads", "Its check is of Megatron's own reduction. Leave it out."),
     ("error_injection_rate", _RERUN),
-    ("rerun_mode", _RERUN, _none_of("disabled", "validate_results")),
     ("result_rejected_tracker_filename", _RERUN),
     ("check_for_spiky_loss", _RERUN),
     ("rampup_batch_size", _ONE_BATCH),
@@ -264,15 +249,25 @@ def unknown(args: Any, parser: Parser, accepted: Collection[str] = ()) -> Iterat
 
 def moot(args: Any, parser: Parser) -> Iterator[tuple[str, str]]:
     """The flags of ``args``, as the user gave them, that change nothing, each with the reason."""
-    return ((parser.flag(dest), MOOT[dest]) for dest in parser.given(args) if dest in MOOT)
+    for dest in parser.given(args):
+        if dest in MOOT and getattr(args, dest) not in AS_ODYSSEY_DOES.get(dest, ()):
+            yield parser.flag(dest), MOOT[dest]
 
 
-def said(args: Any, parser: Parser, accepted: Collection[str] | None = None) -> list[str]:
+def ignored(args: Any, parser: Parser) -> Iterator[tuple[str, str]]:
+    """As :func:`moot`, without what plain Megatron-LM would not read either: it sets some of that itself."""
+    return ((flag, why) for flag, why in moot(args, parser) if not why.startswith("read "))
+
+
+def said(
+    args: Any, parser: Parser, accepted: Collection[str] | None = None, *, strict: bool = False
+) -> list[str]:
     """What is said of each flag that cannot work: its name first, the remedy last.
 
     Args:
         accepted: of those that Odyssey does not know, the ones that the user vouches for; None: Megatron has derived
             values of its own by now, and nothing is said of unknown ones.
+        strict: also of each that would be ignored.
     """
     lines = []
     for one in refused(args, parser):
@@ -285,12 +280,19 @@ def said(args: Any, parser: Parser, accepted: Collection[str] | None = None) -> 
             f"failure. Leave it out, or vouch for it with --odyssey-accept {flag.removeprefix('--')}."
             for flag in unknown(args, parser, accepted)
         ]
+    if strict:
+        lines += [
+            f"{flag} changes nothing with --odyssey: {why}. Leave it out, or leave out --odyssey-strict."
+            for flag, why in ignored(args, parser)
+        ]
     return lines
 
 
-def check(args: Any, parser: Parser, accepted: Collection[str] | None = None) -> None:
+def check(
+    args: Any, parser: Parser, accepted: Collection[str] | None = None, *, strict: bool = False
+) -> None:
     """Raises ConfigError that names all flags that cannot work, before any GPU time is spent. As :func:`said`."""
-    lines = said(args, parser, accepted)
+    lines = said(args, parser, accepted, strict=strict)
     if len(lines) == 1:
         raise ConfigError(lines[0])
     if lines:

@@ -164,6 +164,11 @@ GET_TRANSFORMER_LAYER_OFFSET = Seam(
     why="model chunks that begin anywhere",
     signatures={"0.16": "config vp_stage pp_rank"},
 )
+PIPELINE_LAYER_LAYOUT = Seam(
+    target="megatron.core.transformer.pipeline_parallel_layer_layout:PipelineParallelLayerLayout.__init__",
+    why="weights are drawn in the order of the stages that it describes",
+    signatures={"0.16": "self layout pipeline_model_parallel_size"},
+)
 LINEAR_BACKWARD = Seam(
     target="megatron.core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication.backward",
     why="weight gradients apart from input gradients fill the pipeline's bubbles",
@@ -340,11 +345,6 @@ PARSE_ARGS = Seam(
     target="megatron.training.arguments:parse_args",
     why="refuses flags before Megatron acts upon them",
     signatures={"0.16": "extra_args_provider ignore_unknown_args"},
-)
-RERUN_STATE_MACHINE = Seam(
-    target="megatron.core.rerun_state_machine:RerunStateMachine.set_mode",
-    why="a step that is repeated is repeated by Odyssey",
-    signatures={"0.16": "self mode"},
 )
 LOAD_CHECKPOINT = Seam(
     target="megatron.training.training:load_checkpoint",

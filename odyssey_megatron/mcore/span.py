@@ -7,9 +7,14 @@ all. Here they answer for the span at hand, so that the user's own ``model_provi
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
+
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from odyssey_megatron.mcore import seams
 from odyssey_megatron.mcore.seam_table import GET_NUM_LAYERS_TO_BUILD, GET_TRANSFORMER_LAYER_OFFSET
@@ -28,11 +33,38 @@ def building(offset: int, count: int) -> Iterator[None]:
         _current = before
 
 
-def megatron_stages(config: Any, pipeline_model_parallel_size: int) -> tuple[tuple[int, int], ...]:
-    """The transformer layers [first, last) that Megatron itself would give to each stage, counted from 0."""
-    count, offset = map(seams.original, (GET_NUM_LAYERS_TO_BUILD, GET_TRANSFORMER_LAYER_OFFSET))
-    firsts = [offset(config, None, rank) for rank in range(pipeline_model_parallel_size)]
-    return tuple((first, first + count(config, None, rank)) for rank, first in enumerate(firsts))
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How Megatron itself cuts the model: for each virtual stage, the transformer layers of each stage in it."""
+
+    counts: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, config: Any, stages: int, virtual_stages: int | None, layout: str | None) -> Split:
+        """``virtual_stages``: chunks of a stage, None for one; ``layout``: ``--pipeline-model-parallel-layout``."""
+        if layout is not None:
+            kinds = PipelineParallelLayerLayout(layout, stages).layout
+            return cls(
+                tuple(
+                    tuple(
+                        sum(kind.name == "decoder" for kind in kinds[stage][row]) for stage in range(stages)
+                    )
+                    for row in range(virtual_stages or 1)
+                )
+            )
+        config = copy.copy(config)
+        config.virtual_pipeline_model_parallel_size = virtual_stages
+        count = seams.original(GET_NUM_LAYERS_TO_BUILD)
+        rows = range(virtual_stages) if virtual_stages else (None,)
+        return cls(tuple(tuple(count(config, row, stage) for stage in range(stages)) for row in rows))
+
+    def chunks(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Of each stage the planner layers [first, last) of its chunks, in the order in which it builds them."""
+        ends = accumulate((count for row in self.counts for count in row), initial=1)
+        spans = [list(span) for span in pairwise(ends)]
+        spans[0][0], spans[-1][1] = 0, spans[-1][1] + 1
+        stages = len(self.counts[0])
+        return tuple(tuple((first, last) for first, last in spans[stage::stages]) for stage in range(stages))
 
 
 def install() -> None:

@@ -19,14 +19,11 @@ TAGS = tuple(one.tag for one in patch.supported())
 NOT_OF_THE_PARSER = {"kitchen_config_file", "kitchen_recipe_number"}
 """Only where NVIDIA's kitchen is installed."""
 SLIPPED = {
-    "--enable-cuda-graph": "",
-    "--external-cuda-graph": "",
     "--hybrid-override-pattern": "M*M*",
     "--is-hybrid-model": "",
     "--linear-attention-freq": "2",
     "--heterogeneous-layers-config-encoded-json": "{}",
     "--error-injection-rate": "1000",
-    "--rerun-mode": "report_stats",
     "--optimizer-cpu-offload": "",
     "--cpu-offloading-num-layers": "2",
     "--fine-grained-activation-offloading": "",
@@ -62,24 +59,24 @@ def parser_with(*more):
     parser.add_argument("--fp8-format", dest="fp8")
     parser.add_argument("--untie-embeddings-and-output-weights", action="store_true", default=True)
     parser.add_argument("--overlap-grad-reduce", action="store_true")
-    parser.add_argument("--enable-cuda-graph", action="store_true")
+    parser.add_argument("--full-validation", action="store_true")
     for flag in more:
         parser.add_argument(flag)
     return parser
 
 
-def said(argv, *more, accepted=()):
+def said(argv, *more, accepted=(), strict=False):
     parser = parser_with(*more)
     known = refusals.Parser.of(parser, "9.9")
     parser.add_argument("--of-the-script", default="no")  # as a script's extra_args_provider does
-    return refusals.said(parser.parse_args(argv), known, accepted)
+    return refusals.said(parser.parse_args(argv), known, accepted, strict=strict)
 
 
 def test_all_refused_flags_are_named_at_once():
-    lines = said(["--fp8-format", "hybrid", "--enable-cuda-graph", "--overlap-grad-reduce"])
-    assert [line.split()[0] for line in lines] == ["--fp8-format", "--enable-cuda-graph"]
+    lines = said(["--fp8-format", "hybrid", "--full-validation", "--overlap-grad-reduce"])
+    assert [line.split()[0] for line in lines] == ["--fp8-format", "--full-validation"]
     parser = parser_with()
-    args = parser.parse_args(["--fp8-format", "hybrid", "--enable-cuda-graph"])
+    args = parser.parse_args(["--fp8-format", "hybrid", "--full-validation"])
     with pytest.raises(ConfigError) as caught:
         refusals.check(args, refusals.Parser.of(parser, "9.9"), ())
     assert str(caught.value).splitlines() == ["2 of the job's flags cannot be used:", *lines]
@@ -95,6 +92,16 @@ def test_an_argument_that_nobody_knows_is_refused_once_it_is_given():
     )
 
 
+def test_strict_refuses_what_would_be_ignored():
+    """Not what plain Megatron-LM would not read either, nor a value that is what Odyssey does."""
+    given = ["--overlap-grad-reduce", "--moe-router-topk", "2", "--rerun-mode", "disabled"]
+    more = ("--moe-router-topk", "--rerun-mode")
+    assert said(given, *more) == []
+    (line,) = said(given, *more, strict=True)
+    assert line.startswith("--overlap-grad-reduce changes nothing with --odyssey: ")
+    assert line.endswith("leave out --odyssey-strict.")
+
+
 def test_arguments_of_the_script_pass():
     assert said(["--of-the-script", "yes"]) == []
 
@@ -102,9 +109,9 @@ def test_arguments_of_the_script_pass():
 def test_what_validation_derives_is_looked_at_but_not_taken_for_unknown():
     parser = parser_with("--new-thing")
     args, known = parser.parse_args([]), refusals.Parser.of(parser, "9.9")
-    args.new_thing, args.cuda_graph_impl = "derived", "local"
+    args.new_thing, args.spec = "derived", "local"
     (line,) = refusals.said(args, known)
-    assert line.startswith("--cuda-graph-impl local does not work")
+    assert line.startswith("--spec local does not work")
 
 
 def test_the_doctor_names_moot_flags_and_strange_ones():
@@ -114,3 +121,5 @@ def test_the_doctor_names_moot_flags_and_strange_ones():
         for row in flags.rows(Job(config=OdysseyConfig(), flags=argv), "a version unheard of")
     }
     assert found == {"--overlap-grad-reduce": "ok", "--of-the-script": "warning"}
+    strict = Job(config=OdysseyConfig(strict="on"), flags=argv)
+    assert next(flags.rows(strict, "0.16.1")).state == "problem"

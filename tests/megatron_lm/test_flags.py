@@ -24,6 +24,39 @@ FLAGS = {
     "bf16": "--bf16 --accumulate-allreduce-grads-in-fp32",
 }
 
+INTERLEAVED = "--num-layers 6 --no-overlap-p2p-communication"
+"""Messages that overlap would give plain Megatron-LM other losses each time: it relies on CUDA's streams."""
+MOOT = {
+    "virtual-stages": f"{INTERLEAVED} --num-layers-per-virtual-pipeline-stage 1",
+    "learned-positions": f"{INTERLEAVED} --num-virtual-stages-per-pipeline-rank 2 --init-method-std 0.05 "
+    "--position-embedding-type learned_absolute",
+    "drawn-on-cpu": f"{INTERLEAVED} --num-virtual-stages-per-pipeline-rank 2 --use-cpu-initialization",
+    "virtual-cells": f"{INTERLEAVED} --num-virtual-stages-per-pipeline-rank 2 --tensor-model-parallel-size 2",
+    "without-layers": "--num-layers 4 --no-overlap-p2p-communication --num-virtual-stages-per-pipeline-rank 2 "
+    "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+}
+"""Of three stages, which Megatron cuts or schedules otherwise; what they compute is the same."""
+LEFT_OUT = {
+    "all-at-once": (
+        "--use-distributed-optimizer",
+        "--num-distributed-optimizer-instances 2 --delay-wgrad-compute --defer-embedding-wgrad-compute "
+        "--cuda-graph-impl local --rerun-mode report_stats",
+    ),
+    "of-older-versions": (
+        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+        "--enable-cuda-graph --external-cuda-graph --overlap-param-gather-with-optimizer-step",
+    ),
+    "buffers": ("--tensor-model-parallel-size 2 --sequence-parallel", "--tp-comm-overlap"),
+}
+"""What plain Megatron-LM has, too, and what it cannot do on a CPU, or not as these jobs are."""
+
+
+def first_of(cases):
+    """The others are in the matrix."""
+    first, *others = cases
+    return [first, *(pytest.param(one, marks=pytest.mark.matrix) for one in others)]
+
+
 CELLS = {
     "whole-sequences": "",
     "sequence-parallel": "--sequence-parallel",
@@ -44,6 +77,26 @@ def test_losses_are_those_of_plain_megatron_lm(jobs, name, case):
         whole = jobs.odyssey(f"{name}-reference", flags, ranks=4, stages=2)
         assert_equal_numbers(run.run.steps, whole.run.steps, rel=ROUNDING)
     assert run.log.count("Weight hashes match") == plain.log.count("Weight hashes match")
+
+
+@pytest.mark.parametrize("case", first_of(MOOT))
+def test_what_odyssey_does_in_its_own_way_comes_to_the_same(jobs, name, case):
+    flags, how = f"{MOCK} {MOOT[case]}", {"ranks": 6, "stages": 3, "without": "--num-layers"}
+    run = jobs.odyssey(name, f"{flags} --odyssey-redundancy state", inject="rank=2,step=2,at=backward", **how)
+    assert_same_lines(run, jobs.plain(flags, **how))
+    assert 2 in run.killed
+
+
+@pytest.mark.parametrize("case", first_of(LEFT_OUT))
+def test_what_is_ignored_is_named_and_changes_nothing(jobs, name, case):
+    usual, ignored = LEFT_OUT[case]
+    ranks = 8 if "tensor" in usual else 4
+    flags = f"{MOCK} {usual} {ignored}"
+    run = jobs.odyssey(name, flags, ranks=ranks, stages=2, inject="rank=2,step=2,at=backward")
+    assert_same_lines(run, jobs.plain(f"{MOCK} {usual}", ranks=ranks, stages=2))
+    assert 2 in run.killed
+    for flag in re.findall(r"--\S+", ignored):
+        assert run.log.count(f"[odyssey] {flag} changes nothing with --odyssey: ") == 1
 
 
 @pytest.mark.parametrize("case", CELLS)

@@ -20,25 +20,18 @@ GIVEN = {
     "--te-precision-config-file": "--te-precision-config-file precision.yaml",
     "--kitchen-config-file": "--kitchen-config-file kitchen.yaml",
     "--kitchen-recipe-number": "--kitchen-recipe-number 0",
-    "--tp-comm-overlap": "--tp-comm-overlap",
-    "--defer-embedding-wgrad-compute": "--defer-embedding-wgrad-compute",
-    "--delay-wgrad-compute": "--delay-wgrad-compute",
     "--pipeline-model-parallel-layout": "--pipeline-model-parallel-layout Ettt|tL",
     "--heterogeneous-layers-config-path": "--heterogeneous-layers-config-path layers.json",
     "--qk-clip": "--qk-clip",
     "--log-max-attention-logit": "--log-max-attention-logit",
     "--use-precision-aware-optimizer": "--use-precision-aware-optimizer",
-    "--num-distributed-optimizer-instances": "--num-distributed-optimizer-instances 2",
     "--context-parallel-size": "--context-parallel-size 2",
     "--expert-model-parallel-size": "--expert-model-parallel-size 2",
     "--num-experts": "--num-experts 4",
     "--mtp-num-layers": "--mtp-num-layers 1",
-    "--num-layers-per-virtual-pipeline-stage": "--num-layers-per-virtual-pipeline-stage 1",
-    "--num-virtual-stages-per-pipeline-rank": "--num-virtual-stages-per-pipeline-rank 2",
     "--use-megatron-fsdp": "--use-megatron-fsdp",
     "--use-torch-fsdp2": "--use-torch-fsdp2",
     "--use-legacy-models": "--use-legacy-models",
-    "--cuda-graph-impl": "--cuda-graph-impl local",
     "--rampup-batch-size": "--rampup-batch-size 4 4 100",
     "--iterations-to-skip": "--iterations-to-skip 3",
     "--dataloader-type": "--dataloader-type cyclic",
@@ -61,7 +54,6 @@ GIVEN = {
     "--use-mup": "--use-mup",
     "--logits-save-dir": "--logits-save-dir there",
     "--logits-load-dir": "--logits-load-dir there",
-    "--optimizer-cuda-graph": "--optimizer-cuda-graph",
     "--step-batch-size-schedule": "--step-batch-size-schedule 0:12",
     "--eval-global-batch-size": "--eval-global-batch-size 6",
     "--eval-micro-batch-size": "--eval-micro-batch-size 2",
@@ -98,19 +90,15 @@ GIVEN = {
     "--export-legacy-megatron": "--export-legacy-megatron",
     "--modelopt-enabled": "--modelopt-enabled",
     "--enable-gpt-oss": "--enable-gpt-oss",
-    "--enable-cuda-graph": "--enable-cuda-graph",
-    "--external-cuda-graph": "--external-cuda-graph",
     "--cpu-offloading-num-layers": "--cpu-offloading-num-layers 2",
     "--fine-grained-activation-offloading": "--fine-grained-activation-offloading",
     "--optimizer-cpu-offload": "--optimizer-cpu-offload",
-    "--overlap-param-gather-with-optimizer-step": "--overlap-param-gather-with-optimizer-step",
     "--ddp-param-name-patterns-for-fp32-local-accumulation": (
         "--ddp-param-name-patterns-for-fp32-local-accumulation all"
     ),
     "--dump-param-to-param-group-map": "--dump-param-to-param-group-map there",
     "--check-for-large-grads": "--check-for-large-grads",
     "--error-injection-rate": "--error-injection-rate 1000",
-    "--rerun-mode": "--rerun-mode report_stats",
     "--result-rejected-tracker-filename": "--result-rejected-tracker-filename there",
     "--check-for-spiky-loss": "--check-for-spiky-loss",
     "--decrease-batch-size-if-needed": "--decrease-batch-size-if-needed",
@@ -182,14 +170,23 @@ def test_a_refusal_names_flag_and_remedy(jobs):
 
 
 def test_a_job_names_all_refused_flags_at_once(jobs, name):
-    """Among them one that Megatron's own validation takes back, and one that it would stop at."""
-    flags = f"{MOCK} --fp16 --enable-cuda-graph --error-injection-rate 5 --heterogeneous-layers-config-encoded-json x"
+    """Among them one that Megatron's own validation would stop at."""
+    flags = f"{MOCK} --fp16 --full-validation --error-injection-rate 5 --heterogeneous-layers-config-encoded-json x"
     run = jobs.odyssey(name, flags, ranks=4, stages=2)
     assert run.exit_code == 2, run.log[-3000:]
     assert "Traceback" not in run.log
     assert run.log.count("4 of the job's flags cannot be used:") == 1
-    for flag in ("--fp16", "--enable-cuda-graph", "--error-injection-rate 5", "--heterogeneous-layers"):
+    for flag in ("--fp16", "--full-validation", "--error-injection-rate 5", "--heterogeneous-layers"):
         assert run.log.count(f"\n{flag}") == 1, flag
+
+
+def test_with_strict_what_would_be_ignored_is_refused(jobs, name):
+    flags = f"{MOCK} --odyssey-strict --overlap-grad-reduce --rerun-mode validate_results"
+    run = jobs.odyssey(name, flags, ranks=4, stages=2)
+    assert run.exit_code == 2, run.log[-3000:]
+    assert run.log.count("--overlap-grad-reduce changes nothing with --odyssey: ") == 1
+    assert run.log.count("changes nothing") == 1
+    assert not run.iterations
 
 
 @pytest.mark.parametrize("flag", ["--fp16", TIED, "--yaml-cfg", "--inprocess-restart", "--enable-ft-package"])
