@@ -19,7 +19,7 @@ from pathlib import Path
 
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.inputs import Parser
-from odyssey_megatron.mcore.source import Source
+from odyssey_megatron.upstream.source import Source
 
 _BEGIN, _END = b"# >>> odyssey-megatron ", b"# <<< odyssey-megatron"
 _NO_EDIT = "Start the job with 'odyssey run': that needs no patch."

@@ -20,7 +20,7 @@ from odyssey_megatron.doctor import environment, flags, megatron, packages
 from odyssey_megatron.doctor.rows import OK, PROBLEM, WARNING, Host, Job, Package, Row
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.launch import leftovers
-from odyssey_megatron.mcore.source import Source
+from odyssey_megatron.upstream.source import Source
 
 _USAGE = """usage: odyssey doctor [--json] [--verbose] [PATH] [FLAG ...]
        odyssey doctor --clean

@@ -8,7 +8,7 @@ from typing import Any
 
 from odyssey_megatron import patch
 from odyssey_megatron.doctor.rows import OK, PROBLEM, WARNING, Job, Row
-from odyssey_megatron.mcore import refusals
+from odyssey_megatron.upstream import refusals
 
 _CONSTANTS = {"True": True, "False": False}
 

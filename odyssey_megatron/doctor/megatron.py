@@ -10,9 +10,9 @@ from pathlib import Path
 from odyssey_megatron import patch
 from odyssey_megatron.doctor.rows import OK, PROBLEM, WARNING, Host, Row
 from odyssey_megatron.errors import ConfigError
-from odyssey_megatron.mcore import compat, seams
-from odyssey_megatron.mcore.seam_table import SEAMS
-from odyssey_megatron.mcore.source import Source
+from odyssey_megatron.upstream import compat, seams
+from odyssey_megatron.upstream.seam_table import SEAMS
+from odyssey_megatron.upstream.source import Source
 
 
 def rows(source: Source, checkout: Path | None, host: Host) -> Iterator[Row]:

@@ -240,7 +240,7 @@ def _let_norms_be_sequence_parallel() -> None:
     """Megatron's norms for GPUs mark their weights, which are all that sequence parallelism asks of a norm; for the one
     that is torch's it refuses (core_v0.16.1 core/transformer/torch_norm.py).
     """
-    from odyssey_megatron.mcore import seam_table, seams
+    from odyssey_megatron.upstream import seam_table, seams
 
     def marked(original: Callable[..., Any], cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
         plain = copy.copy(config)
@@ -255,7 +255,7 @@ def _let_norms_be_sequence_parallel() -> None:
 
 def prepare_training() -> None:
     """What ``megatron.training`` needs besides, before it is imported."""
-    from odyssey_megatron.mcore import seam_table, seams
+    from odyssey_megatron.upstream import seam_table, seams
 
     # Its default, but not its check, is for GPUs.
     original = seams.original(seam_table.INITIALIZE_MEGATRON)
@@ -293,7 +293,7 @@ def _compile_helpers() -> None:
     a checkout's Makefile names the library for the Python of ``python3-config``, which in a virtual environment is
     another one, or none.
     """
-    from odyssey_megatron.mcore import seam_table, seams
+    from odyssey_megatron.upstream import seam_table, seams
 
     def for_this_python(original: Any) -> None:
         before = os.environ.get("MAKEFLAGS")

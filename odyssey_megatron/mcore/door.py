@@ -27,14 +27,10 @@ from odyssey_megatron.launch.inject import Injector
 from odyssey_megatron.mcore import (
     arguments,
     checkpoint,
-    compat,
     float64,
     groups,
     loading,
-    refusals,
     saving,
-    seam_table,
-    seams,
     signals,
     span,
     tensorboard,
@@ -50,6 +46,7 @@ from odyssey_megatron.mcore.plugin import Session
 from odyssey_megatron.mcore.progress_log import ProgressLog
 from odyssey_megatron.mcore.stage import OwnStage
 from odyssey_megatron.recover import Recovery
+from odyssey_megatron.upstream import compat, refusals, seam_table, seams
 
 
 def attach(config: OdysseyConfig) -> None:

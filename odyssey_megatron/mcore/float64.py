@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from odyssey_megatron.mcore import seams
-from odyssey_megatron.mcore.seam_table import CALCULATE_LOGITS_MAX
+from odyssey_megatron.upstream import seams
+from odyssey_megatron.upstream.seam_table import CALCULATE_LOGITS_MAX
 
 
 def install() -> None:

@@ -13,7 +13,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from odyssey_megatron.errors import ConfigError, NotFinite, TransferIncomplete
-from odyssey_megatron.mcore import compat, groups, outcome, rng, span, te
+from odyssey_megatron.mcore import groups, outcome, rng, span, te
 from odyssey_megatron.mcore.data import MicrobatchSource
 from odyssey_megatron.mcore.holders import digest, odd_ones
 from odyssey_megatron.mcore.layers import (
@@ -30,6 +30,7 @@ from odyssey_megatron.mcore.wgrad import WeightGrads
 from odyssey_megatron.names import step_name
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.resume import Visit
+from odyssey_megatron.upstream import compat
 
 ForwardStep = Callable[[Any, Any], tuple[torch.Tensor, Callable[..., Any] | None]]
 """Megatron's: (data_iterator, model) -> (output, loss_func)."""

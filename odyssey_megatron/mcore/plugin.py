@@ -37,10 +37,11 @@ from odyssey_megatron.errors import (
 from odyssey_megatron.launch.environment import journal_of
 from odyssey_megatron.launch.inject import Injector
 from odyssey_megatron.launch.member import Member
-from odyssey_megatron.mcore import compat, device
+from odyssey_megatron.mcore import device
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.metrics.outlet import say
 from odyssey_megatron.policy.profile import Profile, estimated_profile, load_profile
+from odyssey_megatron.upstream import compat
 
 if TYPE_CHECKING:
     from odyssey_megatron.execute.rank import RankRuntime

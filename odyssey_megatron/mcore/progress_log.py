@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from odyssey_megatron.mcore import compat, seam_table, seams
 from odyssey_megatron.rebuild.world import Together
+from odyssey_megatron.upstream import compat, seam_table, seams
 
 
 class ProgressLog:

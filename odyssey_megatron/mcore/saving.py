@@ -24,7 +24,7 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from odyssey_megatron.errors import ConfigError, OdysseyError
-from odyssey_megatron.mcore import seam_table, seams
+from odyssey_megatron.upstream import seam_table, seams
 
 _UNFINISHED = ".odyssey-"
 """What names begin with that are no checkpoints, or not yet, or not any more."""

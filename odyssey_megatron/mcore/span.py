@@ -16,8 +16,8 @@ from typing import Any
 
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-from odyssey_megatron.mcore import seams
-from odyssey_megatron.mcore.seam_table import GET_NUM_LAYERS_TO_BUILD, GET_TRANSFORMER_LAYER_OFFSET
+from odyssey_megatron.upstream import seams
+from odyssey_megatron.upstream.seam_table import GET_NUM_LAYERS_TO_BUILD, GET_TRANSFORMER_LAYER_OFFSET
 
 _current: tuple[int, int] | None = None
 

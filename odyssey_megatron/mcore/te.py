@@ -33,7 +33,8 @@ from typing import Any
 import torch
 
 from odyssey_megatron.errors import ConfigError
-from odyssey_megatron.mcore import compat, wgrad
+from odyssey_megatron.mcore import wgrad
+from odyssey_megatron.upstream import compat
 
 _QUANTIZED = "fp8", "fp4", "use_kitchen", "quant_recipe"
 _ELSEWHERE = "tp_comm_overlap", "cpu_offloading", "fine_grained_activation_offloading"

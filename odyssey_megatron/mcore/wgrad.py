@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from odyssey_megatron.mcore import seams
-from odyssey_megatron.mcore.seam_table import LINEAR_BACKWARD
+from odyssey_megatron.upstream import seams
+from odyssey_megatron.upstream.seam_table import LINEAR_BACKWARD
 
 _collecting: WeightGrads | None = None
 

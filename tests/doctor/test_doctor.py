@@ -13,9 +13,9 @@ from odyssey_megatron.cli import main
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.doctor import command, environment, flags, megatron, packages
 from odyssey_megatron.doctor.rows import Host, Job, Package, Row
-from odyssey_megatron.mcore import compat
-from odyssey_megatron.mcore.seam_table import SEAMS
-from odyssey_megatron.mcore.source import Source
+from odyssey_megatron.upstream import compat
+from odyssey_megatron.upstream.seam_table import SEAMS
+from odyssey_megatron.upstream.source import Source
 
 HOST = Host(
     environ={

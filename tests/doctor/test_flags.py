@@ -12,8 +12,8 @@ from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.doctor import flags
 from odyssey_megatron.doctor.rows import Job
 from odyssey_megatron.errors import ConfigError
-from odyssey_megatron.mcore import refusals
-from odyssey_megatron.mcore.flags import MOOT, WORKS
+from odyssey_megatron.upstream import refusals
+from odyssey_megatron.upstream.flags import MOOT, WORKS
 
 TAGS = tuple(one.tag for one in patch.supported())
 NOT_OF_THE_PARSER = {"kitchen_config_file", "kitchen_recipe_number"}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 
-from odyssey_megatron.mcore import seams
-from odyssey_megatron.mcore.seam_table import SEAMS
-from odyssey_megatron.mcore.source import Source
+from odyssey_megatron.upstream import seams
+from odyssey_megatron.upstream.seam_table import SEAMS
+from odyssey_megatron.upstream.source import Source
 
 
 def test_each_seam_is_as_recorded(any_megatron_lm):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from odyssey_megatron.errors import MegatronIncompatible
-from odyssey_megatron.mcore import seams
-from odyssey_megatron.mcore.seams import Seam
-from odyssey_megatron.mcore.source import Source
+from odyssey_megatron.upstream import seams
+from odyssey_megatron.upstream.seams import Seam
+from odyssey_megatron.upstream.source import Source
 
 
 def tree(root, **files):

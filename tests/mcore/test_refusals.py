@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from odyssey_megatron.mcore.refusals import REFUSALS
+from odyssey_megatron.upstream.refusals import REFUSALS
 
 BEGIN, END = r"<!-- refused: begin[^>]*-->\n", r"<!-- refused: end -->"
 

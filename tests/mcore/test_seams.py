@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from odyssey_megatron.errors import MegatronIncompatible
-from odyssey_megatron.mcore import compat, seam_table, seams
-from odyssey_megatron.mcore.seams import Seam
-from odyssey_megatron.mcore.source import Source
+from odyssey_megatron.upstream import compat, seam_table, seams
+from odyssey_megatron.upstream.seams import Seam
+from odyssey_megatron.upstream.source import Source
 
 INSTALLED = Source(tuple(Path(folder).parent for folder in pytest.importorskip("megatron").__path__))
 

@@ -14,7 +14,7 @@ from megatron.core import __version__
 from megatron.training.arguments import add_megatron_arguments, parse_args
 
 from odyssey_megatron.errors import ConfigError
-from odyssey_megatron.mcore import refusals
+from odyssey_megatron.upstream import refusals
 
 PARSER = refusals.Parser.of(add_megatron_arguments(argparse.ArgumentParser()), __version__)
 

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from odyssey_megatron import patch
-from odyssey_megatron.mcore.refusals import REFUSALS
-from odyssey_megatron.mcore.source import Source
+from odyssey_megatron.upstream.refusals import REFUSALS
+from odyssey_megatron.upstream.source import Source
 from tests.launch.jobserver import CHECKOUT
 from tests.megatron_lm.jobs import MOCK, MODEL
 

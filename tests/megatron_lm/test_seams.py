@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from odyssey_megatron.mcore import compat, seams
+from odyssey_megatron.upstream import compat, seams
 from tests.launch.jobserver import CHECKOUT
 
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from odyssey_megatron.errors import MegatronIncompatible
-from odyssey_megatron.mcore import compat
-from odyssey_megatron.mcore.source import Source
+from odyssey_megatron.upstream import compat
+from odyssey_megatron.upstream.source import Source
 
 READ = ("core_v0.16.1", "core_v0.17.1", "core_v0.18.2", "core_v0.19.0")
 """The tags that the records were compared with. Those that jobs ran with are ``compat.TESTED``."""

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from odyssey_megatron.errors import ConfigError
-from odyssey_megatron.mcore.flags import AS_ODYSSEY_DOES, MOOT, WORKS
+from odyssey_megatron.upstream.flags import AS_ODYSSEY_DOES, MOOT, WORKS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from odyssey_megatron.mcore.seams import Seam
+from odyssey_megatron.upstream.seams import Seam
 
 _ALONE = "the groups span ranks, which come and go, so Odyssey makes them"
 _WHOLE = "a save is complete or it is not there, whoever dies in it"

@@ -1,7 +1,7 @@
 """Every argument of Megatron-LM's that Odyssey has been taught, by its destination in the parsed arguments.
 
 Three lists, which hold each argument of each tested version once (``tests/doctor/test_flags.py``): those that work and
-those that are moot are here, by the reason; those that are refused are in ``mcore/refusals.py``. What is on none is
+those that are moot are here, by the reason; those that are refused are in ``upstream/refusals.py``. What is on none is
 refused as unknown. Needs neither torch nor megatron.
 """
 
