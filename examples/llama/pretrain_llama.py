@@ -110,7 +110,7 @@ def model_spec(args: argparse.Namespace, float64: bool) -> Any:
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.optimizer import OptimizerConfig
 
-    from odyssey_megatron.mcore.layers import ModelSpec
+    from odyssey_megatron.mcore.model.layers import ModelSpec
 
     check_model(args)
     dtype = torch.bfloat16 if args.bf16 else torch.float64 if float64 else torch.float32

@@ -11,7 +11,7 @@ _INSTALL = {"yaml": "PyYAML"}
 _TORCH = (2, 13)
 """The first version that Odyssey runs with (pyproject.toml)."""
 _TE_READS_LATE = (2, 6)
-"""``te.READS_LATE`` of ``mcore/te.py``, which needs torch."""
+"""``te.READS_LATE`` of ``mcore/model/te.py``, which needs torch."""
 
 
 def rows(host: Host, job: Job, needed: Mapping[str, str]) -> Iterator[Row]:

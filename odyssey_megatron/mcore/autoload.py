@@ -81,6 +81,6 @@ def import_training() -> None:
 def after_training() -> None:
     """Hooks into ``megatron.training``, which has been imported."""
     if config := _config():
-        from odyssey_megatron.mcore import door, observe
+        from odyssey_megatron.mcore.loop import door, observe
 
         (observe if config.mode == "observe" else door).attach(config)

@@ -45,10 +45,10 @@ from odyssey_megatron.upstream import compat
 
 if TYPE_CHECKING:
     from odyssey_megatron.execute.rank import RankRuntime
-    from odyssey_megatron.mcore.groups import OwnCell
-    from odyssey_megatron.mcore.layers import ModelSpec
-    from odyssey_megatron.mcore.model import ForwardStep, MegatronModel
-    from odyssey_megatron.mcore.outcome import StepOutcome
+    from odyssey_megatron.mcore.loop.outcome import StepOutcome
+    from odyssey_megatron.mcore.model.groups import OwnCell
+    from odyssey_megatron.mcore.model.layers import ModelSpec
+    from odyssey_megatron.mcore.model.model import ForwardStep, MegatronModel
 
 
 _CPU_GUESS = {"flops_per_s": 1e10, "link_latency_s": 2e-4, "link_bytes_per_s": 1e9}
@@ -290,7 +290,7 @@ class Session:
         """Of several ranks, each with a shard of its worker's layers; None: this rank alone is a worker."""
         if size == 1:
             return None
-        from odyssey_megatron.mcore.groups import OwnCell
+        from odyssey_megatron.mcore.model.groups import OwnCell
 
         placeholder = dist.group.WORLD
         assert placeholder is not None, "init_default_group has made it"
@@ -300,10 +300,10 @@ class Session:
         return cell
 
     def _model(self, job: TrainingJob, num_microbatches: int, cell: OwnCell | None) -> MegatronModel:
-        from odyssey_megatron.mcore import float64, wgrad
-        from odyssey_megatron.mcore.data import MicrobatchSource
-        from odyssey_megatron.mcore.model import MegatronModel
-        from odyssey_megatron.mcore.optimizer import LearningRate
+        from odyssey_megatron.mcore.loop.data import MicrobatchSource
+        from odyssey_megatron.mcore.model import float64, wgrad
+        from odyssey_megatron.mcore.model.model import MegatronModel
+        from odyssey_megatron.mcore.model.optimizer import LearningRate
 
         wgrad.install()
         if job.model.config.params_dtype == torch.float64:

@@ -32,8 +32,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from odyssey_megatron.mcore import rng, span
-from odyssey_megatron.mcore.layers import initial_parts
+from odyssey_megatron.mcore.model import rng, span
+from odyssey_megatron.mcore.model.layers import initial_parts
 
 
 class ReplicaBatches:

@@ -28,7 +28,7 @@ def test_targets_are_listed_once():
 
 
 def test_transformer_engine_is_told_of_no_first_microbatch(any_megatron_lm):
-    """What ``mcore/te.py`` relies on: wrappers pass None if the transpose cache is disabled."""
+    """What ``mcore/model/te.py`` relies on: wrappers pass None if the transpose cache is disabled."""
     file = any_megatron_lm / "megatron/core/extensions/transformer_engine.py"
     nodes = [*ast.walk(ast.parse(file.read_text()))]
     passed = [

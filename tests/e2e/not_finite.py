@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from odyssey_megatron.mcore.model import MegatronModel
+from odyssey_megatron.mcore.model.model import MegatronModel
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "llama" / "pretrain_llama.py"
 MICROBATCH = 3

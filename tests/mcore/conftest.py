@@ -20,7 +20,7 @@ def megatron() -> Any:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from odyssey_megatron.mcore import float64, groups, rng, span, wgrad
+    from odyssey_megatron.mcore.model import float64, groups, rng, span, wgrad
 
     if not dist.is_initialized():
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
@@ -57,8 +57,8 @@ def model(spec: Any, megatron: Any) -> Any:
     import pretrain_llama
     import torch
 
-    from odyssey_megatron.mcore.data import MicrobatchSource
-    from odyssey_megatron.mcore.model import MegatronModel
+    from odyssey_megatron.mcore.loop.data import MicrobatchSource
+    from odyssey_megatron.mcore.model.model import MegatronModel
     from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
 
     samples = [

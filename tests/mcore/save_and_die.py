@@ -22,7 +22,7 @@ from megatron.core import dist_checkpointing  # noqa: E402
 from megatron.core.dist_checkpointing import ShardedTensor  # noqa: E402
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync  # noqa: E402
 
-from odyssey_megatron.mcore import saving  # noqa: E402
+from odyssey_megatron.mcore.loop import saving  # noqa: E402
 
 LAYERS = 6
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from odyssey_megatron.mcore.console import SurvivingLines
+from odyssey_megatron.mcore.loop.console import SurvivingLines
 
 
 class Ranks:

@@ -9,7 +9,7 @@ pytest.importorskip("megatron.core")
 
 
 def test_a_step_is_its_samples_each_once_in_order():
-    from odyssey_megatron.mcore.data import global_samples
+    from odyssey_megatron.mcore.loop.data import global_samples
 
     seen = [
         sample
@@ -23,7 +23,7 @@ def test_a_step_is_its_samples_each_once_in_order():
 
 
 def test_the_iterator_yields_the_microbatch_that_is_named():
-    from odyssey_megatron.mcore.data import MicrobatchSource
+    from odyssey_megatron.mcore.loop.data import MicrobatchSource
 
     source = MicrobatchSource(range(100), global_batch_size=8, micro_batch_size=2)
     source.begin_step()

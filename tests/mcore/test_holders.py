@@ -38,7 +38,7 @@ def layout(workers: int, keepers: tuple[int, ...] = ()) -> Layout:
     ],
 )
 def test_who_has_what(rows, found):
-    from odyssey_megatron.mcore.holders import differences
+    from odyssey_megatron.mcore.model.holders import differences
 
     assert [one.said(2) for one in differences(rows)] == found
 
@@ -69,14 +69,14 @@ def test_who_has_what(rows, found):
     ],
 )
 def test_who_is_right(rows, keepers, odd):
-    from odyssey_megatron.mcore.holders import decided, differences
+    from odyssey_megatron.mcore.model.holders import decided, differences
 
     found = decided(differences(rows), layout(len(rows), keepers), cell_size=1)
     assert (None if found is None else sorted(found)) == odd
 
 
 def test_a_cell_is_one_holder():
-    from odyssey_megatron.mcore.holders import decided, differences
+    from odyssey_megatron.mcore.model.holders import decided, differences
 
     rows = [(rank, rank % 2, *([7] if rank == 3 else [W0 + rank % 2]), O0, W1, O1) for rank in range(6)]
     found = decided(differences(rows), layout(3), cell_size=2)
@@ -85,7 +85,7 @@ def test_a_cell_is_one_holder():
 
 
 def test_nobody_leaves_who_alone_has_a_layer():
-    from odyssey_megatron.mcore.holders import decided, differences
+    from odyssey_megatron.mcore.model.holders import decided, differences
 
     rows = [(0, *GOOD), (1, 0, 7, O0, -1, -1), (2, 0, W0, O0, -1, -1)]
     holders = ((0, 1, 2), (1,))

@@ -12,8 +12,8 @@ torch = pytest.importorskip("torch")
 
 
 def held(spec: Any, groups: Any) -> list[Any]:
-    from odyssey_megatron.mcore import rng
-    from odyssey_megatron.mcore.layers import HeldLayer, initial_parts
+    from odyssey_megatron.mcore.model import rng
+    from odyssey_megatron.mcore.model.layers import HeldLayer, initial_parts
 
     seeds = rng.LayerSeeds(spec.seed)
     parts = initial_parts(spec, range(spec.num_layers), groups)
@@ -51,13 +51,13 @@ def gradients(layers: list[Any]) -> dict[str, Any]:
 
 
 def blocks_of(spec: Any, layers: list[Any], groups: Any, *ends: int) -> list[Any]:
-    from odyssey_megatron.mcore.layers import LayerBlock
+    from odyssey_megatron.mcore.model.layers import LayerBlock
 
     return [LayerBlock(spec, layers[a:b], groups) for a, b in zip((0, *ends), ends, strict=False)]
 
 
 def test_initial_weights_depend_on_the_layer_alone(spec, megatron):
-    from odyssey_megatron.mcore.layers import initial_parts
+    from odyssey_megatron.mcore.model.layers import initial_parts
 
     model = spec()
     first = initial_parts(model, [2], megatron)[2].state_dict()
@@ -84,7 +84,7 @@ def test_any_cut_into_blocks_computes_the_same(spec, megatron, ends):
 
 
 def test_split_weight_gradients_are_the_fused_ones(spec, megatron):
-    from odyssey_megatron.mcore.wgrad import WeightGrads
+    from odyssey_megatron.mcore.model.wgrad import WeightGrads
 
     model = spec()
     layers = held(model, megatron)
@@ -155,8 +155,8 @@ def test_state_is_there_before_the_first_step_and_changes_no_step(spec, megatron
 
 
 def test_dropout_is_a_function_of_step_microbatch_and_layer(spec, megatron):
-    from odyssey_megatron.mcore import rng
-    from odyssey_megatron.mcore.layers import HeldLayer, initial_parts
+    from odyssey_megatron.mcore.model import rng
+    from odyssey_megatron.mcore.model.layers import HeldLayer, initial_parts
 
     model = spec(attention_dropout=0.2, hidden_dropout=0.2)
     seeds = rng.LayerSeeds(model.seed)
@@ -180,7 +180,7 @@ def test_learning_rate_is_megatron_s(spec, megatron):
     import pretrain_llama
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-    from odyssey_megatron.mcore.optimizer import LearningRate
+    from odyssey_megatron.mcore.model.optimizer import LearningRate
 
     class Args:
         train_iters, global_batch_size, lr, min_lr, lr_warmup_iters, weight_decay = 10, 8, 1e-3, 1e-4, 3, 0.1

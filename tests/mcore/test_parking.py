@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch")
 
 def made(spec: Any, megatron: Any, **changes: Any) -> Any:
     """The optimizer of the first transformer layer, with gradients, and its parameters."""
-    from odyssey_megatron.mcore.layers import HeldLayer, initial_parts
-    from odyssey_megatron.mcore.rng import LayerSeeds
+    from odyssey_megatron.mcore.model.layers import HeldLayer, initial_parts
+    from odyssey_megatron.mcore.model.rng import LayerSeeds
 
     one = spec(**changes)
     layer = HeldLayer(one, 1, initial_parts(one, [1], megatron)[1], megatron, LayerSeeds(one.seed))
@@ -60,7 +60,7 @@ def test_the_memory_is_given_back(spec, megatron, bf16):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_memory_given_back_may_be_written_at_once(device):
-    from odyssey_megatron.mcore.parking import Parking
+    from odyssey_megatron.mcore.model.parking import Parking
 
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 from torch.distributed import checkpoint as dcp  # noqa: E402
 
 from odyssey_megatron.errors import ConfigError  # noqa: E402
-from odyssey_megatron.mcore import saving  # noqa: E402
+from odyssey_megatron.mcore.loop import saving  # noqa: E402
 
 SCRIPT = Path(__file__).with_name("save_and_die.py")
 

@@ -12,8 +12,8 @@ PUT = ("tensor_list", "func")
 
 
 def test_the_model_is_built_with_layers_that_always_add(spec, megatron):
-    from odyssey_megatron.mcore.layers import build_parts
-    from odyssey_megatron.mcore.model import MegatronModel
+    from odyssey_megatron.mcore.model.layers import build_parts
+    from odyssey_megatron.mcore.model.model import MegatronModel
 
     model = spec()
     assert model.config.disable_parameter_transpose_cache is False, "Megatron's default"
@@ -25,7 +25,7 @@ def test_the_model_is_built_with_layers_that_always_add(spec, megatron):
 @pytest.mark.parametrize("name", ["fp8", "fp4", "use_kitchen", "quant_recipe"])
 def test_quantized_training_is_refused(name):
     from odyssey_megatron.errors import ConfigError
-    from odyssey_megatron.mcore import te
+    from odyssey_megatron.mcore.model import te
 
     with pytest.raises(ConfigError, match=f"{name} of the transformer config"):
         te.prepare(SimpleNamespace(**{name: "hybrid"}))
@@ -46,7 +46,7 @@ def test_quantized_training_is_refused(name):
     ],
 )
 def test_where_the_backward_is_not_split_there_is_a_reason(config, layer, reason):
-    from odyssey_megatron.mcore.te import why_whole
+    from odyssey_megatron.mcore.model.te import why_whole
 
     facts = {"has_bias": False, "weights": ("weight",), "put": PUT} | layer
     said = why_whole(SimpleNamespace(**config), **facts)
@@ -56,8 +56,8 @@ def test_where_the_backward_is_not_split_there_is_a_reason(config, layer, reason
 @pytest.mark.parametrize("fused", [False, True])
 def test_what_is_put_waits_with_its_microbatch(fused):
     """Two microbatches in flight, flushed in the other order; a third is abandoned; outside of one nothing waits."""
-    from odyssey_megatron.mcore.te import Later
-    from odyssey_megatron.mcore.wgrad import WeightGrads
+    from odyssey_megatron.mcore.model.te import Later
+    from odyssey_megatron.mcore.model.wgrad import WeightGrads
 
     weight = torch.nn.Parameter(torch.zeros(2, 3))
     weight.main_grad = torch.zeros(2, 3)
@@ -96,9 +96,9 @@ def test_what_waits_is_not_lost_when_its_block_is_cut_anew(spec, megatron):
     """Between input gradient and weight gradient, as in a step that goes on after a failure."""
     import pretrain_llama
 
-    from odyssey_megatron.mcore import wgrad
-    from odyssey_megatron.mcore.data import MicrobatchSource
-    from odyssey_megatron.mcore.model import MegatronModel
+    from odyssey_megatron.mcore.loop.data import MicrobatchSource
+    from odyssey_megatron.mcore.model import wgrad
+    from odyssey_megatron.mcore.model.model import MegatronModel
     from odyssey_megatron.plan.layout import Layout
 
     tokens = torch.arange(16) % 11
@@ -145,6 +145,6 @@ def test_what_waits_is_not_lost_when_its_block_is_cut_anew(spec, megatron):
 
 def test_the_doctor_warns_of_the_versions_that_are_refused():
     from odyssey_megatron.doctor import packages
-    from odyssey_megatron.mcore import te
+    from odyssey_megatron.mcore.model import te
 
     assert te.READS_LATE == ".".join(map(str, (*packages._TE_READS_LATE, 0)))

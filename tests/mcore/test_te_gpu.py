@@ -70,7 +70,7 @@ def gradients(model: Any) -> dict[str, Any]:
 
 
 def whole(te: Any, microbatches: tuple[int, ...], **kind: bool) -> dict[str, Any]:
-    from odyssey_megatron.mcore.wgrad import WeightGrads
+    from odyssey_megatron.mcore.model.wgrad import WeightGrads
 
     model = mlp(te, **kind)
     for microbatch in microbatches:
@@ -79,7 +79,7 @@ def whole(te: Any, microbatches: tuple[int, ...], **kind: bool) -> dict[str, Any
 
 
 def halves(te: Any, **kind: bool) -> Any:
-    from odyssey_megatron.mcore.te import split
+    from odyssey_megatron.mcore.model.te import split
 
     model = mlp(te, **kind)
     split(model, SimpleNamespace())
@@ -88,7 +88,7 @@ def halves(te: Any, **kind: bool) -> Any:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_split_weight_gradients_are_the_fused_ones(te, fused):
-    from odyssey_megatron.mcore.wgrad import WeightGrads
+    from odyssey_megatron.mcore.model.wgrad import WeightGrads
 
     model, flights = halves(te, fused=fused), [WeightGrads(), WeightGrads()]
     for microbatch, flight in enumerate(flights):
@@ -102,7 +102,7 @@ def test_split_weight_gradients_are_the_fused_ones(te, fused):
 
 
 def test_an_abandoned_step_leaves_nothing(te):
-    from odyssey_megatron.mcore.wgrad import WeightGrads
+    from odyssey_megatron.mcore.model.wgrad import WeightGrads
 
     model = halves(te, fused=True)
     backward(model, 7, WeightGrads())
@@ -115,7 +115,7 @@ def test_an_abandoned_step_leaves_nothing(te):
 
 
 def test_layers_with_a_bias_are_not_split(te):
-    from odyssey_megatron.mcore.wgrad import WeightGrads
+    from odyssey_megatron.mcore.model.wgrad import WeightGrads
 
     model = halves(te, fused=True, bias=True)
     backward(model, 0, WeightGrads())
@@ -139,7 +139,7 @@ def te_spec(te: Any) -> Any:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from odyssey_megatron.mcore import groups, rng, span, wgrad
+    from odyssey_megatron.mcore.model import groups, rng, span, wgrad
 
     if not dist.is_initialized():
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
@@ -177,10 +177,10 @@ def te_spec(te: Any) -> Any:
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_block_of_megatron_s_te_layers(te_spec, fused):
     """Split in the other order equals whole, and a fresh block adds to the sums that it was given."""
-    from odyssey_megatron.mcore import te
-    from odyssey_megatron.mcore.layers import HeldLayer, LayerBlock, initial_parts
-    from odyssey_megatron.mcore.rng import LayerSeeds
-    from odyssey_megatron.mcore.wgrad import WeightGrads
+    from odyssey_megatron.mcore.model import te
+    from odyssey_megatron.mcore.model.layers import HeldLayer, LayerBlock, initial_parts
+    from odyssey_megatron.mcore.model.rng import LayerSeeds
+    from odyssey_megatron.mcore.model.wgrad import WeightGrads
 
     model, groups = te_spec
     model.config.gradient_accumulation_fusion = fused

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from odyssey_megatron.mcore.tensorboard import SurvivingWriter
+from odyssey_megatron.mcore.loop.tensorboard import SurvivingWriter
 
 
 class File:

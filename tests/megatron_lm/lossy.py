@@ -10,7 +10,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from odyssey_megatron.mcore import saving
+from odyssey_megatron.mcore.loop import saving
 
 if __name__ == "__main__":
     _, iteration, *sys.argv = sys.argv

@@ -23,6 +23,6 @@ import torch._dynamo
 import torch.testing._internal.distributed.fake_pg
 import torch.utils.tensorboard
 
-import odyssey_megatron.mcore.door
+import odyssey_megatron.mcore.loop.door
 import odyssey_megatron.policy.decide
 import tests.launch.preload

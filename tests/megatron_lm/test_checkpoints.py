@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from odyssey_megatron.errors import EXIT_NOT_SAVED
-from odyssey_megatron.mcore.saving import damage
+from odyssey_megatron.mcore.loop.saving import damage
 from tests.launch.jobserver import CHECKOUT
 from tests.megatron_lm.jobs import FLOAT32, MOCK, assert_same_lines
 

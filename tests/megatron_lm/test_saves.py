@@ -18,7 +18,7 @@ from datetime import datetime
 import pytest
 
 from odyssey_megatron.errors import EXIT_LAYERS_LOST
-from odyssey_megatron.mcore import saving
+from odyssey_megatron.mcore.loop import saving
 from tests.launch.jobserver import pid_of
 from tests.megatron_lm.jobs import FLOAT32, MOCK
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from odyssey_megatron.mcore.tensorboard import SurvivingWriter, open_writer
+from odyssey_megatron.mcore.loop.tensorboard import SurvivingWriter, open_writer
 
 accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 

@@ -18,8 +18,8 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 
-from odyssey_megatron.mcore import rng, span, te
-from odyssey_megatron.mcore.optimizer import LayerOptimizer
+from odyssey_megatron.mcore.model import rng, span, te
+from odyssey_megatron.mcore.model.optimizer import LayerOptimizer
 
 ModelProvider = Callable[..., Any]
 """Megatron's: (pre_process, post_process, pg_collection) -> GPTModel; it asks how many layers it is to build."""

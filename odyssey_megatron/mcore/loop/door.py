@@ -24,27 +24,17 @@ from odyssey_megatron.config import OdysseyConfig, add_arguments
 from odyssey_megatron.errors import EXIT_NOT_SAVED, ConfigError, OdysseyError, Superseded
 from odyssey_megatron.execute.channels import WORLD
 from odyssey_megatron.launch.inject import Injector
-from odyssey_megatron.mcore import (
-    arguments,
-    checkpoint,
-    float64,
-    groups,
-    loading,
-    saving,
-    signals,
-    span,
-    tensorboard,
-    wgrad,
-)
-from odyssey_megatron.mcore.console import SurvivingLines
-from odyssey_megatron.mcore.data import MicrobatchSource
-from odyssey_megatron.mcore.joining import Start, starting_groups
-from odyssey_megatron.mcore.layers import empty_chunk
-from odyssey_megatron.mcore.model import MegatronModel
-from odyssey_megatron.mcore.optimizer import LearningRate, schedule_refused
+from odyssey_megatron.mcore.loop import arguments, checkpoint, loading, saving, signals, tensorboard
+from odyssey_megatron.mcore.loop.console import SurvivingLines
+from odyssey_megatron.mcore.loop.data import MicrobatchSource
+from odyssey_megatron.mcore.loop.joining import Start, starting_groups
+from odyssey_megatron.mcore.loop.progress_log import ProgressLog
+from odyssey_megatron.mcore.model import float64, groups, span, wgrad
+from odyssey_megatron.mcore.model.layers import empty_chunk
+from odyssey_megatron.mcore.model.model import MegatronModel
+from odyssey_megatron.mcore.model.optimizer import LearningRate, schedule_refused
+from odyssey_megatron.mcore.model.stage import OwnStage
 from odyssey_megatron.mcore.plugin import Session
-from odyssey_megatron.mcore.progress_log import ProgressLog
-from odyssey_megatron.mcore.stage import OwnStage
 from odyssey_megatron.recover import Recovery
 from odyssey_megatron.upstream import compat, refusals, seam_table, seams
 

@@ -18,10 +18,10 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from odyssey_megatron.errors import MegatronIncompatible
-from odyssey_megatron.mcore import span
-from odyssey_megatron.mcore.layers import HeldLayer, LayerBlock
-from odyssey_megatron.mcore.model import MegatronModel
-from odyssey_megatron.mcore.optimizer import LayerOptimizer, pairs, settings_of, take_over
+from odyssey_megatron.mcore.model import span
+from odyssey_megatron.mcore.model.layers import HeldLayer, LayerBlock
+from odyssey_megatron.mcore.model.model import MegatronModel
+from odyssey_megatron.mcore.model.optimizer import LayerOptimizer, pairs, settings_of, take_over
 
 
 def prepare(model: MegatronModel, block: LayerBlock) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from odyssey_megatron.mcore.layers import HeldLayer, LayerBlock, main_grad
+from odyssey_megatron.mcore.model.layers import HeldLayer, LayerBlock, main_grad
 
 Losses = Mapping[int, Mapping[str, torch.Tensor]]
 """Microbatch -> what its forward step reported: under each name a value, or a sum and a count."""

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from odyssey_megatron.errors import ConfigError
-from odyssey_megatron.mcore import wgrad
+from odyssey_megatron.mcore.model import wgrad
 from odyssey_megatron.upstream import compat
 
 _QUANTIZED = "fp8", "fp4", "use_kitchen", "quant_recipe"

@@ -14,8 +14,8 @@ import torch
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import MegatronIncompatible
-from odyssey_megatron.mcore import groups, span
-from odyssey_megatron.mcore.layers import ModelSpec
+from odyssey_megatron.mcore.model import groups, span
+from odyssey_megatron.mcore.model.layers import ModelSpec
 from odyssey_megatron.mcore.plugin import estimate
 from odyssey_megatron.policy.profile import Profile, load_profile
 from odyssey_megatron.upstream import compat, refusals

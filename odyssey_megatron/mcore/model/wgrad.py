@@ -3,7 +3,7 @@
 While a :class:`WeightGrads` collects, the backward of one of Megatron's own linear layers computes the input
 gradient only and leaves (weight, input, output gradient) behind; ``flush()`` adds the weight gradients to
 ``main_grad`` later, in the order in which the fused backward would have. Norms and embeddings keep their ordinary
-backward. Layers of Transformer Engine's leave a function behind (``mcore/te.py``).
+backward. Layers of Transformer Engine's leave a function behind (``mcore/model/te.py``).
 
 With sequence parallelism a rank keeps its part of the input, as Megatron does, and ``flush()`` gathers the whole; the
 ranks of a cell run the same program, so they gather in the same order.

@@ -13,7 +13,7 @@ from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig, add_arguments
 from odyssey_megatron.errors import OdysseyError
 from odyssey_megatron.launch.member import Member
-from odyssey_megatron.mcore import arguments
+from odyssey_megatron.mcore.loop import arguments
 from odyssey_megatron.upstream import compat, refusals, seam_table, seams
 
 

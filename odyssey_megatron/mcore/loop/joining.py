@@ -17,7 +17,7 @@ from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.execute.channels import WORLD
 from odyssey_megatron.execute.membership import cell_group_name
 from odyssey_megatron.launch.member import Member
-from odyssey_megatron.mcore.optimizer import Origin
+from odyssey_megatron.mcore.model.optimizer import Origin
 from odyssey_megatron.rebuild.groups import NEVER_OVER, GroupSet, build_groups
 
 _NOTE = "start"

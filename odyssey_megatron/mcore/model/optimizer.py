@@ -19,11 +19,11 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from odyssey_megatron.errors import ConfigError
-from odyssey_megatron.mcore.parking import Parking
+from odyssey_megatron.mcore.model.parking import Parking
 from odyssey_megatron.rebuild.world import alone
 
 if TYPE_CHECKING:
-    from odyssey_megatron.mcore.layers import ModelSpec
+    from odyssey_megatron.mcore.model.layers import ModelSpec
 
 
 class LayerOptimizer:

@@ -13,10 +13,12 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from odyssey_megatron.errors import ConfigError, NotFinite, TransferIncomplete
-from odyssey_megatron.mcore import groups, outcome, rng, span, te
-from odyssey_megatron.mcore.data import MicrobatchSource
-from odyssey_megatron.mcore.holders import digest, odd_ones
-from odyssey_megatron.mcore.layers import (
+from odyssey_megatron.mcore.loop import outcome
+from odyssey_megatron.mcore.loop.data import MicrobatchSource
+from odyssey_megatron.mcore.loop.outcome import StepOutcome
+from odyssey_megatron.mcore.model import groups, rng, span, te
+from odyssey_megatron.mcore.model.holders import digest, odd_ones
+from odyssey_megatron.mcore.model.layers import (
     HeldLayer,
     LayerBlock,
     ModelSpec,
@@ -24,9 +26,8 @@ from odyssey_megatron.mcore.layers import (
     initial_parts,
     main_grad,
 )
-from odyssey_megatron.mcore.optimizer import LayerOptimizer, LearningRate
-from odyssey_megatron.mcore.outcome import StepOutcome
-from odyssey_megatron.mcore.wgrad import WeightGrads
+from odyssey_megatron.mcore.model.optimizer import LayerOptimizer, LearningRate
+from odyssey_megatron.mcore.model.wgrad import WeightGrads
 from odyssey_megatron.names import step_name
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.resume import Visit
