@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -156,24 +157,17 @@ def _fit(costs: Costs, observations: Sequence[Observation], kind: str) -> list[f
 def _least_squares(
     rows: list[list[float]], seen: list[float], weights: list[float], start: list[float]
 ) -> list[float]:
-    """The argmin over x >= 0 of sum w (row x - seen)^2 + prior weight * |x - start|^2, by coordinate descent.
+    """The argmin over x >= 0 of sum w (row x - seen)^2 + prior weight * |x - start|^2."""
+    # Here, so that a profile is read without SciPy.
+    from scipy.optimize import nnls
 
-    A handful of unknowns: each pass solves one exactly; the problem is strictly convex, so this converges.
-    """
-    size = range(len(start))
-    weighed = list(zip(rows, seen, weights, strict=True))
-    gram = [[sum(w * row[j] * row[k] for row, _, w in weighed) for k in size] for j in size]
-    aim = [sum(w * row[j] * value for row, value, w in weighed) + _PRIOR_WEIGHT * start[j] for j in size]
-    x = list(start)
-    for _ in range(200):
-        change = 0.0
-        for j in size:
-            others = sum(gram[j][k] * x[k] for k in size if k != j)
-            new = max(0.0, (aim[j] - others) / (gram[j][j] + _PRIOR_WEIGHT))
-            change, x[j] = max(change, abs(new - x[j])), new
-        if change <= 1e-9 * max(x):
-            break
-    return x
+    unit = max(*seen, *start) or 1.0  # the solver's tolerance is absolute
+    pull = math.sqrt(_PRIOR_WEIGHT)
+    left = [[math.sqrt(w) * value for value in row] for row, w in zip(rows, weights, strict=True)]
+    left += [[pull * (j == k) for k in range(len(start))] for j in range(len(start))]
+    right = [math.sqrt(w) * value / unit for value, w in zip(seen, weights, strict=True)]
+    right += [pull * value / unit for value in start]
+    return [float(value) * unit for value in nnls(left, right)[0]]
 
 
 def _spread(fitted: list[float], observations: Sequence[Observation], seen: list[float]) -> list[float]:
