@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from math import gcd
 
 from odyssey_megatron.plan.costs import Costs
-from odyssey_megatron.plan.layout import Hop, Layout, Route
+from odyssey_megatron.plan.layout import Layout, Route
 from odyssey_megatron.plan.simulate import reduce_s
 
 
@@ -42,8 +42,9 @@ def cluster_bound_s(
     the fastest worker. Memory, messages, reductions and the wait for the first activation would come on top.
     """
     speed = [(speeds or {}).get(worker, 1.0) for worker in workers]
-    once = sum(layer.compute_s for layer in costs.layers)
-    path = sum(layer.forward_s + layer.input_grad_s for layer in costs.layers) + costs.layers[0].weight_grad_s
+    last = len(costs.layers)
+    once = costs.spans.compute_s(0, last)
+    path = costs.spans.down_and_up_s(0, last) + costs.layers[0].weight_grad_s
     return max(num_microbatches * once / sum(speed), path / max(speed)) + costs.optimizer_s
 
 
@@ -64,7 +65,6 @@ class _Work:
     ) -> None:
         self.costs, self.speeds, self.lag = costs, speeds, costs.message_s()
         self.caps = caps
-        self.spans: dict[tuple[int, int], tuple[float, float, float, int, int]] = {}
         self.byte_s: dict[int, float] = {}
         """Worker -> bytes of activations times the seconds that they stay at the least."""
         self.portion: dict[int, int] = {}
@@ -81,26 +81,12 @@ class _Work:
 
     def times(self, route: Route) -> list[tuple[float, float, float]]:
         """(forward, input gradient, weight gradient) of each hop, at its worker's speed."""
-        out = []
+        out, spans = [], self.costs.spans
         for hop in route.hops:
-            forward, input_grad, weight_grad, _, _ = self._span(hop)
-            speed = self.speeds.get(hop.worker, 1.0)
-            out.append((forward / speed, input_grad / speed, weight_grad / speed))
+            at, speed = (hop.first, hop.last), self.speeds.get(hop.worker, 1.0)
+            kinds = (spans.forward_s(*at), spans.input_grad_s(*at), spans.weight_grad_s(*at))
+            out.append((kinds[0] / speed, kinds[1] / speed, kinds[2] / speed))
         return out
-
-    def _span(self, hop: Hop) -> tuple[float, float, float, int, int]:
-        """Sums over the hop's layers: three times, bytes until the input gradient, bytes beyond."""
-        key = (hop.first, hop.last)
-        if key not in self.spans:
-            layers = self.costs.layers[hop.first : hop.last]
-            self.spans[key] = (
-                sum(layer.forward_s for layer in layers),
-                sum(layer.input_grad_s for layer in layers),
-                sum(layer.weight_grad_s for layer in layers),
-                sum(layer.early_bytes for layer in layers),
-                sum(layer.activation_bytes - layer.early_bytes for layer in layers),
-            )
-        return self.spans[key]
 
     def _add(self, route: Route) -> None:
         count, head, tail = len(route.microbatches), 0.0, 0.0
@@ -109,7 +95,8 @@ class _Work:
         self.path_s = max(self.path_s, down_and_up + times[0][2])
         for hop, (forward, input_grad, weight_grad) in zip(route.hops, times, strict=True):
             worker = hop.worker
-            *_, early, late = self._span(hop)
+            early = self.costs.spans.early_bytes(hop.first, hop.last)
+            late = self.costs.spans.activation_bytes(hop.first, hop.last) - early
             self.byte_s[worker] = self.byte_s.get(worker, 0.0) + count * (
                 early * down_and_up + late * (down_and_up + weight_grad)
             )

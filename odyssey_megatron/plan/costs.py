@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from functools import cached_property
+from itertools import accumulate
+from typing import Annotated, Generic, TypeVar
 
 from odyssey_megatron.inputs import Between
 
@@ -36,8 +39,45 @@ class LayerCost:
         """Forward and both gradients."""
         return self.forward_s + self.input_grad_s + self.weight_grad_s
 
+    @property
+    def kept_bytes(self) -> int:
+        """Of a keeper: weights, gradients and optimizer state."""
+        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+Number = TypeVar("Number", int, float)
+
+
+class _Sum(Generic[Number]):
+    """One kind of cost, over any ``[first, last)`` in no time."""
+
+    __slots__ = ("_before",)
+
+    def __init__(self, zero: Number, each: Iterable[Number]) -> None:
+        self._before = [*accumulate(each, initial=zero)]
+
+    def __call__(self, first: int, last: int) -> Number:
+        return self._before[last] - self._before[first]
+
+
+class Spans:
+    """What consecutive layers ``[first, last)`` cost together: ``spans.forward_s(first, last)``."""
+
+    def __init__(self, layers: Sequence[LayerCost]) -> None:
+        self.forward_s = _Sum(0.0, (one.forward_s for one in layers))
+        self.input_grad_s = _Sum(0.0, (one.input_grad_s for one in layers))
+        self.weight_grad_s = _Sum(0.0, (one.weight_grad_s for one in layers))
+        self.down_and_up_s = _Sum(0.0, (one.forward_s + one.input_grad_s for one in layers))
+        """The way of a microbatch: forward, and input gradient."""
+        self.compute_s = _Sum(0.0, (one.compute_s for one in layers))
+        self.activation_bytes = _Sum(0, (one.activation_bytes for one in layers))
+        self.early_bytes = _Sum(0, (one.early_bytes for one in layers))
+        self.gradient_bytes = _Sum(0, (one.gradient_bytes for one in layers))
+        self.state_bytes = _Sum(0, (one.state_bytes for one in layers))
+        self.kept_bytes = _Sum(0, (one.kept_bytes for one in layers))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Costs:
     """A job's costs, per layer and per message."""
 
@@ -52,6 +92,11 @@ class Costs:
     """What a worker sends stays there until the step's end, so that an interrupted step can go on."""
     optimizer_s: COST_S = 0.0
     """The step's end: agreement and optimizer, on the worker that takes longest."""
+
+    @cached_property
+    def spans(self) -> Spans:
+        """What several layers cost together."""
+        return Spans(self.layers)
 
     def message_s(self) -> float:
         """Time of one activation message."""

@@ -218,14 +218,13 @@ def _tasks(shape: Shape, rows: list[list[Row]], urgency: list[tuple[int, int]], 
 
 
 def _span(costs: Costs, first: int, last: int, speed: float) -> tuple[int, int, int, int, int]:
-    layers = costs.layers[first:last]
-    scale = TICKS_PER_S / speed
+    spans, scale = costs.spans, TICKS_PER_S / speed
     return (
-        round(sum(layer.forward_s for layer in layers) * scale),
-        round(sum(layer.input_grad_s for layer in layers) * scale),
-        round(sum(layer.weight_grad_s for layer in layers) * scale),
-        sum(layer.activation_bytes for layer in layers),
-        sum(layer.early_bytes for layer in layers),
+        round(spans.forward_s(first, last) * scale),
+        round(spans.input_grad_s(first, last) * scale),
+        round(spans.weight_grad_s(first, last) * scale),
+        spans.activation_bytes(first, last),
+        spans.early_bytes(first, last),
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import accumulate
 
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.costs import Costs
@@ -38,12 +37,11 @@ def one_f_one_b_bytes(layout: Layout, costs: Costs, extra: int = 0) -> dict[int,
     for route in layout.routes:
         for hop in route.hops:
             passing[hop.worker] = passing.get(hop.worker, 0) + len(route.microbatches)
-    caps = dict.fromkeys(layout.workers, 0)
-    before = [0, *accumulate(layer.activation_bytes for layer in costs.layers)]
+    caps, each = dict.fromkeys(layout.workers, 0), costs.spans.activation_bytes
     for route in layout.routes:
         for behind, hop in enumerate(reversed(route.hops)):
             in_flight = min(passing[hop.worker], behind + 1 + extra)
-            caps[hop.worker] = max(caps[hop.worker], in_flight * (before[hop.last] - before[hop.first]))
+            caps[hop.worker] = max(caps[hop.worker], in_flight * each(hop.first, hop.last))
     return caps
 
 
@@ -60,11 +58,11 @@ def minimum_bytes(layout: Layout, costs: Costs) -> dict[int, int]:
     must still be able to admit the deeper ones that the shallow one waits for.
     """
     needs: dict[int, dict[int, int]] = {worker: {} for worker in layout.workers}
-    before = [0, *accumulate(layer.activation_bytes for layer in costs.layers)]
+    each = costs.spans.activation_bytes
     for route in layout.routes:
         for hop in route.hops:
             at = needs[hop.worker]
-            at[hop.first] = max(at.get(hop.first, 0), before[hop.last] - before[hop.first])
+            at[hop.first] = max(at.get(hop.first, 0), each(hop.first, hop.last))
     return {worker: sum(at.values()) for worker, at in needs.items()}
 
 

@@ -38,7 +38,7 @@ def with_shadows(
     runs = [
         [layer for layer, _ in run] for _, run in groupby(enumerate(layout.holders), key=lambda item: item[1])
     ]
-    size = {run[0]: sum(costs.layers[layer].state_bytes for layer in run) for run in runs}
+    size = {run[0]: costs.spans.state_bytes(run[0], run[-1] + 1) for run in runs}
     for run in sorted(runs, key=lambda run: (-size[run[0]], run)):
         while len(new[run[0]]) < min(least, len(nodes)):
             holders = new[run[0]]

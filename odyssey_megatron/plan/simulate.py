@@ -40,7 +40,7 @@ def reduce_s(costs: Costs, first: int, last: int, holders: int) -> float:
     """Ring all-reduce of a block's gradients: 2 (k - 1) / k of its bytes. Source: papers.md §8.5."""
     if holders < 2:
         return 0.0
-    size = sum(layer.gradient_bytes for layer in costs.layers[first:last])
+    size = costs.spans.gradient_bytes(first, last)
     hops = 2 * (holders - 1)
     return hops * costs.link_latency_s + hops / holders * size / costs.link_bytes_per_s
 
@@ -237,14 +237,11 @@ def eager_effect(costs: Costs, visits: Visits, visit: int, speed: float) -> Effe
 
 def effects(costs: Costs, first: int, last: int, speed: float) -> tuple[Effect, ...]:
     """Of each kind of compute instruction: activations stay from the forward to the weight gradient."""
-    layers = costs.layers[first:last]
-    forward_s = sum(layer.forward_s for layer in layers)
-    input_grad_s = sum(layer.input_grad_s for layer in layers)
-    weight_grad_s = sum(layer.weight_grad_s for layer in layers)
-    early = sum(layer.early_bytes for layer in layers)
-    whole = sum(layer.activation_bytes for layer in layers)
+    spans = costs.spans
+    input_grad_s, weight_grad_s = spans.input_grad_s(first, last), spans.weight_grad_s(first, last)
+    early, whole = spans.early_bytes(first, last), spans.activation_bytes(first, last)
     return (
-        (forward_s / speed, whole),
+        (spans.forward_s(first, last) / speed, whole),
         (input_grad_s / speed, -early),
         (weight_grad_s / speed, early - whole),
         ((input_grad_s + weight_grad_s) / speed, -whole),

@@ -27,7 +27,7 @@ def staggered_step_s(
         reached = 0.0
         for hop in route.hops:
             start[hop.worker] = min(start.get(hop.worker, math.inf), reached)
-            forward_s = sum(layer.forward_s for layer in costs.layers[hop.first : hop.last])
+            forward_s = costs.spans.forward_s(hop.first, hop.last)
             reached += forward_s / speeds.get(hop.worker, 1.0) + costs.message_s()
     now = dict(done_s)
     for block in reduction_order(layout):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.errors import LayersLost, PlanInfeasible
@@ -164,9 +165,8 @@ class Bamboo(System):
         most = 2 * max(state_bytes(running.layout, costs).values())
         if costs.memory_bytes is not None and most > costs.memory_bytes:
             return Running(layout=None, step_s=math.inf, downtime_s=0.0, note="out of memory")
-        share = sum(layer.forward_s for layer in costs.layers) / sum(
-            layer.compute_s for layer in costs.layers
-        )
+        last = len(costs.layers)
+        share = costs.spans.forward_s(0, last) / costs.spans.compute_s(0, last)
         return replace(running, step_s=running.step_s * (1 + share / 2))
 
 
@@ -307,10 +307,7 @@ class Chameleon(System):
         each = world.job.num_microbatches / replicas
         failed = [replicas - len(layout.holders[hop.first]) for hop in healthy.routes[0].hops]
         slots = pp + each - 1 + sum(each * f / (replicas - f) for f in failed)
-        slowest = max(
-            sum(layer.compute_s for layer in costs.layers[hop.first : hop.last])
-            for hop in healthy.routes[0].hops
-        )
+        slowest = max(costs.spans.compute_s(hop.first, hop.last) for hop in healthy.routes[0].hops)
         return slots * slowest, Running(
             layout=layout, step_s=step_s, downtime_s=world.profile.group_build_s, note="rerouted"
         )
@@ -353,8 +350,5 @@ class Chameleon(System):
 
 def _fused_rate(ends: tuple[int, ...], costs: Costs) -> Rate:
     """Eq. 9 for uneven stages: every microbatch at the slowest stage, and each other stage once."""
-    times = [
-        sum(layer.compute_s for layer in costs.layers[a:b])
-        for a, b in zip((0, *ends[:-1]), ends, strict=True)
-    ]
+    times = [costs.spans.compute_s(a, b) for a, b in pairwise((0, *ends))]
     return Rate(head_s=sum(times) - max(times), each_s=max(times))

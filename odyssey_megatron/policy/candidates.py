@@ -239,7 +239,7 @@ class _Spread:
         self, holders: tuple[tuple[int, ...], ...], costs: Costs, speeds: Mapping[int, float]
     ) -> None:
         self.holders, self.speeds = holders, speeds
-        self.before = [0.0, *accumulate(layer.compute_s for layer in costs.layers)]
+        self.compute_s = costs.spans.compute_s
         self.load: dict[int, float] = {}
         self.choices: dict[tuple[int, int], tuple[int, list[tuple[float, int]]]] = {}
 
@@ -280,4 +280,4 @@ class _Spread:
         return end, heap
 
     def _seconds(self, first: int, last: int, worker: int) -> float:
-        return (self.before[last] - self.before[first]) / self.speeds.get(worker, 1.0)
+        return self.compute_s(first, last) / self.speeds.get(worker, 1.0)

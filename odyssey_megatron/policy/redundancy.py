@@ -81,7 +81,7 @@ def _again_s(plan: Plan, costs: Costs) -> dict[int, float]:
     lost_s = dict.fromkeys(plan.layout.workers, 0.0)
     for route in plan.layout.routes:
         for hop in route.hops:
-            work_s = sum(layer.compute_s for layer in costs.layers[hop.first : hop.last])
+            work_s = costs.spans.compute_s(hop.first, hop.last)
             lost_s[hop.worker] += len(route.microbatches) * work_s / 2
     # Nothing is run ahead where the plan does not say so; reading a schedule takes its time.
     for one in eager_forwards(plan.schedule, plan.layout, costs) if plan.ahead else ():

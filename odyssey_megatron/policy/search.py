@@ -6,12 +6,13 @@ from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from math import inf
 
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Layout, layout_from_routes, pipeline_route
+from odyssey_megatron.plan.simulate import reduce_s
 from odyssey_megatron.plan.transfer import assign_seats
 from odyssey_megatron.policy.candidates import recut
 
@@ -64,14 +65,7 @@ class Search:
         self.costs, self.budget, self.copies = costs, budget_bytes, optimizer_copies
         self.last = len(costs.layers)
         self.most_stages = max(1, self.last - 2)
-        layers = costs.layers
-        self._work = [0.0, *accumulate(layer.compute_s for layer in layers)]
-        self._forward = [0.0, *accumulate(layer.forward_s for layer in layers)]
-        self._path = [0.0, *accumulate(layer.forward_s + layer.input_grad_s for layer in layers)]
-        kept = (one.weight_bytes + one.gradient_bytes + one.optimizer_bytes for one in layers)
-        self._state = [0, *accumulate(kept)]
-        self._gradients = [0.0, *accumulate(layer.gradient_bytes for layer in layers)]
-        self._activations = [0, *accumulate(layer.activation_bytes for layer in layers)]
+        self._spans = costs.spans
         self._stage_s = [
             [self._one_stage_s(a, b) if a < b else 0.0 for b in range(self.last + 1)]
             for a in range(self.last)
@@ -105,15 +99,15 @@ class Search:
         Its work, or, with room for k microbatches, a k-th of the time that one stays: down to the head, up
         again, and through its own weight gradient (Little's law).
         """
-        work = self._work[last] - self._work[first]
+        work = self._spans.compute_s(first, last)
         if self.budget is None:
             return work
-        room = self.budget - (self._state[last] - self._state[first])
-        each = self._activations[last] - self._activations[first]
+        room = self.budget - self._spans.kept_bytes(first, last)
+        each = self._spans.activation_bytes(first, last)
         if room < each:
             return inf
-        own_path = self._path[last] - self._path[first]
-        stay = self._path[self.last] - self._path[first] + work - own_path
+        down_and_up_s = self._spans.down_and_up_s
+        stay = down_and_up_s(first, self.last) + work - down_and_up_s(first, last)
         return max(work, stay / (room // each)) if each else work
 
     def ranked(self, num_workers: int, num_microbatches: int) -> tuple[tuple[float, int], ...]:
@@ -174,8 +168,7 @@ class Search:
         stages = min(stages, self.most_stages)
         ends = Search(self.costs).split(stages) or ()
         need = max(
-            self._state[b] - self._state[a] + self._activations[b] - self._activations[a]
-            for a, b in pairwise((0, *ends))
+            self._spans.kept_bytes(a, b) + self._spans.activation_bytes(a, b) for a, b in pairwise((0, *ends))
         )
         return f"a pipeline of {stages} stage(s) needs {need} bytes a worker, {self.budget} are there"
 
@@ -213,12 +206,12 @@ class Search:
         if stages not in self._paces:
             ends = self.split(stages) or ()
             self._paces[stages] = [
-                (self._forward[a] + stage * self.costs.message_s(), self._stage_s[a][b], a, b)
+                (self._spans.forward_s(0, a) + stage * self.costs.message_s(), self._stage_s[a][b], a, b)
                 for stage, (a, b) in enumerate(pairwise((0, *ends)))
             ]
         latest = (-inf, 0.0, 0.0)
         for head_s, each_s, a, b in self._paces[stages]:
-            around_s = head_s + self._reduction_s(a, b, pipelines)
+            around_s = head_s + reduce_s(self.costs, a, b, pipelines)
             latest = max(latest, (around_s + share * each_s, around_s, each_s))
         return Rate(head_s=latest[1], each_s=latest[2])
 
@@ -226,23 +219,15 @@ class Search:
         """Forwards and input gradients of the stage with most of them; before and after it, the way to the first."""
         ends = self.split(stages) or ()
         spans = enumerate(pairwise((0, *ends)))
-        each, stage, first = max((self._path[b] - self._path[a], stage, a) for stage, (a, b) in spans)
-        way_s = self._path[first] + 2 * stage * self.costs.message_s()
-        return Rate(head_s=way_s + self._weight_grad_s(0, ends[0]), each_s=each)
+        each, stage, first = max((self._spans.down_and_up_s(a, b), stage, a) for stage, (a, b) in spans)
+        way_s = self._spans.down_and_up_s(0, first) + 2 * stage * self.costs.message_s()
+        return Rate(head_s=way_s + self._spans.weight_grad_s(0, ends[0]), each_s=each)
 
     def _path_s(self, stages: int) -> float:
         """One microbatch alone, to the end of its last weight gradient on the first stage."""
         ends = self.split(stages) or ()
-        return self._path[-1] + 2 * (stages - 1) * self.costs.message_s() + self._weight_grad_s(0, ends[0])
-
-    def _weight_grad_s(self, first: int, last: int) -> float:
-        return self._work[last] - self._work[first] - (self._path[last] - self._path[first])
-
-    def _reduction_s(self, first: int, last: int, pipelines: int) -> float:
-        """As ``reduce_s``, of one block."""
-        hops = 2 * (pipelines - 1)
-        size = self._gradients[last] - self._gradients[first]
-        return hops * self.costs.link_latency_s + hops / pipelines * size / self.costs.link_bytes_per_s
+        way_s = self._spans.down_and_up_s(0, self.last) + 2 * (stages - 1) * self.costs.message_s()
+        return way_s + self._spans.weight_grad_s(0, ends[0])
 
     def split(self, stages: int) -> tuple[int, ...] | None:
         """Stage ends such that the slowest stage is as fast as possible, then the others as equal as possible.
@@ -306,7 +291,7 @@ class Search:
         if self.split(stages) is None:
             return None
         first, last, stage = self._slowest(stages)
-        head_s = self._forward[first] + stage * self.costs.message_s()
+        head_s = self._spans.forward_s(0, first) + stage * self.costs.message_s()
         return Rate(head_s=head_s, each_s=self._stage_s[first][last])
 
     def _slowest(self, stages: int) -> tuple[int, int, int]:
@@ -403,10 +388,11 @@ def _at_speed(
     for pipeline, ends in zip(pipelines, shape.ends, strict=True):
         capacity = [speeds.get(worker, 1.0) for worker in pipeline]
         cut = recut(work, capacity, ends) if min(capacity) < 1.0 else ends
-        times = [sum(work[a:b]) / p for (a, b), p in zip(pairwise((0, *cut)), capacity, strict=True)]
+        spans = [*pairwise((0, *cut))]
+        times = [costs.spans.compute_s(a, b) / p for (a, b), p in zip(spans, capacity, strict=True)]
         at = times.index(max(times))
-        forwards = (sum(one.forward_s for one in costs.layers[a:b]) for a, b in pairwise((0, *cut[:at])))
-        head = sum(f / p for f, p in zip(forwards, capacity, strict=False))
+        before = zip(spans[:at], capacity, strict=False)
+        head = sum(costs.spans.forward_s(a, b) / p for (a, b), p in before)
         cuts.append(cut)
         rates.append(Rate(head_s=head, each_s=times[at]))
     return Shape(
