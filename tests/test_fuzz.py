@@ -37,6 +37,7 @@ from odyssey_megatron.config import (
     parse_injections,
     variable_of,
 )
+from odyssey_megatron.doctor.launch_line import judged, read_job
 from odyssey_megatron.errors import ConfigError, LayoutInvalid, ScheduleInvalid
 from odyssey_megatron.metrics import page
 from odyssey_megatron.metrics.plots import Picture
@@ -395,6 +396,38 @@ def test_flags_and_variables_of_a_job(examples):
             assert all(math.isfinite(one) for one in numbers if isinstance(one, float))
 
     fuzz(examples, st.lists(st.tuples(settings_, values), max_size=3), test)
+
+
+SCRIPT = """
+A=(--num-layers 3 $X "--b c")
+O=" \\
+ --bf16 --fp8-format ${F:-hybrid}"
+R="python pretrain_gpt.py $O `id`"
+sh -c "$R" && torchrun $(x "y") pretrain_gpt.py "${A[@]}" $O --split '1,2' # end
+"""
+
+
+@amounts(300)
+def test_launch_scripts(tmp_path, examples):
+    path = tmp_path / "job.sh"
+    found = []
+    words = st.sampled_from(
+        ["(", ")", "$(", '"', "'", "\n", "A+=(${A[@]})\n", "O=$O$O\n", "`", "\\", "${", " x.py "]
+    )
+    torn_scripts = st.lists(st.tuples(st.integers(0, len(SCRIPT)), words | WORDS), max_size=4)
+
+    def test(inserts: Any) -> None:
+        text = SCRIPT
+        for at, word in inserts:
+            text = text[:at] + word + text[at:]
+        path.write_bytes(text.encode(errors="replace"))
+        try:
+            found.append(judged(read_job(str(path))).starts)
+        except ConfigError:
+            found.append(None)
+
+    fuzz(examples, torn_scripts, test)
+    assert set(found) == {True, False, None}
 
 
 FLAGS = {

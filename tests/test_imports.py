@@ -53,7 +53,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "launch": PURE | {"recover", ".torch"},
     "patch": {"errors", "inputs", "upstream"},
-    "doctor": {"errors", "config", "upstream", "patch", "launch"},
+    "doctor": {"errors", "config", "codec", "inputs", "upstream", "patch", "launch"},
     "cli": PURE | {"recover", "launch", "rebuild", "execute", "mcore", "patch", "doctor"},
 }
 """Design section 3 as a table: package or module -> what it may import besides itself."""

@@ -16,19 +16,23 @@ from importlib import metadata
 from pathlib import Path
 
 from odyssey_megatron.config import config_from_argv
-from odyssey_megatron.doctor import environment, flags, megatron, packages
+from odyssey_megatron.doctor import environment, flags, launch_line, megatron, packages
 from odyssey_megatron.doctor.rows import OK, PROBLEM, WARNING, Host, Job, Package, Row
 from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.inputs import printable
 from odyssey_megatron.launch import leftovers
 from odyssey_megatron.upstream.source import Source
 
 _USAGE = """usage: odyssey doctor [--json] [--verbose] [PATH] [FLAG ...]
+       odyssey doctor --job FILE [--json] [PATH]
        odyssey doctor --clean
 
 Looks for what would keep a job from running, or from surviving. Exit code 0: a job can run here; 1: none can.
 
   PATH      a Megatron-LM checkout; without it, the installed megatron-core
   FLAG ...  the job's flags, Megatron's and Odyssey's, e.g. --odyssey-device cpu: what they rule out is said too
+  --job     only say what would become of the job in FILE: a launch script, whose variables are looked up and of which
+            nothing is run, or FILE:NAME, one of the cases in a JSON file of Megatron-LM's. 0: it starts; 1: refused
   --verbose print what is fine, too
   --json    print JSON
   --clean   only remove what killed jobs have left in shared memory; living ones keep theirs"""
@@ -45,7 +49,10 @@ def main(argv: Sequence[str]) -> int:
         removed = leftovers.remove()
         print(f"{len(removed)} removed" + "".join(f"\n  {path}" for path in removed))
         return 0
+    job = _after("--job", rest)
     checkout = Path(rest.pop(0)) if rest and not rest[0].startswith("-") else None
+    if job is not None:
+        return _judge(job, checkout, rest, as_json="--json" in argv)
     found = diagnose(checkout, Job(config=config_from_argv(rest), flags=tuple(rest)), _host(checkout))
     problems, warnings = (sum(row.state == state for row in found) for state in (PROBLEM, WARNING))
     if "--json" in argv:
@@ -55,6 +62,30 @@ def main(argv: Sequence[str]) -> int:
         print(render(found, everything="--verbose" in argv))
         print(f"\n{problems} problem(s), {warnings} warning(s): {verdict}.")
     return 1 if problems else 0
+
+
+def _after(flag: str, rest: list[str]) -> str | None:
+    """Takes ``flag`` and its value out of ``rest``."""
+    if flag not in rest:
+        return None
+    at = rest.index(flag)
+    if at + 1 == len(rest):
+        raise ConfigError(
+            f"{flag} needs a file: a launch script, or one of the cases of Megatron-LM's tests."
+        )
+    value = rest[at + 1]
+    del rest[at : at + 2]
+    return value
+
+
+def _judge(named: str, checkout: Path | None, more: Sequence[str], *, as_json: bool) -> int:
+    version = Source((*([checkout] if checkout else ()), *_installed())).version()
+    verdict = launch_line.judged([*launch_line.read_job(named), *more], version)
+    if as_json:
+        print(json.dumps({"starts": verdict.starts, **asdict(verdict)}, indent=1))
+    else:
+        print("\n".join(map(printable, verdict.told(named).splitlines())))
+    return 0 if verdict.starts else 1
 
 
 def diagnose(checkout: Path | None, job: Job, host: Host) -> list[Row]:

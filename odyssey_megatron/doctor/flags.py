@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from odyssey_megatron import patch
@@ -31,10 +31,22 @@ def known_to(version: str | None) -> dict[str, tuple[str, Any]]:
     return {flag: found for tag in tags for flag, found in recorded(tag).items()}
 
 
+def looked_at(flags: Sequence[str], version: str | None) -> tuple[Any, refusals.Parser, list[str]]:
+    """``flags`` as a job of ``version`` would parse them, and those that are not Megatron's.
+
+    No default is known here: whatever is on the line counts as given.
+    """
+    known = known_to(version)
+    args, strange = refusals.parsed(flags, known)
+    names = (one.partition("=")[0] for one in flags)
+    spelled = {known[name][0]: [name] for name in names if name in known}
+    defaults = dict.fromkeys(vars(args), _NOT_GIVEN)
+    return args, refusals.Parser(flags=spelled, defaults=defaults, version=version or ""), strange
+
+
 def rows(job: Job, version: str | None) -> Iterator[Row]:
     """A row for each flag that a job would say something about; --odyssey observe would only say it."""
-    args, strange = refusals.parsed(job.flags, known_to(version))
-    parser = refusals.Parser(defaults=dict.fromkeys(vars(args), _NOT_GIVEN))
+    args, parser, strange = looked_at(job.flags, version)
     state = WARNING if job.config.mode == "observe" else PROBLEM
     for one in refusals.refused(args, parser):
         yield _row(one.flag, state, "does not work with --odyssey yet", one.remedy)

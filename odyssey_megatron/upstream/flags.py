@@ -180,7 +180,7 @@ _MOOT = {
     offset_sampling_seed_by_dp_rank inference_dynamic_batching_async_sched_mode
     inference_dynamic_batching_logprobs_mode inference_shards
     """,
-    "of models other than GPT": """
+    "read by models other than GPT only": """
     bert_binary_head ict_head_size biencoder_projection_dim biencoder_shared_query_context_model ict_load
     bert_load retriever_report_topk_accuracies retriever_score_scaling indexer_batch_size
     indexer_log_interval vision_pretraining_type vision_backbone_type swin_backbone_type
@@ -298,7 +298,7 @@ _MOOT = {
     "Megatron's own step, which Odyssey's replaces, reads it": """
     empty_unused_memory_level
     """,
-    "Megatron refuses or ignores it itself": """
+    "read by older versions of Megatron-LM only": """
     async_tensor_model_parallel_allreduce batch_size warmup model_parallel_size checkpoint_activations
     deprecated_use_mcore_models use_dist_ckpt_deprecated dist_ckpt_format_deprecated
     ckpt_fully_parallel_save_deprecated ckpt_convert_update_legacy_dist_opt_format

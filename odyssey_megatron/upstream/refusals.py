@@ -259,9 +259,9 @@ def ignored(args: Any, parser: Parser) -> Iterator[tuple[str, str]]:
     return ((flag, why) for flag, why in moot(args, parser) if not why.startswith("read "))
 
 
-def said(
+def reasons(
     args: Any, parser: Parser, accepted: Collection[str] | None = None, *, strict: bool = False
-) -> list[str]:
+) -> dict[str, str]:
     """What is said of each flag that cannot work: its name first, the remedy last.
 
     Args:
@@ -269,30 +269,30 @@ def said(
             values of its own by now, and nothing is said of unknown ones.
         strict: also of each that would be ignored.
     """
-    lines = []
+    lines = {}
     for one in refused(args, parser):
         value = getattr(args, one.dest, None)
         shown = one.flag if value in (None, True, False) or " " in one.flag else f"{one.flag} {value}"
-        lines.append(f"{shown} does not work with --odyssey yet. {one.remedy}")
+        lines[one.flag] = f"{shown} does not work with --odyssey yet. {one.remedy}"
     if accepted is not None:
-        lines += [
-            f"{flag} is not known to Odyssey, though megatron-core {parser.version} has it: it may go wrong under "
-            f"failure. Leave it out, or vouch for it with --odyssey-accept {flag.removeprefix('--')}."
+        lines |= {
+            flag: f"{flag} is not known to Odyssey, though megatron-core {parser.version} has it: it may go wrong "
+            f"under failure. Leave it out, or vouch for it with --odyssey-accept {flag.removeprefix('--')}."
             for flag in unknown(args, parser, accepted)
-        ]
+        }
     if strict:
-        lines += [
-            f"{flag} changes nothing with --odyssey: {why}. Leave it out, or leave out --odyssey-strict."
+        lines |= {
+            flag: f"{flag} changes nothing with --odyssey: {why}. Leave it out, or leave out --odyssey-strict."
             for flag, why in ignored(args, parser)
-        ]
+        }
     return lines
 
 
 def check(
     args: Any, parser: Parser, accepted: Collection[str] | None = None, *, strict: bool = False
 ) -> None:
-    """Raises ConfigError that names all flags that cannot work, before any GPU time is spent. As :func:`said`."""
-    lines = said(args, parser, accepted, strict=strict)
+    """Raises ConfigError that names all flags that cannot work, before any GPU time is spent. As :func:`reasons`."""
+    lines = list(reasons(args, parser, accepted, strict=strict).values())
     if len(lines) == 1:
         raise ConfigError(lines[0])
     if lines:

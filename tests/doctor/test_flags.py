@@ -69,7 +69,7 @@ def said(argv, *more, accepted=(), strict=False):
     parser = parser_with(*more)
     known = refusals.Parser.of(parser, "9.9")
     parser.add_argument("--of-the-script", default="no")  # as a script's extra_args_provider does
-    return refusals.said(parser.parse_args(argv), known, accepted, strict=strict)
+    return list(refusals.reasons(parser.parse_args(argv), known, accepted, strict=strict).values())
 
 
 def test_all_refused_flags_are_named_at_once():
@@ -110,7 +110,7 @@ def test_what_validation_derives_is_looked_at_but_not_taken_for_unknown():
     parser = parser_with("--new-thing")
     args, known = parser.parse_args([]), refusals.Parser.of(parser, "9.9")
     args.new_thing, args.spec = "derived", "local"
-    (line,) = refusals.said(args, known)
+    (line,) = refusals.reasons(args, known).values()
     assert line.startswith("--spec local does not work")
 
 

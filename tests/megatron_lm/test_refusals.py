@@ -7,6 +7,7 @@ import json
 import pytest
 
 from odyssey_megatron import patch
+from odyssey_megatron.doctor.launch_line import judged
 from odyssey_megatron.upstream.refusals import REFUSALS
 from odyssey_megatron.upstream.source import Source
 from tests.launch.jobserver import CHECKOUT
@@ -130,14 +131,16 @@ UNKNOWN = "unknown"
 
 
 def assert_refused(jobs):
-    """Each flag that this Megatron-LM knows is refused, by its name and with its remedy. Returns the others."""
+    """Each flag that this Megatron-LM knows is refused, by its name and with its remedy, and by the doctor, too, who
+    has not Megatron's parser. Returns the others.
+    """
     cases, out = jobs.folder / "cases.json", jobs.folder / "refused.json"
     usual = [*MODEL.split(), MOCK]
     cases.write_text(
         json.dumps({"none": usual} | {flag: [*usual, *given.split()] for flag, given in GIVEN.items()})
     )
     jobs.script([str(CHECKOUT / "tests/megatron_lm/refuse.py"), str(cases), str(out)])
-    said = json.loads(out.read_text())
+    said, version = json.loads(out.read_text()), Source((jobs.checkout,)).version()
     assert said.pop("none") is None
     unknown = {flag for flag, text in said.items() if text == UNKNOWN}
     for one in REFUSALS:
@@ -146,6 +149,7 @@ def assert_refused(jobs):
             assert said[one.flag].startswith(one.flag)
             assert said[one.flag].endswith(one.remedy)
             assert "\n" not in said[one.flag]
+            assert set(judged([*usual, *GIVEN[one.flag].split()], version).refused) == {one.flag}
     assert len(unknown) < len(GIVEN) / 2
     return unknown
 

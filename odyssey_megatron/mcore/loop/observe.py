@@ -67,7 +67,7 @@ class Observer:
         from megatron.training.arguments import core_transformer_config_from_args
 
         args = get_args()
-        for message in refusals.said(args, self._parser):
+        for message in refusals.reasons(args, self._parser).values():
             self._say(f"--odyssey recover would refuse this job: {message}")
         job = arguments.job_of(
             args, self._config, optimizer_copies=arguments.optimizer_copies(args, self._config)

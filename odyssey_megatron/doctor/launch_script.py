@@ -1,0 +1,145 @@
+"""The launch line in a shell script, without running it.
+
+As much of the shell as launch scripts use: variables, arrays, quotes, comments and continued lines. Of an ``if`` all
+branches are read, so that what is said of a job is said of all that its script may start.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+
+from odyssey_megatron.errors import ConfigError
+
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:\[[@*]\])?(?::?-([^{}]*))?\})")
+_COMMENT = re.compile(r"(?:(?<=\s)|^)#.*", re.MULTILINE)
+_SEPARATORS = frozenset(";&|<>()\n")
+_SCRIPT = re.compile(r"\S+\.py")
+_MOST_WORDS = 100_000
+"""Of a line in which variables stand for their values: one may stand for others many times over."""
+
+Variables = dict[str, list[str]]
+
+
+def job_flags(text: str) -> list[str]:
+    """The arguments of the Python script that shell script ``text`` runs; of several, of the one with most flags.
+
+    Raises:
+        ConfigError: it is no shell script, or runs no Python script.
+    """
+    try:
+        found = list(_launches(text, {}))
+    except ValueError as error:
+        raise ConfigError(
+            f"this is no shell script that can be read without running it ({error}). Give the flags themselves: "
+            "odyssey doctor FLAG ..."
+        ) from None
+    if not found:
+        raise ConfigError(
+            "no command in it runs a Python script (a word that ends in .py) with flags. Give the flags themselves: "
+            "odyssey doctor FLAG ..."
+        )
+    return max(found, key=_number_of_flags)
+
+
+def _number_of_flags(arguments: Sequence[str]) -> int:
+    return sum(one.startswith("--") for one in arguments)
+
+
+def _launches(text: str, variables: Variables, depth: int = 0) -> Iterator[list[str]]:
+    """The arguments of each Python script that is run with flags."""
+    for command in _commands(text, variables):
+        words = list(_expanded(command, variables))
+        for position, word in enumerate(words):
+            if _SCRIPT.fullmatch(word):
+                # An array's word may be a flag with its value.
+                arguments = [
+                    part
+                    for one in words[position + 1 :]
+                    for part in (one.split() if one[:2] == "--" else [one])
+                ]
+                if _number_of_flags(arguments):
+                    yield arguments
+                break
+            if ".py" in word and len(word.split()) > 1 and depth < 3:  # as for sh -c
+                yield from _launches(word, variables, depth + 1)
+
+
+def _commands(text: str, variables: Variables) -> Iterator[list[str]]:
+    """The commands with their words, variables not yet replaced; assignments go to ``variables``."""
+    command: list[str] = []
+    array: str | None = None
+    for word in _words(text):
+        assigned = _ASSIGNMENT.fullmatch(word)
+        if array is not None:
+            if word == ")":
+                array = None
+            elif word not in _SEPARATORS:
+                variables[array] += list(_expanded([word], variables))
+        elif assigned and all(_ASSIGNMENT.fullmatch(one) or one in ("export", "local") for one in command):
+            name, more, value = assigned.groups()
+            known = variables.setdefault(name, []) if more else []
+            variables[name] = known + ([_replaced(value, variables)] if value else [])
+            command.append(word)
+        elif word == "(" and command and command[-1].endswith("=") and _ASSIGNMENT.fullmatch(command[-1]):
+            array = command.pop().rstrip("+=")
+            variables.setdefault(array, [])
+        elif word in _SEPARATORS:
+            yield command
+            command = []
+        else:
+            command.append(word)
+    yield command
+
+
+def _words(text: str) -> Iterator[str]:
+    text = _without_commands(_COMMENT.sub("", text.replace("\\\r\n", " ").replace("\\\n", " ")))
+    found = shlex.shlex(text, posix=True, punctuation_chars="".join(_SEPARATORS))
+    found.whitespace, found.whitespace_split, found.commenters = " \t\r", True, ""
+    for word in found:
+        if set(word) <= _SEPARATORS:
+            yield from word
+        else:
+            yield word
+
+
+def _without_commands(text: str) -> str:
+    """What ``$(...)`` and backquotes would print is not known."""
+    kept, depth, start = [], 0, 0
+    for found in re.finditer(r"\$\(|[()]", text):
+        if depth:
+            depth += -1 if found[0] == ")" else 1
+            if not depth:
+                start = found.end()
+        elif found[0] == "$(":
+            kept += [text[start : found.start()], "$UNKNOWN"]
+            depth = 1
+    return re.sub(r"`[^`]*`", "$UNKNOWN", "".join(kept) + ("" if depth else text[start:]))
+
+
+def _expanded(words: Sequence[str], variables: Mapping[str, list[str]]) -> Iterator[str]:
+    """``words`` with variables replaced: one that stands alone by as many words as its value has."""
+    for count, word in enumerate(words):
+        alone = _VARIABLE.fullmatch(word)
+        values = variables.get(alone[1] or alone[2]) if alone else None
+        if values is None:
+            parts = [_replaced(word, variables)]
+        else:
+            # Whether it stands in quotes is not seen; a list of flags does not.
+            parts = values[0].split() if len(values) == 1 and "--" in values[0] else values
+        if count + len(parts) > _MOST_WORDS:
+            raise ValueError(f"a line has more than {_MOST_WORDS:,} words")
+        yield from parts
+
+
+def _replaced(word: str, variables: Mapping[str, list[str]]) -> str:
+    def value(found: re.Match[str]) -> str:
+        known = variables.get(found[1] or found[2])
+        return " ".join(known) if known is not None else found[3] if found[3] is not None else found[0]
+
+    replaced = _VARIABLE.sub(value, word)
+    if len(replaced) > 10 * _MOST_WORDS:
+        raise ValueError("a variable's value is too long")
+    return replaced

@@ -1,0 +1,137 @@
+"""What a job would say of a launch line, found in a script or among the cases of Megatron-LM's tests."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from odyssey_megatron.cli import main
+from odyssey_megatron.doctor.launch_line import judged, read_job
+from odyssey_megatron.doctor.launch_script import job_flags
+from odyssey_megatron.errors import ConfigError
+from tests.benchmarks.launch_lines import counted
+
+ARRAYS = """
+GPUS=8   # --fp16 in a comment is none
+STAGES=${STAGES:-4}
+DISTRIBUTED=(--nproc_per_node $GPUS --nnodes 1)
+MODEL=(
+    --num-layers 24  # as it was
+    "--hidden-size 1024"
+    --untie-embeddings-and-output-weights
+)
+if [ -n "$BF16" ]; then
+    MODEL+=(--bf16)
+fi
+export NAME="a b" OUT=$(mktemp -d "/tmp/$USER (x)")
+torchrun "${DISTRIBUTED[@]}" $ROOT/pretrain_gpt.py \\
+    ${MODEL[@]} --pipeline-model-parallel-size $STAGES \\
+    --wandb-exp-name "$NAME" --save "$OUT" --split '99,1' && echo --done
+"""
+STRING = """
+options=" \\
+    --num-layers 24 \\
+    --untie-embeddings-and-output-weights"
+run_cmd="cd $DIR && python -u pretrain_gpt.py ${options} --bf16"
+srun -l --output=log sh -c "${run_cmd}" --not-of-the-job
+"""
+
+
+def test_a_script_with_arrays():
+    flags = "--num-layers 24 --hidden-size 1024 --untie-embeddings-and-output-weights --bf16"
+    more = ["--wandb-exp-name", "a b", "--save", "$UNKNOWN", "--split", "99,1"]
+    assert job_flags(ARRAYS) == [*flags.split(), "--pipeline-model-parallel-size", "4", *more]
+
+
+def test_a_script_with_a_command_in_a_string():
+    assert job_flags(STRING) == "--num-layers 24 --untie-embeddings-and-output-weights --bf16".split()
+
+
+def test_the_scripts_of_this_repository_start(checkout):
+    flags = read_job(str(checkout / "examples" / "megatron_lm" / "tiny.sh"))
+    assert {"--num-layers", "--odyssey", "--mock-data"} < set(flags)
+    assert judged(flags).starts
+
+
+def test_the_scripts_of_megatron_lm(megatron_lm):
+    found = {
+        name: judged(read_job(str(megatron_lm / "examples" / f"{name}.sh")), "0.16.1")
+        for name in ("gpt3/train_gpt3_175b_distributed", "llama/train_llama3_8b_h100_fp8")
+    }
+    gpt3, llama = found.values()
+    assert "--fp16" in gpt3.refused
+    assert {"--fp8-format": "--fp8-format hybrid"}.items() <= {
+        flag: sentence.partition(" does")[0] for flag, sentence in llama.refused.items()
+    }.items()
+    assert "--overlap-grad-reduce" in llama.ignored
+    assert not gpt3.unknown
+    assert not llama.unknown
+
+
+def case(name, **args):
+    """``a=1`` is ``--a 1``."""
+    flags = {"--" + flag.replace("_", "-"): value for flag, value in args.items()}
+    return {"family": "gpt", "name": name, "args": {"--untie-embeddings-and-output-weights": True, **flags}}
+
+
+CASES = [
+    case("plain", num_layers=8, use_mcore_models=True),
+    case("ignored", num_layers=8, overlap_grad_reduce=True, bf16=True),
+    case("refused", num_layers=8, fp8_format="hybrid"),
+    case("twice", num_layers=8, fp8_format="hybrid", mtp_num_layers=1),
+    case("strange", num_layers=8, of_nobody=3),
+]
+
+
+def test_a_case_starts_with_a_line_or_is_refused(tmp_path, capsys):
+    path = tmp_path / "cases.json"
+    path.write_text(json.dumps({"source": "here", "cases": CASES}))
+    told = {}
+    for one in CASES:
+        code = main(["doctor", "--job", f"{path}:{one['name']}"])
+        told[one["name"]] = code, capsys.readouterr().out
+    assert [code for code, _ in told.values()] == [0, 0, 1, 1, 0]
+    assert told["plain"][1].endswith("starts with --odyssey as far as its flags say\n")
+    assert "--overlap-grad-reduce changes nothing: " in told["ignored"][1]
+    assert "Use --bf16 alone." in told["refused"][1]
+    assert "not Megatron-LM's, so of the script's own: --of-nobody" in told["strange"][1]
+    assert main(["doctor", "--job", f"{path}:ignored", "--odyssey-strict", "--json"]) == 1
+    said = json.loads(capsys.readouterr().out)
+    assert said["starts"] is False
+    assert list(said["refused"]) == ["--overlap-grad-reduce"]
+
+
+def test_the_benchmark_counts_what_the_doctor_says():
+    found = counted(CASES, "0.16.1")
+    assert (found["cases"], found["start"], found["with no flag ignored"]) == (5, 2, 1)
+    assert found["ignored in those that start"] == {"--overlap-grad-reduce": 1}
+    by_whom = found["refused by (cases, of these by it alone)"]
+    assert by_whom == {"--fp8-format": (2, 1), "--mtp-num-layers": (1, 0), "--of-nobody": (1, 1)}
+
+
+BAD = {
+    "nothing": "",
+    "no-script": "echo --num-layers 3",
+    "a-quote": "torchrun pretrain_gpt.py --num-layers '3",
+    "no-json": '{"cases": [',
+    "no-cases": '{"cases": 3}',
+    "several": '{"cases": [{"name": "a"}, {"name": "b"}]}',
+    "a-list": '{"args": {"--num-layers": [3]}}',
+    "doubling": "A=(--x --x)\n" + 'A+=("${A[@]}")\n' * 40 + "python x.py ${A[@]}",
+    "of-ours": "python x.py --odyssey-nonsense",
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_what_cannot_be_read_is_one_paragraph(tmp_path, bad, capsys):
+    path = tmp_path / "job"
+    path.write_text(BAD[bad])
+    assert main(["doctor", "--job", str(path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_job(str(tmp_path / "nowhere.sh"))
+    assert main(["doctor", "--job"]) == 2
