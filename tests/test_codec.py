@@ -11,6 +11,7 @@ import pytest
 from odyssey_megatron.codec import from_json, to_json, to_jsonable
 from odyssey_megatron.plan.layout import Layout, megatron_layout
 from odyssey_megatron.plan.plan import Plan, Transfer
+from odyssey_megatron.plan.programs import Programs
 
 Rank = NewType("Rank", int)
 
@@ -112,7 +113,7 @@ def test_damaged_plans_never_give_a_plan_of_another_shape():
     plan = Plan(
         policy="initial",
         layout=layout,
-        schedule_text="0: F0[0:3]",
+        programs=Programs.from_text("0: F0[0:3]"),
         transfers=(Transfer(layer=1, source=0, target=1),),
         step_s=1.0,
         bound_s=0.5,

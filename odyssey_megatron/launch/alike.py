@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import time
 import traceback
 from collections import deque
 
 import torch.distributed as dist
 
-from odyssey_megatron.errors import ControlPlaneLost
+from odyssey_megatron.errors import EXIT_ALIKE, ControlPlaneLost
+from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch.control import Control
 
+_PLACE = (("GROUP_RANK", "0"), ("GROUP_WORLD_SIZE", "1"))
+"""torch elastic's names for the node and how many there are."""
 _WAIT_S = 0.5
 _WITHIN_S = 60.0
 """Two errors that are further apart are two failures; a recovery and the step that it repeats lie well within.
@@ -88,3 +92,17 @@ def is_shared(
     except ControlPlaneLost:
         pass
     return False
+
+
+def end_if_shared(
+    control: Control, error: Exception, *, rank: int, generation: int, history: History
+) -> None:
+    """Does not return if others fail like this, too: no hardware has. The launcher then prints one traceback, and ends
+    the job. Arguments as of :func:`is_shared`.
+    """
+    node, nodes = (int(os.environ.get(name, default)) for name, default in _PLACE)
+    if is_shared(control, error, rank=rank, node=node, nodes=nodes, generation=generation, history=history):
+        text = "".join(traceback.format_exception(error))
+        said = "several ranks failed with the same error, so no hardware has, and the job ends. One of them:"
+        control.put_first(keys.REFUSED, f"{said}\n{text}")
+        raise SystemExit(EXIT_ALIKE) from None

@@ -14,7 +14,7 @@ import json
 import queue
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -41,6 +41,20 @@ _IDLE_TIMEOUT = timedelta(days=365)
 
 def generation_key(number: int) -> str:
     return f"generation/{number}"
+
+
+def part_key(number: int, worker: int) -> str:
+    """What concerns one worker in that generation (``plan/wire.py``)."""
+    return f"{generation_key(number)}/part/{worker}"
+
+
+def template_key(number: int, template: int) -> str:
+    """Programs of equal pipelines."""
+    return f"{generation_key(number)}/template/{template}"
+
+
+def routes_key(number: int) -> str:
+    return f"{generation_key(number)}/routes"
 
 
 def digest_key(rank: int) -> str:
@@ -190,6 +204,12 @@ class Control:
     def put(self, key: str, text: str) -> None:
         with _lost():
             self.store.set(key, self.seal(key, text))
+
+    def put_all(self, texts: Mapping[str, str]) -> None:
+        """Several, in one round trip. A reader may find some of them before the others."""
+        with _lost():
+            values = [self.seal(key, text) for key, text in texts.items()]
+            self.store.multi_set(list(texts), values)  # type: ignore[attr-defined]
 
     def put_first(self, key: str, text: str) -> bool:
         """Sets ``key`` unless somebody has; True if this call did."""

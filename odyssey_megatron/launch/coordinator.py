@@ -46,6 +46,7 @@ from odyssey_megatron.errors import (
 )
 from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch.control import Control, EventReader
+from odyssey_megatron.launch.generations import send_generation
 from odyssey_megatron.launch.learning import Learning
 from odyssey_megatron.launch.leases import Leases
 from odyssey_megatron.launch.member import FINISHED
@@ -145,7 +146,9 @@ class Coordinator:
         while not self._control.has(posted):
             found = self._events(_TICK_S / 2)
             if found and self._control.has(posted):
-                self._unheard = found  # who has died since then has died in a job that runs: his agent saw it so, too
+                self._unheard = (
+                    found  # who has died since then has died in a job that runs: his agent saw it so, too
+                )
                 return None
             for event in found:
                 if isinstance(event, NodeLost):
@@ -305,10 +308,10 @@ class Coordinator:
         plan = self._planner.towards(state, live, target)
         self._state = offer_generation(state)
         self._offered = self._generation(
-            self._state.offered, plan, live, why, rows=rows, decide_s=time.monotonic() - began_s, planned=True
+            self._state.offered, plan, live, why, decide_s=time.monotonic() - began_s, planned=True
         )
-        self._control.put(keys.generation_key(self._offered.number), keys.OFFER + to_json(self._offered))
-        self._record(self._offered)
+        self._send(self._offered)
+        self._record(self._offered, rows)
 
     def _note_deaths(self, dead: list[int], deaths: Sequence[RankDied | NodeLost]) -> None:
         reports = {one.rank: one for one in deaths if isinstance(one, RankDied)}
@@ -377,7 +380,7 @@ class Coordinator:
         members = set(self._state.ranks)
         self._put(Generation(
             number=next_generation(self._state).generation, members=(), dead=(), why=FINISHED, previous=None, plan=None,
-            plan_hash="", candidates=(),
+            plan_hash="",
         ))  # fmt: skip
         self._planner.finish(self._learning.observations())
         says_s = time.monotonic() + _WAITS_S
@@ -399,7 +402,7 @@ class Coordinator:
         """Tells the members to stop; they leave with ``code`` by themselves."""
         self._put(Generation(
             number=next_generation(self._state).generation, members=self._state.ranks, dead=(), why="stop",
-            previous=None, plan=None, plan_hash="", candidates=(), stop=message, stop_code=code,
+            previous=None, plan=None, plan_hash="", stop=message, stop_code=code,
         ))  # fmt: skip
         return Verdict(code=code, why=message, grace_s=_STOP_GRACE_S)
 
@@ -417,10 +420,10 @@ class Coordinator:
         self._state, self._offered = next_generation(self._state), None
         self._failed_offers = 0  # what nobody could enter from the last one may do from this one
         generation = self._generation(
-            self._state.generation, plan, previous, why, dead, rows, time.monotonic() - began_s
+            self._state.generation, plan, previous, why, dead, time.monotonic() - began_s
         )
         self._put(generation)
-        self._record(generation)
+        self._record(generation, rows)
 
     def _generation(
         self,
@@ -429,7 +432,6 @@ class Coordinator:
         previous: Plan | None,
         why: str,
         dead: tuple[int, ...] = (),
-        rows: tuple[CandidateRow, ...] = (),
         decide_s: float = 0.0,
         planned: bool = False,
     ) -> Generation:
@@ -439,10 +441,9 @@ class Coordinator:
             members=tuple(sorted(state.offered_members if planned else state.members)),
             dead=dead,
             why=why,
-            previous=None if previous is None else replace(previous, schedule_text=""),
+            previous=None if previous is None else previous.layout,
             plan=plan,
             plan_hash=plan.hash(),
-            candidates=rows,
             decide_s=decide_s,
             planned=planned,
             incarnations=state.incarnations,
@@ -451,9 +452,12 @@ class Coordinator:
 
     def _put(self, generation: Generation) -> None:
         self._current = generation
-        self._control.put(keys.generation_key(generation.number), to_json(generation))
+        self._send(generation)
 
-    def _record(self, generation: Generation) -> None:
+    def _send(self, generation: Generation) -> None:
+        send_generation(generation, len(self._state.workers[0].ranks), self._control)
+
+    def _record(self, generation: Generation, rows: tuple[CandidateRow, ...]) -> None:
         plan = generation.plan
         assert plan is not None
         self._journal.event(
@@ -464,14 +468,14 @@ class Coordinator:
             why=generation.why,
             policy=plan.policy,
             plan_hash=generation.plan_hash,
-            candidates=to_jsonable(generation.candidates),
+            candidates=to_jsonable(rows),
             decide_s=generation.decide_s,
             planned=generation.planned,
             schedule=plan.schedule_text,
             layout=to_jsonable(plan.layout),
         )
-        if generation.candidates:
-            self._say(candidates_table(generation.candidates))
+        if rows:
+            self._say(candidates_table(rows))
 
     # -- events ---------------------------------------------------------------------------------------
 

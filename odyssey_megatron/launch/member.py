@@ -10,7 +10,6 @@ import os
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
@@ -21,7 +20,6 @@ from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.codec import from_json, to_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import (
-    EXIT_ALIKE,
     ConfigError,
     ControlPlaneLost,
     Fenced,
@@ -31,20 +29,21 @@ from odyssey_megatron.errors import (
 )
 from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch import environment
-from odyssey_megatron.launch.alike import History, is_shared
+from odyssey_megatron.launch.alike import History, end_if_shared
 from odyssey_megatron.launch.control import Control
+from odyssey_megatron.launch.generations import read_generation, with_all_routes
 from odyssey_megatron.launch.heartbeat import Heartbeat
 from odyssey_megatron.launch.signals import leave_to_agent
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.plan.generation import Generation
+from odyssey_megatron.plan.layout import Layout
+from odyssey_megatron.plan.wire import Head
 
 FINISHED = "finished"
 """``Generation.why`` of the last one: every member has finished, there is nothing to recover."""
 
 _RETRY_AFTER_S = 0.5
 _MEETING_S = 0.1
-_PLACE = (("GROUP_RANK", "0"), ("GROUP_WORLD_SIZE", "1"))
-"""torch elastic's names for the node and how many there are."""
 
 
 class Member:
@@ -240,25 +239,8 @@ class Member:
         raise SystemExit(error.exit_code)
 
     def fail(self, error: Exception) -> None:
-        """Before this rank ends by an exception of its own: does not return if others have it, too. The launcher then
-        prints one traceback, and ends the job.
-        """
-        node, nodes = (int(os.environ.get(name, default)) for name, default in _PLACE)
-        if is_shared(
-            self._control,
-            error,
-            rank=self.rank,
-            node=node,
-            nodes=nodes,
-            generation=self._newest,
-            history=self._history,
-        ):
-            text = "".join(traceback.format_exception(error))
-            said = (
-                "several ranks failed with the same error, so no hardware has, and the job ends. One of them:"
-            )
-            self._control.put_first(keys.REFUSED, f"{said}\n{text}")
-            raise SystemExit(EXIT_ALIKE) from None
+        """Before this rank ends by an exception of its own: does not return if others have it, too."""
+        end_if_shared(self._control, error, rank=self.rank, generation=self._newest, history=self._history)
 
     def wait_all(self, name: str) -> None:
         """A barrier over all ranks of the start, once a ``name``. Nobody waits for a rank that has died."""
@@ -336,15 +318,27 @@ class Member:
         ends_s = time.monotonic() + timeout_s
         if after and not self._await_newer(after, min(_RETRY_AFTER_S, timeout_s)):
             self.ask_retry(after, f"no newer generation within {_RETRY_AFTER_S} s")
-        if not self._await_newer(after, ends_s - time.monotonic()):
-            raise ControlPlaneLost(f"no generation after {after} within {timeout_s} s")
-        generation = from_json(Generation, self._newest_text)
+        generation = None
+        while generation is None:
+            if not self._await_newer(after, ends_s - time.monotonic()):
+                raise ControlPlaneLost(f"no generation after {after} within {timeout_s} s")
+            with self._changed:
+                after, text = self._newest, self._newest_text
+            generation = read_generation(text, self.rank, self._control)
         if self._waits_in(generation):
             self._settled = False
             return self._next_with_this_rank(generation.number)
         if not generation.stop and not self._belongs_to(generation):
             raise self._fenced_by(generation)
         return generation
+
+    def with_all_routes(self, number: int, layout: Layout) -> Layout:
+        """``layout`` of generation ``number``, which this rank is in, with the ways that all microbatches go.
+
+        Raises:
+            Superseded: it has ended.
+        """
+        return with_all_routes(self._control, number, layout)
 
     def _fenced_by(self, generation: Generation) -> Fenced:
         if self.journal:
@@ -376,7 +370,9 @@ class Member:
                     raise self._lost
                 seen, offered = max(self._newest, self._offer), self._offer > self._newest
                 text = self._offer_text if offered else self._newest_text
-            generation = from_json(Generation, text)
+            generation = read_generation(text, self.rank, self._control)
+            if generation is None:
+                continue
             if generation.why == FINISHED or generation.stop:
                 raise JobStopped(generation.stop or "the job finished first", generation.stop_code)
             if self._belongs_to(generation):
@@ -425,7 +421,7 @@ class Member:
         self._await_newer(number, None)
         if self._lost is not None:
             raise self._lost
-        if from_json(Generation, self._newest_text).why != FINISHED:
+        if from_json(Head, self._newest_text).why != FINISHED:
             raise Superseded(f"generation {self._newest} came while rank {self.rank} was finishing")
         # What the script still does may be what the training was for: it has not left before its end.
         atexit.register(self._leave)
@@ -481,8 +477,8 @@ class Member:
                 self._end_before(number)  # the offer that it is getting ready for has come to nothing
             self._offer, self._offer_text = number, text
             self._changed.notify_all()
-        offered = from_json(Generation, text)
-        if self._belongs_to(offered):
+        offered = read_generation(text, self.rank, self._watch)
+        if offered is not None and self._belongs_to(offered):
             self._on_offer(offered)
 
     def _end_before(self, number: float) -> None:

@@ -95,8 +95,12 @@ def loss_difference(run: Sequence[CommittedStep], reference: Sequence[CommittedS
     absolute: dict[int, float] = {}
     relative: dict[int, float] = {}
     for step in sorted(set(ours) & set(theirs)):
-        gaps = [_gap(ours[step].get(name, math.nan), value) for name, value in theirs[step].items()]
-        absolute[step], relative[step] = (max(one) for one in zip(*gaps, strict=True))
+        gaps = [
+            _gap(ours[step].get(name, math.nan), theirs[step].get(name, math.nan))
+            for name in sorted(ours[step].keys() | theirs[step].keys())
+        ]
+        absolute[step] = max((gap for gap, _ in gaps), default=0.0)
+        relative[step] = max((gap for _, gap in gaps), default=0.0)
     return LossDifference(
         steps=len(absolute),
         max_absolute=max(absolute.values(), default=0.0),

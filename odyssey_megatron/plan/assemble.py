@@ -1,4 +1,4 @@
-"""A verified schedule as text, worked out once for each kind of group: 2,048 workers in a fraction of a second.
+"""Verified programs, worked out once for each kind of group: 2,048 workers in a fraction of a second.
 
 Groups of routes share no worker, so a schedule is correct if each group's is and all workers
 reduce their blocks in one order. Equal groups differ in worker and microbatch ids only.
@@ -6,9 +6,7 @@ reduce their blocks in one order. Equal groups differ in worker and microbatch i
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from operator import itemgetter
 
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.known import known
@@ -17,6 +15,7 @@ from odyssey_megatron.plan.list_schedule import Solved
 from odyssey_megatron.plan.memory import state_bytes
 from odyssey_megatron.plan.messages import reduction_order, with_messages, with_reductions
 from odyssey_megatron.plan.order import Order
+from odyssey_megatron.plan.programs import Programs
 from odyssey_megatron.plan.schedule import Instr, Op
 from odyssey_megatron.plan.verify import verify_codes
 from odyssey_megatron.plan.visits import OPS, RECV_FORWARD, SEND_BACKWARD, SEND_FORWARD, Visits
@@ -26,42 +25,41 @@ from odyssey_megatron.plan.visits import OPS, RECV_FORWARD, SEND_BACKWARD, SEND_
 class Assembled:
     """The programs of all workers."""
 
-    text: str
-    """As ``Schedule.to_text()`` of the same programs."""
+    programs: Programs
     peak_bytes: tuple[tuple[int, int], ...]
     ahead: str = ""
     """See ``Plan.ahead``."""
 
 
 def assemble(order: Order, layout: Layout, costs: Costs) -> Assembled:
-    """Lowers, verifies and writes out ``order``.
+    """Lowers and verifies ``order``.
 
     Raises:
         ScheduleInvalid: a group's schedule does not carry out its routes, deadlocks or exceeds its memory.
     """
-    tails: dict[int, list[str]] = {worker: [] for worker in order.done_s}
+    tails: dict[int, str] = dict.fromkeys(order.done_s, "")
     for block in reduction_order(layout):
-        text = str(Instr(Op.REDUCE_GRAD, first=block.first, last=block.last))
+        text = str(Instr(Op.REDUCE_GRAD, first=block.first, last=block.last)) + " "
         for worker in block.holders:
-            tails[worker].append(text)
-    heads: dict[int, str] = {}
+            tails[worker] += text
     peaks = state_bytes(layout, costs)
     kinds: dict[int, Kind] = {}
+    templates: dict[str, int] = {}
+    groups: list[tuple[tuple[int, ...], tuple[tuple[int, int], ...]]] = []
     for group in order.groups:
         kind = kinds.get(id(group.solved))
         if kind is None:
             kind = kinds[id(group.solved)] = _kind(group.solved, costs)
-        ids = (*group.microbatches, *group.workers)
-        for worker, template, pick, peak in zip(
-            group.workers, kind.templates, kind.picks, kind.peaks, strict=True
-        ):
-            heads[worker] = template % pick(ids)
+        seats = []
+        for worker, head, peak in zip(group.workers, kind.templates, kind.peaks, strict=True):
+            template = f"{head} {tails.pop(worker)}STEP"
+            seats.append((worker, templates.setdefault(template, len(templates))))
             peaks[worker] += peak
-    lines = [
-        " ".join([f"{worker}:", *([heads[worker]] if worker in heads else []), *tail, "STEP"])
-        for worker, tail in tails.items()
-    ]
-    return Assembled(text="\n".join(lines), peak_bytes=tuple(peaks.items()))
+        groups.append(((*group.microbatches, *group.workers), tuple(seats)))
+    idle = [(worker, templates.setdefault(f"{tail}STEP", len(templates))) for worker, tail in tails.items()]
+    groups += [((), tuple(idle))] if idle else []
+    programs = Programs(templates=tuple(templates), groups=tuple(groups))
+    return Assembled(programs=programs, peak_bytes=tuple(peaks.items()))
 
 
 def _kind(solved: Solved, costs: Costs) -> Kind:
@@ -76,7 +74,7 @@ def _kind(solved: Solved, costs: Costs) -> Kind:
 
 
 class Kind:
-    """The programs of a group with its own numbers, as %-templates over (microbatch ids, worker ids)."""
+    """The programs of a group as templates over (its microbatches, its workers): see ``Programs``."""
 
     def __init__(self, solved: Solved, costs: Costs) -> None:
         shape = solved.shape
@@ -99,7 +97,6 @@ class Kind:
         )
         self.peaks = [peak for _, peak in timeline.activation_bytes]
         self.templates: list[str] = []
-        self.picks: list[Callable[[tuple[int, ...]], tuple[int, ...]]] = []
         spans = list(zip(visits.first, visits.last, strict=True))
         named = {span: _texts(*span) for span in set(spans)}
         texts, seats = [named[span] for span in spans], layout.num_microbatches
@@ -112,23 +109,15 @@ class Kind:
                 if kind >= SEND_FORWARD:
                     peers = visits.before if kind in (RECV_FORWARD, SEND_BACKWARD) else visits.behind
                     places.append(seats + peers[visit])
-            self.templates.append(" ".join(parts))
-            self.picks.append(_picker(places))
+            self.templates.append(" ".join(parts) % tuple(places))
 
 
 def _texts(first: int, last: int) -> tuple[str, ...]:
-    """Per kind, an instruction as text: %d for what differs between equal groups."""
+    """Per kind, an instruction as text: %d for the place of a number that differs between equal groups."""
     return (
-        *(f"{op.value}%d[{first}:{last}]" for op in OPS[:SEND_FORWARD]),
-        f"{Op.SEND_FORWARD.value}%d[{last}]>%d",
-        f"{Op.RECV_FORWARD.value}%d[{first}]<%d",
-        f"{Op.SEND_BACKWARD.value}%d[{first}]>%d",
-        f"{Op.RECV_BACKWARD.value}%d[{last}]<%d",
+        *(f"{op.value}{{%d}}[{first}:{last}]" for op in OPS[:SEND_FORWARD]),
+        f"{Op.SEND_FORWARD.value}{{%d}}[{last}]>{{%d}}",
+        f"{Op.RECV_FORWARD.value}{{%d}}[{first}]<{{%d}}",
+        f"{Op.SEND_BACKWARD.value}{{%d}}[{first}]>{{%d}}",
+        f"{Op.RECV_BACKWARD.value}{{%d}}[{last}]<{{%d}}",
     )
-
-
-def _picker(places: list[int]) -> Callable[[tuple[int, ...]], tuple[int, ...]]:
-    """As ``itemgetter``, also for a single place."""
-    if len(places) == 1:
-        return lambda ids: (ids[places[0]],)
-    return itemgetter(*places)

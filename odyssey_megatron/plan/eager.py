@@ -23,6 +23,7 @@ from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.messages import with_messages, with_reductions
 from odyssey_megatron.plan.order import Order
+from odyssey_megatron.plan.programs import Programs
 from odyssey_megatron.plan.schedule import Op, Schedule
 from odyssey_megatron.plan.simulate import Timeline, eager_effect, effects, simulate
 from odyssey_megatron.plan.verify import verify_codes
@@ -102,7 +103,9 @@ def assemble_eager(
     schedule = Schedule(
         programs=tuple((worker, visits.decode(codes)) for worker, codes in filled.programs.items())
     )
-    return Assembled(text=schedule.to_text(), peak_bytes=timeline.peak_bytes, ahead=str(filled))
+    return Assembled(
+        programs=Programs.from_text(schedule.to_text()), peak_bytes=timeline.peak_bytes, ahead=str(filled)
+    )
 
 
 def fill_bubbles(

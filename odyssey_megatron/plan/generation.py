@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.plan import Plan
 
 
@@ -31,12 +32,12 @@ class Generation:
     dead: tuple[int, ...]
     """Ranks lost since the previous generation."""
     why: str
-    previous: Plan | None
-    """The plan whose holders are complete and current, i.e. of the last live generation; without its schedule, which
-    nobody needs any more."""
+    previous: Layout | None
+    """The one whose holders are complete and current, i.e. of the last live generation; on a rank its own layers."""
     plan: Plan | None
+    """On a rank what concerns its worker (``plan/wire.py``)."""
     plan_hash: str
-    candidates: tuple[CandidateRow, ...]
+    """Of the whole plan."""
     stop: str = ""
     """Not empty: the job cannot go on, and this says why (I9)."""
     stop_code: int = 0

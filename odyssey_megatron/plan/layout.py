@@ -49,6 +49,8 @@ class Layout:
     from the first of them. Empty: every holder keeps it."""
     cuts: tuple[int, ...] = ()
     """Where blocks end besides, so that what was two model chunks can go on in an interrupted step."""
+    step_microbatches: int = 0
+    """How many a step has, where ``routes`` are only those of one worker (``plan/wire.py``); 0: they are all."""
 
     @property
     def num_layers(self) -> int:
@@ -61,7 +63,7 @@ class Layout:
 
     @property
     def num_microbatches(self) -> int:
-        return sum(len(route.microbatches) for route in self.routes)
+        return self.step_microbatches or sum(len(route.microbatches) for route in self.routes)
 
     @property
     def workers(self) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.plan.layout import Layout
+from odyssey_megatron.plan.programs import Programs
 from odyssey_megatron.plan.schedule import Program, Schedule, schedule_from_text
 
 
@@ -24,10 +25,9 @@ class Plan:
     """What all survivors carry out. Equal plans have equal hashes."""
 
     policy: str
-    """``initial``, ``reroute`` or ``replan`` so far."""
+    """Its name (``policy/``), or ``initial``."""
     layout: Layout
-    schedule_text: str
-    """The schedule in text form, so that a plan in a journal can be read."""
+    programs: Programs
     transfers: tuple[Transfer, ...]
     """In order; the i-th transfers of all pairs may run at the same time."""
     step_s: float
@@ -41,17 +41,17 @@ class Plan:
     """How many forwards are run ahead, and what keeps the others from it; "" where that is not asked for."""
 
     @property
+    def schedule_text(self) -> str:
+        """All programs in text form, so that a plan in a journal can be read."""
+        return self.programs.text()
+
+    @property
     def schedule(self) -> Schedule:
         return schedule_from_text(self.schedule_text)
 
     def program(self, worker: int) -> Program:
-        """Of ``worker`` alone: its line is looked for, and no other is parsed. Empty if it has none."""
-        text = "\n" + self.schedule_text
-        at = text.find(f"\n{worker}:") + 1
-        if not at:
-            return ()
-        end = text.find("\n", at)
-        return schedule_from_text(text[at:] if end < 0 else text[at:end]).program(worker)
+        """Of ``worker`` alone. Empty if it has none."""
+        return schedule_from_text(f"{worker}:{self.programs.of(worker)}").program(worker)
 
     def hash(self) -> str:
         """Twelve hex digits of SHA-256 over the canonical JSON: what survivors compare before acting."""

@@ -88,7 +88,7 @@ class Decision:
         return Plan(
             policy=self.policy,
             layout=best.layout,
-            schedule_text=assembled.text,
+            programs=assembled.programs,
             transfers=best.transfers,
             step_s=best.step_s,
             bound_s=best.bound_s,
@@ -134,7 +134,7 @@ def scheduled(
     return Plan(
         policy=policy,
         layout=layout,
-        schedule_text=assembled.text,
+        programs=assembled.programs,
         transfers=transfers,
         step_s=step_end_s(layout, profile.costs, order.done_s),
         bound_s=lower_bound_s(layout, profile.costs, speeds, caps),

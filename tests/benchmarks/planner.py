@@ -15,6 +15,7 @@ program and the groups that it is in. ``coordinator_mb`` is that process, with t
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import multiprocessing
 import random
@@ -33,12 +34,13 @@ if __package__ in (None, ""):
 from odyssey_megatron.cluster.events import GenerationLive, RankDied
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import Cell
-from odyssey_megatron.codec import from_json, to_json
+from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.execute.membership import group_members
 from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch.control import Control, EventReader
 from odyssey_megatron.launch.coordinator import Coordinator
+from odyssey_megatron.launch.generations import read_generation
 from odyssey_megatron.launch.local_rendezvous import LocalRendezvous
 from odyssey_megatron.launch.planner import PolicyPlanner
 from odyssey_megatron.metrics.journal import Journal
@@ -207,14 +209,27 @@ class Ranks:
             self.control.send(RankDied(rank=worker * size, code=-9, cause="killed", t_s=0.0))
 
 
-def read(text: str, rank: int, tp: int) -> float:
-    """Milliseconds of CPU until ``rank`` has its program and its groups."""
-    cell, began_s = Cell(rank=rank, size=tp), time.process_time()
-    generation = from_json(Generation, text)
+class CountingControl(Control):
+    """How much a rank reads."""
+
+    read_bytes = 0
+
+    def unseal(self, key: str, value: bytes) -> str:
+        self.read_bytes += len(value)
+        return super().unseal(key, value)
+
+
+def read(number: int, rank: int, tp: int, control: CountingControl) -> tuple[Generation, int, float]:
+    """The generation as ``rank`` has it, the bytes, and the milliseconds of CPU until it has its program and groups."""
+    control.read_bytes = 0
+    gc.collect()  # of all ranks that this process plays
+    cell, began_s = Cell(rank=rank, size=tp), time.thread_time()
+    generation = read_generation(control.get(keys.generation_key(number)), rank, control)
+    assert generation is not None
     assert generation.plan is not None
     assert generation.plan.program(cell.worker)
     assert group_members(generation.plan, generation.members, cell, tagged=False)
-    return 1e3 * (time.process_time() - began_s)
+    return generation, control.read_bytes, 1e3 * (time.thread_time() - began_s)
 
 
 def measure(
@@ -241,15 +256,16 @@ def measure(
         ranks.die(lost)
         pipe.send("clocks")
         cpu_ms, wall_ms = pipe.recv()
-        text = ranks.control.get(keys.generation_key(2), timeout_s=60)
+        reader = CountingControl.connect(host, port, TOKEN)
+        workers = [one for one in range(gpus // tp) if one not in lost]
+        several = [read(2, worker * tp, tp, reader) for worker in workers[:: max(1, len(workers) // 16)]]
         pipe.send("end")
         largest_mb = pipe.recv()
     finally:
         process.kill()
         process.join()
-    generation = from_json(Generation, text)
+    generation = several[0][0]
     assert generation.plan is not None
-    some = generation.plan.layout.workers[:: max(1, len(generation.plan.layout.workers) // 3)]
     return {
         "gpus": gpus,
         "tp": tp,
@@ -259,8 +275,8 @@ def measure(
         "policy": generation.plan.policy,
         "cpu_ms": round(cpu_ms, 1),
         "wall_ms": round(wall_ms, 1),
-        "rank_bytes": len(text),
-        "rank_ms": round(max(read(text, worker * tp, tp) for worker in some), 1),
+        "rank_bytes": max(size for _, size, _ in several),
+        "rank_ms": round(max(ms for _, _, ms in several), 1),
         "coordinator_mb": round(largest_mb),
     }
 

@@ -322,7 +322,8 @@ def surrounded(folder: Path, kills: int, seed: int) -> tuple[dict[str, Any], lis
             gunman.fire(kills)
             job.terminate()
             if (code := job.wait(ENDS_WITHIN_S)) != EXIT_AS_ASKED:
-                sys.exit(f"exit code {code}\n{log.read_text()[-5000:]}")
+                said = [line for line in log.read_text().splitlines() if line.startswith("[odyssey")]
+                sys.exit("\n".join([*said[-60:], log.read_text()[-3000:], f"exit code {code}"]))
         finally:
             job.kill()
         tail.more()

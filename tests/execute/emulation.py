@@ -21,6 +21,7 @@ from odyssey_megatron.plan.memory import activation_caps
 from odyssey_megatron.plan.messages import with_messages, with_reductions
 from odyssey_megatron.plan.order import order_routes
 from odyssey_megatron.plan.plan import Plan
+from odyssey_megatron.plan.programs import Programs
 from odyssey_megatron.plan.schedule import Op, Schedule
 from odyssey_megatron.plan.verify import verify
 from odyssey_megatron.plan.visits import Visits
@@ -155,7 +156,7 @@ def one_f_one_b(plan: Plan, costs: Costs) -> Plan:
     return replace(
         plan,
         policy="1f1b",
-        schedule_text=schedule.to_text(),
+        programs=Programs.from_text(schedule.to_text()),
         step_s=timeline.step_s,
         peak_bytes=timeline.peak_bytes,
     )

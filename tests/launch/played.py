@@ -12,23 +12,25 @@ from odyssey_megatron.cluster.events import (
     RankFinished,
     RankJoined,
 )
-from odyssey_megatron.codec import from_json, to_json
+from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch.control import Control, EventReader
 from odyssey_megatron.launch.coordinator import Coordinator
+from odyssey_megatron.launch.generations import read_generation
 from odyssey_megatron.launch.local_rendezvous import LocalRendezvous
 from odyssey_megatron.launch.planner import Decided
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.plan.generation import Generation
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.plan import Plan, Transfer
+from odyssey_megatron.plan.programs import Programs
 from tests.launch.toy import posted_job
 
 PLAN = Plan(
     policy="initial",
     layout=Layout(holders=((0,),), routes=()),
-    schedule_text="",
+    programs=Programs.from_text("0: STEP"),
     transfers=(),
     step_s=1.0,
     bound_s=1.0,
@@ -136,10 +138,16 @@ class Job:
     def offer(self, number) -> Generation:
         text = self.control.get(keys.generation_key(number), timeout_s=5)
         assert text.startswith(keys.OFFER)
-        return from_json(Generation, text.removeprefix(keys.OFFER))
+        return self.read(text.removeprefix(keys.OFFER))
 
     def generation(self, number) -> Generation:
-        return from_json(Generation, self.control.get(keys.generation_key(number), timeout_s=5))
+        return self.read(self.control.get(keys.generation_key(number), timeout_s=5))
+
+    def read(self, text) -> Generation:
+        """As rank 0 does."""
+        found = read_generation(text, 0, self.control)
+        assert found is not None
+        return found
 
     def absent(self, number) -> bool:
         time.sleep(0.15)

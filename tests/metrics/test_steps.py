@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -62,6 +63,9 @@ def test_a_nan_in_one_run_only_is_an_infinite_difference(events, undisturbed):
 
 
 def test_steps_of_only_one_run_are_named(undisturbed):
+    nothing = [replace(undisturbed[0], losses={})]
+    assert loss_difference(nothing, nothing).max_absolute == 0.0
+    assert loss_difference(nothing, undisturbed).max_absolute == math.inf
     difference = loss_difference(undisturbed[:-2], undisturbed[1:])
     assert (difference.only_here, difference.only_in_reference) == ((0,), (STEPS - 2, STEPS - 1))
 

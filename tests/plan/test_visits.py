@@ -9,6 +9,7 @@ from odyssey_megatron.plan.assemble import assemble
 from odyssey_megatron.plan.generate import build_schedule, order_routes
 from odyssey_megatron.plan.layout import Hop, Layout, Route, layout_from_routes, pipeline_route
 from odyssey_megatron.plan.plan import Plan
+from odyssey_megatron.plan.programs import Programs
 from odyssey_megatron.plan.schedule import schedule_from_text
 from odyssey_megatron.plan.verify import verify, verify_codes
 from odyssey_megatron.plan.visits import Visits
@@ -29,7 +30,7 @@ def test_integers_and_instructions_are_the_same_programs():
 
 def test_the_text_of_a_plan_is_that_of_its_schedule():
     order = order_routes(LAYOUT, COSTS)
-    assert assemble(order, LAYOUT, COSTS).text == build_schedule(LAYOUT, COSTS).to_text()
+    assert assemble(order, LAYOUT, COSTS).programs.text() == build_schedule(LAYOUT, COSTS).to_text()
 
 
 def test_an_integer_on_another_worker_is_found():
@@ -59,7 +60,7 @@ def test_a_worker_finds_its_own_program_alone():
     plan = Plan(
         policy="initial",
         layout=LAYOUT,
-        schedule_text=whole.to_text(),
+        programs=Programs.from_text(whole.to_text()),
         transfers=(),
         step_s=1.0,
         bound_s=1.0,
@@ -68,4 +69,4 @@ def test_a_worker_finds_its_own_program_alone():
     )
     assert {worker: plan.program(worker) for worker, _ in whole.programs} == dict(whole.programs)
     assert plan.program(max(LAYOUT.workers) + 1) == ()
-    assert replace(plan, schedule_text="").program(0) == ()
+    assert replace(plan, programs=Programs.from_text("")).program(0) == ()

@@ -1,0 +1,34 @@
+"""Lists of whole numbers as short text: ``0-3,7,8-128:40`` is 0, 1, 2, 3, 7, 8, 48, 88, 128."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_PAYS = 3
+"""Numbers from which on a run is shorter than they are."""
+
+
+def to_runs(numbers: Sequence[int]) -> str:
+    """``numbers``, none of them negative, in their order."""
+    parts, at = [], 0
+    while at < len(numbers):
+        end, step = at + 1, numbers[at + 1] - numbers[at] if at + 1 < len(numbers) else 0
+        while step > 0 and end < len(numbers) and numbers[end] - numbers[end - 1] == step:
+            end += 1
+        if end - at < _PAYS:
+            parts.append(str(numbers[at]))
+            at += 1
+            continue
+        parts.append(f"{numbers[at]}-{numbers[end - 1]}" + (f":{step}" if step > 1 else ""))
+        at = end
+    return ",".join(parts)
+
+
+def from_runs(text: str) -> tuple[int, ...]:
+    """Inverse of :func:`to_runs`. Raises ValueError."""
+    numbers: list[int] = []
+    for part in text.split(",") if text else ():
+        first, dash, rest = part.partition("-")
+        last, _, step = rest.partition(":")
+        numbers += range(int(first), int(last) + 1, int(step or 1)) if dash else [int(first)]
+    return tuple(numbers)

@@ -1,0 +1,262 @@
+"""A generation as it is sent: a head that all ranks read, and a part for each worker.
+
+The head says who is in, who holds what, and what moves; a part, what one worker computes, sends and is sent. Programs
+of equal pipelines are one text, which each fills with its own numbers. All routes are sent, too, for whoever must know
+which way microbatches of others went: when numbers are not finite.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from odyssey_megatron.codec import to_json
+from odyssey_megatron.plan.generation import Generation
+from odyssey_megatron.plan.layout import Hop, Layout, Route
+from odyssey_megatron.plan.plan import Plan, Transfer
+from odyssey_megatron.plan.programs import Programs
+from odyssey_megatron.plan.runs import from_runs, to_runs
+
+Holders = tuple[tuple[int, str], ...]
+"""For so many layers in a row: their holders."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What everybody knows of the plan. See ``Plan`` and ``Layout``."""
+
+    cell_size: int
+    policy: str
+    holders: Holders
+    keepers: Holders
+    blocks: str
+    """Where they begin."""
+    num_microbatches: int
+    transfers: tuple[str, str, str]
+    """Their layers, sources and targets. All of them, as all ranks agree on what is sent before anything is."""
+    step_s: float
+    bound_s: float
+    transition_s: float
+    ahead: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """See ``Generation``."""
+
+    number: int
+    members: str
+    dead: str
+    why: str
+    plan_hash: str
+    stop: str
+    stop_code: int
+    decide_s: float
+    planned: bool
+    incarnations: tuple[tuple[int, int], ...]
+    fresh: str
+    first: bool
+    """Nobody holds anything yet."""
+    shape: Shape | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Of one worker."""
+
+    routes: tuple[tuple[str, tuple[tuple[int, int], ...]], ...]
+    """(microbatches, spans of layers) of each route through it: it may be visited more than once."""
+    template: int
+    numbers: str
+    """What its program is filled with."""
+    held: str
+    """The layers that it holds already."""
+
+
+NO_PART = Part(routes=(), template=0, numbers="", held="")
+"""Of a worker that holds nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """The texts of one generation."""
+
+    head: str
+    parts: Mapping[int, str]
+    """By worker; only of those that hold anything."""
+    templates: tuple[str, ...]
+    routes: str
+
+
+def to_wire(generation: Generation, cell_size: int) -> Sent:
+    """``generation`` as the coordinator has it, with its whole plan."""
+    plan = generation.plan
+    head = Head(
+        number=generation.number,
+        members=to_runs(generation.members),
+        dead=to_runs(generation.dead),
+        why=generation.why,
+        plan_hash=generation.plan_hash,
+        stop=generation.stop,
+        stop_code=generation.stop_code,
+        decide_s=generation.decide_s,
+        planned=generation.planned,
+        incarnations=generation.incarnations,
+        fresh=to_runs(generation.fresh),
+        first=generation.previous is None,
+        shape=None if plan is None else _shape(plan, cell_size),
+    )
+    if plan is None:
+        return Sent(head=to_json(head), parts={}, templates=(), routes="")
+    return Sent(
+        head=to_json(head),
+        parts=_parts(plan, generation.previous),
+        templates=plan.programs.templates,
+        routes=_routes_text(plan.layout),
+    )
+
+
+def from_wire(head: Head, worker: int, part: Part = NO_PART, template: str = "") -> Generation:
+    """The generation as ``worker`` knows it: of its plan all that concerns this worker.
+
+    Args:
+        template: that of its part.
+
+    Raises:
+        ValueError
+    """
+    plan, previous = None, None
+    if head.shape is not None:
+        plan = _own_plan(head.shape, worker, part, template)
+        held = from_runs(part.held)
+        alone = tuple((worker,) if layer in held else () for layer in range(plan.layout.num_layers))
+        previous = None if head.first else Layout(holders=alone, routes=())
+    return Generation(
+        number=head.number,
+        members=from_runs(head.members),
+        dead=from_runs(head.dead),
+        why=head.why,
+        previous=previous,
+        plan=plan,
+        plan_hash=head.plan_hash,
+        stop=head.stop,
+        stop_code=head.stop_code,
+        decide_s=head.decide_s,
+        planned=head.planned,
+        incarnations=head.incarnations,
+        fresh=from_runs(head.fresh),
+    )
+
+
+def holding(shape: Shape) -> frozenset[int]:
+    """The workers that hold anything: there is a part of each."""
+    return frozenset(worker for _, text in shape.holders for worker in from_runs(text))
+
+
+def with_all_routes(layout: Layout, text: str) -> Layout:
+    """``layout`` as one worker knows it, with everybody's routes. Raises ValueError."""
+    routes = []
+    for line in text.splitlines():
+        microbatches, workers, ends = map(from_runs, line.split(" "))
+        spans = zip(workers, (0, *ends), ends, strict=False)
+        hops = tuple(Hop(worker=worker, first=first, last=last) for worker, first, last in spans)
+        routes.append(Route(microbatches=microbatches, hops=hops))
+    return replace(layout, routes=tuple(routes), step_microbatches=0)
+
+
+def _shape(plan: Plan, cell_size: int) -> Shape:
+    layout = plan.layout
+    return Shape(
+        cell_size=cell_size,
+        policy=plan.policy,
+        holders=_packed(layout.holders),
+        keepers=_packed(layout.keepers),
+        blocks=to_runs([block.first for block in layout.blocks()]),
+        num_microbatches=layout.num_microbatches,
+        transfers=(
+            to_runs([one.layer for one in plan.transfers]),
+            to_runs([one.source for one in plan.transfers]),
+            to_runs([one.target for one in plan.transfers]),
+        ),
+        step_s=plan.step_s,
+        bound_s=plan.bound_s,
+        transition_s=plan.transition_s,
+        ahead=plan.ahead,
+    )
+
+
+def _packed(layers: tuple[tuple[int, ...], ...]) -> Holders:
+    return tuple((len(list(alike)), to_runs(workers)) for workers, alike in groupby(layers))
+
+
+def _unpacked(holders: Holders) -> tuple[tuple[int, ...], ...]:
+    return tuple(workers for count, text in holders for workers in (from_runs(text),) * count)
+
+
+def _parts(plan: Plan, previous: Layout | None) -> dict[int, str]:
+    layout = plan.layout
+    routes: dict[int, list[tuple[str, tuple[tuple[int, int], ...]]]] = defaultdict(list)
+    for route in layout.routes:
+        spans: dict[int, tuple[tuple[int, int], ...]] = {}
+        for hop in route.hops:
+            spans[hop.worker] = (*spans.get(hop.worker, ()), (hop.first, hop.last))
+        microbatches = to_runs(route.microbatches)
+        for worker, own in spans.items():
+            routes[worker].append((microbatches, own))
+    held: dict[int, list[int]] = defaultdict(list)
+    for layer, workers in enumerate(previous.holders if previous else ()):
+        for worker in workers:
+            held[worker].append(layer)
+    parts = {}
+    for numbers, seats in plan.programs.groups:
+        text = to_runs(numbers)
+        for worker, template in seats:
+            part = Part(
+                routes=tuple(routes[worker]),
+                template=template,
+                numbers=text,
+                held=to_runs(held[worker]),
+            )
+            parts[worker] = to_json(part)
+    return parts
+
+
+def _own_plan(shape: Shape, worker: int, part: Part, template: str) -> Plan:
+    routes = tuple(
+        Route(
+            microbatches=from_runs(text),
+            hops=tuple(Hop(worker=worker, first=first, last=last) for first, last in spans),
+        )
+        for text, spans in part.routes
+    )
+    layout = Layout(
+        holders=_unpacked(shape.holders),
+        routes=routes,
+        keepers=_unpacked(shape.keepers),
+        cuts=from_runs(shape.blocks),
+        step_microbatches=shape.num_microbatches,
+    )
+    return Plan(
+        policy=shape.policy,
+        layout=layout,
+        programs=Programs(templates=(template,), groups=((from_runs(part.numbers), ((worker, 0),)),)),
+        transfers=tuple(
+            Transfer(layer=layer, source=source, target=target)
+            for layer, source, target in zip(*map(from_runs, shape.transfers), strict=True)
+        ),
+        step_s=shape.step_s,
+        bound_s=shape.bound_s,
+        transition_s=shape.transition_s,
+        peak_bytes=(),
+        ahead=shape.ahead,
+    )
+
+
+def _routes_text(layout: Layout) -> str:
+    return "\n".join(
+        f"{to_runs(route.microbatches)} {to_runs([hop.worker for hop in route.hops])} "
+        f"{to_runs([hop.last for hop in route.hops])}"
+        for route in layout.routes
+    )
