@@ -92,7 +92,7 @@ _WORKS = {
     no_load_rng ckpt_fully_parallel_save ckpt_fully_parallel_load ckpt_fully_parallel_load_exchange_algo
     ckpt_assume_constant_structure ckpt_load_validate_sharding_integrity dist_ckpt_strictness
     dist_ckpt_workers non_persistent_save_interval non_persistent_global_ckpt_dir auto_detect_ckpt_format
-    save_retain_interval
+    save_retain_interval verify_integrity
     """,
 }
 _MOOT = {
@@ -279,6 +279,9 @@ _MOOT = {
     """,
     "Odyssey repeats a step by itself, after a failure only": """
     rerun_mode
+    """,
+    "it puts errors into what Megatron would repeat; --odyssey-inject kills ranks": """
+    error_injection_rate
     """,
     "Odyssey shares out optimizer states itself": """
     num_distributed_optimizer_instances overlap_param_gather_with_optimizer_step

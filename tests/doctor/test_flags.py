@@ -23,7 +23,6 @@ SLIPPED = {
     "--is-hybrid-model": "",
     "--linear-attention-freq": "2",
     "--heterogeneous-layers-config-encoded-json": "{}",
-    "--error-injection-rate": "1000",
     "--optimizer-cpu-offload": "",
     "--cpu-offloading-num-layers": "2",
     "--fine-grained-activation-offloading": "",

@@ -40,7 +40,7 @@ LEFT_OUT = {
     "all-at-once": (
         "--use-distributed-optimizer",
         "--num-distributed-optimizer-instances 2 --delay-wgrad-compute --defer-embedding-wgrad-compute "
-        "--cuda-graph-impl local --rerun-mode report_stats",
+        "--cuda-graph-impl local --rerun-mode report_stats --error-injection-rate 5",
     ),
     "of-older-versions": (
         "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",

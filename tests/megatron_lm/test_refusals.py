@@ -99,7 +99,6 @@ GIVEN = {
     ),
     "--dump-param-to-param-group-map": "--dump-param-to-param-group-map there",
     "--check-for-large-grads": "--check-for-large-grads",
-    "--error-injection-rate": "--error-injection-rate 1000",
     "--result-rejected-tracker-filename": "--result-rejected-tracker-filename there",
     "--check-for-spiky-loss": "--check-for-spiky-loss",
     "--decrease-batch-size-if-needed": "--decrease-batch-size-if-needed",
@@ -109,7 +108,6 @@ GIVEN = {
     "--ckpt-fully-parallel-save-process-group": "--ckpt-fully-parallel-save-process-group ep_dp",
     "--ckpt-fully-parallel-load-process-group": "--ckpt-fully-parallel-load-process-group ep_dp",
     "--dist-ckpt-save-pre-mcore-014": "--dist-ckpt-save-pre-mcore-014",
-    "--verify-integrity": "--verify-integrity",
     "--override-ckpt-iteration": "--override-ckpt-iteration 2",
     "--load-main-params-from-ckpt": "--load-main-params-from-ckpt",
     "--use-mp-args-from-checkpoint-args": "--use-mp-args-from-checkpoint-args",
@@ -175,12 +173,12 @@ def test_a_refusal_names_flag_and_remedy(jobs):
 
 def test_a_job_names_all_refused_flags_at_once(jobs, name):
     """Among them one that Megatron's own validation would stop at."""
-    flags = f"{MOCK} --fp16 --full-validation --error-injection-rate 5 --heterogeneous-layers-config-encoded-json x"
+    flags = f"{MOCK} --fp16 --full-validation --eval-micro-batch-size 2 --heterogeneous-layers-config-encoded-json x"
     run = jobs.odyssey(name, flags, ranks=4, stages=2)
     assert run.exit_code == 2, run.log[-3000:]
     assert "Traceback" not in run.log
     assert run.log.count("4 of the job's flags cannot be used:") == 1
-    for flag in ("--fp16", "--full-validation", "--error-injection-rate 5", "--heterogeneous-layers"):
+    for flag in ("--fp16", "--full-validation", "--eval-micro-batch-size 2", "--heterogeneous-layers"):
         assert run.log.count(f"\n{flag}") == 1, flag
 
 

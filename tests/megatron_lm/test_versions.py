@@ -47,6 +47,28 @@ def test_a_checkpoint_of_survivors_loads_into_plain_megatron_lm_and_back(other_j
     assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-5, abs=1.1e-3)
 
 
+@pytest.mark.matrix
+def test_a_checkpoint_with_hashes_is_verified(other_jobs, name):
+    folder, flags = other_jobs.folder / name / "saved", f"{MOCK} --verify-integrity"
+    run = other_jobs.odyssey(
+        name, f"{flags} --save {folder} --save-interval 3 --exit-interval 3", ranks=4, stages=2,
+        inject="rank=0,step=3,at=checkpoint",
+    )  # fmt: skip
+    assert run.exit_code == 0, run.log[-4000:]
+    assert run.killed == [0]
+    plain = other_jobs.plain(f"{flags} --load {folder}", ranks=2, stages=2)
+    again = other_jobs.odyssey(f"{name}-again", f"{flags} --load {folder}", ranks=4, stages=4)
+    assert_same_lines(again, plain, first=4)
+    weights = max((folder / "iter_0000003").glob("*.distcp"), key=lambda one: one.stat().st_size)
+    data = bytearray(weights.read_bytes())
+    data[len(data) // 2] ^= 1
+    weights.write_bytes(data)
+    spoilt = other_jobs.odyssey(f"{name}-spoilt", f"{flags} --load {folder}", ranks=4, stages=4)
+    assert spoilt.exit_code == 1, spoilt.log[-3000:]
+    assert f"{weights.name}: hash mismatch" in spoilt.log
+    assert not spoilt.iterations
+
+
 def test_under_torchrun_in_a_patched_checkout(other_jobs, tmp_path):
     run = torchrun.run(
         other_jobs,

@@ -100,6 +100,7 @@ _LEFT_OUT: dict[str, Any] = {
     "overlap_p2p_comm_warmup_flush": False,
     "num_distributed_optimizer_instances": 1,
     "rerun_mode": "disabled",
+    "error_injection_rate": 0,
 }
 """Flags that Odyssey's own step makes moot, and what they are where they are not given."""
 
