@@ -173,12 +173,12 @@ def test_a_refusal_names_flag_and_remedy(jobs):
 
 def test_a_job_names_all_refused_flags_at_once(jobs, name):
     """Among them one that Megatron's own validation would stop at."""
-    flags = f"{MOCK} --fp16 --full-validation --eval-micro-batch-size 2 --heterogeneous-layers-config-encoded-json x"
+    flags = f"{MOCK} --fp16 --full-validation --dataloader-type cyclic --heterogeneous-layers-config-encoded-json x"
     run = jobs.odyssey(name, flags, ranks=4, stages=2)
     assert run.exit_code == 2, run.log[-3000:]
     assert "Traceback" not in run.log
     assert run.log.count("4 of the job's flags cannot be used:") == 1
-    for flag in ("--fp16", "--full-validation", "--eval-micro-batch-size 2", "--heterogeneous-layers"):
+    for flag in ("--fp16", "--full-validation", "--dataloader-type cyclic", "--heterogeneous-layers"):
         assert run.log.count(f"\n{flag}") == 1, flag
 
 
