@@ -28,6 +28,8 @@ class JobSpec:
     """Each layer has at least so many holders, some without microbatches if need be; 0: as parallelism has it."""
     eager_forwards: bool = False
     """Holders run forwards ahead for the workers whose place they would take."""
+    stage_layers: tuple[int, ...] = ()
+    """Transformer layers of each stage of the failure-free plan; empty: as even as can be."""
 
     def check(self, world_size: int) -> None:
         """Raises ConfigError if ``world_size`` ranks cannot form the initial layout."""

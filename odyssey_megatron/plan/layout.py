@@ -5,6 +5,7 @@ Layers are the planner's: 0 the embedding, 1..n transformer layers, n+1 the head
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -154,19 +155,24 @@ def pipeline_route(workers: tuple[int, ...], ends: tuple[int, ...], microbatches
 
 
 def megatron_layout(
-    *, num_layers: int, pipeline_size: int, num_workers: int, num_microbatches: int
+    *,
+    num_layers: int,
+    pipeline_size: int,
+    num_workers: int,
+    num_microbatches: int,
+    stage_layers: Sequence[int] = (),
 ) -> Layout:
     """The failure-free layout, as Megatron places it: worker = stage * dp + replica.
 
-    Transformer layers are split evenly (remainder to the middle stages, away from embedding and head),
-    microbatches round-robin over replicas. Source: megatron core_v0.16.1 parallel_state.py, default order
-    ``tp-cp-ep-dp-pp``.
+    Transformer layers are split as ``stage_layers`` says, else evenly (remainder to the middle stages, away from
+    embedding and head), microbatches round-robin over replicas. Source: megatron core_v0.16.1 parallel_state.py,
+    default order ``tp-cp-ep-dp-pp``.
     """
     dp, blocks = num_workers // pipeline_size, num_layers - 2
     share, extra = divmod(blocks, pipeline_size)
     # Middle stages first: the first also runs the embedding and the last the head.
     by_room = sorted(range(pipeline_size), key=lambda s: (s == pipeline_size - 1, s == 0, s))
-    counts = [share + (stage in by_room[:extra]) for stage in range(pipeline_size)]
+    counts = list(stage_layers) or [share + (stage in by_room[:extra]) for stage in range(pipeline_size)]
     counts[0] += 1
     counts[-1] += 1
     ends = tuple(sum(counts[: stage + 1]) for stage in range(pipeline_size))

@@ -46,7 +46,7 @@ _WORKS = {
     """,
     "the shape of the job: tests/megatron_lm, tests/e2e": """
     tensor_model_parallel_size pipeline_model_parallel_size sequence_parallel
-    decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
+    decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers pipeline_model_parallel_layout
     micro_batch_size global_batch_size
     train_iters train_samples seq_length seed bf16 use_distributed_optimizer calculate_per_token_loss
     accumulate_allreduce_grads_in_fp32 grad_reduce_in_bf16 clip_grad

@@ -124,7 +124,6 @@ _ROWS: tuple[tuple[str, str] | tuple[str, str, Callable[[Any, Any], bool]], ...]
      lambda value, args: not value),
     ("position_embedding_type", "Use rope, yarn, learned_absolute or none.",
      _none_of("rope", "yarn", "learned_absolute", "none")),
-    ("pipeline_model_parallel_layout", "The plan chooses the layers of each stage. Leave it out."),
     ("hybrid_layer_pattern", _ALIKE),
     ("hybrid_override_pattern", _ALIKE),
     ("is_hybrid_model", _ALIKE),

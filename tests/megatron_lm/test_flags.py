@@ -34,6 +34,8 @@ MOOT = {
     "virtual-cells": f"{INTERLEAVED} --num-virtual-stages-per-pipeline-rank 2 --tensor-model-parallel-size 2",
     "without-layers": "--num-layers 4 --no-overlap-p2p-communication --num-virtual-stages-per-pipeline-rank 2 "
     "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+    "layout": "--num-layers 6 --pipeline-model-parallel-layout Et|tttt|tL",
+    "virtual-layout": f"{INTERLEAVED} --pipeline-model-parallel-layout Et|tt||tt||tL",
 }
 """Of three stages, which Megatron cuts or schedules otherwise; what they compute is the same."""
 LEFT_OUT = {

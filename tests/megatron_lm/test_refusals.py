@@ -21,7 +21,6 @@ GIVEN = {
     "--te-precision-config-file": "--te-precision-config-file precision.yaml",
     "--kitchen-config-file": "--kitchen-config-file kitchen.yaml",
     "--kitchen-recipe-number": "--kitchen-recipe-number 0",
-    "--pipeline-model-parallel-layout": "--pipeline-model-parallel-layout Ettt|tL",
     "--heterogeneous-layers-config-path": "--heterogeneous-layers-config-path layers.json",
     "--qk-clip": "--qk-clip",
     "--log-max-attention-logit": "--log-max-attention-logit",

@@ -85,6 +85,9 @@ def test_initial_plan_is_megatrons_layout():
     assert plan.policy == "initial"
     assert plan.transfers == ()
     assert plan.layout.held_by(0) == plan.layout.held_by(1) == (0, 1, 2)
+    cut = replace(job(4), stage_layers=(1, 3, 3, 1))
+    layout = initial_plan(cut, initial_state(nodes=(0,) * 8), PROFILE).layout
+    assert [layout.held_by(2 * stage) for stage in range(4)] == [(0, 1), (2, 3, 4), (5, 6, 7), (8, 9)]
 
 
 @pytest.mark.parametrize("policy", ["auto", "reroute", "replan"])

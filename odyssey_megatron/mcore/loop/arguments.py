@@ -60,11 +60,13 @@ def split_of(args: Any) -> Callable[[Any], span.Split]:
     )
 
 
-def job_of(args: Any, config: OdysseyConfig, *, optimizer_copies: int) -> JobSpec:
+def job_of(args: Any, config: OdysseyConfig, split: span.Split, *, optimizer_copies: int) -> JobSpec:
     """What the coordinator plans for."""
     return JobSpec(
         num_layers=args.num_layers + 2,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        # A stage without a transformer layer, as Megatron's may be, is none of a plan's.
+        stage_layers=split.stage_layers if all(split.stage_layers) else (),
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         num_microbatches=args.global_batch_size // args.micro_batch_size,
         tokens_per_step=args.global_batch_size * args.seq_length,

@@ -219,7 +219,7 @@ class Door:
         with schedule_refused():
             scheduler = training.get_optimizer_param_scheduler(optimizer)
         schedule = arguments.schedule_of(scheduler)
-        self._post(args, config)
+        self._post(args, config, split)
         self._enter()
         self._refresh()
         args.iteration = args.num_floating_point_operations_so_far = 0
@@ -240,8 +240,8 @@ class Door:
         self._runtime.committed = args.iteration
         return self._chunks, optimizer, scheduler
 
-    def _post(self, args: Any, config: Any) -> None:
-        job = arguments.job_of(args, self._config, optimizer_copies=self._optimizer_copies)
+    def _post(self, args: Any, config: Any, split: span.Split) -> None:
+        job = arguments.job_of(args, self._config, split, optimizer_copies=self._optimizer_copies)
         self._session.post(job, arguments.profile_of(args, config, self._config))
 
     def _enter(self) -> None:

@@ -69,11 +69,15 @@ class Observer:
         args = get_args()
         for message in refusals.reasons(args, self._parser).values():
             self._say(f"--odyssey recover would refuse this job: {message}")
+        config = core_transformer_config_from_args(args)
         job = arguments.job_of(
-            args, self._config, optimizer_copies=arguments.optimizer_copies(args, self._config)
+            args,
+            self._config,
+            arguments.split_of(args)(config),
+            optimizer_copies=arguments.optimizer_copies(args, self._config),
         )
         job.check(self._member.world_size)
-        profile = arguments.profile_of(args, core_transformer_config_from_args(args), self._config)
+        profile = arguments.profile_of(args, config, self._config)
         self._member.post_job(job, to_json(profile))
 
     def _say(self, text: str) -> None:

@@ -66,6 +66,11 @@ class Split:
         stages = len(self.counts[0])
         return tuple(tuple((first, last) for first, last in spans[stage::stages]) for stage in range(stages))
 
+    @property
+    def stage_layers(self) -> tuple[int, ...]:
+        """Transformer layers of each stage, in all its chunks."""
+        return tuple(map(sum, zip(*self.counts, strict=True)))
+
 
 def install() -> None:
     """Puts the seams in; a second call does nothing. Raises MegatronIncompatible."""
