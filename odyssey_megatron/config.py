@@ -13,7 +13,6 @@ from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.inputs import COUNT, WHOLE, Between, Parser
 
 MODES = ("off", "observe", "recover")
-POLICIES = ("auto", "reroute", "replan")
 REDUNDANCIES = ("off", "state", "compute", "auto")
 SPARE_STATES = ("device", "host")
 INTERRUPTED_STEPS = ("resume", "redo")
@@ -39,6 +38,14 @@ INJECTION_POINTS = (
 SIGNALS = ("KILL", "STOP")
 
 
+def policies() -> tuple[str, ...]:
+    """What ``--odyssey-policy`` may be: the best, or one of those that may be asked for."""
+    # Here, so that whoever only reads a journal does not wait for the planner.
+    from odyssey_megatron.policy.policies import POLICIES
+
+    return ("auto", *(one.name for one in POLICIES if one.by_flag))
+
+
 LIMIT_S = Between(0.001, 1e6)
 """Of what is waited for: neither too short for a clock nor too long for a system call."""
 EXPECTED_S = Between(1e-9, 1e10)
@@ -46,8 +53,8 @@ EXPECTED_S = Between(1e-9, 1e10)
 
 
 def _flag(default: Any, help_text: str, **extra: Any) -> Any:
-    """``within`` are the numbers that are allowed; without it, seconds to wait, or a count of at least one. ``bare``
-    is what the flag means without a value.
+    """``within`` are the numbers that are allowed; without it, seconds to wait, or a count of at least one. ``choices``
+    are words, or say them; ``bare`` is what the flag means without a value.
     """
     if type(default) in (int, float):
         extra.setdefault("within", LIMIT_S if type(default) is float else Between(1, 1_000_000, whole=True))
@@ -69,7 +76,7 @@ class OdysseyConfig:
         flag="--odyssey",
         bare="recover",
     )
-    policy: str = _flag("auto", "recovery policy", choices=POLICIES)
+    policy: str = _flag("auto", "recovery policy", choices=policies)
     device: str = _flag("cuda", "cpu runs Megatron on CPU tensors and gloo", choices=DEVICES)
     float64: str = _flag("off", "train in float64, to prove exactness", choices=("off", "on"))
     run_dir: str = _flag("odyssey-run", "folder for the journal, the profile and the report")
@@ -257,9 +264,15 @@ def variable_of(setting: Field[Any]) -> str:
     return flag_of(setting).removeprefix("--").replace("-", "_").upper()
 
 
+def choices_of(setting: Field[Any]) -> tuple[str, ...]:
+    """The words that a setting may be; none if it may be any."""
+    choices = setting.metadata.get("choices", ())
+    return tuple(choices() if callable(choices) else choices)
+
+
 def _check(config: OdysseyConfig) -> None:
     for one in fields(config):
-        value, choices = getattr(config, one.name), one.metadata.get("choices")
+        value, choices = getattr(config, one.name), choices_of(one)
         if choices and value not in choices:
             raise ConfigError(f"{flag_of(one)} {value!r} is unknown; use one of " + ", ".join(choices) + ".")
         if "within" in one.metadata:
@@ -299,7 +312,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             dest="odyssey_" + one.name,
             type=_kind(one),
             default=argparse.SUPPRESS,
-            metavar="|".join(one.metadata["choices"]) if "choices" in one.metadata else None,
+            metavar="|".join(choices_of(one)) or None,
             help=f"{one.metadata['help']} (default: {default})".replace("%", "%%"),
             nargs="?" if "bare" in one.metadata else None,
             const=one.metadata.get("bare"),

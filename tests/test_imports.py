@@ -24,7 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "names": set(),
     "errors": {"names"},
     "inputs": {"errors"},
-    "config": {"errors", "inputs"},
+    "config": {"errors", "inputs", "policy"},  # the names of the policies
     "codec": {"errors"},
     "cluster": BASE,
     "plan": BASE | {"cluster", ".numpy", ".scipy"},

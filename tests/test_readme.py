@@ -7,7 +7,7 @@ from dataclasses import fields
 
 import pytest
 
-from odyssey_megatron.config import OdysseyConfig, flag_of
+from odyssey_megatron.config import OdysseyConfig, choices_of, flag_of
 
 DOCS = [
     f"docs/{name}.md" for name in ("flags", "measurements", "recovery", "running", "threat-model", "versions")
@@ -18,7 +18,7 @@ BEGIN, END = r"<!-- flags: begin[^>]*-->\n", r"<!-- flags: end -->"
 def flags_table() -> str:
     lines = ["| flag | default | meaning |", "|---|---|---|"]
     for one in fields(OdysseyConfig):
-        choices = one.metadata.get("choices")
+        choices = choices_of(one)
         meaning = (f"{', '.join(choices)}: " if choices else "") + one.metadata["help"]
         default = f"`{one.default}`" if one.default != "" else ""
         lines.append(f"| `{flag_of(one)}` | {default} | {meaning.replace('|', '/')} |")

@@ -21,8 +21,8 @@ from odyssey_megatron.plan.order import order_routes
 from odyssey_megatron.plan.simulate import step_end_s
 from odyssey_megatron.plan.stagger import staggered_step_s
 from odyssey_megatron.plan.transfer import plan_transfers, transfer_s
-from odyssey_megatron.policy.candidates import reroute
 from odyssey_megatron.policy.profile import Profile
+from odyssey_megatron.policy.rerouting import reroute
 from odyssey_megatron.policy.search import Rate, Shape, deal, min_max_shares, place, search_for
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import heapify, heappop, heappush
 
@@ -24,24 +25,25 @@ from odyssey_megatron.plan.plan import Plan, Transfer
 from odyssey_megatron.plan.redundancy import with_keepers, with_shadows
 from odyssey_megatron.plan.simulate import computed_before_s, step_end_s
 from odyssey_megatron.plan.transfer import living_holders, warm_up
-from odyssey_megatron.policy.candidates import heirs
+from odyssey_megatron.policy.case import Case, worker_speeds
 from odyssey_megatron.policy.options import (
-    Case,
     LaidOut,
     Option,
+    Options,
     at_once,
     caps_for,
     lay_out,
     options,
     restart,
-    worker_speeds,
 )
 from odyssey_megatron.policy.profile import Profile
+from odyssey_megatron.policy.proposal import Proposal
+from odyssey_megatron.policy.rerouting import heirs
 from odyssey_megatron.policy.score import mean_time_between_failures_s
 from odyssey_megatron.policy.search import SLACK, search_for
 
 _FINALISTS = 6
-"""At most so many shapes of a replan are scheduled in full; the others only get an estimate."""
+"""At most so many shapes of one policy are scheduled in full; the others only get an estimate."""
 
 _ALIKE = 0.001
 """A shape that could at best be this share better than another one is not worth scheduling."""
@@ -53,18 +55,25 @@ out; the rest only if it may win by 0.5 %."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Candidate:
-    """A layout worked out far enough to be scored."""
+    """An option worked out far enough to be scored."""
 
-    name: str
-    layout: Layout
+    option: Option
+    found: LaidOut
     order: Order
-    transfers: tuple[Transfer, ...]
-    caps: dict[int, int]
     step_s: float
-    bound_s: float
-    transition_s: float
     score: float
-    note: str
+
+    @property
+    def layout(self) -> Layout:
+        return self.found.layout
+
+    @property
+    def transfers(self) -> tuple[Transfer, ...]:
+        return self.found.transfers
+
+    @property
+    def transition_s(self) -> float:
+        return self.option.least_transition_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +81,7 @@ class Decision:
     """What is best, and everything that was considered on the way to it."""
 
     case: Case
+    options: Options
     best: _Candidate
     policy: str
     candidates: tuple[CandidateRow, ...]
@@ -91,7 +101,7 @@ class Decision:
             programs=assembled.programs,
             transfers=best.transfers,
             step_s=best.step_s,
-            bound_s=best.bound_s,
+            bound_s=best.option.least_step_s,
             transition_s=best.transition_s,
             peak_bytes=assembled.peak_bytes,
             ahead=assembled.ahead,
@@ -203,9 +213,10 @@ def decide(
         thorough=thorough,
     )
     _check_holders(case)
-    found, impossible = options(case)
-    found = [option for option in found if among is None or option.name in among]
-    return _decided(case, found, impossible, config, previous.policy)
+    proposed = options(case)
+    if among is not None:
+        proposed = replace(proposed, found=tuple(one for one in proposed.found if one.name in among))
+    return _decided(case, proposed, config, previous.policy)
 
 
 def decide_at_once(direct: Decision, config: OdysseyConfig) -> Decision:
@@ -214,32 +225,29 @@ def decide_at_once(direct: Decision, config: OdysseyConfig) -> Decision:
     Raises:
         PlanInfeasible: there is none.
     """
-    return _decided(direct.case, at_once(direct.case), [], config, direct.policy)
+    found = at_once(direct.case, direct.options.tried)
+    proposed = replace(direct.options, found=tuple(found), impossible=())
+    return _decided(direct.case, proposed, config, direct.policy)
 
 
-def _decided(
-    case: Case,
-    found: list[Option],
-    impossible: list[tuple[str, str]],
-    config: OdysseyConfig,
-    kept_policy: str,
-) -> Decision:
+def _decided(case: Case, proposed: Options, config: OdysseyConfig, kept_policy: str) -> Decision:
     job, profile = case.job, case.profile
-    best, rows = _search(case, found, config.policy)
-    rows += [_unscored(name, None, reason) for name, reason in impossible]
+    best, rows = _search(case, proposed.found, config.policy)
+    rows += [_unscored(name, None, reason) for name, reason in proposed.impossible]
     if best is None:
         raise _no_plan(case, rows)
     ahead = None
     if job.eager_forwards:
-        ahead = _assembled(best.order, best.layout, profile.costs, best.caps, case.speeds, True)
-    why = _why(best, config.policy, rows) + ("; " + ahead.ahead if ahead and ahead.ahead else "")
+        ahead = _assembled(best.order, best.layout, profile.costs, best.found.caps, case.speeds, True)
+    why = _why(best.option, config.policy, rows) + ("; " + ahead.ahead if ahead and ahead.ahead else "")
     rows.append(_row(best, True, why))
     rows += [_restart_row(case, best.score)] if case.state.dead else []
     rows.sort(key=lambda row: (not row.chosen, row.score is None, -(row.score or 0.0), row.name))
     return Decision(
         case=case,
+        options=proposed,
         best=best,
-        policy=kept_policy if best.name == "keep" else best.name,
+        policy=kept_policy if best.option.policy.stays else best.option.name,
         candidates=tuple(rows),
         bound_s=cluster_bound_s(job.num_microbatches, profile.costs, case.state.alive, case.speeds),
         ahead=ahead,
@@ -261,7 +269,7 @@ def _check_holders(case: Case) -> None:
         raise LayersLost(lost.layers, named, num_layers=lost.num_layers, copies=lost.copies) from None
 
 
-def _search(case: Case, found: list[Option], policy: str) -> tuple[_Candidate | None, list[CandidateRow]]:
+def _search(case: Case, found: Sequence[Option], policy: str) -> tuple[_Candidate | None, list[CandidateRow]]:
     """Branch and bound: options in order of the best score they could have, until nobody can win any more.
 
     What comes first is laid out, if it is not yet, and takes the place in the order that its own bound gives it; only
@@ -270,16 +278,14 @@ def _search(case: Case, found: list[Option], policy: str) -> tuple[_Candidate | 
     """
 
     def wanted(option: Option) -> bool:
-        # A takeover is a reroute to shadows.
-        name = "reroute" if option.name == "takeover" else option.name
-        return policy == "auto" or name in (policy, "keep", "rebalance", "rejoin")
+        return policy in ("auto", option.policy.name) or option.policy.always
 
     many = len(case.state.workers) > _MANY_WORKERS
     finalists, margin = (1, 0.005) if many else (_FINALISTS, 0.0)
 
     def place(option: Option) -> tuple[object, ...]:
-        first = (option.name != "replan", not isinstance(option.found, LaidOut)) if many else ()
-        return (not wanted(option), *first, -case.promise(option), next(number))
+        first = (not option.policy.many_shapes, not isinstance(option.found, LaidOut)) if many else ()
+        return (not wanted(option), *first, -option.promise(case), next(number))
 
     number = itertools.count()
     queue = [(place(option), option) for option in found]
@@ -287,29 +293,30 @@ def _search(case: Case, found: list[Option], policy: str) -> tuple[_Candidate | 
     worked: list[_Candidate] = []
     rows: list[CandidateRow] = []
     left: list[Option] = []
+    shapes = Counter[str]()  # of each policy, that were scheduled
     settled = False  # something of the policy asked for can be had
-    shapes = 0  # of a replan that were scheduled
     while queue:
         option = heappop(queue)[1]
         best = max((one.score for one in worked), default=-math.inf)
-        promise = case.promise(option)
+        promise = option.promise(case)
         hopeless = settled and not wanted(option)
         if worked:
             hopeless |= promise <= best + margin * abs(best)
-        replans = [one.score for one in worked if one.name == "replan"]
-        if option.name == "replan" and replans:
-            hopeless |= promise <= max(replans) + _ALIKE * abs(best)
-        hopeless |= option.name == "replan" and shapes >= finalists
+        if option.policy.many_shapes:
+            alike = [one.score for one in worked if one.option.policy is option.policy]
+            hopeless |= bool(alike) and promise <= max(alike) + _ALIKE * abs(best)
+            hopeless |= shapes[option.policy.name] >= finalists
         if hopeless:
             left.append(option)
             continue
         try:
             if isinstance(option.found, LaidOut):
-                shapes += option.name == "replan"
+                shapes[option.policy.name] += 1
                 worked.append(_work_out(case, option, option.found, best))
                 settled |= wanted(option)
             else:
-                option = lay_out(case, option.name, option.note, option.found(), shadowed=True)
+                made = Proposal(layout=option.found.make(), note=option.note)
+                option = lay_out(case, option.policy, made, shadowed=True)
                 heappush(queue, (place(option), option))
         except PlanInfeasible as error:
             rows.append(_unscored(option.name, None, f"{option.note}: {error}"))
@@ -323,15 +330,19 @@ def _search(case: Case, found: list[Option], policy: str) -> tuple[_Candidate | 
 def _left_over(
     case: Case, left: list[Option], best: _Candidate, wanted: Callable[[Option], bool]
 ) -> list[CandidateRow]:
-    """Rows of what was not scheduled: one each, but a single one for all shapes of a replan."""
-    rows, replans = [], [option for option in left if option.name == "replan"]
-    for option in [*(o for o in left if o.name != "replan"), *replans[:1]]:
-        count = len(replans) - 1 if option.name == "replan" else 0
-        more = f" (and {count} more shapes)" if count else ""
-        promise = case.promise(option)
+    """Rows of what was not scheduled: one each, but a single one for all shapes of a policy that has many."""
+    rows = []
+    shapes = Counter(option.policy.name for option in left if option.policy.many_shapes)
+    for option in left:
+        many = option.policy.many_shapes
+        count = shapes.pop(option.policy.name, 0)
+        if many and not count:
+            continue  # in the row of the first
+        more = f" (and {count - 1} more shapes)" if count > 1 else ""
+        promise = option.promise(case)
         if not wanted(option):
             reason = "not the policy asked for"
-        elif promise <= best.score * (1 + _ALIKE) or option.name != "replan":
+        elif promise <= best.score * (1 + _ALIKE) or not many:
             reason = f"not scheduled: at best {_beside(promise, best.score)}"
         else:
             reason = "not scheduled: behind others by its estimate"
@@ -344,7 +355,7 @@ def _work_out(case: Case, option: Option, found: LaidOut, best: float) -> _Candi
     costs, layout = case.profile.costs, found.layout
     before_s = None
     if best > -math.inf:
-        longest_s = case.longest_step_s(best, option) * SLACK
+        longest_s = option.longest_step_s(case, best) * SLACK
         before_s = computed_before_s(layout, costs, longest_s)
     order = order_routes(
         layout,
@@ -355,24 +366,14 @@ def _work_out(case: Case, option: Option, found: LaidOut, best: float) -> _Candi
         thorough=case.thorough,
     )
     step_s = step_end_s(layout, costs, order.done_s)
-    return _Candidate(
-        name=option.name,
-        layout=layout,
-        order=order,
-        transfers=found.transfers,
-        caps=found.caps,
-        step_s=step_s,
-        bound_s=option.least_step_s,
-        transition_s=option.least_transition_s,
-        score=case.score(step_s, option.least_transition_s, option.fatal_share),
-        note=option.note,
-    )
+    score = case.score(step_s, option.least_transition_s, option.fatal_share)
+    return _Candidate(option=option, found=found, order=order, step_s=step_s, score=score)
 
 
-def _why(best: _Candidate, policy: str, rows: list[CandidateRow]) -> str:
-    if policy == "auto" or best.name in ("keep", "rebalance", "rejoin"):
+def _why(best: Option, policy: str, rows: list[CandidateRow]) -> str:
+    if policy == "auto" or best.policy.always:
         return f"{best.note}; best score"
-    if best.name == policy:
+    if best.policy.name == policy:
         return f"{best.note}; --odyssey-policy {policy}"
     reasons = "; ".join(row.reason for row in rows if row.name == policy)
     return f"{best.note}; --odyssey-policy {policy} is impossible: {reasons}"
@@ -380,7 +381,7 @@ def _why(best: _Candidate, policy: str, rows: list[CandidateRow]) -> str:
 
 def _row(one: _Candidate, chosen: bool, reason: str) -> CandidateRow:
     return CandidateRow(
-        name=one.name,
+        name=one.option.name,
         step_s=one.step_s,
         transition_s=one.transition_s,
         score=one.score,
@@ -406,7 +407,7 @@ def _restart_row(case: Case, best: float) -> CandidateRow:
 
 
 def _lost(one: _Candidate, chosen: _Candidate) -> str:
-    return f"{one.note}; {_beside(one.score, chosen.score)}"
+    return f"{one.option.note}; {_beside(one.score, chosen.score)}"
 
 
 def _beside(score: float, best: float) -> str:

@@ -14,7 +14,7 @@ from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Layout, layout_from_routes, pipeline_route
 from odyssey_megatron.plan.simulate import reduce_s
 from odyssey_megatron.plan.transfer import assign_seats
-from odyssey_megatron.policy.candidates import recut
+from odyssey_megatron.policy.cuts import recut, window
 
 SLACK = 1 + 1e-9
 """Sums of floats that are equal on paper must compare equal."""
@@ -242,16 +242,10 @@ class Search:
             self._splits[stages] = self._even(stages, self._limits[at] * SLACK) if fits else None
         return self._splits[stages]
 
-    def _window(self, stage: int, stages: int) -> tuple[int, int]:
-        """Where ``stage`` may end: each stage needs a transformer layer, the last one also the head."""
-        if stage == stages - 1:
-            return self.last, self.last
-        return stage + 2, self.last - (stages - stage)
-
     def _fits(self, stages: int, limit: float) -> bool:
         start, limit = 0, limit * SLACK
         for stage in range(stages):
-            low, high = self._window(stage, stages)
+            low, high = window(stage, stages, self.last)
             times = self._stage_s[start]
             if times[low] > limit:
                 return False
@@ -267,7 +261,7 @@ class Search:
         """
         best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
         for stage in range(stages):
-            low, high = self._window(stage, stages)
+            low, high = window(stage, stages, self.last)
             reached: dict[int, tuple[float, tuple[int, ...]]] = {}
             for start, (squares, ends) in best.items():
                 times = self._stage_s[start]

@@ -7,8 +7,10 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from importlib import import_module
 
+from odyssey_megatron.config import policies
 from odyssey_megatron.errors import ConfigError, PlanInfeasible
 from odyssey_megatron.inputs import WHOLE, Between, Parser, read_text
 from odyssey_megatron.policy.baselines import Bamboo, Chameleon, Oobleck, ReCycle, Restart, System, World
@@ -25,9 +27,7 @@ from odyssey_megatron.policy.trace import (
 from odyssey_megatron.policy.whatif import add_scenario_arguments, scenario_from
 
 SYSTEMS: tuple[Callable[[], System], ...] = (
-    Odyssey,
-    lambda: Odyssey("reroute"),
-    lambda: Odyssey("replan"),
+    *(partial(Odyssey, policy) for policy in policies()),
     Chameleon,
     ReCycle,
     Oobleck,

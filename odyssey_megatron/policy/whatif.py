@@ -12,14 +12,14 @@ from odyssey_megatron.cluster.events import RankDied
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import ClusterState, WorkerState, apply
 from odyssey_megatron.codec import to_json
-from odyssey_megatron.config import EXPECTED_S, POLICIES, OdysseyConfig
+from odyssey_megatron.config import EXPECTED_S, OdysseyConfig, policies
 from odyssey_megatron.errors import EXIT_LAYERS_LOST, ConfigError, LayersLost, PlanInfeasible
 from odyssey_megatron.inputs import Between, Parser
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.render import render
 from odyssey_megatron.plan.simulate import simulate
+from odyssey_megatron.policy.case import worker_speeds
 from odyssey_megatron.policy.decide import Decision, decide, initial_plan
-from odyssey_megatron.policy.options import worker_speeds
 from odyssey_megatron.policy.presets import ACCELERATORS, GIB, MODELS, preset_profile
 from odyssey_megatron.policy.profile import Profile, load_profile
 from odyssey_megatron.policy.table import candidates_table
@@ -160,7 +160,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--slow", action="append", default=[], metavar="NODE:GPU=SPEED", help="e.g. 0:1=0.5; may be repeated"
     )
-    parser.add_argument("--policy", choices=POLICIES, default="auto")
+    parser.add_argument("--policy", choices=policies(), default="auto")
     parser.add_argument(
         "--mtbf-s", type=EXPECTED_S, default=21600.0, help="mean time between failures (in seconds)"
     )

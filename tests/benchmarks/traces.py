@@ -29,12 +29,14 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from odyssey_megatron.cluster.job import JobSpec
+from odyssey_megatron.config import policies
 from odyssey_megatron.policy.baselines import World
 from odyssey_megatron.policy.presets import preset_profile
 from odyssey_megatron.policy.trace import compare, monotone, with_repairs
 from odyssey_megatron.policy.traceplay import MONOTONE_S, SYSTEMS
 from tests.benchmarks.bars import at_least, finish
 
+SINGLE = [f"only {policy}" for policy in policies() if policy != "auto"]
 GPUS = 32
 SEEDS = range(24)
 SETTINGS = (
@@ -106,7 +108,7 @@ def main() -> int:
                     row[name] = {
                         "over": round(whole, 4), "healthy": round(without, 4), "handling": round(whole / without, 4)
                     }  # fmt: skip
-            single = ours / max(means[name][0] for name in ("only reroute", "only replan"))
+            single = ours / max(means[name][0] for name in SINGLE)
             row["best single policy"] = {"over": round(single, 4)}
             ratios.setdefault("best single policy", []).append(single)
             when = f"one every {interval_s:g} s" if interval_s else "random, mean 1 h, repair 4 h"

@@ -12,6 +12,7 @@ import itertools
 
 import pytest
 
+from odyssey_megatron.config import policies
 from odyssey_megatron.recover import Phase
 from tests.e2e.jobs import BFLOAT16, assert_alike_runs, assert_equal_runs
 
@@ -31,7 +32,7 @@ POINTS = (
     "agree",
     "transfer",
 )
-POLICIES = ("reroute", "replan", "auto")
+POLICIES = policies()
 PP4_DP2 = {"first": (1,), "middle": (4,), "last": (6,), "rank0": (0,), "two": (3, 6)}
 PP2_DP4 = {"first": (1,), "last": (6,), "rank0": (0,), "two": (2, 5)}
 PP4 = {"middle": (2,), "last": (3,), "rank0": (0,)}

@@ -6,7 +6,7 @@ from odyssey_megatron.plan.generate import build_schedule
 from odyssey_megatron.plan.schedule import Schedule
 from odyssey_megatron.plan.simulate import run_clock
 from odyssey_megatron.plan.visits import Visits
-from odyssey_megatron.policy.candidates import heirs
+from odyssey_megatron.policy.rerouting import heirs
 
 
 def layer(forward_s=1.0, input_grad_s=1.0, weight_grad_s=1.0, activation_bytes=1, state_bytes=1):

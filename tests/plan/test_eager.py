@@ -17,7 +17,7 @@ from odyssey_megatron.plan.schedule import parse_instr, schedule_from_text
 from odyssey_megatron.plan.simulate import simulate
 from odyssey_megatron.plan.verify import verify
 from odyssey_megatron.plan.visits import Visits
-from odyssey_megatron.policy.candidates import heirs, reroute
+from odyssey_megatron.policy.rerouting import heirs, reroute
 from tests.plan.samples import eager_schedule, uniform_costs
 
 COSTS = uniform_costs(8, ends=True, message_s=0.01)

@@ -18,7 +18,9 @@ from odyssey_megatron.plan.memory import state_bytes
 from odyssey_megatron.plan.redundancy import with_shadows
 from odyssey_megatron.plan.resume import BEGINS, REACHES, done_visits, fits, rest, usable
 from odyssey_megatron.plan.schedule import COMPUTE, Instr, Op, Schedule
-from odyssey_megatron.policy.candidates import drop_pipelines, reroute, shift_layers
+from odyssey_megatron.policy.policies.drop import drop_pipelines
+from odyssey_megatron.policy.policies.shift import shift_layers
+from odyssey_megatron.policy.rerouting import reroute
 from tests.plan.samples import eager_schedule, uniform_costs
 
 SLOW = "ODYSSEY_SLOW_TESTS" in os.environ

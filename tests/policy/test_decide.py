@@ -10,7 +10,7 @@ from odyssey_megatron.cluster.events import RankDied
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import apply, initial_state
 from odyssey_megatron.codec import from_json, to_json
-from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.config import OdysseyConfig, policies
 from odyssey_megatron.errors import LayersLost, PlanInfeasible
 from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
 from odyssey_megatron.plan.plan import Plan
@@ -90,7 +90,7 @@ def test_initial_plan_is_megatrons_layout():
     assert [layout.held_by(2 * stage) for stage in range(4)] == [(0, 1), (2, 3, 4), (5, 6, 7), (8, 9)]
 
 
-@pytest.mark.parametrize("policy", ["auto", "reroute", "replan"])
+@pytest.mark.parametrize("policy", policies())
 @pytest.mark.parametrize("dead", [(0,), (2,), (7,), (0, 3), (1, 2, 4)])
 def test_pp4_dp2_survives(policy, dead):
     _, decision = recover(8, 4, dead, policy=policy)
@@ -263,7 +263,7 @@ def test_a_slow_worker_alone_is_worth_a_new_plan():
     decision = decide(
         job=spec, state=state, previous=before, profile=PROFILE, config=OdysseyConfig(), now_s=1.0
     )
-    assert {row.name for row in decision.candidates} == {"keep", "rebalance", "replan"}
+    assert {row.name for row in decision.candidates} >= {"keep", "rebalance", "replan"}
     keep = next(row for row in decision.candidates if row.name == "keep")
     assert decision.plan.step_s < 0.8 * keep.step_s
     verify(decision.plan.layout, decision.plan.schedule)
@@ -283,8 +283,9 @@ def test_a_worker_that_comes_back_is_used():
 def test_the_plan_does_not_depend_on_the_hash_seed():
     """Every process that decides must come to the same plan hash."""
     code = (
+        "from odyssey_megatron.config import policies\n"
         "from tests.policy.test_decide import recover\n"
-        "print(*(recover(8, 4, (2,), policy=p)[1].plan.hash() for p in ('auto', 'reroute', 'replan')))"
+        "print(*(recover(8, 4, (2,), policy=p)[1].plan.hash() for p in policies()))"
     )
     hashes = {
         subprocess.run(

@@ -7,7 +7,7 @@ import pytest
 from odyssey_megatron.cluster.events import RankDied
 from odyssey_megatron.cluster.state import apply, initial_state
 from odyssey_megatron.codec import to_json
-from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.config import OdysseyConfig, policies
 from odyssey_megatron.launch.planner import PolicyPlanner
 from odyssey_megatron.plan import order
 from odyssey_megatron.plan.known import _KEPT, _Kept, known
@@ -41,7 +41,7 @@ def died(state, *ranks):
     return state
 
 
-@pytest.mark.parametrize("policy", ["auto", "reroute", "replan"])
+@pytest.mark.parametrize("policy", policies())
 def test_a_death_in_any_stage_is_looked_up_with_measured_costs(policy, monkeypatch):
     planner, plan, state = started(policy=policy)
     planner.learn(state, plan, OBSERVED, 0.0)

@@ -18,8 +18,8 @@ from odyssey_megatron.policy.baselines import (
     healthy_layout,
     one_f_one_b_step_s,
 )
-from odyssey_megatron.policy.candidates import reroute
 from odyssey_megatron.policy.profile import Profile
+from odyssey_megatron.policy.rerouting import reroute
 from odyssey_megatron.policy.search import Rate, min_max_shares
 from tests.plan.samples import uniform_costs
 

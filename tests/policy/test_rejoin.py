@@ -8,7 +8,7 @@ import pytest
 from odyssey_megatron.cluster.events import RankDied
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import apply, initial_state
-from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.config import OdysseyConfig, policies
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.policy.decide import decide, initial_plan
@@ -46,7 +46,7 @@ def least_memory(spec: JobSpec, profile: Profile, dead: tuple[int, ...], policy:
 
 
 @pytest.mark.parametrize("copies", [0, 2, 3])
-@pytest.mark.parametrize("policy", ["auto", "reroute", "replan"])
+@pytest.mark.parametrize("policy", policies())
 @pytest.mark.parametrize("dead", [(1,), (6,), (0, 5)])
 def test_back_to_the_first_layout(copies, policy, dead):
     spec = replace(job(2, 16), optimizer_copies=copies)

@@ -2,10 +2,12 @@ import json
 import math
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from odyssey_megatron.cluster.job import JobSpec
+from odyssey_megatron.config import policies
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.plan.generate import order_routes
 from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
@@ -22,8 +24,8 @@ from odyssey_megatron.policy.baselines import (
     fits,
     one_f_one_b_step_s,
 )
-from odyssey_megatron.policy.candidates import reroute
 from odyssey_megatron.policy.profile import Profile
+from odyssey_megatron.policy.rerouting import reroute
 from odyssey_megatron.policy.trace import (
     Change,
     Odyssey,
@@ -34,7 +36,7 @@ from odyssey_megatron.policy.trace import (
     read_trace,
     with_repairs,
 )
-from odyssey_megatron.policy.traceplay import main_simulate
+from odyssey_megatron.policy.traceplay import SYSTEMS, main_simulate
 from tests.plan.samples import uniform_costs
 from tests.plan.test_generate import pipelines
 
@@ -182,7 +184,7 @@ def test_every_system_trains_on_and_none_faster_than_its_workers(system):
 
 def test_odyssey_is_never_below_one_policy_and_uses_repaired_workers():
     trace = with_repairs(WORLD.workers, mtbf_s=4000.0, repair_s=6000.0, duration_s=80_000.0, seed=5)
-    systems = (Odyssey, lambda: Odyssey("reroute"), lambda: Odyssey("replan"))
+    systems = [partial(Odyssey, policy) for policy in policies()]
     rates = {one.system: one.tokens_per_s for one in compare(systems, WORLD, trace)}
     assert rates["odyssey"] >= 0.999 * max(rates.values())
     back = (Change(t_s=10.0, died=(1,)), Change(t_s=9000.0, joined=(1,)))
@@ -204,6 +206,6 @@ def test_command(capsys, tmp_path):
     trace.write_text("100 kill 1\n900 join 1\n2000 end\n")
     assert main_simulate([*small, "--trace", str(trace), "--json"]) == 0
     got = json.loads(capsys.readouterr().out)
-    assert len(got["traces"][0]["systems"]) == 8
+    assert len(got["traces"][0]["systems"]) == len(SYSTEMS)
     with pytest.raises(ConfigError, match="missing"):
         main_simulate([*small, "--trace", str(tmp_path / "missing")])

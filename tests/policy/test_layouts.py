@@ -4,7 +4,10 @@ from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.generate import build_schedule, order_routes
 from odyssey_megatron.plan.layout import Hop, Layout, layout_from_routes, megatron_layout, pipeline_route
 from odyssey_megatron.plan.verify import verify
-from odyssey_megatron.policy.candidates import drop_pipelines, merge_hops, reroute, shift_layers
+from odyssey_megatron.policy.paths import merge_hops
+from odyssey_megatron.policy.policies.drop import drop_pipelines
+from odyssey_megatron.policy.policies.shift import shift_layers
+from odyssey_megatron.policy.rerouting import reroute
 from tests.plan.samples import uniform_costs
 from tests.plan.test_generate import pipelines
 

@@ -1,0 +1,90 @@
+"""What a decision is about, for the policies to look at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from odyssey_megatron.cluster.job import JobSpec
+from odyssey_megatron.cluster.state import ClusterState
+from odyssey_megatron.plan.layout import Layout
+from odyssey_megatron.policy.profile import Profile
+from odyssey_megatron.policy.rerouting import reroute
+from odyssey_megatron.policy.score import expected_tokens
+from odyssey_megatron.policy.search import Search, search_for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """The arguments of one decision, and what follows from them."""
+
+    job: JobSpec
+    state: ClusterState
+    previous: Layout
+    usual_step_s: float
+    """Of the previous plan."""
+    profile: Profile
+    horizon_s: float
+    mtbf_s: float
+    home: Layout | None = None
+    """Of the failure-free plan, where the job comes from."""
+    thorough: bool = False
+    """Nobody waits for it."""
+
+    @cached_property
+    def lost(self) -> bool:
+        """Whether somebody of the previous layout is dead."""
+        return not set(self.previous.workers) <= set(self.state.alive)
+
+    @cached_property
+    def is_larger(self) -> bool:
+        """Whether somebody lives who is not in the previous layout."""
+        return not set(self.state.alive) <= set(self.previous.workers)
+
+    @cached_property
+    def speeds(self) -> dict[int, float]:
+        """Only of workers that differ from a healthy one."""
+        return worker_speeds(self.state)
+
+    @cached_property
+    def steady(self) -> tuple[int, ...]:
+        """The living that are not slow."""
+        return tuple(worker for worker in self.state.alive if self.speeds.get(worker, 1.0) >= 1.0)
+
+    @cached_property
+    def rerouted(self) -> Layout:
+        """The previous layout with the microbatches of dead and slow workers on others: several policies begin with it.
+
+        Raises:
+            PlanInfeasible: some layer has no other holder.
+        """
+        return reroute(self.previous, self.state.alive, self.profile.costs, self.speeds)
+
+    @property
+    def search(self) -> Search:
+        """For ragged pipelines, with what earlier decisions have worked out."""
+        costs = self.profile.costs
+        return search_for(costs, costs.memory_bytes, self.job.optimizer_copies)
+
+    def score(self, step_s: float, transition_s: float, fatal_share: float = 0.0) -> float:
+        """See :func:`odyssey_megatron.policy.score.expected_tokens`."""
+        return expected_tokens(
+            tokens_per_step=self.job.tokens_per_step,
+            step_s=step_s,
+            transition_s=transition_s,
+            mtbf_s=self.mtbf_s,
+            horizon_s=self.horizon_s,
+            fatal_share=fatal_share,
+            restart_s=self.profile.restart_s,
+            usual_step_s=self.usual_step_s,
+        )
+
+    def fatal_share(self, layout: Layout) -> float:
+        """Share of the living workers whose death would leave some layer of ``layout`` without a holder."""
+        alone = {states[0] for states in layout.states if len(states) == 1}
+        return len(alone) / len(self.state.alive)
+
+
+def worker_speeds(state: ClusterState) -> dict[int, float]:
+    """Worker -> speed, where it differs from a healthy worker's."""
+    return {w.worker: w.speed for w in state.workers if w.speed != 1.0}

@@ -1,0 +1,60 @@
+"""Where a pipeline is cut into stages."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+
+def recut(work: Sequence[float], capacity: Sequence[float], ends: tuple[int, ...]) -> tuple[int, ...]:
+    """New stage ends: least maximum of work / capacity, then least movement; a transformer layer a stage."""
+    last, stages = len(work), len(ends)
+    sums = [0.0, *accumulate(work)]
+    limit = _least_limit(sums, capacity, ends)
+    best: dict[int, tuple[float, int, tuple[int, ...]]] = {0: (0.0, 0, ())}
+    for stage in range(stages):
+        low, high = window(stage, stages, last)
+        reached: dict[int, tuple[float, int, tuple[int, ...]]] = {}
+        for start, (slowest, moved, path) in best.items():
+            for end in range(max(low, start + 1), high + 1):
+                load = (sums[end] - sums[start]) / capacity[stage]
+                if load > limit:
+                    break
+                load = round(load / limit, 9)  # equal on paper must compare equal
+                option = (max(slowest, load), moved + abs(end - ends[stage]), (*path, end))
+                if end not in reached or option < reached[end]:
+                    reached[end] = option
+        best = reached
+    return best[last][2] if last in best else ends
+
+
+def window(stage: int, stages: int, last: int) -> tuple[int, int]:
+    """Where ``stage`` may end: each stage needs a transformer layer, the last one also the head."""
+    return (last, last) if stage == stages - 1 else (stage + 2, last - (stages - stage))
+
+
+def _least_limit(sums: Sequence[float], capacity: Sequence[float], ends: tuple[int, ...]) -> float:
+    """The least maximum of work / capacity, to nine digits: what is equal on paper must be within it.
+
+    Bisected; filling the stages greedily shows whether a limit is enough.
+    """
+    last, stages = len(sums) - 1, len(ends)
+
+    def enough(limit: float) -> bool:
+        start = 0
+        for stage in range(stages):
+            low, high = window(stage, stages, last)
+            room = sums[start] + limit * capacity[stage]
+            if sums[low] > room:
+                return False
+            start = min(high, bisect_right(sums, room) - 1)
+        return start == last
+
+    spans = pairwise((0, *ends))
+    most = max((sums[b] - sums[a]) / capacity[i] for i, (a, b) in enumerate(spans)) * (1 + 1e-9)
+    least = 0.0
+    while most - least > 1e-10 * most:
+        middle = (least + most) / 2
+        least, most = (least, middle) if enough(middle) else (middle, most)
+    return most * (1 + 1e-9)

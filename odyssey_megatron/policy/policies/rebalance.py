@@ -1,0 +1,22 @@
+"""Some workers are slow: they get what they can do in the time of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from odyssey_megatron.policy.case import Case
+from odyssey_megatron.policy.proposal import Policy, Proposal
+
+
+class Rebalance(Policy):
+    """Microbatches move off slow workers, to other holders of the same layers."""
+
+    name, order, always = "rebalance", 20, True
+
+    def propose(self, case: Case) -> Iterable[Proposal]:
+        """Where nobody is lost and some are slow."""
+        if case.speeds and not case.lost:
+            yield Proposal(layout=case.rerouted, note="microbatches moved off slow workers")
+
+
+POLICY = Rebalance()

@@ -1,0 +1,30 @@
+"""Workers are back: towards the layout that the job began with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from odyssey_megatron.policy.case import Case
+from odyssey_megatron.policy.proposal import Policy, Proposal
+from odyssey_megatron.policy.rerouting import reroute
+
+
+class Rejoin(Policy):
+    """The first layout, as far as its workers are alive."""
+
+    name, order, always = "rejoin", 10, True
+
+    def propose(self, case: Case) -> Iterable[Proposal]:
+        """Once all are back, and as fast as they were, nothing else is looked at: the job is what it was."""
+        home, alive = case.home, case.state.alive
+        if case.lost or home is None or not case.is_larger:
+            return
+        if set(home.workers) <= set(alive):
+            note, layout = "back to the first layout", home
+        else:
+            note = "the first layout without the dead"
+            layout = reroute(home, alive, case.profile.costs, case.speeds)
+        yield Proposal(layout=layout, note=note, settles=not case.state.dead and not case.speeds)
+
+
+POLICY = Rejoin()

@@ -1,0 +1,38 @@
+"""A worker is lost: others that hold its layers do what it would have done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from odyssey_megatron.plan.layout import Layout
+from odyssey_megatron.policy.case import Case
+from odyssey_megatron.policy.proposal import Policy, Proposal
+
+
+class Reroute(Policy):
+    """Only routes change. Where a shadow begins to compute, the table calls it a takeover."""
+
+    name, order, by_flag = "reroute", 10, True
+
+    def propose(self, case: Case) -> Iterable[Proposal]:
+        """After a loss."""
+        if case.lost:
+            name = "takeover" if _takes_over(case.previous, case.rerouted) else ""
+            yield Proposal(layout=case.rerouted, note="layout kept", name=name)
+
+
+def _takes_over(previous: Layout, layout: Layout) -> bool:
+    """Whether a worker computes layers of ``layout`` that it only held before: a shadow's."""
+
+    def computed(one: Layout) -> set[tuple[int, int]]:
+        return {
+            (hop.worker, layer)
+            for route in one.routes
+            for hop in route.hops
+            for layer in range(hop.first, hop.last)
+        }
+
+    return not computed(layout) <= computed(previous)
+
+
+POLICY = Reroute()

@@ -1,0 +1,81 @@
+"""What holds for every policy, by itself: the registry has them all."""
+
+import random
+from dataclasses import replace
+from itertools import islice
+
+import pytest
+
+from odyssey_megatron.cluster.job import JobSpec
+from odyssey_megatron.cluster.state import initial_state
+from odyssey_megatron.errors import PlanInfeasible
+from odyssey_megatron.plan.layout import megatron_layout
+from odyssey_megatron.policy.case import Case
+from odyssey_megatron.policy.policies import POLICIES
+from odyssey_megatron.policy.profile import Profile
+from odyssey_megatron.policy.proposal import Sketch
+from tests.plan.samples import uniform_costs
+
+
+def random_case(rng: random.Random) -> Case:
+    """A job that has lost workers, or has some back, or neither; perhaps with slow ones among the rest."""
+    stages, pipelines = rng.randint(1, 4), rng.randint(1, 4)
+    layers, microbatches = 2 + 2 * stages, 2 * pipelines
+    job = JobSpec(
+        num_layers=layers, pipeline_model_parallel_size=stages, tensor_model_parallel_size=1,
+        num_microbatches=microbatches, tokens_per_step=1000, train_steps=10,
+    )  # fmt: skip
+    home = megatron_layout(
+        num_layers=layers,
+        pipeline_size=stages,
+        num_workers=stages * pipelines,
+        num_microbatches=microbatches,
+    )
+    state = initial_state(nodes=(0,) * (stages * pipelines))
+    dead = rng.sample(state.alive, rng.randint(0, (len(state.alive) - 1) // 2))
+    slow = rng.sample(state.alive, rng.choice((0, 0, 1)))
+    workers = [
+        replace(w, alive=w.worker not in dead, speed=0.5 if w.worker in slow else 1.0) for w in state.workers
+    ]
+    previous = home
+    if pipelines > 1 and rng.random() < 0.4:  # planned for fewer, and the dead of then are back
+        workers = [replace(w, alive=True) for w in workers]
+        previous = megatron_layout(
+            num_layers=layers,
+            pipeline_size=stages,
+            num_workers=stages * (pipelines - 1),
+            num_microbatches=microbatches,
+        )
+    return Case(
+        job=job,
+        state=replace(state, workers=tuple(workers)),
+        previous=previous,
+        home=home,
+        usual_step_s=1.0,
+        profile=Profile(costs=uniform_costs(layers - 2, ends=True)),
+        horizon_s=3600.0,
+        mtbf_s=86400.0,
+    )
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda one: one.name)
+def test_what_is_proposed_can_be_had(policy):
+    rng, proposed = random.Random(0), 0
+    for _ in range(150):
+        case = random_case(rng)
+        try:
+            found = list(islice(policy.propose(case), 4))
+        except PlanInfeasible:
+            continue
+        for one in found:
+            layout = one.make() if isinstance(one, Sketch) else one.layout
+            assert layout.check().num_microbatches == case.job.num_microbatches
+            assert layout.num_layers == case.job.num_layers
+            assert set(layout.workers) <= set(case.state.alive)
+            assert one.note
+            proposed += 1
+    assert proposed >= 5, "too few clusters in which it applies"
+
+
+def test_each_is_found_by_the_name_of_its_file():
+    assert [type(one).__module__.rpartition(".")[2] for one in POLICIES] == [one.name for one in POLICIES]
