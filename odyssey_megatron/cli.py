@@ -84,13 +84,13 @@ def _report(argv: list[str]) -> int:
 
 
 def _plan(argv: list[str]) -> int:
-    from odyssey_megatron.policy import whatif
+    from odyssey_megatron.studies import whatif
 
     return whatif.main_plan(argv)
 
 
 def _simulate(argv: list[str]) -> int:
-    from odyssey_megatron.policy import traceplay
+    from odyssey_megatron.studies import traceplay
 
     return traceplay.main_simulate(argv)
 

@@ -45,9 +45,9 @@ from odyssey_megatron.metrics.run import read_run, summary, text_summary
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.verify import verify
 from odyssey_megatron.policy.decide import initial_plan
-from odyssey_megatron.policy.trace import Trace, read_trace
+from odyssey_megatron.studies.trace import Trace, read_trace
 from tests.metrics.synthetic_run import Clock, SyntheticRun
-from tests.policy.test_trace import WORLD
+from tests.studies.test_trace import WORLD
 
 LIMIT_S = 10.0
 MANY = pytest.mark.matrix, pytest.mark.timeout(7200)

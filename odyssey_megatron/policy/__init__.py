@@ -1,1 +1,1 @@
-"""Deciding: candidates, search and score. Pure: no torch, no clock, no environment."""
+"""Deciding: the policies, search, score, and a job's planner over them. Pure: no torch, no clock, no environment."""

@@ -47,8 +47,8 @@ from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.plan.generation import Generation
 from odyssey_megatron.plan.layout import megatron_layout
 from odyssey_megatron.policy.measured import LinkTimes, Measured
-from odyssey_megatron.policy.presets import preset_profile
 from odyssey_megatron.policy.profile import Observation, Profile
+from odyssey_megatron.studies.presets import preset_profile
 from tests.benchmarks.bars import at_most, finish
 
 CLUSTERS = (

@@ -5,7 +5,7 @@
 Llama-2 7B and 13B on A100s; one worker dies every 6 h, 2 h, 30 min or 10 min until half are left, in 24 random
 orders; and 24 random traces with repairs. Throughputs are means over the 24: a layout that is worth its risk
 may still lose its layers to the very next failure. Every system has the same costs, the same simulator, the same layer
-splits, shares and seats, and two seconds for new groups (``odyssey_megatron/policy/baselines.py`` says what each is
+splits, shares and seats, and two seconds for new groups (``odyssey_megatron/studies/baselines.py`` says what each is
 granted). All settings are printed, also those where the others are strong.
 
 ``odyssey_over`` a system is the product of two gains: ``healthy``, our schedule without a failure beside theirs (fused
@@ -30,10 +30,10 @@ if __package__ in (None, ""):
 
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.config import policies
-from odyssey_megatron.policy.baselines import World
-from odyssey_megatron.policy.presets import preset_profile
-from odyssey_megatron.policy.trace import compare, monotone, with_repairs
-from odyssey_megatron.policy.traceplay import MONOTONE_S, SYSTEMS
+from odyssey_megatron.studies.baselines import World
+from odyssey_megatron.studies.presets import preset_profile
+from odyssey_megatron.studies.trace import compare, monotone, with_repairs
+from odyssey_megatron.studies.traceplay import MONOTONE_S, SYSTEMS
 from tests.benchmarks.bars import at_least, finish
 
 SINGLE = [f"only {policy}" for policy in policies() if policy != "auto"]

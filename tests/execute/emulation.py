@@ -25,8 +25,8 @@ from odyssey_megatron.plan.programs import Programs
 from odyssey_megatron.plan.schedule import Op, Schedule
 from odyssey_megatron.plan.verify import verify
 from odyssey_megatron.plan.visits import Visits
-from odyssey_megatron.policy.baselines import fused
 from odyssey_megatron.policy.profile import Profile
+from odyssey_megatron.studies.baselines import fused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,10 @@ import pytest
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.plan.generate import build_schedule
 from odyssey_megatron.plan.simulate import simulate
-from odyssey_megatron.policy.baselines import (
+from odyssey_megatron.policy.profile import Profile
+from odyssey_megatron.policy.rerouting import reroute
+from odyssey_megatron.policy.search import Rate, min_max_shares
+from odyssey_megatron.studies.baselines import (
     Chameleon,
     Oobleck,
     ReCycle,
@@ -18,9 +21,6 @@ from odyssey_megatron.policy.baselines import (
     healthy_layout,
     one_f_one_b_step_s,
 )
-from odyssey_megatron.policy.profile import Profile
-from odyssey_megatron.policy.rerouting import reroute
-from odyssey_megatron.policy.search import Rate, min_max_shares
 from tests.plan.samples import uniform_costs
 
 SLOTS = {

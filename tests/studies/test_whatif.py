@@ -9,8 +9,8 @@ from odyssey_megatron.codec import from_json
 from odyssey_megatron.errors import EXIT_LAYERS_LOST, ConfigError
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.verify import verify
-from odyssey_megatron.policy.presets import MODELS, preset_profile
-from odyssey_megatron.policy.whatif import main_plan
+from odyssey_megatron.studies.presets import MODELS, preset_profile
+from odyssey_megatron.studies.whatif import main_plan
 
 
 def test_shows_candidates_and_grids(capsys):
@@ -100,7 +100,7 @@ def test_presets_have_the_published_number_of_parameters(model):
 def test_runs_without_torch():
     code = (
         "import sys; sys.modules['torch'] = sys.modules['megatron'] = None\n"
-        "from odyssey_megatron.policy.whatif import main_plan\n"
+        "from odyssey_megatron.studies.whatif import main_plan\n"
         "raise SystemExit(main_plan(['--kill', '2:3', '--width', '0']))"
     )
     assert (

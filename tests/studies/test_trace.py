@@ -11,8 +11,9 @@ from odyssey_megatron.config import policies
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.plan.generate import order_routes
 from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
-from odyssey_megatron.plan.stagger import staggered_step_s
-from odyssey_megatron.policy.baselines import (
+from odyssey_megatron.policy.profile import Profile
+from odyssey_megatron.policy.rerouting import reroute
+from odyssey_megatron.studies.baselines import (
     Bamboo,
     Chameleon,
     Oobleck,
@@ -24,9 +25,8 @@ from odyssey_megatron.policy.baselines import (
     fits,
     one_f_one_b_step_s,
 )
-from odyssey_megatron.policy.profile import Profile
-from odyssey_megatron.policy.rerouting import reroute
-from odyssey_megatron.policy.trace import (
+from odyssey_megatron.studies.stagger import staggered_step_s
+from odyssey_megatron.studies.trace import (
     Change,
     Odyssey,
     Trace,
@@ -36,7 +36,7 @@ from odyssey_megatron.policy.trace import (
     read_trace,
     with_repairs,
 )
-from odyssey_megatron.policy.traceplay import SYSTEMS, main_simulate
+from odyssey_megatron.studies.traceplay import SYSTEMS, main_simulate
 from tests.plan.samples import uniform_costs
 from tests.plan.test_generate import pipelines
 

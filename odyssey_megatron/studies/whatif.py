@@ -20,10 +20,10 @@ from odyssey_megatron.plan.render import render
 from odyssey_megatron.plan.simulate import simulate
 from odyssey_megatron.policy.case import worker_speeds
 from odyssey_megatron.policy.decide import Decision, decide, initial_plan
-from odyssey_megatron.policy.presets import ACCELERATORS, GIB, MODELS, preset_profile
 from odyssey_megatron.policy.profile import Profile, load_profile
 from odyssey_megatron.policy.table import candidates_table
 from odyssey_megatron.policy.two_speed import TwoSpeed, two_speed
+from odyssey_megatron.studies.presets import ACCELERATORS, GIB, MODELS, preset_profile
 
 MAX_GPUS = 16_384
 """The largest cluster that deciding was measured on."""

@@ -19,11 +19,11 @@ from odyssey_megatron.plan.layout import Layout, layout_from_routes, megatron_la
 from odyssey_megatron.plan.memory import activation_caps, one_f_one_b_bytes, state_bytes
 from odyssey_megatron.plan.order import order_routes
 from odyssey_megatron.plan.simulate import step_end_s
-from odyssey_megatron.plan.stagger import staggered_step_s
 from odyssey_megatron.plan.transfer import plan_transfers, transfer_s
 from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.rerouting import reroute
 from odyssey_megatron.policy.search import Rate, Shape, deal, min_max_shares, place, search_for
+from odyssey_megatron.studies.stagger import staggered_step_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,8 @@ from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import LayersLost, PlanInfeasible
 from odyssey_megatron.inputs import Between
 from odyssey_megatron.plan.plan import Plan
-from odyssey_megatron.policy.baselines import Running, System, World, restarted
 from odyssey_megatron.policy.decide import decide, initial_plan
+from odyssey_megatron.studies.baselines import Running, System, World, restarted
 
 MAX_CHANGES = 10_000
 """Of a trace: each is decided on under every policy, which takes about a second for 4,096 workers."""

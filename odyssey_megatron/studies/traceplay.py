@@ -13,8 +13,8 @@ from importlib import import_module
 from odyssey_megatron.config import policies
 from odyssey_megatron.errors import ConfigError, PlanInfeasible
 from odyssey_megatron.inputs import WHOLE, Between, Parser, read_text
-from odyssey_megatron.policy.baselines import Bamboo, Chameleon, Oobleck, ReCycle, Restart, System, World
-from odyssey_megatron.policy.trace import (
+from odyssey_megatron.studies.baselines import Bamboo, Chameleon, Oobleck, ReCycle, Restart, System, World
+from odyssey_megatron.studies.trace import (
     TRACE_S,
     Odyssey,
     Played,
@@ -24,7 +24,7 @@ from odyssey_megatron.policy.trace import (
     read_trace,
     with_repairs,
 )
-from odyssey_megatron.policy.whatif import add_scenario_arguments, scenario_from
+from odyssey_megatron.studies.whatif import add_scenario_arguments, scenario_from
 
 SYSTEMS: tuple[Callable[[], System], ...] = (
     *(partial(Odyssey, policy) for policy in policies()),
