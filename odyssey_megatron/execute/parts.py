@@ -14,7 +14,7 @@ from odyssey_megatron.plan.layout import Layout
 
 
 class Model(Compute, Protocol):
-    """A model whose layers can move (``mcore/model.py``)."""
+    """A model whose layers can move (``mcore/model/model.py``)."""
 
     @property
     def num_totals(self) -> int: ...
