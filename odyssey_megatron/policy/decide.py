@@ -285,7 +285,7 @@ def _search(case: Case, found: Sequence[Option], policy: str) -> tuple[_Candidat
 
     def place(option: Option) -> tuple[object, ...]:
         first = (not option.policy.many_shapes, not isinstance(option.found, LaidOut)) if many else ()
-        return (not wanted(option), *first, -option.promise(case), next(number))
+        return (not wanted(option), *first, -_on_paper(option.promise(case)), next(number))
 
     number = itertools.count()
     queue = [(place(option), option) for option in found]
@@ -301,7 +301,7 @@ def _search(case: Case, found: Sequence[Option], policy: str) -> tuple[_Candidat
         promise = option.promise(case)
         hopeless = settled and not wanted(option)
         if worked:
-            hopeless |= promise <= best + margin * abs(best)
+            hopeless |= _on_paper(promise) <= _on_paper(best + margin * abs(best))
         if option.policy.many_shapes:
             alike = [one.score for one in worked if one.option.policy is option.policy]
             hopeless |= bool(alike) and promise <= max(alike) + _ALIKE * abs(best)
@@ -322,9 +322,14 @@ def _search(case: Case, found: Sequence[Option], policy: str) -> tuple[_Candidat
             rows.append(_unscored(option.name, None, f"{option.note}: {error}"))
     if not worked:
         return None, rows
-    best_one = max(worked, key=lambda one: (one.score, -one.transition_s))
+    best_one = max(worked, key=lambda one: (_on_paper(one.score), -one.transition_s))
     rows += [_row(one, False, _lost(one, best_one)) for one in worked if one is not best_one]
     return best_one, rows + _left_over(case, left, best_one, wanted)
+
+
+def _on_paper(score: float) -> float:
+    """``score`` without its last digits: of options that are equal on paper the one that changes less is to win."""
+    return float(f"{score:.10g}")
 
 
 def _left_over(
