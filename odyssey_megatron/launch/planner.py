@@ -220,13 +220,19 @@ class PolicyPlanner:
 
 
 def _one_of_each(plan: Plan, state: ClusterState) -> list[int]:
-    """Of the living workers that have the same layers to compute, the first: their deaths lead to equal plans."""
-    spans: dict[int, list[tuple[int, int]]] = {worker: [] for worker in state.alive}
+    """Of the living workers that compute the same layers, and keep optimizer state of the same, the first: their deaths
+    lead to equal plans.
+    """
+    spans: dict[int, set[tuple[int, int]]] = {worker: set() for worker in state.alive}
     for route in plan.layout.routes:
         for hop in route.hops:
-            if hop.worker in spans and (hop.first, hop.last) not in spans[hop.worker]:
-                spans[hop.worker].append((hop.first, hop.last))
-    first: dict[tuple[tuple[int, int], ...], int] = {}
+            if hop.worker in spans:
+                spans[hop.worker].add((hop.first, hop.last))
+    kept: dict[int, list[int]] = {worker: [] for worker in state.alive}
+    for layer, keepers in enumerate(plan.layout.keepers):
+        for worker in kept.keys() & set(keepers):
+            kept[worker].append(layer)
+    first: dict[tuple[frozenset[tuple[int, int]], tuple[int, ...]], int] = {}
     for worker, own in spans.items():
-        first.setdefault(tuple(sorted(own)), worker)
+        first.setdefault((frozenset(own), tuple(kept[worker])), worker)
     return list(first.values())

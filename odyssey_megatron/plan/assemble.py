@@ -69,7 +69,7 @@ def _kind(solved: Solved, costs: Costs) -> Kind:
         return found[1]
     kind = Kind(solved, costs)
     if there.orders.get(solved.shape) is solved:
-        there.kinds.put(id(solved), (solved, kind), 2 * sum(map(len, solved.queues)))
+        there.kinds.put(id(solved), (solved, kind), sum(map(len, kind.templates)))
     return kind
 
 

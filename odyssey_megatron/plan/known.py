@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from odyssey_megatron.plan.assemble import Kind
     from odyssey_megatron.plan.list_schedule import Shape, Solved
 
-_KEPT = 200_000
-"""Instructions of all that is kept, with some 100 bytes each; beyond, what was not looked up for longest goes (I10)."""
+_KEPT_BYTES = 24 * 2**20
+"""Of orders, and of kinds, of each set of costs; beyond, what was not looked up for longest goes (I10)."""
 
 K = TypeVar("K")
 V = TypeVar("V")
 
 
 class _Kept(Generic[K, V]):
-    """Values by key, as many as their sizes allow. Decisions, and their rehearsal in another thread, share it."""
+    """Values by key, as many as their bytes allow. Decisions, and their rehearsal in another thread, share it."""
 
     def __init__(self) -> None:
         self._found: OrderedDict[K, tuple[V, int]] = OrderedDict()
@@ -38,11 +38,11 @@ class _Kept(Generic[K, V]):
             self._found.move_to_end(key)
             return self._found[key][0]
 
-    def put(self, key: K, value: V, size: int) -> None:
+    def put(self, key: K, value: V, size_bytes: int) -> None:
         with self._lock:
-            self._size += size - self._found.pop(key, (value, 0))[1]
-            self._found[key] = value, size
-            while self._size > _KEPT and len(self._found) > 1:
+            self._size += size_bytes - self._found.pop(key, (value, 0))[1]
+            self._found[key] = value, size_bytes
+            while self._size > _KEPT_BYTES and len(self._found) > 1:
                 self._size -= self._found.popitem(last=False)[1][1]
 
 

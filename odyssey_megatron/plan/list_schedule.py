@@ -9,6 +9,7 @@ that *is* 1F1B; where all workers have the memory of 1F1B's first stage it is a 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
@@ -45,7 +46,7 @@ class Solved:
     shape: Shape
     done_s: tuple[float, ...]
     """Per worker, when its last weight gradient ends."""
-    queues: tuple[tuple[int, ...], ...]
+    queues: tuple[array[int], ...]
     """Per worker, what it computes: codes as in :mod:`odyssey_megatron.plan.visits`."""
 
 
@@ -126,7 +127,9 @@ def best_order(shape: Shape, costs: Costs, before_s: Sequence[float] | None = No
     return Solved(
         shape=shape,
         done_s=tuple(ticks / TICKS_PER_S for ticks in done),
-        queues=tuple(tuple(visits[item % count] * 8 + item // count for item in queue) for queue in queues),
+        queues=tuple(
+            array("L", [visits[item % count] * 8 + item // count for item in queue]) for queue in queues
+        ),
     )
 
 

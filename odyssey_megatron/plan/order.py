@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from odyssey_megatron.errors import PlanInfeasible
@@ -71,8 +72,9 @@ def order_routes(
     groups = []
     for routes in independent(layout.routes):
         # In order of appearance, so that equal pipelines look equal whichever workers they have.
+        routes.sort(key=lambda route: _looks(route, caps, speeds or {}))
         workers = tuple(dict.fromkeys(hop.worker for route in routes for hop in route.hops))
-        microbatches = tuple(sorted(m for route in routes for m in route.microbatches))
+        microbatches = _abreast(routes)
         shape = _shape(routes, workers, microbatches, caps, speeds or {})
         if shape not in here:
             try:
@@ -102,7 +104,7 @@ def _solved(shape: Shape, costs: Costs, before_s: list[float] | None, thorough: 
     if best is None and (thorough or before_s is None):
         best = best_order(shape, costs)
         assert best is not None, "without a limit there is an order"
-        orders.put(shape, best, sum(map(len, best.queues)))
+        orders.put(shape, best, sum(len(queue) * queue.itemsize for queue in best.queues))
     if best is None:
         return best_order(shape, costs, before_s)
     return best if before_s is None or _in_time(best, before_s) else None
@@ -132,6 +134,28 @@ def independent(routes: tuple[Route, ...]) -> list[list[Route]]:
     for route in sorted(routes, key=lambda route: route.microbatches):
         groups.setdefault(root(route.hops[0].worker), []).append(route)
     return list(groups.values())
+
+
+def _looks(route: Route, caps: Mapping[int, int], speeds: Mapping[int, float]) -> tuple[object, ...]:
+    """What there is to tell a route by, whichever replica it is. Those that look alike stay in their order."""
+    hops = tuple((hop.first, hop.last, caps[hop.worker], speeds.get(hop.worker, 1.0)) for hop in route.hops)
+    return (-len(route.microbatches), hops)
+
+
+def _abreast(routes: Sequence[Route]) -> tuple[int, ...]:
+    """Their microbatches, those of each route evenly over the step: the dead pipeline's come in between the others',
+    wherever they were numbered. Which worker of a stage has died makes no difference then, and the order is known.
+    """
+    alike = Counter(len(route.microbatches) for route in routes)
+    before: Counter[int] = Counter()
+    places = []
+    for route in routes:
+        count = len(route.microbatches)
+        begins = (before[count] + 0.5) / alike[count]
+        before[count] += 1
+        places += [((at + begins) / count, microbatch) for at, microbatch in enumerate(route.microbatches)]
+    places.sort(key=lambda place: place[0])
+    return tuple(microbatch for _, microbatch in places)
 
 
 def _shape(

@@ -10,7 +10,7 @@ from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig, policies
 from odyssey_megatron.launch.planner import PolicyPlanner
 from odyssey_megatron.plan import order
-from odyssey_megatron.plan.known import _KEPT, _Kept, known
+from odyssey_megatron.plan.known import _KEPT_BYTES, _Kept, known
 from odyssey_megatron.policy.measured import Measured, alike
 from odyssey_megatron.policy.profile import Observation
 from tests.policy.test_decide import PROFILE, job
@@ -50,6 +50,18 @@ def test_a_death_in_any_stage_is_looked_up_with_measured_costs(policy, monkeypat
         assert planner.decide(died(state, rank), plan, 1.0).plan.policy != "initial"
 
 
+@pytest.mark.parametrize("copies", [0, 2])
+def test_whichever_of_four_replicas_dies(copies, monkeypatch):
+    """Their microbatches have other numbers; what is left of them looks alike."""
+    state, planner = initial_state(nodes=(0,) * 16), PolicyPlanner(OdysseyConfig())
+    spec = replace(job(4, microbatches=24), optimizer_copies=copies)
+    plan = planner.start(spec, state, to_json(PROFILE)).plan
+    planner.learn(state, plan, OBSERVED, 0.0)
+    monkeypatch.setattr(order, "best_order", lambda *args: pytest.fail("worked out once more"))
+    for rank in range(16):
+        assert planner.decide(died(state, rank), plan, 1.0).plan.policy != "initial"
+
+
 def test_decisions_are_what_they_are_without_it():
     learned, plan, state = started()
     learned.learn(state, plan, OBSERVED, 0.0)
@@ -77,6 +89,6 @@ def test_noise_changes_no_costs():
 def test_what_is_kept_does_not_grow():
     kept = _Kept()
     for key in range(10):
-        kept.put(key, str(key), _KEPT // 4)
+        kept.put(key, str(key), _KEPT_BYTES // 4)
         kept.get(0)
     assert [kept.get(key) for key in range(10)] == ["0", *[None] * 6, "7", "8", "9"]
