@@ -295,6 +295,9 @@ _MOOT = {
     enable_gloo_process_groups use_gloo_process_groups high_priority_stream_groups use_sharp
     sharp_enabled_group nccl_communicator_config_path
     """,
+    "all ranks wait for a save, so that what a failure interrupts is saved again": """
+    async_save
+    """,
     "layers, not shards of buffers, are saved": """
     dist_ckpt_optim_fully_reshardable distrib_optim_fully_reshardable_mem_efficient
     """,

@@ -178,7 +178,6 @@ _ROWS: tuple[tuple[str, str] | tuple[str, str, Callable[[Any, Any], bool]], ...]
     ("fim_data", "What it makes of a sample depends on those that were read before. Leave it out."),
     ("full_validation", "Set --eval-iters instead."),
     ("multiple_validation_sets", _LEAVE_OUT),
-    ("async_save", "A failure during a save repeats the save. Leave it out."),
     ("ckpt_format", "Only torch_dist checkpoints fit every layout. Use --ckpt-format torch_dist.",
      lambda value, args: value not in (None, "torch_dist") and bool(args.save or args.load)),
     ("non_persistent_ckpt_type", "Use global.", lambda value, args: value == "local"),

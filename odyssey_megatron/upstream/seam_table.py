@@ -95,6 +95,11 @@ SAVE_CHECKPOINT = Seam(
     signatures={"0.16": "iteration model optimizer opt_param_scheduler num_floating_point_operations_so_far"},
     open=True,
 )
+INIT_PERSISTENT_ASYNC_WORKER = Seam(
+    target="megatron.training.initialize:init_persistent_async_worker",
+    why="no process saves beside the ranks; core_v0.16.1 starts it before it validates any flag",
+    signatures={"0.16": "", "0.17": "rank mp_mode"},
+)
 
 GET_CHECKPOINT_NAME = Seam(
     target="megatron.training.checkpointing:get_checkpoint_name",

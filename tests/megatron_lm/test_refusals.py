@@ -37,7 +37,6 @@ GIVEN = {
     "--dataloader-type": "--dataloader-type cyclic",
     "--full-validation": "--full-validation",
     "--multiple-validation-sets": "--multiple-validation-sets",
-    "--async-save": "--async-save",
     "--ckpt-format": "--ckpt-format torch --save nowhere",
     "--non-persistent-ckpt-type local": "--non-persistent-ckpt-type local",
     "--inprocess-restart": "--inprocess-restart",

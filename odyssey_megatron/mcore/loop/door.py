@@ -134,6 +134,7 @@ class Door:
             (seam_table.TRAINING_LOG, self.training_log),
             (seam_table.GET_FORWARD_BACKWARD_FUNC, self.get_forward_backward_func),
             (seam_table.SAVE_CHECKPOINT, self.save_checkpoint),
+            (seam_table.INIT_PERSISTENT_ASYNC_WORKER, lambda original, *args, **kwargs: None),
             (seam_table.CHECK_PARAM_HASHES, self.check_param_hashes),
             (seam_table.CALC_PARAMS_L2_NORM, self.calc_params_l2_norm),
             (seam_table.APPEND_TO_PROGRESS_LOG, self._progress.append),
