@@ -124,7 +124,7 @@ def _launch(
 
     from odyssey_megatron.launch import admission, local_rendezvous
     from odyssey_megatron.launch.agent import Launch, OdysseyAgent
-    from odyssey_megatron.launch.planner import PolicyPlanner
+    from odyssey_megatron.policy.planner import PolicyPlanner
 
     if config.mode != "off":  # an unmodified Megatron-LM script: something must bring Odyssey into it
         args.training_script_args = [args.training_script, *args.training_script_args]

@@ -1,7 +1,7 @@
 """What has been worked out for one set of costs, so that the next decision looks it up.
 
 Failures of one kind lead to equal shapes on other workers: deaths that are decided on while the job trains
-(``launch/planner.py``) leave here what the decision on a real one needs.
+(``policy/planner.py``) leave here what the decision on a real one needs.
 """
 
 from __future__ import annotations

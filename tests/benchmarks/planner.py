@@ -42,11 +42,11 @@ from odyssey_megatron.launch.control import Control, EventReader
 from odyssey_megatron.launch.coordinator import Coordinator
 from odyssey_megatron.launch.generations import read_generation
 from odyssey_megatron.launch.local_rendezvous import LocalRendezvous
-from odyssey_megatron.launch.planner import PolicyPlanner
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.plan.generation import Generation
 from odyssey_megatron.plan.layout import megatron_layout
 from odyssey_megatron.policy.measured import LinkTimes, Measured
+from odyssey_megatron.policy.planner import PolicyPlanner
 from odyssey_megatron.policy.profile import Observation, Profile
 from odyssey_megatron.studies.presets import preset_profile
 from tests.benchmarks.bars import at_most, finish

@@ -14,8 +14,6 @@ from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import ClusterState
 from odyssey_megatron.codec import from_json, to_json
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.launch import planner
-from odyssey_megatron.launch.planner import Decided
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.memory import activation_caps
 from odyssey_megatron.plan.messages import with_messages, with_reductions
@@ -25,6 +23,9 @@ from odyssey_megatron.plan.programs import Programs
 from odyssey_megatron.plan.schedule import Op, Schedule
 from odyssey_megatron.plan.verify import verify
 from odyssey_megatron.plan.visits import Visits
+from odyssey_megatron.policy import planner
+from odyssey_megatron.policy.decide import decide
+from odyssey_megatron.policy.planner import Decided
 from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.studies.baselines import fused
 
@@ -113,7 +114,7 @@ class EmulationPlanner(planner.PolicyPlanner):
     def decide(self, state: ClusterState, previous: Plan, now_s: float) -> Decided:
         if self._emulation.two_speed:
             return super().decide(self._slowed(state), previous, now_s)
-        decision = self._decide.decide(
+        decision = decide(
             job=self._job,
             state=self._slowed(state),
             previous=previous,

@@ -8,10 +8,10 @@ from odyssey_megatron.cluster.events import RankDied
 from odyssey_megatron.cluster.state import apply, initial_state
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig, policies
-from odyssey_megatron.launch.planner import PolicyPlanner
 from odyssey_megatron.plan import order
 from odyssey_megatron.plan.known import _KEPT_BYTES, _Kept, known
 from odyssey_megatron.policy.measured import Measured, alike
+from odyssey_megatron.policy.planner import PolicyPlanner
 from odyssey_megatron.policy.profile import Observation
 from tests.policy.test_decide import PROFILE, job
 

@@ -1,0 +1,195 @@
+"""A job's planner: its profile, kept up to date with what the ranks measure, and the decisions that go by it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from odyssey_megatron.cluster.events import RankDied
+from odyssey_megatron.cluster.job import JobSpec
+from odyssey_megatron.cluster.state import ClusterState, apply
+from odyssey_megatron.codec import from_json
+from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.errors import OdysseyError, PlanInfeasible
+from odyssey_megatron.metrics.outlet import Outlet
+from odyssey_megatron.plan.generation import CandidateRow
+from odyssey_megatron.plan.plan import Plan
+from odyssey_megatron.policy import redundancy
+from odyssey_megatron.policy.decide import decide, initial_plan, prepare
+from odyssey_megatron.policy.measured import Measured, alike, with_measured
+from odyssey_megatron.policy.profile import Profile
+from odyssey_megatron.policy.redundancy import Standing
+from odyssey_megatron.policy.score import mean_time_between_failures_s
+from odyssey_megatron.policy.two_speed import rows as rows_of
+from odyssey_megatron.policy.two_speed import towards, two_speed
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decided:
+    """What to do now, and where to go from there."""
+
+    plan: Plan
+    rows: tuple[CandidateRow, ...]
+    """All that was considered."""
+    target: Callable[[], Plan] | None = None
+    """Better than ``plan``, but layers must move first: behind the back of its steps. Worked out when
+    it is asked for."""
+
+
+class PolicyPlanner:
+    """``policy.decide`` with the job's profile, kept up to date with what the ranks measure."""
+
+    def __init__(self, config: OdysseyConfig):
+        self._config = config
+        self._home: Plan | None = None
+        self._standings: list[Standing] = []
+        """What there is to choose from, or to compare with, under ``--odyssey-redundancy compute`` and ``auto``."""
+        self._among: tuple[str, ...] = ()
+
+    def start(self, job: JobSpec, state: ClusterState, profile_json: str) -> Decided:
+        self._job = job
+        self._profile = from_json(Profile, profile_json)
+        keeps = self._config.interrupted_step == "resume"
+        self._profile = replace(self._profile, costs=replace(self._profile.costs, keeps_messages=keeps))
+        job.check(len(state.ranks))
+        decided = self._first_plan(job, state)
+        self._home, self._learned = decided.plan, self._profile
+        return decided
+
+    def _first_plan(self, job: JobSpec, state: ClusterState) -> Decided:
+        try:
+            return self._weighed(job, state)
+        except PlanInfeasible as error:
+            if self._profile.costs.memory_bytes is None:
+                raise
+            # The estimate may be wrong, and the user has chosen this layout: it decides over plans, not over jobs.
+            _log.warning(
+                "by the estimate the job does not fit, so plans are made without regard to memory: %s", error
+            )
+            costs = replace(self._profile.costs, memory_bytes=None)
+            self._profile = replace(self._profile, costs=costs)
+            # What is only good to have is left out: forwards run ahead, and what auto would add.
+            mode = {"compute": "state", "auto": "off"}.get(self._config.redundancy, self._config.redundancy)
+            self._job, self._standings = redundancy.with_mode(job, mode), []
+            return Decided(plan=initial_plan(self._job, state, self._profile), rows=())
+
+    def _weighed(self, job: JobSpec, state: ClusterState) -> Decided:
+        """With the redundancy asked for, or the best. Raises PlanInfeasible."""
+        asked = self._config.redundancy
+        if asked in ("off", "state"):
+            return Decided(plan=initial_plan(job, state, self._profile), rows=())
+        self._among = redundancy.MODES if asked == "auto" else (asked,)
+        resumes = self._config.interrupted_step == "resume"
+        self._standings, without = redundancy.possible(
+            self._among, job, state, self._profile, resumes=resumes
+        )
+        chosen, rows = self._chosen(state, state.started_s)
+        return Decided(plan=chosen.plan, rows=(*rows, *without))
+
+    def _chosen(self, state: ClusterState, now_s: float) -> tuple[Standing, tuple[CandidateRow, ...]]:
+        """Of the standings, at the rate of failures by now; the job goes on with it."""
+        mtbf_s = mean_time_between_failures_s(state, self._config.mtbf_s, now_s)
+        chosen, rows = redundancy.choose(
+            self._standings, self._among, self._profile, mtbf_s=mtbf_s, horizon_s=self._config.horizon_s
+        )
+        self._job = chosen.job
+        return chosen, rows
+
+    def learn(self, state: ClusterState, current: Plan, observations: Sequence[str], now_s: float) -> None:
+        found = self._calibrated(observations)
+        profile = replace(self._learned, group_build_s=found.group_build_s)
+        if not alike(found.costs, profile.costs):
+            profile = found
+        prepare(self._job, state, profile)
+        for worker in _one_of_each(current, state):
+            died = RankDied(rank=state.workers[worker].ranks[0], code=0, cause="rehearsal", t_s=now_s)
+            without = apply(state, died)
+            if without.alive:
+                with contextlib.suppress(OdysseyError):
+                    self._going_on(without, current, profile, now_s, thorough=True)
+        self._learned = profile  # not before all this is known
+
+    def adopt(self, observations: Sequence[str]) -> None:
+        self._learned = self._calibrated(observations)
+
+    def decide(self, state: ClusterState, previous: Plan, now_s: float) -> Decided:
+        before = self._job
+        weighed: tuple[CandidateRow, ...] = ()
+        if self._standings:
+            weighed = self._chosen(state, now_s)[1]
+        if self._job == before:
+            weighed = ()  # as it was said before
+        return self._going_on(state, previous, self._learned, now_s, weighed=weighed)
+
+    def _going_on(
+        self,
+        state: ClusterState,
+        previous: Plan,
+        profile: Profile,
+        now_s: float,
+        *,
+        weighed: tuple[CandidateRow, ...] = (),
+        thorough: bool = False,
+    ) -> Decided:
+        home = self._home
+        decision = decide(
+            job=self._job,
+            state=state,
+            previous=previous,
+            profile=profile,
+            config=self._config,
+            now_s=now_s,
+            home=home.layout if home else None,
+            thorough=thorough,
+        )
+        rows = (*decision.candidates, *weighed)
+        if not set(previous.layout.workers) <= set(state.alive):  # after a loss
+            both = two_speed(decision, self._config)
+            if both is not None and both.tokens > both.direct_tokens:
+                return Decided(plan=both.now, rows=rows_of(both, rows), target=lambda: decision.plan)
+        if home is not None and not state.dead and decision.best.layout == home.layout:
+            return Decided(plan=replace(home, transfers=decision.best.transfers), rows=rows)
+        return Decided(plan=decision.plan, rows=rows)
+
+    def towards(self, state: ClusterState, current: Plan, target: Plan) -> Plan:
+        return towards(target, current=current, state=state, profile=self._profile)
+
+    def finish(self, observations: Sequence[str]) -> None:
+        path = Path(self._config.run_dir) / "profile.json"
+        outlet = Outlet[Any](lambda found: self._calibrated(found).save(path), name=f"the profile {path}")
+        outlet.put(observations, 1)
+        outlet.close()
+
+    def _calibrated(self, published: Sequence[str]) -> Profile:
+        found = []
+        for text in filter(None, published):
+            try:
+                found.append(from_json(Measured, text))
+            except ValueError as error:
+                _log.warning("a rank's measurements are left out: %s", error)
+        return with_measured(self._profile, found)
+
+
+def _one_of_each(plan: Plan, state: ClusterState) -> list[int]:
+    """Of the living workers that compute the same layers, and keep optimizer state of the same, the first: their deaths
+    lead to equal plans.
+    """
+    spans: dict[int, set[tuple[int, int]]] = {worker: set() for worker in state.alive}
+    for route in plan.layout.routes:
+        for hop in route.hops:
+            if hop.worker in spans:
+                spans[hop.worker].add((hop.first, hop.last))
+    kept: dict[int, list[int]] = {worker: [] for worker in state.alive}
+    for layer, keepers in enumerate(plan.layout.keepers):
+        for worker in kept.keys() & set(keepers):
+            kept[worker].append(layer)
+    first: dict[tuple[frozenset[tuple[int, int]], tuple[int, ...]], int] = {}
+    for worker, own in spans.items():
+        first.setdefault((frozenset(own), tuple(kept[worker])), worker)
+    return list(first.values())
