@@ -32,14 +32,19 @@ class Case:
     """Nobody waits for it."""
 
     @cached_property
+    def alive(self) -> tuple[int, ...]:
+        """The living, ascending."""
+        return self.state.alive
+
+    @cached_property
     def lost(self) -> bool:
         """Whether somebody of the previous layout is dead."""
-        return not set(self.previous.workers) <= set(self.state.alive)
+        return not set(self.previous.workers) <= set(self.alive)
 
     @cached_property
     def is_larger(self) -> bool:
         """Whether somebody lives who is not in the previous layout."""
-        return not set(self.state.alive) <= set(self.previous.workers)
+        return not set(self.alive) <= set(self.previous.workers)
 
     @cached_property
     def speeds(self) -> dict[int, float]:
@@ -49,7 +54,7 @@ class Case:
     @cached_property
     def steady(self) -> tuple[int, ...]:
         """The living that are not slow."""
-        return tuple(worker for worker in self.state.alive if self.speeds.get(worker, 1.0) >= 1.0)
+        return tuple(worker for worker in self.alive if self.speeds.get(worker, 1.0) >= 1.0)
 
     @cached_property
     def rerouted(self) -> Layout:
@@ -58,7 +63,7 @@ class Case:
         Raises:
             PlanInfeasible: some layer has no other holder.
         """
-        return reroute(self.previous, self.state.alive, self.profile.costs, self.speeds)
+        return reroute(self.previous, self.alive, self.profile.costs, self.speeds)
 
     @property
     def search(self) -> Search:
@@ -82,7 +87,7 @@ class Case:
     def fatal_share(self, layout: Layout) -> float:
         """Share of the living workers whose death would leave some layer of ``layout`` without a holder."""
         alone = {states[0] for states in layout.states if len(states) == 1}
-        return len(alone) / len(self.state.alive)
+        return len(alone) / len(self.alive)
 
 
 def worker_speeds(state: ClusterState) -> dict[int, float]:

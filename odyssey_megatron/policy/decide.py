@@ -249,20 +249,20 @@ def _decided(case: Case, proposed: Options, config: OdysseyConfig, kept_policy: 
         best=best,
         policy=kept_policy if best.option.policy.stays else best.option.name,
         candidates=tuple(rows),
-        bound_s=cluster_bound_s(job.num_microbatches, profile.costs, case.state.alive, case.speeds),
+        bound_s=cluster_bound_s(job.num_microbatches, profile.costs, case.alive, case.speeds),
         ahead=ahead,
     )
 
 
 def _no_plan(case: Case, rows: list[CandidateRow]) -> PlanInfeasible:
     reasons = "; ".join(dict.fromkeys(row.reason for row in rows))
-    return PlanInfeasible(f"no plan for {len(case.state.alive)} living worker(s): {reasons}")
+    return PlanInfeasible(f"no plan for {len(case.alive)} living worker(s): {reasons}")
 
 
 def _check_holders(case: Case) -> None:
     """Raises LayersLost in terms of ranks, which is what people can look for."""
     try:
-        living_holders(case.previous, case.state.alive)
+        living_holders(case.previous, case.alive)
     except LayersLost as lost:
         ranks = {w.worker: w.ranks for w in case.state.workers}
         named = tuple(sorted(rank for worker in lost.ranks for rank in ranks.get(worker, (worker,))))

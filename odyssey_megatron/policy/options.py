@@ -167,7 +167,7 @@ def lay_out(
         )
     copies = case.job.optimizer_copies
     layout = with_keepers(layout, case.previous, nodes, copies, costs, joins=joins)
-    transfers = plan_transfers(case.previous, layout, case.state.alive, costs)
+    transfers = plan_transfers(case.previous, layout, case.alive, costs)
     caps = caps_for(layout, profile)
     return Option(
         policy=policy,
@@ -197,7 +197,7 @@ def restart(case: Case) -> tuple[float, float] | str:
     As many whole pipelines of the job's size as the living make, the rest of them idle; the transition is the profile's
     ``restart_s``, which counts the steps lost since the checkpoint too. For comparison: a running job cannot choose it.
     """
-    alive, job, costs = len(case.state.alive), case.job, case.profile.costs
+    alive, job, costs = len(case.alive), case.job, case.profile.costs
     stages = job.pipeline_model_parallel_size
     pipelines = min(alive // stages, job.num_microbatches)
     if pipelines == 0:

@@ -20,7 +20,7 @@ class Drop(Policy):
     def propose(self, case: Case) -> Iterable[Proposal]:
         """After a loss."""
         if case.lost:
-            layout = drop_pipelines(case.previous, case.state.alive)
+            layout = drop_pipelines(case.previous, case.alive)
             yield Proposal(layout=layout, note="broken pipelines dropped")
 
 

@@ -16,7 +16,7 @@ class Rejoin(Policy):
 
     def propose(self, case: Case) -> Iterable[Proposal]:
         """Once all are back, and as fast as they were, nothing else is looked at: the job is what it was."""
-        home, alive = case.home, case.state.alive
+        home, alive = case.home, case.alive
         if case.lost or home is None or not case.is_larger:
             return
         if set(home.workers) <= set(alive):

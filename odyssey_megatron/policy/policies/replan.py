@@ -20,7 +20,7 @@ class Replan(Policy):
         """After a loss, and where workers are slow or not used yet."""
         if not (case.lost or case.speeds or case.is_larger):
             return
-        alive, fits = case.state.alive, False
+        alive, fits = case.alive, False
         for workers in sorted(filter(None, {alive, case.steady}), reverse=True):
             for estimate_s, pipelines in case.search.ranked(len(workers), case.job.num_microbatches):
                 fits = True
@@ -30,7 +30,7 @@ class Replan(Policy):
 
 
 def _sketch(case: Case, workers: tuple[int, ...], pipelines: int, estimate_s: float) -> Sketch:
-    costs, search, alive = case.profile.costs, case.search, len(case.state.alive)
+    costs, search, alive = case.profile.costs, case.search, len(case.alive)
     without = f" without {alive - len(workers)} slow" if len(workers) < alive else ""
 
     def layout() -> Layout:
