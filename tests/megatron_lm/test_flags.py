@@ -89,6 +89,22 @@ def test_what_odyssey_does_in_its_own_way_comes_to_the_same(jobs, name, case):
     assert 2 in run.killed
 
 
+@pytest.mark.matrix
+def test_messages_that_overlap_with_virtual_stages(jobs, name):
+    """As recipes have them; plain Megatron-LM with those that do not, see INTERLEAVED."""
+    virtual, how = (
+        "--num-virtual-stages-per-pipeline-rank 2",
+        {"ranks": 6, "stages": 3, "without": "--num-layers"},
+    )
+    run = jobs.odyssey(
+        name, f"{MOCK} --num-layers 6 {virtual} --overlap-p2p-communication-warmup-flush "
+        "--microbatch-group-size-per-virtual-pipeline-stage 4 --odyssey-redundancy state",
+        inject="rank=2,step=2,at=backward", **how,
+    )  # fmt: skip
+    assert_same_lines(run, jobs.plain(f"{MOCK} {INTERLEAVED} {virtual}", **how))
+    assert 2 in run.killed
+
+
 @pytest.mark.parametrize("case", first_of(LEFT_OUT))
 def test_what_is_ignored_is_named_and_changes_nothing(jobs, name, case):
     usual, ignored = LEFT_OUT[case]

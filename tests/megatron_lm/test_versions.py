@@ -69,6 +69,16 @@ def test_a_checkpoint_with_hashes_is_verified(other_jobs, name):
     assert not spoilt.iterations
 
 
+@pytest.mark.matrix
+def test_a_graph_of_the_optimizer_is_left_out(other_jobs, name):
+    run = other_jobs.odyssey(
+        name, f"{MOCK} --optimizer-cuda-graph", ranks=4, stages=2, inject="rank=2,step=2,at=backward"
+    )
+    assert_same_lines(run, other_jobs.plain(ranks=4, stages=2))
+    assert run.killed == [2]
+    assert run.log.count("--optimizer-cuda-graph changes nothing with --odyssey: ") == 1
+
+
 def test_under_torchrun_in_a_patched_checkout(other_jobs, tmp_path):
     run = torchrun.run(
         other_jobs,
