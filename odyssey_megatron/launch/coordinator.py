@@ -51,7 +51,7 @@ from odyssey_megatron.launch.learning import Learning
 from odyssey_megatron.launch.leases import Leases
 from odyssey_megatron.launch.member import FINISHED
 from odyssey_megatron.launch.planner import Planner
-from odyssey_megatron.launch.verdict import SAYS_WHY, Verdict, after_training, by_signal
+from odyssey_megatron.launch.verdict import Verdict, after_training, before_training, by_signal
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.names import layer_names
 from odyssey_megatron.plan.generation import CandidateRow, Generation
@@ -70,7 +70,8 @@ _FRUITLESS = (
     "one {wanted}. Something fails on all ranks alike; their logs may say what. Restart from the last checkpoint."
 )
 _MAX_FAILED_OFFERS = 3
-"""So many in a row, and what was offered is given up; the job goes on as it is."""
+"""So many in a row, and the next try is much later; the job goes on as it is until then."""
+_OFFERS_AGAIN_S = 30.0
 _WAITS_S = 60.0
 """How often it is said for whom the job waits behind its last step: what they still write may be what it was for."""
 _STOP_GRACE_S = 1.5
@@ -113,6 +114,7 @@ class Coordinator:
         self._target: Callable[[], Plan] | None = None
         """Where to go from the live plan, between two steps."""
         self._fruitless, self._failed_offers, self._early = 0, 0, -1
+        self._offers_again_s = 0.0
         self._unheard: list[Event] = []
         self._done = 0
         """Pieces of common work, as far as generations that began have said."""
@@ -153,22 +155,12 @@ class Coordinator:
             for event in found:
                 if isinstance(event, NodeLost):
                     return Verdict(code=1, why=f"node {event.node} was lost before training started.")
-                if isinstance(event, RankDied) and (verdict := self._early_exit(event)):
-                    return verdict
+                if isinstance(event, RankDied):
+                    self._exits[event.rank] = event.code
+                    refused = self._control.peek(keys.REFUSED)
+                    if verdict := before_training(event.rank, self._exits, self._world_size, refused):
+                        return verdict
         return None
-
-    def _early_exit(self, event: RankDied) -> Verdict | None:
-        self._exits[event.rank] = event.code
-        if event.code == 0:  # a script that never joins a job: torchrun's rules
-            return Verdict(code=0) if len(self._exits) == self._world_size else None
-        refused = self._control.peek(keys.REFUSED)
-        if event.code in (EXIT_BAD_INPUT, EXIT_ALIKE):
-            return Verdict(code=EXIT_BAD_INPUT if event.code == EXIT_BAD_INPUT else 1, why=refused or "")
-        return Verdict(
-            code=event.code if event.code > 0 else 1,
-            why=f"rank {event.rank} ended with exit code {event.code} before training started. Nothing was "
-            f"trained. {SAYS_WHY}",
-        )
 
     def _start(self) -> Verdict | None:
         try:
@@ -288,7 +280,7 @@ class Coordinator:
     def _move_on(self) -> None:
         """Offers the next generation on the way to something better, when the last one is live."""
         state, live = self._state, self._live_plan
-        if live is None or state.offered or not state.is_live or self._failed_offers >= _MAX_FAILED_OFFERS:
+        if live is None or state.offered or not state.is_live or self._waits_to_offer():
             return
         why, began_s = "the layers have moved", time.monotonic()
         rows: tuple[CandidateRow, ...] = ()
@@ -312,6 +304,15 @@ class Coordinator:
         )
         self._send(self._offered)
         self._record(self._offered, rows)
+
+    def _waits_to_offer(self) -> bool:
+        """After offers that came to nothing, for whatever reason, of which some go by: a host that was overloaded."""
+        now_s = time.monotonic()
+        if now_s >= self._offers_again_s:
+            self._failed_offers = min(self._failed_offers, _MAX_FAILED_OFFERS - 1)
+        if self._failed_offers < _MAX_FAILED_OFFERS:
+            self._offers_again_s = now_s + _OFFERS_AGAIN_S
+        return self._failed_offers >= _MAX_FAILED_OFFERS
 
     def _note_deaths(self, dead: list[int], deaths: Sequence[RankDied | NodeLost]) -> None:
         reports = {one.rank: one for one in deaths if isinstance(one, RankDied)}

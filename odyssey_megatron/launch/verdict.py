@@ -12,7 +12,13 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from odyssey_megatron.codec import from_json
-from odyssey_megatron.errors import EXIT_AS_ASKED, EXIT_LAYERS_LOST, ControlPlaneLost
+from odyssey_megatron.errors import (
+    EXIT_ALIKE,
+    EXIT_AS_ASKED,
+    EXIT_BAD_INPUT,
+    EXIT_LAYERS_LOST,
+    ControlPlaneLost,
+)
 from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch.control import Control
 from odyssey_megatron.launch.signals import HANDLED
@@ -53,6 +59,23 @@ def by_signal(verdict: Verdict, exits: Mapping[int, int]) -> Verdict:
     number = signal.Signals(-min(codes))
     why = f"rank(s) {sorted(exits)} were ended by {number.name}, which was sent to them."
     return replace(verdict, code=128 + number, why=f"{why} To end a job, send it to 'odyssey run'.")
+
+
+def before_training(
+    rank: int, exits: Mapping[int, int], world_size: int, refused: str | None
+) -> Verdict | None:
+    """When ``rank``, the last of ``exits`` to do so, has ended before the job began. ``refused``: what a rank says that
+    does not want to train.
+    """
+    code = exits[rank]
+    if code == 0:  # a script that never joins a job: torchrun's rules
+        return Verdict(code=0) if len(exits) == world_size else None
+    if code in (EXIT_BAD_INPUT, EXIT_ALIKE):
+        return Verdict(code=EXIT_BAD_INPUT if code == EXIT_BAD_INPUT else 1, why=refused or "")
+    return Verdict(
+        code=code if code > 0 else 1,
+        why=f"rank {rank} ended with exit code {code} before training started. Nothing was trained. {SAYS_WHY}",
+    )
 
 
 def after_training(exits: Mapping[int, int], cut_short: Collection[int], *, ended_behind: int) -> Verdict:

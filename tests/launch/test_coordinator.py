@@ -14,6 +14,7 @@ from odyssey_megatron.cluster.events import (
 )
 from odyssey_megatron.errors import ConfigError, LayersLost, PlanInfeasible
 from odyssey_megatron.launch import control as keys
+from odyssey_megatron.launch import coordinator
 from odyssey_megatron.launch.control import EVENTS
 from odyssey_megatron.launch.member import FINISHED
 from odyssey_megatron.plan.layout import Layout
@@ -240,7 +241,8 @@ def test_a_rank_that_dies_before_it_is_offered_a_place_costs_the_others_nothing(
     assert started.absent(3)
 
 
-def test_an_offer_that_cannot_be_prepared_is_made_again_and_then_given_up(started):
+def test_an_offer_that_cannot_be_prepared_is_made_again_and_then_much_later(started, monkeypatch):
+    monkeypatch.setattr(coordinator, "_OFFERS_AGAIN_S", 1.0)
     started.live(1, 0, 1, 2, 3)
     started.died(2)
     started.joins(2)
@@ -250,6 +252,10 @@ def test_an_offer_that_cannot_be_prepared_is_made_again_and_then_given_up(starte
         assert started.offer(number).members == (0, 1, 2, 3)
         started.send(OfferFailed(rank=1, generation=number, reason="no address"))
     assert started.absent(6)
+    assert started.offer(6).members == (0, 1, 2, 3)
+    started.send(OfferFailed(rank=1, generation=6, reason="no address"))
+    assert started.absent(7), "one more try, and a pause again"
+    assert started.offer(7).members == (0, 1, 2, 3)
 
 
 def test_a_better_layout_is_offered_after_a_recovery_that_moved_nothing(started):
