@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
-from odyssey_megatron.errors import OdysseyError, PeerFailed, Superseded
+from odyssey_megatron.errors import OdysseyError, Superseded
 
 
 class Closable(Protocol):
@@ -20,31 +20,37 @@ class Offers(Generic[G]):
     """The offered generation that this rank prepares. Ballots, summed over all ranks, tell whether all have."""
 
     def __init__(self, decline: Callable[[int, str], None]):
-        self._decline = decline
+        self._decline, self._lock, self._entered = decline, threading.Lock(), 0
         self._preparation: Preparation[G] | None = None
 
     def prepare(self, number: int, build: Callable[[], G]) -> None:
-        """Begins with offered generation ``number``, in place of an earlier one."""
-        before, self._preparation = (
-            self._preparation,
-            Preparation(number, build, declined=lambda why: self._decline(number, why)),
-        )
+        """Begins with offered generation ``number``, in place of an earlier one, unless this rank enters it already."""
+        with self._lock:
+            if number <= self._entered:
+                return
+            before, self._preparation = (
+                self._preparation,
+                Preparation(number, build, declined=lambda why: self._decline(number, why)),
+            )
         if before is not None:
             before.drop()
 
     def take(self, number: int) -> G | None:
-        """The groups of generation ``number``, if that is the one that was prepared."""
-        preparation = self._preparation
-        if preparation is None or preparation.number != number:
-            return None
-        self._preparation = None
-        return preparation.take()
+        """This rank enters generation ``number``: its groups, once they are built, if that is the one that is prepared.
+        An earlier one comes to nothing; a later one, of which this rank may hear first, stays.
 
-    def drop(self) -> None:
-        """Nothing that was prepared is needed."""
-        preparation, self._preparation = self._preparation, None
-        if preparation is not None:
-            preparation.drop()
+        Raises:
+            OdysseyError: they could not be built.
+        """
+        with self._lock:
+            self._entered, preparation = number, self._preparation
+            if preparation is None or preparation.number > number:
+                return None
+            self._preparation = None
+        if preparation.number == number:
+            return preparation.take()
+        preparation.drop()
+        return None
 
     def ballot(self) -> tuple[int, int]:
         """The number of what is ready, or 0; and its square."""
@@ -71,8 +77,9 @@ class Preparation(Generic[G]):
     def __init__(self, number: int, build: Callable[[], G], declined: Callable[[str], None]):
         self.number = number
         self._build, self._declined = build, declined
-        self._lock = threading.Lock()
+        self._lock, self._done = threading.Lock(), threading.Event()
         self._groups: G | None = None
+        self._error: Exception | None = None
         self._dropped = False
         threading.Thread(target=self._run, name="odyssey-prepare", daemon=True).start()
 
@@ -81,11 +88,14 @@ class Preparation(Generic[G]):
         return self._groups is not None
 
     def take(self) -> G:
-        """The groups, which are the caller's from now on; only when :attr:`ready`."""
+        """The groups, which are the caller's from now on, once they are built. Raises what has kept them from it."""
+        self._done.wait()
         with self._lock:
             groups, self._groups = self._groups, None
         if groups is None:
-            raise OdysseyError(f"generation {self.number} was entered before it was prepared: a bug")
+            raise self._error or OdysseyError(
+                f"generation {self.number} was prepared for somebody else: a bug"
+            )
         return groups
 
     def drop(self) -> None:
@@ -98,13 +108,14 @@ class Preparation(Generic[G]):
     def _run(self) -> None:
         try:
             groups = self._build()
-        except Superseded:
-            return
-        except PeerFailed as error:
-            self._declined(str(error))
-            return
-        with self._lock:
-            if not self._dropped:
-                self._groups = groups
-                return
-        groups.close()
+            with self._lock:
+                if not self._dropped:
+                    self._groups = groups
+                    return
+            groups.close()
+        except Exception as error:  # noqa: BLE001 - the others must hear of it, whatever it is
+            self._error = error
+            if not isinstance(error, Superseded):
+                self._declined(str(error))
+        finally:
+            self._done.set()

@@ -122,9 +122,8 @@ class RankRuntime:
 
     def _prepare(self, offered: Generation) -> None:
         """Builds the groups of ``offered`` behind the back of the steps. The watcher's thread."""
-        if self._groups is not None:  # else it joins, has nothing else to do, and builds them itself
-            mine = self._groups_in(offered)
-            self._offers.prepare(offered.number, lambda: self._build(offered.number, mine))
+        mine = self._groups_in(offered)
+        self._offers.prepare(offered.number, lambda: self._build(offered.number, mine))
 
     def _groups_in(self, generation: Generation) -> dict[str, tuple[int, ...]]:
         assert generation.plan is not None
@@ -140,7 +139,6 @@ class RankRuntime:
                 groups.abort()
                 groups.close()
         self._groups = self._left = None
-        self._offers.drop()
         self._model.discard_incoming()
 
     def build_groups(self, generation: Generation) -> None:

@@ -473,12 +473,14 @@ class Member:
 
     def _hear_offer(self, number: int, text: str) -> None:
         with self._changed:
-            if not self._settled:
+            settled = self._settled
+            if not settled:
                 self._end_before(number)  # the offer that it is getting ready for has come to nothing
             self._offer, self._offer_text = number, text
             self._changed.notify_all()
         offered = read_generation(text, self.rank, self._watch)
-        if offered is not None and self._belongs_to(offered):
+        # One that holds nothing yet has nothing else to do: it enters the generation, and builds its groups, itself.
+        if settled and offered is not None and self._belongs_to(offered):
             self._on_offer(offered)
 
     def _end_before(self, number: float) -> None:
