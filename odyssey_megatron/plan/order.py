@@ -143,19 +143,20 @@ def _looks(route: Route, caps: Mapping[int, int], speeds: Mapping[int, float]) -
 
 
 def _abreast(routes: Sequence[Route]) -> tuple[int, ...]:
-    """Their microbatches, those of each route evenly over the step: the dead pipeline's come in between the others',
-    wherever they were numbered. Which worker of a stage has died makes no difference then, and the order is known.
+    """Their microbatches, those of each route evenly over the step, and of those that are due at once by their route:
+    the dead pipeline's come behind the others', wherever they were numbered. Which worker of a stage has died makes no
+    difference then, and the order is known.
     """
-    alike = Counter(len(route.microbatches) for route in routes)
+    counts = [len(route.microbatches) for route in routes]
+    alike, longest = Counter(counts), max(counts)
     before: Counter[int] = Counter()
     places = []
-    for route in routes:
-        count = len(route.microbatches)
-        begins = (before[count] + 0.5) / alike[count]
+    for at, (route, count) in enumerate(zip(routes, counts, strict=True)):
+        for i, microbatch in enumerate(route.microbatches):
+            turn = longest * (i * alike[count] + before[count]) // (count * alike[count])
+            places.append((turn, at, microbatch))
         before[count] += 1
-        places += [((at + begins) / count, microbatch) for at, microbatch in enumerate(route.microbatches)]
-    places.sort(key=lambda place: place[0])
-    return tuple(microbatch for _, microbatch in places)
+    return tuple(microbatch for _, _, microbatch in sorted(places))
 
 
 def _shape(

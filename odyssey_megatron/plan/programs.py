@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from odyssey_megatron.errors import ScheduleInvalid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,18 +26,33 @@ class Programs:
         return cls(templates=tuple(program.strip() for _, _, program in parted), groups=(((), seats),))
 
     def of(self, worker: int) -> str:
-        """The program of ``worker``; empty if it has none."""
+        """The program of ``worker``; empty if it has none.
+
+        Raises:
+            ScheduleInvalid: a template, or a number that one wants, is not there.
+        """
         for numbers, seats in self.groups:
             for one, template in seats:
                 if one == worker:
-                    return self.templates[template].format(*numbers)
+                    return self._filled(template, list(map(str, numbers)))
         return ""
 
     def text(self) -> str:
-        """As ``Schedule.to_text()``, ascending by worker."""
-        lines = [
-            (worker, self.templates[template].format(*numbers))
-            for numbers, seats in self.groups
-            for worker, template in seats
-        ]
+        """As ``Schedule.to_text()``, ascending by worker. Raises as :meth:`of`."""
+        lines = []
+        for numbers, seats in self.groups:
+            names = list(map(str, numbers))
+            lines += [(worker, self._filled(template, names)) for worker, template in seats]
         return "\n".join(f"{worker}: {program}" for worker, program in sorted(lines))
+
+    def _filled(self, template: int, numbers: Sequence[str]) -> str:
+        # Not by str.format, which would do more than it is asked for with a text that came over the network.
+        if not 0 <= template < len(self.templates):
+            raise ScheduleInvalid(f"template {template} of {len(self.templates)} is not there")
+        try:
+            return _PLACE.sub(lambda found: numbers[int(found[1])], self.templates[template])
+        except IndexError:
+            raise ScheduleInvalid(f"template {template} wants more than {len(numbers)} numbers") from None
+
+
+_PLACE = re.compile(r"\{(\d{1,9})\}")
