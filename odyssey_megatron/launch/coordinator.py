@@ -148,9 +148,8 @@ class Coordinator:
         while not self._control.has(posted):
             found = self._events(_TICK_S / 2)
             if found and self._control.has(posted):
-                self._unheard = (
-                    found  # who has died since then has died in a job that runs: his agent saw it so, too
-                )
+                # Who has died since then has died in a job that runs: his agent saw it so, too.
+                self._unheard = found
                 return None
             for event in found:
                 if isinstance(event, NodeLost):

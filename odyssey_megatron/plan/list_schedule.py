@@ -128,7 +128,7 @@ def best_order(shape: Shape, costs: Costs, before_s: Sequence[float] | None = No
         shape=shape,
         done_s=tuple(ticks / TICKS_PER_S for ticks in done),
         queues=tuple(
-            array("L", [visits[item % count] * 8 + item // count for item in queue]) for queue in queues
+            array("I", [visits[item % count] * 8 + item // count for item in queue]) for queue in queues
         ),
     )
 

@@ -74,7 +74,7 @@ def order_routes(
         # In order of appearance, so that equal pipelines look equal whichever workers they have.
         routes.sort(key=lambda route: _looks(route, caps, speeds or {}))
         workers = tuple(dict.fromkeys(hop.worker for route in routes for hop in route.hops))
-        microbatches = _abreast(routes)
+        microbatches = _by_turn(routes)
         shape = _shape(routes, workers, microbatches, caps, speeds or {})
         if shape not in here:
             try:
@@ -142,7 +142,7 @@ def _looks(route: Route, caps: Mapping[int, int], speeds: Mapping[int, float]) -
     return (-len(route.microbatches), hops)
 
 
-def _abreast(routes: Sequence[Route]) -> tuple[int, ...]:
+def _by_turn(routes: Sequence[Route]) -> tuple[int, ...]:
     """Their microbatches, those of each route evenly over the step, and of those that are due at once by their route:
     the dead pipeline's come behind the others', wherever they were numbered. Which worker of a stage has died makes no
     difference then, and the order is known.

@@ -90,22 +90,23 @@ def rest(program: Program, table: Table, cuts: Collection[int]) -> Program | Non
         table: the sum of all survivors' tables.
         cuts: where the new plan's blocks begin.
     """
-    messages = [instr for instr in program if instr.op in MESSAGE and not _is_used(instr, table)]
-    again = sorted(
-        (one for one in messages if _is_made(one, table)), key=lambda one: (one.microbatch, one.first)
-    )
+    messages = [one for one in program if one.op in MESSAGE and not _is_through(one, table, at_receiver=True)]
+    made = {one for one in messages if _is_through(one, table, at_receiver=False)}
+    again = sorted((one for one in messages if one in made), key=lambda one: (one.microbatch, one.first))
+    ahead = [one for one in messages if one not in made]
     coming: dict[tuple[Op, int], deque[Instr]] = defaultdict(deque)
-    for instr in (*again, *(one for one in messages if not _is_made(one, table))):
+    for instr in (*again, *ahead):
         coming[instr.op, instr.peer].append(instr)
     left = [one for one in again if one.op in SEND]
     unposted = {one for one in messages if one.op in RECV}
+    unsent = {one for one in ahead if one.op in SEND}
     for instr in program:
         if instr.op in RECV:
             while instr in unposted:  # those that are sent before it are posted before it
                 left.append(coming[instr.op, instr.peer].popleft())
                 unposted.remove(left[-1])
         elif instr.op in SEND:
-            left += [instr] * (not _is_used(instr, table) and not _is_made(instr, table))
+            left += [instr] * (instr in unsent)
         elif instr.op in COMPUTE:
             pieces = _pieces(instr, table[instr.microbatch])
             if any(first not in cuts for first, _, _ in pieces):
@@ -116,18 +117,11 @@ def rest(program: Program, table: Table, cuts: Collection[int]) -> Program | Non
     return tuple(left)
 
 
-def _is_made(message: Instr, table: Table) -> bool:
-    """Whether the layer that ``message`` comes from is through."""
+def _is_through(message: Instr, table: Table, *, at_receiver: bool) -> bool:
+    """Whether the layer that ``message`` comes from has made it; or the one that it goes to has used it."""
     forward = message.op in (Op.SEND_FORWARD, Op.RECV_FORWARD)
-    return table[message.microbatch][message.first - forward] % BEGINS >= (FORWARDED if forward else BACKED)
-
-
-def _is_used(message: Instr, table: Table) -> bool:
-    """Whether the layer that it goes to is."""
-    forward = message.op in (Op.SEND_FORWARD, Op.RECV_FORWARD)
-    return table[message.microbatch][message.first - (not forward)] % BEGINS >= (
-        FORWARDED if forward else BACKED
-    )
+    layer = message.first - (forward != at_receiver)
+    return table[message.microbatch][layer] % BEGINS >= (FORWARDED if forward else BACKED)
 
 
 def _pieces(instr: Instr, row: Sequence[int]) -> list[tuple[int, int, int]]:

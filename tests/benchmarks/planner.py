@@ -185,10 +185,8 @@ class Ranks:
         return Measured(spans=(span,), link=link, state_bytes=held)
 
     def publish(self) -> None:
-        names = [keys.observations_key(rank) for rank in range(self.gpus)]
-        values = [to_json(self.measured(rank)) for rank in range(self.gpus)]
-        sealed = [self.control.seal(name, value) for name, value in zip(names, values, strict=True)]
-        self.control.store.multi_set(names, sealed)
+        texts = {keys.observations_key(rank): to_json(self.measured(rank)) for rank in range(self.gpus)}
+        self.control.put_all(texts)
 
     def start(self) -> None:
         control = self.control
