@@ -298,7 +298,7 @@ _MOOT = {
     "all ranks wait for a save, so that what a failure interrupts is saved again": """
     async_save
     """,
-    "layers, not shards of buffers, are saved": """
+    "layers, not shards of buffers, are saved, which any layout can load": """
     dist_ckpt_optim_fully_reshardable distrib_optim_fully_reshardable_mem_efficient
     """,
     "Megatron's own step, which Odyssey's replaces, reads it": """

@@ -95,6 +95,17 @@ SAVE_CHECKPOINT = Seam(
     signatures={"0.16": "iteration model optimizer opt_param_scheduler num_floating_point_operations_so_far"},
     open=True,
 )
+SHARDED_METADATA = Seam(
+    target="megatron.training.checkpointing:_build_sharded_state_dict_metadata",
+    why="a checkpoint says that a distributed optimizer can load it",
+    signatures={"0.16": "args dp_cp_group"},
+)
+LOAD_BASE_CHECKPOINT = Seam(
+    target="megatron.training.checkpointing:_load_base_checkpoint",
+    why="where the optimizer's state lies in a checkpoint depends on how it was saved",
+    signatures={"0.16": "load_dir args rank0 sharded_state_dict checkpointing_context"},
+    open=True,
+)
 INIT_PERSISTENT_ASYNC_WORKER = Seam(
     target="megatron.training.initialize:init_persistent_async_worker",
     why="no process saves beside the ranks; core_v0.16.1 starts it before it validates any flag",
@@ -304,6 +315,16 @@ GET_MEGATRON_OPTIMIZER = Seam(
     why="each layer has an optimizer of Megatron's, which moves with it",
     signatures={"0.16": "config model_chunks config_overrides use_gloo_process_groups pg_collection"},
     open=True,
+)
+FILTER_PARAM_GROUPS = Seam(
+    target="megatron.core.optimizer.optimizer:MegatronOptimizer._filter_and_reorder_param_groups",
+    why="what a checkpoint says of groups of parameters is for those of the same kind",
+    signatures={"0.16": "current_groups state_dict_groups"},
+)
+SHARDED_OPTIMIZER_TENSOR = Seam(
+    target="megatron.core.dist_checkpointing.optimizer:make_sharded_optimizer_tensor",
+    why="optimizer states lie in a checkpoint as their parameters do",
+    signatures={"0.16": "model_param optim_param prefix"},
 )
 DISTRIBUTED_DATA_PARALLEL = Seam(
     target="megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",

@@ -181,7 +181,7 @@ def _iteration_of(when: str) -> int:
 
 def assert_equal_checkpoints(ours: Path, theirs: Path, iteration: int) -> None:
     """Weights and optimizer state, float64; relative to the largest entry of each tensor."""
-    mine, other = (_checkpoint(folder, iteration) for folder in (ours, theirs))
+    mine, other = (checkpoint(folder, iteration) for folder in (ours, theirs))
     assert mine.keys() == other.keys()
     floats = {
         key: value
@@ -194,7 +194,7 @@ def assert_equal_checkpoints(ours: Path, theirs: Path, iteration: int) -> None:
             assert (mine[key] - value).abs().max() <= FLOAT64 * value.abs().max(), (iteration, key)
 
 
-def _checkpoint(folder: Path, iteration: int) -> dict[str, Any]:
+def checkpoint(folder: Path, iteration: int) -> dict[str, Any]:
     """What a torch_dist checkpoint holds, by global name."""
     state: dict[str, Any] = {}
     _load_state_dict(

@@ -94,21 +94,6 @@ def test_a_save_that_lacks_a_byte_is_said_and_training_goes_on(jobs, name, itera
     )
 
 
-def test_shards_of_a_distributed_optimizer_are_refused_with_one_message(jobs, name):
-    folder = jobs.folder / f"{name}-saved"
-    jobs.plain(
-        f"{MOCK} --save {folder} --save-interval 3 --exit-interval 3 --use-distributed-optimizer",
-        ranks=4,
-        stages=2,
-    )
-    run = jobs.odyssey(name, f"{MOCK} --load {folder} --use-distributed-optimizer", ranks=4, stages=2)
-    assert run.exit_code == 2, run.log[-3000:]
-    assert "Traceback" not in run.log
-    assert run.log.count("was saved with --use-distributed-optimizer") == 1
-    assert [one["generation"] for one in run.named("decision")] == [1], "nothing is planned without a rank"
-    assert not run.iterations
-
-
 def test_only_the_checkpoints_to_retain_stay_and_the_last_one_that_is_not_persistent(jobs, name, resumed):
     """Ranks die as saves of both kinds begin; each save deletes an earlier one."""
     saved = jobs.folder / f"{name}-saved"

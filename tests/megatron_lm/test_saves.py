@@ -35,10 +35,11 @@ QUICK = (
 PATIENT = "--odyssey-hang-s 20 --odyssey-build-timeout-s 60"
 """Nobody but those who are shot is lost, however busy the machine."""
 ALTERNATING = ((0,), (1,), (0,), (1,), (0,), (1,))
+SHARED = "--use-distributed-optimizer"
 STATES = {
     # flags; those of the plain job that loads; in each save the stages of those who die; jobs; tolerance
     "replicated": ("", "", ALTERNATING, 4, FLOAT32),
-    "distributed-optimizer": ("--use-distributed-optimizer", "", ALTERNATING, 4, FLOAT32),
+    "distributed-optimizer": (SHARED, SHARED, ALTERNATING, 4, FLOAT32),
     "bf16": ("--bf16", "--bf16", ALTERNATING, 3, 2e-3),
     "two-at-once": ("", "", ((0, 1), (0, 0), (1, 1)), 4, FLOAT32),
     "tensor-parallel": ("--tensor-model-parallel-size 2 --sequence-parallel", "", ((0,), (1,)), 4, FLOAT32),

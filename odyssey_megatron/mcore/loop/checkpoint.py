@@ -18,6 +18,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from odyssey_megatron.errors import MegatronIncompatible
+from odyssey_megatron.mcore.loop import shards
 from odyssey_megatron.mcore.model import span
 from odyssey_megatron.mcore.model.layers import HeldLayer, LayerBlock
 from odyssey_megatron.mcore.model.model import MegatronModel
@@ -73,10 +74,14 @@ class OptimizerView:
     is_stub_optimizer = False
 
     def __init__(
-        self, model: MegatronModel, cell: ProcessGroupCollection, committed: Callable[[], int] = lambda: 0
+        self,
+        model: MegatronModel,
+        cell: ProcessGroupCollection,
+        saved: shards.Saved,
+        committed: Callable[[], int] = lambda: 0,
     ):
-        """``committed``: how many steps are."""
-        self._committed = committed
+        """``saved``: the checkpoint to load; ``committed``: how many steps are."""
+        self._committed, self._saved = committed, saved
         self._model, self._cell = model, cell
         self.loaded: list[tuple[dict[str, Any], dict[str, Any]]] = []
         """What a checkpoint has said of groups of parameters here."""
@@ -98,26 +103,50 @@ class OptimizerView:
         for _, optimizer in self._kept():
             optimizer.reload()
 
-    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def sharded_state_dict(
+        self,
+        model_sharded_state_dict: Any,
+        is_loading: bool = False,
+        metadata: Any = None,
+        **kwargs: Any,
+    ) -> Any:
         """Collective, as are the other uses of :meth:`_assembled`: what all ranks have in common the lowest one writes,
-        be it that it keeps nothing.
+        be it that it keeps nothing. Raises ConfigError.
         """
-        state = self._assembled().sharded_state_dict(*args, **kwargs)
-        inner = state.get("optimizer", state)["state"]
+        kind = self._saved.type_of(metadata) if is_loading else (metadata or {}).get(shards.TYPE)
+        whole = self._assembled()
+        if is_loading and kind:
+            slices = self._slices() if kind == shards.BY_BUCKET else None
+            return shards.to_read(whole, model_sharded_state_dict, slices)
         steps: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(steps, inner.get("common_step"))
-        if any(known := [step for step in steps if step is not None]):
-            inner["common_step"] = max(known)
+        mine = next((float(one["step"]) for one in whole.optimizer.state.values() if "step" in one), None)
+        dist.all_gather_object(steps, mine)
+        step = max((one for one in steps if one is not None), default=None)
+        if kind:
+            return shards.to_write(whole, model_sharded_state_dict, step)
+        state = whole.sharded_state_dict(model_sharded_state_dict, is_loading, metadata=metadata, **kwargs)
+        if step is not None:
+            state.get("optimizer", state)["state"]["common_step"] = torch.tensor(step)
         return state
+
+    def _slices(self) -> dict[int, shards.Slice]:
+        layers = [layer for block in self._model.blocks for layer in block.layers]
+        slices = self._saved.slices(layers, self._model.spec.config, self._cell)
+        return {
+            id(one): slices[layer.index, name] for layer in layers for name, one in layer.named_parameters()
+        }
 
     def load_state_dict(self, state_dict: Any) -> None:
         whole = self._assembled()
         given = [settings_of(group) for group in whole.param_groups]
-        before = {id(parameter): state for parameter, state in whole.optimizer.state.items()}
-        whole.load_state_dict(state_dict)
-        for parameter, loaded in whole.optimizer.state.items():
-            for name, value in before[id(parameter)].items():
-                value.copy_(torch.as_tensor(loaded[name]))
+        if "states" in state_dict:
+            shards.take(whole, state_dict)
+        else:
+            before = {id(parameter): state for parameter, state in whole.optimizer.state.items()}
+            whole.load_state_dict(state_dict)
+            for parameter, loaded in whole.optimizer.state.items():
+                for name, value in before[id(parameter)].items():
+                    value.copy_(torch.as_tensor(loaded[name]))
         self.loaded = list(zip(given, map(settings_of, whole.param_groups), strict=True))
 
     def take_over(self, loaded: list[tuple[Any, Any]]) -> None:

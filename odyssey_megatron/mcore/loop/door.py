@@ -24,7 +24,7 @@ from odyssey_megatron.config import OdysseyConfig, add_arguments
 from odyssey_megatron.errors import EXIT_NOT_SAVED, ConfigError, OdysseyError, Superseded
 from odyssey_megatron.execute.channels import WORLD
 from odyssey_megatron.launch.inject import Injector
-from odyssey_megatron.mcore.loop import arguments, checkpoint, loading, saving, signals, tensorboard
+from odyssey_megatron.mcore.loop import arguments, checkpoint, loading, saving, shards, signals, tensorboard
 from odyssey_megatron.mcore.loop.console import SurvivingLines
 from odyssey_megatron.mcore.loop.data import MicrobatchSource
 from odyssey_megatron.mcore.loop.joining import Start, starting_groups
@@ -71,6 +71,7 @@ class Door:
         self._progress = ProgressLog(
             self._together, joins=lambda: self._alone is not None and self._session.member.joins
         )
+        self._saved = shards.Saved()
         self._not_saved = ""
         """Why the last save has failed, if it has."""
 
@@ -134,6 +135,8 @@ class Door:
             (seam_table.TRAINING_LOG, self.training_log),
             (seam_table.GET_FORWARD_BACKWARD_FUNC, self.get_forward_backward_func),
             (seam_table.SAVE_CHECKPOINT, self.save_checkpoint),
+            (seam_table.SHARDED_METADATA, self._saved.say),
+            (seam_table.LOAD_BASE_CHECKPOINT, self._saved.note),
             (seam_table.INIT_PERSISTENT_ASYNC_WORKER, lambda original, *args, **kwargs: None),
             (seam_table.CHECK_PARAM_HASHES, self.check_param_hashes),
             (seam_table.CALC_PARAMS_L2_NORM, self.calc_params_l2_norm),
@@ -167,6 +170,7 @@ class Door:
         arguments.say_moot(args, self._parser)
         arguments.leave_out_moot(args)
         self._optimizer_copies = arguments.optimizer_copies(args, self._config)
+        self._saved.distributed = args.use_distributed_optimizer
         result = original(args, *rest, **kwargs)
         refusals.check(args, self._parser)
         self._split_of = arguments.split_of(args)
@@ -214,7 +218,7 @@ class Door:
             cell=self._cell.groups,
         )
         optimizer = checkpoint.OptimizerView(
-            self._model, self._cell.groups, committed=lambda: self._runtime.committed
+            self._model, self._cell.groups, self._saved, committed=lambda: self._runtime.committed
         )
         # It sets train_iters where samples were given, and what was given decides on the schedule.
         with schedule_refused():

@@ -1,0 +1,278 @@
+"""The optimizer's state as Megatron's distributed optimizer saves it, so that jobs with it come and go.
+
+core_v0.16.1 to core_v0.19.0 write two types (``distrib_optim_sharding_type`` of a checkpoint's content;
+megatron/training/checkpointing.py, ``_build_sharded_state_dict_metadata``): ``fully_reshardable`` with
+--dist-ckpt-optim-fully-reshardable, each tensor under its parameter's name and in its shape; else ``dp_reshardable``,
+each bucket of a stage's flat buffer as one tensor, in which parameters lie as that stage had them. Both are read, the
+second by working out where each parameter lies; the first is written, since layers may be anywhere.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.optimizer import (
+    get_param_id_to_sharded_param_map,
+    make_sharded_optimizer_tensor,
+)
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.mcore.model.layers import HeldLayer
+from odyssey_megatron.mcore.model.optimizer import pairs, settings_of
+from odyssey_megatron.mcore.model.span import Split
+
+TYPE = "distrib_optim_sharding_type"
+BY_PARAMETER, BY_BUCKET = "fully_reshardable", "dp_reshardable"
+_BUCKET = re.compile(
+    r"(optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\..*\.bucket_idx_(\d+))\.param"
+)
+_ALIGNMENT = 64
+"""Where parameters may begin in a bucket (core_v0.16.1 core/distributed/param_and_grad_buffer.py; core_v0.19.0
+core/optimizer/param_layout.py, ``pad_param_start``)."""
+
+Parameter = tuple[int, str]
+"""Layer, and name in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """Where a parameter lies."""
+
+    bucket: str
+    """What the keys of the bucket's tensors begin with."""
+    start: int
+    bucket_numel: int
+
+
+class Saved:
+    """What checkpoints say of themselves: those of this job, and the one that Megatron has opened last."""
+
+    def __init__(self) -> None:
+        self.distributed = False
+        """Whether this job's optimizer is to be one in its checkpoints."""
+        self.args: Any = None
+        self.folder = ""
+
+    def say(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Megatron's ``_build_sharded_state_dict_metadata``."""
+        return original(*args, **kwargs) | ({TYPE: BY_PARAMETER} if self.distributed else {})
+
+    def note(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Megatron's ``_load_base_checkpoint``."""
+        found = original(*args, **kwargs)
+        if found[0] is not None:
+            self.args, self.folder = found[0].get("args"), str(found[1])
+        return found
+
+    def type_of(self, metadata: Mapping[str, Any] | None) -> str:
+        """Which of the types it is of; empty: its optimizer was not a distributed one. Raises ConfigError."""
+        found = (metadata or {}).get(TYPE, "")
+        distributed = getattr(self.args, "use_distributed_optimizer", False)
+        if getattr(self.args, "use_precision_aware_optimizer", False):
+            raise self._refused(
+                "with --use-precision-aware-optimizer, whose states have types of their own", "that flag"
+            )
+        if found not in ("", BY_PARAMETER, BY_BUCKET) or (distributed and not found):
+            kind = f"of the type {found}" if found else "without a type"
+            raise self._refused(f"by an older Megatron-LM, with optimizer states {kind}", "an older version")
+        return str(found)
+
+    def _refused(self, why: str, what: str) -> ConfigError:
+        return ConfigError(
+            f"the checkpoint {self.folder} was saved {why}, which Odyssey does not read. Let plain Megatron-LM load it "
+            f"and save it again without {what}, with --dist-ckpt-optim-fully-reshardable; or begin with its weights "
+            "alone: --no-load-optim."
+        )
+
+    def slices(self, held: Sequence[HeldLayer], config: Any, cell: Any) -> dict[Parameter, Slice]:
+        """Where the parameters of all layers lie in the buckets of this rank's tensor-parallel shard. Collective.
+
+        Args:
+            held: this rank's.
+            config: the model's.
+            cell: the groups of this rank's cell.
+
+        Raises:
+            ConfigError: they were cut for another tensor parallelism, or do not add up.
+        """
+        tp_size, saved_tp_size = cell.tp.size(), self.args.tensor_model_parallel_size
+        if tp_size != saved_tp_size:
+            raise self._cannot_be_cut(f"with --tensor-model-parallel-size {saved_tp_size}, not {tp_size}")
+        found: list[Any] = [None] * dist.get_world_size()
+        mine = {one.index: [(name, p.numel()) for name, p in one.named_parameters()] for one in held}
+        dist.all_gather_object(found, mine)
+        numels = {layer: parameters for one in found for layer, parameters in one.items()}
+        stored, result = _stored_buckets(self.folder), dict[Parameter, Slice]()
+        for stage, chunks in enumerate(_split(config, self.args).chunks()):
+            parameters = [
+                [((layer, name), numel) for layer in range(first, last) for name, numel in numels[layer]]
+                for first, last in chunks
+            ]
+            for buffer, chunk in enumerate(filter(None, parameters)):
+                buckets = stored.get((stage * tp_size + cell.tp.rank(), buffer), [])
+                placed = dict(placed_in(buckets, chunk))
+                if len(placed) < len(chunk):
+                    raise self._cannot_be_cut(
+                        f"with buffers of {[numel for _, numel in buckets]} numbers in stage {stage}, which are not "
+                        f"those of its {len(chunk)} parameters of {sum(numel for _, numel in chunk)} numbers here,"
+                    )
+                result |= placed
+        return result
+
+    def _cannot_be_cut(self, how: str) -> ConfigError:
+        return ConfigError(
+            f"the checkpoint {self.folder} was saved {how} and has the optimizer's state as {BY_BUCKET}: in the flat "
+            "buffers of its ranks, which fit no other cut of a layer (nor do they in Megatron-LM). Use the model and "
+            "the --tensor-model-parallel-size that it was saved with; or let plain Megatron-LM load it with these, and "
+            "save it again with --dist-ckpt-optim-fully-reshardable; or begin with its weights alone: --no-load-optim."
+        )
+
+
+def _stored_buckets(folder: str) -> dict[tuple[int, int], list[tuple[str, int]]]:
+    """(number of the stage's shard, buffer in it) -> its buckets, what their keys begin with and their numels."""
+    found: dict[tuple[int, int], dict[int, tuple[str, int]]] = defaultdict(dict)
+    for key, entry in FileSystemReader(folder).read_metadata().state_dict_metadata.items():
+        if (match := _BUCKET.fullmatch(key)) and isinstance(entry, TensorStorageMetadata):
+            shard, buffer, bucket = map(int, match.groups()[1:])
+            found[shard, buffer][bucket] = (match.group(1), entry.size.numel())
+    return {place: [one for _, one in sorted(buckets.items())] for place, buckets in found.items()}
+
+
+def _split(config: Any, saved: Any) -> Split:
+    """How the model was cut in the job with the arguments ``saved``."""
+    config = copy.copy(config)
+    for name, argument in (
+        ("pipeline_model_parallel_size", "pipeline_model_parallel_size"),
+        ("num_layers_in_first_pipeline_stage", "decoder_first_pipeline_num_layers"),
+        ("num_layers_in_last_pipeline_stage", "decoder_last_pipeline_num_layers"),
+        ("account_for_embedding_in_pipeline_split", "account_for_embedding_in_pipeline_split"),
+        ("account_for_loss_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+    ):
+        setattr(config, name, getattr(saved, argument, None))
+    return Split.of(
+        config,
+        stages=saved.pipeline_model_parallel_size,
+        virtual_stages=getattr(saved, "virtual_pipeline_model_parallel_size", None),
+        layout=getattr(saved, "pipeline_model_parallel_layout", None),
+    )
+
+
+def placed_in(
+    buckets: Sequence[tuple[str, int]], parameters: Sequence[tuple[Parameter, int]]
+) -> Iterator[tuple[Parameter, Slice]]:
+    """Where each of a chunk's ``parameters`` (and its numel) lies; fewer of them, or none, if they do not fit.
+
+    Megatron fills a buffer from the last parameter on, and closes buckets for reasons of its own. That it has closed
+    one is seen by its numel, which counts what lies between parameters and not what lies behind the last one, or that
+    as well (before a weight that two stages share).
+    """
+    rest, at = list(buckets), 0
+    for parameter, numel in reversed(parameters):
+        at = -(-at // _ALIGNMENT) * _ALIGNMENT
+        if rest and at >= rest[0][1]:
+            rest, at = rest[1:], 0
+        if not rest or at + numel > rest[0][1]:
+            return
+        # The last one must end where the last bucket does.
+        if parameter != parameters[0][0] or (len(rest) == 1 and at + numel == rest[0][1]):
+            yield parameter, Slice(bucket=rest[0][0], start=at, bucket_numel=rest[0][1])
+        at += numel
+
+
+# -- the state ---------------------------------------------------------------------------------------------------------
+
+
+def _states(whole: Any) -> dict[int, dict[str, torch.Tensor]]:
+    """Of each parameter of the optimizer ``whole``, by its place: the parameter that is optimized, and what is kept."""
+    return {
+        place: {"param": main.data}
+        | {name: one for name, one in whole.optimizer.state[main].items() if name != "step"}
+        for place, (_, main) in enumerate(pairs(whole))
+    }
+
+
+def _by_parameter(whole: Any, model_state: Any) -> dict[int, dict[str, Any]]:
+    """:func:`_states` for a checkpoint, each tensor under its parameter's name."""
+    named = get_param_id_to_sharded_param_map(model_state, [shown for shown, _ in pairs(whole)])
+    return {
+        place: {
+            name: make_sharded_optimizer_tensor(named[place], one, f"optimizer.state.{name}")
+            for name, one in tensors.items()
+        }
+        for place, tensors in _states(whole).items()
+    }
+
+
+def to_write(whole: Any, model_state: Any, step: float | None) -> dict[str, Any]:
+    """The state of ``whole``, an optimizer that is not distributed, as a distributed one writes it.
+
+    ``step``: how often it has been applied; None: its groups of parameters know.
+    """
+    counted = {} if step is None else {"step": step}
+    return {
+        "optimizer": {"param_groups": [settings_of(group) | counted for group in whole.param_groups]},
+        "param_state": _by_parameter(whole, model_state),
+        "param_state_sharding_type": BY_PARAMETER,
+    }
+
+
+def to_read(whole: Any, model_state: Any, slices: Mapping[int, Slice] | None) -> dict[str, Any]:
+    """What :func:`take` wants to be given of a checkpoint.
+
+    Args:
+        slices: of each parameter of the model, by its id, where it lies in a bucket; None: it has its name.
+    """
+    if slices is None:
+        return {"states": _by_parameter(whole, model_state)}
+    lying = [slices[id(shown)] for shown, _ in pairs(whole)]
+    rank = dist.get_rank()
+    states = {
+        place: {name: _in_bucket(lying[place], name, one, rank) for name, one in tensors.items()}
+        for place, tensors in _states(whole).items()
+    }
+    # All stages have said the same of the groups of parameters.
+    groups = ShardedObject("optimizer.distributed.dp_group_idx_0.optimizer", None, (1,), (0,), (0, 0, rank))
+    return {"states": states, "optimizer": groups}
+
+
+def _in_bucket(lies: Slice, name: str, tensor: torch.Tensor, rank: int) -> ShardedTensor:
+    flat = tensor.detach().reshape(-1)
+    return ShardedTensor(
+        f"{lies.bucket}.{name}",
+        flat,
+        flat.dtype,
+        local_shape=tuple(flat.shape),
+        global_shape=(lies.bucket_numel,),
+        global_offset=(lies.start,),
+        axis_fragmentations=None,
+        replica_id=(0, 0, rank),
+    )
+
+
+def take(whole: Any, loaded: Mapping[str, Any]) -> None:
+    """Gives ``whole`` what was loaded, bit for bit."""
+    for place, tensors in _states(whole).items():
+        for name, one in tensors.items():
+            one.copy_(loaded["states"][place][name].reshape(one.shape))
+    saved = [{**group, "params": []} for group in loaded["optimizer"]["param_groups"]]
+    found = MegatronOptimizer._filter_and_reorder_param_groups(whole.param_groups, saved)
+    for group, said in zip(whole.param_groups, found, strict=True):
+        step = said.get("step")
+        group.update(
+            {name: one for name, one in settings_of(said).items() if name != "step" or name in group}
+        )
+        for main in group["params"]:
+            if "step" in whole.optimizer.state[main]:
+                whole.optimizer.state[main]["step"].fill_(step)
