@@ -7,12 +7,16 @@ from collections.abc import Iterable
 
 def layer_name(layer: int, num_layers: int) -> str:
     """A planner's layer in words; ``num_layers`` counts embedding and head, too."""
-    return "the embedding" if layer == 0 else "the head" if layer == num_layers - 1 else f"layer {layer}"
+    return _named(num_layers).get(layer, f"layer {layer}")
+
+
+def _named(num_layers: int) -> dict[int, str]:
+    return {num_layers: "the tied weight", num_layers - 1: "the head", 0: "the embedding"}
 
 
 def layer_names(layers: Iterable[int], num_layers: int) -> str:
     """``the embedding, layers 1 to 3, layer 5 and the head``."""
-    ends, inner = {0, num_layers - 1}, list[list[int]]()
+    ends, inner = _named(num_layers), list[list[int]]()
     named = sorted(layers)
     for layer in named:
         if layer in ends:
@@ -22,11 +26,8 @@ def layer_names(layers: Iterable[int], num_layers: int) -> str:
         else:
             inner.append([layer])
     runs = [f"layers {run[0]} to {run[-1]}" if len(run) > 1 else f"layer {run[0]}" for run in inner]
-    parts = [
-        *(["the embedding"] if 0 in named else []),
-        *runs,
-        *(["the head"] if num_layers - 1 in named and num_layers > 1 else []),
-    ]
+    behind = [ends[layer] for layer in named if layer in ends and layer]
+    parts = [*(["the embedding"] if 0 in named else []), *runs, *behind]
     return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
 
 

@@ -4,7 +4,8 @@
         --odyssey-device cpu --odyssey-inject "rank=5,step=7,at=backward"
 
 Flags are spelled as Megatron-LM's. The model is what Megatron-LM builds for --normalization RMSNorm --swiglu
---position-embedding-type rope --group-query-attention --untie-embeddings-and-output-weights --disable-bias-linear.
+--position-embedding-type rope --group-query-attention --disable-bias-linear, and, unless they are to share a weight,
+--untie-embeddings-and-output-weights.
 """
 
 from __future__ import annotations
@@ -42,6 +43,9 @@ def parse_arguments() -> argparse.Namespace:
         "--data-cache-path", default="", help="where dataset indices are kept; default: in run dir"
     )
     parser.add_argument("--sequence-parallel", action="store_true", help="with tensor parallelism")
+    parser.add_argument(
+        "--share-embeddings-and-output-weights", action="store_true", help="one weight of embedding and head"
+    )
     parser.add_argument("--qk-layernorm", action="store_true", help="norms on queries and keys")
     parser.add_argument("--optimizer", default="adam", choices=("adam", "sgd"), help="Megatron's")
     parser.add_argument("--bf16", action="store_true", help="train in bfloat16 with float32 main parameters")
@@ -126,7 +130,7 @@ def model_spec(args: argparse.Namespace, float64: bool) -> Any:
             max_sequence_length=args.seq_length,
             pre_process=pre_process,
             post_process=post_process,
-            share_embeddings_and_output_weights=False,
+            share_embeddings_and_output_weights=args.share_embeddings_and_output_weights,
             position_embedding_type="rope",
             pg_collection=pg_collection,
         )
@@ -147,6 +151,7 @@ def model_spec(args: argparse.Namespace, float64: bool) -> Any:
         optimizer_config=optimizer,
         ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=args.bf16),
         seed=args.seed,
+        is_tied=args.share_embeddings_and_output_weights,
     )
 
 

@@ -28,6 +28,8 @@ class JobSpec:
     """Each layer has at least so many holders, some without microbatches if need be; 0: as parallelism has it."""
     eager_forwards: bool = False
     """Holders run forwards ahead for the workers whose place they would take."""
+    is_tied: bool = False
+    """Embedding and head share a weight."""
     stage_layers: tuple[int, ...] = ()
     """Transformer layers of each stage of the failure-free plan; empty: as even as can be."""
 

@@ -69,7 +69,9 @@ def suspects(layout: Layout, marks: Marks) -> Suspects:
         through = frozenset(
             microbatch
             for microbatch, hops in paths.items()
-            if any(hop.worker == worker and hop.first <= layer < hop.last for hop in hops)
+            if any(
+                hop.worker == worker and layer in layout.with_tied(range(hop.first, hop.last)) for hop in hops
+            )
         )
         if not through & tainted:
             added[worker] = added.get(worker, frozenset()) | through
@@ -183,7 +185,7 @@ def _marks(
     layout: Layout, cell: Cell, group: dist.ProcessGroup, device: torch.device, progress: Progress
 ) -> Marks:
     """Of all members together; of a cell if it is so on any of its ranks."""
-    width, height = layout.num_layers, layout.num_microbatches
+    width, height = len(layout.all_holders), layout.num_microbatches
     ops = {Op.SEND_FORWARD: 0, Op.SEND_BACKWARD: height, Op.REDUCE_GRAD: 2 * height}
     table = torch.zeros(2 * height + max(layout.workers) + 1, width, dtype=torch.int32)
     for key, sums in progress.sums.items():

@@ -265,6 +265,7 @@ class Session:
             )
         return JobSpec(
             num_layers=job.model.num_layers,
+            is_tied=job.model.is_tied,
             pipeline_model_parallel_size=job.pipeline_model_parallel_size,
             tensor_model_parallel_size=config.tensor_model_parallel_size,
             num_microbatches=job.global_batch_size // job.micro_batch_size,
@@ -284,6 +285,7 @@ class Session:
             seq_length=job.seq_length,
             micro_batch_size=job.micro_batch_size,
             vocab_size=job.vocab_size,
+            is_tied=job.model.is_tied,
         )
 
     def _take_cell(self, size: int) -> OwnCell | None:
@@ -331,6 +333,7 @@ def estimate(
     seq_length: int,
     micro_batch_size: int,
     vocab_size: int,
+    is_tied: bool = False,
 ) -> Profile:
     """The profile of a model of Megatron's ``config`` until the job has measured itself."""
     on_cpu = settings.device == "cpu"
@@ -344,6 +347,7 @@ def estimate(
         seq_length=seq_length,
         micro_batch_size=micro_batch_size,
         vocab_size=vocab_size,
+        is_tied=is_tied,
         dtype_bytes=config.params_dtype.itemsize,
         memory_bytes=None if on_cpu else torch.cuda.mem_get_info()[1] * usable_percent // 100,
         tensor_parallel_size=config.tensor_model_parallel_size,

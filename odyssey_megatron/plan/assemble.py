@@ -85,7 +85,7 @@ class Kind:
             )
             for ids, hops in shape.routes
         )
-        layout = layout_from_routes(len(costs.layers), routes)
+        layout = layout_from_routes(len(costs.layers), routes, tied=costs.tied is not None)
         visits = Visits(layout)
         programs = with_messages({seat: list(queue) for seat, queue in enumerate(solved.queues)}, visits)
         timeline = verify_codes(

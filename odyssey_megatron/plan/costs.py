@@ -63,7 +63,9 @@ class _Sum(Generic[Number]):
 class Spans:
     """What consecutive layers ``[first, last)`` cost together: ``spans.forward_s(first, last)``."""
 
-    def __init__(self, layers: Sequence[LayerCost]) -> None:
+    def __init__(self, layers: Sequence[LayerCost], tied: LayerCost | None = None) -> None:
+        """``tied``: of the weight that embedding and head share; it counts as the layer behind them."""
+        self._last, self._tied_bytes = len(layers), tied.kept_bytes if tied else 0
         self.forward_s = _Sum(0.0, (one.forward_s for one in layers))
         self.input_grad_s = _Sum(0.0, (one.input_grad_s for one in layers))
         self.weight_grad_s = _Sum(0.0, (one.weight_grad_s for one in layers))
@@ -72,9 +74,14 @@ class Spans:
         self.compute_s = _Sum(0.0, (one.compute_s for one in layers))
         self.activation_bytes = _Sum(0, (one.activation_bytes for one in layers))
         self.early_bytes = _Sum(0, (one.early_bytes for one in layers))
-        self.gradient_bytes = _Sum(0, (one.gradient_bytes for one in layers))
-        self.state_bytes = _Sum(0, (one.state_bytes for one in layers))
-        self.kept_bytes = _Sum(0, (one.kept_bytes for one in layers))
+        whole = (*layers, tied) if tied else layers
+        self.gradient_bytes = _Sum(0, (one.gradient_bytes for one in whole))
+        self.state_bytes = _Sum(0, (one.state_bytes for one in whole))
+        self._kept_bytes = _Sum(0, (one.kept_bytes for one in layers))
+
+    def kept_bytes(self, first: int, last: int) -> int:
+        """Of who holds these layers, with the weight that embedding and head share where it needs that."""
+        return self._kept_bytes(first, last) + self._tied_bytes * (first == 0 or last == self._last)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +89,8 @@ class Costs:
     """A job's costs, per layer and per message."""
 
     layers: tuple[LayerCost, ...]
+    tied: LayerCost | None = None
+    """Of the weight that embedding and head share, which ``layers`` do not count then (``Layout.tied``)."""
     message_bytes: SIZE_BYTES
     """One activation (or its gradient) between two layers."""
     link_latency_s: COST_S
@@ -96,7 +105,12 @@ class Costs:
     @cached_property
     def spans(self) -> Spans:
         """What several layers cost together."""
-        return Spans(self.layers)
+        return Spans(self.layers, self.tied)
+
+    @cached_property
+    def all_layers(self) -> tuple[LayerCost, ...]:
+        """``layers``, and behind them the tied weight: one for each of ``Layout.all_holders``."""
+        return (*self.layers, self.tied) if self.tied else self.layers
 
     def message_s(self) -> float:
         """Time of one activation message."""

@@ -5,7 +5,7 @@ Layers are the planner's: 0 the embedding, 1..n transformer layers, n+1 the head
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -52,15 +52,31 @@ class Layout:
     """Where blocks end besides, so that what was two model chunks can go on in an interrupted step."""
     step_microbatches: int = 0
     """How many a step has, where ``routes`` are only those of one worker (``plan/wire.py``); 0: they are all."""
+    tied: bool = False
+    """Embedding and head share a weight. It counts as one more layer, behind the head, which no route goes through:
+    whoever holds the one or the other holds it, and all of them sum its gradient."""
 
     @property
     def num_layers(self) -> int:
+        """Those that routes go through."""
         return len(self.holders)
+
+    @property
+    def all_holders(self) -> tuple[tuple[int, ...], ...]:
+        """``holders``, and behind them those of the tied weight."""
+        if not self.tied:
+            return self.holders
+        return (*self.holders, tuple(sorted({*self.holders[0], *self.holders[-1]})))
 
     @property
     def states(self) -> tuple[tuple[int, ...], ...]:
         """Per layer, the workers with all its state, whose loss would lose it."""
-        return self.keepers or self.holders
+        return self.keepers or self.all_holders
+
+    def with_tied(self, layers: Iterable[int]) -> set[int]:
+        """``layers``, and the tied weight where they need it."""
+        own = set(layers)
+        return own | {self.num_layers} if self.tied and own & {0, self.num_layers - 1} else own
 
     @property
     def num_microbatches(self) -> int:
@@ -76,11 +92,13 @@ class Layout:
         cuts = {0, self.num_layers, *self.cuts}
         cuts |= {i for i in range(1, self.num_layers) if self.holders[i] != self.holders[i - 1]}
         cuts |= {end for route in self.routes for hop in route.hops for end in (hop.first, hop.last)}
-        return tuple(Block(first=a, last=b, holders=self.holders[a]) for a, b in pairwise(sorted(cuts)))
+        edges = [*sorted(cuts), self.num_layers + 1] if self.tied else sorted(cuts)
+        holders = self.all_holders
+        return tuple(Block(first=a, last=b, holders=holders[a]) for a, b in pairwise(edges))
 
     def held_by(self, worker: int) -> tuple[int, ...]:
         """The layers that ``worker`` holds, ascending."""
-        return tuple(i for i, holders in enumerate(self.holders) if worker in holders)
+        return tuple(i for i, holders in enumerate(self.all_holders) if worker in holders)
 
     def kept_by(self, worker: int) -> tuple[int, ...]:
         """The layers whose optimizer state ``worker`` keeps, ascending."""
@@ -90,13 +108,13 @@ class Layout:
         """The layers whose optimizer state ``worker`` has for a failure only: as a keeper that sends no weights, or,
         where every holder is one, as a shadow.
         """
-        computed = {
+        computed = self.with_tied(
             layer
             for route in self.routes
             for hop in route.hops
             if hop.worker == worker
             for layer in range(hop.first, hop.last)
-        }
+        )
         return frozenset(
             layer
             for layer, workers in enumerate(self.states)
@@ -110,7 +128,7 @@ class Layout:
         Raises:
             LayoutInvalid
         """
-        for layer, holders in enumerate(self.holders):
+        for layer, holders in enumerate(self.all_holders):
             if not holders or list(holders) != sorted(set(holders)):
                 raise LayoutInvalid(f"layer {layer}: holders {holders} must be non-empty, ascending")
             if not self.states[layer] or not set(self.states[layer]) <= set(holders):
@@ -137,14 +155,14 @@ class Layout:
             raise LayoutInvalid(f"{route} ends at layer {at} of {self.num_layers}")
 
 
-def layout_from_routes(num_layers: int, routes: tuple[Route, ...]) -> Layout:
+def layout_from_routes(num_layers: int, routes: tuple[Route, ...], *, tied: bool = False) -> Layout:
     """The layout in which exactly the workers that compute a layer hold it."""
     holders: list[set[int]] = [set() for _ in range(num_layers)]
     for route in routes:
         for hop in route.hops:
             for layer in range(hop.first, hop.last):
                 holders[layer].add(hop.worker)
-    return Layout(holders=tuple(tuple(sorted(h)) for h in holders), routes=routes).check()
+    return Layout(holders=tuple(tuple(sorted(h)) for h in holders), routes=routes, tied=tied).check()
 
 
 def pipeline_route(workers: tuple[int, ...], ends: tuple[int, ...], microbatches: tuple[int, ...]) -> Route:
@@ -161,6 +179,7 @@ def megatron_layout(
     num_workers: int,
     num_microbatches: int,
     stage_layers: Sequence[int] = (),
+    tied: bool = False,
 ) -> Layout:
     """The failure-free layout, as Megatron places it: worker = stage * dp + replica.
 
@@ -184,4 +203,4 @@ def megatron_layout(
         )
         for replica in range(dp)
     )
-    return layout_from_routes(num_layers, routes)
+    return layout_from_routes(num_layers, routes, tied=tied)

@@ -14,7 +14,7 @@ def state_bytes(layout: Layout, costs: Costs) -> dict[int, int]:
     messages that are kept.
     """
     total = dict.fromkeys(layout.workers, 0)
-    for holders, keepers, layer in zip(layout.holders, layout.states, costs.layers, strict=True):
+    for holders, keepers, layer in zip(layout.all_holders, layout.states, costs.all_layers, strict=True):
         for worker in holders:
             total[worker] += layer.weight_bytes + layer.gradient_bytes
         for worker in keepers:
@@ -102,7 +102,7 @@ def _alike(layout: Layout, state: Mapping[int, int]) -> Mapping[int, int]:
     if not layout.keepers:
         return state
     held: dict[int, list[int]] = {worker: [] for worker in state}
-    for layer, holders in enumerate(layout.holders):
+    for layer, holders in enumerate(layout.all_holders):
         for worker in holders:
             held[worker].append(layer)
     most: dict[tuple[int, ...], int] = {}

@@ -82,8 +82,9 @@ def filling(current: Layout, target: Layout) -> Layout:
         (*now, *(worker for worker in then if worker not in now))
         for now, then in zip(current.states, target.states, strict=True)
     )
-    all_keep = all(set(keep) == set(held) for keep, held in zip(states, holders, strict=True))
-    return Layout(holders=holders, routes=current.routes, keepers=() if all_keep else states)
+    filled = Layout(holders=holders, routes=current.routes, tied=current.tied)
+    all_keep = all(set(keep) == set(held) for keep, held in zip(states, filled.all_holders, strict=True))
+    return replace(filled, keepers=() if all_keep else states)
 
 
 def with_keepers(
@@ -103,40 +104,39 @@ def with_keepers(
     the weights, and the others' state is spare (:meth:`Layout.spare_states`): of those who have it already, so that
     nobody waits for what moves, the one who is first of least. Without ``joins`` nobody joins where one is left.
     """
-    as_many = [min(copies, len(holders)) for holders in layout.holders]
+    holders, size_bytes = layout.all_holders, [one.optimizer_bytes for one in costs.all_layers]
+    as_many = [min(copies, len(one)) for one in holders]
     if not copies or as_many == [len(keepers) for keepers in layout.keepers]:
         return layout
     room = _room_bytes(layout, copies, costs)
-    keep: list[list[int]] = [[] for _ in layout.holders]
+    keep: list[list[int]] = [[] for _ in holders]
     load, sends = dict.fromkeys(layout.workers, 0), dict.fromkeys(layout.workers, 0)
 
     def fits(worker: int, layer: int) -> bool:
-        return load[worker] + costs.layers[layer].optimizer_bytes <= room[worker]
+        return load[worker] + size_bytes[layer] <= room[worker]
 
     def add(worker: int, layer: int) -> None:
         keep[layer].append(worker)
-        load[worker] += costs.layers[layer].optimizer_bytes
+        load[worker] += size_bytes[layer]
 
-    largest_first = sorted(
-        range(layout.num_layers), key=lambda layer: (-costs.layers[layer].optimizer_bytes, layer)
-    )
+    largest_first = sorted(range(len(holders)), key=lambda layer: (-size_bytes[layer], layer))
     for layer in largest_first:
         for worker in previous.states[layer] if previous else ():
-            if worker in layout.holders[layer] and len(keep[layer]) < copies and fits(worker, layer):
+            if worker in holders[layer] and len(keep[layer]) < copies and fits(worker, layer):
                 add(worker, layer)
     for layer in largest_first:
         kept = len(keep[layer])
         while len(keep[layer]) < (as_many[layer] if joins else 1):
             there = {nodes[worker] for worker in keep[layer]}
             new = min(
-                (worker for worker in layout.holders[layer] if worker not in keep[layer]),
+                (worker for worker in holders[layer] if worker not in keep[layer]),
                 key=lambda worker: (not fits(worker, layer), nodes[worker] in there, load[worker], worker),
             )
             add(new, layer)
         first = min(keep[layer][: kept or copies], key=lambda worker: (sends[worker], worker))
         keep[layer].remove(first)
         keep[layer].insert(0, first)
-        sends[first] += costs.layers[layer].optimizer_bytes
+        sends[first] += size_bytes[layer]
     return replace(layout, keepers=tuple(map(tuple, keep)))
 
 
@@ -146,10 +146,10 @@ def _room_bytes(layout: Layout, copies: int, costs: Costs) -> dict[int, float]:
     """
     if costs.memory_bytes is None:
         return dict.fromkeys(layout.workers, inf)
-    nobody_keeps = replace(layout, keepers=((),) * layout.num_layers)
+    nobody_keeps = replace(layout, keepers=((),) * len(layout.all_holders))
     state, activations = state_bytes(nobody_keeps, costs), one_f_one_b_bytes(layout, costs)
     part, largest = dict.fromkeys(layout.workers, 0.0), dict.fromkeys(layout.workers, 0)
-    for layer, holders in zip(costs.layers, layout.holders, strict=True):
+    for layer, holders in zip(costs.all_layers, layout.all_holders, strict=True):
         for worker in holders:
             part[worker] += layer.optimizer_bytes * min(1.0, copies / len(holders))
             largest[worker] = max(largest[worker], layer.optimizer_bytes)

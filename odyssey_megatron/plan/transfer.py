@@ -24,9 +24,9 @@ def living_holders(previous: Layout, alive: Collection[int]) -> tuple[tuple[int,
     lost = tuple(layer for layer, holders in enumerate(left) if not holders)
     if lost:
         had = tuple(sorted({w for layer in lost for w in previous.states[layer]}))
-        held = all(there.intersection(previous.holders[layer]) for layer in lost)
+        held = all(there.intersection(previous.all_holders[layer]) for layer in lost)
         copies = max(len(previous.states[layer]) for layer in lost) if held else 0
-        raise LayersLost(lost, had, num_layers=len(left), copies=copies)
+        raise LayersLost(lost, had, num_layers=previous.num_layers, copies=copies)
     return left
 
 
@@ -51,7 +51,7 @@ def plan_transfers(
     ]
     if not missing:
         return ()
-    missing.sort(key=lambda item: (-costs.layers[item[0]].state_bytes, item))
+    missing.sort(key=lambda item: (-costs.all_layers[item[0]].state_bytes, item))
     sent = dict.fromkeys((worker for holders in sources for worker in holders), 0)
     # (bytes when last looked at, worker): bytes only grow, so an entry that is still true is the least.
     least = [[(0, worker) for worker in holders] for holders in sources]
@@ -61,7 +61,7 @@ def plan_transfers(
         while sent[heap[0][1]] != heap[0][0]:
             heapreplace(heap, (sent[heap[0][1]], heap[0][1]))
         source = heap[0][1]
-        sent[source] += costs.layers[layer].state_bytes
+        sent[source] += costs.all_layers[layer].state_bytes
         transfers.append(Transfer(layer=layer, source=source, target=worker))
     return tuple(transfers)
 
@@ -73,7 +73,7 @@ def needed_at_once(layout: Layout, worker: int, program: Program, held: Collecti
     compute, since it lacks optimizer state only.
     """
     sends = {layer for layer, keepers in enumerate(layout.keepers) if keepers[0] == worker}
-    return sends | computed_layers(program).difference(held)
+    return sends | layout.with_tied(computed_layers(program)).difference(held)
 
 
 def transfer_s(transfers: Sequence[Transfer], costs: Costs) -> float:
@@ -81,7 +81,7 @@ def transfer_s(transfers: Sequence[Transfer], costs: Costs) -> float:
     sent: dict[int, float] = {}
     received: dict[int, float] = {}
     for one in transfers:
-        seconds = costs.link_latency_s + costs.layers[one.layer].state_bytes / costs.link_bytes_per_s
+        seconds = costs.link_latency_s + costs.all_layers[one.layer].state_bytes / costs.link_bytes_per_s
         sent[one.source] = sent.get(one.source, 0.0) + seconds
         received[one.target] = received.get(one.target, 0.0) + seconds
     return max((*sent.values(), *received.values()), default=0.0)

@@ -87,7 +87,7 @@ def verify_codes(
         check.program(worker, program)
     check.channels()
     check.complete()
-    timeline = run_clock(visits, programs, costs or _unit_costs(layout.num_layers), speeds or {})
+    timeline = run_clock(visits, programs, costs or _unit_costs(layout), speeds or {})
     caps = in_flight_cap or {}
     for worker, peak in timeline.activation_bytes:
         if peak > caps.get(worker, peak):
@@ -97,7 +97,7 @@ def verify_codes(
     return timeline
 
 
-def _unit_costs(num_layers: int) -> Costs:
+def _unit_costs(layout: Layout) -> Costs:
     layer = LayerCost(
         forward_s=1.0,
         input_grad_s=1.0,
@@ -108,7 +108,13 @@ def _unit_costs(num_layers: int) -> Costs:
         optimizer_bytes=0,
         state_bytes=0,
     )
-    return Costs(layers=(layer,) * num_layers, message_bytes=0, link_latency_s=0.0, link_bytes_per_s=1.0)
+    return Costs(
+        layers=(layer,) * layout.num_layers,
+        tied=layer if layout.tied else None,
+        message_bytes=0,
+        link_latency_s=0.0,
+        link_bytes_per_s=1.0,
+    )
 
 
 class _Check:
@@ -200,7 +206,10 @@ class _Check:
             self.received[self.visits.behind[visit], worker, SEND_BACKWARD].append(visit)
 
     def _layers(self, visit: int) -> int:
-        return (1 << self.visits.last[visit]) - (1 << self.visits.first[visit])
+        """As bits; the tied weight with embedding and head."""
+        layout, first, last = self.visits.layout, self.visits.first[visit], self.visits.last[visit]
+        tied = layout.tied and (first == 0 or last == layout.num_layers)
+        return (1 << last) - (1 << first) | tied << layout.num_layers
 
     def _wrong(self, worker: int, at: int, program: list[int], problem: str) -> ScheduleInvalid:
         return ScheduleInvalid(where(worker, at, self.visits.decode(program)) + problem)

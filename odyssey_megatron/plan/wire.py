@@ -31,6 +31,7 @@ class Shape:
     policy: str
     holders: Holders
     keepers: Holders
+    tied: bool
     blocks: str
     """Where they begin."""
     num_microbatches: int
@@ -132,7 +133,7 @@ def from_wire(head: Head, worker: int, part: Part = NO_PART, template: str = "")
         plan = _own_plan(head.shape, worker, part, template)
         held = from_runs(part.held)
         alone = tuple((worker,) if layer in held else () for layer in range(plan.layout.num_layers))
-        previous = None if head.first else Layout(holders=alone, routes=())
+        previous = None if head.first else Layout(holders=alone, routes=(), tied=head.shape.tied)
     return Generation(
         number=head.number,
         members=from_runs(head.members),
@@ -173,6 +174,7 @@ def _shape(plan: Plan, cell_size: int) -> Shape:
         policy=plan.policy,
         holders=_packed(layout.holders),
         keepers=_packed(layout.keepers),
+        tied=layout.tied,
         blocks=to_runs([block.first for block in layout.blocks()]),
         num_microbatches=layout.num_microbatches,
         transfers=(
@@ -237,6 +239,7 @@ def _own_plan(shape: Shape, worker: int, part: Part, template: str) -> Plan:
         keepers=_unpacked(shape.keepers),
         cuts=from_runs(shape.blocks),
         step_microbatches=shape.num_microbatches,
+        tied=shape.tied,
     )
     return Plan(
         policy=shape.policy,

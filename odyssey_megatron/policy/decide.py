@@ -120,6 +120,7 @@ def initial_plan(job: JobSpec, state: ClusterState, profile: Profile) -> Plan:
         num_workers=len(state.workers),
         num_microbatches=job.num_microbatches,
         stage_layers=job.stage_layers,
+        tied=job.is_tied,
     )
     nodes = {worker.worker: worker.node for worker in state.workers}
     layout = with_shadows(layout, None, nodes, job.least_holders, profile.costs, eager=job.eager_forwards)

@@ -14,7 +14,7 @@ from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import ClusterState, apply
 from odyssey_megatron.codec import from_json
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.errors import OdysseyError, PlanInfeasible
+from odyssey_megatron.errors import ConfigError, OdysseyError, PlanInfeasible
 from odyssey_megatron.metrics.outlet import Outlet
 from odyssey_megatron.plan.generation import CandidateRow
 from odyssey_megatron.plan.plan import Plan
@@ -54,7 +54,7 @@ class PolicyPlanner:
 
     def start(self, job: JobSpec, state: ClusterState, profile_json: str) -> Decided:
         self._job = job
-        self._profile = from_json(Profile, profile_json)
+        self._profile = _checked(from_json(Profile, profile_json), job)
         keeps = self._config.interrupted_step == "resume"
         self._profile = replace(self._profile, costs=replace(self._profile.costs, keeps_messages=keeps))
         job.check(len(state.ranks))
@@ -174,6 +174,19 @@ class PolicyPlanner:
             except ValueError as error:
                 _log.warning("a rank's measurements are left out: %s", error)
         return with_measured(self._profile, found)
+
+
+def _checked(profile: Profile, job: JobSpec) -> Profile:
+    """``profile``, if it is of such a model. Raises ConfigError."""
+    costs = profile.costs
+    if (len(costs.layers), costs.tied is not None) != (job.num_layers, job.is_tied):
+        kinds = ("an embedding and a head of their own", "embedding and head tied")
+        raise ConfigError(
+            f"the profile is of a model of {len(costs.layers) - 2} transformer layers with "
+            f"{kinds[costs.tied is not None]}, and the job's has {job.num_layers - 2} with {kinds[job.is_tied]}. Give "
+            "--odyssey-profile a file that a run of this model has written, or leave it out."
+        )
+    return profile
 
 
 def _one_of_each(plan: Plan, state: ClusterState) -> list[int]:

@@ -203,8 +203,10 @@ def estimated_profile(
     memory_bytes: int | None = None,
     tensor_parallel_size: int = 1,
     sequence_parallel: bool = True,
+    is_tied: bool = False,
 ) -> Profile:
-    """Costs of a Llama-shaped model (SwiGLU, grouped-query attention, untied embedding) from FLOPs.
+    """Costs of a Llama-shaped model (SwiGLU, grouped-query attention) from FLOPs; ``is_tied``: embedding and head share
+    a weight.
 
     A matrix product costs 2 FLOPs per weight and token, its two gradients the same each; attention scores
     cost ``2 * 2 * seq / 2`` per token and hidden unit (causal: half), twice that in the input gradient, nothing
@@ -231,11 +233,13 @@ def estimated_profile(
 
     block_s = (matmul_s + scores / rate, matmul_s + 2 * scores / rate, matmul_s)
     transformer = layer(block_s, kept, weights + 2 * hidden_size)
-    embedding = layer((copy_s, 0.0, copy_s), tokens, vocab_size * hidden_size)
+    words = vocab_size * hidden_size
+    embedding = layer((copy_s, 0.0, copy_s), tokens, 0 if is_tied else words)
     kept_by_head = tokens * (whole // 2 + vocab_size)
-    head = layer((head_s,) * 3, kept_by_head, vocab_size * hidden_size + hidden_size)
+    head = layer((head_s,) * 3, kept_by_head, hidden_size + (0 if is_tied else words))
     costs = Costs(
         layers=(embedding, *(transformer,) * num_transformer_layers, head),
+        tied=layer((0.0,) * 3, 0, words) if is_tied else None,
         message_bytes=tokens * hidden_size * dtype_bytes // (tp if sequence_parallel else 1),
         link_latency_s=link_latency_s,
         link_bytes_per_s=link_bytes_per_s,

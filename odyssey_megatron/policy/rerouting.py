@@ -54,7 +54,7 @@ def reroute(
     routes = group_routes(paths)
     ends = {hop.first for route in routes for hop in route.hops}
     cuts = tuple(block.first for block in previous.blocks() if block.first not in ends)
-    return Layout(holders=holders, routes=routes, cuts=cuts).check()
+    return Layout(holders=holders, routes=routes, cuts=cuts, tied=previous.tied).check()
 
 
 def heirs(

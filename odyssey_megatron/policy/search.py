@@ -370,7 +370,7 @@ def place(
         pipeline_route(pipeline, ends, microbatches)
         for pipeline, ends, microbatches in zip(pipelines, shape.ends, deal(shape.shares), strict=True)
     )
-    return layout_from_routes(len(costs.layers), routes)
+    return layout_from_routes(len(costs.layers), routes, tied=previous.tied)
 
 
 def _at_speed(

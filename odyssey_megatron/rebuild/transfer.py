@@ -66,6 +66,8 @@ class Moving:
                 what=lambda place: layer_name(transfers[place // cell.size].layer, num_layers),
             )
         for tag, tensors in ours.items():
+            if not tensors:  # an embedding whose only weight is the head's, too
+                continue
             checkpoint()
             transfer, flat = transfers[tag], _packed(tensors)
             if transfer.source == cell.worker:
@@ -125,7 +127,7 @@ class Spreading:
         if layout.keepers:
             agree(
                 ours,
-                layout.num_layers * cell.size,
+                len(layout.all_holders) * cell.size,
                 world,
                 device,
                 who=f"rank {cell.rank}",
@@ -139,7 +141,8 @@ class Spreading:
     def run(self) -> None:
         """Returns when the weights are here; on the keepers, when they may change."""
         for group, source, layers in self._messages:
-            tensors = self._weights_of(layers)
+            if not (tensors := self._weights_of(layers)):
+                continue
             flat = _packed(tensors)
             dist.broadcast(flat, group=group, group_src=source)
             if group.rank() != source:

@@ -80,6 +80,7 @@ def healthy_layout(world: World, workers: Sequence[int]) -> Layout | None:
         return None
     layout = megatron_layout(
         num_layers=world.job.num_layers,
+        tied=world.job.is_tied,
         pipeline_size=pp,
         num_workers=replicas * pp,
         num_microbatches=world.job.num_microbatches,
@@ -89,7 +90,7 @@ def healthy_layout(world: World, workers: Sequence[int]) -> Layout | None:
         replace(route, hops=tuple(replace(hop, worker=seat[hop.worker]) for hop in route.hops))
         for route in layout.routes
     )
-    return layout_from_routes(world.job.num_layers, routes)
+    return layout_from_routes(world.job.num_layers, routes, tied=world.job.is_tied)
 
 
 def restarted(world: World, alive: Sequence[int], note: str) -> Running:
@@ -223,7 +224,7 @@ class Oobleck(System):
             pipeline_route(tuple(group[: len(ends)]), ends, ids)
             for group, ends, ids in zip(groups, shape, deal(shares), strict=True)
         )
-        layout = layout_from_routes(world.job.num_layers, routes)
+        layout = layout_from_routes(world.job.num_layers, routes, tied=world.job.is_tied)
         lost = set(range(world.job.num_layers)) - {
             layer for w in there for layer in running.layout.held_by(w)
         }
@@ -245,7 +246,7 @@ class Oobleck(System):
             ends = search.split(stages)
             assert ends is not None
             route = pipeline_route(tuple(range(stages)), ends, tuple(range(stages)))
-            if fits(layout_from_routes(world.job.num_layers, (route,)), costs):
+            if fits(layout_from_routes(world.job.num_layers, (route,), tied=world.job.is_tied), costs):
                 return stages
         return search.most_stages
 
@@ -343,7 +344,7 @@ class Chameleon(System):
     def _fits(self, shape: Shape, costs: Costs) -> bool:
         for ends in set(shape.ends):
             route = pipeline_route(tuple(range(len(ends))), ends, tuple(range(len(ends))))
-            if not fits(layout_from_routes(len(costs.layers), (route,)), costs):
+            if not fits(layout_from_routes(len(costs.layers), (route,), tied=costs.tied is not None), costs):
                 return False
         return True
 

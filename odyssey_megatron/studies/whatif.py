@@ -114,6 +114,7 @@ def scenario_from(options: argparse.Namespace) -> Scenario:
     workers = world // tp
     job = JobSpec(
         num_layers=len(profile.costs.layers),
+        is_tied=profile.costs.tied is not None,
         pipeline_model_parallel_size=pp,
         tensor_model_parallel_size=1,  # a worker is one tensor-parallel cell, and the planner sees workers only
         num_microbatches=num_microbatches,

@@ -46,6 +46,7 @@ _WORKS = {
     """,
     "the shape of the job: tests/megatron_lm, tests/e2e": """
     tensor_model_parallel_size pipeline_model_parallel_size sequence_parallel
+    untie_embeddings_and_output_weights
     decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers pipeline_model_parallel_layout
     micro_batch_size global_batch_size
     train_iters train_samples seq_length seed bf16 use_distributed_optimizer calculate_per_token_loss

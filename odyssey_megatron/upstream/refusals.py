@@ -119,9 +119,6 @@ _ROWS: tuple[tuple[str, str] | tuple[str, str, Callable[[Any, Any], bool]], ...]
     ("expert_model_parallel_size", "Use 1.", _above_one),
     ("num_experts", "Train a dense model."),
     ("mtp_num_layers", _LEAVE_OUT),
-    ("untie_embeddings_and_output_weights",
-     "One weight would have two places in the pipeline. Add --untie-embeddings-and-output-weights.",
-     lambda value, args: not value),
     ("position_embedding_type", "Use rope, yarn, learned_absolute or none.",
      _none_of("rope", "yarn", "learned_absolute", "none")),
     ("hybrid_layer_pattern", _ALIKE),
@@ -211,7 +208,6 @@ _ROWS: tuple[tuple[str, str] | tuple[str, str, Callable[[Any, Any], bool]], ...]
 _SAID = {
     "fp8": "--fp8-format",
     "fp4": "--fp4-format",
-    "untie_embeddings_and_output_weights": "tied embeddings (no --untie-embeddings-and-output-weights)",
     "perform_initialization": "--no-initialization",
     "non_persistent_ckpt_type": "--non-persistent-ckpt-type local",
 }
@@ -313,10 +309,6 @@ def parsed(flags: Sequence[str], known: Mapping[str, tuple[str, Any]]) -> tuple[
         dest, const = known[name]
         value = given if equals else const if const is not None or after.startswith("--") else after
         values[dest] = int(value) if isinstance(value, str) and value.isdigit() else value
-    # Without a model on the line nothing is said about its embeddings.
     usual: dict[str, Any] = {"save": None, "load": None, "ckpt_format": "torch_dist"}
-    usual |= {
-        "tensor_model_parallel_size": 1,
-        "untie_embeddings_and_output_weights": "num_layers" not in values,
-    }
+    usual |= {"tensor_model_parallel_size": 1}
     return SimpleNamespace(**usual | values), strange

@@ -13,7 +13,6 @@ from odyssey_megatron.upstream.source import Source
 from tests.launch.jobserver import CHECKOUT
 from tests.megatron_lm.jobs import MOCK, MODEL
 
-TIED = "tied embeddings (no --untie-embeddings-and-output-weights)"
 GIVEN = {
     "--fp16": "--fp16",
     "--fp8-format": "--fp8-format hybrid",
@@ -120,7 +119,7 @@ GIVEN = {
     "--gpu-sniff-test-interval": "--gpu-sniff-test-interval 2",
     "--run-workload-inspector-server": "--run-workload-inspector-server",
 }
-"""As a launch line has them. Those of tied embeddings and --yaml-cfg are jobs of their own below."""
+"""As a launch line has them. That of --yaml-cfg is a job of its own below."""
 
 
 UNKNOWN = "unknown"
@@ -161,7 +160,7 @@ def assert_recorded(jobs):
 
 
 def test_every_refused_flag_is_tried():
-    assert set(GIVEN) | {TIED, "--yaml-cfg"} == {one.flag for one in REFUSALS}
+    assert set(GIVEN) | {"--yaml-cfg"} == {one.flag for one in REFUSALS}
 
 
 def test_a_refusal_names_flag_and_remedy(jobs):
@@ -189,16 +188,13 @@ def test_with_strict_what_would_be_ignored_is_refused(jobs, name):
     assert not run.iterations
 
 
-@pytest.mark.parametrize("flag", ["--fp16", TIED, "--yaml-cfg", "--inprocess-restart", "--enable-ft-package"])
+@pytest.mark.parametrize("flag", ["--fp16", "--yaml-cfg", "--inprocess-restart", "--enable-ft-package"])
 def test_a_refused_job_ends_with_one_message(jobs, name, flag):
     (refusal,) = (one for one in REFUSALS if one.flag == flag)
     yaml = jobs.folder / f"{name}.yaml"
     yaml.write_text("enable_msc: true\ninprocess_restart: false\n")
-    more = {TIED: "", "--yaml-cfg": f" --yaml-cfg {yaml}"}.get(flag, f" {flag}")
-    run = jobs.odyssey(
-        name, MOCK + more, ranks=4, stages=2,
-        without="--untie-embeddings-and-output-weights" if flag == TIED else "",
-    )  # fmt: skip
+    more = f" --yaml-cfg {yaml}" if flag == "--yaml-cfg" else f" {flag}"
+    run = jobs.odyssey(name, MOCK + more, ranks=4, stages=2)
     assert run.exit_code == 2, run.log[-3000:]
     assert "Traceback" not in run.log
     assert run.log.count(refusal.remedy) == 1, run.log[-3000:]

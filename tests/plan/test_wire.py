@@ -22,7 +22,7 @@ from tests.plan.samples import uniform_costs
 WORKERS, DEAD = 12, {1, 6}
 
 
-def planned(policy, copies=0):
+def planned(policy, copies=0, *, tied=False):
     """(the plan before, the plan after two losses) of three pipelines of four."""
     job = JobSpec(
         num_layers=18,
@@ -32,9 +32,11 @@ def planned(policy, copies=0):
         tokens_per_step=12,
         train_steps=1,
         optimizer_copies=copies,
+        is_tied=tied,
     )
     state = initial_state(nodes=(0,) * WORKERS)
-    profile = Profile(costs=uniform_costs(18), restart_s=100.0)
+    costs = uniform_costs(18)
+    profile = Profile(costs=replace(costs, tied=costs.layers[0] if tied else None), restart_s=100.0)
     before = initial_plan(job, state, profile)
     workers = tuple(replace(one, alive=one.worker not in DEAD) for one in state.workers)
     state = replace(state, workers=workers, failure_times_s=(1.0,))
@@ -43,10 +45,11 @@ def planned(policy, copies=0):
     return before, found.plan
 
 
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("copies", [0, 2])
 @pytest.mark.parametrize("policy", ["reroute", "replan"])
-def test_parts_are_the_whole(policy, copies):
-    before, plan = planned(policy, copies)
+def test_parts_are_the_whole(policy, copies, tied):
+    before, plan = planned(policy, copies, tied=tied)
     assert plan.policy == policy
     generation = Generation(
         number=7,

@@ -42,6 +42,11 @@ def layers(draw, scales=(1.0,)):
     )
 
 
+def weight_alone(layer):
+    """What embedding and head share: nothing computes it."""
+    return replace(layer, forward_s=0.0, input_grad_s=0.0, weight_grad_s=0.0, activation_bytes=0)
+
+
 @st.composite
 def costs_of(draw, blocks):
     middle = draw(
@@ -49,8 +54,10 @@ def costs_of(draw, blocks):
             layers().map(lambda one: [one] * blocks), st.lists(layers(), min_size=blocks, max_size=blocks)
         )
     )
+    tied = draw(st.none() | layers().map(weight_alone))
     return Costs(
         layers=(draw(layers((0.01, 1.0))), *middle, draw(layers((0.1, 2.0)))),
+        tied=tied,
         message_bytes=draw(st.integers(0, 10)),
         link_latency_s=draw(st.sampled_from((0.0, 0.01, 0.3))),
         link_bytes_per_s=draw(st.sampled_from((1e4, 1e2))),
@@ -63,15 +70,16 @@ def jobs(draw):
     """(job, profile, state, config) of a healthy cluster, perhaps with a slow worker."""
     pp, dp = draw(st.integers(1, 5)), draw(st.integers(1, 4))
     blocks = draw(st.integers(pp, 3 * pp))
+    profile = Profile(costs=draw(costs_of(blocks)), group_build_s=draw(st.sampled_from((0.0, 0.1, 5.0))))
     job = JobSpec(
         num_layers=2 + blocks,
+        is_tied=profile.costs.tied is not None,
         pipeline_model_parallel_size=pp,
         tensor_model_parallel_size=1,
         num_microbatches=dp * draw(st.integers(1, 4)),
         tokens_per_step=1000,
         train_steps=10,
     )
-    profile = Profile(costs=draw(costs_of(blocks)), group_build_s=draw(st.sampled_from((0.0, 0.1, 5.0))))
     state = initial_state(nodes=tuple(i // 4 for i in range(pp * dp)))
     slow = draw(st.none() | st.tuples(st.sampled_from(state.ranks), st.sampled_from((0.7, 0.3))))
     if slow:
@@ -85,7 +93,7 @@ def jobs(draw):
 
 def check_plan(plan, job, profile, state):
     layout = plan.layout.check()
-    assert layout.num_layers == job.num_layers
+    assert (layout.num_layers, layout.tied) == (job.num_layers, job.is_tied)
     assert layout.num_microbatches == job.num_microbatches
     assert set(layout.workers) <= set(state.alive)
     speeds = {w.worker: w.speed for w in state.workers}

@@ -65,6 +65,7 @@ def job_of(args: Any, config: OdysseyConfig, split: span.Split, *, optimizer_cop
     return JobSpec(
         num_layers=args.num_layers + 2,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_tied=not args.untie_embeddings_and_output_weights,
         # A stage without a transformer layer, as Megatron's may be, is none of a plan's.
         stage_layers=split.stage_layers if all(split.stage_layers) else (),
         tensor_model_parallel_size=args.tensor_model_parallel_size,
@@ -87,6 +88,7 @@ def profile_of(args: Any, transformer_config: Any, config: OdysseyConfig) -> Pro
         seq_length=args.seq_length,
         micro_batch_size=args.micro_batch_size,
         vocab_size=args.padded_vocab_size,
+        is_tied=not args.untie_embeddings_and_output_weights,
     )
 
 
@@ -201,6 +203,7 @@ def spec_of(args: Any, config: Any, split: span.Split, model_provider: Any) -> M
         optimizer_config=optimizer_config,
         config_overrides=overrides,
         seed=args.seed,
+        is_tied=not args.untie_embeddings_and_output_weights,
         ddp_config=ddp_config(args),
         stages=split.chunks(),
         seed_stage=seed_stage,

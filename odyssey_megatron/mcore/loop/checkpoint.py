@@ -32,12 +32,18 @@ def prepare(model: MegatronModel, block: LayerBlock) -> None:
 
     def sharded_state_dict(*args: Any, **kwargs: Any) -> Any:
         offset = max(block.first - 1, 0)
-        with span.building(offset, len(chunk.decoder.layers)):
+        with span.building(offset, len(chunk.decoder.layers)), block.shown() as elsewhere:
             state = original(chunk, *args, **kwargs)
         places = {
             id(one): model.place_in(layer.index) for layer in block.layers for one in layer.parameters()
         }
         others = model.place_in(block.first)
+        shared = [name for name, shard in state.items() if shard.data is block.borrowed]
+        for name in shared:  # of the embedding's copy and the head's one is as good as the other
+            state[name].replica_id = (0, *state[name].replica_id[1:])
+            places[id(block.borrowed)] = model.place_in(block.spec.tied)
+            if elsewhere:  # in another chunk of this worker
+                del state[name]
         for shard in _shards(state):  # only the first of the holders writes
             shard.replica_id = (*shard.replica_id[:-1], places.get(id(shard.data), others))
         return state
@@ -161,7 +167,7 @@ class OptimizerView:
                 break
 
     def _kept(self) -> list[tuple[HeldLayer, LayerOptimizer]]:
-        layers = [layer for block in self._model.blocks for layer in block.layers]
+        layers = self._model.layers
         return [(layer, layer.optimizer) for layer in layers if layer.optimizer is not None]
 
     def _assembled(self) -> Any:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from odyssey_megatron.errors import HoldersDiffer
 from odyssey_megatron.execute.left_out import dispensable
+from odyssey_megatron.mcore.model.layers import HeldLayer
 from odyssey_megatron.names import layer_name
 from odyssey_megatron.plan.layout import Layout
 
@@ -50,6 +51,17 @@ def digest(tensors: Iterable[torch.Tensor]) -> bytes:
     return result.digest()
 
 
+def digests(layers: Iterable[HeldLayer]) -> dict[tuple[int, int], bytes]:
+    """Of the weights of each layer, and of its optimizer state where it is kept."""
+    result = {}
+    for layer in layers:
+        result[layer.index, 0] = digest(layer.weights().values())
+        if layer.optimizer is not None:
+            with layer.optimizer.parking.at_hand():
+                result[layer.index, 1] = digest(layer.optimizer.state_tensors().values())
+    return result
+
+
 def odd_ones(
     mine: Digests, group: dist.ProcessGroup, *, rank: int, shard: int, cell_size: int, layout: Layout
 ) -> dict[int, str]:
@@ -66,7 +78,7 @@ def odd_ones(
         HoldersDiffer: on every rank alike, if it is not clear who is right.
     """
     num_layers = layout.num_layers
-    row = torch.full((2 + num_layers * len(KINDS),), NOTHING, dtype=torch.int64)
+    row = torch.full((2 + len(layout.all_holders) * len(KINDS),), NOTHING, dtype=torch.int64)
     row[:2] = torch.tensor([rank, shard])
     for (layer, kind), value in mine.items():
         row[2 + layer * len(KINDS) + kind] = int.from_bytes(value[:8], "big", signed=True)

@@ -1,14 +1,15 @@
 """The layers that this rank holds, and the blocks (model chunks) that it assembles from them.
 
-A :class:`HeldLayer` is one planner layer (0 embedding, 1..n transformer layers, n+1 head) with its
-optimizer: what moves when a layer moves. A :class:`LayerBlock` is an ordinary Megatron model chunk with its
-own DDP wrapper, put together from held layers for the layout at hand and thrown away with it; its layers
-live on.
+A :class:`HeldLayer` is one planner layer (0 embedding, 1..n transformer layers, n+1 head, and behind it the weight that
+embedding and head share, if they do) with its optimizer: what moves when a layer moves. A :class:`LayerBlock` is an
+ordinary Megatron model chunk with its own DDP wrapper, put together from held layers for the layout at hand and thrown
+away with it; its layers live on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 
+from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.mcore.model import rng, span, te
 from odyssey_megatron.mcore.model.optimizer import LayerOptimizer
 
@@ -44,6 +46,8 @@ class ModelSpec:
     """Of groups of parameters: what the flags say, and what a checkpoint has said in its place, which Megatron
     believes. Filled once, before the first step.
     """
+    is_tied: bool = False
+    """Embedding and head share a weight: the provider's models have ``share_embeddings_and_output_weights``."""
     stages: tuple[tuple[tuple[int, int], ...], ...] = ()
     """Of each of Megatron's own stages the planner layers [first, last) of its chunks, if initial weights are to be as
     Megatron's: drawn stage by stage, and chunk by chunk. Without them those of a layer depend on (seed, layer) alone.
@@ -59,6 +63,24 @@ class ModelSpec:
     @property
     def head(self) -> int:
         return self.num_layers - 1
+
+    @property
+    def tied(self) -> int:
+        """The number of the shared weight (``Layout.tied``)."""
+        return self.num_layers
+
+
+class SharedWeight(torch.nn.Module):
+    """What embedding and head have in common, where it belongs to neither."""
+
+    def __init__(self, weight: torch.nn.Parameter):
+        super().__init__()
+        self.weight = weight
+        weight.odyssey_shared = True  # type: ignore[attr-defined]
+
+
+def _is_shared(parameter: torch.nn.Parameter) -> bool:
+    return getattr(parameter, "odyssey_shared", False)
 
 
 def main_grad(parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -88,6 +110,13 @@ class HeldLayer(torch.nn.Module):
                     seeds.attach(self.parts[name], index)
         self.optimizer = LayerOptimizer(self, spec, groups) if kept else None
 
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Of an embedding or head without what they share, be it lent to them."""
+        shares = "shared" in self.parts
+        for name, parameter in super().named_parameters(*args, **kwargs):
+            if shares or not _is_shared(parameter):
+                yield name, parameter
+
     def moved_tensors(self) -> dict[str, torch.Tensor]:
         """Everything that a new holder needs, in an order that is the same on every rank."""
         return self.weights() | (self.optimizer.state_tensors() if self.optimizer else {})
@@ -110,23 +139,45 @@ def initial_parts(
     wanted, found = set(indices), {}
     if not spec.stages:
         for index in sorted(wanted):
+            drawn_with = 0 if index == spec.tied else index
             rng.set_state(
-                spec.seed, step=rng.INITIAL, microbatch=rng.INITIAL, layer=index, tp_rank=groups.tp.rank()
+                spec.seed,
+                step=rng.INITIAL,
+                microbatch=rng.INITIAL,
+                layer=drawn_with,
+                tp_rank=groups.tp.rank(),
             )
-            found[index] = build_parts(spec, index, index + 1, groups)[index]
+            found[index] = build_part(spec, index, groups)
     for stage, chunks in enumerate(spec.stages):
-        if any(wanted & set(range(first, last)) for first, last in chunks):
+        if any(
+            wanted & {*range(first, last), *([spec.tied] if first == 0 else [])} for first, last in chunks
+        ):
             spec.seed_stage(stage)
             for first, last in chunks:
                 found |= build_parts(spec, first, last, groups)
     return {index: found[index] for index in sorted(wanted)}
 
 
+def build_part(spec: ModelSpec, layer: int, groups: ProcessGroupCollection) -> torch.nn.ModuleDict:
+    """The modules of one planner layer."""
+    first = 0 if layer == spec.tied else layer
+    return build_parts(spec, first, first + 1, groups)[layer]
+
+
 def build_parts(
     spec: ModelSpec, first: int, last: int, groups: ProcessGroupCollection
 ) -> dict[int, torch.nn.ModuleDict]:
-    """The modules of planner layers ``[first, last)``, by layer."""
+    """The modules of planner layers ``[first, last)``, by layer; with the embedding the weight that it shares.
+
+    Raises:
+        ConfigError: they share otherwise than ``spec`` says.
+    """
     chunk = _build_chunk(spec, first, last, groups)
+    if getattr(chunk, "share_embeddings_and_output_weights", False) != spec.is_tied:
+        raise ConfigError(
+            f"the model provider's share_embeddings_and_output_weights is {not spec.is_tied}, and ModelSpec.is_tied "
+            f"{spec.is_tied}. Set both to the same."
+        )
     parts: dict[int, dict[str, torch.nn.Module]] = {}
     if first == 0:
         parts[0] = {"embedding": chunk.embedding}
@@ -137,6 +188,11 @@ def build_parts(
             "final_layernorm": chunk.decoder.final_layernorm,
             "output_layer": chunk.output_layer,
         }
+    if spec.is_tied and first == 0:
+        parts[spec.tied] = {"shared": SharedWeight(chunk.embedding.word_embeddings.weight)}
+    if spec.is_tied:
+        for module in _places(chunk):
+            _lend(module, None)
     device, dtype = torch.cuda.current_device(), spec.config.params_dtype
     built = {
         index: torch.nn.ModuleDict(modules).to(device=device, dtype=dtype) for index, modules in parts.items()
@@ -146,16 +202,42 @@ def build_parts(
     return built
 
 
+def _places(chunk: Any) -> list[torch.nn.Module]:
+    """The modules of a chunk that the shared weight could be in; where both are, the head takes the embedding's."""
+    places = [chunk.embedding.word_embeddings] if chunk.pre_process else []
+    return [*places, chunk.output_layer] if chunk.post_process else places
+
+
+def _lend(module: torch.nn.Module, weight: torch.nn.Parameter | None, *, hidden: bool = False) -> None:
+    """``module`` computes with ``weight`` from now on, and has it among its parameters unless that is ``hidden``."""
+    module.__dict__.pop("weight", None)
+    module.register_parameter("weight", None if hidden else weight)
+    if hidden:
+        del module._parameters["weight"]
+        module.__dict__["weight"] = weight
+
+
 def _build_chunk(
     spec: ModelSpec, first: int, last: int, groups: ProcessGroupCollection, *, empty: bool = False
 ) -> Any:
     """Megatron's model of planner layers ``[first, last)``; without its transformer layers if ``empty``."""
     offset = max(first - 1, 0)
     count = 0 if empty else min(last, spec.head) - 1 - offset
-    with span.building(offset, max(count, 0)):
+    with span.building(offset, max(count, 0)), _in_one_stage(spec):
         return spec.model_provider(
             pre_process=first == 0, post_process=last == spec.num_layers, pg_collection=groups
         )
+
+
+@contextlib.contextmanager
+def _in_one_stage(spec: ModelSpec) -> Iterator[None]:
+    """In the body Megatron does not give the last stage a copy of the embedding's weight, and sums no first values."""
+    stages = spec.config.pipeline_model_parallel_size
+    spec.config.pipeline_model_parallel_size = 1 if spec.is_tied else stages
+    try:
+        yield
+    finally:
+        spec.config.pipeline_model_parallel_size = stages
 
 
 def empty_chunk(spec: ModelSpec, groups: ProcessGroupCollection) -> Any:
@@ -173,8 +255,22 @@ class LayerBlock:
     """
 
     def __init__(self, spec: ModelSpec, layers: Sequence[HeldLayer], groups: ProcessGroupCollection):
-        self.layers = tuple(layers)
+        self.spec, self.layers = spec, tuple(layers)
         self.first, self.last = layers[0].index, layers[-1].index + 1
+        self.is_chunk = self.first != spec.tied
+        """One of Megatron's, and not the shared weight alone."""
+        self.borrowed: torch.nn.Parameter | None = None
+        # The parts have the model's dtype already. Megatron's Float16Module would ask parallel_state which stage this
+        # is, and every chunk of a cell of one is the last there.
+        chunk = self._chunk(groups) if self.is_chunk else layers[0]
+        chunk.to(device=torch.cuda.current_device())
+        self.model = DistributedDataParallel(
+            spec.config, spec.ddp_config, chunk, disable_bucketing=True, pg_collection=groups
+        )
+        self.model.train()
+
+    def _chunk(self, groups: ProcessGroupCollection) -> Any:
+        spec, layers = self.spec, self.layers
         chunk = _build_chunk(spec, self.first, self.last, groups, empty=True)
         if self.first == 0:
             chunk.embedding = layers[0].parts["embedding"]
@@ -184,13 +280,34 @@ class LayerBlock:
         inner = [layer.parts["layer"] for layer in layers if layer.index not in (0, spec.head)]
         chunk.decoder.layers = torch.nn.ModuleList(inner)
         chunk.decoder.num_layers_per_pipeline_rank = len(inner)
-        # The parts have the model's dtype already. Megatron's Float16Module would ask parallel_state which stage this
-        # is, and every chunk of a cell of one is the last there.
-        chunk.to(device=torch.cuda.current_device())
-        self.model = DistributedDataParallel(
-            spec.config, spec.ddp_config, chunk, disable_bucketing=True, pg_collection=groups
-        )
-        self.model.train()
+        for module in _places(chunk) if spec.is_tied else ():
+            _lend(module, None)  # its gradient is summed elsewhere
+        return chunk
+
+    def borrow(self, weight: torch.nn.Parameter, *, hidden: bool) -> bool:
+        """Embedding and head compute with ``weight``; whether either is here.
+
+        Args:
+            hidden: another chunk of this worker shows it to Megatron.
+        """
+        places = _places(self.model.module)
+        for module in places[:1]:
+            _lend(module, weight, hidden=hidden)
+        self.borrowed = weight if places else None
+        return bool(places)
+
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[bool]:
+        """In the body Megatron sees the borrowed weight, hidden or not; gives whether it is."""
+        modules = _places(self.model.module) if self.borrowed is not None else []
+        hidden = [module for module in modules if "weight" in module.__dict__]
+        for module in hidden:
+            _lend(module, self.borrowed)
+        try:
+            yield bool(hidden)
+        finally:
+            for module in hidden:
+                _lend(module, self.borrowed, hidden=True)
 
     @property
     def gradients(self) -> list[torch.Tensor]:
@@ -213,3 +330,13 @@ class LayerBlock:
 
     def zero_gradients(self) -> None:
         self.model.zero_grad_buffer()
+
+
+def lend(chunks: Iterable[LayerBlock], held: Mapping[int, HeldLayer]) -> None:
+    """Embedding and head among a worker's ``chunks`` compute with the one weight that they share, if they do; Megatron
+    sees it in the first of them.
+    """
+    lent = False
+    for chunk in chunks:
+        if shared := held.get(chunk.spec.tied):
+            lent |= chunk.borrow(*shared.parameters(), hidden=lent)

@@ -17,13 +17,14 @@ from odyssey_megatron.mcore.loop import outcome
 from odyssey_megatron.mcore.loop.data import MicrobatchSource
 from odyssey_megatron.mcore.loop.outcome import StepOutcome
 from odyssey_megatron.mcore.model import groups, rng, span, te
-from odyssey_megatron.mcore.model.holders import digest, odd_ones
+from odyssey_megatron.mcore.model.holders import digests, odd_ones
 from odyssey_megatron.mcore.model.layers import (
     HeldLayer,
     LayerBlock,
     ModelSpec,
-    build_parts,
+    build_part,
     initial_parts,
+    lend,
     main_grad,
 )
 from odyssey_megatron.mcore.model.optimizer import LayerOptimizer, LearningRate
@@ -95,12 +96,17 @@ class MegatronModel:
 
     @property
     def blocks(self) -> list[LayerBlock]:
-        """This worker's, in the order of their layers."""
-        return [self._blocks[span] for span in sorted(self._blocks)]
+        """This worker's chunks of Megatron's model, in the order of their layers."""
+        return [self._blocks[span] for span in sorted(self._blocks) if self._blocks[span].is_chunk]
+
+    @property
+    def layers(self) -> list[HeldLayer]:
+        """This worker's under the layout at hand, in their order."""
+        return [layer for span in sorted(self._blocks) for layer in self._blocks[span].layers]
 
     def place_in(self, layer: int) -> int:
         """This worker's place among the holders of ``layer``, those that keep its optimizer state first."""
-        keepers, holders = self._layout.states[layer], self._layout.holders[layer]
+        keepers, holders = self._layout.states[layer], self._layout.all_holders[layer]
         return [*keepers, *(worker for worker in holders if worker not in keepers)].index(self._worker)
 
     # -- layout ---------------------------------------------------------------------------------------------------
@@ -138,7 +144,7 @@ class MegatronModel:
         """
         held = self._held.get(layer)
         if held is None:
-            parts = build_parts(self.spec, layer, layer + 1, self._groups)[layer]
+            parts = build_part(self.spec, layer, self._groups)
             held = self._incoming[layer] = self._hold(layer, parts, kept=False)
         optimizer = self._incoming_states[layer] = LayerOptimizer(held, self.spec, self._groups)
         return held.weights() | optimizer.state_tensors()
@@ -157,7 +163,7 @@ class MegatronModel:
 
     def idle_block(self) -> LayerBlock:
         """A block of one transformer layer that this worker does not hold, for Megatron's code to look at."""
-        parts = build_parts(self.spec, 1, 2, self._groups)[1]
+        parts = build_part(self.spec, 1, self._groups)
         return LayerBlock(self.spec, [self._hold(1, parts, kept=False)], self._groups)
 
     def forget(self) -> None:
@@ -194,7 +200,7 @@ class MegatronModel:
         if unsent:
             raise TransferIncomplete(f"worker {worker} was not sent layer(s) {unsent}")
         for layer in missing:  # only weights, which come like after every step
-            parts = build_parts(self.spec, layer, layer + 1, self._groups)[layer]
+            parts = build_part(self.spec, layer, self._groups)
             self._held[layer] = self._hold(layer, parts, kept=False)
         kept, self._blocks = self._blocks, {}
         sums = {layer.index: _gradients_of(layer) for block in kept.values() for layer in block.layers}
@@ -211,9 +217,10 @@ class MegatronModel:
                 flight.weight_grads.flush_bound()
             self._blocks[block.first, block.last] = LayerBlock(self.spec, layers, self._groups)
             for held in layers:
-                if held.index in sums:  # of an interrupted step: they go on
-                    torch._foreach_copy_(_gradients_of(held), sums[held.index])
+                if of_interrupted_step := sums.get(held.index):  # they go on
+                    torch._foreach_copy_(_gradients_of(held), of_interrupted_step)
         self._layout, self._worker = layout, worker
+        lend(self.blocks, self._held)
 
     # -- one step -------------------------------------------------------------------------------------------------
 
@@ -367,7 +374,7 @@ class MegatronModel:
         """This rank's share of the sum of all squared parameters: of each layer the first of those that keep its
         optimizer state counts it.
         """
-        first = [layer for block in self.blocks for layer in block.layers if not self.place_in(layer.index)]
+        first = [layer for layer in self.layers if not self.place_in(layer.index)]
         return outcome.squared_weights(first, self._tp_rank)
 
     def local_losses(self) -> torch.Tensor:
@@ -399,7 +406,7 @@ class MegatronModel:
         clip = self.spec.optimizer_config.clip_grad
         if clip > 0.0 and grad_norm > 0.0:
             scale *= min(1.0, clip / (grad_norm + 1.0e-6))
-        layers = [layer for block in self._blocks.values() for layer in block.layers]
+        layers = self.layers
         assert self.learning_rate is not None
         for layer in layers:
             if self._worker not in self._layout.states[layer.index]:
@@ -434,6 +441,10 @@ class MegatronModel:
         fetched, ours = self.source.fetched, sorted(self._losses) if self._tp_rank == 0 else ()
         return {microbatch: fetched[microbatch] for microbatch in ours if microbatch in fetched}
 
+    def _current(self) -> list[HeldLayer]:
+        """Others have not got the last step, and go with the next."""
+        return [self._held[layer] for layer in self._layout.held_by(self._worker)]
+
     def digests(self) -> dict[str, str]:
         """Held layer -> SHA-256 of its weights, and ``N.optimizer`` of the state kept: equal wherever they are. Of a
         shard ``N.tpR``.
@@ -441,20 +452,8 @@ class MegatronModel:
         shard, kinds = f".{self.shard}" if self.shard else "", ("", ".optimizer")
         return {
             f"{layer}{shard}{kinds[kind]}": value.hex()[:16]
-            for (layer, kind), value in self._digests().items()
+            for (layer, kind), value in digests(self._current()).items()
         }
-
-    def _digests(self) -> dict[tuple[int, int], bytes]:
-        result = {}
-        for index in self._layout.held_by(
-            self._worker
-        ):  # others have not got the last step, and go with the next
-            layer = self._held[index]
-            result[index, 0] = digest(layer.weights().values())
-            if layer.optimizer is not None:
-                with layer.optimizer.parking.at_hand():
-                    result[index, 1] = digest(layer.optimizer.state_tensors().values())
-        return result
 
     def odd_holders(self, world: dist.ProcessGroup, *, rank: int) -> dict[int, str]:
         """Worker -> what it has otherwise than the other holders of a layer; empty if all have the same bytes.
@@ -463,12 +462,17 @@ class MegatronModel:
         """
         cell_size = self._groups.tp.size()
         return odd_ones(
-            self._digests(), world, rank=rank, shard=self._tp_rank, cell_size=cell_size, layout=self._layout
+            digests(self._current()),
+            world,
+            rank=rank,
+            shard=self._tp_rank,
+            cell_size=cell_size,
+            layout=self._layout,
         )
 
     def state_bytes(self) -> int:
         """Of weights, gradients and optimizer state of everything held, without :meth:`host_bytes`."""
-        gradients = sum(buffer.nbytes for block in self.blocks for buffer in block.gradients)
+        gradients = sum(buffer.nbytes for block in self._blocks.values() for buffer in block.gradients)
         return gradients + sum(map(self.moved_bytes, self._held)) - self.host_bytes()
 
     def host_bytes(self) -> int:

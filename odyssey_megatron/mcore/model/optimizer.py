@@ -49,7 +49,8 @@ class LayerOptimizer:
         self._names = {id(main): names[id(shown)] for shown, main in pairs(self._megatron)}
         self._model_parameters = set(module.parameters())
         take_over(self.param_groups, spec.loaded_groups)
-        _create_state(self._megatron.optimizer)
+        if self._megatron.optimizer is not None:  # there are parameters
+            _create_state(self._megatron.optimizer)
         self.parking = Parking([tensor for tensor in self._state_tensors().values() if tensor.dim()])
 
     @property
@@ -58,7 +59,7 @@ class LayerOptimizer:
 
     def _states(self) -> list[tuple[torch.Tensor, dict[str, Any]]]:
         inner = self._megatron.optimizer
-        return [(p, inner.state[p]) for group in inner.param_groups for p in group["params"]]
+        return [(p, inner.state[p]) for group in self.param_groups for p in group["params"]]
 
     def entries(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, dict[str, Any]]]:
         """(model parameter, the parameter that is optimized, its state); the two are one unless in 16 bits."""
@@ -95,7 +96,8 @@ class LayerOptimizer:
         self.parking.fetch()
         self._megatron.prepare_grads()
         gradients = [p.grad for group in self._megatron.param_groups for p in group["params"]]
-        torch._foreach_mul_(gradients, scale)
+        if gradients:  # an embedding whose only weight is the head's, too, has none
+            torch._foreach_mul_(gradients, scale)
         self._megatron.step_with_ready_grads()
         self._megatron.zero_grad()
 
@@ -159,7 +161,7 @@ def pairs(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     ):
         yield from zip(shown, main, strict=True)
     whole = getattr(optimizer, "fp32_from_fp32_groups", None)
-    groups = [group["params"] for group in optimizer.optimizer.param_groups] if whole is None else whole
+    groups = [group["params"] for group in optimizer.param_groups] if whole is None else whole
     for group in groups:
         yield from zip(group, group, strict=True)
 

@@ -47,7 +47,7 @@ def drop_pipelines(previous: Layout, alive: Collection[int]) -> Layout:
             heapreplace(shares, (share + 1, least))
             paths[microbatch] = whole[least].hops
     holders = tuple(tuple(w for w in held if w in there) for held in previous.holders)
-    return Layout(holders=holders, routes=group_routes(paths)).check()
+    return Layout(holders=holders, routes=group_routes(paths), tied=previous.tied).check()
 
 
 POLICY = Drop()

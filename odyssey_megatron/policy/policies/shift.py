@@ -66,7 +66,7 @@ def shift_layers(rerouted: Layout, costs: Costs, speeds: Mapping[int, float] | N
         for stage, (first, last) in enumerate(zip(starts, moved, strict=True))
         for _ in range(first, last)
     )
-    return Layout(holders=holders, routes=routes).check()
+    return Layout(holders=holders, routes=routes, tied=rerouted.tied).check()
 
 
 POLICY = Shift()

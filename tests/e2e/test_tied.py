@@ -1,0 +1,95 @@
+"""Embedding and head share a weight: wherever they lie, it is one state, and a run with failures equals one without."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e.jobs import BFLOAT16, LONG, assert_alike_runs, assert_equal_runs
+from tests.e2e.test_exactness import ALONE, CASES, SHARDED
+from tests.e2e.test_rejoin import ONCE, members
+
+TIED = "--share-embeddings-and-output-weights"
+MORE = {
+    "redone": (
+        (8, 4), "auto", "rank=7,step=2,at=backward;rank=0,step=4,at=weight_grad", "--odyssey-interrupted-step redo",
+    ),
+    "cells": ((8, 2), "replan", "rank=0,step=1,at=backward;rank=6,step=3,at=reduce", "--tensor-model-parallel-size 2"),
+    "sequence-parallel-cells": (
+        (8, 2), "auto", "rank=7,step=2,at=weight_grad", "--tensor-model-parallel-size 2 --sequence-parallel",
+    ),
+    "ran-ahead": ((4, 4), "auto", "rank=3,step=2,at=backward", "--odyssey-redundancy compute"),
+    "on-the-host": (
+        (8, 2), "auto", "rank=0,step=1,at=commit;rank=5,step=3,at=param_gather",
+        "--use-distributed-optimizer --odyssey-spare-state host",
+    ),
+    "momentum": ((8, 4), "replan", "rank=7,step=0,at=backward;rank=0,step=3,at=optimizer", "--optimizer sgd --lr 0.3"),
+}  # fmt: skip
+ALWAYS = {"forward-first", "two-at-once"}
+"""In every run of the tests; the others by the marker, and a few of them in each run of CI."""
+
+
+def _cases(cases):
+    return [pytest.param(one, marks=() if one in ALWAYS else pytest.mark.matrix) for one in cases]
+
+
+@pytest.mark.parametrize("case", _cases(CASES))
+def test_a_run_with_failures_equals_one_without(jobs, undisturbed, name, case):
+    (ranks, stages), policy, inject = CASES[case]
+    flags = f"{TIED} --odyssey-policy {policy} --odyssey-inject {inject}"
+    shot = jobs.run(name, ranks=ranks, stages=stages, flags=flags)
+    assert_equal_runs(shot, undisturbed(TIED), kills=inject.count("rank="))
+
+
+@pytest.mark.parametrize("case", _cases(SHARDED))
+def test_no_rank_takes_optimizer_state_with_it(jobs, undisturbed, name, case):
+    (ranks, stages), policy, inject = SHARDED[case]
+    flags = f"{TIED} --use-distributed-optimizer --odyssey-policy {policy} --odyssey-inject {inject}"
+    shot = jobs.run(name, ranks=ranks, stages=stages, flags=flags)
+    assert_equal_runs(shot, undisturbed(TIED), kills=inject.count("rank="))
+    first = shot.named("decision")[0]["layout"]
+    assert first["tied"]
+    assert len(first["keepers"]) == len(first["holders"]) + 1
+    assert all(len(keepers) == 2 for keepers in first["keepers"])
+
+
+@pytest.mark.parametrize("case", [pytest.param(one, marks=pytest.mark.matrix) for one in MORE])
+def test_with_other_flags(jobs, undisturbed, name, case):
+    (ranks, stages), policy, inject, more = MORE[case]
+    flags = f"{TIED} {more} --odyssey-policy {policy} --odyssey-inject {inject}"
+    shot = jobs.run(name, ranks=ranks, stages=stages, flags=flags)
+    same = more if "sgd" in more else ""
+    reference = undisturbed(f"{TIED} {more}") if "tensor" in more else undisturbed(f"{TIED} {same}".strip())
+    assert_equal_runs(shot, reference, kills=inject.count("rank="))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("victim", [0, 3, 7])
+def test_a_rank_that_comes_back(jobs, undisturbed, name, victim):
+    inject = f"rank={victim},step=2,at=backward"
+    shot = jobs.run(
+        name,
+        ranks=8,
+        stages=4,
+        flags=f"{TIED} {LONG} {ONCE} --odyssey-policy replan --odyssey-inject {inject}",
+    )
+    assert_equal_runs(shot, undisturbed(f"{TIED} {LONG}"), kills=1)
+    assert members(shot)[0] == members(shot)[-1] == 8
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("case", ALONE)
+def test_a_shadow_takes_over_without_data_parallelism(jobs, undisturbed, name, case):
+    policy, inject = ALONE[case]
+    flags = f"{TIED} --odyssey-redundancy state --odyssey-policy {policy} --odyssey-inject {inject}"
+    shot = jobs.run(name, ranks=4, stages=4, flags=flags)
+    assert_equal_runs(shot, undisturbed(TIED), kills=inject.count("rank="))
+
+
+@pytest.mark.matrix
+def test_in_16_bits(jobs, undisturbed, name):
+    (ranks, stages), policy, inject = SHARDED["in-a-row"]
+    flags = (
+        f"--use-distributed-optimizer {BFLOAT16} {TIED} --odyssey-policy {policy} --odyssey-inject {inject}"
+    )
+    shot = jobs.run(name, ranks=ranks, stages=stages, flags=flags)
+    assert_alike_runs(shot, undisturbed(f"{BFLOAT16} {TIED}"), kills=inject.count("rank="))
