@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.megatron_lm.jobs import MOCK, assert_same_lines
+from tests.megatron_lm.jobs import FLOAT32, MOCK, assert_same_lines
 from tests.megatron_lm.test_flags import INTERLEAVED
 
 TIED = "--untie-embeddings-and-output-weights"
@@ -38,3 +38,36 @@ def test_lines_are_those_of_plain_megatron_lm(jobs, name, case):
     assert_same_lines(run, jobs.plain(flags, ranks=ranks, stages=stages, without=TIED))
     cell = 2 if case == "cells" else 1
     assert len(run.killed) == cell * inject.count("rank="), run.log[-3000:]
+
+
+SAVES = {
+    "every-holder": (6, 2, ""),
+    "by-bucket": (4, 2, "--use-distributed-optimizer"),
+    "by-parameter": (4, 2, "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable --bf16"),
+    "cells": (8, 2, "--use-distributed-optimizer --tensor-model-parallel-size 2 --bf16"),
+    "learned-positions": (2, 1, "--use-distributed-optimizer --position-embedding-type learned_absolute"),
+}
+
+
+@pytest.mark.parametrize("case", SAVES)
+def test_checkpoints_come_from_plain_megatron_lm_and_go_there(jobs, name, case):
+    """Saved by a plain job, gone on with in another layout and saved by survivors, gone on with by a plain job."""
+    ranks, stages, flags = SAVES[case]
+    folders = [jobs.folder / f"{name}-{which}" for which in ("plain", "ours")]
+    usual = f"{MOCK} {flags}"
+    saving = "--save-interval 2 --exit-interval {}"
+    jobs.plain(f"{usual} --save {folders[0]} {saving.format(2)}", ranks=ranks, stages=stages, without=TIED)
+    whole = jobs.plain(usual, ranks=ranks, stages=stages, without=TIED)
+    run = jobs.odyssey(
+        f"{name}-on", f"{usual} --load {folders[0]} --save {folders[1]} {saving.format(4)} --odyssey-redundancy state",
+        ranks=8 if case == "cells" else 4, stages=4, without=TIED,
+        inject="rank=3,step=2,at=backward;rank=0,step=3,at=reduce",
+    )  # fmt: skip
+    assert run.exit_code == 0, run.log[-3000:]
+    assert {0, 3} <= set(run.killed)
+    last = jobs.plain(f"{usual} --load {folders[1]}", ranks=ranks, stages=stages, without=TIED)
+    rel = 2e-3 if "bf16" in flags else FLOAT32
+    for ours, theirs in ((run.iterations[0], whole.iterations[2]), (last.iterations[0], whole.iterations[4])):
+        assert (ours.number, ours.lr) == (theirs.number, theirs.lr)
+        assert ours.loss == pytest.approx(theirs.loss, rel=rel)
+        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=rel, abs=1.1e-3)

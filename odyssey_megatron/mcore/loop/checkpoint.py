@@ -38,7 +38,8 @@ def prepare(model: MegatronModel, block: LayerBlock) -> None:
             id(one): model.place_in(layer.index) for layer in block.layers for one in layer.parameters()
         }
         others = model.place_in(block.first)
-        shared = [name for name, shard in state.items() if shard.data is block.borrowed]
+        known = state.items() if block.borrowed is not None else ()
+        shared = [name for name, shard in known if shard.data is block.borrowed]
         for name in shared:  # of the embedding's copy and the head's one is as good as the other
             state[name].replica_id = (0, *state[name].replica_id[1:])
             places[id(block.borrowed)] = model.place_in(block.spec.tied)
@@ -136,7 +137,7 @@ class OptimizerView:
         return state
 
     def _slices(self) -> dict[int, shards.Slice]:
-        layers = [layer for block in self._model.blocks for layer in block.layers]
+        layers = self._model.layers
         slices = self._saved.slices(layers, self._model.spec.config, self._cell)
         return {
             id(one): slices[layer.index, name] for layer in layers for name, one in layer.named_parameters()

@@ -114,11 +114,12 @@ class Saved:
         mine = {one.index: [(name, p.numel()) for name, p in one.named_parameters()] for one in held}
         dist.all_gather_object(found, mine)
         numels = {layer: parameters for one in found for layer, parameters in one.items()}
+        tied = behind if (behind := config.num_layers + 2) in numels else None
         stored, result = _stored_buckets(self.folder), dict[Parameter, Slice]()
         for stage, chunks in enumerate(_split(config, self.args).chunks()):
             parameters = [
-                [((layer, name), numel) for layer in range(first, last) for name, numel in numels[layer]]
-                for first, last in chunks
+                [((layer, name), numel) for layer in _of_chunk(*chunk, tied) for name, numel in numels[layer]]
+                for chunk in chunks
             ]
             for buffer, chunk in enumerate(filter(None, parameters)):
                 buckets = stored.get((stage * tp_size + cell.tp.rank(), buffer), [])
@@ -138,6 +139,16 @@ class Saved:
             "the --tensor-model-parallel-size that it was saved with; or let plain Megatron-LM load it with these, and "
             "save it again with --dist-ckpt-optim-fully-reshardable; or begin with its weights alone: --no-load-optim."
         )
+
+
+def _of_chunk(first: int, last: int, tied: int | None) -> list[int]:
+    """The layers of a chunk of Megatron's in the order of their parameters: a weight that embedding and head share is
+    the embedding's first, and where the head is in another chunk, its last. ``tied``: its number.
+    """
+    layers = [*range(first, last)]
+    if tied is None or (0 < first and last < tied):
+        return layers
+    return [*layers, tied] if first else [tied, *layers]
 
 
 def _stored_buckets(folder: str) -> dict[tuple[int, int], list[tuple[str, int]]]:
