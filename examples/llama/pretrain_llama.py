@@ -48,7 +48,11 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--qk-layernorm", action="store_true", help="norms on queries and keys")
     parser.add_argument("--optimizer", default="adam", choices=("adam", "sgd"), help="Megatron's")
-    parser.add_argument("--bf16", action="store_true", help="train in bfloat16 with float32 main parameters")
+    precision = parser.add_mutually_exclusive_group()
+    precision.add_argument(
+        "--bf16", action="store_true", help="train in bfloat16 with float32 main parameters"
+    )
+    precision.add_argument("--fp16", action="store_true", help="in float16, with a dynamic loss scale")
     parser.add_argument(
         "--use-distributed-optimizer",
         action="store_true",
@@ -93,6 +97,7 @@ def transformer_config(args: argparse.Namespace, dtype: Any) -> Any:
             params_dtype=dtype,
             pipeline_dtype=dtype,
             bf16=args.bf16,
+            fp16=args.fp16,
             calculate_per_token_loss=True,
             deallocate_pipeline_outputs=True,
             gradient_accumulation_fusion=False,
@@ -117,7 +122,8 @@ def model_spec(args: argparse.Namespace, float64: bool) -> Any:
     from odyssey_megatron.mcore.model.layers import ModelSpec
 
     check_model(args)
-    dtype = torch.bfloat16 if args.bf16 else torch.float64 if float64 else torch.float32
+    half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+    dtype = half or (torch.float64 if float64 else torch.float32)
     config = transformer_config(args, dtype)
 
     layer_spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=args.qk_layernorm)
@@ -143,13 +149,14 @@ def model_spec(args: argparse.Namespace, float64: bool) -> Any:
         weight_decay=args.weight_decay,
         clip_grad=args.clip_grad,
         bf16=args.bf16,
+        fp16=args.fp16,
         params_dtype=dtype,
     )
     return ModelSpec(
         config=config,
         model_provider=model_provider,
         optimizer_config=optimizer,
-        ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=args.bf16),
+        ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=args.bf16 or args.fp16),
         seed=args.seed,
         is_tied=args.share_embeddings_and_output_weights,
     )
@@ -257,9 +264,10 @@ def main() -> None:
 def print_step(train_iters: int, step: int, outcome: Any) -> None:
     """A progress line now and then."""
     if step % 10 == 0 or step == train_iters - 1:
+        norm = "skipped" if outcome.skipped else f"grad norm {outcome.grad_norm:.3f}"
         print(
-            f"step {step:5d}/{train_iters} | lm loss {outcome.losses['lm loss']:.6f} | grad norm "
-            f"{outcome.grad_norm:.3f} | lr {outcome.lr:.3e}",
+            f"step {step:5d}/{train_iters} | lm loss {outcome.losses['lm loss']:.6f} | {norm} | "
+            f"lr {outcome.lr:.3e}",
             flush=True,
         )
 

@@ -60,6 +60,11 @@ class Compute(Protocol):
         """The 1-D gradient buffers of block ``[first, last)``, to be summed over its holders in place."""
         ...
 
+    @property
+    def share(self) -> float:
+        """What :meth:`gradients` are multiplied with before they are summed; 1.0: nothing."""
+        ...
+
     def partial_gradients(self, first: int, last: int) -> Sequence[torch.Tensor]:
         """Those within :meth:`gradients` of which each rank of a cell has computed a part only."""
         ...
@@ -205,6 +210,9 @@ class Interpreter:
         if group is not None and self._progress.keeps:
             # As long as a holder is missing nothing is summed, and a failure costs nobody what he has added up.
             dist.barrier(group=group)
+        if self._compute.share != 1.0:
+            self._progress.whole = False
+            torch._foreach_mul_(list(gradients), self._compute.share)
         # First within each cell: then the sum over the holders leaves the same bytes on all of them.
         partial = self._compute.partial_gradients(instr.first, instr.last) if self._cell_group else ()
         if partial:

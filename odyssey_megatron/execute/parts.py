@@ -13,9 +13,20 @@ from odyssey_megatron.plan.generation import Generation
 from odyssey_megatron.plan.layout import Layout
 
 
+class LossScale(Protocol):
+    """What all ranks have alike besides layers (``mcore/model/loss_scale.py``)."""
+
+    @property
+    def blames_nobody(self) -> bool: ...
+    def state(self) -> torch.Tensor: ...
+    def take_over(self, state: torch.Tensor) -> None: ...
+
+
 class Model(Compute, Protocol):
     """A model whose layers can move (``mcore/model/model.py``)."""
 
+    @property
+    def loss_scale(self) -> LossScale: ...
     @property
     def num_totals(self) -> int: ...
 

@@ -86,8 +86,7 @@ class RankRuntime:
         """What is left to do of an interrupted step, if it goes on."""
         self._recovered_by, self._taken_up = "", 0
         self._plan: Plan | None = None
-        self._plan_hash = ""
-        self._generation = 0
+        self._plan_hash, self._generation, self._steps_here = "", 0, 0
         self._cell = Cell(rank=member.rank, size=tensor_model_parallel_size)
         self._worker = self._cell.worker
         self._measured = Measurements()
@@ -96,7 +95,6 @@ class RankRuntime:
         self._clock = PhaseClock()
         self._in_groups_s = self._agreed_s = 0.0
         self._resume: dict[str, Any] | None = None
-        self._steps_here = 0
 
     @property
     def generation(self) -> int:
@@ -167,18 +165,20 @@ class RankRuntime:
     def agree(self, generation: Generation) -> None:
         self._fault(Phase.AGREE.value, self.committed)
         plan, self._rest, self._taken_up = self._require_plan(), None, 0
-        done, committed = self.done, self.committed
-        standing = agree.Standing(done=done, ready=self._ready, committed=committed, joins=self._joins)
+        mine = agree.Standing(done=self.done, ready=self._ready, committed=self.committed, joins=self._joins)
         fingerprint = int(generation.plan_hash, 16) % 2**40 + generation.number
-        standings, totals = agree.exchange(self._world, standing, fingerprint, self._totals)
+        known = torch.cat([self._totals, self._model.loss_scale.state().to(self._totals.device)])
+        standings, known_by = agree.exchange(self._world, mine, fingerprint, known)
         self._agreed_s = time.monotonic()
         ahead, finished = agree.furthest(standings), agree.left_behind(standings)
         behind = finished and self.done < ahead.done
+        totals, scale = known_by[standings.index(ahead)].tensor_split([len(self._totals)])
         if self._joins:
             self._joins, self.done, self.committed = False, ahead.done, ahead.committed
-            self._totals = totals[standings.index(ahead)]
+            self._totals = totals.clone()
+            self._model.loss_scale.take_over(scale)
         elif behind and self._in_step:
-            self._commit(totals[standings.index(ahead)])
+            self._commit(totals)
         elif behind:
             self._piece_done()
         begun, keep = False, self._config.interrupted_step == "resume"
@@ -282,7 +282,7 @@ class RankRuntime:
             self._progress = self._new_progress(keeps=self._config.interrupted_step == "resume")
         self._run(self._progress, trace)
         totals = self._agreed()
-        if not torch.isfinite(totals).all():
+        if not torch.isfinite(totals).all() and not self._model.loss_scale.blames_nobody:
             totals = self._examined(totals, self._progress)
         self._commit(totals[:-2])
         self._boundary = elected(totals[-2:].tolist(), self._world.size())
@@ -445,6 +445,7 @@ class RankRuntime:
             loss=out.losses,
             grad_norm=out.grad_norm,
             lr=out.lr,
+            skipped=out.skipped,
             step_s=step_s,
             tokens=out.tokens,
             num_microbatches=out.num_microbatches,

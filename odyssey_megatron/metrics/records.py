@@ -62,7 +62,7 @@ EVENTS: dict[str, tuple[str, ...]] = {
     ),
     "switched": ("policy", "plan_hash", "groups_s", "agree_s", "transfer_s", "fill_s"),
     "redone": ("redo_s",),
-    "step_committed": ("loss", "grad_norm", "lr", "step_s", "tokens", "num_microbatches"),
+    "step_committed": ("loss", "grad_norm", "lr", "skipped", "step_s", "tokens", "num_microbatches"),
     "samples": ("microbatches", "samples"),
     "trace": ("instructions",),
     "weights": ("digest", "state_bytes", "host_bytes"),
@@ -85,10 +85,11 @@ others had run ahead, so that they were not done again. ``redone``: how long the
 it was committed. ``switched``: a generation that began between two steps; ``groups_s``, ``agree_s`` and ``transfer_s``
 stood still, while ``fill_s`` ran behind the first step. ``samples`` (the rank that ran a microbatch
 through the head): ``samples`` holds, for each of ``microbatches``, the list of its global sample indices.
-``weights``: at the end of a rank, by layer. ``step_committed``: ``loss`` is a dict of named losses; ``step_s`` is -1
-where it was not timed. ``trace``: [[text, start_s, end_s], ...] on the monotonic clock. ``dead`` is a list of ranks
-everywhere. ``left_out`` (of a rank that stays): rank ``target`` leaves, since its numbers are wrong. ``lines_lost``: so
-many lines of this process, before this one, could not be written.
+``weights``: at the end of a rank, by layer. ``step_committed``: ``loss`` is a dict of named losses; one that is
+``skipped`` has changed no weight, as its loss scale was too large; ``step_s`` is -1 where it was not timed. ``trace``:
+[[text, start_s, end_s], ...] on the monotonic clock. ``dead`` is a list of ranks everywhere. ``left_out`` (of a rank
+that stays): rank ``target`` leaves, since its numbers are wrong. ``lines_lost``: so many lines of this process, before
+this one, could not be written.
 """
 
 _Id = Annotated[int, Between(-1, 2**53, whole=True)]
@@ -163,6 +164,7 @@ class Line(_Line, total=False):
     loss: dict[str, float]
     grad_norm: float | None
     lr: float | None
+    skipped: bool
     step_s: _Seconds
     tokens: int
     num_microbatches: _Id

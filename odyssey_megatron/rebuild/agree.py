@@ -71,21 +71,21 @@ def left_behind(standings: Sequence[Standing]) -> bool:
 
 
 def exchange(
-    group: dist.ProcessGroup, standing: Standing, fingerprint: int, totals: torch.Tensor
+    group: dist.ProcessGroup, standing: Standing, fingerprint: int, known: torch.Tensor
 ) -> tuple[list[Standing], list[torch.Tensor]]:
-    """All members' standings and the totals of their last agreed step.
+    """All members' standings, and what each knows.
 
     Args:
         fingerprint: of (generation, plan hash); must be the same everywhere.
-        totals: 1-D float64; of the last agreed step.
+        known: 1-D float64; the totals of the last agreed step, and what a rank that joins must know besides.
 
     Raises:
         AgreementBroken: a member carries out another plan.
     """
-    mine = torch.cat([torch.tensor([fingerprint, *astuple(standing)], dtype=torch.float64), totals.cpu()])
+    mine = torch.cat([torch.tensor([fingerprint, *astuple(standing)], dtype=torch.float64), known.cpu()])
     size = dist.get_world_size(group)
     everyone = [torch.empty_like(mine) for _ in range(size)]
-    device = totals.device
+    device = known.device
     received = [one.to(device) for one in everyone]
     dist.all_gather(received, mine.to(device), group=group)
     everyone = [one.cpu() for one in received]

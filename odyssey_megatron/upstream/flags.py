@@ -49,7 +49,8 @@ _WORKS = {
     untie_embeddings_and_output_weights
     decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers pipeline_model_parallel_layout
     micro_batch_size global_batch_size
-    train_iters train_samples seq_length seed bf16 use_distributed_optimizer calculate_per_token_loss
+    train_iters train_samples seq_length seed bf16 fp16 loss_scale initial_loss_scale min_loss_scale
+    loss_scale_window hysteresis use_distributed_optimizer calculate_per_token_loss
     accumulate_allreduce_grads_in_fp32 grad_reduce_in_bf16 clip_grad
     check_weight_hash_across_dp_replicas_interval check_for_nan_in_loss_and_grad data_parallel_random_init
     deterministic_mode disable_bf16_reduced_precision_matmul exit_interval exit_duration_in_mins
@@ -330,9 +331,6 @@ _MOOT = {
     """,
     "read with --use-precision-aware-optimizer only": """
     main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype
-    """,
-    "read with --fp16 only": """
-    initial_loss_scale min_loss_scale loss_scale_window hysteresis
     """,
     "read with --async-save only": """
     use_persistent_ckpt_worker async_strategy async_ckpt_cpu_priority async_ckpt_io_priority

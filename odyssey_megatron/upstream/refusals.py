@@ -97,8 +97,6 @@ def _unlike(other: str) -> Callable[[Any, Any], bool]:
 
 _ROWS: tuple[tuple[str, str] | tuple[str, str, Callable[[Any, Any], bool]], ...] = (
     ("yaml_cfg", "Give the model by flags."),
-    ("fp16", "Its loss scale would have to be agreed on over generations. Use --bf16."),
-    ("loss_scale", "Its loss scale would have to be agreed on over generations. Use --bf16."),
     ("fp8", _QUANTIZED, _not_none),
     ("fp4", _QUANTIZED, _not_none),
     ("te_precision_config_file", _QUANTIZED, _not_none),

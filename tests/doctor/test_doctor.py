@@ -151,7 +151,7 @@ def test_packages(host, expected):
         ),
         ("--num-layers 4", []),
         ("--inprocess-restart --enable-ft-package", ["--inprocess-restart", "--enable-ft-package"]),
-        ("--context-parallel-size=2 --fp16", ["--fp16", "--context-parallel-size"]),
+        ("--context-parallel-size=2 --qk-clip", ["--qk-clip", "--context-parallel-size"]),
         ("--bf16 --fp8-format hybrid", ["--fp8-format"]),
         ("--ckpt-format torch", []),
         ("--save here --ckpt-format torch --optimizer muon", ["--ckpt-format", "--optimizer"]),

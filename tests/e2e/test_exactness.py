@@ -9,11 +9,14 @@ import pytest
 from odyssey_megatron.recover import Phase
 from tests.e2e.jobs import (
     BFLOAT16,
+    LONG,
+    ROUNDING,
     TOLERANCE,
     assert_alike_runs,
     assert_equal_numbers,
     assert_equal_runs,
     assert_equal_weights,
+    assert_holders_agree,
 )
 
 # Ranks are placed stage by stage: with PP4 x DP2, ranks 0 and 1 hold the first stage, 6 and 7 the last.
@@ -113,6 +116,41 @@ def test_in_16_bits_holders_are_equal_after_every_step(jobs, undisturbed, name):
     flags = f"--use-distributed-optimizer {BFLOAT16} --odyssey-policy {policy} --odyssey-inject {inject}"
     shot = jobs.run(name, ranks=ranks, stages=stages, flags=flags)
     assert_alike_runs(shot, undisturbed(BFLOAT16), kills=inject.count("rank="))
+
+
+@pytest.mark.parametrize(
+    ("flags", "inject"),
+    [
+        ("--train-iters 24", "rank=3,step=2,at=agreement;rank=1,step=4,at=commit;rank=0,step=22,at=reduce"),
+        pytest.param(
+            f"{LONG} --odyssey-respawn 1",
+            "rank=3,step=2,at=agreement;rank=1,step=4,at=commit;rank=0,step=50,at=backward",
+            marks=pytest.mark.matrix,
+        ),
+    ],
+)
+def test_a_step_that_overflows_is_skipped_everywhere(jobs, undisturbed, name, flags, inject):
+    """Ranks die in steps that are skipped, at the agreement on that and behind it, and in one that counts. Those that
+    come back must know what the scale has become, and how many steps were skipped.
+    """
+    half = f"--fp16 --odyssey-float64 off {flags.partition(' --odyssey')[0]}"
+    shot = jobs.run(name, ranks=6, stages=2, flags=f"{half} {flags} --odyssey-inject {inject}")
+    assert shot.exit_code == 0, shot.log[-4000:]
+    assert len(shot.named("injected")) == 3
+    assert bool(shot.named("rank_joined")) is ("respawn" in flags)
+    ours, theirs = (
+        {event["step"]: event for event in one.named("step_committed")} for one in (shot, undisturbed(half))
+    )
+    assert [ours[step]["lr"] for step in theirs] == [one["lr"] for one in theirs.values()]
+    skipped = [step for step, one in theirs.items() if one["skipped"]]
+    assert {0, 2, 4} < set(skipped) < set(theirs) - {22, 50}
+    for step, one in theirs.items():
+        assert ours[step]["loss"] == pytest.approx(one["loss"], rel=ROUNDING), step
+        if one["skipped"]:
+            assert ours[step]["grad_norm"] is one["grad_norm"] is None
+        else:
+            assert ours[step]["grad_norm"] == pytest.approx(one["grad_norm"], rel=ROUNDING), step
+    assert_holders_agree(shot)
 
 
 def test_with_three_copies_of_optimizer_state_two_may_be_lost_at_once(jobs, undisturbed, name):

@@ -42,11 +42,13 @@ from odyssey_megatron.plan.simulate import reduce_s
 from odyssey_megatron.policy.measured import LinkTimes
 from odyssey_megatron.rebuild.groups import build_groups, init_default_group
 from tests.execute.emulation import Emulation, Truth, load_emulation, load_truth
-from tests.execute.stack import Outcome, by_number
+from tests.execute.stack import NoLossScale, Outcome, by_number
 
 
 class Accelerator:
     """Implements ``execute.rank.Model``. A layer's state counts the steps that it was updated in."""
+
+    share, loss_scale = 1.0, NoLossScale()
 
     def __init__(self, emulation: Emulation, truth: Truth | None, rank: int, world_size: int):
         self.num_totals = 2 * world_size  # of each rank: when it is done, and its greatest lateness

@@ -57,12 +57,27 @@ class Outcome:
     lr: float = 0.05
     tokens: int = MICROBATCHES
     num_microbatches: int = MICROBATCHES
+    skipped: bool = False
+
+
+class NoLossScale:
+    """Implements ``execute.parts.LossScale``."""
+
+    blames_nobody = False
+
+    def state(self) -> torch.Tensor:
+        return torch.zeros(0, dtype=torch.float64)
+
+    def take_over(self, state: torch.Tensor) -> None:
+        assert not state.numel()
 
 
 class Stack:
     """Implements ``execute.rank.Model``: layer i is x -> tanh(x W_i); the loss is the mean square of the output."""
 
     num_totals = 2
+    share = 1.0
+    loss_scale = NoLossScale()
 
     def __init__(self) -> None:
         self.held: dict[int, list[torch.Tensor]] = {}

@@ -12,6 +12,12 @@ import pytest
 
 from tests.launch.jobserver import CHECKOUT
 
+SCHEDULE = {
+    "init_lr": 0.0, "max_lr": 1e-2, "min_lr": 1e-3, "lr_warmup_steps": 4, "lr_decay_steps": 40,
+    "lr_decay_style": "cosine", "start_wd": 0.1, "end_wd": 0.1, "wd_incr_steps": 40, "wd_incr_style": "constant",
+}  # fmt: skip
+"""Megatron's, counted in samples."""
+
 
 @pytest.fixture(scope="session")
 def megatron() -> Any:
@@ -42,7 +48,7 @@ def spec(megatron: Any) -> Callable[..., Any]:
     def make(**changes: Any) -> Any:
         values = {
             "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "num_query_groups": 2,
-            "seq_length": 16, "attention_dropout": 0.0, "hidden_dropout": 0.0, "bf16": False, "lr": 1e-3,
+            "seq_length": 16, "attention_dropout": 0.0, "hidden_dropout": 0.0, "bf16": False, "fp16": False, "lr": 1e-3,
             "min_lr": 1e-4, "weight_decay": 0.1, "clip_grad": 1.0, "seed": 7, "tensor_model_parallel_size": 1,
             "sequence_parallel": False, "qk_layernorm": False, "optimizer": "adam", "sgd_momentum": 0.9,
             "share_embeddings_and_output_weights": False,
@@ -53,32 +59,44 @@ def spec(megatron: Any) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def model(spec: Any, megatron: Any) -> Any:
-    """Worker 0 of two, which holds the other one's layers, the head among them, too."""
+def make_model(spec: Any, megatron: Any) -> Callable[..., Any]:
+    """Worker 0 of two, which holds the other one's layers, the head among them, too; arguments as of ``spec``."""
     import pretrain_llama
     import torch
 
     from odyssey_megatron.mcore.loop.data import MicrobatchSource
     from odyssey_megatron.mcore.model.model import MegatronModel
+    from odyssey_megatron.mcore.model.optimizer import LearningRate
     from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
 
     samples = [
-        {"tokens": torch.arange(i, i + 16) % 11, "labels": torch.arange(i, i + 16) % 7} for i in range(4)
+        {"tokens": torch.arange(i, i + 16) % 11, "labels": torch.arange(i, i + 16) % 7} for i in range(64)
     ]
     for one in samples:
         one |= {"loss_mask": torch.ones(16), "position_ids": torch.arange(16)}
-    made = MegatronModel(
-        spec(),
-        forward_step=pretrain_llama.forward_step,
-        source=MicrobatchSource(samples, global_batch_size=2, micro_batch_size=1),
-        num_microbatches=2,
-        seq_length=16,
-        micro_batch_size=1,
-        cell=megatron,
-    )
-    layout = layout_from_routes(4, (pipeline_route((0, 1), (2, 4), (0, 1)),))
-    layout = replace(layout, holders=((0,), (0,), (0, 1), (0, 1)))
-    made.create_layers(range(4), range(4))
-    made.take_layout(layout, 0)
-    made.begin_step(0)
-    return made
+
+    def make(**changes: Any) -> Any:
+        made = MegatronModel(
+            spec(**changes),
+            forward_step=pretrain_llama.forward_step,
+            source=MicrobatchSource(samples, global_batch_size=2, micro_batch_size=1),
+            learning_rate=LearningRate(2, **SCHEDULE),
+            num_microbatches=2,
+            seq_length=16,
+            micro_batch_size=1,
+            cell=megatron,
+        )
+        layout = layout_from_routes(4, (pipeline_route((0, 1), (2, 4), (0, 1)),))
+        layout = replace(layout, holders=((0,), (0,), (0, 1), (0, 1)))
+        made.create_layers(range(4), range(4))
+        made.take_layout(layout, 0)
+        made.begin_step(0)
+        return made
+
+    return make
+
+
+@pytest.fixture
+def model(make_model: Callable[..., Any]) -> Any:
+    """As ``make_model``, as it is."""
+    return make_model()

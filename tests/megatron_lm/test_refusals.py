@@ -14,7 +14,6 @@ from tests.launch.jobserver import CHECKOUT
 from tests.megatron_lm.jobs import MOCK, MODEL
 
 GIVEN = {
-    "--fp16": "--fp16",
     "--fp8-format": "--fp8-format hybrid",
     "--fp4-format": "--fp4-format e2m1",
     "--te-precision-config-file": "--te-precision-config-file precision.yaml",
@@ -59,7 +58,6 @@ GIVEN = {
     "--ckpt-convert-format": "--ckpt-convert-format torch_dist",
     "--save-params-interval": "--save-params-interval 2",
     "--save-activations-interval": "--save-activations-interval 2",
-    "--loss-scale": "--loss-scale 128",
     "--use-kitchen-attention": "--use-kitchen-attention",
     "--symmetric-ar-type": "--symmetric-ar-type two_shot",
     "--use-transformer-engine-op-fuser": "--use-transformer-engine-op-fuser",
@@ -170,12 +168,12 @@ def test_a_refusal_names_flag_and_remedy(jobs):
 
 def test_a_job_names_all_refused_flags_at_once(jobs, name):
     """Among them one that Megatron's own validation would stop at."""
-    flags = f"{MOCK} --fp16 --full-validation --dataloader-type cyclic --heterogeneous-layers-config-encoded-json x"
+    flags = f"{MOCK} --qk-clip --full-validation --dataloader-type cyclic --heterogeneous-layers-config-encoded-json x"
     run = jobs.odyssey(name, flags, ranks=4, stages=2)
     assert run.exit_code == 2, run.log[-3000:]
     assert "Traceback" not in run.log
     assert run.log.count("4 of the job's flags cannot be used:") == 1
-    for flag in ("--fp16", "--full-validation", "--dataloader-type cyclic", "--heterogeneous-layers"):
+    for flag in ("--qk-clip", "--full-validation", "--dataloader-type cyclic", "--heterogeneous-layers"):
         assert run.log.count(f"\n{flag}") == 1, flag
 
 
@@ -188,7 +186,7 @@ def test_with_strict_what_would_be_ignored_is_refused(jobs, name):
     assert not run.iterations
 
 
-@pytest.mark.parametrize("flag", ["--fp16", "--yaml-cfg", "--inprocess-restart", "--enable-ft-package"])
+@pytest.mark.parametrize("flag", ["--qk-clip", "--yaml-cfg", "--inprocess-restart", "--enable-ft-package"])
 def test_a_refused_job_ends_with_one_message(jobs, name, flag):
     (refusal,) = (one for one in REFUSALS if one.flag == flag)
     yaml = jobs.folder / f"{name}.yaml"

@@ -97,7 +97,7 @@ def test_every_refusal_that_this_version_has(other_jobs):
     assert_recorded(other_jobs)
 
 
-@pytest.mark.parametrize("flag", ["--fp16", "--inprocess-restart"])
+@pytest.mark.parametrize("flag", ["--qk-clip", "--inprocess-restart"])
 def test_a_refused_job_ends_with_one_message(other_jobs, name, flag):
     run = other_jobs.odyssey(name, f"{MOCK} {flag}", ranks=2, stages=2)
     assert run.exit_code == 2, run.log[-3000:]

@@ -179,7 +179,9 @@ def schedule_of(scheduler: Any) -> dict[str, Any]:
     return {name: getattr(scheduler, name) for name in names}
 
 
-def spec_of(args: Any, config: Any, split: span.Split, model_provider: Any) -> ModelSpec:
+def spec_of(
+    args: Any, config: Any, split: span.Split, model_provider: Any, *, overflow_ends_job: bool
+) -> ModelSpec:
     """The model of ``args``, of Megatron's own stages: each is seeded as Megatron seeds it."""
     from megatron.training import initialize, training
 
@@ -205,6 +207,7 @@ def spec_of(args: Any, config: Any, split: span.Split, model_provider: Any) -> M
         seed=args.seed,
         is_tied=not args.untie_embeddings_and_output_weights,
         ddp_config=ddp_config(args),
+        overflow_ends_job=overflow_ends_job,
         stages=split.chunks(),
         seed_stage=seed_stage,
     )

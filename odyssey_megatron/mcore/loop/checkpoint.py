@@ -98,10 +98,10 @@ class OptimizerView:
         self.param_groups: list[dict[str, Any]] = [{"params": [], "lr": 0.0, "default_config": True}]
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        return loss
+        return self._model.loss_scale.scaled(loss)
 
     def get_loss_scale(self) -> torch.Tensor:
-        return torch.ones(1, dtype=torch.float32, device=torch.cuda.current_device())
+        return self._model.loss_scale.value
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """A step zeroes its gradients itself."""
@@ -191,9 +191,10 @@ class OptimizerView:
             raise MegatronIncompatible(f"Megatron made {len(chained)} optimizers where Odyssey knows of one.")
         (whole,) = chained
         whole.init_state_fn = lambda *unused: None  # the state is there; of SGD's Megatron knows nothing
+        whole.grad_scaler = self._model.loss_scale.scaler
         take_over(whole.param_groups, spec.loaded_groups)
         if self._model.learning_rate is not None:
-            self._model.learning_rate.set([whole], self._committed())
+            self._model.learning_rate.set([whole], self._model.loss_scale.advanced(self._committed()))
         for shown, main in pairs(whole):
             main.data, whole.optimizer.state[main] = own[id(shown)][0].data, own[id(shown)][1]
             if shown is not main:

@@ -173,7 +173,7 @@ class Door:
         self._saved.distributed = args.use_distributed_optimizer
         result = original(args, *rest, **kwargs)
         refusals.check(args, self._parser)
-        self._split_of = arguments.split_of(args)
+        self._split_of, self._checks = arguments.split_of(args), args.check_for_nan_in_loss_and_grad
         arguments.adapt(args, self._config)
         saving.check(args)
         return result
@@ -210,8 +210,11 @@ class Door:
             float64.install()
         num_microbatches, split = args.global_batch_size // args.micro_batch_size, self._split_of(config)
         self._model = MegatronModel(
-            arguments.spec_of(args, config, split, model_provider),
+            arguments.spec_of(args, config, split, model_provider, overflow_ends_job=self._checks),
             num_microbatches=num_microbatches,
+            replicas=self._session.world_size
+            // args.tensor_model_parallel_size
+            // args.pipeline_model_parallel_size,
             seq_length=args.seq_length,
             micro_batch_size=args.micro_batch_size,
             spare_on_host=self._config.spare_on_host,
@@ -295,7 +298,8 @@ class Door:
         self._session.member.join()
         self._recovery.step()
         self._refresh()
-        evaluated = self._start.go_on(called["opt_param_scheduler"], self._runtime.committed - 1)
+        skipped = self._model.loss_scale.skipped - self._runtime.outcome.skipped
+        evaluated = self._start.go_on(called["opt_param_scheduler"], self._runtime.committed - 1, skipped)
         if called["valid_data_iterator"] is not None:
             self._source(called["valid_data_iterator"]).evaluated = evaluated
         # What Megatron does with all ranks before its first step, the others have done long ago.
@@ -417,12 +421,15 @@ class Door:
         outcome = self._runtime.outcome
         self._lines.begin(self._runtime.committed)
         self._log_own(self._runtime.committed, get_args().tensorboard_log_interval)
-        opt_param_scheduler.step(increment=get_args().global_batch_size)
+        if not outcome.skipped:
+            opt_param_scheduler.step(increment=get_args().global_batch_size)
         losses = {  # beside Megatron's own sums, on its device
             name: torch.tensor([value], dtype=torch.float32, device=torch.cuda.current_device())
             for name, value in outcome.losses.items()
         }
-        return compat.train_step_result(losses, outcome.grad_norm, outcome.num_zeros_in_grad)
+        return compat.train_step_result(
+            losses, outcome.grad_norm, outcome.num_zeros_in_grad, skipped=outcome.skipped
+        )
 
     def _feed(self, forward_step_func: Any, data_iterator: Any) -> None:
         """What training steps compute, and with which data."""

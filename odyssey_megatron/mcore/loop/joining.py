@@ -71,9 +71,9 @@ class Start:
         args.iteration, args.consumed_train_samples = self.iteration, self.consumed_train_samples
         args.num_floating_point_operations_so_far = self.floating_point_operations
 
-    def go_on(self, scheduler: Any, iteration: int) -> int:
-        """Sets Megatron's loop, which stands at the start, to ``iteration``; returns how many batches evaluations have
-        taken until there.
+    def go_on(self, scheduler: Any, iteration: int, skipped: int) -> int:
+        """Sets Megatron's loop, which stands at the start, to ``iteration``, of those before which ``skipped`` changed
+        no weight; returns how many batches evaluations have taken until there.
         """
         from megatron.training import get_args, training
 
@@ -82,7 +82,7 @@ class Start:
         args.iteration = iteration
         args.consumed_train_samples = self.consumed_train_samples + done * args.global_batch_size
         args.num_floating_point_operations_so_far = self.floating_point_operations + done * per_step
-        scheduler.step(increment=done * args.global_batch_size)
+        scheduler.step(increment=(done - skipped) * args.global_batch_size)
         if not args.eval_interval:
             return 0
         return args.eval_iters * (iteration // args.eval_interval - self.iteration // args.eval_interval)

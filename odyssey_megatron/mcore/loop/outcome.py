@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.mcore.model.layers import HeldLayer, LayerBlock, main_grad
 
 Losses = Mapping[int, Mapping[str, torch.Tensor]]
@@ -18,8 +20,11 @@ class StepOutcome:
     """What a committed step is logged with."""
 
     losses: dict[str, float]
-    grad_norm: float
+    grad_norm: float | None
+    """None if it is not finite: the step is ``skipped``."""
     lr: float
+    skipped: bool
+    """The loss scale was too large for it: no weight has changed."""
     num_zeros_in_grad: int | None
     """None unless Megatron's ``log_num_zeros_in_grad`` asks for it."""
     tokens: int
@@ -68,6 +73,24 @@ def local_totals(
     return totals
 
 
+def means(losses: Sequence[float], loss_names: Sequence[str]) -> dict[str, float]:
+    """The losses of a step, from the end of its totals."""
+    return {
+        name: losses[2 * i] / losses[2 * i + 1] if losses[2 * i + 1] else math.nan
+        for i, name in enumerate(loss_names)
+    }
+
+
+def checked(reported: dict[str, torch.Tensor], loss_names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """What a forward step has ``reported``. Raises ConfigError if that is something else."""
+    if set(reported) != set(loss_names):
+        raise ConfigError(
+            f"the forward step reports {sorted(reported)}, expected {sorted(loss_names)}. Pass the names as "
+            "loss_names; with an unmodified Megatron-LM script only these can be reported yet."
+        )
+    return reported
+
+
 def _counted(block: LayerBlock, tp_rank: int) -> list[torch.Tensor]:
     """The gradients of ``block`` that this rank counts."""
     if tp_rank == 0:
@@ -84,14 +107,15 @@ def _counts(parameter: torch.Tensor, tp_rank: int) -> bool:
 
 
 def squared_weights(layers: Iterable[HeldLayer], tp_rank: int) -> torch.Tensor:
-    """The sum of all squared parameters of ``layers`` that this rank counts, in the precision that is optimized: [1],
-    float64.
+    """The sum of all squared parameters of ``layers`` that this rank counts, in the precision that is optimized, or,
+    as Megatron has it, in fp16 of the model's: [1], float64.
     """
     total = torch.zeros(1, dtype=torch.float64, device=torch.cuda.current_device())
-    for optimizer in (layer.optimizer for layer in layers if layer.optimizer is not None):
-        for shown, main, _ in optimizer.entries():
+    for layer in layers:
+        for shown, main, _ in layer.optimizer.entries() if layer.optimizer is not None else ():
             if _counts(shown, tp_rank):
-                total += torch.linalg.vector_norm(main.detach(), dtype=torch.float64).square()
+                weight = shown if layer.config.fp16 else main
+                total += torch.linalg.vector_norm(weight.detach(), dtype=torch.float64).square()
     return total
 
 

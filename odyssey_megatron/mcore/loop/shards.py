@@ -232,7 +232,8 @@ def to_write(whole: Any, model_state: Any, step: float | None) -> dict[str, Any]
     ``step``: how often it has been applied; None: its groups of parameters know.
     """
     counted = {} if step is None else {"step": step}
-    return {
+    scale = {"grad_scaler": whole.grad_scaler.state_dict()} if whole.grad_scaler else {}
+    return scale | {
         "optimizer": {"param_groups": [settings_of(group) | counted for group in whole.param_groups]},
         "param_state": _by_parameter(whole, model_state),
         "param_state_sharding_type": BY_PARAMETER,
@@ -253,9 +254,12 @@ def to_read(whole: Any, model_state: Any, slices: Mapping[int, Slice] | None) ->
         place: {name: _in_bucket(lying[place], name, one, rank) for name, one in tensors.items()}
         for place, tensors in _states(whole).items()
     }
-    # All stages have said the same of the groups of parameters.
-    groups = ShardedObject("optimizer.distributed.dp_group_idx_0.optimizer", None, (1,), (0,), (0, 0, rank))
-    return {"states": states, "optimizer": groups}
+    # All stages have said the same of the groups of parameters, and of the loss scale.
+    alike = {
+        name: ShardedObject(f"optimizer.distributed.dp_group_idx_0.{name}", None, (1,), (0,), (0, 0, rank))
+        for name in ("optimizer", *(["grad_scaler"] if whole.grad_scaler else []))
+    }
+    return {"states": states} | alike
 
 
 def _in_bucket(lies: Slice, name: str, tensor: torch.Tensor, rank: int) -> ShardedTensor:
@@ -277,6 +281,8 @@ def take(whole: Any, loaded: Mapping[str, Any]) -> None:
     for place, tensors in _states(whole).items():
         for name, one in tensors.items():
             one.copy_(loaded["states"][place][name].reshape(one.shape))
+    if whole.grad_scaler and "grad_scaler" in loaded:
+        whole.grad_scaler.load_state_dict(loaded["grad_scaler"])
     saved = [{**group, "params": []} for group in loaded["optimizer"]["param_groups"]]
     found = MegatronOptimizer._filter_and_reorder_param_groups(whole.param_groups, saved)
     for group, said in zip(whole.param_groups, found, strict=True):

@@ -48,6 +48,8 @@ class ModelSpec:
     """
     is_tied: bool = False
     """Embedding and head share a weight: the provider's models have ``share_embeddings_and_output_weights``."""
+    overflow_ends_job: bool = True
+    """Of a loss scale that does not change: False lets a step that overflows be skipped."""
     stages: tuple[tuple[tuple[int, int], ...], ...] = ()
     """Of each of Megatron's own stages the planner layers [first, last) of its chunks, if initial weights are to be as
     Megatron's: drawn stage by stage, and chunk by chunk. Without them those of a layer depend on (seed, layer) alone.

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from odyssey_megatron.errors import ConfigError, NotFinite, TransferIncomplete
+from odyssey_megatron.errors import NotFinite, TransferIncomplete
 from odyssey_megatron.mcore.loop import outcome
 from odyssey_megatron.mcore.loop.data import MicrobatchSource
 from odyssey_megatron.mcore.loop.outcome import StepOutcome
@@ -27,6 +27,7 @@ from odyssey_megatron.mcore.model.layers import (
     lend,
     main_grad,
 )
+from odyssey_megatron.mcore.model.loss_scale import LossScale
 from odyssey_megatron.mcore.model.optimizer import LayerOptimizer, LearningRate
 from odyssey_megatron.mcore.model.wgrad import WeightGrads
 from odyssey_megatron.names import step_name
@@ -58,23 +59,26 @@ class MegatronModel:
         source: MicrobatchSource | None = None,
         learning_rate: LearningRate | None = None,
         num_microbatches: int,
+        replicas: int = 1,
         seq_length: int,
         micro_batch_size: int,
         loss_names: Sequence[str] = ("lm loss",),
         spare_on_host: bool = False,
         cell: ProcessGroupCollection | None = None,
     ):
-        """``spare_on_host``: optimizer state that is kept for a failure only lies in host memory between steps."""
-        if spec.config.fp16:
-            raise ConfigError(
-                "--fp16 is not supported yet: its loss scale would have to be agreed on over generations. Use --bf16."
-            )
+        """``spare_on_host``: optimizer state that is kept for a failure only lies in host memory between steps.
+
+        ``replicas``: of the launch line's data parallelism. A loss scale is for gradients as large as Megatron's there.
+        """
         te.prepare(spec.config)
         span.install()
         self.spec, self.source = spec, source
         self.forward_step, self.learning_rate = forward_step, learning_rate
         self._num_microbatches = num_microbatches
         config = spec.config
+        self.loss_scale = LossScale(spec.optimizer_config, ends_job=spec.overflow_ends_job)
+        config.grad_scale_func = self.loss_scale.scaled
+        self._replicas = replicas if self.loss_scale and not config.calculate_per_token_loss else 1
         parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
         self._message_shape = (seq_length // parts, micro_batch_size, config.hidden_size)
         self._loss_names, self._spare_on_host = tuple(loss_names), spare_on_host
@@ -272,7 +276,7 @@ class MegatronModel:
                     self.forward_step,
                     self.source,
                     block.model,
-                    self._num_microbatches,
+                    self._num_microbatches // self._replicas,
                     tensor,
                     reported,
                     self.spec.config,
@@ -293,7 +297,7 @@ class MegatronModel:
     def _count(self, microbatch: int, tokens: float, reported: Sequence[dict[str, torch.Tensor]]) -> None:
         self._tokens += tokens
         if reported:
-            self._losses[microbatch] = self._checked(reported[-1])
+            self._losses[microbatch] = outcome.checked(reported[-1], self._loss_names)
 
     def adopt(self, visits: Collection[Visit]) -> None:
         ahead, self._ahead = self._ahead, {}
@@ -303,14 +307,6 @@ class MegatronModel:
                 self._count(place[0], tokens, reported)
             else:
                 self._flights.pop(place, None)
-
-    def _checked(self, reported: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        if set(reported) != set(self._loss_names):
-            raise ConfigError(
-                f"the forward step reports {sorted(reported)}, expected {sorted(self._loss_names)}. Pass the names as "
-                "loss_names; with an unmodified Megatron-LM script only these can be reported yet."
-            )
-        return reported
 
     def kept(self, microbatch: int, first: int, last: int) -> None:
         if not self._training:
@@ -331,6 +327,10 @@ class MegatronModel:
 
     def gradients(self, first: int, last: int) -> Sequence[torch.Tensor]:
         return self._blocks[first, last].gradients
+
+    @property
+    def share(self) -> float:
+        return 1.0 / self._replicas
 
     def partial_gradients(self, first: int, last: int) -> Sequence[torch.Tensor]:
         return self._blocks[first, last].partial_gradients
@@ -395,15 +395,17 @@ class MegatronModel:
             NotFinite: the same on every rank, before any weight has changed.
         """
         squared_norm, zeros, tokens, microbatches, *losses = totals.tolist()
-        config = self.spec.config
-        scale = 1.0 / tokens if config.calculate_per_token_loss else 1.0
+        scale = 1.0 / self.loss_scale.value.item()
+        if self.spec.config.calculate_per_token_loss:
+            scale /= tokens
         grad_norm = math.sqrt(squared_norm) * scale if squared_norm >= 0.0 else math.nan
-        if not math.isfinite(grad_norm):
+        skipped = not math.isfinite(grad_norm)
+        if skipped and not self.loss_scale.skips:
             raise NotFinite(
                 f"{step_name(self._step)}: the gradient norm is {grad_norm}. No weight was changed. Lower --lr, or "
                 "look at the samples of this step in the journal."
             )
-        clip = self.spec.optimizer_config.clip_grad
+        clip, counted = self.spec.optimizer_config.clip_grad, self.spec.optimizer_config.log_num_zeros_in_grad
         if clip > 0.0 and grad_norm > 0.0:
             scale *= min(1.0, clip / (grad_norm + 1.0e-6))
         layers = self.layers
@@ -412,23 +414,22 @@ class MegatronModel:
             if self._worker not in self._layout.states[layer.index]:
                 layer.optimizer = None  # the keepers' is current from now on, and this one would not be
         kept = {layer.index: layer.optimizer for layer in layers if layer.optimizer is not None}
-        lr = self.learning_rate.set(list(kept.values()), self._step)
+        lr = self.learning_rate.set(list(kept.values()), self.loss_scale.advanced(self._step))
         spare = self._layout.spare_states(self._worker) if self._spare_on_host else ()
         for index, optimizer in kept.items():
-            optimizer.apply(scale)
+            if not skipped:
+                optimizer.apply(scale)
             if index in spare:
                 optimizer.parking.park()
             checkpoint()
         self._held = {layer.index: layer for layer in layers}
-        named = {
-            name: losses[2 * i] / losses[2 * i + 1] if losses[2 * i + 1] else math.nan
-            for i, name in enumerate(self._loss_names)
-        }
+        self.loss_scale.update(skipped=skipped)
         return StepOutcome(
-            losses=named,
-            grad_norm=grad_norm,
+            losses=outcome.means(losses, self._loss_names),
+            grad_norm=None if skipped else grad_norm,
             lr=lr,
-            num_zeros_in_grad=int(zeros) if self.spec.optimizer_config.log_num_zeros_in_grad else None,
+            skipped=skipped,
+            num_zeros_in_grad=int(zeros) if counted and not skipped else None,
             tokens=int(tokens),
             num_microbatches=int(microbatches),
         )

@@ -45,6 +45,7 @@ class LayerOptimizer:
                 pg_collection=groups,
             )
         (self._megatron,) = chained.chained_optimizers
+        self._megatron.grad_scaler = None  # there is one for all layers (``model/loss_scale.py``)
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._names = {id(main): names[id(shown)] for shown, main in pairs(self._megatron)}
         self._model_parameters = set(module.parameters())

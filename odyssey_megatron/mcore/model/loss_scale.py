@@ -1,0 +1,116 @@
+"""What losses are multiplied with before a backward in 16 bits, as Megatron has it; it divides its gradients again.
+
+It is the same on all ranks, though no message is sent of it: it follows from the totals that all agree on in a step, of
+which the gradient norm is not finite where any gradient is not. A rank that joins is told what the others have.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
+
+from odyssey_megatron.errors import ConfigError
+
+
+class LossScale:
+    """The loss scale of ``config``, 1 if it has none, and how many steps it has made the job skip."""
+
+    def __init__(self, config: OptimizerConfig, *, ends_job: bool):
+        """``ends_job``: a step whose gradients are not finite ends the job where a smaller scale is not the answer.
+
+        Raises:
+            ConfigError: Megatron refuses these numbers.
+        """
+        self._ends_job = ends_job
+        self.skipped = 0
+        """Steps since the job was started."""
+        try:
+            self.scaler = _scaler(config)
+        except AssertionError as error:
+            raise ConfigError(
+                f"Megatron refuses this loss scale: --loss-scale {config.loss_scale}, --initial-loss-scale "
+                f"{config.initial_loss_scale}, --min-loss-scale {config.min_loss_scale}, --loss-scale-window "
+                f"{config.loss_scale_window}, --hysteresis {config.hysteresis}. All must be above 0, and the smallest "
+                "scale at most the first."
+            ) from error
+
+    def __bool__(self) -> bool:
+        """Whether there is one."""
+        return self.scaler is not None
+
+    @property
+    def value(self) -> torch.Tensor:
+        """Now, as Megatron's optimizers show it: [1], float32."""
+        if self.scaler is None:
+            return torch.ones(1, dtype=torch.float32, device=torch.cuda.current_device())
+        scale: torch.Tensor = self.scaler.scale
+        return scale
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """What the backward begins with."""
+        return loss if self.scaler is None else self.value * loss
+
+    @property
+    def skips(self) -> bool:
+        """A step whose gradients are not finite changes no weight, and the job goes on."""
+        return isinstance(self.scaler, DynamicGradScaler) or (bool(self) and not self._ends_job)
+
+    @property
+    def blames_nobody(self) -> bool:
+        """Such a step says no more than that the scale is too large; not where it is as small as it may be."""
+        smallest = getattr(self.scaler, "min_scale", 0.0)
+        return self.skips and bool(self.value > smallest)
+
+    def advanced(self, step: int) -> int:
+        """The place in the learning rate's schedule of ``step``, behind all that were committed: skipped steps do not
+        count there.
+        """
+        return step - self.skipped
+
+    def update(self, *, skipped: bool) -> None:
+        """Behind a step."""
+        self.skipped += skipped
+        if self.scaler is not None:
+            self.scaler.update(skipped)
+
+    def state(self) -> torch.Tensor:
+        """All that steps have changed, for :meth:`take_over` on a rank that joins: 1-D, float64, on the host."""
+        kept = self.scaler.state_dict() if self else {}
+        return torch.tensor(
+            [self.skipped, *(float(kept[name]) for name in sorted(kept))], dtype=torch.float64
+        )
+
+    def take_over(self, state: torch.Tensor) -> None:
+        """``state`` is what :meth:`state` of another rank has given."""
+        skipped, *values = state.tolist()
+        self.skipped = int(skipped)
+        if values:
+            growth, hysteresis, scale = values
+            self.scaler.load_state_dict(
+                {
+                    "growth_tracker": int(growth),
+                    "hysteresis_tracker": int(hysteresis),
+                    "scale": torch.tensor([scale], dtype=torch.float32),
+                }
+            )
+
+
+def _scaler(config: OptimizerConfig) -> Any:
+    """As megatron core_v0.16.1 core/optimizer/__init__.py, lines 419-443, makes one for each optimizer."""
+    if not (config.fp16 or config.bf16):
+        return None
+    if config.loss_scale:
+        return ConstantGradScaler(config.loss_scale)
+    if not config.fp16:
+        return None
+    return DynamicGradScaler(
+        initial_scale=config.initial_loss_scale,
+        min_scale=config.min_loss_scale,
+        growth_factor=2.0,
+        backoff_factor=0.5,
+        growth_interval=config.loss_scale_window,
+        hysteresis=config.hysteresis,
+    )
