@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tests.e2e.jobs import BFLOAT16, LONG, assert_alike_runs, assert_equal_runs
 from tests.e2e.test_exactness import ALONE, CASES, SHARDED
 from tests.e2e.test_rejoin import ONCE, members
+from tests.e2e.test_two_speed import STEPS
 
 TIED = "--share-embeddings-and-output-weights"
 MORE = {
@@ -74,6 +77,31 @@ def test_a_rank_that_comes_back(jobs, undisturbed, name, victim):
     )
     assert_equal_runs(shot, undisturbed(f"{TIED} {LONG}"), kills=1)
     assert members(shot)[0] == members(shot)[-1] == 8
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    "inject", ["", "rank=2,step=-1,at=forward,generation=3", "rank=0,step=-1,at=commit,generation=3"]
+)
+def test_layers_behind_the_steps(jobs, undisturbed, tmp_path, name, inject):
+    """As ``test_two_speed.py``."""
+    known = json.loads((undisturbed(TIED, ranks=8, stages=4).run_dir / "profile.json").read_text())
+    known["costs"]["link_bytes_per_s"] = 1e5
+    profile = tmp_path / "slow_links.json"
+    profile.write_text(json.dumps(known))
+    flags = f"{TIED} {STEPS} --odyssey-profile {profile} --odyssey-inject rank=5,step=0,at=backward;{inject}"
+    shot = jobs.run(name, ranks=8, stages=4, flags=flags)
+    assert_equal_runs(shot, undisturbed(f"{TIED} {STEPS}"), kills=2 if inject else 1)
+    assert (3, "fill") in [(event["generation"], event["policy"]) for event in shot.named("decision")]
+
+
+@pytest.mark.matrix
+def test_a_profile_of_another_model_is_refused(jobs, undisturbed, name):
+    profile = undisturbed(TIED, ranks=8, stages=4).run_dir / "profile.json"
+    run = jobs.run(name, ranks=2, stages=1, flags=f"--odyssey-profile {profile}")
+    assert run.exit_code == 2
+    assert "Traceback" not in run.log
+    assert "6 transformer layers with embedding and head tied, and the job's has 6 with" in run.log
 
 
 @pytest.mark.matrix

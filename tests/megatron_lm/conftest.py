@@ -45,3 +45,19 @@ def other_jobs(other_megatron_lm: Path, tmp_path_factory: pytest.TempPathFactory
 def name(request: pytest.FixtureRequest) -> str:
     """A folder name for the test at hand."""
     return request.node.name.replace("[", "-").replace("]", "").replace("/", "-")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The table of ``test_cases.py``."""
+    rows = [
+        (report.nodeid.split("[")[1].rstrip("]"), dict(report.user_properties)["cases"], outcome, report)
+        for outcome in ("passed", "failed", "skipped")
+        for report in terminalreporter.getreports(outcome)
+        if report.when == "call" and "test_cases.py" in report.nodeid
+    ]
+    if not rows:
+        return
+    terminalreporter.section("Megatron-LM's cases")
+    for name, cases, outcome, report in sorted(rows, key=lambda row: row[0]):
+        why = f": {report.longrepr[2].removeprefix('Skipped: ')}" if outcome == "skipped" else ""
+        terminalreporter.write_line(f"{outcome + why:<32} {cases:>2} {name}")

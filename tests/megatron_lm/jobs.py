@@ -85,21 +85,25 @@ class MegatronJobs:
         self._server, self.folder, self.checkout = server, folder, checkout
         self._known: dict[str, MegatronRun] = {}
 
-    def plain(self, flags: str = MOCK, *, ranks: int, stages: int, without: str = "") -> MegatronRun:
+    def plain(
+        self, flags: str = MOCK, *, ranks: int, stages: int, without: str = "", model: str = MODEL
+    ) -> MegatronRun:
         """Megatron-LM itself; the ranks have nothing of Odyssey but the CPU device. Run once for the same flags."""
-        key = f"{ranks}-{stages} {flags} -{without}"
+        key = f"{ranks}-{stages} {model} {flags} -{without}"
         if key not in self._known:
             run = self.plain_once(
-                f"plain-{len(self._known)}", flags, ranks=ranks, stages=stages, without=without
+                f"plain-{len(self._known)}", flags, ranks=ranks, stages=stages, without=without, model=model
             )
             assert run.exit_code == 0, run.log[-4000:]
             self._known[key] = run
         return self._known[key]
 
-    def plain_once(self, name: str, flags: str, *, ranks: int, stages: int, without: str = "") -> MegatronRun:
+    def plain_once(
+        self, name: str, flags: str, *, ranks: int, stages: int, without: str = "", model: str = MODEL
+    ) -> MegatronRun:
         """As :meth:`plain`, with a name, and whatever it comes to."""
         script = str(CHECKOUT / "tests" / "megatron_lm" / "plain.py")
-        return self.outcome(name, self._start([script], name, flags, ranks, stages, without))
+        return self.outcome(name, self._start([script], name, flags, ranks, stages, without, model))
 
     def odyssey(self, name: str, flags: str = MOCK, **how: Any) -> MegatronRun:
         """The same under ``--odyssey``; ``how`` as of :meth:`start`."""
@@ -116,11 +120,12 @@ class MegatronJobs:
         mode: str = "recover",
         without: str = "",
         before: Sequence[str] = (),
+        model: str = MODEL,
     ) -> Job:
-        """A job that is on its way, ``without`` some of the usual flags, its script run by ``before``."""
+        """A job that is on its way, ``without`` some of the flags of ``model``, its script run by ``before``."""
         flags = f"--odyssey {mode} --odyssey-run-dir {self.folder / name} --odyssey-hang-s 2 {flags}"
         flags += f" --odyssey-inject {inject}" if inject else ""
-        return self._start(before, name, flags, ranks, stages, without)
+        return self._start(before, name, flags, ranks, stages, without, model)
 
     def outcome(self, name: str, job: Job, *, limit_s: float = 200.0) -> MegatronRun:
         """What ``job`` has come to."""
@@ -133,17 +138,24 @@ class MegatronJobs:
         assert self._server.script(argv, log=log).wait(200.0) == 0, log.read_text()[-3000:]
 
     def _start(
-        self, before: Sequence[str], name: str, flags: str, ranks: int, stages: int, without: str = ""
+        self,
+        before: Sequence[str],
+        name: str,
+        flags: str,
+        ranks: int,
+        stages: int,
+        without: str = "",
+        model: str = MODEL,
     ) -> Job:
         usual = [
-            one for one in re.findall(r"--\S+(?: [^-]\S*)*", MODEL) if one.split()[0] not in without.split()
+            one for one in re.findall(r"--\S+(?: [^-]\S*)*", model) if one.split()[0] not in without.split()
         ]
         flags += f" --pipeline-model-parallel-size {stages} --data-cache-path {self.folder / 'cache'}"
         script = str(self.checkout / "pretrain_gpt.py")
         return self._server.run(
             ["--nproc-per-node", str(ranks), *before, script, *" ".join(usual).split(), *flags.split()],
             log=self.folder / f"{name}.log",
-            env={"ODYSSEY_DEVICE": "cpu"},
+            env={"ODYSSEY_DEVICE": "cpu", "NCCL_ALGO": "Ring"},  # which --deterministic-mode asks for, unused
         )
 
 

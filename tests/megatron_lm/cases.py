@@ -1,0 +1,91 @@
+"""Megatron-LM's own training cases, shrunk until they run on a CPU."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from odyssey_megatron.doctor.launch_line import case_flags, judged
+
+SIZES: dict[str, int] = {
+    "--hidden-size": 32, "--ffn-hidden-size": 64, "--seq-length": 16, "--max-position-embeddings": 16,
+    "--kv-channels": 8, "--kv-lora-rank": 16, "--q-lora-rank": 16, "--qk-head-dim": 8, "--qk-pos-emb-head-dim": 4,
+    "--v-head-dim": 8, "--train-iters": 6, "--eval-interval": 3, "--exit-interval": 6,
+}  # fmt: skip
+"""What a case that has the flag gets in its place."""
+LAYERS, HEADS, MICROBATCHES = 8, 8, 16
+"""At most."""
+ELSEWHERE = (
+    "--data-path --data-cache-path --vocab-file --merge-file --tokenizer-type --tokenizer-model --vocab-size "
+    "--mock-data --split --save --save-interval --load --tensorboard-dir --seed --distributed-backend "
+    "--distributed-timeout-minutes --global-batch-size --micro-batch-size --pipeline-model-parallel-size "
+    "--transformer-impl --bf16 --attention-dropout --hidden-dropout --no-load-optim --finetune "
+    "--use-checkpoint-opt_param-scheduler --override-opt_param-scheduler"
+).split()
+"""Files and their formats, what is added below, and what a job without a checkpoint to load cannot be asked."""
+ON_A_CPU = (
+    "--transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion "
+    "--no-bias-swiglu-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion --no-rope-fusion --attention-dropout 0 "
+    "--hidden-dropout 0 --tokenizer-type NullTokenizer --vocab-size 255 --mock-data --split 90,8,2 --num-workers 0 "
+    "--distributed-backend gloo --micro-batch-size 1"
+)
+"""No Transformer Engine there, and no fused kernels. Without dropout, whose numbers Odyssey draws by the microbatch."""
+NEEDS_A_GPU = {"--fp8-format": "Transformer Engine", "--cross-entropy-loss-fusion": "a fused kernel"}
+"""Flag -> what it needs: cases with it are counted, and not run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What some of Megatron's cases come to."""
+
+    names: tuple[str, ...]
+    flags: str
+    ranks: int
+    stages: int
+    needs: str = ""
+    """That a CPU lacks."""
+
+
+def shrunk(args: Mapping[str, Any]) -> tuple[str, int, int]:
+    """(flags, ranks, stages) of a small job with all that the case with ``args`` asks for."""
+    stages, tensor = (args.get(f"--{kind}-model-parallel-size", 1) for kind in ("pipeline", "tensor"))
+    small = {flag: value for flag, value in args.items() if flag not in ELSEWHERE}
+    small |= {flag: min(value, small[flag]) for flag, value in SIZES.items() if flag in small}
+    small |= {"--eval-iters": 2, "--log-interval": 1}
+    small["--num-layers"] = min(args["--num-layers"], LAYERS)
+    small["--num-attention-heads"] = min(args["--num-attention-heads"], HEADS)
+    if "--num-query-groups" in small:
+        small["--num-query-groups"] = min(args["--num-query-groups"], HEADS // 2)
+    replicas = 3 if stages * tensor == 1 else 2 if stages * tensor <= 4 else 1
+    share = args["--global-batch-size"] // args["--micro-batch-size"]
+    small["--global-batch-size"] = max(min(share, MICROBATCHES) // replicas, stages, 2) * replicas
+    # Interleaved messages that overlap would give plain Megatron-LM other losses each time, without CUDA's streams.
+    if any("virtual" in flag for flag in small) and "--overlap-p2p-communication-warmup-flush" not in small:
+        small["--no-overlap-p2p-communication"] = True
+    words = case_flags({"args": dict(sorted(small.items()))})
+    given = {word for word in words if word.startswith("--")}
+    usual = [one for one in ON_A_CPU.split(" --") if f"--{one.removeprefix('--').split()[0]}" not in given]
+    return (
+        " ".join([*words, *(f"--{one.removeprefix('--')}" for one in usual)]),
+        stages * tensor * replicas,
+        stages,
+    )
+
+
+def distinct(path: Path, version: str) -> list[Case]:
+    """Of the cases in ``path`` that start under ``--odyssey``, each combination of flags once."""
+    found: dict[tuple[str, int, int, str], list[str]] = defaultdict(list)
+    for case in json.loads(path.read_text())["cases"]:
+        verdict = judged(case_flags(case), version)
+        if verdict.refused or verdict.unknown:
+            continue
+        needs = next((what for flag, what in NEEDS_A_GPU.items() if flag in case["args"]), "")
+        found[(*shrunk(case["args"]), needs)].append(case["name"])
+    return [
+        Case(names=tuple(names), flags=flags, ranks=ranks, stages=stages, needs=needs)
+        for (flags, ranks, stages, needs), names in found.items()
+    ]
