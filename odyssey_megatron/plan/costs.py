@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Annotated, Generic, TypeVar
@@ -111,6 +111,12 @@ class Costs:
     def all_layers(self) -> tuple[LayerCost, ...]:
         """``layers``, and behind them the tied weight: one for each of ``Layout.all_holders``."""
         return (*self.layers, self.tied) if self.tied else self.layers
+
+    def with_layers(self, layers: Iterable[LayerCost]) -> Costs:
+        """The same with other ``all_layers``."""
+        found = tuple(layers)
+        count = len(self.layers)
+        return replace(self, layers=found[:count], tied=found[count] if self.tied else None)
 
     def message_s(self) -> float:
         """Time of one activation message."""

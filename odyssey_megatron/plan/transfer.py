@@ -112,7 +112,7 @@ def assign_seats(
             taken[seat] = exact.pop()
     open_seats = [seat for seat in range(len(seats)) if seat not in taken]
     left = sorted(worker for group in by_layers.values() for worker in group)
-    sizes = [layer.state_bytes for layer in costs.layers]
+    sizes = [layer.state_bytes for layer in costs.all_layers]
     have = [frozenset(held.get(worker, ())) for worker in left]
     missing = []
     lacks: dict[frozenset[int], list[int]] = {}

@@ -37,12 +37,10 @@ def with_measured(profile: Profile, published: Sequence[Measured]) -> Profile:
     profile = calibrate(profile, [span for one in published for span in one.spans])
     costs = profile.costs
     sizes = {layer: size for one in published for layer, size in one.state_bytes}
-    layers = [
+    costs = costs.with_layers(
         replace(layer, state_bytes=sizes.get(index, layer.state_bytes))
         for index, layer in enumerate(costs.all_layers)
-    ]
-    tied = layers.pop() if costs.tied else None
-    costs = replace(costs, layers=tuple(layers), tied=tied)
+    )
     links = [one.link for one in published if one.link is not None]
     if links:
         latency_s = statistics.median(link.empty_s for link in links)

@@ -88,9 +88,10 @@ class Search:
         if pipelines not in self._shared:
             part = self.copies / pipelines
             layers = (
-                replace(one, optimizer_bytes=round(part * one.optimizer_bytes)) for one in self.costs.layers
+                replace(one, optimizer_bytes=round(part * one.optimizer_bytes))
+                for one in self.costs.all_layers
             )
-            self._shared[pipelines] = Search(replace(self.costs, layers=tuple(layers)), self.budget)
+            self._shared[pipelines] = Search(self.costs.with_layers(layers), self.budget)
         return self._shared[pipelines]
 
     def _one_stage_s(self, first: int, last: int) -> float:
@@ -354,11 +355,13 @@ def place(
     Raises:
         PlanInfeasible: fewer workers than stages.
     """
-    seats = [tuple(range(first, last)) for ends in shape.ends for first, last in pairwise((0, *ends))]
+    seats = [
+        previous.with_tied(range(first, last)) for ends in shape.ends for first, last in pairwise((0, *ends))
+    ]
     if len(seats) > len(workers):
         raise PlanInfeasible(f"{len(seats)} stages need as many workers, {len(workers)} are alive")
     held: dict[int, list[int]] = {worker: [] for worker in workers}
-    for layer, holders in enumerate(previous.holders):
+    for layer, holders in enumerate(previous.all_holders):
         for worker in holders:
             if worker in held:
                 held[worker].append(layer)

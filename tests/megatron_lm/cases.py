@@ -24,9 +24,11 @@ ELSEWHERE = (
     "--mock-data --split --save --save-interval --load --tensorboard-dir --seed --distributed-backend "
     "--distributed-timeout-minutes --global-batch-size --micro-batch-size --pipeline-model-parallel-size "
     "--transformer-impl --bf16 --attention-dropout --hidden-dropout --no-load-optim --finetune "
-    "--use-checkpoint-opt_param-scheduler --override-opt_param-scheduler"
+    "--error-injection-rate --error-injection-type --use-checkpoint-opt_param-scheduler --override-opt_param-scheduler"
 ).split()
-"""Files and their formats, what is added below, and what a job without a checkpoint to load cannot be asked."""
+"""Files and their formats, what is added below, what a job without a checkpoint to load cannot be asked, and mistakes
+that Megatron-LM is to make, and ends by.
+"""
 ON_A_CPU = (
     "--transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion "
     "--no-bias-swiglu-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion --no-rope-fusion --attention-dropout 0 "

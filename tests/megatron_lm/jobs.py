@@ -84,6 +84,7 @@ class MegatronJobs:
     def __init__(self, server: JobServer, folder: Path, checkout: Path):
         self._server, self.folder, self.checkout = server, folder, checkout
         self._known: dict[str, MegatronRun] = {}
+        self._plain = -1
 
     def plain(
         self, flags: str = MOCK, *, ranks: int, stages: int, without: str = "", model: str = MODEL
@@ -91,8 +92,9 @@ class MegatronJobs:
         """Megatron-LM itself; the ranks have nothing of Odyssey but the CPU device. Run once for the same flags."""
         key = f"{ranks}-{stages} {model} {flags} -{without}"
         if key not in self._known:
+            self._plain += 1  # one that fails has had its log
             run = self.plain_once(
-                f"plain-{len(self._known)}", flags, ranks=ranks, stages=stages, without=without, model=model
+                f"plain-{self._plain}", flags, ranks=ranks, stages=stages, without=without, model=model
             )
             assert run.exit_code == 0, run.log[-4000:]
             self._known[key] = run

@@ -42,7 +42,7 @@ def test_a_case_loses_a_rank_and_prints_what_it_would_have(jobs, name, record_pr
     point = ("forward", "backward", "reduce", "optimizer")[zlib.crc32(case.encode()) // 64 % 4]
     run = jobs.odyssey(
         name, f"{flags} --save {folder}-saved --save-interval 3 --odyssey-redundancy state", **how,
-        inject=f"rank={victim},step=2,at={point}",
+        inject=f"rank={victim},step={min(2, len(plain.iterations) - 1)},at={point}",
     )  # fmt: skip
     assert_same_lines(run, plain, rel=BFLOAT16 if flags else FLOAT32)
     assert victim in run.killed

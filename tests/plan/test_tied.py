@@ -58,6 +58,13 @@ def test_it_moves_once_and_only_to_who_lacks_it():
     assert [one.target for one in moved if one.layer == 6] == [2], "it was in the middle"
 
 
+def test_other_layers_have_other_costs():
+    halved = COSTS.with_layers(replace(one, state_bytes=one.state_bytes // 2) for one in COSTS.all_layers)
+    assert halved.tied == replace(WEIGHT, state_bytes=2500)
+    assert len(halved.layers) == 6
+    assert replace(COSTS, tied=None).with_layers(COSTS.layers) == replace(COSTS, tied=None)
+
+
 def test_who_computes_an_end_needs_it_at_once():
     program = schedule_from_text("2: F0[0:3] B0[0:3] STEP").program(2)
     assert needed_at_once(PP2_DP2, 2, program, ()) == {0, 1, 2, 6}
