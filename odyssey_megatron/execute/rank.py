@@ -29,6 +29,7 @@ from odyssey_megatron.names import step_name
 from odyssey_megatron.plan.generation import Generation
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.schedule import Program
+from odyssey_megatron.plan.smaller import StepPlan, smaller
 from odyssey_megatron.plan.transfer import needed_at_once
 from odyssey_megatron.rebuild import agree
 from odyssey_megatron.rebuild.transfer import Moving, Spreading
@@ -62,18 +63,16 @@ class RankRuntime:
         """Pieces of common work that the job has done: steps, and what :meth:`together` did."""
         self.own = 0
         """Of those, how many this rank has had a part in."""
-        self._ready, self._in_step, self._evaluating = False, False, False
+        self._joins = self._ready = self._in_step = self._evaluating = False
         self._totals = torch.zeros(model.num_totals + 1, dtype=torch.float64)  # and: who was asked to end
         self.wants_end: Callable[[], bool] = lambda: member.asked == Ask.END
         self.outcome: Any = None
         """Of the last committed step."""
         self._outcome_logged = True
         self._groups: Groups | None = None
-        self._joins = False
         self._left: Groups | None = None
         """Of the generation before, until all its members are in the next one."""
         self._offers = Offers[Groups](member.decline)
-        self._boundary, self._planned = 0, False
         self._moving: Moving | None = None
         self._spreading: Spreading | None = None
         self._live: Callable[[], None] = lambda: None
@@ -84,7 +83,7 @@ class RankRuntime:
         """Of the step at hand; None where it has not begun, or must begin anew."""
         self._rest: Program | None = None
         """What is left to do of an interrupted step, if it goes on."""
-        self._recovered_by, self._taken_up = "", 0
+        self._boundary, self._planned, self._recovered_by, self._taken_up = 0, False, "", 0
         self._plan: Plan | None = None
         self._plan_hash, self._generation, self._steps_here = "", 0, 0
         self._cell = Cell(rank=member.rank, size=tensor_model_parallel_size)
@@ -185,8 +184,9 @@ class RankRuntime:
         if not generation.planned:
             cell_group, progress = self._group(cell_group_name(self._worker)), self._progress
             progress, compute, device = progress or self._new_progress(), self._model, self._totals.device
+            now = self._of_step(plan.program(self._worker))
             begun, self._rest, self._taken_up = agree.go_on(
-                self._world, cell_group, plan, self._cell, progress, compute, device, keep=keep
+                self._world, cell_group, now, self._cell, progress, compute, device, keep=keep
             )
         if self._rest is None:
             self._progress = None
@@ -199,6 +199,9 @@ class RankRuntime:
         if self._logs:
             self._speak()
 
+    def _of_step(self, program: Program) -> StepPlan:
+        return smaller(self._require_plan().layout, program, self._model.microbatches_of(self.committed))
+
     def _new_progress(self, *, keeps: bool = False) -> Progress:
         layout = self._require_plan().layout
         return Progress(layout.num_microbatches, layout.num_layers, keeps=keeps)
@@ -209,9 +212,6 @@ class RankRuntime:
             model.create_layers(plan.layout.held_by(self._worker), plan.layout.kept_by(self._worker))
             self._measured.link = link_times(self._world, model.empty_message())
 
-        def checkpoint() -> None:
-            self._check(Phase.TRANSFER.value, -1)
-
         self._program = plan.program(self._worker)
         self._moving = Moving(
             plan.transfers,
@@ -221,7 +221,7 @@ class RankRuntime:
             device=self._totals.device,
             tensors_to_send=model.tensors_to_send,
             tensors_to_fill=model.tensors_to_fill,
-            checkpoint=checkpoint,
+            checkpoint=lambda: self._check(Phase.TRANSFER.value, -1),
         )
         before = None if self._member.rank in generation.fresh else generation.previous
         held = before.held_by(self._worker) if before is not None else ()
@@ -295,17 +295,16 @@ class RankRuntime:
     def _run(self, progress: Progress, trace: Trace) -> None:
         """The step's program, or what is left of it."""
         rest, self._rest = self._rest, None
+        program = self._of_step(self._program).program if rest is None else rest
         assert self._interpreter is not None
         try:
-            self._interpreter.run(self._program if rest is None else rest, trace, progress)
+            self._interpreter.run(program, trace, progress)
         except torch.OutOfMemoryError as error:
             if rest is None:
                 raise
             # What was in flight here came on top of what the plan keeps in flight. Done again, the step fits.
             progress.whole = False
-            raise PeerFailed(
-                f"no memory to go on with {step_name(self.committed)} where it was: {error}"
-            ) from error
+            raise PeerFailed(f"no memory to go on with {step_name(self.committed)}: {error}") from error
 
     def _agreed(self) -> torch.Tensor:
         """All gradients of the step are reduced here: everyone's totals, once they are everywhere."""
@@ -321,13 +320,15 @@ class RankRuntime:
     def _examined(self, totals: torch.Tensor, progress: Progress) -> torch.Tensor:
         """The totals to go on with, of a step whose numbers are not finite; whoever computes wrongly leaves the job."""
         layout = self._member.with_all_routes(self._generation, self._require_plan().layout)
+        layout = smaller(layout, (), self._model.microbatches_of(self.committed)).layout
         progress.give_up()
 
         def again(exchange: Exchange) -> tuple[Progress, bool]:
             nonlocal totals
             self._ready = False
             self._model.begin_step(self.committed)
-            trial, self._rest = self._new_progress(), renumbered(self._program, exchange)
+            program = self._of_step(self._program).program
+            trial, self._rest = self._new_progress(), renumbered(program, exchange)
             self._run(trial, Trace())
             totals = self._agreed()
             return trial, bool(torch.isfinite(totals).all())

@@ -316,7 +316,7 @@ class Session:
             source=MicrobatchSource(
                 job.dataset, global_batch_size=job.global_batch_size, micro_batch_size=job.micro_batch_size
             ),
-            learning_rate=LearningRate(job.global_batch_size, **job.scheduler),
+            learning_rate=LearningRate(**job.scheduler),
             num_microbatches=num_microbatches,
             seq_length=job.seq_length,
             micro_batch_size=job.micro_batch_size,

@@ -22,9 +22,9 @@ from odyssey_megatron.errors import OdysseyError
 from odyssey_megatron.execute.interpreter import Compute
 from odyssey_megatron.execute.progress import Progress
 from odyssey_megatron.plan.layout import Layout
-from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.resume import fits, rest, usable
 from odyssey_megatron.plan.schedule import Program
+from odyssey_megatron.plan.smaller import StepPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +105,7 @@ def exchange(
 def go_on(
     group: dist.ProcessGroup,
     cell_group: dist.ProcessGroup | None,
-    plan: Plan,
+    plan: StepPlan,
     cell: Cell,
     progress: Progress,
     compute: Compute,
@@ -152,7 +152,7 @@ def can_resume(
 def what_is_left(
     group: dist.ProcessGroup,
     cell_group: dist.ProcessGroup | None,
-    plan: Plan,
+    plan: StepPlan,
     cell: Cell,
     progress: Progress,
     compute: Compute,
@@ -170,7 +170,7 @@ def what_is_left(
     width = plan.layout.num_layers
     table = [flat[at : at + width] for at in range(0, len(flat), width)]
     cuts = {block.first for block in plan.layout.blocks()}
-    left = rest(plan.program(cell.worker), table, cuts) if any(flat) else None
+    left = rest(plan.program, table, cuts) if any(flat) else None
     stuck = torch.tensor([left is None], dtype=torch.int32, device=device)
     dist.all_reduce(stuck, op=dist.ReduceOp.MAX, group=group)
     return (None, 0) if stuck.item() else (left, taken_up)

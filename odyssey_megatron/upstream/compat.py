@@ -92,6 +92,17 @@ def train_step_result(
     return losses, int(skipped), False, False, 0, grad_norm, zeros, 0
 
 
+def count_all_microbatches(args: Any) -> None:
+    """Megatron's calculator of microbatches counts those of the whole batch as this rank's. From 0.18 on it ignores a
+    ramp-up (core_v0.18.2 core/num_microbatches_calculator.py, line 80).
+    """
+    from megatron.core import num_microbatches_calculator
+
+    num_microbatches_calculator.reconfigure_num_microbatches_calculator(
+        args.rank, args.rampup_batch_size, args.global_batch_size, args.micro_batch_size, 1, False
+    )
+
+
 def append_to_progress_log(function: Callable[..., None], save_dir: str, text: str) -> None:
     """``function`` is Megatron's, without its barrier; from 0.18 on it wants the folder."""
     folder = (save_dir,) if "save_dir" in inspect.signature(function).parameters else ()

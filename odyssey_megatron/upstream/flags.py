@@ -48,7 +48,7 @@ _WORKS = {
     tensor_model_parallel_size pipeline_model_parallel_size sequence_parallel
     untie_embeddings_and_output_weights
     decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers pipeline_model_parallel_layout
-    micro_batch_size global_batch_size
+    micro_batch_size global_batch_size rampup_batch_size
     train_iters train_samples seq_length seed bf16 fp16 loss_scale initial_loss_scale min_loss_scale
     loss_scale_window hysteresis use_distributed_optimizer calculate_per_token_loss
     accumulate_allreduce_grads_in_fp32 grad_reduce_in_bf16 clip_grad

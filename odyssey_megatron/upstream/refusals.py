@@ -160,7 +160,6 @@ _ROWS: tuple[tuple[str, str] | tuple[str, str, Callable[[Any, Any], bool]], ...]
     ("check_for_large_grads", "Its check is of Megatron's own reduction. Leave it out."),
     ("result_rejected_tracker_filename", _RERUN),
     ("check_for_spiky_loss", _RERUN),
-    ("rampup_batch_size", _ONE_BATCH),
     ("step_batch_size_schedule", _ONE_BATCH),
     ("decrease_batch_size_if_needed", _ONE_BATCH),
     ("phase_transition_iterations", _ONE_BATCH),

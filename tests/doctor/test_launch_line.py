@@ -60,7 +60,7 @@ def test_the_scripts_of_megatron_lm(megatron_lm):
         for name in ("gpt3/train_gpt3_175b_distributed", "llama/train_llama3_8b_h100_fp8")
     }
     gpt3, llama = found.values()
-    assert "--fp16" not in gpt3.refused
+    assert gpt3.starts
     assert {"--fp8-format": "--fp8-format hybrid"}.items() <= {
         flag: sentence.partition(" does")[0] for flag, sentence in llama.refused.items()
     }.items()

@@ -105,6 +105,9 @@ class Accelerator:
         num_bytes = sum(layer.gradient_bytes for layer in self._costs.layers[first:last])
         return self._truth.reduced_s(num_bytes, holders) * self._more_or_less()
 
+    def microbatches_of(self, step: int) -> int:
+        return self._microbatches
+
     def begin_step(self, step: int) -> None:
         """In a new generation every rank begins when it gets here."""
         if self._fresh or not self._seamless:

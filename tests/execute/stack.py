@@ -131,6 +131,9 @@ class Stack:
         for layer in before.keys() & self._gradients.keys():
             self._gradients[layer].copy_(before[layer])
 
+    def microbatches_of(self, step: int) -> int:
+        return MICROBATCHES
+
     def begin_step(self, step: int) -> None:
         self._step = step
         self._flights.clear()

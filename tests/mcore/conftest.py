@@ -80,7 +80,7 @@ def make_model(spec: Any, megatron: Any) -> Callable[..., Any]:
             spec(**changes),
             forward_step=pretrain_llama.forward_step,
             source=MicrobatchSource(samples, global_batch_size=2, micro_batch_size=1),
-            learning_rate=LearningRate(2, **SCHEDULE),
+            learning_rate=LearningRate(**SCHEDULE),
             num_microbatches=2,
             seq_length=16,
             micro_batch_size=1,

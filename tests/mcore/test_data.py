@@ -15,11 +15,33 @@ def test_a_step_is_its_samples_each_once_in_order():
         sample
         for step in range(3)
         for microbatch in range(4)
-        for sample in global_samples(
-            step=step, microbatch=microbatch, global_batch_size=8, micro_batch_size=2
-        )
+        for sample in global_samples(before=8 * step, microbatch=microbatch, micro_batch_size=2)
     ]
     assert seen == list(range(24))
+
+
+def test_batches_that_grow_are_megatron_s(megatron):
+    from megatron.core import num_microbatches_calculator as calculator
+
+    from odyssey_megatron.mcore.loop.batches import Batches
+
+    calculator.init_num_microbatches_calculator(0, [2, 2, 20], 8, 1, 1)
+    try:
+        for first, consumed in ((0, 0), (3, 6), (7, 24)):  # as after loading
+            ours = Batches.of_megatron(consumed, first_step=first)
+            before = calculator.get_num_microbatches()
+            assert ours.before(first) == 0
+            assert calculator.get_num_microbatches() == before, "it is left as it is"
+            at = consumed
+            for step in range(first, first + 12):
+                calculator.update_num_microbatches(at)
+                assert ours.size(step) == calculator.get_num_microbatches()
+                at += ours.size(step)
+                assert ours.before(step + 1) == at - consumed
+            assert ours.size(first + 11) == 8
+        assert [Batches.of_megatron(0, first_step=0).size(step) for step in range(4)] == [2, 2, 2, 2]
+    finally:
+        calculator.unset_num_microbatches_calculator()
 
 
 def test_the_iterator_yields_the_microbatch_that_is_named():

@@ -180,7 +180,11 @@ def test_learning_rate_is_megatron_s(spec, megatron):
     import pretrain_llama
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+    from odyssey_megatron.mcore.loop.batches import Batches
+    from odyssey_megatron.mcore.model.loss_scale import LossScale
     from odyssey_megatron.mcore.model.optimizer import LearningRate
+
+    none = LossScale(spec().optimizer_config, ends_job=True)
 
     class Args:
         train_iters, global_batch_size, lr, min_lr, lr_warmup_iters, weight_decay = 10, 8, 1e-3, 1e-4, 3, 0.1
@@ -188,9 +192,9 @@ def test_learning_rate_is_megatron_s(spec, megatron):
     group = {"params": [], "lr": 0.0}
     arguments = pretrain_llama.scheduler_arguments(Args)
     plain = SimpleNamespace(param_groups=[group])
-    scheduler, ours = OptimizerParamScheduler(plain, **arguments), LearningRate(8, **arguments)
+    scheduler, ours = OptimizerParamScheduler(plain, **arguments), LearningRate(**arguments)
     for step in range(10):
-        assert ours.set([], step) == group["lr"]
+        assert ours.set([], step, Batches.constant(8), none) == group["lr"]
         scheduler.step(increment=8)
 
 

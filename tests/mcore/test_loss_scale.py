@@ -69,10 +69,10 @@ def test_an_overflow_changes_nothing_but_the_scale(megatron, make_model):
     assert {one.grad_norm for one in skipped} == {None}
     assert math.isfinite(done.grad_norm)
     assert not same(tensors(model), before)
-    assert done.lr == skipped[0].lr == model.learning_rate.set([], 0), (
-        "skipped steps do not count in the schedule"
-    )
-    assert train(model, len(outcomes)).lr == model.learning_rate.set([], 1) != done.lr
+    assert done.lr == skipped[0].lr, "skipped steps do not count in the schedule"
+    unscaled = make_model()
+    assert done.lr == train(unscaled, 0).lr
+    assert train(model, len(outcomes)).lr == train(unscaled, 1).lr != done.lr
 
 
 def test_gradients_are_those_without_a_scale(megatron, make_model):
@@ -94,21 +94,21 @@ def test_who_joins_goes_on_like_the_others(megatron, seed):
     draw = random.Random(seed)
     known, joined = scale_of(config()), scale_of(config())
     for _ in range(draw.randrange(20)):
-        known.update(skipped=draw.random() < 0.5)
+        known.update(skipped=draw.random() < 0.5, samples=draw.randrange(9))
     joined.take_over(known.state())
-    for step in range(20):
+    for _ in range(20):
         assert joined.scaler.state_dict() == known.scaler.state_dict()
-        assert joined.advanced(step) == known.advanced(step)
+        assert (joined.skipped, joined.skipped_samples) == (known.skipped, known.skipped_samples)
         skipped = draw.random() < 0.3
         for one in (known, joined):
-            one.update(skipped=skipped)
+            one.update(skipped=skipped, samples=4)
 
 
 def test_what_is_blamed_on_the_scale(megatron):
     dynamic = scale_of(config(min_loss_scale=2.0**19, hysteresis=1))
     assert dynamic.skips
     assert dynamic.blames_nobody
-    dynamic.update(skipped=True)
+    dynamic.update(skipped=True, samples=4)
     assert dynamic.skips
     assert not dynamic.blames_nobody, "it is as small as it may be"
     for ends_job in (True, False):

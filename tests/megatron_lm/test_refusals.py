@@ -30,7 +30,6 @@ GIVEN = {
     "--use-megatron-fsdp": "--use-megatron-fsdp",
     "--use-torch-fsdp2": "--use-torch-fsdp2",
     "--use-legacy-models": "--use-legacy-models",
-    "--rampup-batch-size": "--rampup-batch-size 4 4 100",
     "--iterations-to-skip": "--iterations-to-skip 3",
     "--dataloader-type": "--dataloader-type cyclic",
     "--full-validation": "--full-validation",

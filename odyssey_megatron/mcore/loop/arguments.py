@@ -13,7 +13,7 @@ import torch
 
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.errors import MegatronIncompatible
+from odyssey_megatron.errors import ConfigError, MegatronIncompatible
 from odyssey_megatron.mcore.model import groups, span
 from odyssey_megatron.mcore.model.layers import ModelSpec
 from odyssey_megatron.mcore.plugin import estimate
@@ -137,6 +137,17 @@ def adapt(args: Any, config: OdysseyConfig) -> None:
     if config.float64 == "on":
         _set(args, torch.float64, "params_dtype")
         _set(args, False, "accumulate_allreduce_grads_in_fp32")
+
+
+def check_rampup(args: Any) -> None:
+    """As Megatron does in the step at hand. Raises ConfigError: a batch cannot be shared out to the replicas."""
+    shared = args.micro_batch_size * args.data_parallel_size
+    first, more, _ = map(int, getattr(args, "rampup_batch_size", None) or (shared, shared, 0))
+    if first % shared or more % shared:
+        raise ConfigError(
+            f"--rampup-batch-size begins with {first} samples and goes on by {more}; both must be multiples of "
+            f"{shared}, which is --micro-batch-size {args.micro_batch_size} times {args.data_parallel_size} replicas."
+        )
 
 
 def _set(args: Any, value: Any, *names: str) -> None:

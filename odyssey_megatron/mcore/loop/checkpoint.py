@@ -194,7 +194,9 @@ class OptimizerView:
         whole.grad_scaler = self._model.loss_scale.scaler
         take_over(whole.param_groups, spec.loaded_groups)
         if self._model.learning_rate is not None:
-            self._model.learning_rate.set([whole], self._model.loss_scale.advanced(self._committed()))
+            self._model.learning_rate.set(
+                [whole], self._committed(), self._model.batches, self._model.loss_scale
+            )
         for shown, main in pairs(whole):
             main.data, whole.optimizer.state[main] = own[id(shown)][0].data, own[id(shown)][1]
             if shown is not main:

@@ -8,10 +8,12 @@ from typing import Any
 
 from torch.utils.data import default_collate
 
+from odyssey_megatron.mcore.loop.batches import Batches
 
-def global_samples(*, step: int, microbatch: int, global_batch_size: int, micro_batch_size: int) -> range:
-    """Indices, in consumption order, of the samples of one microbatch."""
-    first = step * global_batch_size + microbatch * micro_batch_size
+
+def global_samples(*, before: int, microbatch: int, micro_batch_size: int) -> range:
+    """Indices, in consumption order, of the samples of one microbatch of the step behind ``before`` samples."""
+    first = before + microbatch * micro_batch_size
     return range(first, first + micro_batch_size)
 
 
@@ -27,11 +29,11 @@ class MicrobatchSource:
         collate: Callable[[list[Any]], Any] = default_collate,
         offset: int = 0,
     ):
-        """``offset`` is the sample that step :attr:`first_step` begins with."""
+        """``offset`` is the sample that the first step begins with."""
         self._dataset, self._collate, self._offset = dataset, collate, offset
-        self._global_batch_size, self._micro_batch_size = global_batch_size, micro_batch_size
+        self._micro_batch_size = micro_batch_size
         self._at, self._batch = (-1, -1), None
-        self.first_step = 0
+        self.batches = Batches.constant(global_batch_size)
         self.evaluated = 0
         """Batches that evaluations have taken."""
         self.fetched: dict[int, list[int]] = {}
@@ -53,9 +55,8 @@ class MicrobatchSource:
         if self._batch is None:
             step, microbatch = self._at
             samples = global_samples(
-                step=step - self.first_step,
+                before=self.batches.before(step),
                 microbatch=microbatch,
-                global_batch_size=self._global_batch_size,
                 micro_batch_size=self._micro_batch_size,
             )
             self._batch = self._collate([self._dataset[self._offset + sample] for sample in samples])

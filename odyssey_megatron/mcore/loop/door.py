@@ -25,6 +25,7 @@ from odyssey_megatron.errors import EXIT_NOT_SAVED, ConfigError, OdysseyError, S
 from odyssey_megatron.execute.channels import WORLD
 from odyssey_megatron.launch.inject import Injector
 from odyssey_megatron.mcore.loop import arguments, checkpoint, loading, saving, shards, signals, tensorboard
+from odyssey_megatron.mcore.loop.batches import Batches
 from odyssey_megatron.mcore.loop.console import SurvivingLines
 from odyssey_megatron.mcore.loop.data import MicrobatchSource
 from odyssey_megatron.mcore.loop.joining import Start, starting_groups
@@ -173,13 +174,13 @@ class Door:
         self._saved.distributed = args.use_distributed_optimizer
         result = original(args, *rest, **kwargs)
         refusals.check(args, self._parser)
+        arguments.check_rampup(args)
         self._split_of, self._checks = arguments.split_of(args), args.check_for_nan_in_loss_and_grad
         arguments.adapt(args, self._config)
         saving.check(args)
         return result
 
     def initialize_distributed(self, original: Any, *unused: Any, **kwargs: Any) -> None:
-        from megatron.core import num_microbatches_calculator
         from megatron.training import get_args
 
         args, session = get_args(), self._session
@@ -193,9 +194,7 @@ class Door:
         self._start_groups, self._alone = starting_groups(session.member, cell, self._config)
         self._follow(self._alone)
         args.data_parallel_size = 1
-        num_microbatches_calculator.reconfigure_num_microbatches_calculator(
-            args.rank, None, args.global_batch_size, args.micro_batch_size, 1, False
-        )
+        compat.count_all_microbatches(args)
 
     def setup_model_and_optimizer(
         self, original: Any, *given: Any, **named: Any
@@ -240,8 +239,8 @@ class Door:
         if not member.joins:
             self._start = Start.of(args, scheduler, self._model.spec.loaded_groups)
             self._start.note(member)
+        self._model.batches = Batches.of_megatron(args.consumed_train_samples, first_step=args.iteration)
         self._model.learning_rate = LearningRate(
-            args.global_batch_size,
             self._start.origin(schedule, optimizer.settings),
             **arguments.schedule_of(scheduler),
         )
@@ -298,8 +297,9 @@ class Door:
         self._session.member.join()
         self._recovery.step()
         self._refresh()
-        skipped = self._model.loss_scale.skipped - self._runtime.outcome.skipped
-        evaluated = self._start.go_on(called["opt_param_scheduler"], self._runtime.committed - 1, skipped)
+        batches, step = self._model.batches, self._runtime.committed - 1
+        skipped = self._model.loss_scale.skipped_samples - self._runtime.outcome.skipped * batches.size(step)
+        evaluated = self._start.go_on(called["opt_param_scheduler"], step, batches, skipped)
         if called["valid_data_iterator"] is not None:
             self._source(called["valid_data_iterator"]).evaluated = evaluated
         # What Megatron does with all ranks before its first step, the others have done long ago.
@@ -422,7 +422,7 @@ class Door:
         self._lines.begin(self._runtime.committed)
         self._log_own(self._runtime.committed, get_args().tensorboard_log_interval)
         if not outcome.skipped:
-            opt_param_scheduler.step(increment=get_args().global_batch_size)
+            opt_param_scheduler.step(increment=outcome.num_microbatches * get_args().micro_batch_size)
         losses = {  # beside Megatron's own sums, on its device
             name: torch.tensor([value], dtype=torch.float32, device=torch.cuda.current_device())
             for name, value in outcome.losses.items()
@@ -435,7 +435,7 @@ class Door:
         """What training steps compute, and with which data."""
         source = self._source(data_iterator)
         if source is not self._train_source:
-            self._train_source, source.first_step = source, self._start.iteration
+            self._train_source, source.batches = source, self._model.batches
         self._model.forward_step, self._model.source = (
             self._stage.forward_step(forward_step_func, self._model),
             source,

@@ -17,6 +17,7 @@ from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.execute.channels import WORLD
 from odyssey_megatron.execute.membership import cell_group_name
 from odyssey_megatron.launch.member import Member
+from odyssey_megatron.mcore.loop.batches import Batches
 from odyssey_megatron.mcore.model.optimizer import Origin
 from odyssey_megatron.rebuild.groups import NEVER_OVER, GroupSet, build_groups
 
@@ -71,18 +72,20 @@ class Start:
         args.iteration, args.consumed_train_samples = self.iteration, self.consumed_train_samples
         args.num_floating_point_operations_so_far = self.floating_point_operations
 
-    def go_on(self, scheduler: Any, iteration: int, skipped: int) -> int:
-        """Sets Megatron's loop, which stands at the start, to ``iteration``, of those before which ``skipped`` changed
-        no weight; returns how many batches evaluations have taken until there.
+    def go_on(self, scheduler: Any, iteration: int, batches: Batches, skipped: int) -> int:
+        """Sets Megatron's loop, which stands at the start, to ``iteration``, of those before which ``skipped`` samples
+        changed no weight; returns how many batches evaluations have taken until there.
         """
+        from megatron.core import num_microbatches_calculator
         from megatron.training import get_args, training
 
-        args, done = get_args(), iteration - self.iteration
-        per_step = training.num_floating_point_operations(args, args.global_batch_size)
-        args.iteration = iteration
-        args.consumed_train_samples = self.consumed_train_samples + done * args.global_batch_size
-        args.num_floating_point_operations_so_far = self.floating_point_operations + done * per_step
-        scheduler.step(increment=(done - skipped) * args.global_batch_size)
+        args, consumed = get_args(), batches.before(iteration)
+        steps = range(self.iteration, iteration)
+        flops = sum(training.num_floating_point_operations(args, batches.size(step)) for step in steps)
+        args.iteration, args.consumed_train_samples = iteration, self.consumed_train_samples + consumed
+        args.num_floating_point_operations_so_far = self.floating_point_operations + flops
+        num_microbatches_calculator.update_num_microbatches(args.consumed_train_samples, False)
+        scheduler.step(increment=consumed - skipped)
         if not args.eval_interval:
             return 0
         return args.eval_iters * (iteration // args.eval_interval - self.iteration // args.eval_interval)

@@ -25,8 +25,8 @@ class LossScale:
             ConfigError: Megatron refuses these numbers.
         """
         self._ends_job = ends_job
-        self.skipped = 0
-        """Steps since the job was started."""
+        self.skipped = self.skipped_samples = 0
+        """Steps, since the job was started, that do not count in the learning rate's schedule; and their samples."""
         try:
             self.scaler = _scaler(config)
         except AssertionError as error:
@@ -64,15 +64,10 @@ class LossScale:
         smallest = getattr(self.scaler, "min_scale", 0.0)
         return self.skips and bool(self.value > smallest)
 
-    def advanced(self, step: int) -> int:
-        """The place in the learning rate's schedule of ``step``, behind all that were committed: skipped steps do not
-        count there.
-        """
-        return step - self.skipped
-
-    def update(self, *, skipped: bool) -> None:
-        """Behind a step."""
+    def update(self, *, skipped: bool, samples: int) -> None:
+        """Behind a step of ``samples``."""
         self.skipped += skipped
+        self.skipped_samples += samples * skipped
         if self.scaler is not None:
             self.scaler.update(skipped)
 
@@ -80,13 +75,14 @@ class LossScale:
         """All that steps have changed, for :meth:`take_over` on a rank that joins: 1-D, float64, on the host."""
         kept = self.scaler.state_dict() if self else {}
         return torch.tensor(
-            [self.skipped, *(float(kept[name]) for name in sorted(kept))], dtype=torch.float64
+            [self.skipped, self.skipped_samples, *(float(kept[name]) for name in sorted(kept))],
+            dtype=torch.float64,
         )
 
     def take_over(self, state: torch.Tensor) -> None:
         """``state`` is what :meth:`state` of another rank has given."""
-        skipped, *values = state.tolist()
-        self.skipped = int(skipped)
+        skipped, samples, *values = state.tolist()
+        self.skipped, self.skipped_samples = int(skipped), int(samples)
         if values:
             growth, hysteresis, scale = values
             self.scaler.load_state_dict(

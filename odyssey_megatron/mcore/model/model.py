@@ -14,6 +14,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from odyssey_megatron.errors import NotFinite, TransferIncomplete
 from odyssey_megatron.mcore.loop import outcome
+from odyssey_megatron.mcore.loop.batches import Batches
 from odyssey_megatron.mcore.loop.data import MicrobatchSource
 from odyssey_megatron.mcore.loop.outcome import StepOutcome
 from odyssey_megatron.mcore.model import groups, rng, span, te
@@ -74,7 +75,8 @@ class MegatronModel:
         span.install()
         self.spec, self.source = spec, source
         self.forward_step, self.learning_rate = forward_step, learning_rate
-        self._num_microbatches = num_microbatches
+        self._num_microbatches = self._of_step = num_microbatches
+        self.batches = Batches.constant(num_microbatches * micro_batch_size)
         config = spec.config
         self.loss_scale = LossScale(spec.optimizer_config, ends_job=spec.overflow_ends_job)
         config.grad_scale_func = self.loss_scale.scaled
@@ -235,6 +237,9 @@ class MegatronModel:
         for block in self._blocks.values():
             block.zero_gradients()
 
+    def microbatches_of(self, step: int) -> int:
+        return self.batches.size(step) // self._message_shape[1]
+
     def begin_evaluation(self, index: int) -> None:
         """As a step, of evaluation batch ``index``; nothing is kept for a backward."""
         self._begin(index, training=False)
@@ -242,6 +247,7 @@ class MegatronModel:
     def _begin(self, step: int, *, training: bool) -> None:
         assert self.source is not None, "no data yet"
         self._step, self._training = step, training
+        self._of_step = self.microbatches_of(step) if training else self._num_microbatches
         self._flights.clear()
         self._ahead.clear()
         self._losses.clear()
@@ -276,7 +282,7 @@ class MegatronModel:
                     self.forward_step,
                     self.source,
                     block.model,
-                    self._num_microbatches // self._replicas,
+                    self._of_step // self._replicas,
                     tensor,
                     reported,
                     self.spec.config,
@@ -414,7 +420,7 @@ class MegatronModel:
             if self._worker not in self._layout.states[layer.index]:
                 layer.optimizer = None  # the keepers' is current from now on, and this one would not be
         kept = {layer.index: layer.optimizer for layer in layers if layer.optimizer is not None}
-        lr = self.learning_rate.set(list(kept.values()), self.loss_scale.advanced(self._step))
+        lr = self.learning_rate.set(list(kept.values()), self._step, self.batches, self.loss_scale)
         spare = self._layout.spare_states(self._worker) if self._spare_on_host else ()
         for index, optimizer in kept.items():
             if not skipped:
@@ -423,7 +429,7 @@ class MegatronModel:
                 optimizer.parking.park()
             checkpoint()
         self._held = {layer.index: layer for layer in layers}
-        self.loss_scale.update(skipped=skipped)
+        self.loss_scale.update(skipped=skipped, samples=self.batches.size(self._step))
         return StepOutcome(
             losses=outcome.means(losses, self._loss_names),
             grad_norm=None if skipped else grad_norm,
@@ -461,15 +467,8 @@ class MegatronModel:
 
         Collective; this is ``rank`` of the job. Raises HoldersDiffer on all ranks alike if nobody can say who is right.
         """
-        cell_size = self._groups.tp.size()
-        return odd_ones(
-            digests(self._current()),
-            world,
-            rank=rank,
-            shard=self._tp_rank,
-            cell_size=cell_size,
-            layout=self._layout,
-        )
+        held, layout, cell_size = digests(self._current()), self._layout, self._groups.tp.size()
+        return odd_ones(held, world, rank=rank, shard=self._tp_rank, cell_size=cell_size, layout=layout)
 
     def state_bytes(self) -> int:
         """Of weights, gradients and optimizer state of everything held, without :meth:`host_bytes`."""

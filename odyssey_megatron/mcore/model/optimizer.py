@@ -23,7 +23,9 @@ from odyssey_megatron.mcore.model.parking import Parking
 from odyssey_megatron.rebuild.world import alone
 
 if TYPE_CHECKING:
+    from odyssey_megatron.mcore.loop.batches import Batches
     from odyssey_megatron.mcore.model.layers import ModelSpec
+    from odyssey_megatron.mcore.model.loss_scale import LossScale
 
 
 class LayerOptimizer:
@@ -213,18 +215,21 @@ class LearningRate:
         ConfigError: Megatron refuses the schedule.
     """
 
-    def __init__(self, samples_per_step: int, start: Origin | None = None, **scheduler_arguments: Any):
-        self._samples_per_step, self._arguments = samples_per_step, scheduler_arguments
+    def __init__(self, start: Origin | None = None, **scheduler_arguments: Any):
+        self._arguments = scheduler_arguments
         self._start = start or Origin()
         with schedule_refused(scheduler_arguments):
             OptimizerParamScheduler(_ParamGroups([], {}), **scheduler_arguments)
 
-    def set(self, optimizers: Sequence[Any], step: int) -> float:
-        """Sets learning rate and weight decay of ``step`` (from 0) everywhere; returns the learning rate."""
+    def set(self, optimizers: Sequence[Any], step: int, batches: Batches, scale: LossScale) -> float:
+        """Sets learning rate and weight decay of ``step`` (from 0), behind all that were committed, everywhere; returns
+        the learning rate. Skipped steps do not count.
+        """
+        samples, step = batches.before(step) - scale.skipped_samples, step - scale.skipped
         start, groups = self._start, _ParamGroups(optimizers, self._start.settings)
         arguments = {**self._arguments, **(start.first_step if step == start.step else {})}
         scheduler = OptimizerParamScheduler(groups, **arguments)
-        scheduler.step(increment=start.samples + (step - start.step) * self._samples_per_step)
+        scheduler.step(increment=start.samples + samples)
         for group in groups.param_groups:
             if "step" in group:  # TE and Apex count there, and not with each parameter
                 group["step"] = start.settings.get("step", 0) + step - start.step
