@@ -23,11 +23,12 @@ SAVED = {
         6, 2, SHARED, 4, 2,
     ),
     "by-bucket-of-cells-and-chunks": (
-        f"{SHARED} --tensor-model-parallel-size 2 --sequence-parallel --num-layers-per-virtual-pipeline-stage 1",
-        8, 2, f"{SHARED} --tensor-model-parallel-size 2", 8, 4,
+        f"{SHARED} --num-layers 6 --tensor-model-parallel-size 2 --sequence-parallel "
+        "--num-layers-per-virtual-pipeline-stage 1 --no-overlap-p2p-communication",
+        6, 3, f"{SHARED} --num-layers 6 --tensor-model-parallel-size 2", 8, 2,
     ),
     "by-parameter-gathered": (
-        f"{BY_PARAMETER} --distrib-optim-fully-reshardable-mem-efficient --enable-gloo-process-groups "
+        f"{BY_PARAMETER} --distrib-optim-fully-reshardable-mem-efficient "
         "--no-ckpt-fully-parallel-save",
         4, 2, "--tensor-model-parallel-size 2", 4, 2,
     ),
