@@ -64,8 +64,9 @@ class RankRuntime:
         self.own = 0
         """Of those, how many this rank has had a part in."""
         self._joins = self._ready = self._in_step = self._evaluating = False
-        self._totals = torch.zeros(model.num_totals + 1, dtype=torch.float64)  # and: who was asked to end
+        self._totals = torch.zeros(model.num_totals + 4, dtype=torch.float64)  # and votes
         self.wants_end: Callable[[], bool] = lambda: member.asked == Ask.END
+        self.writes: Callable[[], bool] = lambda: False  # a checkpoint, beside training
         self.outcome: Any = None
         """Of the last committed step."""
         self._outcome_logged = True
@@ -83,9 +84,9 @@ class RankRuntime:
         """Of the step at hand; None where it has not begun, or must begin anew."""
         self._rest: Program | None = None
         """What is left to do of an interrupted step, if it goes on."""
-        self._boundary, self._planned, self._recovered_by, self._taken_up = 0, False, "", 0
+        self.boundary, self._planned, self._recovered_by, self._taken_up = 0, False, "", 0
         self._plan: Plan | None = None
-        self._plan_hash, self._generation, self._steps_here = "", 0, 0
+        self._plan_hash, self.generation, self._steps_here = "", 0, 0
         self._cell = Cell(rank=member.rank, size=tensor_model_parallel_size)
         self._worker = self._cell.worker
         self._measured = Measurements()
@@ -95,11 +96,6 @@ class RankRuntime:
         self._in_groups_s = self._agreed_s = 0.0
         self._resume: dict[str, Any] | None = None
 
-    @property
-    def generation(self) -> int:
-        """The one that this rank has entered last."""
-        return self._generation
-
     # -- phases ---------------------------------------------------------------------------------------------------
 
     def enter_phase(self, phase: Phase) -> None:
@@ -108,14 +104,14 @@ class RankRuntime:
             self._fault(phase.value, self.committed)
 
     @property
-    def ends(self) -> bool:
-        """See ``recover.Rank``."""
-        return bool(self._totals[-1] > 0)
+    def votes(self) -> list[float]:
+        """Behind a step the same on all ranks: how many want to end, how many write, and their ballots' sums."""
+        return self._totals[-4:].tolist()
 
     @property
-    def boundary(self) -> int:
+    def ends(self) -> bool:
         """See ``recover.Rank``."""
-        return self._boundary
+        return self.votes[0] > 0
 
     def _prepare(self, offered: Generation) -> None:
         """Builds the groups of ``offered`` behind the back of the steps. The watcher's thread."""
@@ -143,13 +139,13 @@ class RankRuntime:
         if plan is None:
             raise OdysseyError(f"generation {generation.number} has no plan")
         # Not verified once more: the coordinator did, and every rank would spend milliseconds of the stall on it.
-        self._planned, self._boundary = generation.planned, 0
+        self._planned, self.boundary = generation.planned, 0
         self._joins = self._member.rank in generation.fresh
         if self._joins:
             self._model.forget()
         if generation.previous is not None and not generation.planned:
             self._clock.note_abort(self._member.heard_s)
-        self._generation, self._plan, self._steps_here = generation.number, plan, 0
+        self.generation, self._plan, self._steps_here = generation.number, plan, 0
         self._plan_hash = generation.plan_hash
         self._fault(Phase.GROUPS.value, self.committed)
         prepared = self._offers.take(generation.number)
@@ -284,8 +280,8 @@ class RankRuntime:
         totals = self._agreed()
         if not torch.isfinite(totals).all() and not self._model.loss_scale.blames_nobody:
             totals = self._examined(totals, self._progress)
-        self._commit(totals[:-2])
-        self._boundary = elected(totals[-2:].tolist(), self._world.size())
+        self._commit(totals)
+        self.boundary = elected(totals[-2:].tolist(), self._world.size())
         self._spread_weights()
         self._steps_here += 1
         self._measure(step, trace, time.monotonic() - began_s)
@@ -313,13 +309,13 @@ class RankRuntime:
         self._ready = True
         self._check("agreement", -1)
         own = self._model.local_totals()
-        totals = torch.cat([own, own.new_tensor([float(self.wants_end()), *self._offers.ballot()])])
+        totals = torch.cat([own, own.new_tensor([self.wants_end(), self.writes(), *self._offers.ballot()])])
         dist.all_reduce(totals, group=self._world)
         return totals
 
     def _examined(self, totals: torch.Tensor, progress: Progress) -> torch.Tensor:
         """The totals to go on with, of a step whose numbers are not finite; whoever computes wrongly leaves the job."""
-        layout = self._member.with_all_routes(self._generation, self._require_plan().layout)
+        layout = self._member.with_all_routes(self.generation, self._require_plan().layout)
         layout = smaller(layout, (), self._model.microbatches_of(self.committed)).layout
         progress.give_up()
 
@@ -375,20 +371,20 @@ class RankRuntime:
 
     def _check(self, point: str, microbatch: int) -> None:
         """Before every instruction: has the generation ended? Is a fault due?"""
-        if self._member.newer_than(self._generation):
-            raise Superseded(f"generation {self._generation} has ended")
+        if self._member.newer_than(self.generation):
+            raise Superseded(f"generation {self.generation} has ended")
         if self._resume is not None and self._clock.phase is Phase.TRAIN:
             self._log_recovery()
         if point:
             self._fault("evaluate" if self._evaluating else point, self.committed, microbatch)
 
     def _fault(self, point: str, step: int, microbatch: int = -1) -> None:
-        self._fault_point(point, step=step, generation=self._generation, microbatch=microbatch)
+        self._fault_point(point, step=step, generation=self.generation, microbatch=microbatch)
 
     def _commit(self, totals: torch.Tensor) -> None:
         """From here to the end nothing is sent and nothing can be cut short: whoever has the totals finishes (I5)."""
         step = self.committed
-        self.outcome = self._model.apply(totals[:-1], lambda: self._fault("optimizer", step))
+        self.outcome = self._model.apply(totals[:-4], lambda: self._fault("optimizer", step))
         self._totals, self.committed = totals.clone(), step + 1
         self._piece_done()
         self._outcome_logged, self._progress = False, None
@@ -427,7 +423,7 @@ class RankRuntime:
         return self._groups is not None and self._world.rank() == 0
 
     def _event(self, name: str, step: int, **values: Any) -> None:
-        self._journal.event(name, generation=self._generation, step=step, **values)
+        self._journal.event(name, generation=self.generation, step=step, **values)
 
     def _log_samples(self, step: int) -> None:
         # Before the agreement, since a rank may die right behind it. The attempt that counts is a step's last.
@@ -461,7 +457,7 @@ class RankRuntime:
     def _measure(self, step: int, trace: Trace, step_s: float) -> None:
         if self._logs:
             self._speak(step_s)
-        if self._generation > 1 and self._steps_here == 1 and not self._planned:
+        if self.generation > 1 and self._steps_here == 1 and not self._planned:
             self._event("redone", step, redo_s=step_s)
         if self._steps_here <= self._config.trace_steps:
             self._event("trace", step, instructions=trace.to_jsonable())

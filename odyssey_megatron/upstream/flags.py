@@ -89,7 +89,7 @@ _WORKS = {
     eval_iters eval_interval
     """,
     "checkpoints, as common work of all ranks: tests/megatron_lm": """
-    save save_interval load finetune pretrained_checkpoint ckpt_step exit_on_missing_checkpoint
+    save save_interval async_save load finetune pretrained_checkpoint ckpt_step exit_on_missing_checkpoint
     use_checkpoint_args use_tokenizer_model_from_checkpoint_args no_save_optim no_load_optim no_save_rng
     no_load_rng ckpt_fully_parallel_save ckpt_fully_parallel_load ckpt_fully_parallel_load_exchange_algo
     ckpt_assume_constant_structure ckpt_load_validate_sharding_integrity dist_ckpt_strictness
@@ -297,9 +297,6 @@ _MOOT = {
     enable_gloo_process_groups use_gloo_process_groups high_priority_stream_groups use_sharp
     sharp_enabled_group nccl_communicator_config_path
     """,
-    "all ranks wait for a save, so that what a failure interrupts is saved again": """
-    async_save
-    """,
     "layers, not shards of buffers, are saved, which any layout can load": """
     dist_ckpt_optim_fully_reshardable distrib_optim_fully_reshardable_mem_efficient
     """,
@@ -332,7 +329,7 @@ _MOOT = {
     "read with --use-precision-aware-optimizer only": """
     main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype
     """,
-    "read with --async-save only": """
+    "a save beside training is written by threads of the ranks": """
     use_persistent_ckpt_worker async_strategy async_ckpt_cpu_priority async_ckpt_io_priority
     async_ckpt_use_cpu_shm
     """,

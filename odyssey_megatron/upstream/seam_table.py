@@ -106,6 +106,16 @@ LOAD_BASE_CHECKPOINT = Seam(
     signatures={"0.16": "load_dir args rank0 sharded_state_dict checkpointing_context"},
     open=True,
 )
+SCHEDULE_ASYNC_SAVE = Seam(
+    target="megatron.training.async_utils:schedule_async_save",
+    why="a rank writes its checkpoint in a thread, which does not outlive it",
+    signatures={"0.16": "async_request"},
+)
+MAYBE_FINALIZE_ASYNC_SAVE = Seam(
+    target="megatron.training.async_utils:maybe_finalize_async_save",
+    why="a save that a failure has cut short is given up, and made again",
+    signatures={"0.16": "blocking terminate"},
+)
 INIT_PERSISTENT_ASYNC_WORKER = Seam(
     target="megatron.training.initialize:init_persistent_async_worker",
     why="no process saves beside the ranks; core_v0.16.1 starts it before it validates any flag",

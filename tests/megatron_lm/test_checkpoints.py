@@ -45,16 +45,6 @@ def resumed(jobs, saved_plain):
     return run
 
 
-def test_an_asynchronous_save_waits(jobs, name):
-    folder = jobs.folder / name / "saved"
-    flags = f"{MOCK} --async-save --use-persistent-ckpt-worker --save {folder} --save-interval 3"
-    run = jobs.odyssey(name, flags, ranks=4, stages=2, inject="rank=2,step=3,at=checkpoint")
-    assert_same_lines(run, jobs.plain(ranks=6, stages=2))
-    assert run.killed == [2]
-    assert run.log.count("--async-save changes nothing with --odyssey: all ranks wait") == 1
-    assert [damage(folder / f"iter_{iteration:07d}") for iteration in (3, 6)] == [[], []]
-
-
 def test_saved_ragged_loads_into_plain_megatron_lm(jobs, saved_ragged, resumed):
     run = jobs.plain(f"{MOCK} --load {saved_ragged}", ranks=2, stages=2)
     assert_same_lines(run, resumed, first=4)

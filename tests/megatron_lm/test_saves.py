@@ -44,8 +44,9 @@ STATES = {
     "two-at-once": ("", "", ((0, 1), (0, 0), (1, 1)), 4, FLOAT32),
     "tensor-parallel": ("--tensor-model-parallel-size 2 --sequence-parallel", "", ((0,), (1,)), 4, FLOAT32),
     "constant-structure": ("--ckpt-assume-constant-structure", "", ALTERNATING, 1, FLOAT32),
+    "beside-training": (f"--async-save {SHARED}", SHARED, ALTERNATING, 4, FLOAT32),
 }
-"""24 + 24 + 18 + 24 + 8 + 6 = 104 deaths."""
+"""24 + 24 + 18 + 24 + 8 + 6 + 24 = 128 deaths."""
 CASES = [f"{state}-{one}" for one in range(4) for state, (*_, jobs, _) in STATES.items() if one < jobs]
 
 
@@ -134,6 +135,9 @@ def test_the_checkpoint_is_complete_and_loads_into_plain_megatron_lm(jobs, name,
         f"policy {policy}, exit code {run.exit_code}, saves begun: {[run.log.count(begins(one)) for one in shot]}"
     )
     print(f"stalls: {[round(one.stall_s, 3) for one in run.run.recoveries if one.stall_s is not None]} s")
+    named = sorted(int(one.name[5:]) for one in folder.glob("iter_*"))
+    if state == "beside-training":  # another step's is saved in place of what was cut short
+        shot = [one for one in named if one < ITERATIONS]
     if (
         run.exit_code == EXIT_LAYERS_LOST
     ):  # moved by --odyssey-policy auto, a layer had been left to the victims
@@ -142,7 +146,8 @@ def test_the_checkpoint_is_complete_and_loads_into_plain_megatron_lm(jobs, name,
     else:
         assert run.exit_code == 0, run.log[-4000:]
         assert set(killed) <= set(run.killed)
-        assert_nothing_else(folder, FINAL)
+        assert_nothing_else(folder, named if state == "beside-training" else FINAL)
+        assert named[-1] == ITERATIONS
     assert_load(jobs, name, folder, shot, state)
     print(f"loaded: {shot}")
 

@@ -25,6 +25,7 @@ from odyssey_megatron.errors import EXIT_NOT_SAVED, ConfigError, OdysseyError, S
 from odyssey_megatron.execute.channels import WORLD
 from odyssey_megatron.launch.inject import Injector
 from odyssey_megatron.mcore.loop import arguments, checkpoint, loading, saving, shards, signals, tensorboard
+from odyssey_megatron.mcore.loop.background import Saves
 from odyssey_megatron.mcore.loop.batches import Batches
 from odyssey_megatron.mcore.loop.console import SurvivingLines
 from odyssey_megatron.mcore.loop.data import MicrobatchSource
@@ -73,8 +74,7 @@ class Door:
             self._together, joins=lambda: self._alone is not None and self._session.member.joins
         )
         self._saved = shards.Saved()
-        self._not_saved = ""
-        """Why the last save has failed, if it has."""
+        self._saves = Saves(self._together, self._chunks)
 
     # -- start and end --------------------------------------------------------------------------------------------
 
@@ -135,7 +135,9 @@ class Door:
             (seam_table.TRAIN_STEP, self.train_step),
             (seam_table.TRAINING_LOG, self.training_log),
             (seam_table.GET_FORWARD_BACKWARD_FUNC, self.get_forward_backward_func),
-            (seam_table.SAVE_CHECKPOINT, self.save_checkpoint),
+            (seam_table.SAVE_CHECKPOINT, self._saves.save_checkpoint),
+            (seam_table.SCHEDULE_ASYNC_SAVE, self._saves.schedule),
+            (seam_table.MAYBE_FINALIZE_ASYNC_SAVE, self._saves.finalize),
             (seam_table.SHARDED_METADATA, self._saved.say),
             (seam_table.LOAD_BASE_CHECKPOINT, self._saved.note),
             (seam_table.INIT_PERSISTENT_ASYNC_WORKER, lambda original, *args, **kwargs: None),
@@ -156,7 +158,7 @@ class Door:
         self._living.repeat_with(None)
         early = self._runtime.committed if self._runtime.ends and not self._is_done() else -1
         self._recovery.carry_out(lambda generation: self._session.member.finish(generation.number, early))
-        if self._not_saved:
+        if self._saves.not_saved:
             raise SystemExit(EXIT_NOT_SAVED)
 
     def _is_done(self) -> bool:
@@ -169,6 +171,7 @@ class Door:
     def validate_args(self, original: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
         self._refuse(args)
         arguments.say_moot(args, self._parser)
+        beside_training = args.async_save
         arguments.leave_out_moot(args)
         self._optimizer_copies = arguments.optimizer_copies(args, self._config)
         self._saved.distributed = args.use_distributed_optimizer
@@ -177,6 +180,7 @@ class Door:
         arguments.check_rampup(args)
         self._split_of, self._checks = arguments.split_of(args), args.check_for_nan_in_loss_and_grad
         arguments.adapt(args, self._config)
+        args.async_save = beside_training
         saving.check(args)
         return result
 
@@ -267,6 +271,7 @@ class Door:
         self._fault_point = Injector(
             self._config.injections, session.rank, None, session.member.incarnation
         ).at
+        self._saves.attach(session, self._runtime, self._fault_point)
         if not session.member.joins:
             self._recovery.carry_out(lambda generation: None)
             self._leave_start()
@@ -471,19 +476,6 @@ class Door:
         table = self._together(work)
         source.evaluated += 1
         return model.losses_of(table)
-
-    def save_checkpoint(
-        self, original: Any, iteration: int, model: Any, optimizer: Any, *args: Any, **kwargs: Any
-    ) -> None:
-        def work(world: Any) -> str:
-            self._fault_point(
-                "checkpoint", step=iteration, generation=self._runtime.generation, microbatch=-1
-            )
-            return saving.attempt(original, iteration, self._chunks, optimizer, *args, **kwargs)
-
-        self._not_saved = self._together(work)
-        if self._not_saved and self._living.rank() == 0:
-            self._session.note_not_saved(iteration, self._not_saved)
 
     def check_param_hashes(self, original: Any, model: Any, cross_check: bool = False) -> bool:
         if self._alone is None:  # else it joins, and the others have done this long ago

@@ -14,8 +14,8 @@ import pickle
 import queue
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -58,19 +58,68 @@ def check(args: Any) -> None:
 
 def attempt(original: Callable[..., Any], iteration: int, *args: Any, **kwargs: Any) -> str:
     """Megatron's ``save_checkpoint``; why it has failed on all ranks alike, if it has."""
+
+    def work() -> None:
+        _begin(iteration, **kwargs)
+        original(iteration, *args, **kwargs)
+
+    return _outcome(work, iteration, **kwargs)
+
+
+def complete(finalize: Sequence[Callable[[], None]], iteration: int, **kwargs: Any) -> str:
+    """Makes a checkpoint of what all ranks have written beside training; why that has failed, if it has. Collective.
+
+    Args:
+        finalize: of Megatron's AsyncRequest.
+        iteration: with ``kwargs`` as of :func:`attempt`.
+    """
+    from megatron.training import get_args
+
+    def work() -> None:
+        with _told():
+            for one in finalize:
+                one()
+
+    settings = get_args()
+    before = settings.async_save
+    # Megatron would delete the one before in a process from 0.17 on, and deletes it in a thread otherwise.
+    settings.async_save = getattr(settings, "save_retain_interval", None) is None
+    try:
+        return _outcome(work, iteration, **kwargs)
+    finally:
+        settings.async_save = before
+
+
+def _outcome(work: Callable[[], None], iteration: int, **kwargs: Any) -> str:
+    try:
+        work()
+    except NotSaved as error:
+        tidy(iteration, **kwargs)
+        return str(error)
+    return ""
+
+
+def tidy(iteration: int, **kwargs: Any) -> None:
+    """Removes what is left of a save that has failed, if the disk lets us: it may have been the last one of the job.
+    Collective; arguments as of :func:`attempt`.
+    """
+    with contextlib.suppress(NotSaved):
+        _begin(iteration, **kwargs)
+
+
+def _begin(iteration: int, **kwargs: Any) -> None:
     from megatron.training import get_args
 
     settings = get_args()
     folder = _folder_of(settings, iteration, non_persistent=kwargs.get("non_persistent_ckpt", False))
-    retain_interval = getattr(settings, "save_retain_interval", None)
-    try:
-        begin(folder, retain_interval=retain_interval)
-        original(iteration, *args, **kwargs)
-    except NotSaved as error:
-        with contextlib.suppress(NotSaved):
-            begin(folder, retain_interval=retain_interval)  # it may have been the last save of the job
-        return str(error)
-    return ""
+    begin(folder, retain_interval=getattr(settings, "save_retain_interval", None))
+
+
+def is_of_storage(error: Exception) -> bool:
+    """Whether a disk is full, or a file system gone. Torch says so in its own way: its writer of archives fails."""
+    if isinstance(error, OSError):
+        return not isinstance(error, ConnectionError)
+    return "inline_container" in str(error)
 
 
 def _folder_of(args: Any, iteration: int, *, non_persistent: bool) -> Path:
@@ -120,19 +169,35 @@ def _sweep(folder: Path, retain_interval: int | None) -> None:
 def save(
     original: Callable[..., Any], sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Megatron's save of all ranks into ``checkpoint_dir``, which is there as a whole afterwards, or not at all.
+    """Megatron's save of all ranks into ``checkpoint_dir``, which is there as a whole afterwards, or not at all; or the
+    request for it, with what makes it complete.
 
     Raises:
         NotSaved: on all ranks.
     """
     folder = Path(checkpoint_dir)
     written = _of_first_rank(lambda: _made_beside(folder))
+
+    def put_in_place() -> None:
+        _of_first_rank(lambda: _put_in_place(written, folder))
+
+    with _told():
+        request = original(sharded_state_dict, str(written), *args, **kwargs)
+    if request is None:
+        put_in_place()
+    else:  # Megatron's AsyncRequest
+        request.add_finalize_fn(put_in_place)
+    return request
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """Megatron has told all ranks of what one could not write in the body, and they all raise it. Raises NotSaved."""
     try:
-        result = original(sharded_state_dict, str(written), *args, **kwargs)
-    except CheckpointException as error:  # all have been told, and raise it
-        raise NotSaved(f"{folder} was not written: {error!r}") from error
-    _of_first_rank(lambda: _put_in_place(written, folder))
-    return result
+        yield
+    except CheckpointException as error:
+        said = "; ".join(f"rank {rank} of the living: {one[0]}" for rank, one in error.failures.items())
+        raise NotSaved(f"not all could be written: {said}") from error
 
 
 def _made_beside(folder: Path) -> Path:
@@ -291,16 +356,17 @@ def _write(transforms: list[Any], use_msc: bool, rank: int, buckets: list[Any], 
     """
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-    def write(index: int) -> Any:
-        outcome: queue.Queue[Any] = queue.Queue()
+    written: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def write(index: int) -> None:
         unused: queue.Queue[int] = queue.Queue()
         unused.put(index)
         FileSystemWriterAsync.write_preloaded_data(
-            transforms, index, buckets[index], outcome, unused, True, use_msc=use_msc
+            transforms, index, buckets[index], written, unused, True, use_msc=use_msc
         )
-        return outcome.get()
 
-    with ThreadPoolExecutor(len(buckets)) as pool:
-        written = dict(pool.map(write, range(len(buckets))))
-    failed = [one for one in written.values() if isinstance(one, Exception)]
-    results.put(failed[0] if failed else written)
+    for index in range(len(buckets)):  # no thread of a disk that does not answer keeps a rank from ending
+        threading.Thread(target=write, args=(index,), daemon=True).start()
+    found = dict(written.get() for _ in buckets)
+    failed = [one for one in found.values() if isinstance(one, Exception)]
+    results.put(failed[0] if failed else found)
