@@ -36,7 +36,7 @@ def _cases(cases):
 
 
 @pytest.mark.parametrize("case", _cases(CASES))
-def test_a_run_with_failures_equals_one_without(jobs, undisturbed, name, case):
+def test_tied_a_run_with_failures_equals_one_without(jobs, undisturbed, name, case):
     (ranks, stages), policy, inject = CASES[case]
     flags = f"{TIED} --odyssey-policy {policy} --odyssey-inject {inject}"
     shot = jobs.run(name, ranks=ranks, stages=stages, flags=flags)
@@ -44,7 +44,7 @@ def test_a_run_with_failures_equals_one_without(jobs, undisturbed, name, case):
 
 
 @pytest.mark.parametrize("case", _cases(SHARDED))
-def test_no_rank_takes_optimizer_state_with_it(jobs, undisturbed, name, case):
+def test_tied_no_rank_takes_optimizer_state_with_it(jobs, undisturbed, name, case):
     (ranks, stages), policy, inject = SHARDED[case]
     flags = f"{TIED} --use-distributed-optimizer --odyssey-policy {policy} --odyssey-inject {inject}"
     shot = jobs.run(name, ranks=ranks, stages=stages, flags=flags)
@@ -56,7 +56,7 @@ def test_no_rank_takes_optimizer_state_with_it(jobs, undisturbed, name, case):
 
 
 @pytest.mark.parametrize("case", [pytest.param(one, marks=pytest.mark.matrix) for one in MORE])
-def test_with_other_flags(jobs, undisturbed, name, case):
+def test_tied_with_other_flags(jobs, undisturbed, name, case):
     (ranks, stages), policy, inject, more = MORE[case]
     flags = f"{TIED} {more} --odyssey-policy {policy} --odyssey-inject {inject}"
     shot = jobs.run(name, ranks=ranks, stages=stages, flags=flags)
@@ -67,7 +67,7 @@ def test_with_other_flags(jobs, undisturbed, name, case):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("victim", [0, 3, 7])
-def test_a_rank_that_comes_back(jobs, undisturbed, name, victim):
+def test_tied_a_rank_comes_back(jobs, undisturbed, name, victim):
     inject = f"rank={victim},step=2,at=backward"
     shot = jobs.run(
         name,
@@ -83,7 +83,7 @@ def test_a_rank_that_comes_back(jobs, undisturbed, name, victim):
 @pytest.mark.parametrize(
     "inject", ["", "rank=2,step=-1,at=forward,generation=3", "rank=0,step=-1,at=commit,generation=3"]
 )
-def test_layers_behind_the_steps(jobs, undisturbed, tmp_path, name, inject):
+def test_tied_layers_behind_the_steps(jobs, undisturbed, tmp_path, name, inject):
     """As ``test_two_speed.py``."""
     known = json.loads((undisturbed(TIED, ranks=8, stages=4).run_dir / "profile.json").read_text())
     known["costs"]["link_bytes_per_s"] = 1e5
@@ -96,7 +96,7 @@ def test_layers_behind_the_steps(jobs, undisturbed, tmp_path, name, inject):
 
 
 @pytest.mark.matrix
-def test_a_profile_of_another_model_is_refused(jobs, undisturbed, name):
+def test_tied_a_profile_of_another_model_is_refused(jobs, undisturbed, name):
     profile = undisturbed(TIED, ranks=8, stages=4).run_dir / "profile.json"
     run = jobs.run(name, ranks=2, stages=1, flags=f"--odyssey-profile {profile}")
     assert run.exit_code == 2
@@ -106,7 +106,7 @@ def test_a_profile_of_another_model_is_refused(jobs, undisturbed, name):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("case", ALONE)
-def test_a_shadow_takes_over_without_data_parallelism(jobs, undisturbed, name, case):
+def test_tied_a_shadow_takes_over_without_data_parallelism(jobs, undisturbed, name, case):
     policy, inject = ALONE[case]
     flags = f"{TIED} --odyssey-redundancy state --odyssey-policy {policy} --odyssey-inject {inject}"
     shot = jobs.run(name, ranks=4, stages=4, flags=flags)
@@ -114,7 +114,7 @@ def test_a_shadow_takes_over_without_data_parallelism(jobs, undisturbed, name, c
 
 
 @pytest.mark.matrix
-def test_in_16_bits(jobs, undisturbed, name):
+def test_tied_in_16_bits(jobs, undisturbed, name):
     (ranks, stages), policy, inject = SHARDED["in-a-row"]
     flags = (
         f"--use-distributed-optimizer {BFLOAT16} {TIED} --odyssey-policy {policy} --odyssey-inject {inject}"
