@@ -35,6 +35,9 @@ from odyssey_megatron.rebuild import agree
 from odyssey_megatron.rebuild.transfer import Moving, Spreading
 from odyssey_megatron.recover import Phase
 
+_VOTES = 4
+"""Behind the model's totals: see ``RankRuntime.votes``."""
+
 
 class RankRuntime:
     """Implements ``recover.Rank``."""
@@ -64,7 +67,7 @@ class RankRuntime:
         self.own = 0
         """Of those, how many this rank has had a part in."""
         self._joins = self._ready = self._in_step = self._evaluating = False
-        self._totals = torch.zeros(model.num_totals + 4, dtype=torch.float64)  # and votes
+        self._totals = torch.zeros(model.num_totals + _VOTES, dtype=torch.float64)
         self.wants_end: Callable[[], bool] = lambda: member.asked == Ask.END
         self.writes: Callable[[], bool] = lambda: False  # a checkpoint, beside training
         self.outcome: Any = None
@@ -106,7 +109,7 @@ class RankRuntime:
     @property
     def votes(self) -> list[float]:
         """Behind a step the same on all ranks: how many want to end, how many write, and their ballots' sums."""
-        return self._totals[-4:].tolist()
+        return self._totals[-_VOTES:].tolist()
 
     @property
     def ends(self) -> bool:
@@ -281,7 +284,7 @@ class RankRuntime:
         if not torch.isfinite(totals).all() and not self._model.loss_scale.blames_nobody:
             totals = self._examined(totals, self._progress)
         self._commit(totals)
-        self.boundary = elected(totals[-2:].tolist(), self._world.size())
+        self.boundary = elected(self.votes[2:], self._world.size())
         self._spread_weights()
         self._steps_here += 1
         self._measure(step, trace, time.monotonic() - began_s)
@@ -384,7 +387,7 @@ class RankRuntime:
     def _commit(self, totals: torch.Tensor) -> None:
         """From here to the end nothing is sent and nothing can be cut short: whoever has the totals finishes (I5)."""
         step = self.committed
-        self.outcome = self._model.apply(totals[:-4], lambda: self._fault("optimizer", step))
+        self.outcome = self._model.apply(totals[:-_VOTES], lambda: self._fault("optimizer", step))
         self._totals, self.committed = totals.clone(), step + 1
         self._piece_done()
         self._outcome_logged, self._progress = False, None

@@ -2,8 +2,8 @@
 
 While a batch size grows, every step is carried out by the plan of the largest. A schedule that is free of deadlocks
 remains so without a microbatch, left out as a whole and everywhere: that only removes waits. So no plan changes between
-two steps of different sizes, and no step waits for one. Routes take
-microbatches in turn: each has its share of the first.
+two steps of different sizes, and no step waits for one. Routes take microbatches in turn: each has its share of the
+first.
 """
 
 from __future__ import annotations

@@ -207,9 +207,8 @@ class _Check:
 
     def _layers(self, visit: int) -> int:
         """As bits; the tied weight with embedding and head."""
-        layout, first, last = self.visits.layout, self.visits.first[visit], self.visits.last[visit]
-        tied = layout.tied and (first == 0 or last == layout.num_layers)
-        return (1 << last) - (1 << first) | tied << layout.num_layers
+        layers = range(self.visits.first[visit], self.visits.last[visit])
+        return sum(1 << layer for layer in self.visits.layout.with_tied(layers))
 
     def _wrong(self, worker: int, at: int, program: list[int], problem: str) -> ScheduleInvalid:
         return ScheduleInvalid(where(worker, at, self.visits.decode(program)) + problem)

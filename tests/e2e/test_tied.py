@@ -35,20 +35,23 @@ def _cases(cases):
     return [pytest.param(one, marks=() if one in ALWAYS else pytest.mark.matrix) for one in cases]
 
 
+def _equal_to(reference, jobs, name, case, more=""):
+    """A job of ``case`` with the flags ``more``, which has come to the same."""
+    (ranks, stages), policy, inject = case
+    flags = f"{TIED} {more} --odyssey-policy {policy} --odyssey-inject {inject}"
+    shot = jobs.run(name, ranks=ranks, stages=stages, flags=flags)
+    assert_equal_runs(shot, reference, kills=inject.count("rank="))
+    return shot
+
+
 @pytest.mark.parametrize("case", _cases(CASES))
 def test_tied_a_run_with_failures_equals_one_without(jobs, undisturbed, name, case):
-    (ranks, stages), policy, inject = CASES[case]
-    flags = f"{TIED} --odyssey-policy {policy} --odyssey-inject {inject}"
-    shot = jobs.run(name, ranks=ranks, stages=stages, flags=flags)
-    assert_equal_runs(shot, undisturbed(TIED), kills=inject.count("rank="))
+    _equal_to(undisturbed(TIED), jobs, name, CASES[case])
 
 
 @pytest.mark.parametrize("case", _cases(SHARDED))
 def test_tied_no_rank_takes_optimizer_state_with_it(jobs, undisturbed, name, case):
-    (ranks, stages), policy, inject = SHARDED[case]
-    flags = f"{TIED} --use-distributed-optimizer --odyssey-policy {policy} --odyssey-inject {inject}"
-    shot = jobs.run(name, ranks=ranks, stages=stages, flags=flags)
-    assert_equal_runs(shot, undisturbed(TIED), kills=inject.count("rank="))
+    shot = _equal_to(undisturbed(TIED), jobs, name, SHARDED[case], "--use-distributed-optimizer")
     first = shot.named("decision")[0]["layout"]
     assert first["tied"]
     assert len(first["keepers"]) == len(first["holders"]) + 1
@@ -57,12 +60,9 @@ def test_tied_no_rank_takes_optimizer_state_with_it(jobs, undisturbed, name, cas
 
 @pytest.mark.parametrize("case", [pytest.param(one, marks=pytest.mark.matrix) for one in MORE])
 def test_tied_with_other_flags(jobs, undisturbed, name, case):
-    (ranks, stages), policy, inject, more = MORE[case]
-    flags = f"{TIED} {more} --odyssey-policy {policy} --odyssey-inject {inject}"
-    shot = jobs.run(name, ranks=ranks, stages=stages, flags=flags)
-    same = more if "sgd" in more else ""
-    reference = undisturbed(f"{TIED} {more}") if "tensor" in more else undisturbed(f"{TIED} {same}".strip())
-    assert_equal_runs(shot, reference, kills=inject.count("rank="))
+    *how, more = MORE[case]
+    same = more if "sgd" in more or "tensor" in more else ""
+    _equal_to(undisturbed(f"{TIED} {same}".strip()), jobs, name, how, more)
 
 
 @pytest.mark.matrix

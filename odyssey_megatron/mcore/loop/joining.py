@@ -80,8 +80,10 @@ class Start:
         from megatron.training import get_args, training
 
         args, consumed = get_args(), batches.before(iteration)
-        steps = range(self.iteration, iteration)
-        flops = sum(training.num_floating_point_operations(args, batches.size(step)) for step in steps)
+        sizes = batches.sizes_before(iteration)
+        flops = sum(
+            count * training.num_floating_point_operations(args, size) for size, count in sizes.items()
+        )
         args.iteration, args.consumed_train_samples = iteration, self.consumed_train_samples + consumed
         args.num_floating_point_operations_so_far = self.floating_point_operations + flops
         num_microbatches_calculator.update_num_microbatches(args.consumed_train_samples, False)
