@@ -15,7 +15,6 @@ import argparse
 import os
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -23,6 +22,7 @@ from pathlib import Path
 CHECKOUT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(CHECKOUT), str(Path(__file__).parent)]
 
+import own_job
 from bars import at_most, finish, summarize
 
 RANKS, BAR = 8, 1.03
@@ -41,23 +41,14 @@ _LINE = re.compile(r"elapsed time per iteration \(ms\): ([.\d]+) \|.* lm loss: (
 
 def train(checkout: Path, steps: int, folder: Path, *, odyssey: bool) -> tuple[list[float], list[float]]:
     """(iteration times in seconds, losses), as printed. Raises with the end of the log if the job fails."""
-    command = [sys.executable, "-m", "odyssey_megatron", "run", "--nproc-per-node", str(RANKS)]
-    command += ["--preload", "tests.megatron_lm.preload"]
-    command += [] if odyssey else [str(CHECKOUT / "tests" / "megatron_lm" / "plain.py")]
+    command = [] if odyssey else [str(CHECKOUT / "tests" / "megatron_lm" / "plain.py")]
     command += [str(checkout / "pretrain_gpt.py"), *FLAGS.split(), "--train-iters", str(steps)]
     command += ["--odyssey", "--odyssey-run-dir", str(folder / "run")] if odyssey else []
-    env = {
-        **os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(CHECKOUT),
-        "PYTHONWARNINGS": "ignore", "ODYSSEY_DEVICE": "cpu",
-    }  # fmt: skip
-    log = folder / "log"
-    with log.open("w") as file:
-        code = subprocess.run(command, env=env, stdout=file, stderr=file, check=False).returncode
-    lines = _LINE.findall(log.read_text())
+    code, text = own_job.run(command, folder, ranks=RANKS)
+    lines = _LINE.findall(text)
     if code or len(lines) != steps:
         raise RuntimeError(
-            f"{command} ended with exit code {code} after {len(lines)} of {steps} iterations:\n"
-            f"{log.read_text()[-3000:]}"
+            f"{command} ended with exit code {code} after {len(lines)} of {steps} iterations:\n{text[-3000:]}"
         )
     return [float(time_ms) / 1e3 for time_ms, _ in lines], [float(loss) for _, loss in lines]
 

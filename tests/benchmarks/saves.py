@@ -18,7 +18,6 @@ import argparse
 import os
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 from datetime import datetime
@@ -27,6 +26,7 @@ from pathlib import Path
 CHECKOUT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(CHECKOUT), str(Path(__file__).parent)]
 
+import own_job
 from bars import at_most, finish, summarize
 from overhead_megatron_lm import FLAGS
 
@@ -49,19 +49,14 @@ _STALL = re.compile(r"save-checkpoint \.+: \([\d.]+, ([\d.]+)\)")
 def train(checkout: Path, folder: Path, side: str, file_s: float) -> tuple[float, list[float], int]:
     """(seconds from the first line to the last, stalls in seconds, bytes of a checkpoint). Raises if the job fails."""
     saved = folder / "saved"
-    command = [sys.executable, "-m", "odyssey_megatron", "run", "--nproc-per-node", str(RANKS)]
-    command += ["--preload", "tests.megatron_lm.preload", str(CHECKOUT / "tests" / "megatron_lm" / "slow.py")]
-    command += [str(file_s), str(checkout / "pretrain_gpt.py")]
+    command = [
+        str(CHECKOUT / "tests" / "megatron_lm" / "slow.py"),
+        str(file_s),
+        str(checkout / "pretrain_gpt.py"),
+    ]
     command += [*FLAGS.split(), *MODEL.split(), "--odyssey", "--odyssey-run-dir", str(folder / "run")]
     command += [*SIDES[side].split(), *(["--save", str(saved)] if SIDES[side] else [])]
-    env = {
-        **os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(CHECKOUT),
-        "PYTHONWARNINGS": "ignore", "ODYSSEY_DEVICE": "cpu",
-    }  # fmt: skip
-    log = folder / "log"
-    with log.open("w") as file:
-        code = subprocess.run(command, env=env, stdout=file, stderr=file, check=False).returncode
-    text = log.read_text()
+    code, text = own_job.run(command, folder, ranks=RANKS)
     times = [datetime.fromisoformat(one).timestamp() for one in _LINE.findall(text)]
     stalls_s = [float(one) / 1e3 for one in _STALL.findall(text)][:SAVES]
     if code or len(times) != STEPS or len(stalls_s) != (SAVES if SIDES[side] else 0):
