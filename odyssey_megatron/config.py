@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from itertools import pairwise
 from typing import Any
 
@@ -89,7 +89,8 @@ class OdysseyConfig:
         "",
         "faults to inject, ';'-separated: 'rank=5,step=7,at=backward[,signal=STOP][,microbatch=3]"
         "[,generation=2]'; steps and microbatches count from 0, so that step 7 is Megatron's iteration 8; at is one of "
-        + ", ".join(INJECTION_POINTS),
+        + ", ".join(INJECTION_POINTS)
+        + ". 'rank=5,step=20,slow=2.0,until=60': in steps 20 to 59 its layers take twice the time (on the CPU device)",
     )
     accept: str = _flag(
         "",
@@ -197,7 +198,7 @@ class OdysseyConfig:
         return frozenset(one.strip().removeprefix("--") for one in self.accept.split(",") if one.strip())
 
     @property
-    def injections(self) -> tuple[Injection, ...]:
+    def injections(self) -> tuple[Injection | Slowdown, ...]:
         """The parsed ``inject``."""
         return parse_injections(self.inject)
 
@@ -219,29 +220,45 @@ class Injection:
     """Which of the processes that are this rank one after another; 0 is the first."""
 
 
-def parse_injections(text: str) -> tuple[Injection, ...]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slowdown:
+    """The layers of ``rank`` take ``slow`` times their time from ``step`` on."""
+
+    rank: int
+    step: int
+    slow: float
+    until: int = -1
+    """The first step that is as it was before; -1: none."""
+    incarnation: int = 0
+    """As above."""
+
+
+_SLOWER = Between(1.0, 1000.0)
+
+
+def parse_injections(text: str) -> tuple[Injection | Slowdown, ...]:
     """Parses the value of ``--odyssey-inject``. Raises ConfigError."""
     return tuple(_parse_injection(one.strip()) for one in text.split(";") if one.strip())
 
 
-def _parse_injection(text: str) -> Injection:
-    known = {f.name for f in fields(Injection)}
+def _parse_injection(text: str) -> Injection | Slowdown:
+    kind = Slowdown if "slow" in {item.partition("=")[0].strip() for item in text.split(",")} else Injection
+    known = {f.name for f in fields(kind)}
     values: dict[str, Any] = {}
     for item in text.split(","):
         key, equals, value = (part.strip() for part in item.partition("="))
         if not equals or key not in known or key in values:
+            example = "rank=5,step=20,slow=2.0,until=60" if kind is Slowdown else "rank=5,step=7,at=backward"
             raise ConfigError(
-                f"--odyssey-inject {text!r}: cannot read {item!r}. Write "
-                "'rank=5,step=7,at=backward'; the keys are " + ", ".join(sorted(known)) + "."
+                f"--odyssey-inject {text!r}: cannot read {item!r}. Write {example!r}; the keys are "
+                + ", ".join(sorted(known))
+                + "."
             )
-        if key in ("at", "signal"):
-            values[key] = value
-            continue
         try:
-            values[key] = (COUNT if key in ("rank", "incarnation") else WHOLE).read(value)
+            values[key] = _READ[key].read(value) if key in _READ else value
         except ValueError as error:
             raise ConfigError(f"--odyssey-inject {text!r}: {key}: {error}.") from None
-    missing = {"rank", "step", "at"} - set(values)
+    missing = {f.name for f in fields(kind) if f.default is MISSING} - set(values)
     if missing:
         raise ConfigError(f"--odyssey-inject {text!r}: {', '.join(sorted(missing))} is missing.")
     for key, allowed in (("at", INJECTION_POINTS), ("signal", SIGNALS)):
@@ -251,7 +268,23 @@ def _parse_injection(text: str) -> Injection:
                 + ", ".join(allowed)
                 + "."
             )
-    return Injection(**values)
+    if 0 <= values.get("until", -1) <= values["step"]:
+        raise ConfigError(
+            f"--odyssey-inject {text!r}: until={values['until']} is not behind step={values['step']}. It is the first "
+            "step that is as it was before."
+        )
+    return kind(**values)
+
+
+_READ = {
+    "rank": COUNT,
+    "incarnation": COUNT,
+    "step": WHOLE,
+    "microbatch": WHOLE,
+    "generation": WHOLE,
+    "until": COUNT,
+    "slow": _SLOWER,
+}
 
 
 def flag_of(setting: Field[Any]) -> str:
@@ -289,6 +322,11 @@ def _check(config: OdysseyConfig) -> None:
         raise ConfigError(
             "--odyssey observe injects no faults: --odyssey-inject would do nothing. Leave it out, and kill a rank of "
             "the running job with 'odyssey inject RUN_DIR --rank N'."
+        )
+    if config.device != "cpu" and any(isinstance(one, Slowdown) for one in config.injections):
+        raise ConfigError(
+            "--odyssey-inject slow=... takes up the time of a CPU; on a GPU the layers would not take longer by it. "
+            "Use --odyssey-device cpu, or lower the clock of the GPU (nvidia-smi --lock-gpu-clocks)."
         )
     # The order of the limits: each must be able to expire before the one that would hide it.
     chain = ("heartbeat_s", "hang_s", "op_timeout_s")

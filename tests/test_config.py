@@ -10,6 +10,7 @@ from odyssey_megatron.config import (
     INJECTION_POINTS,
     Injection,
     OdysseyConfig,
+    Slowdown,
     add_arguments,
     config_from,
     config_from_argv,
@@ -140,6 +141,10 @@ def test_injections_are_parsed():
         Injection(rank=5, step=7, at="backward"),
         Injection(rank=0, step=9, at="reduce", signal="STOP", microbatch=3, generation=2),
     )
+    assert parse_injections("rank=5,step=20,slow=2.5,until=60; rank=1, step=0, slow=3, incarnation=1") == (
+        Slowdown(rank=5, step=20, slow=2.5, until=60),
+        Slowdown(rank=1, step=0, slow=3.0, incarnation=1),
+    )
     assert parse_injections("") == ()
     for point in INJECTION_POINTS:
         assert parse_injections(f"rank=0,step=0,at={point}")[0].at == point
@@ -155,6 +160,14 @@ def test_injections_are_parsed():
         ("rank=5,rank=6,step=7,at=forward", "cannot read 'rank=6'"),
         ("rank=5,step=7,at=forward,when=now", "cannot read 'when=now'"),
         ("5:7:forward", "cannot read '5:7:forward'"),
+        ("rank=5,slow=2", "step is missing"),
+        ("rank=5,step=7,slow=0.5", "slow: a number from 1 to 1,000 is expected, found 0.5"),
+        ("rank=5,step=7,slow=2,until=7", "until=7 is not behind step=7"),
+        (
+            "rank=5,step=7,slow=2,at=forward",
+            "cannot read 'at=forward'. Write 'rank=5,step=20,slow=2.0,until=60'",
+        ),
+        ("rank=5,step=7,slow=2", "Use --odyssey-device cpu, or lower the clock of the GPU"),
     ],
 )
 def test_bad_injections_say_what_is_wrong(text, message):

@@ -30,6 +30,7 @@ from odyssey_megatron.config import (
     INJECTION_POINTS,
     Injection,
     OdysseyConfig,
+    Slowdown,
     config_from,
     config_from_argv,
     fields,
@@ -364,9 +365,12 @@ def test_plans(examples):
 def test_injections(examples):
     items = st.builds(
         lambda key, sign, value: f"{key}{sign}{value}",
-        st.sampled_from(["rank", "step", "at", "signal", "microbatch", "generation", "incarnation"]) | TEXTS,
+        st.sampled_from(
+            ["rank", "step", "at", "signal", "microbatch", "generation", "incarnation", "slow", "until"]
+        )
+        | TEXTS,
         st.sampled_from(["=", "==", "", " = "]),
-        st.sampled_from(INJECTION_POINTS) | st.integers(-2, 9) | WORDS,
+        st.sampled_from(INJECTION_POINTS) | st.integers(-2, 9) | st.floats() | WORDS,
     )
     texts = st.lists(
         st.just("rank=1,step=2,at=forward") | st.lists(items, max_size=5).map(",".join), max_size=3
@@ -374,7 +378,7 @@ def test_injections(examples):
 
     def test(text: str) -> None:
         with contextlib.suppress(ConfigError):
-            assert all(isinstance(one, Injection) for one in parse_injections(text))
+            assert all(isinstance(one, Injection | Slowdown) for one in parse_injections(text))
 
     fuzz(examples, texts.map(";".join), test)
 

@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from odyssey_megatron.cluster.events import Ask
 from odyssey_megatron.cluster.state import Cell
-from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import Fenced, OdysseyError, PeerFailed, Superseded
 from odyssey_megatron.execute.channels import WORLD, Channels
@@ -54,6 +53,7 @@ class RankRuntime:
         journal: Journal,
         on_commit: Callable[[int, Any], None],
         on_groups: Callable[[Groups], None] = lambda groups: None,
+        slowness: Callable[[int], float] = lambda step: 1.0,
         tensor_model_parallel_size: int = 1,
         first_step: int = 0,
     ):
@@ -92,7 +92,7 @@ class RankRuntime:
         self._plan_hash, self.generation, self._steps_here = "", 0, 0
         self._cell = Cell(rank=member.rank, size=tensor_model_parallel_size)
         self._worker = self._cell.worker
-        self._measured = Measurements()
+        self._measured = Measurements(config.profile_steps, slowness)
         self.stalled_s = 0.0
         """What recoveries have cost: from their detection until this rank trained again. Whoever logs it resets it."""
         self._clock = PhaseClock()
@@ -275,7 +275,7 @@ class RankRuntime:
     def run_step(self, generation: Generation) -> None:
         step = self.committed
         began_s, self._ready, self._in_step = time.monotonic(), False, True
-        trace = Trace(measured=step == 1 or step % self._config.profile_steps == 0)
+        trace = self._measured.trace(step)
         if self._progress is None:
             self._model.begin_step(step)
             self._progress = self._new_progress(keeps=self._config.interrupted_step == "resume")
@@ -328,7 +328,7 @@ class RankRuntime:
             self._model.begin_step(self.committed)
             program = self._of_step(self._program).program
             trial, self._rest = self._new_progress(), renumbered(program, exchange)
-            self._run(trial, Trace())
+            self._run(trial, self._measured.trace(self.committed))
             totals = self._agreed()
             return trial, bool(torch.isfinite(totals).all())
 
@@ -349,7 +349,9 @@ class RankRuntime:
         try:
             with torch.no_grad():
                 forward_only = [one for one in self._program if one.op in FORWARD_ONLY]
-                self._interpreter.run(forward_only, Trace(), self._new_progress())
+                self._interpreter.run(
+                    forward_only, self._measured.trace(self.committed), self._new_progress()
+                )
         finally:
             self._evaluating = False
 
@@ -465,10 +467,9 @@ class RankRuntime:
         if self._steps_here <= self._config.trace_steps:
             self._event("trace", step, instructions=trace.to_jsonable())
         if trace.measured:
-            self._measured.add(trace)
             kept = self._require_plan().layout.kept_by(self._worker)
             sizes = {layer: self._model.moved_bytes(layer) for layer in kept}
-            self._member.publish_observations(to_json(self._measured.measured(sizes)))
+            self._member.publish_observations(self._measured.with_step(trace, sizes))
 
     def _log_switch(self, fill_s: float) -> None:
         self._event(

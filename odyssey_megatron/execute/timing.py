@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
+from odyssey_megatron.codec import to_json
 from odyssey_megatron.plan.schedule import COMPUTE, Instr, Op
 from odyssey_megatron.policy.measured import LinkTimes, Measured
 from odyssey_megatron.policy.profile import Observation
@@ -24,15 +25,20 @@ class Trace:
     """
 
     measured: bool = False
+    slowness: float = 1.0
+    """Injected: so many times its time does each compute instruction take, by taking up the rest."""
     entries: list[tuple[Instr, float, float]] = field(default_factory=list)
     compute_s: list[tuple[Instr, float]] = field(default_factory=list)
 
     @contextlib.contextmanager
     def span(self, instr: Instr) -> Iterator[None]:
-        measured = self.measured and instr.op in COMPUTE
+        measured = (self.measured or self.slowness > 1.0) and instr.op in COMPUTE
         start_s, busy_s = time.monotonic(), time.thread_time() if measured else 0.0
         yield
         if measured:
+            ends_s = busy_s + self.slowness * (time.thread_time() - busy_s)
+            while self.slowness > 1.0 and time.thread_time() < ends_s:
+                pass
             self.compute_s.append((instr, time.thread_time() - busy_s))
         self.entries.append((instr, start_s, time.monotonic()))
 
@@ -52,24 +58,38 @@ class SpanTimes:
 
 
 class Measurements:
-    """What this rank has measured of the job so far."""
+    """What this rank has measured of the job so far.
 
-    def __init__(self) -> None:
+    Args:
+        every: so many steps apart are those that are measured.
+        slowness: of a step, as it is injected.
+    """
+
+    def __init__(self, every: int, slowness: Callable[[int], float]) -> None:
+        self._every, self._slowness = every, slowness
         self.link: LinkTimes | None = None
         self.regroup_s: float | None = None
         """How long the last recovery took until it was known what to move."""
         self._spans: dict[tuple[int, int], SpanTimes] = {}
 
-    def measured(self, state_bytes: Mapping[int, int]) -> Measured:
-        """``state_bytes``: of each layer whose state is here."""
-        return Measured(
-            spans=self.means(),
+    def trace(self, step: int) -> Trace:
+        """For the instructions of ``step``."""
+        return Trace(measured=step == 1 or step % self._every == 0, slowness=self._slowness(step))
+
+    def with_step(self, trace: Trace, state_bytes: Mapping[int, int]) -> str:
+        """All that is known after one more step that was measured, as it is published; ``state_bytes``: of each layer
+        whose state is here.
+        """
+        self._add(trace)
+        known = Measured(
+            spans=self._means(),
             link=self.link,
             state_bytes=tuple(sorted(state_bytes.items())),
             regroup_s=self.regroup_s,
         )
+        return to_json(known)
 
-    def add(self, trace: Trace) -> None:
+    def _add(self, trace: Trace) -> None:
         for instr, seconds in trace.compute_s:
             span = self._spans.setdefault((instr.first, instr.last), SpanTimes())
             if instr.op is Op.FORWARD:
@@ -80,7 +100,7 @@ class Measurements:
             else:
                 span.input_grad_s += seconds
 
-    def means(self) -> tuple[Observation, ...]:
+    def _means(self) -> tuple[Observation, ...]:
         """One observation a span of layers: its mean compute times."""
         return tuple(
             Observation(

@@ -1,11 +1,12 @@
-"""Fault injection: a rank that sends itself the real signal at a chosen point of a chosen step."""
+"""Fault injection: a rank that sends itself the real signal at a chosen point of a chosen step, or becomes slow."""
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 
-from odyssey_megatron.config import Injection
+from odyssey_megatron.config import Injection, Slowdown
 from odyssey_megatron.metrics.journal import Journal
 
 _FLUSH_S = 5.0
@@ -17,12 +18,15 @@ class Injector:
 
     def __init__(
         self,
-        injections: tuple[Injection, ...],
+        injections: tuple[Injection | Slowdown, ...],
         rank: int,
         journal: Journal | None = None,
         incarnation: int = 0,
     ):
-        self._armed = [one for one in injections if (one.rank, one.incarnation) == (rank, incarnation)]
+        mine = [one for one in injections if (one.rank, one.incarnation) == (rank, incarnation)]
+        self._armed = [one for one in mine if isinstance(one, Injection)]
+        self._slowdowns = [one for one in mine if isinstance(one, Slowdown)]
+        self._slowness = 1.0
         self._journal = journal
 
     def at(self, point: str, *, step: int, generation: int, microbatch: int = -1) -> None:
@@ -37,6 +41,17 @@ class Injector:
             self._armed.remove(one)
             self._fire(one, generation)
             return
+
+    def slowness(self, step: int) -> float:
+        """How many times its time the compute of ``step`` takes. Each change is written down."""
+        slow = math.prod(
+            one.slow for one in self._slowdowns if one.step <= step and not 0 <= one.until <= step
+        )
+        if slow != self._slowness:
+            self._slowness = slow
+            if self._journal:
+                self._journal.event("slowed", step=step, echo=True, slow=slow)
+        return slow
 
     def _fire(self, one: Injection, generation: int) -> None:
         if self._journal:

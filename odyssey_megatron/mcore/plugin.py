@@ -230,15 +230,15 @@ class Session:
         from odyssey_megatron.rebuild.groups import build_groups
 
         self.member.wait_all("model-built")
+        injector = Injector(self.config.injections, self.rank, self._journal, self.member.incarnation)
         rank = RankRuntime(
             config=self.config,
             member=self.member,
             model=model,
             build=lambda number, named: build_groups(self.member, number, named, self.config),
             tagged_messages=self.config.device == "cpu",
-            fault_point=Injector(
-                self.config.injections, self.rank, self._journal, self.member.incarnation
-            ).at,
+            fault_point=injector.at,
+            slowness=injector.slowness,
             journal=self._journal,
             on_commit=on_commit,
             on_groups=on_groups,

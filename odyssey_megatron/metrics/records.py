@@ -45,6 +45,7 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "job_finished": ("verdict", "exit_code"),
     # -- ranks
     "injected": ("at", "signal", "microbatch"),
+    "slowed": ("slow",),
     "generation_started": ("members", "plan_hash", "policy", "agreed_s"),
     "recovered": (
         "dead",
@@ -88,8 +89,9 @@ through the head): ``samples`` holds, for each of ``microbatches``, the list of 
 ``weights``: at the end of a rank, by layer. ``step_committed``: ``loss`` is a dict of named losses; one that is
 ``skipped`` has changed no weight, as its loss scale was too large; ``step_s`` is -1 where it was not timed. ``trace``:
 [[text, start_s, end_s], ...] on the monotonic clock. ``dead`` is a list of ranks everywhere. ``left_out`` (of a rank
-that stays): rank ``target`` leaves, since its numbers are wrong. ``lines_lost``: so many lines of this process, before
-this one, could not be written.
+that stays): rank ``target`` leaves, since its numbers are wrong. ``slowed``: the compute
+of this rank takes ``slow`` times its time from here on, as was asked for. ``lines_lost``: so many lines of this
+process, before this one, could not be written.
 """
 
 _Id = Annotated[int, Between(-1, 2**53, whole=True)]
@@ -148,6 +150,7 @@ class Line(_Line, total=False):
     at: str
     signal: str
     microbatch: _Id
+    slow: Annotated[float, Between(1, 1e6)]
     members: tuple[_Id, ...]
     agreed_s: _Seconds | None
     detected_s: _Seconds | None

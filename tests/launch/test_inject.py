@@ -1,4 +1,4 @@
-"""Fault injection: once, at the named point only."""
+"""Fault injection: once, at the named point only; slowness, in the steps named."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import signal
 import pytest
 
 from odyssey_megatron.config import parse_injections
+from odyssey_megatron.execute.timing import Measurements
 from odyssey_megatron.launch import inject
 from odyssey_megatron.launch.inject import Injector
 from odyssey_megatron.metrics.journal import Journal, read_journal
+from odyssey_megatron.plan.schedule import Instr, Op
 
 
 @pytest.fixture
@@ -56,3 +58,25 @@ def test_it_is_written_down_before_the_signal(sent, tmp_path):
     assert (event["event"], event["at"], event["signal"], event["step"], event["generation"]) == (
         "injected", "reduce", "KILL", 3, 4,
     )  # fmt: skip
+
+
+def test_slow_from_a_step_until_another(sent, tmp_path):
+    journal = Journal(tmp_path, source="rank1", rank=1)
+    injector = armed(
+        "rank=1,step=2,slow=3,until=4;rank=1,step=3,slow=2;rank=2,step=0,slow=9", journal=journal
+    )
+    assert [injector.slowness(step) for step in range(6)] == [1, 1, 3, 6, 2, 2]
+    assert [(event["step"], event["slow"]) for event in read_journal(tmp_path)] == [(2, 3), (3, 6), (4, 2)]
+    injector.at("forward", step=2, generation=1)
+    assert sent == []
+
+
+def test_what_is_slow_takes_so_many_times_the_time_of_its_thread():
+    def busy_s(slowness: float) -> float:
+        trace = Measurements(1, lambda step: slowness).trace(0)
+        for _ in range(20):
+            with trace.span(Instr(Op.FORWARD, 0, 0, 1)):
+                sum(range(20_000))
+        return min(seconds for _, seconds in trace.compute_s)
+
+    assert busy_s(4.0) == pytest.approx(4 * busy_s(1.0), rel=0.3)
