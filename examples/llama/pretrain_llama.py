@@ -5,7 +5,7 @@
 
 Flags are spelled as Megatron-LM's. The model is what Megatron-LM builds for --normalization RMSNorm --swiglu
 --position-embedding-type rope --group-query-attention --disable-bias-linear, and, unless they are to share a weight,
---untie-embeddings-and-output-weights.
+--untie-embeddings-and-output-weights. With --num-experts it is a mixture of experts.
 """
 
 from __future__ import annotations
@@ -36,8 +36,17 @@ def parse_arguments() -> argparse.Namespace:
         ("lr", 3e-3, real), ("min-lr", 3e-4, real), ("lr-warmup-iters", 4, whole), ("weight-decay", 0.1, real),
         ("clip-grad", 1.0, real), ("sgd-momentum", 0.9, real), ("attention-dropout", 0.0, real),
         ("hidden-dropout", 0.0, real), ("check-weight-hash-across-dp-replicas-interval", 0, whole),
+        ("num-experts", None, whole), ("moe-router-topk", 2, whole), ("moe-layer-freq", 1, whole),
+        ("moe-shared-expert-intermediate-size", None, whole), ("moe-router-load-balancing-type", "aux_loss", {}),
+        ("moe-aux-loss-coeff", 0.0, real), ("moe-z-loss-coeff", None, real), ("moe-input-jitter-eps", None, real),
+        ("moe-expert-capacity-factor", None, real),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", default=default, **kind)
+    parser.add_argument(
+        "--moe-router-enable-expert-bias",
+        action="store_true",
+        help="balance experts without an auxiliary loss",
+    )
     parser.add_argument("--data-path", default="", help="prefix of a Megatron dataset; default: built here")
     parser.add_argument(
         "--data-cache-path", default="", help="where dataset indices are kept; default: in run dir"
@@ -73,6 +82,21 @@ def check_model(args: argparse.Namespace) -> None:
             raise ConfigError(f"{flags[0]} is not divisible by {flags[1]}. Choose a divisor.")
 
 
+def experts(args: argparse.Namespace) -> dict[str, Any]:
+    """Megatron's configuration of a mixture of experts."""
+    if args.num_experts is None:
+        return {}
+    given = {name: value for name, value in vars(args).items() if name.startswith("moe_")}
+    score = {"moe_router_score_function": "sigmoid"} if args.moe_router_enable_expert_bias else {}
+    return {
+        "num_moe_experts": args.num_experts,
+        "moe_ffn_hidden_size": args.ffn_hidden_size,
+        "moe_token_dispatcher_type": "alltoall",
+        **score,
+        **given,
+    }
+
+
 def transformer_config(args: argparse.Namespace, dtype: Any) -> Any:
     """Megatron's configuration of the model; fusions that need a GPU are off."""
     import torch
@@ -106,6 +130,7 @@ def transformer_config(args: argparse.Namespace, dtype: Any) -> Any:
             bias_activation_fusion=False,
             bias_dropout_fusion=False,
             apply_rope_fusion=False,
+            **experts(args),
         )
     except (AssertionError, ValueError) as error:
         raise ConfigError(f"Megatron refuses this model: {error}") from error
@@ -115,7 +140,10 @@ def model_spec(args: argparse.Namespace, float64: bool) -> Any:
     """How to build any part of the model, and how to train it."""
     import torch
     from megatron.core.distributed import DistributedDataParallelConfig
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec,
+        get_gpt_layer_local_spec,
+    )
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.optimizer import OptimizerConfig
 
@@ -126,12 +154,15 @@ def model_spec(args: argparse.Namespace, float64: bool) -> Any:
     dtype = half or (torch.float64 if float64 else torch.float32)
     config = transformer_config(args, dtype)
 
-    layer_spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=args.qk_layernorm)
+    def layer_spec() -> Any:
+        if args.num_experts is None:
+            return get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=args.qk_layernorm)
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
 
     def model_provider(pre_process: bool, post_process: bool, pg_collection: Any) -> GPTModel:
         return GPTModel(
             config,
-            layer_spec,
+            layer_spec(),
             vocab_size=corpus.VOCAB_SIZE,
             max_sequence_length=args.seq_length,
             pre_process=pre_process,

@@ -56,6 +56,7 @@ def install() -> None:
             sys.modules.setdefault(name, _Absent(name))
     _compile_helpers()
     _let_norms_be_sequence_parallel()
+    _let_routers_do_without_transformer_engine()
     # One generator stands for both devices' here, so "CPU RNG state changed" is always a false alarm.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
 
@@ -251,6 +252,16 @@ def _let_norms_be_sequence_parallel() -> None:
         return norm
 
     seams.wrap(seam_table.TORCH_NORM, marked)
+
+
+def _let_routers_do_without_transformer_engine() -> None:
+    """They ask whether its product is None, which Megatron leaves undefined where there is none (core_v0.16.1
+    core/transformer/moe/moe_utils.py, line 1192; the same in core_v0.19.0).
+    """
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
 
 
 def prepare_training() -> None:

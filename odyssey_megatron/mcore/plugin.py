@@ -40,7 +40,7 @@ from odyssey_megatron.launch.member import Member
 from odyssey_megatron.mcore import device
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.metrics.outlet import say
-from odyssey_megatron.policy.profile import Profile, estimated_profile, load_profile
+from odyssey_megatron.policy.profile import Experts, Profile, estimated_profile, load_profile
 from odyssey_megatron.upstream import compat
 
 if TYPE_CHECKING:
@@ -326,6 +326,20 @@ class Session:
         )
 
 
+def _experts(config: Any) -> Experts | None:
+    from odyssey_megatron.mcore.model.experts import with_experts
+
+    if config.num_moe_experts is None:
+        return None
+    return Experts(
+        layers=frozenset(with_experts(config)),
+        count=config.num_moe_experts,
+        topk=config.moe_router_topk,
+        ffn_hidden_size=config.moe_ffn_hidden_size or config.ffn_hidden_size,
+        shared_ffn_hidden_size=config.moe_shared_expert_intermediate_size or 0,
+    )
+
+
 def estimate(
     config: Any,
     settings: OdysseyConfig,
@@ -348,6 +362,7 @@ def estimate(
         micro_batch_size=micro_batch_size,
         vocab_size=vocab_size,
         is_tied=is_tied,
+        experts=_experts(config),
         dtype_bytes=config.params_dtype.itemsize,
         memory_bytes=None if on_cpu else torch.cuda.mem_get_info()[1] * usable_percent // 100,
         tensor_parallel_size=config.tensor_model_parallel_size,

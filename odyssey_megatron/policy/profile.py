@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Sequence
@@ -102,9 +103,9 @@ _KINDS = ("forward_s", "input_grad_s", "weight_grad_s")
 def calibrate(profile: Profile, observations: Sequence[Observation]) -> Profile:
     """``profile`` with layer times fitted to what was measured; bytes and links stay.
 
-    Unknowns are the embedding, one transformer layer and the head, for each kind of work: non-negative least
-    squares on the spans, weighted by samples and pulled weakly to the old times (scaled, since an estimate
-    may be off by a common factor). What a span still deviates by more than 10 % goes to its own layers.
+    Unknowns are the embedding, one transformer layer of each size and the head, for each kind of work:
+    non-negative least squares on the spans, weighted by samples and pulled weakly to the old times (scaled, since an
+    estimate may be off by a common factor). What a span still deviates by more than 10 % goes to its own layers.
     Deterministic; without observations the profile itself.
     """
     useful = [one for one in observations if one.samples > 0 and one.last > one.first]
@@ -140,7 +141,10 @@ def _fit(costs: Costs, observations: Sequence[Observation], kind: str) -> list[f
     if explained > 0:
         prior = [value * measured / explained for value in prior]
     last = len(prior) - 1
-    groups = [[0], list(range(1, last)), [last]] if last > 1 else [[i] for i in range(len(prior))]
+    alike: dict[int, list[int]] = {}
+    for layer in range(1, last):  # with experts, or without
+        alike.setdefault(costs.layers[layer].weight_bytes, []).append(layer)
+    groups = [[0], *alike.values(), [last]] if last > 1 else [[i] for i in range(len(prior))]
     start = [sum(prior[i] for i in group) / len(group) for group in groups]
     counts = [
         [float(sum(one.first <= layer < one.last for layer in group)) for group in groups]
@@ -186,6 +190,21 @@ def _spread(fitted: list[float], observations: Sequence[Observation], seen: list
     ]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """Of a mixture of experts: what some of its layers have in the place of an MLP."""
+
+    layers: frozenset[int]
+    """Counted from 1."""
+    count: int
+    topk: int
+    """Of them, for each token."""
+    ffn_hidden_size: int
+    """Of each."""
+    shared_ffn_hidden_size: int = 0
+    """Of what every token goes through besides."""
+
+
 def estimated_profile(
     *,
     num_transformer_layers: int,
@@ -204,9 +223,10 @@ def estimated_profile(
     tensor_parallel_size: int = 1,
     sequence_parallel: bool = True,
     is_tied: bool = False,
+    experts: Experts | None = None,
 ) -> Profile:
     """Costs of a Llama-shaped model (SwiGLU, grouped-query attention) from FLOPs; ``is_tied``: embedding and head share
-    a weight.
+    a weight. All ``experts`` of a layer are on one worker, and have equally many tokens.
 
     A matrix product costs 2 FLOPs per weight and token, its two gradients the same each; attention scores
     cost ``2 * 2 * seq / 2`` per token and hidden unit (causal: half), twice that in the input gradient, nothing
@@ -219,26 +239,25 @@ def estimated_profile(
     tokens = seq_length * micro_batch_size
     kv_size = hidden_size // num_attention_heads * num_query_groups
     attention = 2 * hidden_size * hidden_size + 2 * hidden_size * kv_size
-    weights = attention + 3 * hidden_size * ffn_hidden_size
-    scores = 2 * tokens * seq_length * hidden_size
+    scores, words = 2 * tokens * seq_length * hidden_size, vocab_size * hidden_size
     rate, tp = flops_per_s * tensor_parallel_size, tensor_parallel_size
-    matmul_s = 2 * tokens * weights / rate
     whole = 4 * hidden_size * (1 if sequence_parallel else tp)
-    kept = tokens * (whole + 2 * hidden_size + 2 * kv_size + 3 * ffn_hidden_size)
-    head_s = 2 * tokens * vocab_size * hidden_size / rate
-    copy_s = tokens * hidden_size * dtype_bytes / 1e12 / tp
+    head_s, copy_s = 2 * tokens * words / rate, tokens * hidden_size * dtype_bytes / 1e12 / tp
 
-    def layer(times: tuple[float, float, float], kept: int, weights: int) -> LayerCost:
-        return _layer_cost(times, kept // tp, weights // tp, dtype_bytes)
+    layer = functools.partial(_layer_cost, dtype_bytes=dtype_bytes, parts=tp)
 
-    block_s = (matmul_s + scores / rate, matmul_s + 2 * scores / rate, matmul_s)
-    transformer = layer(block_s, kept, weights + 2 * hidden_size)
-    words = vocab_size * hidden_size
+    def transformer(ffn: int, passed: int, routed: int) -> LayerCost:
+        matmul_s = 2 * tokens * (attention + 3 * hidden_size * passed + hidden_size * routed) / rate
+        times = (matmul_s + scores / rate, matmul_s + 2 * scores / rate, matmul_s)
+        kept = tokens * (whole + 2 * hidden_size + 2 * kv_size + 3 * passed)
+        return layer(times, kept, attention + hidden_size * (3 * ffn + routed + 2))
+
+    inner = [transformer(*mlp) for mlp in _mlps(num_transformer_layers, ffn_hidden_size, experts)]
     embedding = layer((copy_s, 0.0, copy_s), tokens, 0 if is_tied else words)
     kept_by_head = tokens * (whole // 2 + vocab_size)
     head = layer((head_s,) * 3, kept_by_head, hidden_size + (0 if is_tied else words))
     costs = Costs(
-        layers=(embedding, *(transformer,) * num_transformer_layers, head),
+        layers=(embedding, *inner, head),
         tied=layer((0.0,) * 3, 0, words) if is_tied else None,
         message_bytes=tokens * hidden_size * dtype_bytes // (tp if sequence_parallel else 1),
         link_latency_s=link_latency_s,
@@ -248,8 +267,23 @@ def estimated_profile(
     return Profile(costs=costs)
 
 
-def _layer_cost(times: tuple[float, float, float], kept: int, weights: int, dtype_bytes: int) -> LayerCost:
-    """A layer that keeps ``kept`` numbers of activations and has ``weights`` parameters, under Adam."""
+def _mlps(num_transformer_layers: int, ffn: int, experts: Experts | None) -> list[tuple[int, int, int]]:
+    """Of each transformer layer: hidden units, those that a token passes, and experts to choose from."""
+    dense = sparse = ffn, ffn, 0
+    if experts is not None:
+        each, shared = experts.ffn_hidden_size, experts.shared_ffn_hidden_size
+        sparse = experts.count * each + shared, experts.topk * each + shared, experts.count
+    found = experts.layers if experts else ()
+    return [sparse if layer in found else dense for layer in range(1, num_transformer_layers + 1)]
+
+
+def _layer_cost(
+    times: tuple[float, float, float], kept: int, weights: int, *, dtype_bytes: int, parts: int
+) -> LayerCost:
+    """A layer that keeps ``kept`` numbers of activations and has ``weights`` parameters, under Adam; of ``parts`` of it
+    one.
+    """
+    kept, weights = kept // parts, weights // parts
     long = max(4, dtype_bytes)
     optimizer = 2 * long + (long if dtype_bytes < long else 0)
     forward_s, input_grad_s, weight_grad_s = times

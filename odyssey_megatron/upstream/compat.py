@@ -107,3 +107,51 @@ def append_to_progress_log(function: Callable[..., None], save_dir: str, text: s
     """``function`` is Megatron's, without its barrier; from 0.18 on it wants the folder."""
     folder = (save_dir,) if "save_dir" in inspect.signature(function).parameters else ()
     function(*folder, text, barrier=False)
+
+
+def aux_losses() -> dict[str, tuple[Any, bool]]:
+    """What routers have added up of each auxiliary loss, by layer; and whether each rank of a cell has a part of it.
+
+    core_v0.16.1 transformer/moe/moe_utils.py, line 897; core_v0.18.2 transformer/moe/moe_logging.py, line 74.
+    """
+    return {
+        name: (one["values"], one["reduce_group"] is not None)
+        if isinstance(one, dict)
+        else (one.values, one.reduce_group is not None)
+        for name, one in _aux_losses().items()
+    }
+
+
+def clear_aux_losses() -> None:
+    """Forgets what :func:`aux_losses` gives."""
+    for values, _ in aux_losses().values():
+        values.zero_()
+
+
+def set_aux_losses(losses: Mapping[str, Any]) -> None:
+    """What all routers of the job have added up, by layer, for Megatron's loop to log; no more is to be summed."""
+    known = _aux_losses()
+    known.clear()
+    try:
+        from megatron.core.transformer.moe.moe_logging import MetricEntry
+    except ImportError:
+        known.update(
+            {
+                name: {"values": values, "reduce_group": None, "avg_group": None}
+                for name, values in losses.items()
+            }
+        )
+    else:
+        known.update({name: MetricEntry(values, needs_dp_avg=False) for name, values in losses.items()})
+
+
+def _aux_losses() -> dict[str, Any]:
+    try:
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+    except ImportError:
+        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+        found: dict[str, Any] = get_moe_layer_wise_logging_tracker()
+        return found
+    inner: dict[str, Any] = get_moe_metrics_tracker().metrics
+    return inner

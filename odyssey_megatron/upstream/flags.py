@@ -78,6 +78,16 @@ _WORKS = {
     gradient_accumulation_fusion disable_jit_fuser attention_softmax_in_fp32 fp16_lm_cross_entropy
     enable_experimental te_rng_tracker test_mode
     """,
+    "mixtures of experts: tests/megatron_lm/test_experts.py": """
+    num_experts moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size
+    moe_shared_expert_gate moe_shared_expert_overlap moe_router_topk moe_router_num_groups
+    moe_router_group_topk moe_router_pre_softmax moe_router_topk_scaling_factor
+    moe_router_score_function moe_router_dtype moe_router_enable_expert_bias
+    moe_router_bias_update_rate moe_aux_loss_coeff moe_z_loss_coeff moe_input_jitter_eps
+    moe_per_layer_logging moe_expert_capacity_factor moe_pad_expert_input_to_capacity
+    moe_token_drop_policy moe_layer_recompute moe_apply_probs_on_input moe_grouped_gemm
+    moe_permute_fusion moe_router_fusion use_fused_weighted_squared_relu
+    """,
     "the data set: samples are found by their global number": """
     data_path split train_data_path valid_data_path test_data_path data_args_path per_split_data_args_path
     per_dataset_sequences_path dataloader_fast_cache_load dataloader_defer_npy_index_mmap data_cache_path
@@ -98,33 +108,25 @@ _WORKS = {
     """,
 }
 _MOOT = {
-    "read with --num-experts only": """
-    expert_tensor_parallel_size moe_extended_tp overlap_moe_expert_parallel_comm
-    ep_overlap_early_attn_memory_release use_fused_weighted_squared_relu
-    moe_shared_expert_intermediate_size moe_shared_expert_gate moe_shared_expert_overlap
-    moe_ffn_hidden_size moe_router_topk moe_enable_routing_replay moe_router_padding_for_quantization
-    moe_router_padding_for_fp8 moe_router_num_groups moe_router_group_topk moe_router_pre_softmax
-    moe_router_topk_scaling_factor moe_router_score_function moe_router_dtype
-    moe_router_enable_expert_bias moe_router_bias_update_rate moe_router_force_load_balancing
-    moe_grouped_gemm moe_use_legacy_grouped_gemm moe_z_loss_coeff moe_input_jitter_eps
-    moe_token_dispatcher_type moe_enable_deepep moe_flex_dispatcher_backend moe_per_layer_logging
-    moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy moe_layer_recompute
-    moe_permute_fusion moe_router_fusion moe_apply_probs_on_input moe_latent_size moe_deepep_num_sms
-    moe_hybridep_num_sms moe_layer_freq moe_use_upcycling moe_router_load_balancing_type
-    moe_aux_loss_coeff moe_upcycling_granularity moe_pad_experts_for_cuda_graph_inference
-    moe_router_force_biased moe_permute_fusion_into_hybridep moe_hybridep_num_blocks_permute
-    moe_hybridep_num_blocks_unpermute inference_moe_disable_fused_quant_kernels
-    overlap_dispatch_backward_with_experts_wgrad high_priority_a2a_comm_stream moe_single_grouped_weight
-    moe_single_grouped_bias moe_hybridep_num_sms_preprocessing moe_mlp_glu_interleave_size
-    moe_expert_rank_capacity_factor inference_moe_token_dispatcher_type moe_paged_stash
+    "read with --moe-token-dispatcher-type flex only": """
+    moe_flex_dispatcher_backend moe_deepep_num_sms moe_hybridep_num_sms
+    moe_permute_fusion_into_hybridep moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute
+    moe_hybridep_num_sms_preprocessing moe_hybridep_pad_uneven_dispatch_inputs
+    moe_flex_dispatcher_num_sms moe_ncclep_static_shape moe_ncclep_zero_copy
+    """,
+    "read with --moe-use-upcycling only": """
+    moe_upcycling_granularity
+    """,
+    "read with --moe-paged-stash only": """
     moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda
-    moe_paged_stash_buffer_size_factor_cpu save_tokens_per_expert_interval
-    expert_tensor_parallel_num_weight_shards use_grouped_gemm_for_shared_expert
-    moe_shared_expert_glu_interleave_size moe_router_quantile_balancing_ema
-    moe_hybridep_pad_uneven_dispatch_inputs moe_flex_dispatcher_num_sms moe_ncclep_static_shape
-    moe_ncclep_zero_copy moe_routing_trace_path moe_routing_trace_max_training_iters
-    moe_routing_trace_capture_logits moe_routing_trace_capture_hidden_states
-    moe_routing_trace_dump_weights
+    moe_paged_stash_buffer_size_factor_cpu
+    """,
+    "read with --moe-routing-trace-path only": """
+    moe_routing_trace_max_training_iters moe_routing_trace_capture_logits
+    moe_routing_trace_capture_hidden_states moe_routing_trace_dump_weights
+    """,
+    "read with --moe-router-load-balancing-type quantile_balancing only": """
+    moe_router_quantile_balancing_ema
     """,
     "read with --tp-comm-overlap only": """
     tp_comm_bulk_wgrad tp_comm_bulk_dgrad tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad
@@ -153,6 +155,7 @@ _MOOT = {
     fp8_wgrad first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 fp4_recipe
     fp4_param fp4_quantizer_factory reuse_grad_buf_for_mxfp8_param_ag keep_fp8_transpose_cache
     fp8_param_gather fp4_param_gather fp8_output_proj stream_ckpt_dequant
+    moe_router_padding_for_quantization moe_router_padding_for_fp8
     """,
     "read with CUDA graphs only": """
     cuda_graph_warmup_steps cuda_graph_scope cuda_graph_scope_deprecated cuda_graph_modules
@@ -181,6 +184,8 @@ _MOOT = {
     inference_cuda_graph_max_tokens inference_dynamic_batching_cuda_graph_sizing_distribution
     offset_sampling_seed_by_dp_rank inference_dynamic_batching_async_sched_mode
     inference_dynamic_batching_logprobs_mode inference_shards
+    moe_pad_experts_for_cuda_graph_inference inference_moe_disable_fused_quant_kernels
+    inference_moe_token_dispatcher_type
     """,
     "read by models other than GPT only": """
     bert_binary_head ict_head_size biencoder_projection_dim biencoder_shared_query_context_model ict_load
@@ -269,6 +274,9 @@ _MOOT = {
     """,
     "Odyssey's own schedule fills the bubbles": """
     num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
+    overlap_moe_expert_parallel_comm ep_overlap_early_attn_memory_release
+    overlap_dispatch_backward_with_experts_wgrad
+    high_priority_a2a_comm_stream
     """,
     "Odyssey's own schedule runs weight gradients apart": """
     delay_wgrad_compute defer_embedding_wgrad_compute
@@ -307,6 +315,7 @@ _MOOT = {
     async_tensor_model_parallel_allreduce batch_size warmup model_parallel_size checkpoint_activations
     deprecated_use_mcore_models use_dist_ckpt_deprecated dist_ckpt_format_deprecated
     ckpt_fully_parallel_save_deprecated ckpt_convert_update_legacy_dist_opt_format
+    moe_extended_tp
     """,
     "read with --context-parallel-size only": """
     hierarchical_context_parallel_sizes max_seqlen_per_dp_cp_rank cp_comm_type

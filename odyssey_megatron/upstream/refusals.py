@@ -91,6 +91,11 @@ def _none_of(*usual: Any) -> Callable[[Any, Any], bool]:
     return lambda value, args: value not in (None, *usual)
 
 
+def _any_but(*usual: str) -> Callable[[Any, Any], bool]:
+    """Of a list, or one value alone."""
+    return lambda value, args: not {*([value] if isinstance(value, str) else value or ())} <= {*usual}
+
+
 def _unlike(other: str) -> Callable[[Any, Any], bool]:
     return lambda value, args: value not in (None, getattr(args, other, None))
 
@@ -115,7 +120,31 @@ _ROWS: tuple[tuple[str, str] | tuple[str, str, Callable[[Any, Any], bool]], ...]
     ("context_parallel_size", "Use 1.", _above_one),
     ("hybrid_context_parallel", _LEAVE_OUT),
     ("expert_model_parallel_size", "Use 1.", _above_one),
-    ("num_experts", "Train a dense model."),
+    ("expert_tensor_parallel_size", "Use that of tensor parallelism.",
+     lambda value, args: bool(getattr(args, "num_experts", None))
+     and _unlike("tensor_model_parallel_size")(value, args)),
+    ("expert_tensor_parallel_num_weight_shards", _UNTRIED),
+    ("moe_router_load_balancing_type",
+     "The loss of a microbatch would depend on which others ran before it, and where. Use aux_loss, seq_aux_loss, "
+     "sinkhorn or none.", _any_but("aux_loss", "seq_aux_loss", "sinkhorn", "none")),
+    ("moe_token_dispatcher_type", "The buffers of flex belong to the ranks that the job started with. Use alltoall.",
+     _none_of("allgather", "alltoall")),
+    ("moe_enable_deepep", "Its buffers belong to the ranks that the job started with. Leave it out."),
+    ("moe_use_upcycling", _UNTRIED),
+    ("moe_use_legacy_grouped_gemm", _UNTRIED),
+    ("moe_enable_routing_replay", _UNTRIED),
+    ("moe_router_force_load_balancing", "It draws other numbers on each rank. Leave it out."),
+    ("moe_router_force_biased", "It draws its numbers once, on each rank. Leave it out.", _not_none),
+    ("moe_latent_size", _UNTRIED),
+    ("moe_paged_stash", _UNTRIED),
+    ("moe_expert_rank_capacity_factor", _UNTRIED),
+    ("moe_single_grouped_weight", _UNTRIED),
+    ("moe_single_grouped_bias", _UNTRIED),
+    ("moe_mlp_glu_interleave_size", _UNTRIED),
+    ("moe_shared_expert_glu_interleave_size", _UNTRIED),
+    ("use_grouped_gemm_for_shared_expert", _UNTRIED),
+    ("save_tokens_per_expert_interval", _ONE_RANK),
+    ("moe_routing_trace_path", _ONE_RANK),
     ("mtp_num_layers", _LEAVE_OUT),
     ("position_embedding_type", "Use rope, yarn, learned_absolute or none.",
      _none_of("rope", "yarn", "learned_absolute", "none")),

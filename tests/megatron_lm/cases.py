@@ -14,7 +14,7 @@ from odyssey_megatron.doctor.launch_line import case_flags, judged
 SIZES: dict[str, int] = {
     "--hidden-size": 32, "--ffn-hidden-size": 64, "--seq-length": 16, "--max-position-embeddings": 16,
     "--kv-channels": 8, "--kv-lora-rank": 16, "--q-lora-rank": 16, "--qk-head-dim": 8, "--qk-pos-emb-head-dim": 4,
-    "--v-head-dim": 8, "--train-iters": 6, "--eval-interval": 3, "--exit-interval": 6,
+    "--v-head-dim": 8, "--moe-ffn-hidden-size": 32, "--moe-shared-expert-intermediate-size": 32, "--train-iters": 6, "--eval-interval": 3, "--exit-interval": 6,
 }  # fmt: skip
 """What a case that has the flag gets in its place."""
 LAYERS, HEADS, MICROBATCHES = 8, 8, 16
@@ -37,6 +37,10 @@ ON_A_CPU = (
 )
 """No Transformer Engine there, and no fused kernels. Without dropout, whose numbers Odyssey draws by the microbatch."""
 NEEDS_A_GPU = {"--fp8-format": "Transformer Engine", "--cross-entropy-loss-fusion": "a fused kernel"}
+NEEDS_A_GPU |= dict.fromkeys(
+    ("--moe-grouped-gemm", "--moe-permute-fusion", "--moe-router-fusion"), "Transformer Engine"
+)
+NEEDS_A_GPU |= {"--multi-latent-attention": "Transformer Engine"}
 """Flag -> what it needs: cases with it are counted, and not run."""
 
 

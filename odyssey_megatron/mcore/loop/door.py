@@ -31,7 +31,7 @@ from odyssey_megatron.mcore.loop.console import SurvivingLines
 from odyssey_megatron.mcore.loop.data import MicrobatchSource
 from odyssey_megatron.mcore.loop.joining import Start, starting_groups
 from odyssey_megatron.mcore.loop.progress_log import ProgressLog
-from odyssey_megatron.mcore.model import float64, groups, span, wgrad
+from odyssey_megatron.mcore.model import experts, float64, groups, span, wgrad
 from odyssey_megatron.mcore.model.layers import empty_chunk
 from odyssey_megatron.mcore.model.model import MegatronModel
 from odyssey_megatron.mcore.model.optimizer import LearningRate, schedule_refused
@@ -424,6 +424,7 @@ class Door:
             self._recovery.step()
             self._refresh()
         outcome = self._runtime.outcome
+        experts.show(outcome.aux_losses)
         self._lines.begin(self._runtime.committed)
         self._log_own(self._runtime.committed, get_args().tensorboard_log_interval)
         if not outcome.skipped:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -29,6 +29,8 @@ class StepOutcome:
     """None unless Megatron's ``log_num_zeros_in_grad`` asks for it."""
     tokens: int
     num_microbatches: int
+    aux_losses: dict[str, list[float]] = field(default_factory=dict)
+    """Of a mixture of experts: name -> of each transformer layer the sum over all microbatches."""
 
 
 # -- the totals of a step: [squared gradient norm, zeros in the gradient, tokens, microbatches, (loss sum, loss

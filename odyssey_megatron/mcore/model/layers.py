@@ -20,7 +20,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 
 from odyssey_megatron.errors import ConfigError
-from odyssey_megatron.mcore.model import rng, span, te
+from odyssey_megatron.mcore.model import experts, rng, span, te
 from odyssey_megatron.mcore.model.optimizer import LayerOptimizer
 
 ModelProvider = Callable[..., Any]
@@ -106,7 +106,7 @@ class HeldLayer(torch.nn.Module):
         """``kept``: with the optimizer and its state."""
         super().__init__()
         self.index, self.config, self.ddp_config, self.parts = index, spec.config, spec.ddp_config, parts
-        if spec.config.attention_dropout or spec.config.hidden_dropout:
+        if _is_random(spec.config):
             for name in ("embedding", "layer"):
                 if name in self.parts:
                     seeds.attach(self.parts[name], index)
@@ -130,8 +130,14 @@ class HeldLayer(torch.nn.Module):
         return sum(weight.nbytes for weight in self.weights().values()) + state_bytes
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The parameters, in an order that is the same on every rank."""
-        return {name: parameter.data for name, parameter in sorted(self.named_parameters())}
+        """All that a forward computes with, in an order that is the same on every rank."""
+        parameters = {name: parameter.data for name, parameter in sorted(self.named_parameters())}
+        return parameters | experts.biases(self)
+
+
+def _is_random(config: TransformerConfig) -> bool:
+    """Whether a forward draws numbers."""
+    return bool(config.attention_dropout or config.hidden_dropout or config.moe_input_jitter_eps)
 
 
 def initial_parts(
@@ -225,21 +231,30 @@ def _build_chunk(
     """Megatron's model of planner layers ``[first, last)``; without its transformer layers if ``empty``."""
     offset = max(first - 1, 0)
     count = 0 if empty else min(last, spec.head) - 1 - offset
-    with span.building(offset, max(count, 0)), _in_one_stage(spec):
+    with span.building(offset, max(count, 0)), _to_build_with(spec):
         return spec.model_provider(
             pre_process=first == 0, post_process=last == spec.num_layers, pg_collection=groups
         )
 
 
+_OF_THE_LOOP = (
+    "grad_scale_func finalize_model_grads_func no_sync_func grad_sync_func param_sync_func timers"
+).split()
+"""What Megatron's loop puts into the configuration: a mixture of experts, which copies all of that, cannot copy it."""
+
+
 @contextlib.contextmanager
-def _in_one_stage(spec: ModelSpec) -> Iterator[None]:
+def _to_build_with(spec: ModelSpec) -> Iterator[None]:
     """In the body Megatron does not give the last stage a copy of the embedding's weight, and sums no first values."""
-    stages = spec.config.pipeline_model_parallel_size
-    spec.config.pipeline_model_parallel_size = 1 if spec.is_tied else stages
+    instead: dict[str, Any] = dict.fromkeys(_OF_THE_LOOP)
+    if spec.is_tied:
+        instead["pipeline_model_parallel_size"] = 1
+    before = {name: getattr(spec.config, name) for name in instead}
+    vars(spec.config).update(instead)
     try:
         yield
     finally:
-        spec.config.pipeline_model_parallel_size = stages
+        vars(spec.config).update(before)
 
 
 def empty_chunk(spec: ModelSpec, groups: ProcessGroupCollection) -> Any:

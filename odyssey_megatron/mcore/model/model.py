@@ -17,7 +17,7 @@ from odyssey_megatron.mcore.loop import outcome
 from odyssey_megatron.mcore.loop.batches import Batches
 from odyssey_megatron.mcore.loop.data import MicrobatchSource
 from odyssey_megatron.mcore.loop.outcome import StepOutcome
-from odyssey_megatron.mcore.model import groups, rng, span, te
+from odyssey_megatron.mcore.model import experts, groups, rng, span, te
 from odyssey_megatron.mcore.model.holders import digests, odd_ones
 from odyssey_megatron.mcore.model.layers import (
     HeldLayer,
@@ -30,6 +30,7 @@ from odyssey_megatron.mcore.model.layers import (
 )
 from odyssey_megatron.mcore.model.loss_scale import LossScale
 from odyssey_megatron.mcore.model.optimizer import LayerOptimizer, LearningRate
+from odyssey_megatron.mcore.model.tally import Tally
 from odyssey_megatron.mcore.model.wgrad import WeightGrads
 from odyssey_megatron.names import step_name
 from odyssey_megatron.plan.layout import Layout
@@ -88,16 +89,14 @@ class MegatronModel:
         self._tp_rank = self._groups.tp.rank()
         rng.initialize(spec.seed, self._tp_rank)
         self._seeds = rng.LayerSeeds(spec.seed, self._tp_rank)
+        self.routing = experts.Routing(config, self._groups, self._seeds)
         self._held: dict[int, HeldLayer] = {}
         self._incoming: dict[int, HeldLayer] = {}
         self._incoming_states: dict[int, LayerOptimizer] = {}
         self._blocks: dict[tuple[int, int], LayerBlock] = {}
         self._flights: dict[tuple[int, int], _Flight] = {}
         self._step, self._worker, self._layout = -1, -1, Layout(holders=(), routes=())
-        self._tokens = 0.0
-        self._losses: dict[int, dict[str, torch.Tensor]] = {}
-        self._ahead: dict[tuple[int, int], tuple[float, list[dict[str, torch.Tensor]]]] = {}
-        """Tokens and losses of forwards run ahead, which count for nothing yet."""
+        self._tally = Tally(self._loss_names, self.routing)
         self._training = True
 
     @property
@@ -124,6 +123,7 @@ class MegatronModel:
             self._held[layer] = self._hold(layer, parts, kept=layer in kept)
 
     def _hold(self, layer: int, parts: torch.nn.ModuleDict, *, kept: bool) -> HeldLayer:
+        self.routing.attach(layer, parts)
         return HeldLayer(self.spec, layer, parts, self._groups, self._seeds, kept=kept)
 
     def weights_of(self, layers: Sequence[int]) -> dict[str, torch.Tensor]:
@@ -249,9 +249,7 @@ class MegatronModel:
         self._step, self._training = step, training
         self._of_step = self.microbatches_of(step) if training else self._num_microbatches
         self._flights.clear()
-        self._ahead.clear()
-        self._losses.clear()
-        self._tokens = 0.0
+        self._tally.clear()
         self.source.begin_step()
         for block in self._blocks.values():
             if block.model.training != training:
@@ -292,27 +290,17 @@ class MegatronModel:
                 )
             counted += float(tokens)
         if ahead:
-            self._ahead[microbatch, first] = (counted, reported)
+            self._tally.put_aside(microbatch, first, last, counted, reported)
         else:
-            self._count(microbatch, counted, reported)
+            self._tally.count(microbatch, counted, reported)
         assert tensor is not None
         if self._training:
             self._flights[microbatch, first] = _Flight(activation, tensor, WeightGrads())
         return tensor
 
-    def _count(self, microbatch: int, tokens: float, reported: Sequence[dict[str, torch.Tensor]]) -> None:
-        self._tokens += tokens
-        if reported:
-            self._losses[microbatch] = outcome.checked(reported[-1], self._loss_names)
-
     def adopt(self, visits: Collection[Visit]) -> None:
-        ahead, self._ahead = self._ahead, {}
-        ours = {(microbatch, first) for microbatch, first, _ in visits}
-        for place, (tokens, reported) in ahead.items():
-            if place in ours:
-                self._count(place[0], tokens, reported)
-            else:
-                self._flights.pop(place, None)
+        for place in self._tally.adopt({(microbatch, first) for microbatch, first, _ in visits}):
+            self._flights.pop(place, None)
 
     def kept(self, microbatch: int, first: int, last: int) -> None:
         if not self._training:
@@ -356,7 +344,7 @@ class MegatronModel:
 
     @property
     def num_totals(self) -> int:
-        return outcome.num_totals(self._loss_names)
+        return outcome.num_totals(self._loss_names) + self.routing.num_totals
 
     def local_totals(self) -> torch.Tensor:
         """This rank's share of the step's totals: each block's gradient is counted by its first holder only, each
@@ -367,14 +355,15 @@ class MegatronModel:
             for block in self._layout.blocks()
             if block.holders[0] == self._worker
         ]
-        return outcome.local_totals(
+        totals = outcome.local_totals(
             counted,
-            self._losses,
+            self._tally.losses,
             self._loss_names,
-            tokens=self._tokens,
+            tokens=self._tally.tokens,
             tp_rank=self._tp_rank,
             with_zeros=self.spec.optimizer_config.log_num_zeros_in_grad,
         )
+        return torch.cat([totals, self.routing.local_totals()])
 
     def squared_weights(self) -> torch.Tensor:
         """This rank's share of the sum of all squared parameters: of each layer the first of those that keep its
@@ -385,7 +374,7 @@ class MegatronModel:
 
     def local_losses(self) -> torch.Tensor:
         """What this rank's share of the evaluated microbatches reported; sums to a table for :meth:`losses_of`."""
-        losses = self._losses if self._tp_rank == 0 else {}
+        losses = self._tally.losses if self._tp_rank == 0 else {}
         return outcome.loss_table(losses, self._loss_names, self._num_microbatches)
 
     def losses_of(self, table: torch.Tensor) -> list[dict[str, torch.Tensor]]:
@@ -400,6 +389,7 @@ class MegatronModel:
         Raises:
             NotFinite: the same on every rank, before any weight has changed.
         """
+        totals, routed = torch.split(totals, [outcome.num_totals(self._loss_names), self.routing.num_totals])
         squared_norm, zeros, tokens, microbatches, *losses = totals.tolist()
         scale = 1.0 / self.loss_scale.value.item()
         if self.spec.config.calculate_per_token_loss:
@@ -429,6 +419,7 @@ class MegatronModel:
                 optimizer.parking.park()
             checkpoint()
         self._held = {layer.index: layer for layer in layers}
+        self.routing.balance(self._held, routed)  # of a step that is skipped, too
         self.loss_scale.update(skipped=skipped, samples=self.batches.size(self._step))
         return StepOutcome(
             losses=outcome.means(losses, self._loss_names),
@@ -438,6 +429,7 @@ class MegatronModel:
             num_zeros_in_grad=int(zeros) if counted and not skipped else None,
             tokens=int(tokens),
             num_microbatches=int(microbatches),
+            aux_losses=self.routing.losses(routed),
         )
 
     def samples_of_losses(self) -> dict[int, list[int]]:
@@ -445,7 +437,7 @@ class MegatronModel:
         first rank says so.
         """
         assert self.source is not None
-        fetched, ours = self.source.fetched, sorted(self._losses) if self._tp_rank == 0 else ()
+        fetched, ours = self.source.fetched, sorted(self._tally.losses) if self._tp_rank == 0 else ()
         return {microbatch: fetched[microbatch] for microbatch in ours if microbatch in fetched}
 
     def _current(self) -> list[HeldLayer]:
@@ -487,7 +479,7 @@ class MegatronModel:
     def weights(self) -> dict[int, dict[str, torch.Tensor]]:
         """Layer -> its weights by name, of this rank's shard: of those layers whose first holder this worker is."""
         return {
-            index: {name: parameter.detach().cpu() for name, parameter in layer.named_parameters()}
+            index: {name: weight.cpu() for name, weight in layer.weights().items()}
             for index, layer in sorted(self._held.items())
             if self.place_in(index) == 0
         }

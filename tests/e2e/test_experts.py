@@ -1,0 +1,114 @@
+"""Mixtures of experts: a run with failures equals one without, the biases of the experts among the weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.e2e.jobs import BFLOAT16, LONG, assert_alike_runs, assert_equal_runs
+from tests.e2e.test_exactness import ALONE, CASES, SHARDED
+from tests.e2e.test_rejoin import ONCE, members
+
+MIXTRAL = (
+    "--num-experts 4 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-1 --moe-z-loss-coeff 1e-2 "
+    "--moe-input-jitter-eps 1e-2"
+)
+DEEPSEEK = (
+    "--num-experts 4 --moe-layer-freq 2 --moe-shared-expert-intermediate-size 16 --moe-router-enable-expert-bias "
+    "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-2"
+)
+MODELS = {"mixtral": MIXTRAL, "deepseek": DEEPSEEK}
+MORE = {
+    "redone": (
+        (8, 4), "auto", "rank=7,step=2,at=backward;rank=0,step=4,at=weight_grad", "--odyssey-interrupted-step redo",
+    ),
+    "cells": (
+        (8, 2), "auto", "rank=0,step=1,at=backward;rank=6,step=3,at=reduce",
+        "--tensor-model-parallel-size 2 --sequence-parallel",
+    ),
+    "ran-ahead": ((4, 4), "auto", "rank=3,step=2,at=backward", "--odyssey-redundancy compute"),
+    "on-the-host": (
+        (8, 2), "auto", "rank=0,step=1,at=commit;rank=5,step=3,at=param_gather",
+        "--use-distributed-optimizer --odyssey-spare-state host",
+    ),
+    "dropped-tokens": ((6, 2), "auto", "rank=1,step=1,at=forward", "--moe-expert-capacity-factor 1.25"),
+    "tied": ((6, 2), "replan", "rank=0,step=1,at=backward", "--share-embeddings-and-output-weights"),
+}  # fmt: skip
+ALWAYS = {"deepseek-backward-last", "mixtral-forward-first"}
+"""In every run of the tests; the others by the marker, and a few of them in each run of CI."""
+
+
+def _each(cases):
+    return [
+        pytest.param(
+            model, case, marks=() if f"{model}-{case}" in ALWAYS else pytest.mark.matrix, id=f"{model}-{case}"
+        )
+        for model in MODELS
+        for case in cases
+    ]
+
+
+def _equal_to(reference, jobs, name, case, flags):
+    (ranks, stages), policy, inject = case
+    flags = f"{flags} --odyssey-policy {policy} --odyssey-inject {inject}"
+    shot = jobs.run(name, ranks=ranks, stages=stages, flags=flags)
+    assert_equal_runs(shot, reference, kills=inject.count("rank="))
+    return shot
+
+
+@pytest.mark.parametrize(("model", "case"), _each(CASES))
+def test_experts_a_run_with_failures_equals_one_without(jobs, undisturbed, name, model, case):
+    shot = _equal_to(undisturbed(MODELS[model]), jobs, name, CASES[case], MODELS[model])
+    biases = [
+        one for layer in shot.weights().values() for key, one in layer.items() if key.endswith("expert_bias")
+    ]
+    assert len(biases) == (3 if model == "deepseek" else 0)
+    assert all(torch.count_nonzero(one) for one in biases), "nothing was balanced"
+
+
+@pytest.mark.parametrize(("model", "case"), _each(SHARDED))
+def test_experts_no_rank_takes_optimizer_state_with_it(jobs, undisturbed, name, model, case):
+    flags = f"{MODELS[model]} --use-distributed-optimizer"
+    _equal_to(undisturbed(MODELS[model]), jobs, name, SHARDED[case], flags)
+
+
+@pytest.mark.parametrize(("model", "case"), _each(MORE))
+def test_experts_with_other_flags(jobs, undisturbed, name, model, case):
+    *how, more = MORE[case]
+    same = more if any(flag in more for flag in ("tensor", "share", "capacity")) else ""
+    ranks, stages = (4, 2) if "tensor" in more else (2, 1)
+    reference = undisturbed(f"{MODELS[model]} {same}".strip(), ranks=ranks, stages=stages)
+    _equal_to(reference, jobs, name, how, f"{MODELS[model]} {more}")
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("victim", [0, 3, 7])
+def test_experts_a_rank_comes_back(jobs, undisturbed, name, model, victim):
+    flags = f"{MODELS[model]} {LONG}"
+    inject = f"rank={victim},step=2,at=backward"
+    shot = jobs.run(
+        name, ranks=8, stages=4, flags=f"{flags} {ONCE} --odyssey-policy replan --odyssey-inject {inject}"
+    )
+    assert_equal_runs(shot, undisturbed(flags), kills=1)
+    assert members(shot)[0] == members(shot)[-1] == 8
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("case", ALONE)
+def test_experts_a_shadow_takes_over_without_data_parallelism(jobs, undisturbed, name, model, case):
+    policy, inject = ALONE[case]
+    flags = f"{MODELS[model]} --odyssey-redundancy state"
+    _equal_to(undisturbed(MODELS[model]), jobs, name, ((4, 4), policy, inject), flags)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("model", MODELS)
+def test_experts_in_16_bits(jobs, undisturbed, name, model):
+    (ranks, stages), policy, inject = SHARDED["in-a-row"]
+    flags = f"--use-distributed-optimizer {BFLOAT16} {MODELS[model]}"
+    shot = jobs.run(
+        name, ranks=ranks, stages=stages, flags=f"{flags} --odyssey-policy {policy} --odyssey-inject {inject}"
+    )
+    assert_alike_runs(shot, undisturbed(f"{BFLOAT16} {MODELS[model]}"), kills=inject.count("rank="))
