@@ -14,7 +14,8 @@ from odyssey_megatron.doctor.launch_line import case_flags, judged
 SIZES: dict[str, int] = {
     "--hidden-size": 32, "--ffn-hidden-size": 64, "--seq-length": 16, "--max-position-embeddings": 16,
     "--kv-channels": 8, "--kv-lora-rank": 16, "--q-lora-rank": 16, "--qk-head-dim": 8, "--qk-pos-emb-head-dim": 4,
-    "--v-head-dim": 8, "--moe-ffn-hidden-size": 32, "--moe-shared-expert-intermediate-size": 32, "--train-iters": 6, "--eval-interval": 3, "--exit-interval": 6,
+    "--v-head-dim": 8, "--moe-ffn-hidden-size": 32, "--moe-shared-expert-intermediate-size": 32,
+    "--train-iters": 6, "--eval-interval": 3, "--exit-interval": 6,
 }  # fmt: skip
 """What a case that has the flag gets in its place."""
 LAYERS, HEADS, MICROBATCHES = 8, 8, 16
