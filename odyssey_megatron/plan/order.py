@@ -78,7 +78,7 @@ def order_routes(
         shape = _shape(routes, workers, microbatches, caps, speeds or {})
         if shape not in here:
             try:
-                solved = _solved(
+                solved = solve(
                     shape, costs, [before_s[worker] for worker in workers] if before_s else None, thorough
                 )
             except PlanInfeasible:
@@ -93,7 +93,7 @@ def order_routes(
     return Order(groups=tuple(groups), done_s=done_s)
 
 
-def _solved(shape: Shape, costs: Costs, before_s: list[float] | None, thorough: bool) -> Solved | None:
+def solve(shape: Shape, costs: Costs, before_s: list[float] | None, thorough: bool) -> Solved | None:
     """As ``best_order``, looked up where that is known.
 
     An order that is best without a limit, and within it, is what ``best_order`` finds with the limit, too: each one

@@ -36,6 +36,7 @@ from odyssey_megatron.policy.options import (
     options,
     restart,
 )
+from odyssey_megatron.policy.partition import ALIKE
 from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.proposal import Proposal
 from odyssey_megatron.policy.rerouting import heirs
@@ -44,9 +45,6 @@ from odyssey_megatron.policy.search import SLACK, search_for
 
 _FINALISTS = 6
 """At most so many shapes of one policy are scheduled in full; the others only get an estimate."""
-
-_ALIKE = 0.001
-"""A shape that could at best be this share better than another one is not worth scheduling."""
 
 _MANY_WORKERS = 256
 """Above this the best shape by its estimate comes first, as its pipelines are alike, and is the only one that is laid
@@ -173,8 +171,11 @@ def prepare(job: JobSpec, state: ClusterState, profile: Profile) -> None:
     """
     warm_up()
     search = search_for(profile.costs, profile.costs.memory_bytes, job.optimizer_copies)
-    for workers in range(max(1, len(state.alive) - 2), len(state.alive)):
-        search.ranked(workers, job.num_microbatches)
+    alive = len(state.alive)
+    node = max(Counter(worker.node for worker in state.workers if worker.alive).values(), default=1)
+    for workers in {alive - 1, alive - 2, alive - node}:  # one is lost, or two, or a node
+        if workers > 0:
+            search.partitions(workers, job.num_microbatches)
 
 
 def decide(
@@ -305,7 +306,7 @@ def _search(case: Case, found: Sequence[Option], policy: str) -> tuple[_Candidat
             hopeless |= _on_paper(promise) <= _on_paper(best + margin * abs(best))
         if option.policy.many_shapes:
             alike = [one.score for one in worked if one.option.policy is option.policy]
-            hopeless |= bool(alike) and promise <= max(alike) + _ALIKE * abs(best)
+            hopeless |= bool(alike) and promise <= max(alike) + ALIKE * abs(best)
             hopeless |= shapes[option.policy.name] >= finalists
         if hopeless:
             left.append(option)
@@ -348,7 +349,7 @@ def _left_over(
         promise = option.promise(case)
         if not wanted(option):
             reason = "not the policy asked for"
-        elif promise <= best.score * (1 + _ALIKE) or not many:
+        elif promise <= best.score * (1 + ALIKE) or not many:
             reason = f"not scheduled: at best {_beside(promise, best.score)}"
         else:
             reason = "not scheduled: behind others by its estimate"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -14,14 +15,12 @@ from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Layout, layout_from_routes, pipeline_route
 from odyssey_megatron.plan.simulate import reduce_s
 from odyssey_megatron.plan.transfer import assign_seats
+from odyssey_megatron.policy import partition
 from odyssey_megatron.policy.cuts import recut, window
+from odyssey_megatron.policy.partition import MANY_WORKERS, Partition
 
 SLACK = 1 + 1e-9
 """Sums of floats that are equal on paper must compare equal."""
-
-
-_MANY_WORKERS = 128
-"""From here on not every number of pipelines is looked at."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +74,9 @@ class Search:
         self._paces: dict[int, list[tuple[float, float, int, int]]] = {}
         self._shared: dict[int, Search] = {}
         self._ranked: dict[tuple[int, int], tuple[tuple[float, int], ...]] = {}
+        self._partitions: dict[tuple[int, int], tuple[Partition, ...]] = {}
 
-    def _sharing(self, pipelines: int) -> Search:
+    def sharing(self, pipelines: int) -> Search:
         """This search, where each layer's optimizer state is shared out among the holders in so many pipelines.
 
         Of many only the first four binary digits count: what is kept of the state is little then, and searches few.
@@ -111,6 +111,10 @@ class Search:
         stay = down_and_up_s(first, self.last) + work - down_and_up_s(first, last)
         return max(work, stay / (room // each)) if each else work
 
+    def pace_s(self, first: int, last: int) -> float:
+        """Seconds a microbatch that a stage of these layers can sustain."""
+        return self._stage_s[first][last]
+
     def ranked(self, num_workers: int, num_microbatches: int) -> tuple[tuple[float, int], ...]:
         """(estimated step, number of pipelines) of every balanced shape that fits, fastest first.
 
@@ -119,7 +123,7 @@ class Search:
         if (num_workers, num_microbatches) not in self._ranked:
             most = min(num_workers, num_microbatches)
             numbers = set(range(1, most + 1))
-            if num_workers > _MANY_WORKERS:
+            if num_workers > MANY_WORKERS:
                 lengths = range(1, min(num_workers, self.most_stages) + 1)
                 numbers = {n for a in lengths for n in (num_workers // a, num_workers // a + 1) if n <= most}
             estimates = ((self.estimate_s(num_workers, num_microbatches, n), n) for n in numbers)
@@ -127,11 +131,29 @@ class Search:
             self._ranked[num_workers, num_microbatches] = tuple(found)
         return self._ranked[num_workers, num_microbatches]
 
+    def partitions(self, num_workers: int, num_microbatches: int) -> tuple[Partition, ...]:
+        """The best for each number of pipelines, of any lengths, fastest first."""
+        key = (num_workers, num_microbatches)
+        if key not in self._partitions:
+            self._partitions[key] = partition.ranked(self, num_workers, num_microbatches)
+        return self._partitions[key]
+
+    def shape_of(self, found: Partition, num_workers: int, num_microbatches: int) -> Shape:
+        """``found`` with its stages. Raises PlanInfeasible."""
+        if not found.shares:
+            return self.shape(num_workers, num_microbatches, found.number)
+        splits = [self.sharing(found.number).split(stages) for stages, _ in found.shares]
+        return Shape(
+            ends=tuple(split or () for split in splits),
+            shares=tuple(count for _, count in found.shares),
+            estimate_s=found.estimate_s,
+        )
+
     def estimate_s(self, num_workers: int, num_microbatches: int, pipelines: int) -> float | None:
         """Estimated step of the balanced shape of so many pipelines; None if it does not fit."""
-        sharing = self._sharing(pipelines)
-        rates = sharing._rates(num_workers, pipelines)
-        return None if rates is None else sharing._estimate_s(rates, num_microbatches, pipelines)
+        own = self.sharing(pipelines)
+        rates = own._rates(num_workers, pipelines)
+        return None if rates is None else own._estimate_s(rates, num_microbatches, pipelines)
 
     def shape(self, num_workers: int, num_microbatches: int, pipelines: int) -> Shape:
         """The balanced shape of so many pipelines.
@@ -139,8 +161,8 @@ class Search:
         Raises:
             PlanInfeasible: a stage would not fit; says how much memory the leanest split needs.
         """
-        if (sharing := self._sharing(pipelines)) is not self:
-            return sharing.shape(num_workers, num_microbatches, pipelines)
+        if (own := self.sharing(pipelines)) is not self:
+            return own.shape(num_workers, num_microbatches, pipelines)
         rates = self._rates(num_workers, pipelines)
         if rates is None:
             raise PlanInfeasible(self.why_not(num_workers // pipelines))
@@ -157,10 +179,12 @@ class Search:
             estimate_s=self._estimate_s(rates, num_microbatches, pipelines),
         )
 
-    def lengths(self, num_workers: int, pipelines: int) -> str:
+    def lengths(self, found: Partition, num_workers: int) -> str:
         """Stages of each pipeline: ``8+8+7``; ``125x8+3x7`` where there are many."""
-        counts = self._lengths(num_workers, pipelines)
-        if pipelines > 16:
+        counts = [*Counter(stages for stages, _ in found.shares).items()] or self.even(
+            num_workers, found.number
+        )
+        if found.number > 16:
             return "+".join(f"{count}x{length}" for length, count in counts)
         return "+".join(str(length) for length, count in counts for _ in range(count))
 
@@ -176,14 +200,14 @@ class Search:
     def _rates(self, num_workers: int, pipelines: int) -> list[tuple[int, Rate, int]] | None:
         """(stages, rate, how many pipelines): the longer ones first. None if one does not fit."""
         found = []
-        for length, count in self._lengths(num_workers, pipelines):
+        for length, count in self.even(num_workers, pipelines):
             rate = self.rate(length)
             if rate is None:
                 return None
             found.append((length, rate, count))
         return found
 
-    def _lengths(self, num_workers: int, pipelines: int) -> list[tuple[int, int]]:
+    def even(self, num_workers: int, pipelines: int) -> list[tuple[int, int]]:
         """(stages, how many pipelines): the longer ones first."""
         short, longer = divmod(num_workers, pipelines)
         both = ((short + 1, longer), (short, pipelines - longer))

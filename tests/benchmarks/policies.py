@@ -11,10 +11,8 @@ further layer with microbatches in flight. ``ratio`` is the throughput beside he
 ``bound`` is the lower bound of the chosen layout. Layout, schedule and step time are ``decide()``'s own, and
 ``verify()`` has passed them.
 
-The bar on step / bound is for ``state0`` only, since where memory binds the bound is loose. The worst row is
-``dp2_pp16_m32_state4_plus0_dead1`` with 1.12: its pipeline of 8 equal stages, 17 microbatches and room for 6 takes 65
-slots where the bound says 58; CP-SAT (``optimum_s`` in ``tests/plan/exact.py``) proves that no order takes less than
-64.
+Pipelines have any lengths (``odyssey_megatron/policy/partition.py``), so that the bound of what is chosen is nearly
+met also where memory binds.
 """
 
 from __future__ import annotations
@@ -132,8 +130,7 @@ def measure() -> tuple[list[dict[str, object]], list[Bar]]:
                 "most_layers_held": max(len(plan.layout.held_by(w)) for w in plan.layout.workers),
             }
         )
-        if state == 0:
-            bars.append(at_most(f"{name}_step_over_bound", plan.step_s / plan.bound_s, 1.05))
+        bars.append(at_most(f"{name}_step_over_bound", plan.step_s / plan.bound_s, 1.05))
         least = (1.05 if extra else 1.0) if count == 1 else 1 - count / WORKERS
         bars.append(at_least(f"{name}_ratio", ratio, least))
     return rows, bars + summary_bars(rows)

@@ -31,10 +31,10 @@ def both(spec, link_bytes_per_s, **config):
 
 def test_bytes_hide_behind_steps():
     """A slow link: moving takes seconds, in which the rerouted steps train on."""
-    direct, plans, case = both(job(4), link_bytes_per_s=5e6)
+    direct, plans, case = both(job(4), link_bytes_per_s=1e7)
     profile = case["profile"]
     moving_s = direct.plan.transition_s - profile.group_build_s
-    assert moving_s > 1.0
+    assert moving_s > 0.5
     assert plans.now.transfers == ()
     assert plans.then == direct.plan
     assert plans.after_steps == math.ceil(moving_s / plans.now.step_s)

@@ -1,0 +1,89 @@
+"""Pipelines of any lengths: beside every partition there is, and beside fewer workers."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from odyssey_megatron.plan.layout import megatron_layout
+from odyssey_megatron.plan.memory import fullest_bytes
+from odyssey_megatron.policy import partition
+from odyssey_megatron.policy.partition import ALIKE
+from odyssey_megatron.policy.search import Search
+from odyssey_megatron.studies.presets import preset_profile
+from tests.benchmarks.policies import LAYERS, costs
+from tests.plan.samples import uniform_costs
+
+
+def preset(model, accelerator, pp, microbatches, tight, workers=32):
+    """(search, microbatches of all pipelines), with ``tight`` times the memory that 1F1B's fullest worker needs."""
+    found = replace(preset_profile(model, accelerator).costs, keeps_messages=True)
+    count = workers // pp * microbatches
+    layout = megatron_layout(
+        num_layers=len(found.layers), pipeline_size=pp, num_workers=workers, num_microbatches=count
+    )
+    found = replace(found, memory_bytes=int(tight * fullest_bytes(layout, found)))
+    return Search(found, found.memory_bytes), count
+
+
+def partitions(workers, most):
+    """All multisets of lengths, of all the workers or fewer."""
+    if workers == 0 or most == 0:
+        yield ()
+        return
+    yield from partitions(workers, most - 1)
+    if most <= workers:
+        for rest in partitions(workers - most, most):
+            yield (most, *rest)
+
+
+@pytest.mark.parametrize(("memory", "workers"), [(17, 5), (22, 6), (40, 6), (1000, 7)])
+def test_hardly_any_partition_is_better(memory, workers):
+    """Every partition of the workers, with every way to share out the microbatches, scheduled."""
+    microbatches = 8
+    found = uniform_costs(8, ends=True, message_s=0.1)
+    search = Search(found, memory)
+    own = partition._Pipelines(search, workers, microbatches)
+    ways = itertools.chain.from_iterable(
+        (
+            tuple(zip(lengths, shares, strict=True))
+            for shares in itertools.product(range(1, microbatches + 1), repeat=len(lengths))
+            if sum(shares) == microbatches
+        )
+        for lengths in set(partitions(workers, workers))
+        if 0 < len(lengths) <= 4 and set(lengths) <= set(own.lengths)
+    )
+    best = min(max(own.schedule(*one) for one in way) for way in ways)
+    assert partition.ranked(search, workers, microbatches)[0].estimate_s <= best * 1.01
+
+
+@pytest.mark.parametrize(
+    ("setting", "alive", "lengths", "step_s"),
+    [
+        ((2, 16, 32, 4), 31, (16, 8, 7), 244.0),
+        ((2, 16, 32, 4), 28, (16, 12), 264.0),
+        ((4, 8, 32, 4), 30, (8, 8, 8, 6), 448.0),
+    ],
+)
+def test_lengths_that_differ_much(setting, alive, lengths, step_s):
+    """With lengths that differ by one at most these take 260, 278 and 460."""
+    dp, pp, microbatches, state = setting
+    found = costs(LAYERS // pp * (pp + state), state)
+    best = partition.ranked(Search(found, found.memory_bytes), alive, dp * microbatches)[0]
+    assert (tuple(stages for stages, _ in best.shares), best.estimate_s) == (lengths, step_s)
+    assert sum(count for _, count in best.shares) == dp * microbatches
+
+
+@pytest.mark.parametrize("tight", [1.0, 1.2])
+def test_one_worker_more_is_never_slower(tight):
+    search, count = preset("llama2-7b", "a100", 8, 16, tight)
+    steps = [search.partitions(workers, count)[0].estimate_s for workers in (29, 30, 31, 32)]
+    for fewer, more in itertools.pairwise(steps):
+        assert more <= fewer * (1 + ALIKE)
+
+
+def test_the_same_whatever_was_asked_before():
+    search, count = preset("llama2-7b", "a100", 16, 16, 1.0)
+    search.partitions(28, count)
+    again, _ = preset("llama2-7b", "a100", 16, 16, 1.0)
+    assert search.partitions(30, count) == again.partitions(30, count)
