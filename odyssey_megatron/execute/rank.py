@@ -166,11 +166,11 @@ class RankRuntime:
         mine = agree.Standing(done=self.done, ready=self._ready, committed=self.committed, joins=self._joins)
         fingerprint = int(generation.plan_hash, 16) % 2**40 + generation.number
         known = torch.cat([self._totals, self._model.loss_scale.state().to(self._totals.device)])
-        standings, known_by = agree.exchange(self._world, mine, fingerprint, known)
+        standings = agree.exchange(self._world, mine, fingerprint, known.device)
         self._agreed_s = time.monotonic()
         ahead, finished = agree.furthest(standings), agree.left_behind(standings)
         behind = finished and self.done < ahead.done
-        totals, scale = known_by[standings.index(ahead)].tensor_split([len(self._totals)])
+        totals, scale = agree.told(self._world, standings, known).tensor_split([len(self._totals)])
         if self._joins:
             self._joins, self.done, self.committed = False, ahead.done, ahead.committed
             self._totals = totals.clone()

@@ -71,35 +71,42 @@ def left_behind(standings: Sequence[Standing]) -> bool:
 
 
 def exchange(
-    group: dist.ProcessGroup, standing: Standing, fingerprint: int, known: torch.Tensor
-) -> tuple[list[Standing], list[torch.Tensor]]:
-    """All members' standings, and what each knows.
+    group: dist.ProcessGroup, standing: Standing, fingerprint: int, device: torch.device
+) -> list[Standing]:
+    """All members' standings.
 
     Args:
         fingerprint: of (generation, plan hash); must be the same everywhere.
-        known: 1-D float64; the totals of the last agreed step, and what a rank that joins must know besides.
 
     Raises:
         AgreementBroken: a member carries out another plan.
     """
-    mine = torch.cat([torch.tensor([fingerprint, *astuple(standing)], dtype=torch.float64), known.cpu()])
-    size = dist.get_world_size(group)
-    everyone = [torch.empty_like(mine) for _ in range(size)]
-    device = known.device
-    received = [one.to(device) for one in everyone]
-    dist.all_gather(received, mine.to(device), group=group)
-    everyone = [one.cpu() for one in received]
-    if any(int(one[0]) != fingerprint for one in everyone):
+    mine = torch.tensor([fingerprint, *astuple(standing)], dtype=torch.float64, device=device)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, mine, group=group)
+    rows = [one.tolist() for one in everyone]
+    if any(int(row[0]) != fingerprint for row in rows):
         raise AgreementBroken("the members do not carry out the same plan of the same generation")
-    size = len(fields(Standing))
     standings = []
-    for one in everyone:
+    for row in rows:
         values: dict[str, Any] = {
             at.name: int(value) if at.type == "int" else bool(value)
-            for at, value in zip(fields(Standing), one[1 : 1 + size].tolist(), strict=True)
+            for at, value in zip(fields(Standing), row[1:], strict=True)
         }
         standings.append(Standing(**values))
-    return standings, [one[1 + size :].to(device) for one in everyone]
+    return standings
+
+
+def told(group: dist.ProcessGroup, standings: Sequence[Standing], known: torch.Tensor) -> torch.Tensor:
+    """What those who are furthest know: the totals of the last agreed step, and what a rank that joins must know
+    besides. Collective; ``known`` is this rank's, 1-D, as long as everyone's. With experts that is long, so that it is
+    sent only where somebody needs it.
+    """
+    ahead = furthest(standings)
+    if any(one.joins or one.done < ahead.done for one in standings):
+        known = known.clone()
+        dist.broadcast(known, group=group, group_src=standings.index(ahead))
+    return known
 
 
 def go_on(

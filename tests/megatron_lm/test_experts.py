@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 
-from tests.megatron_lm.jobs import FLOAT32, MOCK, assert_same_lines
+from tests.megatron_lm.jobs import FLOAT32, MOCK, assert_same_lines, checkpoint
+from tests.megatron_lm.test_flags import INTERLEAVED
 
 MIXTRAL = (
     "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-1 "
@@ -18,33 +20,103 @@ DEEPSEEK = (
     "--moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-1 --moe-router-load-balancing-type seq_aux_loss "
     "--moe-aux-loss-coeff 1e-1 --moe-router-topk-scaling-factor 2.5 --moe-router-dtype fp32"
 )
+CELLS = "--tensor-model-parallel-size 2 --sequence-parallel"
 CASES = {
-    "mixtral": (6, 2, MIXTRAL, "", "rank=0,step=1,at=backward;rank=5,step=3,at=reduce"),
-    "deepseek": (8, 4, DEEPSEEK, "", "rank=7,step=1,at=forward;rank=0,step=3,at=optimizer"),
+    "mixtral": (6, 2, MIXTRAL, "rank=0,step=1,at=backward;rank=5,step=3,at=reduce"),
+    "deepseek": (8, 4, DEEPSEEK, "rank=7,step=1,at=forward;rank=0,step=3,at=optimizer"),
+    "mixtral-cells": (8, 2, f"{MIXTRAL} {CELLS}", "rank=0,step=1,at=backward;rank=6,step=3,at=reduce"),
+    "deepseek-cells": (8, 2, f"{DEEPSEEK} {CELLS}", "rank=3,step=1,at=forward;rank=6,step=3,at=commit"),
+    "sinkhorn": (
+        4, 2, "--num-experts 4 --moe-router-topk 1 --moe-router-load-balancing-type sinkhorn "
+        "--moe-token-dispatcher-type allgather", "rank=1,step=1,at=weight_grad",
+    ),
+    "recomputed": (
+        6, 2, f"{DEEPSEEK} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        "rank=0,step=1,at=backward;rank=4,step=3,at=agreement",
+    ),
+    "recomputed-experts": (
+        6, 2, f"{DEEPSEEK} --recompute-granularity selective --recompute-modules moe",
+        "rank=1,step=1,at=weight_grad;rank=4,step=3,at=reduce",
+    ),
+    "per-token": (
+        6, 2, f"{DEEPSEEK} --moe-z-loss-coeff 1e-2 --calculate-per-token-loss", "rank=5,step=2,at=backward",
+    ),
+    "dropped-tokens": (
+        6, 2, f"{MIXTRAL} --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity --bf16",
+        "rank=3,step=2,at=optimizer",
+    ),
+    "shared-out-optimizer": (
+        8, 2, f"{DEEPSEEK} --use-distributed-optimizer", "rank=0,step=1,at=optimizer;rank=7,step=3,at=commit",
+    ),
+    "virtual-stages": (
+        4, 2, f"{MIXTRAL} --num-layers-per-virtual-pipeline-stage 1 {INTERLEAVED}", "rank=3,step=2,at=backward",
+    ),
 }  # fmt: skip
+ALWAYS = {"mixtral", "deepseek"}
 _LOSSES = re.compile(r"(\w*(?:load_balancing|z)_loss): ([-+.E\d]+) \|")
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(one, marks=() if one in ALWAYS else pytest.mark.matrix) for one in CASES]
+)
 def test_lines_are_those_of_plain_megatron_lm(jobs, name, case):
-    ranks, stages, flags, without, inject = CASES[case]
-    flags = f"{MOCK} {flags}"
-    run = jobs.odyssey(name, flags, ranks=ranks, stages=stages, inject=inject, without=without)
-    plain = jobs.plain(flags, ranks=ranks, stages=stages, without=without)
-    assert_same_lines(run, plain)
-    assert_same_auxiliary_losses(run, plain)
+    ranks, stages, flags, inject = CASES[case]
+    flags, rel = f"{MOCK} {flags}", 2e-3 if "--bf16" in flags else FLOAT32
+    run = jobs.odyssey(name, flags, ranks=ranks, stages=stages, inject=inject)
+    plain = jobs.plain(flags, ranks=ranks, stages=stages)
+    assert_same_lines(run, plain, rel=rel)
+    assert_same_auxiliary_losses(run, plain, rel=rel)
     cell = 2 if "--tensor-model-parallel-size 2" in flags else 1
     assert len(run.killed) == cell * inject.count("rank="), run.log[-3000:]
 
 
-def assert_same_auxiliary_losses(run, plain):
+def assert_same_auxiliary_losses(run, plain, *, rel):
     """As Megatron logs them, of each iteration."""
     ours, theirs = (
         [(name, float(value)) for name, value in _LOSSES.findall(one.log)] for one in (run, plain)
     )
-    assert theirs
     assert [name for name, _ in ours] == [name for name, _ in theirs]
     for (name, mine), (_, other) in zip(
         ours, theirs, strict=True
     ):  # Megatron's z_loss is that of the last replica
-        assert mine == pytest.approx(other, rel=0.05 if name == "z_loss" else FLOAT32), name
+        assert mine == pytest.approx(other, rel=0.1 if name == "z_loss" else rel), name
+
+
+SAVES = {
+    "every-holder": (6, 2, ""),
+    "by-bucket": (4, 2, "--use-distributed-optimizer"),
+    "by-parameter": (4, 2, "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable --bf16"),
+    "cells": (8, 2, f"--use-distributed-optimizer {CELLS} --bf16"),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(one, marks=() if one == "every-holder" else pytest.mark.matrix) for one in SAVES]
+)
+def test_experts_checkpoints_come_from_plain_megatron_lm_and_go_there(jobs, name, case):
+    """Saved by a plain job, gone on with in another layout and saved by survivors, gone on with by a plain job; the
+    biases of the experts, too.
+    """
+    ranks, stages, flags = SAVES[case]
+    folders = [jobs.folder / f"{name}-{which}" for which in ("plain", "ours", "last")]
+    usual = f"{MOCK} {DEEPSEEK} {flags}"
+    saving = "--save-interval 2 --exit-interval {}"
+    jobs.plain(f"{usual} --save {folders[0]} {saving.format(2)}", ranks=ranks, stages=stages)
+    whole = jobs.plain(f"{usual} --save {folders[2]} --save-interval 4", ranks=ranks, stages=stages)
+    run = jobs.odyssey(
+        f"{name}-on", f"{usual} --load {folders[0]} --save {folders[1]} {saving.format(4)} --odyssey-redundancy state",
+        ranks=8 if case == "cells" else 4, stages=4, inject="rank=3,step=2,at=backward;rank=0,step=3,at=reduce",
+    )  # fmt: skip
+    assert run.exit_code == 0, run.log[-3000:]
+    assert {0, 3} <= set(run.killed)
+    last = jobs.plain(f"{usual} --load {folders[1]}", ranks=ranks, stages=stages)
+    rel = 2e-3 if "bf16" in flags else FLOAT32
+    for ours, theirs in ((run.iterations[0], whole.iterations[2]), (last.iterations[0], whole.iterations[4])):
+        assert (ours.number, ours.lr) == (theirs.number, theirs.lr)
+        assert ours.loss == pytest.approx(theirs.loss, rel=rel)
+        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=rel, abs=1.1e-3)
+    mine, other = (checkpoint(folder, 4) for folder in folders[1:])
+    biases = [key for key in other if key.endswith("expert_bias")]
+    assert len(biases) == 3
+    if "bf16" not in flags:  # there plain Megatron-LM counts tokens in 16 bits
+        assert all(torch.equal(mine[key], other[key]) for key in biases)

@@ -3,7 +3,14 @@ from dataclasses import replace
 import pytest
 
 from odyssey_megatron.errors import ConfigError
-from odyssey_megatron.policy.profile import Observation, Profile, calibrate, estimated_profile, load_profile
+from odyssey_megatron.policy.profile import (
+    Experts,
+    Observation,
+    Profile,
+    calibrate,
+    estimated_profile,
+    load_profile,
+)
 from tests.plan.samples import uniform_costs
 
 SHAPE = {
@@ -91,3 +98,21 @@ def test_estimate_counts_parameters_and_flops():
     halved = estimated_profile(num_transformer_layers=1, tensor_parallel_size=2, **SHAPE)
     assert halved.costs.layers[1].forward_s == pytest.approx(transformer.forward_s / 2)
     assert replace(halved.costs, layers=()).message_bytes * 2 == LLAMA.costs.message_bytes
+
+
+def test_layers_with_experts_cost_what_they_cost():
+    """As measured on two stages of two layers, of which the second of each has experts."""
+    experts = Experts(
+        layers=frozenset({2, 4}), count=8, topk=2, ffn_hidden_size=704, shared_ffn_hidden_size=704
+    )
+    profile = estimated_profile(num_transformer_layers=4, experts=experts, **SHAPE)
+    dense, sparse = profile.costs.layers[1:3]
+    assert profile.costs.layers[3:5] == (dense, sparse)
+    assert dense == LLAMA.costs.layers[1]
+    assert sparse.weight_bytes - dense.weight_bytes == 2 * (3 * 512 * (9 * 704 - 1408) + 512 * 8)
+    passed = 3 * 512 * (3 * 704 - 1408) + 512 * 8
+    assert sparse.weight_grad_s - dense.weight_grad_s == pytest.approx(2 * 512 * passed / 2e14)
+    layers = calibrate(
+        profile, [seen(0, 2, 1.0), seen(2, 3, 3.0), seen(3, 4, 1.0), seen(4, 6, 3.0)]
+    ).costs.layers
+    assert [one.forward_s for one in layers[2:5]] == pytest.approx([3.0, 1.0, 3.0], rel=0.1)

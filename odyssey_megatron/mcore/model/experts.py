@@ -16,6 +16,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.router import Router
 
+from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.mcore.model.rng import LayerSeeds
 from odyssey_megatron.upstream import compat
 
@@ -39,6 +40,16 @@ def with_experts(config: TransformerConfig) -> list[int]:
     return [layer for layer, has_them in enumerate(pattern, start=1) if has_them]
 
 
+def _check(config: TransformerConfig) -> None:
+    """Of a script of the user's own; an unmodified Megatron-LM job's flags have been looked at by then."""
+    for size in ("expert_model_parallel_size", "context_parallel_size"):
+        if config.num_moe_experts is not None and getattr(config, size) > 1:
+            raise ConfigError(
+                f"{config.num_moe_experts} experts with {size} {getattr(config, size)}: all experts of a layer are on "
+                f"one worker yet, where each rank has whole sequences. Set {size} to 1."
+            )
+
+
 def biases(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The biases of the experts in ``module``: state of a layer that no optimizer changes."""
     return {name: value for name, value in module.named_buffers() if name.endswith(".expert_bias")}
@@ -48,10 +59,11 @@ class Routing:
     """The records of a step."""
 
     def __init__(self, config: TransformerConfig, groups: ProcessGroupCollection, seeds: LayerSeeds):
-        """``seeds`` knows which microbatch is at hand."""
+        """``seeds`` knows which microbatch is at hand. Raises ConfigError."""
+        _check(config)
         self._config, self._seeds = config, seeds
         self._layers = {layer: place for place, layer in enumerate(with_experts(config))}
-        self._cell_size, self._tp_rank = groups.tp.size(), groups.tp.rank()
+        self._cell_size = groups.tp_cp.size()
         kinds = config.moe_router_load_balancing_type
         kinds = [kinds] if isinstance(kinds, str) else kinds
         self._names = ["z_loss"] * (config.moe_z_loss_coeff is not None)

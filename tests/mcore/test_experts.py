@@ -1,0 +1,82 @@
+"""What routers of experts count: each token of a microbatch once, whatever runs again."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+EXPERTS, TOPK, TOKENS, LAYERS = 4, 2, 16, 2
+
+
+@pytest.fixture
+def model(make_model):
+    return make_model(
+        num_experts=EXPERTS,
+        moe_router_topk=TOPK,
+        moe_router_enable_expert_bias=True,
+        moe_router_load_balancing_type="aux_loss",
+        moe_aux_loss_coeff=1e-2,
+    )
+
+
+def counted(model):
+    """[layer, expert], and the auxiliary loss of each layer."""
+    table = model.routing.local_totals().reshape(LAYERS, -1)
+    return table[:, 1:], table[:, 0]
+
+
+def test_a_forward_that_runs_again_counts_once(model):
+    inner = model.forward(0, 0, 2, None).detach()
+    model.forward(0, 2, 4, inner.clone())
+    tokens, losses = counted(model)
+    assert tokens.sum(dim=1).tolist() == [TOKENS * TOPK] * LAYERS
+    assert (losses > 0.5).all(), "about 1 where the experts are in balance"
+    model.forward(0, 2, 4, inner.clone())
+    assert torch.equal(counted(model)[0], tokens)
+    assert torch.equal(counted(model)[1], losses)
+    model.forward(1, 0, 2, None)
+    assert counted(model)[0].sum(dim=1).tolist() == [2 * TOKENS * TOPK, TOKENS * TOPK]
+
+
+def test_what_is_run_ahead_counts_once_it_is_taken_up(model):
+    inner = model.forward(0, 0, 2, None).detach()
+    for microbatch in (0, 1):
+        model.forward(microbatch, 2, 4, inner.clone(), ahead=True)
+    assert counted(model)[0].sum(dim=1).tolist() == [TOKENS * TOPK, 0]
+    model.adopt([(1, 2, 4)])
+    assert counted(model)[0].sum(dim=1).tolist() == [TOKENS * TOPK, TOKENS * TOPK]
+
+
+def test_an_evaluation_counts_nothing(model):
+    model.begin_evaluation(0)
+    with torch.no_grad():
+        model.forward(0, 0, 2, None)
+    assert not counted(model)[0].any()
+
+
+def test_experts_on_several_ranks_are_refused(spec):
+    from odyssey_megatron.errors import ConfigError
+    from odyssey_megatron.mcore.model.experts import Routing
+
+    config = spec(num_experts=EXPERTS, moe_router_topk=TOPK, moe_router_enable_expert_bias=False).config
+    config.expert_model_parallel_size = 2
+    with pytest.raises(ConfigError, match="4 experts with expert_model_parallel_size 2.*Set .* to 1"):
+        Routing(config, groups=None, seeds=None)
+
+
+def test_biases_move_as_megatrons(model, monkeypatch):
+    """By its own function, whose sum over all ranks has been made already."""
+    from megatron.core.transformer.moe.moe_utils import get_updated_expert_bias
+
+    model.forward(0, 0, 2, None)
+    tokens = counted(model)[0].to(torch.float32)
+    before = torch.tensor([0.25, -0.5, 0.0, 1.0])
+    (bias,) = (one for name, one in model.weights_of([1]).items() if name.endswith("expert_bias"))
+    assert bias.dtype == torch.float32, "in a model of float64, and of 16 bits"
+    bias.copy_(before)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *args, **kwargs: None)
+    expected = get_updated_expert_bias(tokens[0], before, model.spec.config.moe_router_bias_update_rate)
+    model.routing.balance({1: model.layers[1], 0: model.layers[0]}, model.routing.local_totals())
+    assert torch.equal(bias, expected)
+    assert not torch.equal(bias, before)
