@@ -15,6 +15,7 @@ from odyssey_megatron.inputs import COUNT, WHOLE, Between, Parser
 MODES = ("off", "observe", "recover")
 REDUNDANCIES = ("off", "state", "compute", "auto")
 SPARE_STATES = ("device", "host")
+REBALANCES = ("off", "auto")
 INTERRUPTED_STEPS = ("resume", "redo")
 DEVICES = ("cuda", "cpu")
 ON_SIGTERM = ("auto", "save", "leave", "stop")
@@ -126,6 +127,12 @@ class OdysseyConfig:
         0,
         "start a dead rank again, at most so many times each: it joins the running job (0: never)",
         within=Between(0, 1_000_000, whole=True),
+    )
+    rebalance: str = _flag(
+        "off",
+        "workers that are slow, by what the ranks measure: auto gives them less to do, between two steps, where that "
+        "pays, and what they had once they have recovered. off only says what that would gain",
+        choices=REBALANCES,
     )
     interrupted_step: str = _flag(
         "resume",

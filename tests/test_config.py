@@ -33,6 +33,7 @@ FROZEN = {
     "redundancy_level": 1,
     "spare_state": "device",
     "respawn": 0,
+    "rebalance": "off",
     "interrupted_step": "resume",
     "on_sigterm": "auto",
     "memory_headroom_percent": 10,

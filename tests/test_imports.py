@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "odyssey_megatron"
 
 BASE = {"errors", "config", "codec", "inputs", "names"}
-PURE = BASE | {"cluster", "plan", "policy", "metrics"}
+PURE = BASE | {"cluster", "plan", "policy", "metrics", "diagnosis"}
 
 ALLOWED: dict[str, set[str]] = {
     # Longest prefix wins. Names with a dot in front are third-party; the standard library is always allowed.
@@ -28,7 +28,8 @@ ALLOWED: dict[str, set[str]] = {
     "codec": {"errors"},
     "cluster": BASE,
     "plan": BASE | {"cluster", ".numpy", ".scipy"},
-    "policy": BASE | {"cluster", "plan", "metrics", ".numpy", ".scipy"},
+    "diagnosis": {".numpy"},
+    "policy": BASE | {"cluster", "plan", "metrics", "diagnosis", ".numpy", ".scipy"},
     "studies": BASE | {"cluster", "plan", "policy"},
     "metrics": BASE | {"plan"},
     "metrics/journal": {"errors", "codec", "inputs", "names"},

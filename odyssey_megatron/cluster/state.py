@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from odyssey_megatron.cluster.events import (
@@ -173,6 +174,13 @@ def next_generation(state: ClusterState) -> ClusterState:
         live=frozenset(),
         finished=frozenset(),
         offered=0,
+    )
+
+
+def with_speeds(state: ClusterState, speeds: Mapping[int, float]) -> ClusterState:
+    """``state`` with the speeds of these workers as they have been measured."""
+    return replace(
+        state, workers=tuple(replace(w, speed=speeds.get(w.worker, w.speed)) for w in state.workers)
     )
 
 

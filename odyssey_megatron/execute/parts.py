@@ -51,6 +51,7 @@ class Member(Protocol):
     """The part of ``launch/member.py`` that steps need."""
 
     rank: int
+    incarnation: int
     heard_s: float
 
     @property

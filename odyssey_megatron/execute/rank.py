@@ -92,7 +92,7 @@ class RankRuntime:
         self._plan_hash, self.generation, self._steps_here = "", 0, 0
         self._cell = Cell(rank=member.rank, size=tensor_model_parallel_size)
         self._worker = self._cell.worker
-        self._measured = Measurements(config.profile_steps, slowness)
+        self._measured = Measurements(config.profile_steps, slowness, member.incarnation)
         self.stalled_s = 0.0
         """What recoveries have cost: from their detection until this rank trained again. Whoever logs it resets it."""
         self._clock = PhaseClock()
@@ -469,7 +469,7 @@ class RankRuntime:
         if trace.measured:
             kept = self._require_plan().layout.kept_by(self._worker)
             sizes = {layer: self._model.moved_bytes(layer) for layer in kept}
-            self._member.publish_observations(self._measured.with_step(trace, sizes))
+            self._member.publish_observations(self._measured.with_step(step, trace, sizes))
 
     def _log_switch(self, fill_s: float) -> None:
         self._event(

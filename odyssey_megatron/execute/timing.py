@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -36,25 +38,23 @@ class Trace:
         start_s, busy_s = time.monotonic(), time.thread_time() if measured else 0.0
         yield
         if measured:
-            ends_s = busy_s + self.slowness * (time.thread_time() - busy_s)
-            while self.slowness > 1.0 and time.thread_time() < ends_s:
-                pass
-            self.compute_s.append((instr, time.thread_time() - busy_s))
+            self.compute_s.append((instr, self.busy_since(busy_s)))
         self.entries.append((instr, start_s, time.monotonic()))
+
+    def busy_since(self, busy_s: float) -> float:
+        """The thread's own time since it was ``busy_s``, when it has been made as slow as it is to be."""
+        ends_s = busy_s + self.slowness * (time.thread_time() - busy_s)
+        while self.slowness > 1.0 and time.thread_time() < ends_s:
+            pass
+        return time.thread_time() - busy_s
 
     def to_jsonable(self) -> list[list[object]]:
         """[[text, start_s, end_s], ...] as the journal has it."""
         return [[str(instr), round(start, 6), round(end, 6)] for instr, start, end in self.entries]
 
 
-@dataclass(slots=True)
-class SpanTimes:
-    """Sums over microbatches for one span of layers (seconds)."""
-
-    samples: int = 0
-    forward_s: float = 0.0
-    input_grad_s: float = 0.0
-    weight_grad_s: float = 0.0
+_KEPT = 4
+"""Measured steps that are published: whoever reads them now and then misses none."""
 
 
 class Measurements:
@@ -65,55 +65,73 @@ class Measurements:
         slowness: of a step, as it is injected.
     """
 
-    def __init__(self, every: int, slowness: Callable[[int], float]) -> None:
-        self._every, self._slowness = every, slowness
+    def __init__(self, every: int, slowness: Callable[[int], float], incarnation: int = 0) -> None:
+        self._every, self._slowness, self._incarnation = every, slowness, incarnation
         self.link: LinkTimes | None = None
         self.regroup_s: float | None = None
         """How long the last recovery took until it was known what to move."""
-        self._spans: dict[tuple[int, int], SpanTimes] = {}
+        self._steps: deque[tuple[Observation, ...]] = deque(maxlen=_KEPT)
 
     def trace(self, step: int) -> Trace:
         """For the instructions of ``step``."""
         return Trace(measured=step == 1 or step % self._every == 0, slowness=self._slowness(step))
 
-    def with_step(self, trace: Trace, state_bytes: Mapping[int, int]) -> str:
-        """All that is known after one more step that was measured, as it is published; ``state_bytes``: of each layer
-        whose state is here.
+    def with_step(self, step: int, trace: Trace, state_bytes: Mapping[int, int]) -> str:
+        """What is known after ``step``, which was measured, as it is published; ``state_bytes``: of each layer whose
+        state is here.
         """
-        self._add(trace)
+        self._steps.append((*_medians(step, trace), _probe(step, trace)))
         known = Measured(
-            spans=self._means(),
+            spans=tuple(one for of_step in self._steps for one in of_step),
             link=self.link,
             state_bytes=tuple(sorted(state_bytes.items())),
             regroup_s=self.regroup_s,
+            incarnation=self._incarnation,
         )
         return to_json(known)
 
-    def _add(self, trace: Trace) -> None:
-        for instr, seconds in trace.compute_s:
-            span = self._spans.setdefault((instr.first, instr.last), SpanTimes())
-            if instr.op is Op.FORWARD:
-                span.samples += 1
-                span.forward_s += seconds
-            elif instr.op is Op.WEIGHT_GRAD:
-                span.weight_grad_s += seconds
-            else:
-                span.input_grad_s += seconds
 
-    def _means(self) -> tuple[Observation, ...]:
-        """One observation a span of layers: its mean compute times."""
-        return tuple(
-            Observation(
+def _medians(step: int, trace: Trace) -> Iterator[Observation]:
+    """One observation a span of layers. One microbatch may be held up by anything; half of them are not."""
+    spans: dict[tuple[int, int], tuple[list[float], list[float], list[float]]] = {}
+    for instr, seconds in trace.compute_s:
+        forwards, input_grads, weight_grads = spans.setdefault((instr.first, instr.last), ([], [], []))
+        if instr.op in (Op.FORWARD, Op.EAGER_FORWARD):
+            forwards.append(seconds)
+        elif instr.op is Op.WEIGHT_GRAD:
+            weight_grads.append(seconds)
+        else:
+            input_grads.append(seconds)
+    for (first, last), times_s in sorted(spans.items()):
+        if times_s[0]:
+            forward_s, input_grad_s, weight_grad_s = (
+                statistics.median(one) if one else 0.0 for one in times_s
+            )
+            yield Observation(
                 first=first,
                 last=last,
-                samples=span.samples,
-                forward_s=span.forward_s / span.samples,
-                input_grad_s=span.input_grad_s / span.samples,
-                weight_grad_s=span.weight_grad_s / span.samples,
+                samples=len(times_s[0]),
+                forward_s=forward_s,
+                input_grad_s=input_grad_s,
+                weight_grad_s=weight_grad_s,
+                step=step,
             )
-            for (first, last), span in sorted(self._spans.items())
-            if span.samples
-        )
+
+
+_PROBE_SIZE, _PROBES = 96, 5
+
+
+def _probe(step: int, trace: Trace) -> Observation:
+    """A product that is the same on all ranks, as an empty span: it tells how fast one is that has nothing to do."""
+    matrix, times_s = torch.ones(_PROBE_SIZE, _PROBE_SIZE), []
+    for _ in range(_PROBES):
+        busy_s = time.thread_time()
+        torch.mm(matrix, matrix)
+        times_s.append(trace.busy_since(busy_s))
+    probe_s = min(times_s)
+    return Observation(
+        first=0, last=0, samples=1, forward_s=probe_s, input_grad_s=0.0, weight_grad_s=0.0, step=step
+    )
 
 
 def link_times(group: dist.ProcessGroup, message: torch.Tensor, *, round_trips: int = 5) -> LinkTimes | None:

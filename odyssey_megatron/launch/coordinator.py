@@ -50,7 +50,9 @@ from odyssey_megatron.launch.generations import send_generation
 from odyssey_megatron.launch.learning import Learning
 from odyssey_megatron.launch.leases import Leases
 from odyssey_megatron.launch.member import FINISHED
+from odyssey_megatron.launch.offer_tries import OfferTries
 from odyssey_megatron.launch.planner import Planner
+from odyssey_megatron.launch.rebalancing import Rebalancing
 from odyssey_megatron.launch.verdict import Verdict, after_training, before_training, by_signal
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.names import layer_names
@@ -69,9 +71,6 @@ _FRUITLESS = (
     "{count} generations in a row have come to nothing: not one step was done in them, though nobody died. In the last "
     "one {wanted}. Something fails on all ranks alike; their logs may say what. Restart from the last checkpoint."
 )
-_MAX_FAILED_OFFERS = 3
-"""So many in a row, and the next try is much later; the job goes on as it is until then."""
-_OFFERS_AGAIN_S = 30.0
 _WAITS_S = 60.0
 """How often it is said for whom the job waits behind its last step: what they still write may be what it was for."""
 _STOP_GRACE_S = 1.5
@@ -113,8 +112,9 @@ class Coordinator:
         self._learning = Learning(planner, control, self._world_size)
         self._target: Callable[[], Plan] | None = None
         """Where to go from the live plan, between two steps."""
-        self._fruitless, self._failed_offers, self._early = 0, 0, -1
-        self._offers_again_s = 0.0
+        self._target_why = ""
+        self._rebalancing = Rebalancing(planner, journal, say, acts=config.rebalance == "auto")
+        self._fruitless, self._early, self._tries = 0, -1, OfferTries()
         self._unheard: list[Event] = []
         self._done = 0
         """Pieces of common work, as far as generations that began have said."""
@@ -247,7 +247,7 @@ class Coordinator:
         elif isinstance(event, OfferFailed) and event.generation == self._state.offered:
             self._journal.event("offer_failed", generation=event.generation, why=event.reason, echo=True)
             self._state, self._offered = replace(self._state, offered=0), None
-            self._failed_offers += 1
+            self._tries.failed()
         elif isinstance(event, GenerationLive):
             self._goes_on(event)
 
@@ -257,7 +257,8 @@ class Coordinator:
         if not self._state.is_live:
             return
         if self._offered is not None and self._state.generation == self._offered.number:
-            self._current, self._offered, self._failed_offers = self._offered, None, 0
+            self._current, self._offered = self._offered, None
+            self._tries.begin_anew()
         if self._current is not None:
             self._live_plan = self._current.plan
             if not self._state.joining:
@@ -271,7 +272,8 @@ class Coordinator:
         if before is self._state:
             return self._control.put(answer, keys.NOT_WELCOME)
         self._exits.pop(event.rank, None)
-        self._failed_offers = self._fruitless = 0
+        self._tries.begin_anew()
+        self._fruitless = 0
         self._leases.watch(event.node)
         self._control.put(answer, str(self._state.newest))
         self._journal.event("rank_joined", generation=self._state.newest, echo=True, target=event.rank)
@@ -279,20 +281,24 @@ class Coordinator:
     def _move_on(self) -> None:
         """Offers the next generation on the way to something better, when the last one is live."""
         state, live = self._state, self._live_plan
-        if live is None or state.offered or not state.is_live or self._waits_to_offer():
+        if live is None or state.offered or not state.is_live or self._tries.waits():
             return
-        why, began_s = "the layers have moved", time.monotonic()
-        rows: tuple[CandidateRow, ...] = ()
+        began_s, rows = time.monotonic(), tuple[CandidateRow, ...]()
+        self._state, better = self._rebalancing.look(self._learning.diagnosis, state, live, began_s)
+        state, why = self._state, self._target_why
         if state.fresh:
             try:
                 decided = self._planner.decide(state, live, began_s)
             except OdysseyError as error:
                 _log.warning("no plan with the ranks that have joined: %s", error)
-                self._failed_offers = _MAX_FAILED_OFFERS
+                self._tries.failed(for_now=True)
                 return
             target, rows = decided.plan, decided.rows
-            self._target = lambda: target
+            self._target, self._target_why = lambda: target, "the layers have moved"
             why = f"rank(s) {list(state.fresh_ranks)} joined"
+        elif better is not None:
+            target, rows, why = better.decided.plan, better.decided.rows, better.why
+            self._target, self._target_why = lambda: target, why
         elif self._target is None or (target := self._target()).layout == live.layout:
             self._target = None
             return
@@ -303,15 +309,6 @@ class Coordinator:
         )
         self._send(self._offered)
         self._record(self._offered, rows)
-
-    def _waits_to_offer(self) -> bool:
-        """After offers that came to nothing, for whatever reason, of which some go by: a host that was overloaded."""
-        now_s = time.monotonic()
-        if now_s >= self._offers_again_s:
-            self._failed_offers = min(self._failed_offers, _MAX_FAILED_OFFERS - 1)
-        if self._failed_offers < _MAX_FAILED_OFFERS:
-            self._offers_again_s = now_s + _OFFERS_AGAIN_S
-        return self._failed_offers >= _MAX_FAILED_OFFERS
 
     def _note_deaths(self, dead: list[int], deaths: Sequence[RankDied | NodeLost]) -> None:
         reports = {one.rank: one for one in deaths if isinstance(one, RankDied)}
@@ -360,7 +357,7 @@ class Coordinator:
             return self._layers_lost(error)
         except OdysseyError as error:
             return self._stop(f"no plan for the surviving ranks: {error}", 1)
-        plan, self._target = decided.plan, decided.target
+        plan, self._target, self._target_why = decided.plan, decided.target, "the layers have moved"
         if self._live_plan is None:
             # Nobody has trained yet: every rank makes its layers, and there is nothing to send.
             plan = replace(plan, transfers=(), transition_s=0.0)
@@ -418,7 +415,7 @@ class Coordinator:
         began_s: float,
     ) -> None:
         self._state, self._offered = next_generation(self._state), None
-        self._failed_offers = 0  # what nobody could enter from the last one may do from this one
+        self._tries.begin_anew()  # what nobody could enter from the last one may do from this one
         generation = self._generation(
             self._state.generation, plan, previous, why, dead, time.monotonic() - began_s
         )

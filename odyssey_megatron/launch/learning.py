@@ -7,6 +7,7 @@ import threading
 import time
 
 from odyssey_megatron.cluster.state import ClusterState, without_fresh
+from odyssey_megatron.diagnosis.verdicts import Diagnosis
 from odyssey_megatron.errors import ControlPlaneLost
 from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch.control import Control
@@ -35,6 +36,8 @@ class Learning:
         self._has_learned = False
         self._reading = threading.Lock()
         self._due_s = 0.0
+        self.diagnosis: Diagnosis | None = None
+        """By what was read last."""
 
     def observations(self) -> list[str]:
         """What each rank has published last."""
@@ -69,7 +72,7 @@ class Learning:
         try:
             with self._reading:
                 observations = self.observations()
-            self._planner.learn(state, current, observations, time.monotonic())
+            self.diagnosis = self._planner.learn(state, current, observations, time.monotonic())
             self._has_learned |= any(observations)
         except ControlPlaneLost:
             return

@@ -7,8 +7,9 @@ from typing import Protocol
 
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import ClusterState
+from odyssey_megatron.diagnosis.verdicts import Diagnosis
 from odyssey_megatron.plan.plan import Plan
-from odyssey_megatron.policy.planner import Decided
+from odyssey_megatron.policy.planner import Decided, Rebalanced
 
 
 class Planner(Protocol):
@@ -18,7 +19,9 @@ class Planner(Protocol):
         """The plan without failures. Raises ConfigError or PlanInfeasible."""
         ...
 
-    def learn(self, state: ClusterState, current: Plan, observations: Sequence[str], now_s: float) -> None:
+    def learn(
+        self, state: ClusterState, current: Plan, observations: Sequence[str], now_s: float
+    ) -> Diagnosis | None:
         """Takes in what the ranks have measured, and works out what the next decisions will look up.
 
         It may take long, and run beside them in another thread: they go by what was learned last.
@@ -26,6 +29,9 @@ class Planner(Protocol):
         Args:
             current: the plan that the job trains with.
             observations: as the ranks published them; "" where nothing yet.
+
+        Returns:
+            Who is slow by what is known now, and why.
         """
         ...
 
@@ -38,6 +44,14 @@ class Planner(Protocol):
 
         Raises:
             LayersLost: some layer has no living holder.
+            PlanInfeasible: no candidate fits.
+        """
+        ...
+
+    def rebalance(self, state: ClusterState, current: Plan, now_s: float, lasts_s: float) -> Rebalanced:
+        """The plan for the speeds that ``state`` has, which are expected to stay for ``lasts_s``.
+
+        Raises:
             PlanInfeasible: no candidate fits.
         """
         ...

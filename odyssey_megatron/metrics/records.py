@@ -41,6 +41,7 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "rank_joined": ("target",),
     "place_taken": ("target", "spare"),
     "offer_failed": ("why",),
+    "slowness": ("kind", "slow_ranks", "speed", "why"),
     "asked": ("signal", "how"),
     "job_finished": ("verdict", "exit_code"),
     # -- ranks
@@ -89,8 +90,9 @@ through the head): ``samples`` holds, for each of ``microbatches``, the list of 
 ``weights``: at the end of a rank, by layer. ``step_committed``: ``loss`` is a dict of named losses; one that is
 ``skipped`` has changed no weight, as its loss scale was too large; ``step_s`` is -1 where it was not timed. ``trace``:
 [[text, start_s, end_s], ...] on the monotonic clock. ``dead`` is a list of ranks everywhere. ``left_out`` (of a rank
-that stays): rank ``target`` leaves, since its numbers are wrong. ``slowed``: the compute
-of this rank takes ``slow`` times its time from here on, as was asked for. ``lines_lost``: so many lines of this
+that stays): rank ``target`` leaves, since its numbers are wrong. ``slowness``: what makes
+steps longer, or does no more: ``slow_ranks`` of a slow worker, whose ``speed`` is 1 if it is healthy. ``slowed``: the
+compute of this rank takes ``slow`` times its time from here on, as was asked for. ``lines_lost``: so many lines of this
 process, before this one, could not be written.
 """
 
@@ -150,6 +152,9 @@ class Line(_Line, total=False):
     at: str
     signal: str
     microbatch: _Id
+    kind: str
+    slow_ranks: tuple[_Id, ...]
+    speed: _Seconds
     slow: Annotated[float, Between(1, 1e6)]
     members: tuple[_Id, ...]
     agreed_s: _Seconds | None

@@ -30,6 +30,8 @@ class Case:
     """Of the failure-free plan, where the job comes from."""
     thorough: bool = False
     """Nobody waits for it."""
+    rebalances: bool = False
+    """Nobody has died or joined: speeds have changed, and the next layout is entered between two steps."""
 
     @cached_property
     def alive(self) -> tuple[int, ...]:

@@ -189,6 +189,7 @@ def decide(
     among: Collection[str] | None = None,
     home: Layout | None = None,
     thorough: bool = False,
+    rebalances: bool = False,
 ) -> Decision:
     """The best plan for the workers that are alive.
 
@@ -198,6 +199,7 @@ def decide(
         among: names of options to choose from; None = all.
         home: the failure-free layout, which workers that are back may make possible again.
         thorough: nobody waits for it: works out what later decisions look up. The decision is the same.
+        rebalances: see ``Case.rebalances``.
 
     Raises:
         LayersLost: some layer has no living holder (I9); names ranks.
@@ -213,6 +215,7 @@ def decide(
         mtbf_s=mean_time_between_failures_s(state, config.mtbf_s, now_s),
         home=home,
         thorough=thorough,
+        rebalances=rebalances,
     )
     _check_holders(case)
     proposed = options(case)

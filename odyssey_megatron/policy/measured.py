@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from odyssey_megatron.plan.costs import Costs
@@ -25,16 +25,24 @@ class Measured:
     """What one rank publishes. Fields that it has not measured are None or empty."""
 
     spans: tuple[Observation, ...] = ()
+    """Of the last few steps that were measured."""
     link: LinkTimes | None = None
     state_bytes: tuple[tuple[int, int], ...] = ()
     """(layer, bytes that a new holder must be sent) of the layers held."""
     regroup_s: float | None = None
     """Abort, agreement and new groups in the last recovery."""
+    incarnation: int = 0
+    """How many processes were this rank before the one that says so."""
 
 
-def with_measured(profile: Profile, published: Sequence[Measured]) -> Profile:
-    """``profile`` with everything that the ranks know better; deterministic, and itself if they know nothing."""
-    profile = calibrate(profile, [span for one in published for span in one.spans])
+def with_measured(
+    profile: Profile, published: Collection[Measured], spans: Sequence[Observation] = ()
+) -> Profile:
+    """``profile`` with everything that the ranks know better; deterministic, and itself if they know nothing.
+
+    ``spans``: what those that the ranks have measured take on a healthy worker.
+    """
+    profile = calibrate(profile, spans)
     costs = profile.costs
     sizes = {layer: size for one in published for layer, size in one.state_bytes}
     costs = costs.with_layers(

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from odyssey_megatron.cluster.events import RankDied
 from odyssey_megatron.cluster.job import JobSpec
-from odyssey_megatron.cluster.state import ClusterState, apply
+from odyssey_megatron.cluster.state import ClusterState, apply, without_fresh
 from odyssey_megatron.codec import from_json
 from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.diagnosis.verdicts import Diagnosis
 from odyssey_megatron.errors import ConfigError, OdysseyError, PlanInfeasible
 from odyssey_megatron.metrics.outlet import Outlet
 from odyssey_megatron.plan.generation import CandidateRow
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.policy import redundancy
 from odyssey_megatron.policy.decide import decide, initial_plan, prepare
+from odyssey_megatron.policy.history import History
 from odyssey_megatron.policy.measured import Measured, alike, with_measured
 from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.redundancy import Standing
@@ -42,6 +46,15 @@ class Decided:
     it is asked for."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rebalanced:
+    """A better plan for the same workers, which are not as fast as they were."""
+
+    decided: Decided
+    gain: float
+    """Steps are so much faster (0.5: as many in two thirds of the time) than if the layout stays."""
+
+
 class PolicyPlanner:
     """``policy.decide`` with the job's profile, kept up to date with what the ranks measure."""
 
@@ -51,6 +64,7 @@ class PolicyPlanner:
         self._standings: list[Standing] = []
         """What there is to choose from, or to compare with, under ``--odyssey-redundancy compute`` and ``auto``."""
         self._among: tuple[str, ...] = ()
+        self._slow: frozenset[int] = frozenset()
 
     def start(self, job: JobSpec, state: ClusterState, profile_json: str) -> Decided:
         self._job = job
@@ -60,6 +74,7 @@ class PolicyPlanner:
         job.check(len(state.ranks))
         decided = self._first_plan(job, state)
         self._home, self._learned = decided.plan, self._profile
+        self._history = History(job.tensor_model_parallel_size)
         return decided
 
     def _first_plan(self, job: JobSpec, state: ClusterState) -> Decided:
@@ -101,8 +116,10 @@ class PolicyPlanner:
         self._job = chosen.job
         return chosen, rows
 
-    def learn(self, state: ClusterState, current: Plan, observations: Sequence[str], now_s: float) -> None:
-        found = self._calibrated(observations)
+    def learn(
+        self, state: ClusterState, current: Plan, observations: Sequence[str], now_s: float
+    ) -> Diagnosis:
+        found, diagnosis = self._taken_in(observations, dict(state.incarnations))
         profile = replace(self._learned, group_build_s=found.group_build_s)
         if not alike(found.costs, profile.costs):
             profile = found
@@ -114,9 +131,20 @@ class PolicyPlanner:
                 with contextlib.suppress(OdysseyError):
                     self._going_on(without, current, profile, now_s, thorough=True)
         self._learned = profile  # not before all this is known
+        return diagnosis
 
     def adopt(self, observations: Sequence[str]) -> None:
-        self._learned = self._calibrated(observations)
+        self._learned = self._taken_in(observations)[0]
+
+    def rebalance(self, state: ClusterState, current: Plan, now_s: float, lasts_s: float) -> Rebalanced:
+        """For the speeds that ``state`` has, expected to last ``lasts_s``. Raises PlanInfeasible."""
+        decided = self._going_on(
+            without_fresh(state), current, self._learned, now_s, horizon_s=lasts_s, rebalances=True
+        )
+        chosen = next(row for row in decided.rows if row.chosen)
+        kept = [row.step_s for row in decided.rows if row.name == "keep" and row.step_s]
+        gain = kept[0] / chosen.step_s - 1 if kept and chosen.step_s else 0.0
+        return Rebalanced(decided=decided, gain=gain)
 
     def decide(self, state: ClusterState, previous: Plan, now_s: float) -> Decided:
         before = self._job
@@ -136,17 +164,21 @@ class PolicyPlanner:
         *,
         weighed: tuple[CandidateRow, ...] = (),
         thorough: bool = False,
+        rebalances: bool = False,
+        horizon_s: float = math.inf,
     ) -> Decided:
         home = self._home
+        horizon_s = min(horizon_s, self._config.horizon_s)
         decision = decide(
             job=self._job,
             state=state,
             previous=previous,
             profile=profile,
-            config=self._config,
+            config=replace(self._config, horizon_s=horizon_s),
             now_s=now_s,
             home=home.layout if home else None,
             thorough=thorough,
+            rebalances=rebalances,
         )
         rows = (*decision.candidates, *weighed)
         if not set(previous.layout.workers) <= set(state.alive):  # after a loss
@@ -162,18 +194,24 @@ class PolicyPlanner:
 
     def finish(self, observations: Sequence[str]) -> None:
         path = Path(self._config.run_dir) / "profile.json"
-        outlet = Outlet[Any](lambda found: self._calibrated(found).save(path), name=f"the profile {path}")
+        outlet = Outlet[Any](lambda found: self._taken_in(found)[0].save(path), name=f"the profile {path}")
         outlet.put(observations, 1)
         outlet.close()
 
-    def _calibrated(self, published: Sequence[str]) -> Profile:
-        found = []
-        for text in filter(None, published):
+    def _taken_in(
+        self, published: Sequence[str], incarnations: Mapping[int, int] = MappingProxyType({})
+    ) -> tuple[Profile, Diagnosis]:
+        """``published``: by rank; "" where nothing yet. What was not measured by ``incarnations`` is forgotten."""
+        found: dict[int, Measured] = {}
+        for rank, text in enumerate(published):
             try:
-                found.append(from_json(Measured, text))
+                found |= {rank: from_json(Measured, text)} if text else {}
             except ValueError as error:
                 _log.warning("a rank's measurements are left out: %s", error)
-        return with_measured(self._profile, found)
+        history = self._history.with_published(found, incarnations)
+        diagnosis = history.diagnosis(self._slow, self._learned.costs)
+        self._history, self._slow = history, frozenset(diagnosis.slow)
+        return with_measured(self._profile, found.values(), history.healthy(diagnosis)), diagnosis
 
 
 def _checked(profile: Profile, job: JobSpec) -> Profile:

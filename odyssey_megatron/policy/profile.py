@@ -23,7 +23,7 @@ _LEAST_S = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """Means measured by a running job: one microbatch through layers ``[first, last)``, in seconds."""
+    """Measured by a running job: one microbatch through layers ``[first, last)``, in seconds."""
 
     first: int
     last: int
@@ -31,6 +31,8 @@ class Observation:
     forward_s: float
     input_grad_s: float
     weight_grad_s: float
+    step: int = -1
+    """Of which these are the medians; -1: of several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -108,8 +108,8 @@ class EmulationPlanner(planner.PolicyPlanner):
             return replace(decided, plan=one_f_one_b(decided.plan, self._profile.costs))
         return decided
 
-    def learn(self, state: ClusterState, current: Plan, observations: Sequence[str], now_s: float) -> None:
-        super().learn(self._slowed(state), current, observations, now_s)
+    def learn(self, state: ClusterState, current: Plan, observations: Sequence[str], now_s: float):
+        return super().learn(self._slowed(state), current, observations, now_s)
 
     def decide(self, state: ClusterState, previous: Plan, now_s: float) -> Decided:
         if self._emulation.two_speed:

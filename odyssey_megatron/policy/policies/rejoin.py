@@ -1,4 +1,4 @@
-"""Workers are back: towards the layout that the job began with."""
+"""Workers are back, or as fast as they were: towards the layout that the job began with."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Rejoin(Policy):
     def propose(self, case: Case) -> Iterable[Proposal]:
         """Once all are back, and as fast as they were, nothing else is looked at: the job is what it was."""
         home, alive = case.home, case.alive
-        if case.lost or home is None or not case.is_larger:
+        if case.lost or home is None or not (case.is_larger or case.rebalances):
             return
         if set(home.workers) <= set(alive):
             note, layout = "back to the first layout", home

@@ -18,8 +18,8 @@ class Replan(Policy):
     name, order, by_flag, many_shapes = "replan", 40, True, True
 
     def propose(self, case: Case) -> Iterable[Sketch]:
-        """After a loss, and where workers are slow or not used yet."""
-        if not (case.lost or case.speeds or case.is_larger):
+        """After a loss, and where workers are slow, have been, or are not used yet."""
+        if not (case.lost or case.speeds or case.is_larger or case.rebalances):
             return
         alive, fits = case.alive, False
         for workers in sorted(filter(None, {alive, case.steady}), reverse=True):

@@ -1,0 +1,102 @@
+"""What each piece of work costs on a healthy worker, and how fast each worker is: ``t = cost(piece) / speed(worker)``.
+
+The cost of a piece is ``alpha * tokens + beta * sum of squared sequence lengths`` (ResiHP, arXiv 2605.06374, equation
+1); a worker is a factor on all of its work. So a slow worker does not make its layers look dear, which its peers
+compute as well, nor do dear layers make a worker look slow. Everything is by medians.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from odyssey_megatron.diagnosis.timings import Floats, Piece, Timings, medians
+
+_ROUNDS = 4
+"""Of fitting costs and workers in turn; the second changes little, the fourth nothing that is seen."""
+_HUBER = 0.03
+"""Relative residuals above this count by their size, not by its square."""
+
+
+@dataclass(frozen=True, eq=False)
+class Fit:
+    """The model of a window of steps."""
+
+    costs: dict[Piece, tuple[float, float]]
+    """(alpha, beta): seconds per token, and per squared length."""
+    speeds: dict[int, float]
+    """Of a worker over the whole window; 1.0 is a healthy one."""
+    log_ratio: Floats
+    """Of each row: log of its time over what it costs on a healthy worker."""
+    alone: frozenset[Piece]
+    """Pieces that one worker alone has computed: if it is slow, they are dear."""
+
+
+def fit(timings: Timings, known: Mapping[Piece, tuple[float, float]] | None = None) -> Fit:
+    """Costs and speeds by turns.
+
+    A healthy worker is as fast as the lower median of those who computed the same piece: nothing makes a worker faster
+    than healthy, so that of two the faster one says what the piece costs. Of a piece that one worker alone has
+    computed, the window's lower quartile of steps says so. What is ``known`` is not asked for.
+    """
+    known = known or {}
+    workers = len(timings.workers)
+    slowness = np.zeros(workers)  # log
+    alpha, beta = np.zeros(len(timings.pieces)), np.zeros(len(timings.pieces))
+    alone = np.zeros(len(timings.pieces), bool)
+    ratio = np.zeros(len(timings))
+    for _ in range(_ROUNDS):
+        healthy_s = timings.seconds * np.exp(-slowness[timings.worker])
+        for index, piece in enumerate(timings.pieces):
+            rows = timings.piece == index
+            holders = np.unique(timings.worker[rows])
+            alone[index] = len(holders) == 1
+            alpha[index], beta[index] = _cost(healthy_s[rows], timings.tokens[rows], timings.squares[rows])
+            if piece in known:
+                alpha[index], beta[index] = known[piece]
+            cost_s = alpha[index] * timings.tokens[rows] + beta[index] * timings.squares[rows]
+            ratio[rows] = np.log(timings.seconds[rows] / cost_s)
+            if piece in known:
+                continue
+            if alone[index]:
+                by_step = medians(ratio[rows], timings.step[rows])[1]
+                level = float(np.quantile(by_step, 0.25))
+            else:
+                by_worker = np.sort(medians(ratio[rows], timings.worker[rows])[1])
+                level = float(by_worker[(len(by_worker) - 1) // 2])
+            ratio[rows] -= level
+            alpha[index] *= np.exp(level)
+            beta[index] *= np.exp(level)
+        cost_s = alpha[timings.piece] * timings.tokens + beta[timings.piece] * timings.squares
+        slowness = medians(ratio, timings.worker, cost_s)[1]
+    return Fit(
+        costs={p: (float(alpha[i]), float(beta[i])) for i, p in enumerate(timings.pieces)},
+        speeds={w: float(np.exp(-slowness[i])) for i, w in enumerate(timings.workers)},
+        log_ratio=ratio,
+        alone=frozenset(p for i, p in enumerate(timings.pieces) if alone[i]),
+    )
+
+
+def _cost(seconds: Floats, tokens: Floats, squares: Floats) -> tuple[float, float]:
+    """(alpha, beta) with the least relative error, large ones counted by their size (Huber); neither is negative."""
+    level = float(np.median(seconds / tokens))
+    per_token = squares / tokens
+    if np.ptp(per_token) <= 1e-9 * max(1.0, float(per_token.max())):
+        return level, 0.0
+    rows = np.stack([tokens / seconds, squares / seconds], axis=1)
+    scale = np.abs(rows).max(axis=0)
+    rows = rows / scale
+    weights = np.ones(len(rows))
+    found = np.zeros(2)
+    for _ in range(8):
+        root = np.sqrt(weights)
+        found = np.linalg.lstsq(rows * root[:, None], root, rcond=None)[0]
+        if found[1] < 0:
+            return level, 0.0
+        if found[0] < 0:
+            return 0.0, float(np.median(seconds / squares))
+        off = np.abs(rows @ found - 1)
+        weights = _HUBER / np.maximum(off, _HUBER)
+    return float(found[0] / scale[0]), float(found[1] / scale[1])

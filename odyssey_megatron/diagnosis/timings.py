@@ -1,0 +1,127 @@
+"""Times of compute instructions, as the ranks measured them: what a diagnosis goes by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Numbers = NDArray[np.int64]
+
+
+class Piece(NamedTuple):
+    """What is computed: layers ``[first, last)`` in one direction. Without layers: something that all compute alike."""
+
+    first: int
+    last: int
+    kind: str
+    """``forward``, ``backward``, or another name of an instruction."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One instruction, or the median of those of a step that are alike."""
+
+    step: int
+    worker: int
+    piece: Piece
+    seconds: float
+    tokens: float = 1.0
+    squares: float = 0.0
+    """Sum of the squared lengths of its sequences, where those differ between microbatches."""
+    microbatch: int = -1
+
+
+@dataclass(frozen=True, eq=False)
+class Timings:
+    """The same, a column each. ``step``, ``worker`` and ``piece`` are places in the three tuples."""
+
+    steps: tuple[int, ...]
+    workers: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    step: Numbers
+    worker: Numbers
+    piece: Numbers
+    seconds: Floats
+    tokens: Floats
+    squares: Floats
+    microbatch: Numbers
+
+    @classmethod
+    def of(cls, rows: Iterable[Timing]) -> Timings:
+        """Rows that took no time are left out: a clock may be too coarse for them."""
+        rows = [row for row in rows if row.seconds > 0 and row.tokens > 0]
+        columns: tuple[Any, ...] = (
+            tuple(
+                zip(
+                    *(
+                        (r.step, r.worker, r.piece, r.seconds, r.tokens, r.squares, r.microbatch)
+                        for r in rows
+                    ),
+                    strict=True,
+                )
+            )
+            or ((),) * 7
+        )
+        steps, step = _places(columns[0])
+        workers, worker = _places(columns[1])
+        pieces, piece = _places(columns[2])
+        return cls(
+            steps=steps,
+            workers=workers,
+            pieces=pieces,
+            step=step,
+            worker=worker,
+            piece=piece,
+            seconds=np.array(columns[3], float),
+            tokens=np.array(columns[4], float),
+            squares=np.array(columns[5], float),
+            microbatch=np.array(columns[6], np.int64),
+        )
+
+    def __len__(self) -> int:
+        return len(self.seconds)
+
+    @cached_property
+    def by_worker_and_piece(self) -> Numbers:
+        """A number for each row: rows of one worker and piece have the same."""
+        return self.worker * max(1, len(self.pieces)) + self.piece
+
+    @cached_property
+    def by_worker_and_step(self) -> Numbers:
+        """As above, of one worker and step."""
+        return self.worker * max(1, len(self.steps)) + self.step
+
+
+def _places(values: tuple[Any, ...]) -> tuple[tuple[Any, ...], Numbers]:
+    names = tuple(sorted(set(values)))
+    at = {name: place for place, name in enumerate(names)}
+    return names, np.array([at[value] for value in values], np.int64)
+
+
+def medians(values: Floats, groups: Numbers, weights: Floats | None = None) -> tuple[Numbers, Floats]:
+    """The groups that there are, ascending, and the (weighted) median of each."""
+    order = np.lexsort((values, groups))
+    values, groups = values[order], groups[order]
+    weights = np.ones(len(values)) if weights is None else weights[order]
+    names, first, size = np.unique(groups, return_index=True, return_counts=True)
+    total = np.add.reduceat(weights, first) if len(values) else weights
+    reached = np.cumsum(weights)
+    before = reached[first] - weights[first]
+    middle = before + total / 2
+    # The mean of the values at both sides of the middle, so that an even number has no preference.
+    ends = first + size - 1
+    low = np.minimum(np.searchsorted(reached, middle * (1 - 1e-12), "left"), ends)
+    high = np.minimum(np.searchsorted(reached, middle * (1 + 1e-12), "left"), ends)
+    return names, (values[np.maximum(low, first)] + values[np.maximum(high, first)]) / 2
+
+
+def within(values: Floats, groups: Numbers) -> Floats:
+    """For each value the median of its group."""
+    names, middle = medians(values, groups)
+    return middle[np.searchsorted(names, groups)]

@@ -1,0 +1,201 @@
+"""From times to verdicts: a slow worker, an uneven stage, uneven sequences, everybody slower; told apart, with the
+evidence. History in, verdicts out: no state, no clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from odyssey_megatron.diagnosis.change import FALSE_ALARM_STEPS, noise, raised
+from odyssey_megatron.diagnosis.fit import Fit, fit
+from odyssey_megatron.diagnosis.timings import Floats, Piece, Timings, medians, within
+
+_UNEVEN_STAGE = 1.1
+"""A stage that takes so many times what the others do is uneven; below, there is little to win."""
+_UNEVEN_SEQUENCES = 0.05
+"""Spread between microbatches, relative, that no model of them explains."""
+_SAME_CAUSE = 0.9
+"""Correlation of a microbatch's forward and backward: both are longer for a longer sequence. Source: ByteDance's
+what-if study, arXiv 2505.05713."""
+LEAST_STEPS = 3
+"""With fewer there are no verdicts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """One thing that makes the job slower."""
+
+    kind: str
+    """``slow worker``, ``uneven stage``, ``uneven sequences`` or ``all slower``."""
+    worker: int = -1
+    layers: tuple[int, int] = (-1, -1)
+    factor: float = 1.0
+    """So many times what it should take."""
+    since: int = -1
+    """The first step of it."""
+    found: int = -1
+    """The step that made it certain."""
+    evidence: str
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Diagnosis:
+    """What a window of steps says."""
+
+    verdicts: tuple[Verdict, ...] = ()
+    costs: Mapping[Piece, tuple[float, float]]
+    """Of each piece on a healthy worker; see ``Fit.costs``."""
+
+    @property
+    def slow(self) -> dict[int, float]:
+        """Slow worker -> its speed; 1.0 is healthy."""
+        return {v.worker: 1 / v.factor for v in self.verdicts if v.kind == "slow worker"}
+
+
+def diagnose(timings: Timings, known: Mapping[Piece, tuple[float, float]] | None = None) -> Diagnosis:
+    """What makes the steps of ``timings`` slower than they need to be.
+
+    Args:
+        known: what pieces cost that only slow workers have computed: nobody else can tell.
+    """
+    if not timings.workers:
+        return Diagnosis(costs={})
+    found = fit(timings, known)
+    if len(timings.steps) < LEAST_STEPS:
+        return Diagnosis(costs=_healthy_costs(timings, found, ()))
+    cost_s = timings.seconds / np.exp(found.log_ratio)
+    groups, values = medians(found.log_ratio, timings.by_worker_and_step, cost_s)
+    series = np.full((len(timings.workers), len(timings.steps)), np.nan)
+    series[groups // len(timings.steps), groups % len(timings.steps)] = values
+    # What all have in common in a step is nobody's: the lower median, so that of two one may be slow.
+    common = np.array([_lower_median(column) for column in series.T])
+    slow = _slow_workers(timings, series - common)
+    found = replace(found, costs=_healthy_costs(timings, found, {one.worker for one in slow}))
+    verdicts = [
+        *slow,
+        *_uneven_stages(timings, found),
+        *_uneven_sequences(timings, found),
+        *_all_slower(timings, common),
+    ]
+    return Diagnosis(verdicts=tuple(verdicts), costs=found.costs)
+
+
+def _healthy_costs(timings: Timings, found: Fit, slow: Collection[int]) -> dict[Piece, tuple[float, float]]:
+    """Now that it is known who is slow: the median of all others, where the fit began with the faster half."""
+    healthy = ~np.isin(np.array(timings.workers)[timings.worker], list(slow))
+    pieces, levels = medians(found.log_ratio[healthy], timings.piece[healthy])
+    factors = dict(zip(pieces.tolist(), np.exp(levels).tolist(), strict=True))
+    return {
+        piece: (alpha * factors.get(index, 1.0), beta * factors.get(index, 1.0))
+        for index, (piece, (alpha, beta)) in enumerate(found.costs.items())
+    }
+
+
+def _lower_median(values: Floats) -> float:
+    there = np.sort(values[~np.isnan(values)])
+    return float(there[(len(there) - 1) // 2])
+
+
+def _slow_workers(timings: Timings, series: Floats) -> list[Verdict]:
+    there = [~np.isnan(row) for row in series]
+    usual = noise([row[at] for row, at in zip(series, there, strict=True)])
+    verdicts = []
+    for worker, row, at in zip(timings.workers, series, there, strict=True):
+        scale = max(usual, noise([row[at]]))
+        shift = raised(row[at], scale)
+        if shift is None or shift.log_ratio <= 0:
+            continue
+        steps = [step for step, is_there in zip(timings.steps, at, strict=True) if is_there]
+        verdicts.append(
+            Verdict(
+                kind="slow worker",
+                worker=worker,
+                factor=math.exp(shift.log_ratio),
+                since=steps[shift.since],
+                found=steps[shift.found],
+                evidence=(
+                    f"takes {math.exp(shift.log_ratio):.2f} times as long as its work does elsewhere, since step "
+                    f"{steps[shift.since]}; a step is known to {scale:.1%}, false alarms are at least "
+                    f"{FALSE_ALARM_STEPS:.0e} measured steps apart"
+                ),
+            )
+        )
+    return verdicts
+
+
+def _uneven_stages(timings: Timings, found: Fit) -> list[Verdict]:
+    """Of those of the last step, if all pipelines are cut alike. No slow worker explains them: costs are those of
+    healthy ones.
+    """
+    spans: dict[tuple[int, int], float] = {}
+    for index in np.unique(timings.piece[timings.step == len(timings.steps) - 1]).tolist():
+        piece = timings.pieces[index]
+        if piece.last > piece.first:
+            span = piece.first, piece.last
+            spans[span] = spans.get(span, 0.0) + found.costs[piece][0]
+    if len(spans) < 2 or any(one[1] > other[0] for one, other in pairwise(sorted(spans))):
+        return []
+    (dearest, most), *rest = sorted(spans.items(), key=lambda one: (-one[1], one[0]))
+    others = float(np.median([seconds for _, seconds in rest]))
+    if others <= 0 or most < _UNEVEN_STAGE * others:
+        return []
+    alone = any((piece.first, piece.last) == dearest for piece in found.alone)
+    who = "on its only worker" if alone else "on all of its workers"
+    return [
+        Verdict(
+            kind="uneven stage",
+            layers=dearest,
+            factor=most / others,
+            evidence=f"takes {most / others:.2f} times as long as the other stages, {who}",
+        )
+    ]
+
+
+def _uneven_sequences(timings: Timings, found: Fit) -> list[Verdict]:
+    """Microbatches that differ more than the model says, all of them in the same way in each direction."""
+    rest = found.log_ratio
+    for groups in (timings.by_worker_and_piece, timings.by_worker_and_step):
+        rest = rest - within(rest, groups)
+    spread = 1.4826 * float(np.median(np.abs(rest)))
+    if spread < _UNEVEN_SEQUENCES:
+        return []
+    seen: dict[tuple[int, int, int], list[float]] = {}
+    rows = zip(timings.worker.tolist(), timings.step.tolist(), timings.microbatch.tolist(), rest, strict=True)
+    for worker, step, microbatch, value in rows:
+        if microbatch >= 0:
+            seen.setdefault((worker, step, microbatch), []).append(float(value))
+    pairs = np.array([both[:2] for both in seen.values() if len(both) >= 2])
+    together = float(np.corrcoef(pairs.T)[0, 1]) if len(pairs) > 2 else 0.0
+    if together < _SAME_CAUSE:
+        return []
+    return [
+        Verdict(
+            kind="uneven sequences",
+            factor=math.exp(spread),
+            evidence=(
+                f"microbatches of the same work differ by {spread:.0%}; forward and backward of each do so alike "
+                f"(correlation {together:.2f})"
+            ),
+        )
+    ]
+
+
+def _all_slower(timings: Timings, common: Floats) -> list[Verdict]:
+    usual = float(np.quantile(common, 0.25))
+    shift = raised(common - usual, noise([common]))
+    if shift is None or shift.log_ratio <= 0:
+        return []
+    return [
+        Verdict(
+            kind="all slower",
+            factor=math.exp(shift.log_ratio),
+            since=timings.steps[shift.since],
+            found=timings.steps[shift.found],
+            evidence=f"all workers alike take {math.exp(shift.log_ratio):.2f} times as long as before",
+        )
+    ]

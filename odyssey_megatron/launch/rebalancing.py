@@ -1,0 +1,132 @@
+"""What the coordinator does about slow workers: it knows their speeds, and changes the plan where that pays."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from odyssey_megatron.cluster.state import ClusterState, with_speeds
+from odyssey_megatron.diagnosis.lasting import remaining_s
+from odyssey_megatron.diagnosis.verdicts import Diagnosis, Verdict
+from odyssey_megatron.errors import OdysseyError
+from odyssey_megatron.launch.planner import Planner
+from odyssey_megatron.metrics.journal import Journal
+from odyssey_megatron.names import layer_names
+from odyssey_megatron.plan.plan import Plan
+from odyssey_megatron.policy.planner import Decided
+
+_log = logging.getLogger(__name__)
+
+LEAST_SLOWNESS = 1.1
+"""A worker that takes less than so many times what others take stays where it is."""
+_ANOTHER_SPEED = 1.15
+"""A slow worker has another speed once it differs by so many times from what was planned for."""
+_LEAST_GAIN = 0.03
+"""Of the step: what is won by less may be noise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Better:
+    """Where to go, between two steps, and why."""
+
+    decided: Decided
+    why: str
+
+
+class Rebalancing:
+    """Looks at each diagnosis once. ``acts``: plans change; otherwise it is only said what that would gain."""
+
+    def __init__(self, planner: Planner, journal: Journal, say: Callable[[str], None], *, acts: bool):
+        self._planner, self._journal, self._say, self._acts = planner, journal, say, acts
+        self._seen: Diagnosis | None = None
+        self._said: set[tuple[str, tuple[int, int]]] = set()
+        self._began_s: dict[int, float] = {}
+        """Slow worker -> since when that has been known."""
+        self._lasted_s: list[float] = []
+        """How long slowness that is over has lasted."""
+
+    def look(
+        self, diagnosis: Diagnosis | None, state: ClusterState, live: Plan, now_s: float
+    ) -> tuple[ClusterState, Better | None]:
+        """``state`` with the speeds that are known now; and a better plan than ``live``, if there is one to go to."""
+        if diagnosis is None or diagnosis is self._seen:
+            return state, None
+        self._seen = diagnosis
+        self._note_others(diagnosis, live)
+        changed = changes(state, diagnosis.slow)
+        if not changed:
+            return state, None
+        state = with_speeds(state, changed)
+        why = "; ".join(
+            self._note(worker, speed, diagnosis, state, now_s) for worker, speed in changed.items()
+        )
+        ages_s = [now_s - began_s for began_s in self._began_s.values()]
+        lasts_s = remaining_s(min(ages_s), self._lasted_s) if ages_s else float("inf")
+        try:
+            found = self._planner.rebalance(state, live, now_s, lasts_s)
+        except OdysseyError as error:
+            _log.warning("no plan for the speeds of now: %s", error)
+            return state, None
+        if found.decided.plan.layout == live.layout or (
+            found.gain < _LEAST_GAIN and not self._is_back(state)
+        ):
+            self._say(f"[odyssey] {why}: the plan stays, as no other is {_LEAST_GAIN:.0%} faster")
+            return state, None
+        gain = f"steps {found.gain:.0%} faster" if found.gain >= _LEAST_GAIN else "as before"
+        if not self._acts:
+            policy = found.decided.plan.policy
+            self._say(f"[odyssey] {why}: with --odyssey-rebalance auto, {policy} would make {gain}")
+            return state, None
+        return state, Better(decided=found.decided, why=f"{why}: {gain}")
+
+    @staticmethod
+    def _is_back(state: ClusterState) -> bool:
+        """Nobody is slow or dead any more: the first plan is as good as any, and the one that the user has chosen."""
+        return all(worker.alive and worker.speed == 1.0 for worker in state.workers)
+
+    def _note(
+        self, worker: int, speed: float, diagnosis: Diagnosis, state: ClusterState, now_s: float
+    ) -> str:
+        ranks = list(state.workers[worker].ranks)
+        if speed == 1.0:
+            evidence = "its work takes no longer than elsewhere"
+            why = f"rank(s) {ranks} as fast as others again"
+            if worker in self._began_s:
+                self._lasted_s.append(now_s - self._began_s.pop(worker))
+        else:
+            verdict = next(one for one in diagnosis.verdicts if one.worker == worker)
+            evidence, why = verdict.evidence, f"rank(s) {ranks} slow, {verdict.factor:.2f} times the time"
+            self._began_s.setdefault(worker, now_s)
+        self._event("slow worker", ranks, speed, evidence)
+        return why
+
+    def _note_others(self, diagnosis: Diagnosis, live: Plan) -> None:
+        """Each once: nobody is to be told all the time of what does not change."""
+        for one in diagnosis.verdicts:
+            if one.worker < 0 and (one.kind, one.layers) not in self._said:
+                self._said.add((one.kind, one.layers))
+                self._event(one.kind, [], 1 / one.factor, _where(one, live) + one.evidence)
+
+    def _event(self, kind: str, ranks: list[int], speed: float, evidence: str) -> None:
+        self._journal.event("slowness", echo=True, kind=kind, slow_ranks=ranks, speed=speed, why=evidence)
+
+
+def _where(verdict: Verdict, live: Plan) -> str:
+    layers = list(range(*verdict.layers))
+    return f"{layer_names(layers, live.layout.num_layers)}: " if layers else ""
+
+
+def changes(state: ClusterState, slow: Mapping[int, float]) -> dict[int, float]:
+    """Worker -> speed, of the living that are to have another one; little is nothing, so that plans do not flap."""
+    found = {}
+    for worker in state.workers:
+        speed = slow.get(worker.worker, 1.0)
+        if not worker.alive or worker.worker in state.fresh:
+            continue
+        if speed < 1.0 and 1 / speed < LEAST_SLOWNESS:
+            continue  # too little to begin with, or not certainly over
+        apart = max(speed / worker.speed, worker.speed / speed)
+        if apart >= _ANOTHER_SPEED or (speed != worker.speed and 1.0 in (speed, worker.speed)):
+            found[worker.worker] = speed
+    return found

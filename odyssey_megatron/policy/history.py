@@ -1,0 +1,108 @@
+"""What the ranks have measured lately, of each step: who was how fast at what."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from odyssey_megatron.diagnosis.timings import Piece, Timing, Timings
+from odyssey_megatron.diagnosis.verdicts import Diagnosis, diagnose
+from odyssey_megatron.plan.costs import Costs
+from odyssey_megatron.policy.measured import Measured
+from odyssey_megatron.policy.profile import Observation
+
+_STEPS = 48
+"""Measured ones that are kept, the newest; so long may a worker be slow until nothing from before is left."""
+_ROWS = 300_000
+"""As above, but no more than so many times in all, and three steps at the least."""
+_KINDS = {"forward_s": "forward", "input_grad_s": "input gradient", "weight_grad_s": "weight gradient"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """Of one rank: the measured steps of its newest process."""
+
+    incarnation: int
+    steps: Mapping[int, tuple[Observation, ...]]
+
+
+@dataclass(frozen=True)
+class History:
+    """Immutable: each look at what the ranks have published makes a new one."""
+
+    cell_size: int
+    seen: Mapping[int, _Seen] = field(default_factory=dict)
+
+    def with_published(self, published: Mapping[int, Measured], incarnations: Mapping[int, int]) -> History:
+        """``published``: by rank. What another process of a rank than ``incarnations`` has measured is forgotten, where
+        that is known.
+        """
+        seen = dict(self.seen)
+        for rank, measured in published.items():
+            before = seen.get(rank, _Seen(measured.incarnation, {}))
+            steps = dict(before.steps) if before.incarnation == measured.incarnation else {}
+            for step in {one.step for one in measured.spans}:
+                steps[step] = tuple(one for one in measured.spans if one.step == step and one.samples > 0)
+            seen[rank] = _Seen(measured.incarnation, steps)
+        for rank, incarnation in incarnations.items():
+            if rank in seen and seen[rank].incarnation != incarnation:
+                del seen[rank]
+        known = sorted({step for one in seen.values() for step in one.steps})
+        in_each = len(_KINDS) * max(1, len(seen))
+        oldest = known[-min(len(known), max(3, min(_STEPS, _ROWS // in_each))) :][:1]
+        kept = {
+            rank: _Seen(one.incarnation, {step: of for step, of in one.steps.items() if [step] >= oldest})
+            for rank, one in seen.items()
+        }
+        return History(self.cell_size, kept)
+
+    def timings(self) -> Timings:
+        """By worker: a cell is as slow as its slowest rank."""
+        longest: dict[tuple[int, int, Piece], float] = {}
+        for rank, step, one in self._observations():
+            for field_name, kind in _KINDS.items():
+                key = step, rank // self.cell_size, Piece(one.first, one.last, kind)
+                longest[key] = max(longest.get(key, 0.0), getattr(one, field_name))
+        return Timings.of(Timing(*key, seconds) for key, seconds in longest.items())
+
+    def diagnosis(self, slow: Collection[int], costs: Costs) -> Diagnosis:
+        """What the history says. Pieces that only ``slow`` workers have computed cost what ``costs`` says, which was
+        measured on others, or before.
+        """
+        timings = self.timings()
+        holders: dict[int, set[int]] = {}
+        for piece, worker in set(zip(timings.piece.tolist(), timings.worker.tolist(), strict=True)):
+            holders.setdefault(piece, set()).add(timings.workers[worker])
+        only_slow = [timings.pieces[piece] for piece, workers in holders.items() if workers <= set(slow)]
+        return diagnose(
+            timings,
+            {piece: (_cost_s(costs, piece), 0.0) for piece in only_slow if piece.last > piece.first},
+        )
+
+    def healthy(self, diagnosis: Diagnosis) -> tuple[Observation, ...]:
+        """Of each span what it takes on a healthy worker, with all samples that there are."""
+        samples: dict[tuple[int, int], int] = {}
+        for _, _, one in self._observations():
+            samples[one.first, one.last] = samples.get((one.first, one.last), 0) + one.samples
+        return tuple(
+            Observation(first=first, last=last, samples=count, **_times_s(diagnosis, first, last))
+            for (first, last), count in sorted(samples.items())
+        )
+
+    def _observations(self) -> Iterable[tuple[int, int, Observation]]:
+        for rank, of_rank in self.seen.items():
+            for step, spans in of_rank.steps.items():
+                for one in spans:
+                    yield rank, step, one
+
+
+def _times_s(diagnosis: Diagnosis, first: int, last: int) -> dict[str, Any]:
+    return {
+        name: diagnosis.costs.get(Piece(first, last, kind), (0.0, 0.0))[0] for name, kind in _KINDS.items()
+    }
+
+
+def _cost_s(costs: Costs, piece: Piece) -> float:
+    name = next(name for name, kind in _KINDS.items() if kind == piece.kind)
+    return max(1e-9, sum(float(getattr(layer, name)) for layer in costs.layers[piece.first : piece.last]))

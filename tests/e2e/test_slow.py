@@ -1,0 +1,78 @@
+"""A rank becomes slow: it is found, gets less to do, and gets it back. The losses stay the same."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e.jobs import LONG, assert_equal_runs
+
+SLOW = "--odyssey-profile-steps 2 --odyssey-rebalance auto --odyssey-inject rank=3,step=6,slow=4"
+RECOVERS = "--train-iters 400"
+
+
+def shares(outcome) -> list[int]:
+    """Of each plan that was decided on, how many visits of microbatches to layers the slow worker has."""
+    return [
+        sum(
+            len(route["microbatches"]) * (hop["last"] - hop["first"])
+            for route in event["layout"]["routes"]
+            for hop in route["hops"]
+            if hop["worker"] == 3
+        )
+        for event in outcome.named("decision")
+    ]
+
+
+def found(outcome) -> list[dict[str, object]]:
+    return [event for event in outcome.named("slowness") if event["kind"] == "slow worker"]
+
+
+def test_found_and_given_less_to_do_between_two_steps(jobs, reference, name):
+    shot = jobs.run(name, ranks=4, stages=2, flags=f"{LONG} {SLOW}")
+    assert_equal_runs(shot, reference, kills=0)
+    assert {rank for event in found(shot) for rank in event["slow_ranks"]} == {3}
+    assert found(shot)[0]["speed"] == pytest.approx(1 / 4, rel=0.3)
+    assert shares(shot)[-1] < shares(shot)[0]
+    assert shot.run.switches
+    assert not shot.run.recoveries, "nothing was interrupted"
+    assert "rank(s) [3] slow" in shot.run.switches[0].why, "the report shows it"
+
+
+def test_without_leave_to_act_it_is_only_said(jobs, reference, name):
+    shot = jobs.run(name, ranks=4, stages=2, flags=f"{LONG} {SLOW} --odyssey-rebalance off")
+    assert_equal_runs(shot, reference, kills=0)
+    assert len(shot.named("decision")) == 1
+    assert "with --odyssey-rebalance auto" in shot.log
+
+
+@pytest.mark.matrix
+def test_it_gets_its_work_back(jobs, undisturbed, name):
+    shot = jobs.run(name, ranks=4, stages=2, flags=f"{RECOVERS} {SLOW},until=150", timeout_s=180)
+    assert_equal_runs(shot, undisturbed(RECOVERS), kills=0)
+    assert found(shot)[-1]["speed"] == 1.0
+    assert min(shares(shot)) < shares(shot)[0] == shares(shot)[-1]
+    hashes = [event["plan_hash"] for event in shot.named("decision")]
+    assert hashes[0] == hashes[-1], "exactly the first plan"
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    "kill",
+    [
+        "rank=3,step=30,at=backward",
+        "rank=1,step=30,at=forward",
+        "rank=0,step=-1,at=groups,generation=2",
+        "rank=3,step=-1,at=groups,generation=2",
+        "rank=2,step=-1,at=agree,generation=2",
+        "rank=1,step=-1,at=transfer,generation=2",
+        "rank=3,step=-1,at=agreement,generation=2",
+        "rank=2,step=-1,at=reduce,generation=2",
+        "rank=0,step=-1,at=optimizer,generation=2",
+        "rank=1,step=-1,at=commit,generation=2",
+        "rank=2,step=-1,at=forward,generation=3",
+    ],
+)
+def test_a_rank_dies_while_another_one_is_slow(jobs, undisturbed, name, kill):
+    shot = jobs.run(name, ranks=4, stages=2, flags=f"--train-iters 100 {SLOW};{kill}", timeout_s=150)
+    assert_equal_runs(shot, undisturbed("--train-iters 100"), kills=1)
+    assert found(shot)

@@ -1,0 +1,146 @@
+"""What ranks measure, step by step: who is slow, and what layers cost on those who are not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from odyssey_megatron.cluster.state import initial_state, with_speeds
+from odyssey_megatron.codec import to_json
+from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.policy.history import History
+from odyssey_megatron.policy.measured import Measured
+from odyssey_megatron.policy.planner import PolicyPlanner
+from odyssey_megatron.policy.profile import Observation
+from tests.policy.test_decide import PROFILE, job
+
+FOREVER = 3600.0
+
+
+def seen(step, first, last, factor=1.0):
+    time_s = 0.1 * (last - first) * factor
+    return Observation(
+        first=first,
+        last=last,
+        samples=3,
+        forward_s=time_s,
+        input_grad_s=time_s,
+        weight_grad_s=time_s,
+        step=step,
+    )
+
+
+def published(*steps, slow=(), factor=2.0):
+    """Two pipelines of two stages, rank by rank."""
+    spans = ((0, 5), (5, 10)) * 2
+    return {
+        rank: Measured(
+            spans=tuple(seen(step, *spans[rank], factor if rank in slow else 1.0) for step in steps),
+        )
+        for rank in range(4)
+    }
+
+
+def history(*steps, **how):
+    return History(1).with_published(published(*steps, **how), {})
+
+
+def test_a_slow_worker_and_what_its_layers_cost_elsewhere():
+    both = history(*range(0, 4)).with_published(published(*range(4, 8), slow=(3,)), {})
+    found = both.diagnosis((), PROFILE.costs)
+    assert found.slow == {3: pytest.approx(0.5)}
+    assert [one.forward_s for one in both.healthy(found)] == pytest.approx([0.5, 0.5])
+
+
+def test_steps_that_were_published_twice_count_once():
+    once = history(0, 1, 2, 3)
+    twice = once.with_published(published(2, 3, 4), {})
+    assert len(twice.timings()) == 4 * 3 * 5
+    assert once.with_published(published(0, 1, 2, 3), {}) == once
+
+
+def test_old_steps_are_forgotten():
+    long = history(*range(200))
+    assert long.timings().steps == tuple(range(152, 200))
+
+
+def test_what_the_process_before_has_measured_is_forgotten():
+    before = history(*range(6), slow=(3,))
+    assert before.with_published({}, {3: 1}).timings().workers == (0, 1, 2)
+    again = before.with_published({3: Measured(spans=(seen(6, 5, 10),), incarnation=1)}, {3: 1})
+    assert again.diagnosis((), PROFILE.costs).slow == {}
+
+
+def test_a_cell_is_as_slow_as_its_slowest_rank():
+    cells = History(2).with_published(
+        {
+            rank: Measured(spans=tuple(seen(s, 0, 10, 1.5 if rank == 5 else 1.0) for s in range(5)))
+            for rank in range(8)
+        },
+        {},
+    )
+    assert cells.diagnosis((), PROFILE.costs).slow == {2: pytest.approx(1 / 1.5)}
+
+
+def test_who_has_nothing_to_do_is_seen_by_the_product_that_all_compute():
+    def steps(factor, *numbers):
+        return {
+            rank: Measured(
+                spans=tuple(
+                    one
+                    for step in numbers
+                    for one in (
+                        *([] if rank == 3 else [seen(step, 0, 10)]),
+                        Observation(
+                            first=0, last=0, samples=1, forward_s=1e-4 * (factor if rank == 3 else 1.0),
+                            input_grad_s=0.0, weight_grad_s=0.0, step=step,
+                        ),
+                    )
+                )
+            )
+            for rank in range(4)
+        }  # fmt: skip
+
+    idle = History(1).with_published(steps(3.0, *range(8)), {})
+    assert idle.diagnosis({3}, PROFILE.costs).slow == {3: pytest.approx(1 / 3)}
+    recovered = idle.with_published(steps(1.0, *range(8, 14)), {})
+    assert recovered.diagnosis({3}, PROFILE.costs).slow == {}
+
+
+def test_layers_that_only_a_slow_worker_computes_cost_what_they_did_before():
+    """Its pipeline was cut anew: nobody else computes the same span."""
+    times_s = {"forward_s": 0.1, "input_grad_s": 0.1, "weight_grad_s": 0.1}
+    learned = PROFILE.costs.with_layers(replace(layer, **times_s) for layer in PROFILE.costs.all_layers)
+    spans = {0: (0, 5), 1: (5, 10), 2: (0, 8), 3: (8, 10)}
+    alone = History(1).with_published(
+        {
+            rank: Measured(spans=tuple(seen(step, *span, 2.0 if rank == 3 else 1.0) for step in range(8)))
+            for rank, span in spans.items()
+        },
+        {},
+    )
+    assert alone.diagnosis({3}, learned).slow == {3: pytest.approx(0.5)}
+
+
+def planner_of(ranks=8, **config):
+    planner, state = PolicyPlanner(OdysseyConfig(**config)), initial_state(nodes=(0,) * ranks)
+    return planner, planner.start(job(4), state, to_json(PROFILE)).plan, state
+
+
+@pytest.mark.parametrize("speed", [0.7, 0.3])
+def test_a_slow_worker_gets_less_and_then_what_it_had(speed):
+    planner, plan, state = planner_of()
+    slow = with_speeds(state, {5: speed})
+    found = planner.rebalance(slow, plan, 0.0, FOREVER)
+    mended = found.decided.plan
+    assert found.gain > 0.03
+    assert mended.layout != plan.layout
+    back = planner.rebalance(with_speeds(slow, {5: 1.0}), mended, 0.0, FOREVER).decided.plan
+    assert (back.layout, back.programs) == (plan.layout, plan.programs), "exactly the first plan"
+
+
+def test_what_will_be_over_at_once_changes_nothing():
+    planner, plan, state = planner_of()
+    found = planner.rebalance(with_speeds(state, {5: 0.7}), plan, 0.0, 1e-3)
+    assert (found.decided.plan.layout, found.gain) == (plan.layout, 0.0)
