@@ -14,7 +14,7 @@ from odyssey_megatron.cluster.events import (
 )
 from odyssey_megatron.errors import ConfigError, LayersLost, PlanInfeasible
 from odyssey_megatron.launch import control as keys
-from odyssey_megatron.launch import coordinator
+from odyssey_megatron.launch import offer_tries
 from odyssey_megatron.launch.control import EVENTS
 from odyssey_megatron.launch.member import FINISHED
 from odyssey_megatron.plan.layout import Layout
@@ -242,7 +242,7 @@ def test_a_rank_that_dies_before_it_is_offered_a_place_costs_the_others_nothing(
 
 
 def test_an_offer_that_cannot_be_prepared_is_made_again_and_then_much_later(started, monkeypatch):
-    monkeypatch.setattr(coordinator, "_OFFERS_AGAIN_S", 1.0)
+    monkeypatch.setattr(offer_tries, "_AGAIN_S", 1.0)
     started.live(1, 0, 1, 2, 3)
     started.died(2)
     started.joins(2)

@@ -1,0 +1,86 @@
+"""How fast a job with a slow worker is once its plan has changed for it, by simulation.
+
+    python tests/benchmarks/slow.py --json
+
+The jobs are those of ``tests/benchmarks/policies.py`` where memory is that of 1F1B and one microbatch more: 32 workers,
+32 layers, no communication. One worker has 0.8, 0.65, 0.45 or 0.3 of its speed. ``of_share`` is the throughput beside
+the healthy job's times the share of speed that is left, ``over_nothing`` beside the layout as it was,
+``over_left_out`` beside the best plan without that worker. Layout, schedule and step time are ``decide()``'s own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from odyssey_megatron.cluster.events import RankDied
+from odyssey_megatron.cluster.job import JobSpec
+from odyssey_megatron.cluster.state import apply, initial_state, with_speeds
+from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.policy.decide import decide, initial_plan, scheduled
+from odyssey_megatron.policy.profile import Profile
+from tests.benchmarks.bars import at_least, finish
+from tests.benchmarks.policies import LAYERS, SETTINGS, WORKERS, costs
+
+SPEEDS = (0.8, 0.65, 0.45, 0.3)
+SLOW = 13
+
+
+def measured(dp: int, pp: int, microbatches: int, speed: float) -> dict[str, Any]:
+    """Of one job."""
+    job = JobSpec(
+        num_layers=LAYERS + 2,
+        pipeline_model_parallel_size=pp,
+        tensor_model_parallel_size=1,
+        num_microbatches=dp * microbatches,
+        tokens_per_step=dp * microbatches,
+        train_steps=1,
+    )
+    profile = Profile(costs=costs(LAYERS // pp * (pp + 1), 0), group_build_s=0.0)
+    state = initial_state(nodes=tuple(worker // 8 for worker in range(WORKERS)))
+    healthy, config = initial_plan(job, state, profile), OdysseyConfig(horizon_s=1e9, mtbf_s=1e9)
+    slow = with_speeds(state, {SLOW: speed})
+    without = apply(state, RankDied(rank=SLOW, code=-9, cause="left out", t_s=0.0))
+    mended, left_out = (
+        decide(
+            job=job, state=one, previous=healthy, profile=profile, config=config, now_s=0.0, rebalances=True
+        )
+        for one in (slow, without)
+    )
+    nothing_s = scheduled("keep", healthy.layout, (), slow, profile).step_s
+    chosen = mended.candidates[0]
+    return {
+        "setting": f"dp{dp}_pp{pp}_m{microbatches}_speed{speed}",
+        "healthy_s": round(healthy.step_s, 3),
+        "step_s": round(mended.plan.step_s, 3),
+        "of_share": healthy.step_s * WORKERS / (WORKERS - 1 + speed) / mended.plan.step_s,
+        "over_nothing": nothing_s / mended.plan.step_s,
+        "over_left_out": left_out.plan.step_s / mended.plan.step_s,
+        "policy": f"{chosen.name}: {chosen.reason}",
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    rows = [measured(*setting, speed) for setting in SETTINGS for speed in SPEEDS]
+    bars = []
+    for kind, least in (("of_share", 0.97), ("over_nothing", 1.0), ("over_left_out", 1.0)):
+        values = [row[kind] for row in rows]
+        bars.append(at_least(f"{kind} (median)", statistics.median(values), least))
+        if least == 1.0:
+            bars.append(at_least(f"{kind} (least)", min(values), least))
+    return finish({"settings": rows}, bars, as_json=args.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
