@@ -41,6 +41,8 @@ class Rebalancing:
         self._planner, self._journal, self._say, self._acts = planner, journal, say, acts
         self._seen: Diagnosis | None = None
         self._said: set[tuple[str, tuple[int, int]]] = set()
+        self._known: dict[int, float] = {}
+        """Slow worker -> its speed."""
         self._began_s: dict[int, float] = {}
         """Slow worker -> since when that has been known."""
         self._lasted_s: list[float] = []
@@ -49,36 +51,56 @@ class Rebalancing:
     def look(
         self, diagnosis: Diagnosis | None, state: ClusterState, live: Plan, now_s: float
     ) -> tuple[ClusterState, Better | None]:
-        """``state`` with the speeds that are known now; and a better plan than ``live``, if there is one to go to."""
+        """``state`` with the speeds that decisions are to go by; and a better plan than ``live``, if there is one to go
+        to.
+        """
         if diagnosis is None or diagnosis is self._seen:
             return state, None
         self._seen = diagnosis
         self._note_others(diagnosis, live)
+        before, state = state, state if self._acts else with_speeds(state, self._known)
         changed = changes(state, diagnosis.slow)
-        if not changed:
-            return state, None
         state = with_speeds(state, changed)
+        self._known = {worker.worker: worker.speed for worker in state.workers if worker.speed < 1.0}
+        if not self._acts:
+            self._compare(changed, diagnosis, state, live, now_s)
+            return before, None
+        return state, self._compare(changed, diagnosis, state, live, now_s)
+
+    def _compare(
+        self,
+        changed: Mapping[int, float],
+        diagnosis: Diagnosis,
+        state: ClusterState,
+        live: Plan,
+        now_s: float,
+    ) -> Better | None:
+        if not changed:
+            return None
         why = "; ".join(
             self._note(worker, speed, diagnosis, state, now_s) for worker, speed in changed.items()
         )
-        ages_s = [now_s - began_s for began_s in self._began_s.values()]
+        self._began_s = {
+            worker: since_s for worker, since_s in self._began_s.items() if worker in self._known
+        }
+        ages_s = [now_s - since_s for since_s in self._began_s.values()]
         lasts_s = remaining_s(min(ages_s), self._lasted_s) if ages_s else float("inf")
         try:
             found = self._planner.rebalance(state, live, now_s, lasts_s)
         except OdysseyError as error:
             _log.warning("no plan for the speeds of now: %s", error)
-            return state, None
+            return None
         if found.decided.plan.layout == live.layout or (
             found.gain < _LEAST_GAIN and not self._is_back(state)
         ):
             self._say(f"[odyssey] {why}: the plan stays, as no other is {_LEAST_GAIN:.0%} faster")
-            return state, None
+            return None
         gain = f"steps {found.gain:.0%} faster" if found.gain >= _LEAST_GAIN else "as before"
         if not self._acts:
             policy = found.decided.plan.policy
             self._say(f"[odyssey] {why}: with --odyssey-rebalance auto, {policy} would make {gain}")
-            return state, None
-        return state, Better(decided=found.decided, why=f"{why}: {gain}")
+            return None
+        return Better(decided=found.decided, why=f"{why}: {gain}")
 
     @staticmethod
     def _is_back(state: ClusterState) -> bool:

@@ -38,6 +38,7 @@ def test_found_and_given_less_to_do_between_two_steps(jobs, reference, name):
     assert "rank(s) [3] slow" in shot.run.switches[0].why, "the report shows it"
 
 
+@pytest.mark.matrix
 def test_without_leave_to_act_it_is_only_said(jobs, reference, name):
     shot = jobs.run(name, ranks=4, stages=2, flags=f"{LONG} {SLOW} --odyssey-rebalance off")
     assert_equal_runs(shot, reference, kills=0)
@@ -59,7 +60,7 @@ def test_it_gets_its_work_back(jobs, undisturbed, name):
 @pytest.mark.parametrize(
     "kill",
     [
-        "rank=3,step=30,at=backward",
+        "rank=3,step=30,at=agreement",
         "rank=1,step=30,at=forward",
         "rank=0,step=-1,at=groups,generation=2",
         "rank=3,step=-1,at=groups,generation=2",

@@ -45,10 +45,13 @@ def test_found_mended_and_back(job):
 
 
 def test_off_only_says_so(job):
-    state, better = job(acts=False).look(slow(w5=2.0), job.state, job.plan, 10.0)
-    assert better is None
-    assert state.workers[5].speed == 0.5, "a recovery goes by it all the same"
-    assert "with --odyssey-rebalance auto" in job.said[0]
+    rebalancing = job(acts=False)
+    assert rebalancing.look(slow(w5=2.0), job.state, job.plan, 10.0) == (job.state, None)
+    assert rebalancing.look(slow(w5=2.1), job.state, job.plan, 11.0) == (job.state, None)
+    (said,) = job.said
+    assert "with --odyssey-rebalance auto" in said
+    assert rebalancing.look(slow(), job.state, job.plan, 20.0) == (job.state, None)
+    assert [(e["slow_ranks"], e["speed"]) for e in read_journal(job.folder)] == [([5], 0.5), ([5], 1.0)]
 
 
 def test_each_diagnosis_is_looked_at_once(job):
@@ -72,7 +75,7 @@ def test_little_is_nothing(job):
     state = job.state
     assert changes(state, {5: 1 / 1.05}) == {}
     assert changes(state, {5: 1 / 1.2}) == {5: 1 / 1.2}
-    (state_5,) = (job(acts=False).look(slow(w5=2.0), state, job.plan, 0.0)[0],)
+    (state_5,) = (job(acts=True).look(slow(w5=2.0), state, job.plan, 0.0)[0],)
     assert changes(state_5, {5: 1 / 2.2}) == {}
     assert changes(state_5, {5: 1 / 1.05}) == {}, "not certainly over"
     assert changes(state_5, {5: 1 / 3.0}) == {5: 1 / 3.0}
