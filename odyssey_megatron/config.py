@@ -13,6 +13,7 @@ from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.inputs import COUNT, WHOLE, Between, Parser
 
 MODES = ("off", "observe", "recover")
+LAYOUTS = ("megatron", "auto")
 REDUNDANCIES = ("off", "state", "compute", "auto")
 SPARE_STATES = ("device", "host")
 REBALANCES = ("off", "auto")
@@ -104,6 +105,12 @@ class OdysseyConfig:
         "no value)",
         choices=("off", "on"),
         bare="on",
+    )
+    layout: str = _flag(
+        "megatron",
+        "where the job starts. megatron: with the stages and pipelines of the launch line. auto: with the best "
+        "pipelines for the profile, if they are faster and the loss of one worker is survived as before",
+        choices=LAYOUTS,
     )
     redundancy: str = _flag(
         "off",

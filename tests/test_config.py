@@ -29,6 +29,7 @@ FROZEN = {
     "inject": "",
     "accept": "",
     "strict": "off",
+    "layout": "megatron",
     "redundancy": "off",
     "redundancy_level": 1,
     "spare_state": "device",

@@ -32,6 +32,8 @@ class JobSpec:
     """Embedding and head share a weight."""
     stage_layers: tuple[int, ...] = ()
     """Transformer layers of each stage of the failure-free plan; empty: as even as can be."""
+    best_layout: bool = False
+    """The failure-free plan is the best for the profile, and not that of the parallel sizes."""
 
     def check(self, world_size: int) -> None:
         """Raises ConfigError if ``world_size`` ranks cannot form the initial layout."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import heapify, heappop, heappush
@@ -41,7 +41,7 @@ from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.proposal import Proposal
 from odyssey_megatron.policy.rerouting import heirs
 from odyssey_megatron.policy.score import mean_time_between_failures_s
-from odyssey_megatron.policy.search import SLACK, search_for
+from odyssey_megatron.policy.search import SLACK, place, search_for
 
 _FINALISTS = 6
 """At most so many shapes of one policy are scheduled in full; the others only get an estimate."""
@@ -107,12 +107,12 @@ class Decision:
 
 
 def initial_plan(job: JobSpec, state: ClusterState, profile: Profile) -> Plan:
-    """The failure-free plan: Megatron's own layout. Called once, before training, when there is time.
+    """The failure-free plan: Megatron's own layout, or the best. Called once, before training, when there is time.
 
     Raises:
         PlanInfeasible: it does not fit the profile's memory.
     """
-    layout = megatron_layout(
+    own = megatron_layout(
         num_layers=job.num_layers,
         pipeline_size=job.pipeline_model_parallel_size,
         num_workers=len(state.workers),
@@ -120,10 +120,38 @@ def initial_plan(job: JobSpec, state: ClusterState, profile: Profile) -> Plan:
         stage_layers=job.stage_layers,
         tied=job.is_tied,
     )
+    prepare(job, state, profile)
+    if not job.best_layout:
+        return _healthy(own, job, state, profile)
+    plans, reason = list[Plan](), ""
+    for layout in (own, *_better(own, job, profile)):
+        try:
+            plans.append(_healthy(layout, job, state, profile))
+        except PlanInfeasible as error:
+            reason = reason or str(error)
+    if not plans:
+        raise PlanInfeasible(reason)
+    return min(plans, key=lambda plan: plan.step_s * (1 - ALIKE * (plan is plans[0])))
+
+
+def _better(own: Layout, job: JobSpec, profile: Profile) -> Iterator[Layout]:
+    """Layouts of the same workers, in which losing one is survived where it is with ``own``; the best is the first."""
+    costs, workers = profile.costs, own.workers
+    search = search_for(costs, costs.memory_bytes, job.optimizer_copies)
+    least = 1 if min(map(len, own.holders)) == 1 else 2
+    good = (
+        one
+        for one in search.partitions(len(workers), job.num_microbatches)
+        if one.number >= least and one.shares
+    )
+    for found in itertools.islice(good, 2):
+        yield place(search.shape_of(found, len(workers), job.num_microbatches), workers, own, costs)
+
+
+def _healthy(layout: Layout, job: JobSpec, state: ClusterState, profile: Profile) -> Plan:
     nodes = {worker.worker: worker.node for worker in state.workers}
     layout = with_shadows(layout, None, nodes, job.least_holders, profile.costs, eager=job.eager_forwards)
     layout = with_keepers(layout, None, nodes, job.optimizer_copies, profile.costs)
-    prepare(job, state, profile)
     return scheduled("initial", layout, (), state, profile, eager=job.eager_forwards)
 
 

@@ -67,7 +67,7 @@ class PolicyPlanner:
         self._slow: frozenset[int] = frozenset()
 
     def start(self, job: JobSpec, state: ClusterState, profile_json: str) -> Decided:
-        self._job = job
+        self._job = job = replace(job, best_layout=self._config.layout == "auto")
         self._profile = _checked(from_json(Profile, profile_json), job)
         keeps = self._config.interrupted_step == "resume"
         self._profile = replace(self._profile, costs=replace(self._profile.costs, keeps_messages=keeps))
@@ -98,7 +98,8 @@ class PolicyPlanner:
         """With the redundancy asked for, or the best. Raises PlanInfeasible."""
         asked = self._config.redundancy
         if asked in ("off", "state"):
-            return Decided(plan=initial_plan(job, state, self._profile), rows=())
+            plan = initial_plan(job, state, self._profile)
+            return Decided(plan=plan, rows=self._layouts(plan, job, state) if job.best_layout else ())
         self._among = redundancy.MODES if asked == "auto" else (asked,)
         resumes = self._config.interrupted_step == "resume"
         self._standings, without = redundancy.possible(
@@ -106,6 +107,25 @@ class PolicyPlanner:
         )
         chosen, rows = self._chosen(state, state.started_s)
         return Decided(plan=chosen.plan, rows=(*rows, *without))
+
+    def _layouts(self, best: Plan, job: JobSpec, state: ClusterState) -> tuple[CandidateRow, ...]:
+        """Where the job starts, beside the launch line's layout."""
+        try:
+            own = initial_plan(replace(job, best_layout=False), state, self._profile)
+        except PlanInfeasible:  # by the estimate it does not fit, and this one does
+            return ()
+        is_own = best.layout == own.layout
+        lengths = "+".join(str(len(route.hops)) for route in best.layout.routes)
+        rows = [("launch line", own, is_own, "its stages and pipelines")]
+        if not is_own:
+            faster = own.step_s / best.step_s
+            rows.insert(0, ("layout", best, True, f"pipelines {lengths}; {faster:.2f} times as fast"))
+        return tuple(
+            CandidateRow(
+                name=name, step_s=plan.step_s, transition_s=0.0, score=None, chosen=chosen, reason=reason
+            )
+            for name, plan, chosen, reason in rows
+        )
 
     def _chosen(self, state: ClusterState, now_s: float) -> tuple[Standing, tuple[CandidateRow, ...]]:
         """Of the standings, at the rate of failures by now; the job goes on with it."""

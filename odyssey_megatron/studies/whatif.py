@@ -260,6 +260,7 @@ def _as_text(
         f"{len(scenario.state.workers)} workers, {scenario.job.num_microbatches} microbatches a step",
         "",
         _summary("before", before, scenario),
+        _best_layout(before, scenario),
         *_grid(options, scenario, before),
         "",
         f"killed: {', '.join(options.kill) or 'nobody'}; slow: {', '.join(options.slow) or 'nobody'}; "
@@ -275,6 +276,17 @@ def _as_text(
         f"throughput after / before: {before.step_s / after.step_s:.1%}",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _best_layout(before: Plan, scenario: Scenario) -> str:
+    best = initial_plan(replace(scenario.job, best_layout=True), scenario.state, scenario.profile)
+    if best.layout == before.layout:
+        return "no layout that was found is faster without failures"
+    lengths = "+".join(str(len(route.hops)) for route in best.layout.routes)
+    return (
+        f"without failures pipelines {lengths} have a step of {best.step_s * 1e3:.1f} ms, "
+        f"{before.step_s / best.step_s - 1:.1%} more throughput: --odyssey-layout auto"
+    )
 
 
 def _two_speed_text(both: TwoSpeed) -> str:
