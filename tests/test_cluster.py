@@ -49,7 +49,7 @@ def test_a_lost_node_takes_all_its_ranks(state):
 
 
 def test_a_cell_is_lost_with_any_of_its_ranks():
-    state = initial_state(nodes=(0, 0, 0, 0, 1, 1, 1, 1), tensor_model_parallel_size=2)
+    state = initial_state(nodes=(0, 0, 0, 0, 1, 1, 1, 1), cell_size=2)
     after = apply(state, died(5))
     assert (after.alive, after.dead, after.ranks) == ((0, 1, 3), (2,), (0, 1, 2, 3, 6, 7))
     assert apply(after, died(4)) is after, "its other rank went with it"
@@ -63,6 +63,19 @@ def test_ranks_of_a_cell_talk_to_their_likes():
         "two groups, with an address each"
     )
     assert Cell(rank=5).peer(3) == 3
+
+
+def test_ranks_of_a_cell_have_shards_and_parts_of_the_sequence():
+    """Megatron's order is tensor, then context parallelism (core_v0.16.1 core/parallel_state.py, "tp-cp-ep-dp-pp")."""
+    cell = Cell(rank=13, size=8, context=4)
+    assert (cell.worker, cell.index, cell.tensor_rank, cell.context_rank) == (1, 5, 1, 2)
+    assert (cell.tensor_ranks, cell.context_ranks(1), cell.context_ranks(0)) == (
+        (12, 13),
+        (9, 11, 13, 15),
+        (1, 3, 5, 7),
+    )
+    twin = Cell(rank=15, size=8, context=4)
+    assert cell.named("forward:0>1") != twin.named("forward:0>1")
 
 
 def test_a_rank_that_finished_does_not_die(state):
@@ -85,7 +98,7 @@ def joined(rank: int, incarnation: int = 1, node: int = 0) -> RankJoined:
 
 
 def test_a_worker_lives_again_when_all_its_ranks_have_joined():
-    state = next_generation(initial_state(nodes=(0, 0, 1, 1), tensor_model_parallel_size=2))
+    state = next_generation(initial_state(nodes=(0, 0, 1, 1), cell_size=2))
     state = apply(state, died(3))
     half = apply(state, joined(3))
     assert (half.alive, half.joining) == ((0,), {3})
@@ -96,14 +109,14 @@ def test_a_worker_lives_again_when_all_its_ranks_have_joined():
 
 
 def test_a_rank_that_dies_while_it_waits_for_its_cell():
-    state = initial_state(nodes=(0, 0, 0, 0), tensor_model_parallel_size=2)
+    state = initial_state(nodes=(0, 0, 0, 0), cell_size=2)
     state = apply(apply(apply(state, died(3)), joined(3)), died(3))
     assert (state.joining, len(state.failure_times_s)) == (frozenset(), 1)
     assert apply(state, joined(2)).alive == (0,)
 
 
 def test_of_a_cell_that_holds_nothing_yet_the_rest_waits_on():
-    state = next_generation(initial_state(nodes=(0,) * 4, tensor_model_parallel_size=2))
+    state = next_generation(initial_state(nodes=(0,) * 4, cell_size=2))
     state = apply(state, died(1))
     for rank in (0, 1):
         state = apply(state, RankJoined(rank=rank, node=0, incarnation=1))
@@ -264,6 +277,11 @@ def test_a_job_that_fits():
             {"tensor_model_parallel_size": 4},
             8,
             "--pipeline-model-parallel-size 4 times --tensor-model-parallel-size 4",
+        ),
+        (
+            {"tensor_model_parallel_size": 2, "context_parallel_size": 3},
+            8,
+            "times --tensor-model-parallel-size 2 times --context-parallel-size 3. Start a multiple of 24 ranks",
         ),
         ({}, 6, "world size (6 ranks) is not divisible by --pipeline-model-parallel-size 4"),
         ({"pipeline_model_parallel_size": 0}, 8, "Start a multiple of 1 ranks"),

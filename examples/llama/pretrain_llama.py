@@ -21,6 +21,7 @@ import corpus
 from odyssey_megatron.config import add_arguments, config_from
 from odyssey_megatron.errors import EXIT_BAD_INPUT, ConfigError
 from odyssey_megatron.mcore.plugin import Session, TrainingJob
+from odyssey_megatron.upstream import compat
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -33,6 +34,7 @@ def parse_arguments() -> argparse.Namespace:
         ("num-attention-heads", 4, whole), ("num-query-groups", 2, whole), ("seq-length", 64, whole),
         ("micro-batch-size", 1, whole), ("global-batch-size", 16, whole), ("train-iters", 40, whole),
         ("pipeline-model-parallel-size", 1, whole), ("tensor-model-parallel-size", 1, whole), ("seed", 1234, whole),
+        ("context-parallel-size", 1, whole),
         ("lr", 3e-3, real), ("min-lr", 3e-4, real), ("lr-warmup-iters", 4, whole), ("weight-decay", 0.1, real),
         ("clip-grad", 1.0, real), ("sgd-momentum", 0.9, real), ("attention-dropout", 0.0, real),
         ("hidden-dropout", 0.0, real), ("check-weight-hash-across-dp-replicas-interval", 0, whole),
@@ -110,6 +112,7 @@ def transformer_config(args: argparse.Namespace, dtype: Any) -> Any:
             num_attention_heads=args.num_attention_heads,
             num_query_groups=args.num_query_groups,
             tensor_model_parallel_size=args.tensor_model_parallel_size,
+            context_parallel_size=args.context_parallel_size,
             sequence_parallel=args.sequence_parallel,
             qk_layernorm=args.qk_layernorm,
             attention_dropout=args.attention_dropout,
@@ -204,6 +207,7 @@ def forward_step(data_iterator: Any, model: Any) -> tuple[Any, Any]:
         return model(None, None, None), None
     device = torch.cuda.current_device()
     batch = {name: value.to(device) for name, value in next(data_iterator).items()}
+    batch = compat.batch_on_this_cp_rank(batch)
     output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"] if last else None)
     return output, partial(loss_function, batch["loss_mask"])
 

@@ -34,15 +34,22 @@ class JobSpec:
     """Transformer layers of each stage of the failure-free plan; empty: as even as can be."""
     best_layout: bool = False
     """The failure-free plan is the best for the profile, and not that of the parallel sizes."""
+    context_parallel_size: int = 1
+
+    @property
+    def cell_size(self) -> int:
+        """Ranks of a worker."""
+        return self.tensor_model_parallel_size * self.context_parallel_size
 
     def check(self, world_size: int) -> None:
         """Raises ConfigError if ``world_size`` ranks cannot form the initial layout."""
-        pp, tp = self.pipeline_model_parallel_size, self.tensor_model_parallel_size
-        if pp < 1 or tp < 1 or world_size % (pp * tp):
-            times = f" times --tensor-model-parallel-size {tp}" if tp > 1 else ""
+        pp, size = self.pipeline_model_parallel_size, self.cell_size
+        if pp < 1 or size < 1 or world_size % (pp * size):
+            cells = {"tensor-model": self.tensor_model_parallel_size, "context": self.context_parallel_size}
+            times = "".join(f" times --{name}-parallel-size {one}" for name, one in cells.items() if one > 1)
             raise ConfigError(
                 f"the world size ({world_size} ranks) is not divisible by "
-                f"--pipeline-model-parallel-size {pp}{times}. Start a multiple of {max(pp, 1) * max(tp, 1)} ranks "
+                f"--pipeline-model-parallel-size {pp}{times}. Start a multiple of {max(pp, 1) * max(size, 1)} ranks "
                 "(--nproc-per-node times --nnodes) or change the sizes."
             )
         blocks = self.num_layers - 2
@@ -51,7 +58,7 @@ class JobSpec:
                 f"--pipeline-model-parallel-size {pp} exceeds --num-layers {blocks}: each stage "
                 f"needs at least one transformer layer. Use at most {blocks} stages."
             )
-        dp = world_size // (pp * tp)
+        dp = world_size // (pp * size)
         if self.num_microbatches < dp:
             raise ConfigError(
                 f"{self.num_microbatches} microbatch(es) per global batch cannot feed {dp} "

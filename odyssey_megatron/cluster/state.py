@@ -31,11 +31,15 @@ class WorkerState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """Which worker a rank belongs to: consecutive ranks, as tensor parallelism comes first in Megatron's order."""
+    """Which worker a rank belongs to: consecutive ranks, as tensor parallelism comes first in Megatron's order, and
+    context parallelism second.
+    """
 
     rank: int
     size: int = 1
-    """``tensor_model_parallel_size``."""
+    """``JobSpec.cell_size``."""
+    context: int = 1
+    """``context_parallel_size``: ranks of a cell that have the same shards, and each a part of the sequence."""
 
     @property
     def worker(self) -> int:
@@ -43,21 +47,46 @@ class Cell:
 
     @property
     def index(self) -> int:
-        """This rank's place in its cell: its tensor-parallel rank."""
+        """This rank's place in its cell."""
         return self.rank % self.size
+
+    @property
+    def tensor(self) -> int:
+        """``tensor_model_parallel_size``: ranks of a cell that have the same part of the sequence."""
+        return self.size // self.context
+
+    @property
+    def tensor_rank(self) -> int:
+        """Which shard of its layers this rank has."""
+        return self.index % self.tensor
+
+    @property
+    def context_rank(self) -> int:
+        """Which part of the sequence this rank has."""
+        return self.index // self.tensor
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """All ranks of the cell."""
         return tuple(range(self.worker * self.size, (self.worker + 1) * self.size))
 
+    @property
+    def tensor_ranks(self) -> tuple[int, ...]:
+        """This rank's tensor-parallel group."""
+        first = self.rank - self.tensor_rank
+        return tuple(range(first, first + self.tensor))
+
+    def context_ranks(self, worker: int) -> tuple[int, ...]:
+        """The ranks of ``worker`` that have the same shards; of this one's own: its context-parallel group."""
+        return tuple(range(worker * self.size + self.tensor_rank, (worker + 1) * self.size, self.tensor))
+
     def peer(self, worker: int) -> int:
-        """The rank of ``worker`` that has the same shards: the one to exchange with."""
+        """The rank of ``worker`` in the same place: the one to exchange with."""
         return worker * self.size + self.index
 
     def named(self, name: str) -> str:
         """``name`` of a group between workers, of which there is one for each place in a cell."""
-        return name if self.size == 1 else f"{name}.tp{self.index}"
+        return name if self.size == 1 else f"{name}.{self.index}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,11 +159,9 @@ class ClusterState:
         raise KeyError(rank)
 
 
-def initial_state(
-    *, nodes: tuple[int, ...], started_s: float = 0.0, tensor_model_parallel_size: int = 1
-) -> ClusterState:
+def initial_state(*, nodes: tuple[int, ...], started_s: float = 0.0, cell_size: int = 1) -> ClusterState:
     """All ranks alive; ``nodes[r]`` is the node of rank r, and a cell is where its first rank is."""
-    size = tensor_model_parallel_size
+    size = cell_size
     workers = tuple(
         WorkerState(worker=first // size, node=nodes[first], ranks=tuple(range(first, first + size)))
         for first in range(0, len(nodes), size)

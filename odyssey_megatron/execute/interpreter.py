@@ -66,7 +66,7 @@ class Compute(Protocol):
         ...
 
     def partial_gradients(self, first: int, last: int) -> Sequence[torch.Tensor]:
-        """Those within :meth:`gradients` of which each rank of a cell has computed a part only."""
+        """Those within :meth:`gradients` of which each tensor-parallel rank has computed a part only."""
         ...
 
     def empty_message(self) -> torch.Tensor:
@@ -77,8 +77,8 @@ class Compute(Protocol):
 class Interpreter:
     """Runs programs over ``compute`` and ``channels``.
 
-    ``holder_group(first, last)`` is the group of a block's holders, None where this worker is the only one;
-    ``cell_group`` that of this worker's ranks, None if it is one.
+    ``holder_group(first, last)`` is the group of all who have this rank's part of a block, None where it is the only
+    one; ``tensor_group`` that of the worker's ranks that have the other parts, None if there are none.
     ``checkpoint(point, microbatch)`` is called before each instruction; it raises Superseded when the generation
     has ended, and is where faults are injected. ``settle()`` is called after each compute instruction of a step that
     may have to go on after a failure; it raises unless that instruction has really run, on whole messages.
@@ -90,13 +90,13 @@ class Interpreter:
         channels: Channels,
         holder_group: Callable[[int, int], dist.ProcessGroup | None],
         *,
-        cell_group: dist.ProcessGroup | None,
+        tensor_group: dist.ProcessGroup | None,
         num_layers: int,
         checkpoint: Callable[[str, int], None],
         settle: Callable[[], None],
     ):
         self._compute, self._channels, self._holder_group = compute, channels, holder_group
-        self._cell_group = cell_group
+        self._tensor_group = tensor_group
         self._num_layers, self._checkpoint, self._settle = num_layers, checkpoint, settle
         self._arriving: dict[tuple[Op, int, int], Pending] = {}
         self._progress = Progress(0, 0, keeps=False)
@@ -214,11 +214,11 @@ class Interpreter:
             self._progress.whole = False
             torch._foreach_mul_(list(gradients), self._compute.share)
         # First within each cell: then the sum over the holders leaves the same bytes on all of them.
-        partial = self._compute.partial_gradients(instr.first, instr.last) if self._cell_group else ()
+        partial = self._compute.partial_gradients(instr.first, instr.last) if self._tensor_group else ()
         if partial:
             self._progress.whole = False
             flat = _flatten_dense_tensors(partial)  # type: ignore[no-untyped-call]
-            dist.all_reduce(flat, group=self._cell_group)
+            dist.all_reduce(flat, group=self._tensor_group)
             summed = _unflatten_dense_tensors(flat, partial)  # type: ignore[no-untyped-call]
             torch._foreach_copy_(list(partial), list(summed))
         if group is not None:

@@ -13,10 +13,10 @@ from odyssey_megatron.cluster.events import Ask
 from odyssey_megatron.cluster.state import Cell
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import Fenced, OdysseyError, PeerFailed, Superseded
+from odyssey_megatron.execute import membership
 from odyssey_megatron.execute.channels import WORLD, Channels
 from odyssey_megatron.execute.interpreter import FORWARD_ONLY, Interpreter
 from odyssey_megatron.execute.left_out import dispensable, leave_out
-from odyssey_megatron.execute.membership import block_group_name, cell_group_name, group_members
 from odyssey_megatron.execute.parts import FaultPoint, GroupBuilder, Groups, Member, Model
 from odyssey_megatron.execute.phases import PhaseClock, recovery_record
 from odyssey_megatron.execute.prepare import Offers, elected
@@ -54,7 +54,7 @@ class RankRuntime:
         on_commit: Callable[[int, Any], None],
         on_groups: Callable[[Groups], None] = lambda groups: None,
         slowness: Callable[[int], float] = lambda step: 1.0,
-        tensor_model_parallel_size: int = 1,
+        cell: Cell | None = None,
         first_step: int = 0,
     ):
         self._on_groups = on_groups
@@ -90,7 +90,7 @@ class RankRuntime:
         self.boundary, self._planned, self._recovered_by, self._taken_up = 0, False, "", 0
         self._plan: Plan | None = None
         self._plan_hash, self.generation, self._steps_here = "", 0, 0
-        self._cell = Cell(rank=member.rank, size=tensor_model_parallel_size)
+        self._cell = cell or Cell(rank=member.rank)
         self._worker = self._cell.worker
         self._measured = Measurements(config.profile_steps, slowness, member.incarnation)
         self.stalled_s = 0.0
@@ -123,7 +123,7 @@ class RankRuntime:
 
     def _groups_in(self, generation: Generation) -> dict[str, tuple[int, ...]]:
         assert generation.plan is not None
-        return group_members(generation.plan, generation.members, self._cell, tagged=self._tagged)
+        return membership.group_members(generation.plan, generation.members, self._cell, tagged=self._tagged)
 
     def abort(self, why: Exception) -> None:
         if self._interpreter is not None:
@@ -181,7 +181,7 @@ class RankRuntime:
             self._piece_done()
         begun, keep = False, self._config.interrupted_step == "resume"
         if not generation.planned:
-            cell_group, progress = self._group(cell_group_name(self._worker)), self._progress
+            cell_group, progress = self._group(membership.cell_group_name(self._worker)), self._progress
             progress, compute, device = progress or self._new_progress(), self._model, self._totals.device
             now = self._of_step(plan.program(self._worker))
             begun, self._rest, self._taken_up = agree.go_on(
@@ -235,8 +235,8 @@ class RankRuntime:
         self._interpreter = Interpreter(
             model,
             Channels(groups, cell=self._cell, num_layers=num_layers, tagged=self._tagged),
-            lambda first, last: self._group(self._cell.named(block_group_name(first, last))),
-            cell_group=self._group(cell_group_name(self._worker)),
+            lambda first, last: self._group(membership.block_group_name(self._cell, first, last)),
+            tensor_group=self._group(membership.tensor_group_name(self._cell)),
             num_layers=num_layers,
             checkpoint=self._check,
             settle=groups.settle,
@@ -246,7 +246,7 @@ class RankRuntime:
             cell=self._cell,
             world=self._world,
             device=self._totals.device,
-            group_of=lambda first, last: groups[self._cell.named(block_group_name(first, last))],
+            group_of=lambda first, last: groups[membership.block_group_name(self._cell, first, last)],
             weights_of=model.weights_of,
         )
         self._spread_weights()  # some may have been cut off from those of the last step

@@ -169,7 +169,7 @@ class Coordinator:
             self._state = initial_state(
                 nodes=self._nodes,
                 started_s=self._state.started_s,
-                tensor_model_parallel_size=job.tensor_model_parallel_size,
+                cell_size=job.cell_size,
             )
             decided = self._planner.start(job, self._state, posted["profile"])
         except (OdysseyError, ValueError) as error:

@@ -128,7 +128,7 @@ class Member:
                 if self._control.read(here) != incarnations:
                     break
         with self._changed:
-            self._lost = Fenced(f"rank {self.rank} has lost another rank of its tensor-parallel cell")
+            self._lost = Fenced(f"rank {self.rank} has lost another rank of its cell")
             self._end_before(math.inf)
             self._changed.notify_all()
 
@@ -345,7 +345,7 @@ class Member:
             self.journal.event("fenced", generation=generation.number, why=generation.why)
         return Fenced(
             f"generation {generation.number} goes on without rank {self.rank}, which was declared dead or whose "
-            f"tensor-parallel cell has lost a rank (lost: {list(generation.dead)})"
+            f"cell has lost a rank (lost: {list(generation.dead)})"
         )
 
     def _is_this_process(self, generation: Generation) -> bool:

@@ -47,7 +47,7 @@ def completed(slots: Mapping[int, int], lost: Sequence[int], cell_size: int) -> 
     Args:
         slots: rank -> slot, of the ranks that have one.
         lost: ranks that have none any more, and miss it.
-        cell_size: ``tensor_model_parallel_size``.
+        cell_size: ranks of a cell.
     """
     broken: dict[int, list[int]] = {}
     for rank in sorted(lost):
@@ -172,7 +172,7 @@ class Respawn:
         if not self._control.has([keys.JOB]):
             return 1
         job = from_json(JobSpec, json.loads(self._control.get(keys.JOB))["job"])
-        return job.tensor_model_parallel_size
+        return job.cell_size
 
     def due(self, now_s: float) -> list[tuple[int, int]]:
         """(rank, slot) of those whose time has come."""

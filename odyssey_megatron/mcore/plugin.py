@@ -170,7 +170,7 @@ class Session:
         """
         spec = self._job_spec(job)
         self.post(spec, self._profile(job))
-        cell = self._take_cell(spec.tensor_model_parallel_size)
+        cell = self._take_cell(self._cell_of(job.model.config))
         model = self._model(job, spec.num_microbatches, cell)
         rank = self.enter(
             model, on_commit=job.on_step, on_groups=cell.follow if cell else lambda groups: None
@@ -242,7 +242,7 @@ class Session:
             journal=self._journal,
             on_commit=on_commit,
             on_groups=on_groups,
-            tensor_model_parallel_size=model.spec.config.tensor_model_parallel_size,
+            cell=self._cell_of(model.spec.config),
             first_step=first_step,
         )
         if self.member.joins:
@@ -253,10 +253,18 @@ class Session:
 
     def _job_spec(self, job: TrainingJob) -> JobSpec:
         config = job.model.config
-        if config.sequence_parallel and job.seq_length % config.tensor_model_parallel_size:
+        tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
+        parts = (tp if config.sequence_parallel else 1) * (2 * cp if cp > 1 else 1)
+        if job.seq_length % parts:
+            asked = (
+                [f"--tensor-model-parallel-size {tp} with --sequence-parallel"]
+                if config.sequence_parallel
+                else []
+            )
+            asked += [f"--context-parallel-size {cp}, whose ranks compute two pieces each"] if cp > 1 else []
             raise ConfigError(
-                f"--seq-length {job.seq_length} is not divisible by --tensor-model-parallel-size "
-                f"{config.tensor_model_parallel_size}, as --sequence-parallel needs it. Choose a multiple of it."
+                f"--seq-length {job.seq_length} is not divisible by {parts}, as {' and '.join(asked)} cut it. Choose a "
+                "multiple of it."
             )
         if job.global_batch_size % job.micro_batch_size:
             raise ConfigError(
@@ -268,6 +276,7 @@ class Session:
             is_tied=job.model.is_tied,
             pipeline_model_parallel_size=job.pipeline_model_parallel_size,
             tensor_model_parallel_size=config.tensor_model_parallel_size,
+            context_parallel_size=config.context_parallel_size,
             num_microbatches=job.global_batch_size // job.micro_batch_size,
             tokens_per_step=job.global_batch_size * job.seq_length,
             train_steps=job.train_iters,
@@ -288,18 +297,22 @@ class Session:
             is_tied=job.model.is_tied,
         )
 
-    def _take_cell(self, size: int) -> OwnCell | None:
-        """Of several ranks, each with a shard of its worker's layers; None: this rank alone is a worker."""
-        if size == 1:
+    def _cell_of(self, config: Any) -> Cell:
+        context = config.context_parallel_size
+        return Cell(rank=self.rank, size=config.tensor_model_parallel_size * context, context=context)
+
+    def _take_cell(self, cell: Cell) -> OwnCell | None:
+        """Of several ranks, which compute together; None: this rank alone is a worker."""
+        if cell.size == 1:
             return None
         from odyssey_megatron.mcore.model.groups import OwnCell
 
         placeholder = dist.group.WORLD
         assert placeholder is not None, "init_default_group has made it"
         dist.destroy_process_group()
-        cell = OwnCell(Cell(rank=self.rank, size=size), self.world_size, self.config.device)
-        cell.living.follow(placeholder)
-        return cell
+        own = OwnCell(cell, self.world_size, self.config.device)
+        own.living.follow(placeholder)
+        return own
 
     def _model(self, job: TrainingJob, num_microbatches: int, cell: OwnCell | None) -> MegatronModel:
         from odyssey_megatron.mcore.loop.data import MicrobatchSource
@@ -366,6 +379,7 @@ def estimate(
         dtype_bytes=config.params_dtype.itemsize,
         memory_bytes=None if on_cpu else torch.cuda.mem_get_info()[1] * usable_percent // 100,
         tensor_parallel_size=config.tensor_model_parallel_size,
+        context_parallel_size=config.context_parallel_size,
         sequence_parallel=config.sequence_parallel,
         **(_CPU_GUESS if on_cpu else {}),
     )

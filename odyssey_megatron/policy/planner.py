@@ -74,7 +74,7 @@ class PolicyPlanner:
         job.check(len(state.ranks))
         decided = self._first_plan(job, state)
         self._home, self._learned = decided.plan, self._profile
-        self._history = History(job.tensor_model_parallel_size)
+        self._history = History(job.cell_size)
         return decided
 
     def _first_plan(self, job: JobSpec, state: ClusterState) -> Decided:

@@ -223,6 +223,7 @@ def estimated_profile(
     link_bytes_per_s: float = 2.5e10,
     memory_bytes: int | None = None,
     tensor_parallel_size: int = 1,
+    context_parallel_size: int = 1,
     sequence_parallel: bool = True,
     is_tied: bool = False,
     experts: Experts | None = None,
@@ -238,7 +239,7 @@ def estimated_profile(
     ``sequence_parallel`` they share all that is kept; without, each keeps the inputs of norms and of the
     products behind them whole (Korthikanti et al., arXiv 2205.05198, section 4.2).
     """
-    tokens = seq_length * micro_batch_size
+    tokens = seq_length * micro_batch_size // context_parallel_size  # keys and values: exchanged meanwhile
     kv_size = hidden_size // num_attention_heads * num_query_groups
     attention = 2 * hidden_size * hidden_size + 2 * hidden_size * kv_size
     scores, words = 2 * tokens * seq_length * hidden_size, vocab_size * hidden_size

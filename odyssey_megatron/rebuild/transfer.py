@@ -107,7 +107,8 @@ class Spreading:
         """Collective over ``world``, of all members, wherever some holders keep no optimizer state.
 
         Args:
-            group_of: the group of a block's holders, from its first layer and the one behind its last.
+            group_of: the group of a block's holders, from its first layer and the one behind its last; of each all
+                ranks that have this one's shard.
 
         Raises:
             TensorsDiffer: before anything is sent, on all members alike.
@@ -123,7 +124,7 @@ class Spreading:
                     ours[layer * cell.size + cell.index] = weights_of([layer])
             for keeper, layers in sources.items():
                 group = group_of(block.first, block.last)
-                self._messages.append((group, block.holders.index(keeper), layers))
+                self._messages.append((group, block.holders.index(keeper) * cell.context, layers))
         if layout.keepers:
             agree(
                 ours,

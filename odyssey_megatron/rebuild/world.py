@@ -2,7 +2,7 @@
 
 Megatron's own loop calls barriers and reductions on the default group, between steps and inside checkpoints. They
 reach the world of the current generation. Ranks are dense in it: the lowest living rank is 0, and the last one is
-a tensor-parallel cell keep its group in the same way.
+who prints. What Megatron's modules keep of the groups within a cell means those of the generation, too.
 """
 
 from __future__ import annotations
@@ -155,18 +155,18 @@ def alone() -> Iterator[None]:
 
 class _WithinCell(dict[int, int]):
     """Global rank -> rank in a group within a cell. Cells are consecutive ranks and go as a whole, so a rank's place in
-    its cell follows from its number, whatever that is by now.
+    its cell follows from its number, whatever that is by now. Of a context-parallel group every ``step``-th is one.
     """
 
-    def __init__(self, size: int):
-        super().__init__({one: one for one in range(size)})
-        self._size = size
+    def __init__(self, size: int, step: int = 1):
+        super().__init__({one * step: one for one in range(size)})
+        self._size, self._step = size, step
 
     def __contains__(self, rank: object) -> bool:
         return True
 
     def __getitem__(self, rank: int) -> int:
-        return rank % self._size
+        return rank // self._step % self._size
 
 
 def become_default(rank: int, size: int, device: str) -> LivingWorld:
@@ -174,17 +174,19 @@ def become_default(rank: int, size: int, device: str) -> LivingWorld:
     world = LivingWorld(rank, size, device)
     _register(world, "odyssey-world", device, {one: one for one in range(size)})
     world.before = c10d._get_default_group()
-    for group in list(c10d._world.pg_group_ranks):
-        if group is not world and isinstance(group, dist.ProcessGroup):  # torch notes the absent as a number
+    for group, ranks in list(c10d._world.pg_group_ranks.items()):
+        if group is world or isinstance(ranks, _WithinCell):
+            continue
+        if isinstance(group, dist.ProcessGroup):  # torch notes the absent as a number
             c10d._world.pg_group_ranks[group] = _WithinCell(group.size())
     c10d._update_default_pg(world)
     return world
 
 
-def cell_group(rank: int, size: int, device: str) -> FollowingGroup:
-    """The tensor-parallel group of this rank's cell, for Megatron's modules to keep."""
-    group = FollowingGroup(rank, size, device)
-    _register(group, "odyssey-cell", device, _WithinCell(size))
+def group_of_cell(name: str, ranks: tuple[int, ...], rank: int, device: str) -> FollowingGroup:
+    """A group of ``ranks`` of this one's cell, for Megatron's modules to keep."""
+    group = FollowingGroup(ranks.index(rank), len(ranks), device)
+    _register(group, f"odyssey-{name}", device, _WithinCell(len(ranks), ranks[1] - ranks[0]))
     return group
 
 

@@ -67,7 +67,12 @@ ACCELERATORS = {
 
 
 def preset_profile(
-    model: str, accelerator: str, *, tensor_parallel_size: int = 1, micro_batch_size: int = 1
+    model: str,
+    accelerator: str,
+    *,
+    tensor_parallel_size: int = 1,
+    context_parallel_size: int = 1,
+    micro_batch_size: int = 1,
 ) -> Profile:
     """The estimated profile of a named model on a named accelerator; nine tenths of the memory may be used.
 
@@ -91,4 +96,5 @@ def preset_profile(
         link_bytes_per_s=device.link_bytes_per_s * tensor_parallel_size,
         memory_bytes=device.memory_bytes * 9 // 10,
         tensor_parallel_size=tensor_parallel_size,
+        context_parallel_size=context_parallel_size,
     )

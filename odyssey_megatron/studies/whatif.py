@@ -72,6 +72,7 @@ def add_scenario_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--pipeline-model-parallel-size", type=_SIZE, default=4, metavar="PP")
     parser.add_argument("--tensor-model-parallel-size", type=_SIZE, default=1, metavar="TP")
+    parser.add_argument("--context-parallel-size", type=_SIZE, default=1, metavar="CP")
     parser.add_argument(
         "--use-distributed-optimizer", action="store_true", help="optimizer state on two holders of a layer"
     )
@@ -84,13 +85,18 @@ def add_scenario_arguments(parser: argparse.ArgumentParser) -> None:
 def scenario_from(options: argparse.Namespace) -> Scenario:
     """Raises ConfigError if the job cannot be laid out on the cluster."""
     nodes, gpus = _cluster(options.cluster)
-    pp, tp = options.pipeline_model_parallel_size, options.tensor_model_parallel_size
-    world = nodes * gpus
-    if world % (pp * tp):
+    pp, tp, cp = (
+        options.pipeline_model_parallel_size,
+        options.tensor_model_parallel_size,
+        options.context_parallel_size,
+    )
+    world, cell = nodes * gpus, tp * cp
+    if world % (pp * cell):
         raise ConfigError(
-            f"{world} GPUs are not divisible by pipeline size {pp} times tensor size {tp}: change one of them."
+            f"{world} GPUs are not divisible by pipeline size {pp} times tensor size {tp}"
+            f"{f' times context size {cp}' if cp > 1 else ''}: change one of them."
         )
-    dp = world // (pp * tp)
+    dp = world // (pp * cell)
     num_microbatches = dp * (options.num_microbatches or 2 * pp)
     if num_microbatches * pp > MAX_VISITS:
         raise ConfigError(
@@ -105,18 +111,19 @@ def scenario_from(options: argparse.Namespace) -> Scenario:
             options.model,
             options.accelerator,
             tensor_parallel_size=tp,
+            context_parallel_size=cp,
             micro_batch_size=options.micro_batch_size,
         )
     )
     settings = OdysseyConfig()
     keeps = settings.interrupted_step == "resume"
     profile = replace(profile, costs=replace(profile.costs, keeps_messages=keeps))
-    workers = world // tp
+    workers = world // cell
     job = JobSpec(
         num_layers=len(profile.costs.layers),
         is_tied=profile.costs.tied is not None,
         pipeline_model_parallel_size=pp,
-        tensor_model_parallel_size=1,  # a worker is one tensor-parallel cell, and the planner sees workers only
+        tensor_model_parallel_size=1,  # a worker is one cell, and the planner sees workers only
         num_microbatches=num_microbatches,
         tokens_per_step=num_microbatches * options.micro_batch_size * _seq_length(options),
         train_steps=1,
@@ -127,8 +134,8 @@ def scenario_from(options: argparse.Namespace) -> Scenario:
         workers=tuple(
             WorkerState(
                 worker=worker,
-                node=worker * tp // gpus,
-                ranks=tuple(range(worker * tp, worker * tp + tp)),
+                node=worker * cell // gpus,
+                ranks=tuple(range(worker * cell, worker * cell + cell)),
             )
             for worker in range(workers)
         )

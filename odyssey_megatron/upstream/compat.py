@@ -103,6 +103,16 @@ def count_all_microbatches(args: Any) -> None:
     )
 
 
+def batch_on_this_cp_rank(batch: dict[str, Any]) -> dict[str, Any]:
+    """This rank's part of the sequences in ``batch``; from 0.18 on Megatron wants the group."""
+    from megatron.core import parallel_state, utils
+
+    function: Any = utils.get_batch_on_this_cp_rank
+    if "is_hybrid_cp" in inspect.signature(function).parameters:
+        return function(batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group())
+    return function(batch)
+
+
 def append_to_progress_log(function: Callable[..., None], save_dir: str, text: str) -> None:
     """``function`` is Megatron's, without its barrier; from 0.18 on it wants the folder."""
     folder = (save_dir,) if "save_dir" in inspect.signature(function).parameters else ()

@@ -9,6 +9,10 @@ from odyssey_megatron.upstream.seams import Seam
 
 _ALONE = "the groups span ranks, which come and go, so Odyssey makes them"
 _WHOLE = "a save is complete or it is not there, whoever dies in it"
+_CONTEXT = (
+    "context-parallel groups have the ranks of a cell, and no group of Megatron's is across contexts besides"
+)
+_ATTENTION = "--odyssey-device cpu has no attention that knows context parallelism"
 _GLOBAL = "a data-parallel collective of Megatron's own must fail loudly where gradients are reduced by the schedule"
 
 # -- replaced, in megatron.training: the loop stays Megatron's -------------------------------------------------------
@@ -300,6 +304,26 @@ DATA_PARALLEL_GROUP = Seam(
 DATA_PARALLEL_GROUP_WITH_CP = Seam(
     target="megatron.core.parallel_state:_DATA_PARALLEL_GROUP_WITH_CP", why=_GLOBAL, signatures={"0.16": ""}
 )
+CONTEXT_PARALLEL_GROUP = Seam(
+    target="megatron.core.parallel_state:_CONTEXT_PARALLEL_GROUP", why=_CONTEXT, signatures={"0.16": ""}
+)
+CONTEXT_PARALLEL_GLOBAL_RANKS = Seam(
+    target="megatron.core.parallel_state:_CONTEXT_PARALLEL_GLOBAL_RANKS",
+    why=_CONTEXT,
+    signatures={"0.16": ""},
+)
+TENSOR_AND_CONTEXT_PARALLEL_GROUP = Seam(
+    target="megatron.core.parallel_state:_TENSOR_AND_CONTEXT_PARALLEL_GROUP",
+    why=_CONTEXT,
+    signatures={"0.16": ""},
+)
+GET_BATCH_ON_THIS_CP_RANK = Seam(
+    target="megatron.core.utils:get_batch_on_this_cp_rank",
+    why="the example's ranks have each a part of the sequence",
+    signatures={"0.16": "batch", "0.18": "batch is_hybrid_cp cp_group"},
+    open=True,
+    only_if="--context-parallel-size",
+)
 INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = Seam(
     target="megatron.core.parallel_state:_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",
     why=_GLOBAL,
@@ -414,6 +438,33 @@ TORCH_NORM = Seam(
     why="--odyssey-device cpu has no norm that says that it knows sequence parallelism",
     signatures={"0.16": "cls config hidden_size"},
     open=True,
+    only_if="--odyssey-device cpu",
+)
+DOT_PRODUCT_ATTENTION = Seam(
+    target="megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
+    why=_ATTENTION,
+    signatures={"0.16": "self config"},
+    open=True,
+    only_if="--odyssey-device cpu",
+)
+DOT_PRODUCT_ATTENTION_FORWARD = Seam(
+    target="megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
+    why=_ATTENTION,
+    signatures={"0.16": "self query key value attention_mask"},
+    open=True,
+    only_if="--odyssey-device cpu",
+)
+GATHER_FROM_SEQUENCE_PARALLEL_REGION = Seam(
+    target="megatron.core.tensor_parallel.mappings:gather_from_sequence_parallel_region",
+    why=_ATTENTION,
+    signatures={"0.16": "input_ group"},
+    open=True,
+    only_if="--odyssey-device cpu",
+)
+GET_SLIDING_WINDOW_CAUSAL_MASK = Seam(
+    target="megatron.core.transformer.utils:get_sliding_window_causal_mask",
+    why=_ATTENTION,
+    signatures={"0.16": "sq skv window_size"},
     only_if="--odyssey-device cpu",
 )
 COMPILE_HELPERS = Seam(

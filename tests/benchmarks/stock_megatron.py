@@ -142,7 +142,11 @@ def train(args: Any, dataset: Any) -> dict[str, list[float]]:
 def run_rank(rank: int, world_size: int, port: int, args: Any, dataset: Any, out: Path) -> None:
     store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    mpu.initialize_model_parallel(args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
+    mpu.initialize_model_parallel(
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        context_parallel_size=args.context_parallel_size,
+    )
     result = train(args, dataset)
     if rank == 0:
         out.write_text(json.dumps(result))

@@ -38,6 +38,7 @@ PP2_DP4 = {"first": (1,), "last": (6,), "rank0": (0,), "two": (2, 5)}
 PP4 = {"middle": (2,), "last": (3,), "rank0": (0,)}
 SHARDED = "--tensor-model-parallel-size 2 --sequence-parallel --num-layers 4 --global-batch-size 6"
 CELLS = {"first": (3,), "last": (6,), "rank0": (0,), "cell": (4, 5), "two": (2, 7)}
+CELLS_OF_FOUR = {"first": (6,), "last": (12,), "rank0": (0,), "cell": (8, 11), "two": (3, 14)}
 STATES = {
     # ranks, stages, victims, flags of the model, flags of how it is kept
     "replicated": (8, 4, PP4_DP2, "", ""),
@@ -50,6 +51,15 @@ STATES = {
         f"--use-distributed-optimizer {BFLOAT16}",
     ),
     "tensor-parallel": (8, 2, CELLS, SHARDED, ""),
+    "context-parallel": (8, 2, CELLS, "--context-parallel-size 2 --num-layers 4 --global-batch-size 6", ""),
+    "context-parallel-distributed-optimizer": (
+        8,
+        1,
+        CELLS,
+        "--context-parallel-size 2 --num-layers 4 --global-batch-size 6",
+        "--use-distributed-optimizer",
+    ),
+    "context-and-tensor-parallel": (16, 2, CELLS_OF_FOUR, f"{SHARDED} --context-parallel-size 2", ""),
     "shadows": (4, 4, PP4, "", "--odyssey-redundancy state"),
     "shadows-run-ahead": (4, 4, PP4, "", "--odyssey-redundancy compute"),
 }

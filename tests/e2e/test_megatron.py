@@ -10,10 +10,11 @@ from tests.e2e.jobs import ROUNDING, assert_equal_numbers, assert_holders_agree
 from tests.launch.jobserver import CHECKOUT
 
 FLOAT32 = "--odyssey-float64 off"
+CONTEXT = "--context-parallel-size 2 --num-layers 4 --global-batch-size 6"
 CELLS = "--tensor-model-parallel-size 2 --qk-layernorm --num-layers 4 --global-batch-size 6"
 
 
-@pytest.mark.parametrize("flags", ["", CELLS, f"{CELLS} --sequence-parallel"])
+@pytest.mark.parametrize("flags", ["", CELLS, f"{CELLS} --sequence-parallel", CONTEXT])
 def test_losses_and_gradients_are_those_of_megatron_core_alone(jobs, name, flags):
     """Stock 1F1B, DDP, clipping, optimizer and schedule, from the same weights: float32 summation order apart."""
     inject = "--odyssey-inject rank=2,step=2,at=backward"

@@ -84,6 +84,17 @@ def test_a_cell_is_one_holder():
     assert "hash to 0000000000000007 on rank(s) [3], and to 0000000000000065 on ranks [1, 5]" in found[1]
 
 
+def test_a_cell_whose_own_ranks_differ_has_nothing_that_is_right():
+    """Context parallelism: both ranks of a cell have the same shard, and one of cell 0 another's bytes."""
+    from odyssey_megatron.mcore.model.holders import decided, differences
+
+    rows = [(rank, 0, *([7] if rank == 1 else [W0]), O0, W1, O1) for rank in range(6)]
+    found = decided(differences(rows), layout(3), cell_size=2)
+    assert list(found) == [0]
+    assert "not the same on its own ranks" in found[0]
+    assert decided(differences(rows[:4]), layout(2), cell_size=2) is None, "one opinion against none"
+
+
 def test_nobody_leaves_who_alone_has_a_layer():
     from odyssey_megatron.mcore.model.holders import decided, differences
 

@@ -158,6 +158,7 @@ def te_spec(te: Any) -> Any:
         "num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 256, "num_attention_heads": 4, "num_query_groups": 2,
         "seq_length": 16, "attention_dropout": 0.0, "hidden_dropout": 0.0, "bf16": True, "lr": 1e-3, "min_lr": 1e-4,
         "fp16": False, "weight_decay": 0.1, "clip_grad": 1.0, "seed": 7, "tensor_model_parallel_size": 1,
+        "context_parallel_size": 1,
         "sequence_parallel": False, "qk_layernorm": False, "share_embeddings_and_output_weights": False,
         "optimizer": "adam", "sgd_momentum": 0.9,
     }  # fmt: skip

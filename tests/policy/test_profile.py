@@ -98,6 +98,10 @@ def test_estimate_counts_parameters_and_flops():
     halved = estimated_profile(num_transformer_layers=1, tensor_parallel_size=2, **SHAPE)
     assert halved.costs.layers[1].forward_s == pytest.approx(transformer.forward_s / 2)
     assert replace(halved.costs, layers=()).message_bytes * 2 == LLAMA.costs.message_bytes
+    cut = estimated_profile(num_transformer_layers=1, context_parallel_size=2, **SHAPE).costs
+    assert cut.layers[1].forward_s == pytest.approx(transformer.forward_s / 2)
+    assert cut.layers[1].weight_bytes == transformer.weight_bytes, "all ranks have all weights"
+    assert cut.message_bytes * 2 == LLAMA.costs.message_bytes
 
 
 def test_layers_with_experts_cost_what_they_cost():

@@ -48,6 +48,12 @@ def test_tensor_parallel_cells_die_together(capsys):
     assert "16 workers" in capsys.readouterr().out
 
 
+def test_context_parallel_ranks_die_together(capsys):
+    flags = ["--tensor-model-parallel-size", "2", "--context-parallel-size", "2", "--width", "0"]
+    assert main_plan([*flags, "--kill", "1:3"]) == 0
+    assert "8 workers" in capsys.readouterr().out
+
+
 def test_a_slow_gpu_is_planned_around(capsys):
     assert main_plan(["--cluster", "1x8", "--slow", "0:3=0.4", "--width", "60"]) == 0
     text = capsys.readouterr().out
@@ -68,6 +74,7 @@ def test_lost_layers_are_said(capsys):
         (["--cluster", "four"], "write NODESxGPUS"),
         (["--model", "llama9"], "use one of llama2-7b"),
         (["--cluster", "1x6"], "not divisible"),
+        (["--context-parallel-size", "3"], "tensor size 1 times context size 3"),
         (["--kill", "9:0"], "no such GPU"),
         (["--kill", "0:8"], "no such GPU"),
         (["--slow", "0:8=0.5"], "no such GPU"),

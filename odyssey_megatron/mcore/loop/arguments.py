@@ -69,6 +69,7 @@ def job_of(args: Any, config: OdysseyConfig, split: span.Split, *, optimizer_cop
         # A stage without a transformer layer, as Megatron's may be, is none of a plan's.
         stage_layers=split.stage_layers if all(split.stage_layers) else (),
         tensor_model_parallel_size=args.tensor_model_parallel_size,
+        context_parallel_size=args.context_parallel_size,
         num_microbatches=args.global_batch_size // args.micro_batch_size,
         tokens_per_step=args.global_batch_size * args.seq_length,
         train_steps=args.train_iters,

@@ -188,7 +188,8 @@ class Door:
         from megatron.training import get_args
 
         args, session = get_args(), self._session
-        cell = Cell(rank=session.rank, size=args.tensor_model_parallel_size)
+        context = args.context_parallel_size
+        cell = Cell(rank=session.rank, size=args.tensor_model_parallel_size * context, context=context)
         # Megatron waits that long for others, e.g. while the first rank builds an index.
         patience_s = max(self._config.op_timeout_s, 60.0 * args.distributed_timeout_minutes)
         self._config = session.config = replace(self._config, op_timeout_s=patience_s)

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from odyssey_megatron.cluster.state import Cell
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.execute.channels import WORLD
-from odyssey_megatron.execute.membership import cell_group_name
+from odyssey_megatron.execute.membership import groups_of_cell
 from odyssey_megatron.launch.member import Member
 from odyssey_megatron.mcore.loop.batches import Batches
 from odyssey_megatron.mcore.model.optimizer import Origin
@@ -107,6 +107,6 @@ def starting_groups(
         incarnations = member.meet(cell.ranks)
         everyone, number = cell.ranks, NEVER_OVER
         suffix = f".{cell.worker}.{'-'.join(map(str, incarnations))}"  # earlier ones have used the names
-    named = {WORLD: everyone} | ({cell_group_name(cell.worker): cell.ranks} if cell.size > 1 else {})
+    named = {WORLD: everyone} | groups_of_cell(cell)
     built = build_groups(member, number, {name + suffix: ranks for name, ranks in named.items()}, config)
     return built, {name.removesuffix(suffix): group for name, group in built.items()}

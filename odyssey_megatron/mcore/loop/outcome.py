@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.mcore.model.layers import HeldLayer, LayerBlock, main_grad
@@ -48,15 +49,17 @@ def local_totals(
     *,
     tokens: float,
     tp_rank: int,
+    cp_rank: int,
     with_zeros: bool,
 ) -> torch.Tensor:
     """A rank's share.
 
     Args:
         blocks: those whose gradients this worker counts.
-        losses: of the microbatches whose head this worker ran.
+        losses: of the microbatches whose head this worker ran, or of this rank's part of their sequences.
         tokens: of these microbatches.
-        tp_rank: of this rank; what all ranks of a cell have alike counts on the first one.
+        tp_rank: of this rank; what all tensor-parallel ranks have alike counts on the first one.
+        cp_rank: of this rank; the first one counts the microbatches.
         with_zeros: count zeros.
     """
     totals = torch.zeros(num_totals(loss_names), dtype=torch.float64, device=torch.cuda.current_device())
@@ -66,7 +69,7 @@ def local_totals(
             totals[1] += gradient.numel() - torch.count_nonzero(gradient)
     if tp_rank:
         return totals
-    totals[2], totals[3] = tokens, len(losses)
+    totals[2], totals[3] = tokens, 0 if cp_rank else len(losses)
     for _, reported in sorted(losses.items()):
         for index, name in enumerate(loss_names):
             value = reported[name].detach().to(torch.float64)
@@ -125,15 +128,18 @@ def squared_weights(layers: Iterable[HeldLayer], tp_rank: int) -> torch.Tensor:
 #    step gave)], float64, summed over all ranks
 
 
-def loss_table(losses: Losses, loss_names: Sequence[str], num_microbatches: int) -> torch.Tensor:
-    """A rank's share."""
+def loss_table(
+    losses: Losses, loss_names: Sequence[str], num_microbatches: int, context: dist.ProcessGroup
+) -> torch.Tensor:
+    """A rank's share; ranks of ``context`` have each a part of a microbatch: sums add up, and values are averaged."""
     shape = (num_microbatches, len(loss_names), 3)
     table = torch.zeros(shape, dtype=torch.float64, device=torch.cuda.current_device())
     for microbatch, reported in losses.items():
         for index, name in enumerate(loss_names):
             value = reported[name].detach().reshape(-1)
-            table[microbatch, index, : value.numel()] = value.to(table.dtype)
-            table[microbatch, index, 2] = value.numel()
+            share = context.size() if value.numel() == 1 else 1
+            table[microbatch, index, : value.numel()] = value.to(table.dtype) / share
+            table[microbatch, index, 2] = value.numel() if context.rank() == 0 else 0
     return table
 
 

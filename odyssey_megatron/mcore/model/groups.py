@@ -1,9 +1,9 @@
 """Megatron's process groups: this worker's own cell only.
 
 Odyssey's groups (the world of a generation, the holders of a block) are never given to Megatron: gradients are reduced
-and messages sent by instructions of the schedule. Megatron sees one cell: its tensor-parallel group has the cell's
-ranks, every other group this rank alone, and its data-parallel globals are taken away, so that a collective that would
-silently do nothing on them fails loudly in their place.
+and messages sent by instructions of the schedule. Megatron sees one cell: its tensor- and context-parallel groups have
+the cell's ranks, every other group this rank alone, and its data-parallel globals are taken away, so that a collective
+that would silently do nothing on them fails loudly in their place.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from odyssey_megatron.cluster.state import Cell
-from odyssey_megatron.execute.membership import cell_group_name
+from odyssey_megatron.execute.membership import (
+    cell_group_name,
+    context_group_name,
+    groups_of_cell,
+    tensor_group_name,
+)
 from odyssey_megatron.rebuild import world
 
 _FORBIDDEN = (
@@ -25,8 +30,8 @@ _FORBIDDEN = (
     "_DATA_PARALLEL_GROUP_WITH_CP",
     "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",
 )
-_OURS = "pp cp ep dp dp_cp expt_dp intra_dp_cp intra_expt_dp intra_dist_opt".split()
-_OF_CELL = "tp mp tp_cp expt_tp tp_ep tp_ep_pp tp_dp_cp".split()
+_OURS = "pp ep dp dp_cp expt_dp intra_dp_cp intra_expt_dp intra_dist_opt".split()
+_TENSOR = "tp mp expt_tp tp_ep tp_ep_pp tp_dp_cp".split()
 
 
 class OwnCell:
@@ -34,50 +39,68 @@ class OwnCell:
 
     def __init__(self, cell: Cell, world_size: int, device: str, *, data_parallel: bool = False):
         """``torch.distributed`` is not initialised yet. ``data_parallel``: see :func:`initialize`."""
-        self._cell = cell
-        world.stand_alone(cell.index, cell.size)
-        self._tensor = world.cell_group(cell.index, cell.size, device) if cell.size > 1 else None
-        self.groups = initialize(self._tensor, data_parallel=data_parallel)
+        world.stand_alone(cell.tensor_rank, cell.tensor)
+        self._following = {
+            name: world.group_of_cell(name, ranks, cell.rank, device)
+            for name, ranks in groups_of_cell(cell).items()
+        }
+        self.groups = initialize(
+            self._following.get(tensor_group_name(cell)),
+            self._following.get(context_group_name(cell)),
+            self._following.get(cell_group_name(cell.worker)),
+            data_parallel=data_parallel,
+        )
         self.living = world.become_default(cell.rank, world_size, device)
 
     def follow(self, named: Mapping[str, dist.ProcessGroup]) -> None:
-        """Of a new generation's groups, the cell's is what Megatron's modules mean from now on."""
-        if self._tensor is not None:
-            self._tensor.follow(named[cell_group_name(self._cell.worker)])
+        """Of a new generation's groups, those of the cell are what Megatron's modules mean from now on."""
+        for name, group in self._following.items():
+            group.follow(named[name])
 
 
 def initialize(
-    cell: dist.ProcessGroup | None = None, *, data_parallel: bool = False
+    tensor: dist.ProcessGroup | None = None,
+    context: dist.ProcessGroup | None = None,
+    cell: dist.ProcessGroup | None = None,
+    *,
+    data_parallel: bool = False,
 ) -> ProcessGroupCollection:
     """Initialises ``parallel_state`` on torch's (fake) default group; returns the groups of this rank's cell.
 
     Args:
-        cell: the tensor-parallel group, if the cell has several ranks; the default group has its rank and size.
+        tensor: the tensor-parallel group, if it has several ranks; the default group has its rank and size.
+        context: the context-parallel group, if it has several ranks. Whatever else of Megatron's is across contexts,
+            such as the sum of a loss, is across workers, too, and so not Megatron's here.
+        cell: both together.
         data_parallel: keep Megatron's data-parallel globals: Megatron-LM's own loop counts with them.
     """
     if parallel_state.get_tensor_model_parallel_group(check_initialized=False) is None:
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=1 if cell is None else cell.size(),
+            tensor_model_parallel_size=1 if tensor is None else tensor.size(),
             pipeline_model_parallel_size=1,
             create_gloo_process_groups=False,
         )
         for name in () if data_parallel else _FORBIDDEN:
             setattr(parallel_state, name, None)
-        if cell is not None:
-            _put_in_place(cell)
-    tensor, alone = (
-        parallel_state.get_tensor_model_parallel_group(),
-        parallel_state.get_pipeline_model_parallel_group(),
-    )
-    fields: dict[str, Any] = dict.fromkeys(_OURS, alone) | dict.fromkeys(_OF_CELL, tensor)
+        if tensor is not None:
+            _put_in_place(tensor)
+        if context is not None:
+            parallel_state._CONTEXT_PARALLEL_GROUP = context
+            parallel_state._CONTEXT_PARALLEL_GLOBAL_RANKS = dist.get_process_group_ranks(context)
+            parallel_state._TENSOR_AND_CONTEXT_PARALLEL_GROUP = cell
+    alone = parallel_state.get_pipeline_model_parallel_group()
+    fields: dict[str, Any] = dict.fromkeys(_OURS, alone)
+    fields |= dict.fromkeys(_TENSOR, parallel_state.get_tensor_model_parallel_group())
+    fields["cp"] = parallel_state.get_context_parallel_group()
+    fields["tp_cp"] = parallel_state.get_tensor_and_context_parallel_group()
     return ProcessGroupCollection(embd=None, pos_embd=None, hcp=None, inter_dist_opt=None, **fields)
 
 
-def _put_in_place(cell: dist.ProcessGroup) -> None:
-    """Of the groups that Megatron has made, those of the whole cell become ``cell``."""
+def _put_in_place(tensor: dist.ProcessGroup) -> None:
+    """Of the groups that Megatron has made, those of several ranks become ``tensor``."""
     for name, group in list(vars(parallel_state).items()):
-        if isinstance(group, dist.ProcessGroup) and group.size() == cell.size():
-            setattr(parallel_state, name, cell)
+        if isinstance(group, dist.ProcessGroup) and group.size() == tensor.size():
+            setattr(parallel_state, name, tensor)
 
 
 def renew_buffers() -> None:

@@ -23,7 +23,8 @@ from odyssey_megatron.plan.layout import Layout
 KINDS = ("weights", "optimizer state")
 Digests = Mapping[tuple[int, int], bytes]
 """(layer, index in :data:`KINDS`) -> digest of it."""
-NOTHING = -1
+NOTHING, UNLIKE = -1, -2
+"""What the first bits of a digest are taken not to be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +73,7 @@ def odd_ones(
     Args:
         rank: this one, in the job.
         shard: of its layers: holders have the same one if their tensor-parallel rank is the same.
-        cell_size: ``tensor_model_parallel_size``.
+        cell_size: ranks of a worker.
 
     Raises:
         HoldersDiffer: on every rank alike, if it is not clear who is right.
@@ -126,24 +127,30 @@ def decided(found: Sequence[Difference], layout: Layout, cell_size: int) -> dict
 
     Right is what more than half of those have who make a layer's step by themselves, if they are two at least. A holder
     that does not, with the distributed optimizer, has what the first keeper sent it: that is no second opinion, and
-    if that keeper was wrong, it will be sent another one's.
+    if that keeper was wrong, it will be sent another one's. A worker whose own ranks differ has nothing that is right.
     """
     odd: dict[int, str] = {}
     for one in found:
-        having = {rank // cell_size: value for value, ranks in one.alike.items() for rank in ranks}
+        having: dict[int, int] = {}
+        for value, ranks in one.alike.items():
+            for worker in {rank // cell_size for rank in ranks}:
+                having[worker] = UNLIKE if worker in having else value
         keepers = [worker for worker in layout.states[one.layer] if worker in having]
-        right, votes = max(Counter(having[worker] for worker in keepers).items(), key=lambda item: item[1])
+        counted = Counter(having[worker] for worker in keepers if having[worker] != UNLIKE)
+        right, votes = max(counted.items(), key=lambda item: item[1], default=(UNLIKE, 0))
         if votes < 2 or 2 * votes <= len(keepers):
             return None
         sent = having[keepers[0]]
         for worker, value in sorted(having.items()):
-            if value != right and (worker in keepers or value != sent):
+            if value == UNLIKE or (value != right and (worker in keepers or value != sent)):
                 odd.setdefault(worker, _said(one, value, right, layout.num_layers))
     return odd if dispensable(layout, odd) else None
 
 
 def _said(one: Difference, value: int, right: int, num_layers: int) -> str:
     bits = 2**64
+    if value == UNLIKE:
+        return f"{one.kind} of {layer_name(one.layer, num_layers)} are not the same on its own ranks"
     return (
         f"{one.kind} of {layer_name(one.layer, num_layers)} hash to {value % bits:016x} on rank(s) "
         f"{list(one.alike[value])}, and to {right % bits:016x} on ranks {list(one.alike[right])}"

@@ -82,11 +82,13 @@ class MegatronModel:
         self.loss_scale = LossScale(spec.optimizer_config, ends_job=spec.overflow_ends_job)
         config.grad_scale_func = self.loss_scale.scaled
         self._replicas = replicas if self.loss_scale and not config.calculate_per_token_loss else 1
-        parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
-        self._message_shape = (seq_length // parts, micro_batch_size, config.hidden_size)
         self._loss_names, self._spare_on_host = tuple(loss_names), spare_on_host
         self._groups = cell or groups.initialize()
-        self._tp_rank = self._groups.tp.rank()
+        self._tp_rank, self._cp_rank = self._groups.tp.rank(), self._groups.cp.rank()
+        self._losses_of_one = 1 if config.calculate_per_token_loss else self._groups.cp.size()
+        """Of a microbatch: of each part of its sequence the mean, which Megatron averages, or together a sum."""
+        parts = self._groups.tp_cp if config.sequence_parallel else self._groups.cp
+        self._message_shape = (seq_length // parts.size(), micro_batch_size, config.hidden_size)
         rng.initialize(spec.seed, self._tp_rank)
         self._seeds = rng.LayerSeeds(spec.seed, self._tp_rank)
         self.routing = experts.Routing(config, self._groups, self._seeds)
@@ -110,9 +112,10 @@ class MegatronModel:
         return [layer for span in sorted(self._blocks) for layer in self._blocks[span].layers]
 
     def place_in(self, layer: int) -> int:
-        """This worker's place among the holders of ``layer``, those that keep its optimizer state first."""
+        """This rank's place among those that hold its shard of ``layer``, those that keep its optimizer state first."""
         keepers, holders = self._layout.states[layer], self._layout.all_holders[layer]
-        return [*keepers, *(worker for worker in holders if worker not in keepers)].index(self._worker)
+        order = [*keepers, *(worker for worker in holders if worker not in keepers)]
+        return order.index(self._worker) * self._groups.cp.size() + self._cp_rank
 
     # -- layout ---------------------------------------------------------------------------------------------------
 
@@ -280,11 +283,11 @@ class MegatronModel:
                     self.forward_step,
                     self.source,
                     block.model,
-                    self._of_step // self._replicas,
+                    self._of_step * self._losses_of_one // self._replicas,
                     tensor,
                     reported,
                     self.spec.config,
-                    cp_group_size=1,
+                    cp_group_size=self._groups.cp.size(),
                     current_microbatch=microbatch,
                     is_last_stage=is_last_stage,
                 )
@@ -348,19 +351,17 @@ class MegatronModel:
 
     def local_totals(self) -> torch.Tensor:
         """This rank's share of the step's totals: each block's gradient is counted by its first holder only, each
-        microbatch by the rank that ran its head.
+        microbatch by those that ran its head.
         """
-        counted = [
-            self._blocks[block.first, block.last]
-            for block in self._layout.blocks()
-            if block.holders[0] == self._worker
-        ]
+        firsts = [block for block in self._layout.blocks() if block.holders[0] == self._worker]
+        counted = [] if self._cp_rank else [self._blocks[block.first, block.last] for block in firsts]
         totals = outcome.local_totals(
             counted,
             self._tally.losses,
             self._loss_names,
             tokens=self._tally.tokens,
             tp_rank=self._tp_rank,
+            cp_rank=self._cp_rank,
             with_zeros=self.spec.optimizer_config.log_num_zeros_in_grad,
         )
         return torch.cat([totals, self.routing.local_totals()])
@@ -375,7 +376,7 @@ class MegatronModel:
     def local_losses(self) -> torch.Tensor:
         """What this rank's share of the evaluated microbatches reported; sums to a table for :meth:`losses_of`."""
         losses = self._tally.losses if self._tp_rank == 0 else {}
-        return outcome.loss_table(losses, self._loss_names, self._num_microbatches)
+        return outcome.loss_table(losses, self._loss_names, self._num_microbatches, self._groups.cp)
 
     def losses_of(self, table: torch.Tensor) -> list[dict[str, torch.Tensor]]:
         """A summed :meth:`local_losses` as Megatron's schedules return it: what each microbatch reported."""
@@ -437,7 +438,7 @@ class MegatronModel:
         first rank says so.
         """
         assert self.source is not None
-        fetched, ours = self.source.fetched, sorted(self._tally.losses) if self._tp_rank == 0 else ()
+        fetched, ours = self.source.fetched, () if self._groups.tp_cp.rank() else sorted(self._tally.losses)
         return {microbatch: fetched[microbatch] for microbatch in ours if microbatch in fetched}
 
     def _current(self) -> list[HeldLayer]:
@@ -459,7 +460,7 @@ class MegatronModel:
 
         Collective; this is ``rank`` of the job. Raises HoldersDiffer on all ranks alike if nobody can say who is right.
         """
-        held, layout, cell_size = digests(self._current()), self._layout, self._groups.tp.size()
+        held, layout, cell_size = digests(self._current()), self._layout, self._groups.tp_cp.size()
         return odd_ones(held, world, rank=rank, shard=self._tp_rank, cell_size=cell_size, layout=layout)
 
     def state_bytes(self) -> int:

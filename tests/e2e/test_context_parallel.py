@@ -1,0 +1,68 @@
+"""Cells whose ranks have each a part of the sequence: what they compute together is what one of them would, and with
+one of them all are lost.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e.jobs import TOLERANCE, assert_equal_numbers, assert_equal_runs
+
+JOB = "--num-layers 4 --global-batch-size 6"
+CONTEXT = f"{JOB} --context-parallel-size 2"
+SHARDED = f"{JOB} --tensor-model-parallel-size 2 --sequence-parallel --qk-layernorm"
+BOTH = f"{SHARDED} --context-parallel-size 2"
+RANKS = 8  # four workers of CONTEXT
+
+
+@pytest.mark.parametrize(
+    ("parts", "whole", "ranks"),
+    [
+        (CONTEXT, JOB, 2),
+        (f"{JOB} --context-parallel-size 4", JOB, 4),
+        pytest.param(BOTH, SHARDED, 4, marks=pytest.mark.matrix),
+    ],
+)
+def test_it_changes_nothing(undisturbed, parts, whole, ranks):
+    ours, theirs = undisturbed(parts, ranks=ranks), undisturbed(whole)
+    assert_equal_numbers(ours.run.steps, theirs.run.steps, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("flags", "stages", "inject"),
+    [
+        ("", 2, "rank=3,step=2,at=backward;rank=4,step=4,at=reduce"),
+        ("--use-distributed-optimizer", 1, "rank=1,step=1,at=param_gather;rank=6,step=3,at=agreement"),
+        ("--odyssey-policy replan", 2, "rank=5,step=2,at=forward;rank=2,step=2,at=transfer,generation=2"),
+        pytest.param(
+            "--share-embeddings-and-output-weights", 2, "rank=0,step=2,at=optimizer", marks=pytest.mark.matrix
+        ),
+        pytest.param("--hidden-dropout 0.1", 2, "rank=7,step=2,at=weight_grad", marks=pytest.mark.matrix),
+    ],
+)
+def test_a_run_that_loses_cells_equals_one_that_does_not(jobs, undisturbed, name, flags, stages, inject):
+    shot = jobs.run(name, ranks=RANKS, stages=stages, flags=f"{CONTEXT} {flags} --odyssey-inject {inject}")
+    model = CONTEXT if "odyssey" in flags or "optimizer" in flags else f"{CONTEXT} {flags}".strip()
+    assert_equal_runs(shot, undisturbed(model), kills=inject.count("rank="))
+
+
+def test_with_tensor_parallelism(jobs, undisturbed, name):
+    """Cells of four. A weight that all of a cell have is in the sum of every part once."""
+    shot = jobs.run(name, ranks=RANKS, stages=1, flags=f"{BOTH} --odyssey-inject rank=6,step=2,at=reduce")
+    assert_equal_runs(shot, undisturbed(SHARDED), kills=1)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("state", ["", "--odyssey-redundancy state"])
+def test_a_cell_comes_back(jobs, undisturbed, name, state):
+    """All its ranks join, and each is filled by the one in the same place; kept alive without data parallelism, too."""
+    job = f"{CONTEXT} --train-iters 40"
+    ranks = 4 if state else RANKS
+    flags = f"{job} {state} --odyssey-respawn 1 --odyssey-inject rank=3,step=2,at=backward"
+    shot = jobs.run(name, ranks=ranks, stages=2, flags=flags)
+    assert_equal_runs(shot, undisturbed(job), kills=1)
+    started = shot.named("generation_started")
+    last = max(event["generation"] for event in started)
+    assert {len(event["members"]) for event in started if event["generation"] == last} == {ranks}
+    hashes = {event["generation"]: event["plan_hash"] for event in started}
+    assert hashes[last] == hashes[1]
