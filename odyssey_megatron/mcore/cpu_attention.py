@@ -8,6 +8,7 @@ are summed and given back. Each rank has two pieces of the sequence, one from ea
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from odyssey_megatron.upstream import seam_table, seams
 def install() -> None:
     """Lets Megatron's own attention be context parallel, which it refuses to be."""
     seams.wrap(seam_table.DOT_PRODUCT_ATTENTION, _made)
-    seams.wrap(seam_table.DOT_PRODUCT_ATTENTION_FORWARD, _attend)
 
 
 def pieces(parts: int) -> list[int]:
@@ -32,28 +32,37 @@ def _made(original: Any, self: Any, config: Any, *args: Any, **kwargs: Any) -> N
     plain.context_parallel_size = 1
     original(self, plain, *args, **kwargs)
     self.config = config
-    if config.context_parallel_size > 1:  # it would be put over any mask
-        self.window, self.scale_mask_softmax.window_size = self.scale_mask_softmax.window_size, None
+    if config.context_parallel_size > 1:
+        softmax = self.scale_mask_softmax
+        window, softmax.window_size = softmax.window_size, None  # it would be put over any mask
+        self.forward = functools.partial(_attend, self.forward, self, window)
 
 
 def _attend(
-    original: Any, self: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any
+    original: Any,
+    self: Any,
+    window: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    if self.config.context_parallel_size > 1:
-        from megatron.core import parallel_state
-        from megatron.core.transformer.enums import AttnMaskType
-        from megatron.core.transformer.utils import get_sliding_window_causal_mask
+    from megatron.core import parallel_state
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.utils import get_sliding_window_causal_mask
 
-        group = getattr(self.pg_collection, "cp", None) or parallel_state.get_context_parallel_group()
-        key, value = _whole(key, group), _whole(value, group)
-        length = key.size(0)
-        mine = torch.arange(length).view(2 * group.size(), -1)
-        rows = mine[pieces(group.size())[2 * group.rank() :][:2]].flatten()
-        if self.window is not None:
-            attention_mask = get_sliding_window_causal_mask(length, length, self.window)[rows]
-        elif attention_mask is None and self.attn_mask_type == AttnMaskType.causal:
-            attention_mask = rows[:, None] < torch.arange(length)
-    return original(self, query, key, value, attention_mask, *args, **kwargs)
+    group = getattr(self.pg_collection, "cp", None) or parallel_state.get_context_parallel_group()
+    key, value = _whole(key, group), _whole(value, group)
+    length = key.size(0)
+    mine = torch.arange(length).view(2 * group.size(), -1)
+    rows = mine[pieces(group.size())[2 * group.rank() :][:2]].flatten()
+    if window is not None:
+        attention_mask = get_sliding_window_causal_mask(length, length, window)[rows]
+    elif attention_mask is None and self.attn_mask_type == AttnMaskType.causal:
+        attention_mask = rows[:, None] < torch.arange(length)
+    return original(query, key, value, attention_mask, *args, **kwargs)
 
 
 def _whole(mine: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

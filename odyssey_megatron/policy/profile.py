@@ -241,12 +241,11 @@ def estimated_profile(
     """
     tokens = seq_length * micro_batch_size // context_parallel_size  # keys and values: exchanged meanwhile
     kv_size = hidden_size // num_attention_heads * num_query_groups
-    attention = 2 * hidden_size * hidden_size + 2 * hidden_size * kv_size
-    scores, words = 2 * tokens * seq_length * hidden_size, vocab_size * hidden_size
+    attention, words = 2 * hidden_size * (hidden_size + kv_size), vocab_size * hidden_size
+    scores = 2 * tokens * seq_length * hidden_size
     rate, tp = flops_per_s * tensor_parallel_size, tensor_parallel_size
     whole = 4 * hidden_size * (1 if sequence_parallel else tp)
     head_s, copy_s = 2 * tokens * words / rate, tokens * hidden_size * dtype_bytes / 1e12 / tp
-
     layer = functools.partial(_layer_cost, dtype_bytes=dtype_bytes, parts=tp)
 
     def transformer(ffn: int, passed: int, routed: int) -> LayerCost:

@@ -46,6 +46,7 @@ _WORKS = {
     """,
     "the shape of the job: tests/megatron_lm, tests/e2e": """
     tensor_model_parallel_size pipeline_model_parallel_size sequence_parallel
+    cp_comm_type
     untie_embeddings_and_output_weights
     decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers pipeline_model_parallel_layout
     micro_batch_size global_batch_size rampup_batch_size
@@ -317,8 +318,8 @@ _MOOT = {
     ckpt_fully_parallel_save_deprecated ckpt_convert_update_legacy_dist_opt_format
     moe_extended_tp
     """,
-    "read with --context-parallel-size only": """
-    hierarchical_context_parallel_sizes max_seqlen_per_dp_cp_rank cp_comm_type
+    "read with --hybrid-context-parallel only": """
+    max_seqlen_per_dp_cp_rank
     """,
     "read with virtual pipeline stages only": """
     microbatch_group_size_per_vp_stage

@@ -447,13 +447,6 @@ DOT_PRODUCT_ATTENTION = Seam(
     open=True,
     only_if="--odyssey-device cpu",
 )
-DOT_PRODUCT_ATTENTION_FORWARD = Seam(
-    target="megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
-    why=_ATTENTION,
-    signatures={"0.16": "self query key value attention_mask"},
-    open=True,
-    only_if="--odyssey-device cpu",
-)
 GATHER_FROM_SEQUENCE_PARALLEL_REGION = Seam(
     target="megatron.core.tensor_parallel.mappings:gather_from_sequence_parallel_region",
     why=_ATTENTION,

@@ -1,0 +1,73 @@
+"""Unmodified Megatron-LM with context parallelism and ranks that die, beside plain Megatron-LM without it, at the same
+global batch: its own attention for that needs a GPU.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e.jobs import assert_equal_numbers
+from tests.megatron_lm.jobs import FLOAT32, FLOAT64, MOCK, assert_equal_checkpoints, assert_same_lines
+
+CONTEXT = f"{MOCK} --context-parallel-size 2"
+
+
+def test_lines_are_those_of_plain_megatron_lm(jobs, name):
+    """A checkpoint of it goes on in plain Megatron-LM without context parallelism, and that one's with it."""
+    plain, saved = jobs.plain(ranks=4, stages=2), jobs.folder / name / "saved"
+    save = f"--save {saved} --save-interval 2"
+    inject = "rank=1,step=1,at=backward;rank=6,step=3,at=evaluate"
+    run = jobs.odyssey(name, f"{CONTEXT} {save}", ranks=8, stages=2, inject=inject)
+    assert_same_lines(run, plain)
+    assert run.killed == [0, 1, 6, 7]
+    alone = jobs.plain_once(f"{name}-alone", f"{MOCK} --load {saved} --ckpt-step 2 {save}", ranks=4, stages=2)
+    assert_goes_on(alone, plain, first=3)
+    again = jobs.odyssey(f"{name}-again", f"{CONTEXT} --load {saved} --ckpt-step 4", ranks=4, stages=1)
+    assert_goes_on(again, plain, first=5)
+
+
+def assert_goes_on(run, plain, *, first):
+    """From the checkpoint before ``first``. Megatron's second line tells the mean of two iterations then."""
+    assert run.exit_code == 0, run.log[-4000:]
+    losses = {one.number: one.loss for one in plain.iterations if one.number >= first}
+    losses[first + 1] = (losses[first] + losses[first + 1]) / 2
+    assert {one.number: one.loss for one in run.iterations} == pytest.approx(losses, rel=FLOAT32)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer",
+        "--window-size 5,0 --calculate-per-token-loss",
+        "--bf16 --position-embedding-type learned_absolute",
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ],
+)
+def test_with_other_flags(jobs, name, flags):
+    without = "--position-embedding-type" if "learned" in flags else ""
+    run = jobs.odyssey(
+        name, f"{CONTEXT} {flags}", ranks=8, stages=1, inject="rank=5,step=2,at=reduce", without=without
+    )
+    whole = flags.replace("--use-distributed-optimizer", "")
+    plain = jobs.plain(f"{MOCK} {whole}", ranks=4, stages=1, without=without)
+    assert_same_lines(run, plain, rel=2e-3 if "bf16" in flags else FLOAT32)
+    assert 5 in run.killed
+
+
+@pytest.mark.matrix
+def test_a_cell_comes_back(jobs, name):
+    steps = f"{CONTEXT} --train-iters 80 --eval-interval 10 --odyssey-float64 on --save-interval 80 --save"
+    saved = {one: jobs.folder / f"{name}-{one}" for one in ("undisturbed", "shot")}
+    undisturbed = jobs.odyssey(f"{name}-reference", f"{steps} {saved['undisturbed']}", ranks=8, stages=2)
+    run = jobs.odyssey(
+        name,
+        f"{steps} {saved['shot']} --odyssey-respawn 1",
+        ranks=8,
+        stages=2,
+        inject="rank=5,step=2,at=backward",
+    )
+    assert_same_lines(run, undisturbed, rel=FLOAT64)
+    assert_equal_numbers(run.run.steps, undisturbed.run.steps, rel=FLOAT64)
+    assert sorted(event["target"] for event in run.named("rank_joined")) == [4, 5]
+    assert_equal_checkpoints(saved["shot"], saved["undisturbed"], 80)
