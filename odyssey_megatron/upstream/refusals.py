@@ -125,7 +125,8 @@ _ROWS: tuple[tuple[str, str] | tuple[str, str, Callable[[Any, Any], bool]], ...]
     ("expert_tensor_parallel_size", "Use that of tensor parallelism.",
      lambda value, args: bool(getattr(args, "num_experts", None))
      and _unlike("tensor_model_parallel_size")(value, args)),
-    ("expert_tensor_parallel_num_weight_shards", _UNTRIED),
+    ("expert_tensor_parallel_num_weight_shards", "Use that of tensor parallelism.",
+     lambda value, args: value is not None and value > args.tensor_model_parallel_size),
     ("moe_router_load_balancing_type",
      "The loss of a microbatch would depend on which others ran before it, and where. Use aux_loss, seq_aux_loss, "
      "sinkhorn or none.", _any_but("aux_loss", "seq_aux_loss", "sinkhorn", "none")),

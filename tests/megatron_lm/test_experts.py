@@ -42,17 +42,18 @@ CASES = {
         6, 2, f"{DEEPSEEK} --moe-z-loss-coeff 1e-2 --calculate-per-token-loss", "rank=5,step=2,at=backward",
     ),
     "dropped-tokens": (
-        6, 2, f"{MIXTRAL} --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity --bf16",
+        6, 2, f"{MIXTRAL} --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity",
         "rank=3,step=2,at=optimizer",
     ),
     "shared-out-optimizer": (
         8, 2, f"{DEEPSEEK} --use-distributed-optimizer", "rank=0,step=1,at=optimizer;rank=7,step=3,at=commit",
     ),
     "virtual-stages": (
-        4, 2, f"{MIXTRAL} --num-layers-per-virtual-pipeline-stage 1 {INTERLEAVED}", "rank=3,step=2,at=backward",
+        6, 3, f"{MIXTRAL} --num-layers-per-virtual-pipeline-stage 1 {INTERLEAVED}", "rank=5,step=2,at=backward",
     ),
 }  # fmt: skip
 ALWAYS = {"mixtral", "deepseek"}
+pytestmark = pytest.mark.timeout(300)
 _LOSSES = re.compile(r"(\w*(?:load_balancing|z)_loss): ([-+.E\d]+) \|")
 
 
@@ -61,16 +62,16 @@ _LOSSES = re.compile(r"(\w*(?:load_balancing|z)_loss): ([-+.E\d]+) \|")
 )
 def test_lines_are_those_of_plain_megatron_lm(jobs, name, case):
     ranks, stages, flags, inject = CASES[case]
-    flags, rel = f"{MOCK} {flags}", 2e-3 if "--bf16" in flags else FLOAT32
+    flags = f"{MOCK} {flags}"  # in 16 bits rounding decides now and then to which expert a token goes
     run = jobs.odyssey(name, flags, ranks=ranks, stages=stages, inject=inject)
     plain = jobs.plain(flags, ranks=ranks, stages=stages)
-    assert_same_lines(run, plain, rel=rel)
-    assert_same_auxiliary_losses(run, plain, rel=rel)
+    assert_same_lines(run, plain)
+    assert_same_auxiliary_losses(run, plain)
     cell = 2 if "--tensor-model-parallel-size 2" in flags else 1
     assert len(run.killed) == cell * inject.count("rank="), run.log[-3000:]
 
 
-def assert_same_auxiliary_losses(run, plain, *, rel):
+def assert_same_auxiliary_losses(run, plain):
     """As Megatron logs them, of each iteration."""
     ours, theirs = (
         [(name, float(value)) for name, value in _LOSSES.findall(one.log)] for one in (run, plain)
@@ -79,7 +80,19 @@ def assert_same_auxiliary_losses(run, plain, *, rel):
     for (name, mine), (_, other) in zip(
         ours, theirs, strict=True
     ):  # Megatron's z_loss is that of the last replica
-        assert mine == pytest.approx(other, rel=0.1 if name == "z_loss" else rel), name
+        assert mine == pytest.approx(other, rel=0.1 if name == "z_loss" else FLOAT32), name
+
+
+@pytest.mark.matrix
+def test_experts_of_newer_versions(other_jobs, name):
+    """They keep auxiliary losses elsewhere."""
+    flags = f"{MOCK} {DEEPSEEK} --moe-z-loss-coeff 1e-2"
+    inject = "rank=0,step=1,at=backward;rank=5,step=3,at=reduce"
+    run = other_jobs.odyssey(name, flags, ranks=6, stages=2, inject=inject)
+    plain = other_jobs.plain(flags, ranks=6, stages=2)
+    assert_same_lines(run, plain)
+    assert_same_auxiliary_losses(run, plain)
+    assert len(run.killed) == 2
 
 
 SAVES = {
