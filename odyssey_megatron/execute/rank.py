@@ -341,17 +341,17 @@ class RankRuntime:
         if wrong and dispensable(self._require_plan().layout, wrong):
             leave_out(wrong, self._world, self._cell, self._totals.device, step, self._event)
 
-    def evaluate(self, index: int) -> None:
-        """Microbatches of evaluation batch ``index`` through the layers, forward only."""
+    def evaluate(self, first: int, microbatches: int) -> None:
+        """So many ``microbatches``, at most those of a plan, from ``first`` on through the layers, forward only."""
         assert self._interpreter is not None
-        self._model.begin_evaluation(index)
+        self._model.begin_evaluation(first, microbatches)
         self._evaluating = True
         try:
             with torch.no_grad():
-                forward_only = [one for one in self._program if one.op in FORWARD_ONLY]
-                self._interpreter.run(
-                    forward_only, self._measured.trace(self.committed), self._new_progress()
-                )
+                program = smaller(self._require_plan().layout, self._program, microbatches).program
+                forward_only = [one for one in program if one.op in FORWARD_ONLY]
+                trace = self._measured.trace(self.committed)
+                self._interpreter.run(forward_only, trace, self._new_progress())
         finally:
             self._evaluating = False
 

@@ -326,9 +326,7 @@ class Session:
         return MegatronModel(
             job.model,
             forward_step=job.forward_step,
-            source=MicrobatchSource(
-                job.dataset, global_batch_size=job.global_batch_size, micro_batch_size=job.micro_batch_size
-            ),
+            source=MicrobatchSource(job.dataset, micro_batch_size=job.micro_batch_size),
             learning_rate=LearningRate(**job.scheduler),
             num_microbatches=num_microbatches,
             seq_length=job.seq_length,

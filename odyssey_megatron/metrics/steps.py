@@ -28,6 +28,8 @@ class CommittedStep:
     """Since the previous step's commit: includes aborted attempts and recovery."""
     committed_wall_s: float
     """By the first agent's clock."""
+    is_left_out: bool = False
+    """It took samples, and trained on none of them: one of ``--iterations-to-skip``."""
 
     @property
     def loss(self) -> float:
@@ -84,6 +86,7 @@ def committed_steps(events: Sequence[JournalEvent]) -> tuple[CommittedStep, ...]
                 step_s=max((event["step_s"] for event in reports if event["step_s"] >= 0), default=None),
                 interval_s=None if math.isnan(took_s) else took_s,
                 committed_wall_s=at_s,
+                is_left_out=reports[0].get("num_microbatches") == 0,
             )
         )
     return tuple(rows)
@@ -124,23 +127,29 @@ def check_samples(events: Sequence[JournalEvent], steps: Sequence[CommittedStep]
 
     An aborted attempt may have fetched samples too: what counts is the last generation, up to that of the
     commit, that fetched any for the step. (A step that was agreed on before the failure is finished, not
-    redone, so its commit may carry a later generation than its samples.)
+    redone, so its commit may carry a later generation than its samples.) Those of a step that is left out are missing.
     """
     problems: list[str] = []
-    consumed: list[int] = []
+    runs: list[list[int]] = [[]]
     fetched: dict[int, dict[int, list[JournalEvent]]] = {}
     for event in named(events, "samples"):
         fetched.setdefault(event["step"], {}).setdefault(event["generation"], []).append(event)
     for before, row in zip((None, *steps), steps, strict=False):
         if before is not None and row.step != before.step + 1:
             problems.append(f"iterations {before.step + 2} to {row.step} were never committed")
+        if row.is_left_out:
+            runs.append([])
+            continue
         attempts = {g: e for g, e in fetched.get(row.step, {}).items() if g <= row.generation}
         if not attempts:
             problems.append(f"{step_name(row.step)}: no samples in the journal")
             continue
-        consumed += _one_step(row.step, attempts[max(attempts)], problems)
-    expected = range(consumed[0], consumed[0] + len(consumed)) if consumed else range(0)
+        runs[-1] += _one_step(row.step, attempts[max(attempts)], problems)
+    consumed = [sample for run in runs for sample in run]
+    expected = [run[0] + count for run in runs for count in range(len(run))]
     wrong = [(want, got) for want, got in zip(expected, consumed, strict=True) if want != got]
+    if len(set(consumed)) < len(consumed):
+        problems.append(f"{len(consumed) - len(set(consumed))} samples were used more than once")
     if wrong:
         want, got = wrong[0]
         problems.append(f"sample {got} stands where {want} should ({len(wrong)} out of place)")

@@ -94,12 +94,14 @@ def train_step_result(
 
 def count_all_microbatches(args: Any) -> None:
     """Megatron's calculator of microbatches counts those of the whole batch as this rank's. From 0.18 on it ignores a
-    ramp-up (core_v0.18.2 core/num_microbatches_calculator.py, line 80).
+    ramp-up, and knows a schedule (core_v0.18.2 core/num_microbatches_calculator.py, lines 80 and 264).
     """
     from megatron.core import num_microbatches_calculator
 
+    schedule = getattr(args, "step_batch_size_schedule", None)
+    more = {"step_batch_size_schedule": schedule, "seq_length": args.seq_length} if schedule else {}
     num_microbatches_calculator.reconfigure_num_microbatches_calculator(
-        args.rank, args.rampup_batch_size, args.global_batch_size, args.micro_batch_size, 1, False
+        args.rank, args.rampup_batch_size, args.global_batch_size, args.micro_batch_size, 1, False, **more
     )
 
 
@@ -111,6 +113,30 @@ def batch_on_this_cp_rank(batch: dict[str, Any]) -> dict[str, Any]:
     if "is_hybrid_cp" in inspect.signature(function).parameters:
         return function(batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group())
     return function(batch)
+
+
+def samples_until_batches_are_alike(calculator: Any) -> int:
+    """From how many consumed samples on a calculator of microbatches has one size for good."""
+    if schedule := getattr(calculator, "schedule", None):  # from 0.18 on: (samples, size)
+        return int(schedule[-1][0])
+    return int(getattr(calculator, "ramup_samples", -1)) + 1  # sic
+
+
+def steps_to_skip(args: Any) -> frozenset[int]:
+    """The steps of ``--iterations-to-skip``, from 0. 0.16 counts iterations so, too (core_v0.16.1 training/training.py,
+    line 2752), and 0.17 on from 1.
+    """
+    first = 0 if check_version().startswith("0.16.") else 1
+    return frozenset(one - first for one in args.iterations_to_skip)
+
+
+def validates_by_single_samples() -> bool:
+    """Whether ``--full-validation`` takes a microbatch to be one sample, as from 0.18 on (core_v0.18.2
+    training/datasets/data_samplers.py, line 44).
+    """
+    from megatron.training.datasets import data_samplers
+
+    return hasattr(data_samplers, "MegatronFullValidationSampler")
 
 
 def append_to_progress_log(function: Callable[..., None], save_dir: str, text: str) -> None:

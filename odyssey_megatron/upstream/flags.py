@@ -49,7 +49,8 @@ _WORKS = {
     cp_comm_type
     untie_embeddings_and_output_weights
     decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers pipeline_model_parallel_layout
-    micro_batch_size global_batch_size rampup_batch_size
+    micro_batch_size global_batch_size rampup_batch_size step_batch_size_schedule phase_transition_iterations
+    iterations_to_skip
     train_iters train_samples seq_length seed bf16 fp16 loss_scale initial_loss_scale min_loss_scale
     loss_scale_window hysteresis use_distributed_optimizer calculate_per_token_loss
     accumulate_allreduce_grads_in_fp32 grad_reduce_in_bf16 clip_grad
@@ -94,10 +95,11 @@ _WORKS = {
     per_dataset_sequences_path dataloader_fast_cache_load dataloader_defer_npy_index_mmap data_cache_path
     mmap_bin_files mock_data num_workers reset_position_ids reset_attention_mask eod_mask_loss
     create_attention_mask_in_dataloader num_dataset_builder_threads object_storage_cache_path
-    mid_level_dataset_surplus allow_ambiguous_pad_tokens enable_msc disable_msc_deprecated
+    data_sharding mid_level_dataset_surplus allow_ambiguous_pad_tokens enable_msc disable_msc_deprecated
     """,
     "evaluations, as common work of all ranks: tests/megatron_lm": """
-    eval_iters eval_interval
+    eval_iters eval_interval start_eval_at_iter eval_global_batch_size full_validation multiple_validation_sets
+    validation_set_names
     """,
     "checkpoints, as common work of all ranks: tests/megatron_lm": """
     save save_interval async_save load finetune pretrained_checkpoint ckpt_step exit_on_missing_checkpoint
@@ -198,7 +200,7 @@ _MOOT = {
     relative_attention_num_buckets relative_attention_max_distance onnx_safe sample_rate mask_prob
     short_seq_prob titles_data_path query_in_block_prob use_one_sent_docs evidence_data_path
     block_data_path embedding_path num_classes img_h img_w num_channels patch_dim classes_fraction
-    data_per_class_fraction data_sharding head_lr_mult mask_type mask_factor iter_per_epoch
+    data_per_class_fraction head_lr_mult mask_type mask_factor iter_per_epoch
     output_bert_embeddings vision_pretraining
     """,
     "read with optimizers that are refused": """
@@ -345,9 +347,6 @@ _MOOT = {
     """,
     "read with --ckpt-convert-format only": """
     ckpt_convert_save
-    """,
-    "read with --multiple-validation-sets only": """
-    validation_set_names
     """,
     "read with Model Optimizer only": """
     export_default_te_spec export_force_local_attention export_kd_teacher_ckpt_format export_kd_teacher_model_config

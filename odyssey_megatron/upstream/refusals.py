@@ -71,7 +71,6 @@ _ALIKE = "Only layers that are alike are planned for."
 _HOST = "Odyssey moves a layer's tensors from where it put them. Leave it out."
 _RERUN = "Odyssey repeats a step by itself, after a failure only. Leave it out."
 _ONE_RANK = "It would be that of one rank's layers. Leave it out."
-_ONE_BATCH = "The plan is made for one global batch size. Start with the full batch."
 _TRAINING = "Use that of training."
 _GPUS = "It compares GPUs over groups that Odyssey makes anew. Leave it out."
 _MODELOPT = "Model Optimizer changes the model behind its stages. Leave it out."
@@ -192,18 +191,12 @@ _ROWS: tuple[tuple[str, str] | tuple[str, str, Callable[[Any, Any], bool]], ...]
     ("check_for_large_grads", "Its check is of Megatron's own reduction. Leave it out."),
     ("result_rejected_tracker_filename", _RERUN),
     ("check_for_spiky_loss", _RERUN),
-    ("step_batch_size_schedule", _ONE_BATCH),
-    ("decrease_batch_size_if_needed", _ONE_BATCH),
-    ("phase_transition_iterations", _ONE_BATCH),
-    ("eval_global_batch_size", _TRAINING, _unlike("global_batch_size")),
+    ("decrease_batch_size_if_needed", "Start with a --global-batch-size that all replicas can share."),
     ("eval_micro_batch_size", _TRAINING, _unlike("micro_batch_size")),
-    ("start_eval_at_iter", _LEAVE_OUT, _not_none),
     ("dataloader_inter_document_masking", _LEAVE_OUT),
-    ("iterations_to_skip", _LEAVE_OUT),
-    ("dataloader_type", "Samples are found by their global number. Use 'single'.", _none_of("single")),
+    ("dataloader_type", "Samples are found by their global number. Use single or cyclic.",
+     _none_of("single", "cyclic")),
     ("fim_data", "What it makes of a sample depends on those that were read before. Leave it out."),
-    ("full_validation", "Set --eval-iters instead."),
-    ("multiple_validation_sets", _LEAVE_OUT),
     ("ckpt_format", "Only torch_dist checkpoints fit every layout. Use --ckpt-format torch_dist.",
      lambda value, args: value not in (None, "torch_dist") and bool(args.save or args.load)),
     ("non_persistent_ckpt_type", "Use global.", lambda value, args: value == "local"),

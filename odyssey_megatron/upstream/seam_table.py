@@ -67,6 +67,16 @@ TRAIN_STEP = Seam(
         "iteration pg_collection p2p_communicator",
     },
 )
+CYCLIC_ITER = Seam(
+    target="megatron.training.training:cyclic_iter",
+    why="a loader's samples come again by their number",
+    signatures={"0.16": "iter", "0.17": "iterable"},
+)
+DUMMY_TRAIN_STEP = Seam(
+    target="megatron.training.training:dummy_train_step",
+    why="an iteration that is skipped is a step, so that all ranks are as far",
+    signatures={"0.16": "data_iterator"},
+)
 TRAIN = Seam(
     target="megatron.training.training:train",
     why="a process in the place of a dead rank joins here, and goes on at the iteration of the others",

@@ -156,8 +156,8 @@ def test_packages(host, expected):
         ("--bf16 --fp8-format hybrid", ["--fp8-format"]),
         ("--ckpt-format torch", []),
         ("--save here --ckpt-format torch --optimizer muon", ["--ckpt-format", "--optimizer"]),
-        ("--global-batch-size 8 --eval-global-batch-size 8", []),
-        ("--global-batch-size 8 --eval-global-batch-size 16", ["--eval-global-batch-size"]),
+        ("--micro-batch-size 2 --eval-micro-batch-size 2", []),
+        ("--micro-batch-size 2 --eval-micro-batch-size 4", ["--eval-micro-batch-size"]),
     ],
 )
 def test_flags_that_a_job_would_be_refused_for(line, refused):

@@ -58,7 +58,7 @@ def parser_with(*more):
     parser.add_argument("--fp8-format", dest="fp8")
     parser.add_argument("--untie-embeddings-and-output-weights", action="store_true", default=True)
     parser.add_argument("--overlap-grad-reduce", action="store_true")
-    parser.add_argument("--full-validation", action="store_true")
+    parser.add_argument("--use-mup", action="store_true")
     for flag in more:
         parser.add_argument(flag)
     return parser
@@ -72,10 +72,10 @@ def said(argv, *more, accepted=(), strict=False):
 
 
 def test_all_refused_flags_are_named_at_once():
-    lines = said(["--fp8-format", "hybrid", "--full-validation", "--overlap-grad-reduce"])
-    assert [line.split()[0] for line in lines] == ["--fp8-format", "--full-validation"]
+    lines = said(["--fp8-format", "hybrid", "--use-mup", "--overlap-grad-reduce"])
+    assert [line.split()[0] for line in lines] == ["--fp8-format", "--use-mup"]
     parser = parser_with()
-    args = parser.parse_args(["--fp8-format", "hybrid", "--full-validation"])
+    args = parser.parse_args(["--fp8-format", "hybrid", "--use-mup"])
     with pytest.raises(ConfigError) as caught:
         refusals.check(args, refusals.Parser.of(parser, "9.9"), ())
     assert str(caught.value).splitlines() == ["2 of the job's flags cannot be used:", *lines]

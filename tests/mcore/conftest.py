@@ -80,7 +80,7 @@ def make_model(spec: Any, megatron: Any) -> Callable[..., Any]:
         made = MegatronModel(
             spec(**changes),
             forward_step=pretrain_llama.forward_step,
-            source=MicrobatchSource(samples, global_batch_size=2, micro_batch_size=1),
+            source=MicrobatchSource(samples, micro_batch_size=1),
             learning_rate=LearningRate(**SCHEDULE),
             num_microbatches=2,
             seq_length=16,

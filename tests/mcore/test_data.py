@@ -44,16 +44,26 @@ def test_batches_that_grow_are_megatron_s(megatron):
         calculator.unset_num_microbatches_calculator()
 
 
+def test_steps_that_are_left_out_take_their_samples():
+    from odyssey_megatron.mcore.loop.batches import Batches
+
+    batches = Batches([2, 4], 8, first_step=3, left_out=[1, 4, 6])
+    assert [batches.before(step) for step in range(3, 9)] == [0, 2, 6, 14, 22, 30]
+    assert batches.sizes == [2, 4, 8]
+    assert batches.trained_before(3).total() == 0
+    assert batches.trained_before(8) == {2: 1, 4: 0, 8: 2}, "all but the second and the fourth"
+
+
 def test_the_iterator_yields_the_microbatch_that_is_named():
     from odyssey_megatron.mcore.loop.data import MicrobatchSource
 
-    source = MicrobatchSource(range(100), global_batch_size=8, micro_batch_size=2)
-    source.begin_step()
-    source.go_to(step=1, microbatch=3)
+    source = MicrobatchSource(range(100), micro_batch_size=2)
+    source.begin(8)
+    source.go_to(3)
     assert next(source).tolist() == [14, 15]
     assert next(source).tolist() == [14, 15], "another block of the same hop asks again"
-    source.go_to(step=1, microbatch=0)
+    source.go_to(0)
     assert next(source).tolist() == [8, 9]
     assert source.fetched == {3: [14, 15], 0: [8, 9]}
-    source.begin_step()
+    source.begin(16)
     assert source.fetched == {}

@@ -112,7 +112,7 @@ def test_what_waits_is_not_lost_when_its_block_is_cut_anew(spec, megatron):
     def gradient(bound: bool, *later_holders: tuple[int, ...]):
         model = MegatronModel(
             spec(), forward_step=pretrain_llama.forward_step, num_microbatches=1, seq_length=16, micro_batch_size=1,
-            cell=megatron, source=MicrobatchSource([sample], global_batch_size=1, micro_batch_size=1),
+            cell=megatron, source=MicrobatchSource([sample], micro_batch_size=1),
         )  # fmt: skip
         model.create_layers(range(4), range(4))
         model.take_layout(Layout(holders=((0,),) * 4, routes=()), 0)

@@ -42,6 +42,8 @@ NEEDS_A_GPU |= dict.fromkeys(
     ("--moe-grouped-gemm", "--moe-permute-fusion", "--moe-router-fusion"), "Transformer Engine"
 )
 NEEDS_A_GPU |= {"--multi-latent-attention": "Transformer Engine"}
+NEEDS_A_GPU |= {"--defer-embedding-wgrad-compute": "a fused kernel"}
+NEEDS_A_GPU |= {"--overlap-p2p-communication-warmup-flush": "CUDA's streams"}
 """Flag -> what it needs: cases with it are counted, and not run."""
 
 
@@ -63,6 +65,8 @@ def shrunk(args: Mapping[str, Any]) -> tuple[str, int, int]:
     small = {flag: value for flag, value in args.items() if flag not in ELSEWHERE}
     small |= {flag: min(value, small[flag]) for flag, value in SIZES.items() if flag in small}
     small |= {"--eval-iters": 2, "--log-interval": 1}
+    if "--fp16" in small:  # a scale with which no step overflows
+        small |= {"--initial-loss-scale": 1024}
     small["--num-layers"] = min(args["--num-layers"], LAYERS)
     small["--num-attention-heads"] = min(args["--num-attention-heads"], HEADS)
     if "--num-query-groups" in small:
@@ -70,6 +74,9 @@ def shrunk(args: Mapping[str, Any]) -> tuple[str, int, int]:
     replicas = 3 if stages * tensor == 1 else 2 if stages * tensor <= 4 else 1
     share = args["--global-batch-size"] // args["--micro-batch-size"]
     small["--global-batch-size"] = max(min(share, MICROBATCHES) // replicas, stages, 2) * replicas
+    if "--rampup-batch-size" in small:
+        share = small["--global-batch-size"] // 2
+        small["--rampup-batch-size"] = f"{share} {share} {3 * share}"
     # Interleaved messages that overlap would give plain Megatron-LM other losses each time, without CUDA's streams.
     if any("virtual" in flag for flag in small) and "--overlap-p2p-communication-warmup-flush" not in small:
         small["--no-overlap-p2p-communication"] = True

@@ -33,6 +33,9 @@ def test_a_case_loses_a_rank_and_prints_what_it_would_have(jobs, name, record_pr
     record_property("cases", len(found.names))
     if found.needs:
         pytest.skip(f"needs {found.needs}")
+    is_fp16 = "--fp16" in found.flags
+    if is_fp16 and precision == "bf16":
+        pytest.skip("is of fp16")
     folder = jobs.folder / name
     flags = "--bf16" if precision == "bf16" else ""
     how = {"ranks": found.ranks, "stages": found.stages, "model": found.flags}
@@ -46,5 +49,5 @@ def test_a_case_loses_a_rank_and_prints_what_it_would_have(jobs, name, record_pr
         name, f"{flags} --save {folder}-saved --save-interval 3 --odyssey-redundancy state", **how,
         inject=f"rank={victim},step={min(2, len(plain.iterations) - 1)},at={point}",
     )  # fmt: skip
-    assert_same_lines(run, plain, rel=BFLOAT16 if flags else FLOAT32)
+    assert_same_lines(run, plain, rel=BFLOAT16 if flags or is_fp16 else FLOAT32)
     assert victim in run.killed

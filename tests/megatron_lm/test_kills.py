@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import numpy
 import pytest
-import torch
 
 from tests.e2e.jobs import assert_equal_numbers
 from tests.megatron_lm import torchrun
-from tests.megatron_lm.jobs import FLOAT64, MOCK, assert_equal_checkpoints, assert_same_lines
+from tests.megatron_lm.jobs import FLOAT64, MOCK, assert_equal_checkpoints, assert_same_lines, indexed
 
 CASES = {
     "three-in-a-row": (8, 4, "rank=0,step=1,at=backward;rank=7,step=2,at=forward;rank=4,step=4,at=reduce"),
@@ -34,16 +32,8 @@ def corpus(jobs):
     """The prefix of an indexed dataset of bytes."""
     from pydoc_data.topics import topics
 
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
-    prefix = jobs.folder / "corpus" / "topics"
-    prefix.parent.mkdir()
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.uint16)
-    for _, text in sorted(topics.items()):  # 2 % of them, the test set, must be some
-        document = list(text.encode())
-        builder.add_document(torch.tensor(document), [len(document)])
-    builder.finalize(f"{prefix}.idx")
-    return prefix
+    # 2 % of them, the test set, must be some.
+    return indexed(jobs.folder / "corpus" / "topics", [text.encode() for _, text in sorted(topics.items())])
 
 
 @pytest.mark.timeout(300)

@@ -31,10 +31,7 @@ GIVEN = {
     "--use-megatron-fsdp": "--use-megatron-fsdp",
     "--use-torch-fsdp2": "--use-torch-fsdp2",
     "--use-legacy-models": "--use-legacy-models",
-    "--iterations-to-skip": "--iterations-to-skip 3",
-    "--dataloader-type": "--dataloader-type cyclic",
-    "--full-validation": "--full-validation",
-    "--multiple-validation-sets": "--multiple-validation-sets",
+    "--dataloader-type": "--dataloader-type external",
     "--ckpt-format": "--ckpt-format torch --save nowhere",
     "--non-persistent-ckpt-type local": "--non-persistent-ckpt-type local",
     "--inprocess-restart": "--inprocess-restart",
@@ -51,8 +48,6 @@ GIVEN = {
     "--use-mup": "--use-mup",
     "--logits-save-dir": "--logits-save-dir there",
     "--logits-load-dir": "--logits-load-dir there",
-    "--step-batch-size-schedule": "--step-batch-size-schedule 0:12",
-    "--eval-global-batch-size": "--eval-global-batch-size 6",
     "--eval-micro-batch-size": "--eval-micro-batch-size 2",
     "--dataloader-inter-document-masking": "--dataloader-inter-document-masking",
     "--ckpt-convert-format": "--ckpt-convert-format torch_dist",
@@ -168,12 +163,12 @@ def test_a_refusal_names_flag_and_remedy(jobs):
 
 def test_a_job_names_all_refused_flags_at_once(jobs, name):
     """Among them one that Megatron's own validation would stop at."""
-    flags = f"{MOCK} --qk-clip --full-validation --dataloader-type cyclic --heterogeneous-layers-config-encoded-json x"
+    flags = f"{MOCK} --qk-clip --log-straggler --dataloader-type external --heterogeneous-layers-config-encoded-json x"
     run = jobs.odyssey(name, flags, ranks=4, stages=2)
     assert run.exit_code == 2, run.log[-3000:]
     assert "Traceback" not in run.log
     assert run.log.count("4 of the job's flags cannot be used:") == 1
-    for flag in ("--qk-clip", "--full-validation", "--dataloader-type cyclic", "--heterogeneous-layers"):
+    for flag in ("--qk-clip", "--log-straggler", "--dataloader-type external", "--heterogeneous-layers"):
         assert run.log.count(f"\n{flag}") == 1, flag
 
 

@@ -14,6 +14,7 @@ import torch
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import ConfigError, MegatronIncompatible
+from odyssey_megatron.mcore.loop.batches import Batches
 from odyssey_megatron.mcore.model import groups, span
 from odyssey_megatron.mcore.model.layers import ModelSpec
 from odyssey_megatron.mcore.plugin import estimate
@@ -60,8 +61,10 @@ def split_of(args: Any) -> Callable[[Any], span.Split]:
     )
 
 
-def job_of(args: Any, config: OdysseyConfig, split: span.Split, *, optimizer_copies: int) -> JobSpec:
-    """What the coordinator plans for."""
+def job_of(
+    args: Any, config: OdysseyConfig, split: span.Split, *, batch_size: int, optimizer_copies: int
+) -> JobSpec:
+    """What the coordinator plans for; ``batch_size``: samples of the largest step."""
     return JobSpec(
         num_layers=args.num_layers + 2,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
@@ -70,8 +73,8 @@ def job_of(args: Any, config: OdysseyConfig, split: span.Split, *, optimizer_cop
         stage_layers=split.stage_layers if all(split.stage_layers) else (),
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         context_parallel_size=args.context_parallel_size,
-        num_microbatches=args.global_batch_size // args.micro_batch_size,
-        tokens_per_step=args.global_batch_size * args.seq_length,
+        num_microbatches=batch_size // args.micro_batch_size,
+        tokens_per_step=batch_size * args.seq_length,
         train_steps=args.train_iters,
         least_holders=config.least_holders,
         eager_forwards=config.eager_forwards,
@@ -144,14 +147,20 @@ def adapt(args: Any, config: OdysseyConfig) -> None:
         _set(args, False, "accumulate_allreduce_grads_in_fp32")
 
 
-def check_rampup(args: Any) -> None:
+def batches_of(args: Any, *, consumed: int = 0, first_step: int = 0) -> Batches:
+    """The sizes of a job's steps that begins with ``first_step``, behind so many samples ``consumed``."""
+    left_out = compat.steps_to_skip(args)
+    return Batches.of_megatron(consumed, first_step=first_step, left_out=left_out)
+
+
+def check_batches(args: Any, batches: Batches, replicas: int) -> None:
     """As Megatron does in the step at hand. Raises ConfigError: a batch cannot be shared out to the replicas."""
-    shared = args.micro_batch_size * args.data_parallel_size
-    first, more, _ = map(int, getattr(args, "rampup_batch_size", None) or (shared, shared, 0))
-    if first % shared or more % shared:
+    shared = args.micro_batch_size * replicas
+    if uneven := [size for size in batches.sizes if size % shared]:
         raise ConfigError(
-            f"--rampup-batch-size begins with {first} samples and goes on by {more}; both must be multiples of "
-            f"{shared}, which is --micro-batch-size {args.micro_batch_size} times {args.data_parallel_size} replicas."
+            f"Some steps have {' or '.join(map(str, uneven))} samples, while --rampup-batch-size, "
+            f"--step-batch-size-schedule and --global-batch-size must come to multiples of {shared}, which is "
+            f"--micro-batch-size {args.micro_batch_size} times {replicas} replicas."
         )
 
 

@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
-_BEHIND_ALL = 2**62
-"""Samples after which no batch size grows any more."""
+from odyssey_megatron.upstream import compat
 
 
 class Batches:
-    """The batch sizes of the steps from ``first_step`` on: first those of ``growing``, and from then on ``full``."""
+    """The batch sizes of the steps from ``first_step`` on: first those of ``changing``, and from then on ``last``.
 
-    def __init__(self, growing: Sequence[int], full: int, *, first_step: int = 0):
-        self._growing, self._full, self._first_step = tuple(growing), full, first_step
-        self._before = [*accumulate(growing, initial=0)]
+    The steps ``left_out`` take their samples, and train on none of them.
+    """
+
+    def __init__(
+        self, changing: Sequence[int], last: int, *, first_step: int = 0, left_out: Iterable[int] = ()
+    ):
+        self._changing, self._last, self._first_step = tuple(changing), last, first_step
+        self._before = [*accumulate(changing, initial=0)]
+        self.left_out = frozenset(left_out)
 
     @classmethod
     def constant(cls, size: int) -> Batches:
         return cls((), size)
 
     @classmethod
-    def of_megatron(cls, consumed: int, *, first_step: int) -> Batches:
+    def of_megatron(cls, consumed: int, *, first_step: int, left_out: Iterable[int] = ()) -> Batches:
         """As Megatron's calculator has them, of a job that begins with so many samples ``consumed``."""
         from megatron.core import num_microbatches_calculator
 
@@ -34,23 +39,35 @@ class Batches:
             calculator.update(samples, False)
             return int(calculator.get_current_running_global_batch_size())
 
-        full, growing = size_behind(_BEHIND_ALL), list[int]()
-        while (size := size_behind(consumed + sum(growing))) < full:
-            growing.append(size)
-        return cls(growing, full, first_step=first_step)
+        settled, changing = compat.samples_until_batches_are_alike(calculator), list[int]()
+        while consumed < settled:
+            changing.append(size_behind(consumed))
+            consumed += changing[-1]
+        return cls(changing, size_behind(consumed), first_step=first_step, left_out=left_out)
+
+    @property
+    def sizes(self) -> list[int]:
+        """All that there are, from the smallest to the largest."""
+        return sorted({*self._changing, self._last})
+
+    @property
+    def largest(self) -> int:
+        """Samples of the largest step."""
+        return self.sizes[-1]
 
     def before(self, step: int) -> int:
         """Samples of the steps before ``step``."""
-        done, grown = step - self._first_step, len(self._growing)
-        return self._before[min(done, grown)] + max(0, done - grown) * self._full
+        done, changed = step - self._first_step, len(self._changing)
+        return self._before[min(done, changed)] + max(0, done - changed) * self._last
 
     def size(self, step: int) -> int:
         """Samples of ``step``."""
         return self.before(step + 1) - self.before(step)
 
-    def sizes_before(self, step: int) -> Counter[int]:
-        """Size -> how many of the steps before ``step`` have it."""
+    def trained_before(self, step: int) -> Counter[int]:
+        """Size -> how many of the steps before ``step`` have it and train."""
         done = step - self._first_step
-        found = Counter(self._growing[:done])
-        found[self._full] += max(0, done - len(self._growing))
+        found = Counter(self._changing[:done])
+        found[self._last] += max(0, done - len(self._changing))
+        found.subtract(self.size(one) for one in self.left_out if self._first_step <= one < step)
         return found

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from torch.utils.data import default_collate
-
-from odyssey_megatron.mcore.loop.batches import Batches
 
 
 def global_samples(*, before: int, microbatch: int, micro_batch_size: int) -> range:
     """Indices, in consumption order, of the samples of one microbatch of the step behind ``before`` samples."""
     first = before + microbatch * micro_batch_size
     return range(first, first + micro_batch_size)
+
+
+class Order(Protocol):
+    """Which samples of a data set are consumed when (``mcore/loop/orders.py``)."""
+
+    def __call__(self, places: range) -> Sequence[int]:
+        """The samples at ``places``, those of one microbatch, of the order in which all are consumed."""
+        ...
+
+    def __len__(self) -> int:
+        """Microbatches that a replica has of it."""
+        ...
 
 
 class MicrobatchSource:
@@ -24,42 +34,51 @@ class MicrobatchSource:
         self,
         dataset: Sequence[Any],
         *,
-        global_batch_size: int,
         micro_batch_size: int,
+        order: Order | None = None,
         collate: Callable[[list[Any]], Any] = default_collate,
         offset: int = 0,
     ):
-        """``offset`` is the sample that the first step begins with."""
-        self._dataset, self._collate, self._offset = dataset, collate, offset
+        """
+        Args:
+            order: None: ``dataset`` is read from its first sample to its last.
+            offset: the place that the first step begins with.
+        """
+        self._dataset, self._order, self._collate, self._offset = dataset, order, collate, offset
         self._micro_batch_size = micro_batch_size
-        self._at, self._batch = (-1, -1), None
-        self.batches = Batches.constant(global_batch_size)
+        self._before, self._microbatch, self._batch = 0, -1, None
         self.evaluated = 0
-        """Batches that evaluations have taken."""
+        """Microbatches that evaluations have taken."""
         self.fetched: dict[int, list[int]] = {}
-        """Microbatch -> samples that were read for it since :meth:`begin_step`."""
+        """Microbatch -> places of the samples that were read for it since :meth:`begin`."""
 
-    def begin_step(self) -> None:
-        self._at, self._batch = (-1, -1), None
+    def __len__(self) -> int:
+        """As ``--full-validation`` asks."""
+        assert self._order is not None
+        return len(self._order)
+
+    def begin(self, before: int) -> None:
+        """From now on microbatches are those of what comes behind so many samples."""
+        self._before, self._microbatch, self._batch = before, -1, None
         self.fetched = {}
 
-    def go_to(self, *, step: int, microbatch: int) -> None:
+    def go_to(self, microbatch: int) -> None:
         """From now on ``next()`` gives this microbatch."""
-        if (step, microbatch) != self._at:
-            self._at, self._batch = (step, microbatch), None
+        if microbatch != self._microbatch:
+            self._microbatch, self._batch = microbatch, None
 
     def __iter__(self) -> MicrobatchSource:
         return self
 
     def __next__(self) -> Any:
         if self._batch is None:
-            step, microbatch = self._at
-            samples = global_samples(
-                before=self.batches.before(step),
-                microbatch=microbatch,
+            places = global_samples(
+                before=self._offset + self._before,
+                microbatch=self._microbatch,
                 micro_batch_size=self._micro_batch_size,
             )
-            self._batch = self._collate([self._dataset[self._offset + sample] for sample in samples])
-            self.fetched[microbatch] = [self._offset + sample for sample in samples]
+            samples = places if self._order is None else self._order(places)
+            self._batch = self._collate([self._dataset[sample] for sample in samples])
+            self.fetched[self._microbatch] = list(places)
         # From 0.18 on the first stage's forward step takes the labels out of what it is given.
         return copy.copy(self._batch)

@@ -24,11 +24,19 @@ from odyssey_megatron.config import OdysseyConfig, add_arguments
 from odyssey_megatron.errors import EXIT_NOT_SAVED, ConfigError, OdysseyError, Superseded
 from odyssey_megatron.execute.channels import WORLD
 from odyssey_megatron.launch.inject import Injector
-from odyssey_megatron.mcore.loop import arguments, checkpoint, loading, saving, shards, signals, tensorboard
+from odyssey_megatron.mcore.loop import (
+    arguments,
+    checkpoint,
+    loading,
+    outcome,
+    saving,
+    shards,
+    signals,
+    tensorboard,
+)
 from odyssey_megatron.mcore.loop.background import Saves
-from odyssey_megatron.mcore.loop.batches import Batches
 from odyssey_megatron.mcore.loop.console import SurvivingLines
-from odyssey_megatron.mcore.loop.data import MicrobatchSource
+from odyssey_megatron.mcore.loop.feed import Feed
 from odyssey_megatron.mcore.loop.joining import Start, starting_groups
 from odyssey_megatron.mcore.loop.progress_log import ProgressLog
 from odyssey_megatron.mcore.model import experts, float64, groups, span, wgrad
@@ -62,8 +70,8 @@ class Door:
         self._session: Any = None
         self._parser = refusals.Parser()
         self._recovery: Any = None
-        self._train_source: Any = None
         self._stage = OwnStage()
+        self._feed = Feed(self._stage)
         self._lines = SurvivingLines(
             note=lambda place: self._session.member.note("printed", place),
             noted=lambda: self._session.member.noted("printed"),
@@ -130,9 +138,11 @@ class Door:
             (seam_table.SET_TENSORBOARD_WRITER, self.set_tensorboard_writer),
             (seam_table.SETUP_MODEL_AND_OPTIMIZER, self.setup_model_and_optimizer),
             (seam_table.BUILD_DATA_ITERATORS, self.build_data_iterators),
-            (seam_table.BUILD_PRETRAINING_DATA_LOADER, self.build_pretraining_data_loader),
+            (seam_table.CYCLIC_ITER, lambda original, source: source),
+            (seam_table.BUILD_PRETRAINING_DATA_LOADER, self._feed.build_pretraining_data_loader),
             (seam_table.TRAIN, self.train),
             (seam_table.TRAIN_STEP, self.train_step),
+            (seam_table.DUMMY_TRAIN_STEP, self.dummy_train_step),
             (seam_table.TRAINING_LOG, self.training_log),
             (seam_table.GET_FORWARD_BACKWARD_FUNC, self.get_forward_backward_func),
             (seam_table.SAVE_CHECKPOINT, self._saves.save_checkpoint),
@@ -177,7 +187,7 @@ class Door:
         self._saved.distributed = args.use_distributed_optimizer
         result = original(args, *rest, **kwargs)
         refusals.check(args, self._parser)
-        arguments.check_rampup(args)
+        self._feed.replicas = args.data_parallel_size
         self._split_of, self._checks = arguments.split_of(args), args.check_for_nan_in_loss_and_grad
         arguments.adapt(args, self._config)
         args.async_save = beside_training
@@ -212,13 +222,12 @@ class Door:
         config = core_transformer_config_from_args(args)
         if config.params_dtype == torch.float64:
             float64.install()
-        num_microbatches, split = args.global_batch_size // args.micro_batch_size, self._split_of(config)
+        split, self._batches = self._split_of(config), arguments.batches_of(args)
+        arguments.check_batches(args, self._batches, self._feed.replicas)
         self._model = MegatronModel(
             arguments.spec_of(args, config, split, model_provider, overflow_ends_job=self._checks),
-            num_microbatches=num_microbatches,
-            replicas=self._session.world_size
-            // args.tensor_model_parallel_size
-            // args.pipeline_model_parallel_size,
+            num_microbatches=self._batches.largest // args.micro_batch_size,
+            replicas=self._feed.replicas,
             seq_length=args.seq_length,
             micro_batch_size=args.micro_batch_size,
             spare_on_host=self._config.spare_on_host,
@@ -244,7 +253,9 @@ class Door:
         if not member.joins:
             self._start = Start.of(args, scheduler, self._model.spec.loaded_groups)
             self._start.note(member)
-        self._model.batches = Batches.of_megatron(args.consumed_train_samples, first_step=args.iteration)
+        self._model.batches = arguments.batches_of(
+            args, consumed=args.consumed_train_samples, first_step=args.iteration
+        )
         self._model.learning_rate = LearningRate(
             self._start.origin(schedule, optimizer.settings),
             **arguments.schedule_of(scheduler),
@@ -253,7 +264,8 @@ class Door:
         return self._chunks, optimizer, scheduler
 
     def _post(self, args: Any, config: Any, split: span.Split) -> None:
-        job = arguments.job_of(args, self._config, split, optimizer_copies=self._optimizer_copies)
+        largest, copies = self._batches.largest, self._optimizer_copies
+        job = arguments.job_of(args, self._config, split, batch_size=largest, optimizer_copies=copies)
         self._session.post(job, arguments.profile_of(args, config, self._config))
 
     def _enter(self) -> None:
@@ -299,15 +311,14 @@ class Door:
 
         ``called``: the arguments of Megatron's ``train()``.
         """
-        self._feed(called["forward_step_func"], called["train_data_iterator"])
+        self._feed(self._model, called["forward_step_func"], called["train_data_iterator"])
         self._session.member.join()
         self._recovery.step()
         self._refresh()
         batches, step = self._model.batches, self._runtime.committed - 1
         skipped = self._model.loss_scale.skipped_samples - self._runtime.outcome.skipped * batches.size(step)
         evaluated = self._start.go_on(called["opt_param_scheduler"], step, batches, skipped)
-        if called["valid_data_iterator"] is not None:
-            self._source(called["valid_data_iterator"]).evaluated = evaluated
+        self._feed.join(called["valid_data_iterator"], evaluated)
         # What Megatron does with all ranks before its first step, the others have done long ago.
         self._follow(self._alone)
 
@@ -388,17 +399,6 @@ class Door:
         with self._session.member.excused():
             return original(provider)
 
-    def build_pretraining_data_loader(self, original: Any, dataset: Any, consumed_samples: int) -> Any:
-        from megatron.training import get_args
-
-        args = get_args()
-        return MicrobatchSource(
-            dataset,
-            global_batch_size=args.global_batch_size,
-            micro_batch_size=args.micro_batch_size,
-            offset=consumed_samples,
-        )
-
     def train_step(
         self,
         original: Any,
@@ -414,6 +414,26 @@ class Door:
     ) -> tuple[Any, ...]:
         from megatron.training import get_args
 
+        self._feed(self._model, forward_step_func, data_iterator)
+        result = self._step()
+        experts.show(result.aux_losses)
+        self._log_own(self._runtime.committed, get_args().tensorboard_log_interval)
+        if not result.skipped:
+            opt_param_scheduler.step(increment=result.num_microbatches * get_args().micro_batch_size)
+        losses = {  # beside Megatron's own sums, on its device
+            name: torch.tensor([value], dtype=torch.float32, device=torch.cuda.current_device())
+            for name, value in result.losses.items()
+        }
+        return compat.train_step_result(
+            losses, result.grad_norm, result.num_zeros_in_grad, skipped=result.skipped
+        )
+
+    def dummy_train_step(self, original: Any, data_iterator: Any) -> None:
+        """Of ``--iterations-to-skip``: a step like any other, of no microbatches, so that all are as far."""
+        self._model.source = self._feed.source(data_iterator)
+        self._step()
+
+    def _step(self) -> outcome.StepOutcome:
         joined = self._alone is not None
         if self._board is not None:
             self._board.begin(self._runtime.committed - joined)
@@ -421,63 +441,44 @@ class Door:
             self._follow(self._named)
             self._leave_start()
         else:
-            self._feed(forward_step_func, data_iterator)
             self._recovery.step()
             self._refresh()
-        outcome = self._runtime.outcome
-        experts.show(outcome.aux_losses)
         self._lines.begin(self._runtime.committed)
-        self._log_own(self._runtime.committed, get_args().tensorboard_log_interval)
-        if not outcome.skipped:
-            opt_param_scheduler.step(increment=outcome.num_microbatches * get_args().micro_batch_size)
-        losses = {  # beside Megatron's own sums, on its device
-            name: torch.tensor([value], dtype=torch.float32, device=torch.cuda.current_device())
-            for name, value in outcome.losses.items()
-        }
-        return compat.train_step_result(
-            losses, outcome.grad_norm, outcome.num_zeros_in_grad, skipped=outcome.skipped
-        )
-
-    def _feed(self, forward_step_func: Any, data_iterator: Any) -> None:
-        """What training steps compute, and with which data."""
-        source = self._source(data_iterator)
-        if source is not self._train_source:
-            self._train_source, source.batches = source, self._model.batches
-        self._model.forward_step, self._model.source = (
-            self._stage.forward_step(forward_step_func, self._model),
-            source,
-        )
-
-    def _source(self, data_iterator: Any) -> MicrobatchSource:
-        """What :meth:`build_pretraining_data_loader` gave; a rank that reads no data gets one that cannot be read."""
-        if data_iterator is None:
-            return self.build_pretraining_data_loader(None, None, 0)
-        return getattr(data_iterator, "iterable", data_iterator)
+        result: outcome.StepOutcome = self._runtime.outcome
+        return result
 
     def get_forward_backward_func(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         return self.forward_backward
 
     def forward_backward(
-        self, *, forward_step_func: Any, data_iterator: Any, forward_only: bool = False, **kwargs: Any
+        self,
+        *,
+        forward_step_func: Any,
+        data_iterator: Any,
+        num_microbatches: int,
+        forward_only: bool = False,
+        **kwargs: Any,
     ) -> list[dict[str, torch.Tensor]]:
         """Megatron's schedule, as its evaluation calls it: what every microbatch of the batch reported."""
+        from megatron.training import get_args
+
         if not forward_only or kwargs.get("collect_non_loss_data"):
             raise ConfigError("only evaluations may call the schedule; training goes through train_step.")
-        source, model = self._source(data_iterator), self._model
+        source, most = self._feed.source(data_iterator), self._batches.largest // get_args().micro_batch_size
 
         def work(world: Any) -> torch.Tensor:
-            model.forward_step, model.source = (
-                self._stage.forward_step(forward_step_func, self._model),
-                source,
-            )
-            self._runtime.evaluate(source.evaluated)
-            table = model.local_losses()
+            self._feed(self._model, forward_step_func, source)
+            tables = []
+            for first in range(0, num_microbatches, most):
+                self._runtime.evaluate(source.evaluated + first, min(most, num_microbatches - first))
+                tables.append(self._model.local_losses())
+            table = torch.cat(tables)
             dist.all_reduce(table, group=world)
             return table
 
         table = self._together(work)
-        source.evaluated += 1
-        return model.losses_of(table)
+        source.evaluated += num_microbatches
+        return outcome.losses_of(table, self._model.loss_names)
 
     def check_param_hashes(self, original: Any, model: Any, cross_check: bool = False) -> bool:
         if self._alone is None:  # else it joins, and the others have done this long ago

@@ -72,25 +72,33 @@ class Start:
         args.iteration, args.consumed_train_samples = self.iteration, self.consumed_train_samples
         args.num_floating_point_operations_so_far = self.floating_point_operations
 
-    def go_on(self, scheduler: Any, iteration: int, batches: Batches, skipped: int) -> int:
+    def go_on(self, scheduler: Any, iteration: int, batches: Batches, skipped: int) -> list[int]:
         """Sets Megatron's loop, which stands at the start, to ``iteration``, of those before which ``skipped`` samples
-        changed no weight; returns how many batches evaluations have taken until there.
+        changed no weight; returns how many microbatches evaluations have taken of each validation set until there.
         """
         from megatron.core import num_microbatches_calculator
         from megatron.training import get_args, training
 
         args, consumed = get_args(), batches.before(iteration)
-        sizes = batches.sizes_before(iteration)
         flops = sum(
-            count * training.num_floating_point_operations(args, size) for size, count in sizes.items()
+            count * training.num_floating_point_operations(args, size)
+            for size, count in batches.trained_before(iteration).items()
         )
+        left_out = [step for step in batches.left_out if self.iteration <= step < iteration]
+        args.skipped_train_samples += sum(map(batches.size, left_out))
         args.iteration, args.consumed_train_samples = iteration, self.consumed_train_samples + consumed
         args.num_floating_point_operations_so_far = self.floating_point_operations + flops
         num_microbatches_calculator.update_num_microbatches(args.consumed_train_samples, False)
         scheduler.step(increment=consumed - skipped)
-        if not args.eval_interval:
-            return 0
-        return args.eval_iters * (iteration // args.eval_interval - self.iteration // args.eval_interval)
+        interval, start = args.eval_interval, getattr(args, "start_eval_at_iter", None) or 0
+        times = 0
+        if interval:
+            first = max(self.iteration, start - 1)
+            times = max(0, iteration // interval - first // interval)
+            times -= sum((step + 1) % interval == 0 and step >= first for step in left_out)
+        eval_iters = args.eval_iters if isinstance(args.eval_iters, list) else [args.eval_iters]
+        batch = getattr(args, "eval_global_batch_size", args.global_batch_size)
+        return [times * one * batch // args.micro_batch_size for one in eval_iters]
 
 
 def starting_groups(

@@ -74,6 +74,7 @@ class Observer:
             args,
             self._config,
             arguments.split_of(args)(config),
+            batch_size=arguments.batches_of(args).largest,
             optimizer_copies=arguments.optimizer_copies(args, self._config),
         )
         job.check(self._member.world_size)

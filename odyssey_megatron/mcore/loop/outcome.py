@@ -20,16 +20,16 @@ Losses = Mapping[int, Mapping[str, torch.Tensor]]
 class StepOutcome:
     """What a committed step is logged with."""
 
-    losses: dict[str, float]
-    grad_norm: float | None
+    losses: dict[str, float] = field(default_factory=dict)
+    grad_norm: float | None = None
     """None if it is not finite: the step is ``skipped``."""
     lr: float
     skipped: bool
-    """The loss scale was too large for it: no weight has changed."""
-    num_zeros_in_grad: int | None
+    """No weight has changed: the loss scale was too large for it, or it was to be left out."""
+    num_zeros_in_grad: int | None = None
     """None unless Megatron's ``log_num_zeros_in_grad`` asks for it."""
-    tokens: int
-    num_microbatches: int
+    tokens: int = 0
+    num_microbatches: int = 0
     aux_losses: dict[str, list[float]] = field(default_factory=dict)
     """Of a mixture of experts: name -> of each transformer layer the sum over all microbatches."""
 

@@ -129,6 +129,10 @@ class HeldLayer(torch.nn.Module):
         state_bytes = self.optimizer.state_bytes if self.optimizer else 0
         return sum(weight.nbytes for weight in self.weights().values()) + state_bytes
 
+    def gradients(self) -> list[torch.Tensor]:
+        """Of each parameter what microbatches have added up to."""
+        return [main_grad(parameter) for parameter in self.parameters()]
+
     def weights(self) -> dict[str, torch.Tensor]:
         """All that a forward computes with, in an order that is the same on every rank."""
         parameters = {name: parameter.data for name, parameter in sorted(self.named_parameters())}

@@ -66,10 +66,15 @@ class LossScale:
 
     def update(self, *, skipped: bool, samples: int) -> None:
         """Behind a step of ``samples``."""
-        self.skipped += skipped
-        self.skipped_samples += samples * skipped
+        if skipped:
+            self.leave_out(samples)
         if self.scaler is not None:
             self.scaler.update(skipped)
+
+    def leave_out(self, samples: int) -> None:
+        """A step of ``samples`` changes no weight, whatever the scale."""
+        self.skipped += 1
+        self.skipped_samples += samples
 
     def state(self) -> torch.Tensor:
         """All that steps have changed, for :meth:`take_over` on a rank that joins: 1-D, float64, on the host."""

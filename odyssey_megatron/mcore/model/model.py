@@ -26,7 +26,6 @@ from odyssey_megatron.mcore.model.layers import (
     build_part,
     initial_parts,
     lend,
-    main_grad,
 )
 from odyssey_megatron.mcore.model.loss_scale import LossScale
 from odyssey_megatron.mcore.model.optimizer import LayerOptimizer, LearningRate
@@ -76,13 +75,13 @@ class MegatronModel:
         span.install()
         self.spec, self.source = spec, source
         self.forward_step, self.learning_rate = forward_step, learning_rate
-        self._num_microbatches = self._of_step = num_microbatches
+        self._of_step = num_microbatches
         self.batches = Batches.constant(num_microbatches * micro_batch_size)
         config = spec.config
         self.loss_scale = LossScale(spec.optimizer_config, ends_job=spec.overflow_ends_job)
         config.grad_scale_func = self.loss_scale.scaled
         self._replicas = replicas if self.loss_scale and not config.calculate_per_token_loss else 1
-        self._loss_names, self._spare_on_host = tuple(loss_names), spare_on_host
+        self.loss_names, self._spare_on_host = tuple(loss_names), spare_on_host
         self._groups = cell or groups.initialize()
         self._tp_rank, self._cp_rank = self._groups.tp.rank(), self._groups.cp.rank()
         self._losses_of_one = 1 if config.calculate_per_token_loss else self._groups.cp.size()
@@ -98,7 +97,7 @@ class MegatronModel:
         self._blocks: dict[tuple[int, int], LayerBlock] = {}
         self._flights: dict[tuple[int, int], _Flight] = {}
         self._step, self._worker, self._layout = -1, -1, Layout(holders=(), routes=())
-        self._tally = Tally(self._loss_names, self.routing)
+        self._tally = Tally(self.loss_names, self.routing)
         self._training = True
 
     @property
@@ -212,7 +211,7 @@ class MegatronModel:
             parts = build_part(self.spec, layer, self._groups)
             self._held[layer] = self._hold(layer, parts, kept=False)
         kept, self._blocks = self._blocks, {}
-        sums = {layer.index: _gradients_of(layer) for block in kept.values() for layer in block.layers}
+        sums = {layer.index: layer.gradients() for block in kept.values() for layer in block.layers}
         for block in layout.blocks():
             if worker not in block.holders:
                 continue
@@ -227,7 +226,7 @@ class MegatronModel:
             self._blocks[block.first, block.last] = LayerBlock(self.spec, layers, self._groups)
             for held in layers:
                 if of_interrupted_step := sums.get(held.index):  # they go on
-                    torch._foreach_copy_(_gradients_of(held), of_interrupted_step)
+                    torch._foreach_copy_(held.gradients(), of_interrupted_step)
         self._layout, self._worker = layout, worker
         lend(self.blocks, self._held)
 
@@ -235,25 +234,24 @@ class MegatronModel:
 
     def begin_step(self, step: int) -> None:
         """Forgets whatever an earlier attempt left, and zeroes the gradients."""
-        self._seeds.step = step
-        self._begin(step, training=True)
+        self._step = self._seeds.step = step
+        self._begin(self.microbatches_of(step), before=self.batches.before(step), training=True)
         for block in self._blocks.values():
             block.zero_gradients()
 
     def microbatches_of(self, step: int) -> int:
-        return self.batches.size(step) // self._message_shape[1]
+        return 0 if step in self.batches.left_out else self.batches.size(step) // self._message_shape[1]
 
-    def begin_evaluation(self, index: int) -> None:
-        """As a step, of evaluation batch ``index``; nothing is kept for a backward."""
-        self._begin(index, training=False)
+    def begin_evaluation(self, first: int, microbatches: int) -> None:
+        """As a step, of those ``microbatches`` of the source from ``first`` on; nothing is kept for a backward."""
+        self._begin(microbatches, before=first * self._message_shape[1], training=False)
 
-    def _begin(self, step: int, *, training: bool) -> None:
+    def _begin(self, microbatches: int, *, before: int, training: bool) -> None:
         assert self.source is not None, "no data yet"
-        self._step, self._training = step, training
-        self._of_step = self.microbatches_of(step) if training else self._num_microbatches
+        self._of_step, self._training = microbatches, training
         self._flights.clear()
         self._tally.clear()
-        self.source.begin_step()
+        self.source.begin(before)
         for block in self._blocks.values():
             if block.model.training != training:
                 block.model.train(training)
@@ -261,7 +259,7 @@ class MegatronModel:
     def _go_to(self, microbatch: int) -> None:
         self._seeds.microbatch = microbatch
         assert self.source is not None
-        self.source.go_to(step=self._step, microbatch=microbatch)
+        self.source.go_to(microbatch)
 
     def forward(
         self,
@@ -347,7 +345,7 @@ class MegatronModel:
 
     @property
     def num_totals(self) -> int:
-        return outcome.num_totals(self._loss_names) + self.routing.num_totals
+        return outcome.num_totals(self.loss_names) + self.routing.num_totals
 
     def local_totals(self) -> torch.Tensor:
         """This rank's share of the step's totals: each block's gradient is counted by its first holder only, each
@@ -358,7 +356,7 @@ class MegatronModel:
         totals = outcome.local_totals(
             counted,
             self._tally.losses,
-            self._loss_names,
+            self.loss_names,
             tokens=self._tally.tokens,
             tp_rank=self._tp_rank,
             cp_rank=self._cp_rank,
@@ -374,13 +372,9 @@ class MegatronModel:
         return outcome.squared_weights(first, self._tp_rank)
 
     def local_losses(self) -> torch.Tensor:
-        """What this rank's share of the evaluated microbatches reported; sums to a table for :meth:`losses_of`."""
+        """What this rank's share of the evaluated microbatches reported; sums to a table of all."""
         losses = self._tally.losses if self._tp_rank == 0 else {}
-        return outcome.loss_table(losses, self._loss_names, self._num_microbatches, self._groups.cp)
-
-    def losses_of(self, table: torch.Tensor) -> list[dict[str, torch.Tensor]]:
-        """A summed :meth:`local_losses` as Megatron's schedules return it: what each microbatch reported."""
-        return outcome.losses_of(table, self._loss_names)
+        return outcome.loss_table(losses, self.loss_names, self._of_step, self._groups.cp)
 
     def apply(self, totals: torch.Tensor, checkpoint: Callable[[], None]) -> StepOutcome:
         """The optimizer step from reduced gradients and everyone's totals; sends nothing.
@@ -390,8 +384,10 @@ class MegatronModel:
         Raises:
             NotFinite: the same on every rank, before any weight has changed.
         """
-        totals, routed = torch.split(totals, [outcome.num_totals(self._loss_names), self.routing.num_totals])
+        totals, routed = torch.split(totals, [outcome.num_totals(self.loss_names), self.routing.num_totals])
         squared_norm, zeros, tokens, microbatches, *losses = totals.tolist()
+        if self._step in self.batches.left_out:
+            return self._leave_out()
         scale = 1.0 / self.loss_scale.value.item()
         if self.spec.config.calculate_per_token_loss:
             scale /= tokens
@@ -423,7 +419,7 @@ class MegatronModel:
         self.routing.balance(self._held, routed)  # of a step that is skipped, too
         self.loss_scale.update(skipped=skipped, samples=self.batches.size(self._step))
         return StepOutcome(
-            losses=outcome.means(losses, self._loss_names),
+            losses=outcome.means(losses, self.loss_names),
             grad_norm=None if skipped else grad_norm,
             lr=lr,
             skipped=skipped,
@@ -432,6 +428,13 @@ class MegatronModel:
             num_microbatches=int(microbatches),
             aux_losses=self.routing.losses(routed),
         )
+
+    def _leave_out(self) -> StepOutcome:
+        """A step that trains on nothing, and does not count in the learning rate's schedule."""
+        assert self.learning_rate
+        lr = self.learning_rate.set([], self._step, self.batches, self.loss_scale)
+        self.loss_scale.leave_out(self.batches.size(self._step))
+        return StepOutcome(lr=lr, skipped=True)
 
     def samples_of_losses(self) -> dict[int, list[int]]:
         """Microbatch -> samples, for the microbatches whose loss this rank computed in the current step; of a cell the
@@ -484,7 +487,3 @@ class MegatronModel:
             for index, layer in sorted(self._held.items())
             if self.place_in(index) == 0
         }
-
-
-def _gradients_of(layer: HeldLayer) -> list[torch.Tensor]:
-    return [main_grad(parameter) for parameter in layer.parameters()]

@@ -1,0 +1,54 @@
+"""What a pass of microbatches computes, and with which data: Megatron's loaders as sources that the plan can ask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from odyssey_megatron.mcore.loop.data import MicrobatchSource
+from odyssey_megatron.mcore.loop.orders import order_of
+from odyssey_megatron.mcore.model.model import MegatronModel
+from odyssey_megatron.mcore.model.stage import OwnStage
+
+
+class Feed:
+    """Of one rank's Megatron-LM run."""
+
+    def __init__(self, stage: OwnStage):
+        self._stage = stage
+        self.replicas = 1
+        """Of the launch line."""
+
+    def build_pretraining_data_loader(
+        self, original: Any, dataset: Any, consumed_samples: int
+    ) -> MicrobatchSource | None:
+        """None: there is no such data, and Megatron leaves out what would read it."""
+        from megatron.training import get_args
+
+        if dataset is None:
+            return None
+        args = get_args()
+        return MicrobatchSource(
+            dataset,
+            micro_batch_size=args.micro_batch_size,
+            offset=consumed_samples,
+            order=order_of(args, dataset, self.replicas),
+        )
+
+    def source(self, data_iterator: Any) -> MicrobatchSource:
+        """What :meth:`build_pretraining_data_loader` gave; a rank that reads no data gets one that cannot be read."""
+        if data_iterator is None:
+            return MicrobatchSource((), micro_batch_size=1)
+        found: MicrobatchSource = getattr(data_iterator, "iterable", data_iterator)
+        return found
+
+    def __call__(self, model: MegatronModel, forward_step_func: Any, data_iterator: Any) -> None:
+        """``model`` goes on with these."""
+        model.forward_step = self._stage.forward_step(forward_step_func, model)
+        model.source = self.source(data_iterator)
+
+    def join(self, valid_data_iterator: Any, evaluated: Sequence[int]) -> None:
+        """So many microbatches of each validation set have been ``evaluated`` without this rank."""
+        sets = valid_data_iterator if isinstance(valid_data_iterator, list) else [valid_data_iterator]
+        for one, microbatches in zip(sets, evaluated, strict=True):
+            self.source(one).evaluated = microbatches

@@ -1,0 +1,99 @@
+"""Data that is shuffled, validated in whole or skipped: the samples of every step are plain Megatron-LM's."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e.jobs import assert_holders_agree
+from tests.launch.jobserver import CHECKOUT
+from tests.megatron_lm.jobs import FLOAT64, MOCK, assert_same_lines, indexed
+
+HOW = {"ranks": 4, "stages": 2}
+# In 0.16 iterations to skip count from 0.
+SKIPPED = f"{MOCK} --iterations-to-skip 1 2 5"
+CASES = {
+    "cyclic": (f"{MOCK} --dataloader-type cyclic", "rank=3,step=2,at=backward"),
+    "cyclic-for-all": (f"{MOCK} --dataloader-type cyclic --no-data-sharding", "rank=1,step=4,at=reduce"),
+    "before-a-skipped-one": (SKIPPED, "rank=2,step=0,at=commit"),
+    "in-a-skipped-one": (SKIPPED, "rank=1,step=1,at=agreement"),
+    "behind-a-skipped-one": (SKIPPED, "rank=3,step=2,at=commit"),
+    "the-first-is-skipped": (f"{MOCK} --iterations-to-skip 0 3", "rank=0,step=3,at=agreement"),
+}
+
+
+def test_orders_are_those_of_the_samplers(jobs):
+    jobs.script([str(CHECKOUT / "tests/megatron_lm/orders.py")])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_samples_are_those_of_plain_megatron_lm(jobs, name, case):
+    flags, inject = CASES[case]
+    run = jobs.odyssey(name, flags, inject=inject, **HOW)
+    assert_same_lines(run, jobs.plain(flags, **HOW))
+    assert len(run.killed) == 1
+    assert_holders_agree(run)
+
+
+def test_whole_validation_sets(jobs, name):
+    """Of 7 and 9 samples; over and over again, as 0.16 reads them. That fails itself with one set, or a test set."""
+    folder = jobs.folder / name
+    train, *valid = (indexed(folder / str(count), [bytes(range(17)) * count]) for count in (200, 7, 9))
+    flags = f"--train-data-path {train} --valid-data-path {valid[0]} {valid[1]} --multiple-validation-sets "
+    flags += "--full-validation"
+    how = {**HOW, "without": "--mock-data --split"}
+    run = jobs.odyssey(name, flags, inject="rank=1,step=3,at=evaluate;rank=3,step=4,at=forward", **how)
+    plain = jobs.plain(flags, **how)
+    assert len(plain.evaluations) >= 4
+    assert_same_lines(run, plain)
+    assert len(run.killed) == 2
+
+
+@pytest.mark.timeout(400)
+def test_a_rank_comes_back_behind_skipped_iterations(jobs, name):
+    """The one that prints: its Megatron must know which evaluations and samples there have been."""
+    flags = (
+        f"{MOCK} --iterations-to-skip 3 4 9 14 --train-iters 40 --lr-decay-iters 40 --eval-interval 5 "
+        "--dataloader-type cyclic --odyssey-float64 on"
+    )
+    how = {"ranks": 8, "stages": 4, "without": "--train-iters --eval-interval"}
+    whole = jobs.odyssey(f"{name}-reference", flags, **how)
+    inject = "rank=7,step=2,at=backward"
+    run = jobs.odyssey(name, f"{flags} --odyssey-respawn 1", inject=inject, **how)
+    assert_same_lines(run, whole, rel=FLOAT64)
+    assert run.named("rank_joined")
+
+
+def test_checkpoints_there_and_back(jobs, name):
+    """Saved behind a skipped iteration; plain Megatron-LM goes on with it, and the other way round."""
+    flags = f"{SKIPPED} --dataloader-type cyclic"
+    saves = {who: jobs.folder / f"{name}-{who}" for who in ("plain", "odyssey")}
+    save = "--save {} --save-interval 4 --exit-interval 4"
+    jobs.plain(f"{flags} {save.format(saves['plain'])}", **HOW)
+    shot = jobs.odyssey(
+        name, f"{flags} {save.format(saves['odyssey'])}", inject="rank=1,step=2,at=agreement", **HOW
+    )
+    assert shot.exit_code == 0, shot.log[-4000:]
+    whole = jobs.plain(f"{flags} --load {saves['plain']}", **HOW)
+    assert_same_lines(jobs.plain(f"{flags} --load {saves['odyssey']}", **HOW), whole, first=5)
+    loaded = jobs.odyssey(
+        f"{name}-loaded", f"{flags} --load {saves['plain']}", inject="rank=2,step=5,at=agreement", **HOW
+    )
+    assert_same_lines(loaded, whole, first=5)
+
+
+def test_a_schedule_of_sizes_and_larger_evaluations(jobs, name):
+    """Steps of 4, 8 and 12 samples; an evaluation takes more microbatches than a plan has."""
+    calculator = jobs.checkout / "megatron" / "core" / "num_microbatches_calculator.py"
+    if "step_batch_size_schedule" not in calculator.read_text():
+        pytest.skip("this Megatron-LM has no --step-batch-size-schedule")
+    flags = (
+        f"{MOCK} --train-samples 84 --lr-decay-samples 84 --lr-warmup-samples 8 --eval-global-batch-size 18 "
+        "--step-batch-size-schedule 0:4,192:8,512:12"
+    )
+    how = {**HOW, "without": "--train-iters --lr-warmup-iters --global-batch-size"}
+    plain = jobs.plain(flags, **how)
+    assert [one.global_batch_size for one in plain.iterations] == [4] * 3 + [8] * 3 + [12] * 4
+    inject = "rank=3,step=3,at=reduce;rank=0,step=6,at=evaluate"
+    run = jobs.odyssey(name, flags, inject=inject, **how)
+    assert_same_lines(run, plain)
+    assert len(run.killed) == 2
