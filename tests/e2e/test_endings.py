@@ -90,7 +90,7 @@ def check_unsound(outcome, message, *, steps):
             2,
             1,
             "--tensor-model-parallel-size 2 --sequence-parallel --seq-length 15",
-            "--seq-length 15 is not divisible by --tensor-model-parallel-size 2",
+            "--seq-length 15 is not divisible by 2, as --tensor-model-parallel-size 2 with --sequence-parallel cut it",
         ),
         (2, 1, "--num-query-groups 3", "--num-attention-heads 4 is not divisible by --num-query-groups 3"),
         (2, 1, "--lr-warmup-iters 6", "Megatron refuses this learning rate schedule"),
