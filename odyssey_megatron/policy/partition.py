@@ -174,7 +174,9 @@ class _Pipelines:
     def any(self, time_s: float) -> list[tuple[int, int]] | None:
         """(stages, microbatches) of any pipelines that do all in ``time_s``.
 
-        The knapsack: ``done[n]`` is the most that so many pipelines do with n workers.
+        The knapsack: ``done[n]`` is the most that so many pipelines do with n workers. Workers that could lengthen
+        every pipeline do not idle: where steps are so short that estimates would leave out most of them, each loss
+        would cost more than they save, as fewer workers hold each layer.
         """
         most = self.most(time_s)
         rate = max((count / stages for stages, count in most.items()), default=0.0)
@@ -200,7 +202,7 @@ class _Pipelines:
             done = then
             choices.append(choice)
         left = int(done.argmax())
-        if done[left] < self.microbatches:
+        if done[left] < self.microbatches or self.workers - left >= self.number:
             return None
         found = []
         for choice in reversed(choices):

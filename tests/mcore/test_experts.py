@@ -49,7 +49,7 @@ def test_what_is_run_ahead_counts_once_it_is_taken_up(model):
 
 
 def test_an_evaluation_counts_nothing(model):
-    model.begin_evaluation(0)
+    model.begin_evaluation(0, 2)
     with torch.no_grad():
         model.forward(0, 0, 2, None)
     assert not counted(model)[0].any()
