@@ -1,4 +1,7 @@
-"""A rank becomes slow: it is found, gets less to do, and gets it back. The losses stay the same."""
+"""A rank becomes slow: it is found, gets less to do, and gets it back. The losses stay the same.
+
+What is found goes by measured times, so these want a machine with nothing else to do, and are run by hand.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import pytest
 
 from tests.e2e.jobs import LONG, assert_equal_runs
 
+pytestmark = pytest.mark.matrix
 SLOW = "--odyssey-profile-steps 2 --odyssey-rebalance auto --odyssey-inject rank=3,step=6,slow=4"
 RECOVERS = "--train-iters 400"
 
@@ -38,7 +42,6 @@ def test_found_and_given_less_to_do_between_two_steps(jobs, reference, name):
     assert "rank(s) [3] slow" in shot.run.switches[0].why, "the report shows it"
 
 
-@pytest.mark.matrix
 def test_without_leave_to_act_it_is_only_said(jobs, reference, name):
     shot = jobs.run(name, ranks=4, stages=2, flags=f"{LONG} {SLOW} --odyssey-rebalance off")
     assert_equal_runs(shot, reference, kills=0)
@@ -46,7 +49,6 @@ def test_without_leave_to_act_it_is_only_said(jobs, reference, name):
     assert "with --odyssey-rebalance auto" in shot.log
 
 
-@pytest.mark.matrix
 def test_it_gets_its_work_back(jobs, undisturbed, name):
     shot = jobs.run(name, ranks=4, stages=2, flags=f"{RECOVERS} {SLOW},until=150", timeout_s=180)
     assert_equal_runs(shot, undisturbed(RECOVERS), kills=0)
@@ -56,7 +58,6 @@ def test_it_gets_its_work_back(jobs, undisturbed, name):
     assert hashes[0] == hashes[-1], "exactly the first plan"
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     "kill",
     [
