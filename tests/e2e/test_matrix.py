@@ -59,7 +59,7 @@ STATES = {
         "--context-parallel-size 2 --num-layers 4 --global-batch-size 6",
         "--use-distributed-optimizer",
     ),
-    "context-and-tensor-parallel": (16, 2, CELLS_OF_FOUR, f"{SHARDED} --context-parallel-size 2", ""),
+    "context-and-tensor-parallel": (16, 2, CELLS_OF_FOUR, SHARDED, "--context-parallel-size 2"),
     "shadows": (4, 4, PP4, "", "--odyssey-redundancy state"),
     "shadows-run-ahead": (4, 4, PP4, "", "--odyssey-redundancy compute"),
 }
