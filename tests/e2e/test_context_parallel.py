@@ -40,7 +40,9 @@ def test_it_changes_nothing(undisturbed, parts, whole, ranks):
         pytest.param("--hidden-dropout 0.1", 2, "rank=7,step=2,at=weight_grad", marks=pytest.mark.matrix),
     ],
 )
-def test_a_run_that_loses_cells_equals_one_that_does_not(jobs, undisturbed, name, flags, stages, inject):
+def test_a_run_that_loses_cells_of_context_ranks_equals_one_that_does_not(
+    jobs, undisturbed, name, flags, stages, inject
+):
     shot = jobs.run(name, ranks=RANKS, stages=stages, flags=f"{CONTEXT} {flags} --odyssey-inject {inject}")
     model = CONTEXT if "odyssey" in flags or "optimizer" in flags else f"{CONTEXT} {flags}".strip()
     assert_equal_runs(shot, undisturbed(model), kills=inject.count("rank="))
@@ -54,7 +56,7 @@ def test_with_tensor_parallelism(jobs, undisturbed, name):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("state", ["", "--odyssey-redundancy state"])
-def test_a_cell_comes_back(jobs, undisturbed, name, state):
+def test_a_cell_of_context_ranks_comes_back(jobs, undisturbed, name, state):
     """All its ranks join, and each is filled by the one in the same place; kept alive without data parallelism, too."""
     job = f"{CONTEXT} --train-iters 40"
     ranks = 4 if state else RANKS

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -162,17 +162,26 @@ class MegatronJobs:
         )
 
 
-def assert_same_lines(run: MegatronRun, plain: MegatronRun, *, rel: float = FLOAT32, first: int = 1) -> None:
+def assert_same_lines(
+    run: MegatronRun,
+    plain: MegatronRun,
+    *,
+    rel: float = FLOAT32,
+    first: int = 1,
+    skipped: Collection[int] = (),
+) -> None:
     """All that Megatron prints of iterations and evaluations: each once, in order, with the same numbers.
 
     Where both are jobs with the plugin, the losses and gradient norms of their journals, too, which have all digits.
 
     Args:
         first: the iteration that ``run`` begins with, of those that ``plain`` printed.
+        skipped: iterations that neither prints.
     """
     assert run.exit_code == 0, run.log[-4000:]
     ours, theirs = run.iterations, [one for one in plain.iterations if one.number >= first]
-    assert [one.number for one in ours] == [one.number for one in theirs]
+    expected = [one for one in range(first, theirs[-1].number + 1) if one not in skipped]
+    assert [one.number for one in ours] == [one.number for one in theirs] == expected
     for mine, other in zip(ours, theirs, strict=True):
         assert (mine.of, mine.consumed_samples, mine.lr, mine.global_batch_size) == (
             other.of, other.consumed_samples, other.lr, other.global_batch_size,
@@ -207,6 +216,23 @@ def assert_equal_checkpoints(ours: Path, theirs: Path, iteration: int) -> None:
     for key, value in floats.items():
         if value.numel():
             assert (mine[key] - value).abs().max() <= FLOAT64 * value.abs().max(), (iteration, key)
+
+
+def assert_checkpoints_there_and_back(
+    jobs: MegatronJobs, name: str, flags: str, *, inject: str, skipped: Collection[int] = (), **how: Any
+) -> None:
+    """Saved at iteration 4; plain Megatron-LM goes on with ours as with its own, and we, a rank killed, with its."""
+    saves = {who: jobs.folder / f"{name}-{who}" for who in ("plain", "odyssey")}
+    save = "--save {} --save-interval 4 --exit-interval 4"
+    jobs.plain(f"{flags} {save.format(saves['plain'])}", **how)
+    shot = jobs.odyssey(name, f"{flags} {save.format(saves['odyssey'])}", inject=inject, **how)
+    assert shot.exit_code == 0, shot.log[-4000:]
+    whole = jobs.plain(f"{flags} --load {saves['plain']}", **how)
+    ours = jobs.plain(f"{flags} --load {saves['odyssey']}", **how)
+    assert_same_lines(ours, whole, first=5, skipped=skipped)
+    inject = "rank=2,step=5,at=agreement"
+    loaded = jobs.odyssey(f"{name}-loaded", f"{flags} --load {saves['plain']}", inject=inject, **how)
+    assert_same_lines(loaded, whole, first=5, skipped=skipped)
 
 
 def indexed(prefix: Path, documents: Sequence[bytes]) -> Path:

@@ -12,7 +12,7 @@ from tests.megatron_lm.jobs import FLOAT32, FLOAT64, MOCK, assert_equal_checkpoi
 CONTEXT = f"{MOCK} --context-parallel-size 2"
 
 
-def test_lines_are_those_of_plain_megatron_lm(jobs, name):
+def test_lines_of_context_parallelism_are_those_of_plain_megatron_lm(jobs, name):
     """A checkpoint of it goes on in plain Megatron-LM without context parallelism, and that one's with it."""
     plain, saved = jobs.plain(ranks=4, stages=2), jobs.folder / name / "saved"
     save = f"--save {saved} --save-interval 2"
@@ -44,7 +44,7 @@ def assert_goes_on(run, plain, *, first):
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     ],
 )
-def test_with_other_flags(jobs, name, flags):
+def test_context_parallelism_with_other_flags(jobs, name, flags):
     without = "--position-embedding-type" if "learned" in flags else ""
     run = jobs.odyssey(
         name, f"{CONTEXT} {flags}", ranks=8, stages=1, inject="rank=5,step=2,at=reduce", without=without
@@ -56,7 +56,7 @@ def test_with_other_flags(jobs, name, flags):
 
 
 @pytest.mark.matrix
-def test_a_cell_comes_back(jobs, name):
+def test_a_cell_of_context_ranks_comes_back_to_megatron_lm(jobs, name):
     steps = f"{CONTEXT} --train-iters 80 --eval-interval 10 --odyssey-float64 on --save-interval 80 --save"
     saved = {one: jobs.folder / f"{name}-{one}" for one in ("undisturbed", "shot")}
     undisturbed = jobs.odyssey(f"{name}-reference", f"{steps} {saved['undisturbed']}", ranks=8, stages=2)

@@ -60,7 +60,7 @@ _LOSSES = re.compile(r"(\w*(?:load_balancing|z)_loss): ([-+.E\d]+) \|")
 @pytest.mark.parametrize(
     "case", [pytest.param(one, marks=() if one in ALWAYS else pytest.mark.matrix) for one in CASES]
 )
-def test_lines_are_those_of_plain_megatron_lm(jobs, name, case):
+def test_lines_of_experts_are_those_of_plain_megatron_lm(jobs, name, case):
     ranks, stages, flags, inject = CASES[case]
     flags = f"{MOCK} {flags}"  # in 16 bits rounding decides now and then to which expert a token goes
     run = jobs.odyssey(name, flags, ranks=ranks, stages=stages, inject=inject)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.e2e.jobs import assert_holders_agree
-from tests.megatron_lm.jobs import FLOAT64, MOCK, assert_same_lines
+from tests.megatron_lm.jobs import FLOAT64, MOCK, assert_checkpoints_there_and_back, assert_same_lines
 
 WITHOUT = "--train-iters --lr-warmup-iters"
 SAMPLES = f"{MOCK} --train-samples 84 --lr-decay-samples 84 --lr-warmup-samples 8"
@@ -62,19 +62,7 @@ def test_a_rank_comes_back_while_the_batch_grows(jobs, name):
 def test_checkpoints_there_and_back(jobs, name):
     """Saved in the middle of a size; plain Megatron-LM goes on with it, and the other way round."""
     how = {"ranks": 4, "stages": 2, "without": WITHOUT}
-    saves = {who: jobs.folder / f"{name}-{who}" for who in ("plain", "odyssey")}
-    save = "--save {} --save-interval 4 --exit-interval 4"
-    jobs.plain(f"{GROWING} {save.format(saves['plain'])}", **how)
-    shot = jobs.odyssey(
-        name, f"{GROWING} {save.format(saves['odyssey'])}", inject="rank=1,step=2,at=forward", **how
-    )
-    assert shot.exit_code == 0, shot.log[-4000:]
-    whole = jobs.plain(f"{GROWING} --load {saves['plain']}", **how)
-    assert_same_lines(jobs.plain(f"{GROWING} --load {saves['odyssey']}", **how), whole, first=5)
-    loaded = jobs.odyssey(
-        f"{name}-loaded", f"{GROWING} --load {saves['plain']}", inject="rank=2,step=5,at=agreement", **how
-    )
-    assert_same_lines(loaded, whole, first=5)
+    assert_checkpoints_there_and_back(jobs, name, GROWING, inject="rank=1,step=2,at=forward", **how)
 
 
 def test_sizes_that_the_replicas_cannot_share(jobs, name):
