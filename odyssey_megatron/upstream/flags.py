@@ -308,6 +308,9 @@ _MOOT = {
     enable_gloo_process_groups use_gloo_process_groups high_priority_stream_groups use_sharp
     sharp_enabled_group nccl_communicator_config_path
     """,
+    "checkpoints are saved as torch_dist, which every layout loads": """
+    ckpt_format
+    """,
     "layers, not shards of buffers, are saved, which any layout can load": """
     dist_ckpt_optim_fully_reshardable distrib_optim_fully_reshardable_mem_efficient
     """,
@@ -380,6 +383,7 @@ WORKS = _by_destination(_WORKS)
 MOOT = _by_destination(_MOOT)
 """Destination -> why it changes nothing: Odyssey does that itself, or what would read it is off, or refused."""
 AS_ODYSSEY_DOES = {
+    "ckpt_format": ("torch_dist",),
     "cuda_graph_impl": ("none",),
     "rerun_mode": ("disabled", "validate_results"),
     "num_distributed_optimizer_instances": (1,),

@@ -197,8 +197,6 @@ _ROWS: tuple[tuple[str, str] | tuple[str, str, Callable[[Any, Any], bool]], ...]
     ("dataloader_type", "Samples are found by their global number. Use single or cyclic.",
      _none_of("single", "cyclic")),
     ("fim_data", "What it makes of a sample depends on those that were read before. Leave it out."),
-    ("ckpt_format", "Only torch_dist checkpoints fit every layout. Use --ckpt-format torch_dist.",
-     lambda value, args: value not in (None, "torch_dist") and bool(args.save or args.load)),
     ("non_persistent_ckpt_type", "Use global.", lambda value, args: value == "local"),
     ("ckpt_convert_format", "Convert without --odyssey."),
     ("ckpt_fully_parallel_save_process_group", "Use dp.", _none_of("dp")),
@@ -331,6 +329,5 @@ def parsed(flags: Sequence[str], known: Mapping[str, tuple[str, Any]]) -> tuple[
         dest, const = known[name]
         value = given if equals else const if const is not None or after.startswith("--") else after
         values[dest] = int(value) if isinstance(value, str) and value.isdigit() else value
-    usual: dict[str, Any] = {"save": None, "load": None, "ckpt_format": "torch_dist"}
-    usual |= {"tensor_model_parallel_size": 1}
+    usual: dict[str, Any] = {"tensor_model_parallel_size": 1}
     return SimpleNamespace(**usual | values), strange

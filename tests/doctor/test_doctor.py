@@ -155,7 +155,7 @@ def test_packages(host, expected):
         ("--context-parallel-size=2 --num-experts 4", ["--context-parallel-size"]),
         ("--bf16 --fp8-format hybrid", ["--fp8-format"]),
         ("--ckpt-format torch", []),
-        ("--save here --ckpt-format torch --optimizer muon", ["--ckpt-format", "--optimizer"]),
+        ("--save here --ckpt-format torch --optimizer muon", ["--optimizer"]),
         ("--micro-batch-size 2 --eval-micro-batch-size 2", []),
         ("--micro-batch-size 2 --eval-micro-batch-size 4", ["--eval-micro-batch-size"]),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from odyssey_megatron.errors import EXIT_NOT_SAVED
+from odyssey_megatron.errors import EXIT_BAD_INPUT, EXIT_NOT_SAVED
 from odyssey_megatron.mcore.loop.saving import damage
 from tests.launch.jobserver import CHECKOUT
 from tests.megatron_lm.jobs import FLOAT32, MOCK, assert_same_lines
@@ -14,13 +14,17 @@ from tests.megatron_lm.jobs import FLOAT32, MOCK, assert_same_lines
 def saved_ragged(jobs):
     """A checkpoint of iteration 3, by three survivors of six ranks that hold three pipelines of two stages."""
     folder = jobs.folder / "saved-ragged"
-    flags = f"{MOCK} --save {folder} --save-interval 3 --exit-interval 3 --odyssey-policy replan"
+    flags = f"{MOCK} --save {folder} --save-interval 3 --exit-interval 3 --odyssey-policy replan --ckpt-format torch"
     run = jobs.odyssey(
         "save-ragged", flags, ranks=6, stages=2,
         inject="rank=0,step=0,at=backward;rank=4,step=1,at=forward;rank=5,step=3,at=checkpoint",
     )  # fmt: skip
     assert run.exit_code == 0, run.log[-4000:]
     assert run.killed == [0, 4, 5]
+    assert (
+        run.log.count("--ckpt-format changes nothing with --odyssey: checkpoints are saved as torch_dist")
+        == 1
+    )
     return folder
 
 
@@ -61,6 +65,23 @@ def test_saved_plain_loads_and_survives(jobs, name, saved_plain, resumed):
     )
     assert_same_lines(run, resumed, first=4)
     assert run.killed == [1]
+
+
+def test_a_checkpoint_of_files_of_ranks_is_refused_with_the_way_to_convert_it(jobs, name):
+    folder = jobs.folder / name / "saved"
+    saved = f"{MOCK} --ckpt-format torch --save {folder} --save-interval 1 --exit-interval 1"
+    jobs.plain(saved, ranks=2, stages=2)
+    load = f"{MOCK} --ckpt-format torch --load {folder}"
+    run = jobs.odyssey(name, load, ranks=2, stages=2)
+    assert run.exit_code == EXIT_BAD_INPUT
+    assert run.log.count("--ckpt-convert-format torch_dist --ckpt-convert-save") == 1, run.log[-4000:]
+    assert "Traceback" not in run.log
+    converted = jobs.folder / name / "converted"
+    convert = f"{load} --ckpt-convert-format torch_dist --ckpt-convert-save {converted}"
+    jobs.plain_once(f"{name}-convert", convert, ranks=2, stages=2)
+    going_on = f"{MOCK} --load {converted / 'torch_dist'}"
+    run = jobs.odyssey(f"{name}-again", going_on, ranks=2, stages=2)
+    assert_same_lines(run, jobs.plain(load, ranks=2, stages=2), first=2)
 
 
 @pytest.mark.parametrize(

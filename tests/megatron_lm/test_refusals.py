@@ -31,7 +31,6 @@ GIVEN = {
     "--use-torch-fsdp2": "--use-torch-fsdp2",
     "--use-legacy-models": "--use-legacy-models",
     "--dataloader-type": "--dataloader-type external",
-    "--ckpt-format": "--ckpt-format torch --save nowhere",
     "--non-persistent-ckpt-type local": "--non-persistent-ckpt-type local",
     "--inprocess-restart": "--inprocess-restart",
     "--enable-ft-package": "--enable-ft-package",

@@ -112,6 +112,7 @@ _LEFT_OUT: dict[str, Any] = {
     "num_distributed_optimizer_instances": 1,
     "rerun_mode": "disabled",
     "error_injection_rate": 0,
+    "ckpt_format": "torch_dist",
     # Odyssey writes in threads of the rank. Megatron would want a package for its processes.
     "async_save": False,
 }

@@ -70,10 +70,16 @@ class Saved:
         return original(*args, **kwargs) | ({TYPE: BY_PARAMETER} if self.distributed else {})
 
     def note(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """Megatron's ``_load_base_checkpoint``."""
+        """Megatron's ``_load_base_checkpoint``. Raises ConfigError."""
         found = original(*args, **kwargs)
         if found[0] is not None:
             self.args, self.folder = found[0].get("args"), str(found[1])
+            if found[3].name == "LEGACY":
+                raise ConfigError(
+                    f"the checkpoint {self.folder} was saved with --ckpt-format torch: files of ranks, which fit the "
+                    "layout that they were saved under alone. Let plain Megatron-LM convert it: the same launch line "
+                    "without --odyssey, with --ckpt-convert-format torch_dist --ckpt-convert-save ANOTHER_FOLDER."
+                )
         return found
 
     def type_of(self, metadata: Mapping[str, Any] | None) -> str:
