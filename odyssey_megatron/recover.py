@@ -1,7 +1,7 @@
 """The whole flow on one screen. Read this file first.
 
     failure event -> ClusterState -> decide() -> Plan -> rebuild -> execute -> measurements -> Profile -> (decide)
-       launch/        cluster/       policy/     plan/   rebuild/   execute/     metrics/      policy/
+       launch/        cluster/       policy/     plan/   rebuild/   execute/     execute/      policy/
 
 The coordinator (``launch/coordinator.py``) is the only one who decides: it applies what happened to the
 ``ClusterState``, has ``policy/decide.py`` find and verify the best plan for it, and publishes both as a new
@@ -15,7 +15,7 @@ import enum
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-from odyssey_megatron.errors import JobStopped, PeerFailed, Superseded
+from odyssey_megatron.errors import PeerFailed, Superseded
 from odyssey_megatron.plan.generation import Generation
 
 T = TypeVar("T")
@@ -46,7 +46,9 @@ class Control(Protocol):
     """This rank's line to the coordinator (``launch/member.py``)."""
 
     def next_generation(self, after: int, timeout_s: float | None = None) -> Generation:
-        """Waits for a generation newer than ``after``. Raises Fenced if this rank is not in it."""
+        """Waits for a generation newer than ``after``. Raises Fenced if this rank is not in it, JobStopped if there is
+        none (I9).
+        """
         ...
 
     def take_offer(self, number: int) -> None:
@@ -194,8 +196,6 @@ class Recovery:
         control, rank = self._control, self._rank
         generation = control.next_generation(after=self._number)
         self._number = generation.number
-        if generation.stop:
-            raise JobStopped(generation.stop, generation.stop_code)
         rank.enter_phase(Phase.GROUPS)
         rank.build_groups(generation)
         rank.enter_phase(Phase.AGREE)

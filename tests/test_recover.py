@@ -16,7 +16,7 @@ class Control:
 
     def next_generation(self, after: int, timeout_s: float | None = None) -> Any:
         self.number = after + 1
-        return type("Generation", (), {"number": self.number, "stop": ""})()
+        return type("Generation", (), {"number": self.number})()
 
     def report_live(self, number: int, done: int) -> None:
         pass

@@ -52,8 +52,9 @@ class Member(Protocol):
 
     rank: int
     incarnation: int
-    heard_s: float
 
+    @property
+    def heard_s(self) -> float: ...
     @property
     def asked(self) -> int: ...
     def newer_than(self, number: int) -> bool: ...

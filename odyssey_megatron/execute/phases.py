@@ -40,7 +40,7 @@ class PhaseClock:
 
 def recovery_record(generation: Generation) -> dict[str, Any] | None:
     """What the journal says of the failure that ``generation`` goes on from; None if it began otherwise."""
-    if generation.previous is None or generation.planned or generation.plan is None:
+    if generation.previous is None or generation.planned:
         return None
     return {
         "dead": list(generation.dead),

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from odyssey_megatron.cluster.events import Ask
 from odyssey_megatron.cluster.state import Cell
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.errors import Fenced, OdysseyError, PeerFailed, Superseded
+from odyssey_megatron.errors import Fenced, PeerFailed, Superseded
 from odyssey_megatron.execute import membership
 from odyssey_megatron.execute.channels import WORLD, Channels
 from odyssey_megatron.execute.interpreter import FORWARD_ONLY, Interpreter
@@ -122,7 +122,6 @@ class RankRuntime:
         self._offers.prepare(offered.number, lambda: self._build(offered.number, mine))
 
     def _groups_in(self, generation: Generation) -> dict[str, tuple[int, ...]]:
-        assert generation.plan is not None
         return membership.group_members(generation.plan, generation.members, self._cell, tagged=self._tagged)
 
     def abort(self, why: Exception) -> None:
@@ -139,8 +138,6 @@ class RankRuntime:
 
     def build_groups(self, generation: Generation) -> None:
         plan = generation.plan
-        if plan is None:
-            raise OdysseyError(f"generation {generation.number} has no plan")
         # Not verified once more: the coordinator did, and every rank would spend milliseconds of the stall on it.
         self._planned, self.boundary = generation.planned, 0
         self._joins = self._member.rank in generation.fresh

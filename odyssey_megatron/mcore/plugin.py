@@ -155,7 +155,7 @@ class Session:
 
     def rank_zero_first(self) -> AbstractContextManager[None]:
         """The body runs on rank 0, then on all others: for index files that Megatron's datasets cache."""
-        return self.member.rank_zero_first()
+        return self.member.starting.rank_zero_first()
 
     def train(self, job: TrainingJob) -> MegatronModel:
         """Trains to the last step, through failures; returns the model with the final weights.
@@ -210,7 +210,7 @@ class Session:
     def post(self, spec: JobSpec, profile: Profile) -> None:
         """Tells the coordinator what to plan for. Collective. Raises ConfigError."""
         spec.check(self.world_size)
-        self.member.post_job(spec, to_json(profile))
+        self.member.starting.post_job(spec, to_json(profile))
 
     def enter(
         self,
@@ -229,7 +229,7 @@ class Session:
         from odyssey_megatron.execute.rank import RankRuntime
         from odyssey_megatron.rebuild.groups import build_groups
 
-        self.member.wait_all("model-built")
+        self.member.starting.wait_all("model-built")
         injector = Injector(self.config.injections, self.rank, self._journal, self.member.incarnation)
         rank = RankRuntime(
             config=self.config,

@@ -1,4 +1,4 @@
-"""What the coordinator publishes when membership changes: who is in, why, and the plan to carry out."""
+"""What the coordinator publishes: who is in, why, and the plan to carry out; or that the job ends."""
 
 from __future__ import annotations
 
@@ -34,13 +34,10 @@ class Generation:
     why: str
     previous: Layout | None
     """The one whose holders are complete and current, i.e. of the last live generation; on a rank its own layers."""
-    plan: Plan | None
+    plan: Plan
     """On a rank what concerns its worker (``plan/wire.py``)."""
     plan_hash: str
     """Of the whole plan."""
-    stop: str = ""
-    """Not empty: the job cannot go on, and this says why (I9)."""
-    stop_code: int = 0
     decide_s: float = 0.0
     """How long deciding took."""
     planned: bool = False
@@ -50,3 +47,23 @@ class Generation:
     fresh: tuple[int, ...] = ()
     """Ranks that hold nothing yet. Members begin with this generation; others are to wait for the next offer, or
     for the rest of their cell."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """The job cannot go on, instead of generation ``number`` (I9)."""
+
+    number: int
+    why: str
+    code: int
+    """What members leave with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """Every member has finished, and there is nothing to recover, instead of generation ``number``."""
+
+    number: int
+
+
+Message = Generation | Stop | Finished

@@ -52,15 +52,13 @@ class Head:
     dead: str
     why: str
     plan_hash: str
-    stop: str
-    stop_code: int
     decide_s: float
     planned: bool
     incarnations: tuple[tuple[int, int], ...]
     fresh: str
     first: bool
     """Nobody holds anything yet."""
-    shape: Shape | None
+    shape: Shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,17 +98,13 @@ def to_wire(generation: Generation, cell_size: int) -> Sent:
         dead=to_runs(generation.dead),
         why=generation.why,
         plan_hash=generation.plan_hash,
-        stop=generation.stop,
-        stop_code=generation.stop_code,
         decide_s=generation.decide_s,
         planned=generation.planned,
         incarnations=generation.incarnations,
         fresh=to_runs(generation.fresh),
         first=generation.previous is None,
-        shape=None if plan is None else _shape(plan, cell_size),
+        shape=_shape(plan, cell_size),
     )
-    if plan is None:
-        return Sent(head=to_json(head), parts={}, templates=(), routes="")
     return Sent(
         head=to_json(head),
         parts=_parts(plan, generation.previous),
@@ -128,12 +122,9 @@ def from_wire(head: Head, worker: int, part: Part = NO_PART, template: str = "")
     Raises:
         ValueError
     """
-    plan, previous = None, None
-    if head.shape is not None:
-        plan = _own_plan(head.shape, worker, part, template)
-        held = from_runs(part.held)
-        alone = tuple((worker,) if layer in held else () for layer in range(plan.layout.num_layers))
-        previous = None if head.first else Layout(holders=alone, routes=(), tied=head.shape.tied)
+    plan, held = _own_plan(head.shape, worker, part, template), from_runs(part.held)
+    alone = tuple((worker,) if layer in held else () for layer in range(plan.layout.num_layers))
+    previous = None if head.first else Layout(holders=alone, routes=(), tied=head.shape.tied)
     return Generation(
         number=head.number,
         members=from_runs(head.members),
@@ -142,8 +133,6 @@ def from_wire(head: Head, worker: int, part: Part = NO_PART, template: str = "")
         previous=previous,
         plan=plan,
         plan_hash=head.plan_hash,
-        stop=head.stop,
-        stop_code=head.stop_code,
         decide_s=head.decide_s,
         planned=head.planned,
         incarnations=head.incarnations,

@@ -38,9 +38,9 @@ from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.execute.membership import group_members
 from odyssey_megatron.launch import control as keys
+from odyssey_megatron.launch import generations
 from odyssey_megatron.launch.control import Control, EventReader
 from odyssey_megatron.launch.coordinator import Coordinator
-from odyssey_megatron.launch.generations import read_generation
 from odyssey_megatron.launch.local_rendezvous import LocalRendezvous
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.plan.generation import Generation
@@ -222,9 +222,8 @@ def read(number: int, rank: int, tp: int, control: CountingControl) -> tuple[Gen
     control.read_bytes = 0
     gc.collect()  # of all ranks that this process plays
     cell, began_s = Cell(rank=rank, size=tp), time.thread_time()
-    generation = read_generation(control.get(keys.generation_key(number)), rank, control)
-    assert generation is not None
-    assert generation.plan is not None
+    generation = generations.read(control.get(keys.generation_key(number)), rank, control)
+    assert isinstance(generation, Generation)
     assert generation.plan.program(cell.worker)
     assert group_members(generation.plan, generation.members, cell, tagged=False)
     return generation, control.read_bytes, 1e3 * (time.thread_time() - began_s)
@@ -263,7 +262,6 @@ def measure(
         process.kill()
         process.join()
     generation = several[0][0]
-    assert generation.plan is not None
     return {
         "gpus": gpus,
         "tp": tp,

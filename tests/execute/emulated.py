@@ -244,7 +244,7 @@ def main() -> None:
     if member.joins:
         member.join()
     else:
-        member.post_job(emulation.job, to_json(emulation.profile))
+        member.starting.post_job(emulation.job, to_json(emulation.profile))
     truth = load_truth(config.run_dir)
     model = Accelerator(emulation, truth, member.rank, member.world_size)
     if truth is not None:

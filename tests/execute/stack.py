@@ -253,7 +253,7 @@ def main() -> None:
         num_transformer_layers=LAYERS - 2, hidden_size=WIDTH, ffn_hidden_size=WIDTH, num_attention_heads=1,
         num_query_groups=1, seq_length=2, micro_batch_size=1, vocab_size=WIDTH, dtype_bytes=8, flops_per_s=1e9,
     )  # fmt: skip
-    member.post_job(job, to_json(profile))
+    member.starting.post_job(job, to_json(profile))
     model = Stack()
     rank = RankRuntime(
         config=config,

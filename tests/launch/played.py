@@ -15,13 +15,13 @@ from odyssey_megatron.cluster.events import (
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.launch import control as keys
+from odyssey_megatron.launch import generations
 from odyssey_megatron.launch.control import Control, EventReader
 from odyssey_megatron.launch.coordinator import Coordinator
-from odyssey_megatron.launch.generations import read_generation
 from odyssey_megatron.launch.local_rendezvous import LocalRendezvous
 from odyssey_megatron.launch.planner import Decided
 from odyssey_megatron.metrics.journal import Journal
-from odyssey_megatron.plan.generation import Generation
+from odyssey_megatron.plan.generation import Message
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.plan import Plan, Transfer
 from odyssey_megatron.plan.programs import Programs
@@ -135,17 +135,17 @@ class Job:
     def joins(self, *ranks):
         self.send(*(RankJoined(rank=rank, node=0, incarnation=1) for rank in ranks))
 
-    def offer(self, number) -> Generation:
+    def offer(self, number) -> Message:
         text = self.control.get(keys.generation_key(number), timeout_s=5)
         assert text.startswith(keys.OFFER)
         return self.read(text.removeprefix(keys.OFFER))
 
-    def generation(self, number) -> Generation:
+    def generation(self, number) -> Message:
         return self.read(self.control.get(keys.generation_key(number), timeout_s=5))
 
-    def read(self, text) -> Generation:
+    def read(self, text) -> Message:
         """As rank 0 does."""
-        found = read_generation(text, 0, self.control)
+        found = generations.read(text, 0, self.control)
         assert found is not None
         return found
 

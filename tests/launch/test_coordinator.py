@@ -16,7 +16,7 @@ from odyssey_megatron.errors import ConfigError, LayersLost, PlanInfeasible
 from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch import offer_tries
 from odyssey_megatron.launch.control import EVENTS
-from odyssey_megatron.launch.member import FINISHED
+from odyssey_megatron.plan.generation import Finished, Generation
 from odyssey_megatron.plan.layout import Layout
 from tests.launch.played import PLAN, Job
 
@@ -101,18 +101,18 @@ def test_fresh_groups_that_never_help(started, begin):
             started.live(number, 0, 1, 2, 3, done=7)
         started.send(Retry(rank=1, generation=number, reason="lost a message"))
     last = started.generation(22)
-    assert last.stop_code == 1
-    assert "20 generations in a row have come to nothing" in last.stop
-    assert "rank 1 asked for it: lost a message" in last.stop
+    assert last.code == 1
+    assert "20 generations in a row have come to nothing" in last.why
+    assert "rank 1 asked for it: lost a message" in last.why
     assert started.end().code == 1
 
 
 def test_fresh_groups_for_as_long_as_steps_are_done(started):
     for number in range(1, 30):
-        assert started.generation(number).stop == ""
+        assert isinstance(started.generation(number), Generation)
         started.live(number, 0, 1, 2, 3, done=number // 9)
         started.send(Retry(rank=1, generation=number, reason="lost a message"))
-    assert started.generation(30).stop == ""
+    assert isinstance(started.generation(30), Generation)
 
 
 @pytest.mark.parametrize("change", ["a death", "a return"])
@@ -129,9 +129,9 @@ def test_fresh_groups_count_anew_when_membership_has_changed(started, change):
         started.joins(3)
         started.control.get(keys.welcome_key(3, 1), timeout_s=5)
     for number in range(17 + (change == "a death"), 33):
-        assert started.generation(number).stop == ""
+        assert isinstance(started.generation(number), Generation)
         started.send(Retry(rank=1, generation=number, reason="lost a message"))
-    assert started.generation(33).stop == ""
+    assert isinstance(started.generation(33), Generation)
 
 
 def test_what_a_generation_left_in_the_store_goes_when_the_next_one_is_live(started):
@@ -168,7 +168,7 @@ def test_finish(started):
     started.send(*(RankFinished(rank=rank, generation=1) for rank in range(3)))
     assert started.absent(2)
     started.send(RankFinished(rank=3, generation=1))
-    assert started.generation(2).why == FINISHED
+    assert started.generation(2) == Finished(number=2)
     started.died(0, 1, 2, 3, code=0)
     assert started.end().code == 0
     assert started.planner.finished
@@ -185,7 +185,7 @@ def test_a_death_sends_those_who_had_finished_back(started):
     assert started.absent(3)
     started.live(2, 0)
     started.finished(2, 0)
-    assert started.generation(3).why == FINISHED
+    assert started.generation(3) == Finished(number=3)
 
 
 def test_a_rank_that_joins_is_offered_a_place_between_two_steps(started):
@@ -278,7 +278,7 @@ def test_finished_while_an_offer_is_open(started):
     started.live(2, 0, 1, 3)
     started.offer(3)
     started.finished(2, 0, 1, 3)
-    assert started.generation(4).why == FINISHED
+    assert started.generation(4) == Finished(number=4)
 
 
 def test_a_failing_exit_after_the_end_fails_the_job(started):
@@ -294,8 +294,8 @@ def test_layers_lost(started):
     started.planner.error = LayersLost((4, 5), (2,), num_layers=6)
     started.died(2)
     second = started.generation(2)
-    assert (second.stop_code, second.members, second.plan) == (93, (0, 1, 3), None)
-    assert "no holder is left of layer 4 and the head" in second.stop
+    assert (second.number, second.code) == (2, 93)
+    assert "no holder is left of layer 4 and the head" in second.why
     assert started.end().code == 93
 
 
@@ -303,7 +303,7 @@ def test_no_plan(started):
     started.live(1, 0, 1, 2, 3)
     started.planner.error = PlanInfeasible("nothing fits")
     started.died(2)
-    assert started.generation(2).stop_code == 1
+    assert started.generation(2).code == 1
     assert started.end().code == 1
 
 
@@ -318,7 +318,7 @@ def test_a_bug_in_the_planner_ends_the_job(started):
 def test_a_job_that_cannot_be_planned(job):
     job.planner.start_error = ConfigError("too many stages.")
     job.post()
-    assert (job.generation(1).stop, job.generation(1).stop_code) == ("too many stages.", 2)
+    assert (job.generation(1).why, job.generation(1).code) == ("too many stages.", 2)
     assert job.end().code == 2
 
 
@@ -331,7 +331,7 @@ def test_a_rank_that_dies_as_the_last_one_posts_the_job(job):
     """The coordinator waits in its queue of events then, and hears of both at once."""
     job.post()
     job.died(1)
-    while (generation := job.generation(job.coordinator._state.generation or 1)).dead != (1,):
+    while (generation := job.generation(job.coordinator._job.cluster.generation or 1)).dead != (1,):
         time.sleep(0.01)
     assert generation.members == (0, 2, 3)
 

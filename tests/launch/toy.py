@@ -100,10 +100,10 @@ class Toy:
         if self.args.refuse:
             raise ConfigError(self.args.refuse)
         pipeline = 1 if self.args.differ and self.rank == 1 else self.args.pipeline
-        with self.member.rank_zero_first():
+        with self.member.starting.rank_zero_first():
             pass
-        self.member.post_job(*posted_job(pipeline=pipeline, steps=self.args.steps))
-        self.member.wait_all("ready")
+        self.member.starting.post_job(*posted_job(pipeline=pipeline, steps=self.args.steps))
+        self.member.starting.wait_all("ready")
 
     def enter(self, generation) -> None:
         number, members = generation.number, generation.members
@@ -186,8 +186,6 @@ class Toy:
         while True:
             generation = self.member.next_generation(number)
             number = generation.number
-            if generation.stop:
-                raise JobStopped(generation.stop, generation.stop_code)
             try:
                 self.enter(generation)
                 self.record_stats(number)

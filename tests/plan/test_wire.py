@@ -69,7 +69,7 @@ def test_parts_are_the_whole(policy, copies, tied):
     for worker, text in sent.parts.items():
         part = from_json(Part, text)
         found = from_wire(head, worker, part, sent.templates[part.template])
-        assert replace(found, plan=None, previous=None) == replace(generation, plan=None, previous=None)
+        assert replace(found, plan=plan, previous=None) == replace(generation, previous=None)
         own = found.plan
         assert own.program(worker) == plan.program(worker)
         assert own.layout.blocks() == plan.layout.blocks()

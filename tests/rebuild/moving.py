@@ -80,7 +80,7 @@ def main() -> None:
     config = config_from_argv(sys.argv[1:])
     member = Member.connect(config)
     init_default_group(member)
-    member.post_job(*posted_job(pipeline=1, steps=1))
+    member.starting.post_job(*posted_job(pipeline=1, steps=1))
     generation = member.next_generation(0)
     groups = build_groups(member, generation.number, {"world": generation.members}, config)
     member.report_live(generation.number)

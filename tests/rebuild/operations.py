@@ -191,7 +191,7 @@ def main() -> None:
     config = config_from_argv(sys.argv[1:])
     member = Member.connect(config)
     init_default_group(member)
-    member.post_job(*posted_job(pipeline=1, steps=1))
+    member.starting.post_job(*posted_job(pipeline=1, steps=1))
     number = 0
     for name in (
         "recv",

@@ -79,7 +79,7 @@ class Observer:
         )
         job.check(self._member.world_size)
         profile = arguments.profile_of(args, config, self._config)
-        self._member.post_job(job, to_json(profile))
+        self._member.starting.post_job(job, to_json(profile))
 
     def _say(self, text: str) -> None:
         if self._member.rank == 0:

@@ -1,0 +1,69 @@
+"""Where a job goes between two steps: ranks that have joined get a place, layers move to where they are wanted."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from odyssey_megatron.diagnosis.verdicts import Diagnosis
+from odyssey_megatron.errors import OdysseyError
+from odyssey_megatron.launch.planner import Planner
+from odyssey_megatron.launch.reactions import JobState
+from odyssey_megatron.launch.rebalancing import Rebalancing
+from odyssey_megatron.plan.generation import CandidateRow
+from odyssey_megatron.plan.plan import Plan
+
+_log = logging.getLogger(__name__)
+
+_MOVED = "the layers have moved"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """The next plan, and what it was chosen from, where it was."""
+
+    plan: Plan
+    why: str
+    rows: tuple[CandidateRow, ...] = ()
+
+
+class Offers:
+    """Knows where a job is to go, and the next plan on the way there."""
+
+    def __init__(self, planner: Planner, rebalancing: Rebalancing):
+        self._planner, self._rebalancing = planner, rebalancing
+        self._target: Callable[[], Plan] | None = None
+        self._why = _MOVED
+
+    def aim(self, target: Callable[[], Plan] | None, why: str = _MOVED) -> None:
+        """Sets where to go from the live plan. None: nowhere, it is the best."""
+        self._target, self._why = target, why
+
+    def following(
+        self, job: JobState, diagnosis: Diagnosis | None, now_s: float
+    ) -> tuple[JobState, Proposal | None]:
+        """The job with the speeds of its workers as they are known by now, and what to offer it, if anything is."""
+        live = job.live_plan
+        if live is None or not job.may_offer or job.tries.waits(now_s):
+            return job, None
+        cluster, better = self._rebalancing.look(diagnosis, job.cluster, live, now_s)
+        job, rows = replace(job, cluster=cluster), tuple[CandidateRow, ...]()
+        if cluster.fresh:
+            why = f"rank(s) {list(cluster.fresh_ranks)} joined"
+            try:
+                decided = self._planner.decide(cluster, live, now_s)
+            except OdysseyError as error:
+                _log.warning("no plan with the ranks that have joined: %s", error)
+                return replace(job, tries=job.tries.after_failure(now_s, for_now=True)), None
+            target, rows = decided.plan, decided.rows
+            self.aim(lambda: target)
+        elif better is not None:
+            target, rows, why = better.decided.plan, better.decided.rows, better.why
+            self.aim(lambda: target, why)
+        elif self._target is None or (target := self._target()).layout == live.layout:
+            self._target = None
+            return job, None
+        else:
+            why = self._why
+        return job, Proposal(plan=self._planner.towards(cluster, live, target), why=why, rows=rows)

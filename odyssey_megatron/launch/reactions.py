@@ -1,0 +1,302 @@
+"""What follows from what has happened to a job: ``react(job, events) -> (job, actions)``. Pure functions.
+
+The coordinator (``coordinator.py``) hears the events, carries out the actions, and asks the planner where one of them
+says so; what it decided comes back through :func:`published` or :func:`offered`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from odyssey_megatron.cluster.events import (
+    Event,
+    GenerationLive,
+    NodeLost,
+    OfferFailed,
+    RankDied,
+    RankFinished,
+    RankJoined,
+    Retry,
+)
+from odyssey_megatron.cluster.state import ClusterState, apply, next_generation, offer_generation
+from odyssey_megatron.errors import EXIT_ALIKE, EXIT_BAD_INPUT, EXIT_LAYERS_LOST, EXIT_UNSOUND, LayersLost
+from odyssey_megatron.launch.offer_tries import OfferTries
+from odyssey_megatron.launch.verdict import Verdict
+from odyssey_megatron.plan.generation import Finished, Generation, Stop
+from odyssey_megatron.plan.plan import Plan
+
+_MAX_FRUITLESS = 20
+"""So many requests for fresh groups in a row end the job, if meanwhile nothing was done and nobody died or joined."""
+_FRUITLESS = (
+    "{count} generations in a row have come to nothing: not one step was done in them, though nobody died. In the last "
+    "one {wanted}. Something fails on all ranks alike; their logs may say what. Restart from the last checkpoint."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobState:
+    """All that the coordinator knows of a job."""
+
+    cluster: ClusterState
+    nodes: tuple[int, ...]
+    """Of each rank at the start."""
+    exits: Mapping[int, int] = field(default_factory=dict)
+    """Rank -> exit code, of those that have ended and are not back."""
+    start_plan: Plan | None = None
+    live_plan: Plan | None = None
+    """Of the last generation that every member reported live; its holders are complete."""
+    current: Generation | None = None
+    """The last one that all have to enter."""
+    offered: Generation | None = None
+    tries: OfferTries = field(default_factory=OfferTries)
+    fruitless: int = 0
+    """Requests for fresh groups in a row that have come to nothing."""
+    done: int = 0
+    """Pieces of common work, as far as generations that began have said."""
+    early: int = -1
+    """After how many steps a signal has ended the job; -1: none did."""
+
+    @property
+    def known_plan(self) -> Plan | None:
+        """The one that is trained with, or begins."""
+        return self.live_plan or self.start_plan
+
+    @property
+    def may_offer(self) -> bool:
+        """Whether all are live, and nothing is on offer."""
+        return self.live_plan is not None and not self.cluster.offered and self.cluster.is_live
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """An event for the journal, and for the user."""
+
+    name: str
+    fields: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """To a rank that joins. ``newest``: the last generation's number before it; None: the rank is alive."""
+
+    joined: RankJoined
+    newest: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forget:
+    """What generations before ``number`` have left in the store; all members have entered that one."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recover:
+    """Decide on a plan for those who are left."""
+
+    dead: tuple[int, ...]
+    why: str
+
+
+Action = Report | Answer | Forget | Recover | Stop | Finished | Verdict
+"""With a stop, or as all have finished, the job comes to its end; with a verdict it is over."""
+
+
+def react(
+    job: JobState, events: Sequence[Event], *, now_s: float, refused: str = ""
+) -> tuple[JobState, list[Action]]:
+    """What follows from the events of one incident.
+
+    Args:
+        refused: what a rank has said that does not want to train, or that cannot trust its numbers.
+
+    Returns:
+        The job after them; what is to be done, in this order. Of actions that end it or need a plan there is at most
+        one, the last.
+    """
+    before, actions, wanted, lost = job.cluster, list[Action](), "", set[int]()
+    for event in events:
+        if isinstance(event, Retry) and event.generation in (before.generation, before.offered):
+            wanted = f"rank {event.rank} asked for it: {event.reason}"
+        living = set(job.cluster.ranks)
+        job, more = _after(job, event, now_s)
+        actions += more
+        lost |= living - set(job.cluster.ranks)  # also of a rank that is back already
+    if lost:
+        actions.append(deaths(job, lost, events))
+        if end := _hopeless(job, lost, refused):
+            return job, [*actions, end]
+    if (job.cluster.members & set(job.cluster.ranks)) - lost <= job.cluster.finished:
+        return job, [*actions, Finished(number=job.cluster.newest + 1)]
+    job = replace(job, fruitless=0 if lost else job.fruitless + bool(wanted))
+    if job.fruitless > _MAX_FRUITLESS:
+        return job, [*actions, stop(job, _FRUITLESS.format(count=_MAX_FRUITLESS, wanted=wanted), 1)]
+    missed = before.members | (before.offered_members if before.offered else frozenset())
+    if wanted or missed & lost:
+        actions.append(Recover(dead=tuple(sorted(lost)), why=wanted or "failure"))
+    return job, actions
+
+
+def bury(job: JobState, events: Sequence[Event]) -> tuple[JobState, set[int]]:
+    """The job after the deaths among ``events`` alone; the ranks that are lost."""
+    living = set(job.cluster.ranks)
+    for event in events:
+        if isinstance(event, (RankDied, NodeLost)):
+            job, _ = _after(job, event, 0.0)
+    return job, living - set(job.cluster.ranks)
+
+
+def _after(job: JobState, event: Event, now_s: float) -> tuple[JobState, list[Action]]:
+    before, job = job.cluster, replace(job, cluster=apply(job.cluster, event))
+    match event:
+        case RankDied(rank=rank, code=code):
+            job = replace(job, exits={**job.exits, rank: code})
+        case RankFinished(early=early):
+            job = replace(job, early=early)
+        case RankJoined(rank=rank):
+            if job.cluster is before:
+                return job, [Answer(joined=event, newest=None)]
+            others = {one: code for one, code in job.exits.items() if one != rank}
+            return replace(job, exits=others, tries=OfferTries(), fruitless=0), [
+                Answer(joined=event, newest=job.cluster.newest)
+            ]
+        case OfferFailed(generation=number, reason=reason) if number == job.cluster.offered:
+            cluster, tries = replace(job.cluster, offered=0), job.tries.after_failure(now_s)
+            fields = {"generation": number, "why": reason}
+            return replace(job, cluster=cluster, offered=None, tries=tries), [
+                Report(name="offer_failed", fields=fields)
+            ]
+        case GenerationLive():
+            return _goes_on(job, event)
+    return job, []
+
+
+def _goes_on(job: JobState, event: GenerationLive) -> tuple[JobState, list[Action]]:
+    if event.done > job.done:
+        job = replace(job, done=event.done, fruitless=0)
+    if not job.cluster.is_live:
+        return job, []
+    if job.offered is not None and job.cluster.generation == job.offered.number:
+        job = replace(job, current=job.offered, offered=None, tries=OfferTries())
+    if job.current is None:
+        return job, []
+    job = replace(job, live_plan=job.current.plan)
+    # Every member has read this generation, so nobody still waits for an earlier one, but for those that join.
+    assert job.current is not None
+    return job, [] if job.cluster.joining else [Forget(number=job.current.number)]
+
+
+def deaths(job: JobState, lost: Collection[int], events: Sequence[Event]) -> Report:
+    """Of what the ranks that are ``lost`` have died, by what was heard of it."""
+    dead, reports = sorted(lost), {one.rank: one for one in events if isinstance(one, RankDied)}
+    nodes = {one.node for one in events if isinstance(one, NodeLost)}
+    causes = {
+        reports[rank].cause if rank in reports else "node" if job.nodes[rank] in nodes else "cell"
+        for rank in dead
+    }
+    fields = {
+        "generation": job.cluster.generation,
+        "dead": dead,
+        "code": [reports[rank].code if rank in reports else -9 for rank in dead],
+        "cause": ",".join(sorted(causes)),
+    }
+    return Report(name="failure_detected", fields=fields)
+
+
+def _hopeless(job: JobState, lost: Collection[int], refused: str) -> Stop | Verdict | None:
+    """Not None if the ranks end by their own failure, all or before the first step."""
+    codes = {job.exits.get(rank, -9) for rank in lost}
+    if EXIT_UNSOUND in codes:
+        return stop(job, refused, EXIT_UNSOUND)
+    if EXIT_ALIKE in codes:
+        return stop(job, refused, 1)
+    if EXIT_BAD_INPUT in codes and refused:
+        return stop(job, refused, EXIT_BAD_INPUT)
+    own = len(codes) == 1 and min(codes) > 0
+    if own and (not job.cluster.ranks or job.live_plan is None):
+        (code,) = codes
+        return Verdict(
+            code=code, why=f"rank(s) {sorted(lost)} ended with exit code {code}; their logs say why."
+        )
+    if not job.cluster.ranks:
+        if not any(job.exits.get(rank, -9) for rank in range(len(job.nodes))):
+            return Verdict(code=0)  # all left with exit code 0, though without finishing the job
+        return Verdict(code=EXIT_LAYERS_LOST, why="no rank is left. Restart from the last checkpoint.")
+    return None
+
+
+def stop(job: JobState, why: str, code: int) -> Stop:
+    """What members are told that are to leave with ``code``."""
+    return Stop(number=job.cluster.newest + 1, why=why, code=code)
+
+
+def layers_lost(job: JobState, error: LayersLost) -> Stop:
+    """No plan can be made for those who are left."""
+    gone = [rank for rank in range(len(job.nodes)) if rank not in job.cluster.ranks]
+    codes = {job.exits.get(rank, -9) for rank in gone}
+    if len(codes) == 1 and min(codes) > 0:  # they failed by themselves, all alike: no lost hardware
+        (code,) = codes
+        return stop(job, f"rank(s) {gone} ended with exit code {code}; their logs say why.", code)
+    return stop(job, str(error), EXIT_LAYERS_LOST)
+
+
+def published(
+    job: JobState, plan: Plan, why: str, *, dead: tuple[int, ...] = (), decide_s: float = 0.0
+) -> tuple[JobState, Generation]:
+    """All who are left are to enter a new generation with ``plan``. What nobody could enter from the last one they may
+    from this one.
+    """
+    job = replace(job, cluster=next_generation(job.cluster), offered=None, tries=OfferTries())
+    generation = _generation(
+        job,
+        plan,
+        number=job.cluster.generation,
+        members=job.cluster.members,
+        why=why,
+        dead=dead,
+        decide_s=decide_s,
+    )
+    return replace(job, current=generation), generation
+
+
+def offered(job: JobState, plan: Plan, why: str, *, decide_s: float) -> tuple[JobState, Generation]:
+    """All may enter a new generation with ``plan`` between two steps, once they are prepared."""
+    job = replace(job, cluster=offer_generation(job.cluster))
+    generation = replace(
+        _generation(
+            job,
+            plan,
+            number=job.cluster.offered,
+            members=job.cluster.offered_members,
+            why=why,
+            decide_s=decide_s,
+        ),
+        planned=True,
+    )
+    return replace(job, offered=generation), generation
+
+
+def _generation(
+    job: JobState,
+    plan: Plan,
+    *,
+    number: int,
+    members: Collection[int],
+    why: str,
+    dead: tuple[int, ...] = (),
+    decide_s: float,
+) -> Generation:
+    return Generation(
+        number=number,
+        members=tuple(sorted(members)),
+        dead=dead,
+        why=why,
+        previous=None if job.live_plan is None else job.live_plan.layout,
+        plan=plan,
+        plan_hash=plan.hash(),
+        decide_s=decide_s,
+        incarnations=job.cluster.incarnations,
+        fresh=job.cluster.waiting_ranks,
+    )

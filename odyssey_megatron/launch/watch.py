@@ -1,0 +1,140 @@
+"""A rank hears of generations: a thread waits for them on its own connection, whatever the main thread does."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+
+from odyssey_megatron.errors import ControlPlaneLost, Fenced
+from odyssey_megatron.launch import control as keys
+from odyssey_megatron.launch.alike import History
+from odyssey_megatron.launch.control import Control
+
+
+class Watch:
+    """What this rank has heard. All but :meth:`end` is for the main thread.
+
+    Args:
+        control: a connection that nobody else uses.
+        offered: called in the thread with the text of each generation that is offered, if this rank is ``settled``.
+    """
+
+    def __init__(self, control: Control, offered: Callable[[str], None], *, settled: bool):
+        self.history = History()
+        self.heard_s = 0.0
+        """When this rank heard of the newest generation, on its own clock."""
+        self.settled = settled
+        """Whether this rank may hold something: else it only waits to be offered a place."""
+        self.lost: ControlPlaneLost | Fenced | None = None
+        """Why this rank cannot go on, whatever it is doing."""
+        self._control, self._offered = control, offered
+        self._changed = threading.Condition()
+        self._newest, self._newest_text = 0, ""
+        self._offer, self._offer_text = 0, ""
+        self._on_newer: dict[int, Callable[[], None]] = {}
+
+    def start(self, seen: int = 0) -> None:
+        """From now on, of what comes behind number ``seen``."""
+        self.history.note(seen)
+        threading.Thread(target=self._run, args=(seen,), name="odyssey-watch", daemon=True).start()
+
+    def newest(self) -> tuple[int, str]:
+        """Number and text of the newest generation; 0 where there is none."""
+        with self._changed:
+            return self._newest, self._newest_text
+
+    def newer_than(self, number: int) -> bool:
+        """Whether a generation after ``number`` exists (or this rank cannot go on). Reads a variable."""
+        return self._newest > number or self.lost is not None
+
+    def on_newer(self, number: int, callback: Callable[[], None]) -> None:
+        """Has ``callback`` called when generation ``number`` ends, *before* anyone can see a newer one.
+
+        Also called when this rank cannot go on.
+        """
+        with self._changed:
+            self._on_newer[number] = callback
+
+    def forget(self, number: int) -> None:
+        """Nothing is to be called any more when generation ``number`` ends."""
+        with self._changed:
+            self._on_newer.pop(number, None)
+
+    def take_offer(self, number: int) -> None:
+        """This rank enters offered generation ``number``, unless a newer one has ended it."""
+        with self._changed:
+            if self._offer == number and self._newest < number:
+                self._newest, self._newest_text = number, self._offer_text
+                self.history.note(number)
+
+    def await_newer(self, after: int, timeout_s: float | None) -> bool:
+        """Whether a generation after ``after`` came in time. Raises :attr:`lost`."""
+        with self._changed:
+            found = self._changed.wait_for(lambda: self.newer_than(after), timeout_s)
+        if self.lost is not None:
+            raise self.lost
+        return found
+
+    def await_any(self, after: int) -> tuple[int, str, bool]:
+        """Number and text of what comes behind ``after``, and whether that is an offer. Raises :attr:`lost`."""
+        with self._changed:
+            self._changed.wait_for(lambda: max(self._newest, self._offer) > after or self.lost is not None)
+            if self.lost is not None:
+                raise self.lost
+            if self._offer > self._newest:
+                return self._offer, self._offer_text, True
+            return self._newest, self._newest_text, False
+
+    def end(self, why: ControlPlaneLost | Fenced) -> None:
+        """This rank cannot go on. Of any thread."""
+        with self._changed:
+            self.lost = why
+            self._end_before(math.inf)
+            self._changed.notify_all()
+
+    def _run(self, seen: int) -> None:
+        try:
+            self._follow(seen)
+        except Exception as error:  # noqa: BLE001 - a rank that hears of nothing any more must leave
+            why = f"the thread that hears of generations failed: {error!r}. Please report this."
+            self.end(error if isinstance(error, ControlPlaneLost) else ControlPlaneLost(why))
+
+    def _follow(self, seen: int) -> None:
+        number = seen + 1
+        while True:
+            try:
+                text = self._control.get(keys.generation_key(number))
+            except ValueError:  # not sealed by the coordinator, whose own write will replace it
+                time.sleep(0.01)
+                continue
+            if text.startswith(keys.OFFER):
+                self._hear_offer(number, text.removeprefix(keys.OFFER))
+            else:
+                self._hear(number, text)
+            number += 1
+
+    def _hear(self, number: int, text: str) -> None:
+        with self._changed:
+            # Were the abort to come second, it would hit the groups that the main thread builds for it.
+            heard_s = time.monotonic()
+            self._end_before(number)
+            self._newest_text, self._newest, self.heard_s = text, number, heard_s
+            self.history.note(number)
+            self._changed.notify_all()
+
+    def _hear_offer(self, number: int, text: str) -> None:
+        with self._changed:
+            settled = self.settled
+            if not settled:
+                self._end_before(number)  # the offer that it is getting ready for has come to nothing
+            self._offer, self._offer_text = number, text
+            self._changed.notify_all()
+        # One that holds nothing yet has nothing else to do: it enters the generation, and builds its groups, itself.
+        if settled:
+            self._offered(text)
+
+    def _end_before(self, number: float) -> None:
+        for one in [one for one in self._on_newer if one < number]:
+            self._on_newer.pop(one)()

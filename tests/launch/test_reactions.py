@@ -1,0 +1,143 @@
+"""What follows from events, without a store, a thread or a clock."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from odyssey_megatron.cluster.events import (
+    GenerationLive,
+    NodeLost,
+    OfferFailed,
+    RankDied,
+    RankFinished,
+    RankJoined,
+    Retry,
+)
+from odyssey_megatron.cluster.state import initial_state
+from odyssey_megatron.launch.reactions import (
+    Answer,
+    Forget,
+    JobState,
+    Recover,
+    offered,
+    published,
+    react,
+)
+from odyssey_megatron.launch.verdict import Verdict
+from odyssey_megatron.plan.generation import Finished, Generation, Stop
+from tests.launch.played import PLAN
+
+NODES = (0, 0, 1, 1, 2, 2)
+ENDS = (Stop, Finished, Verdict)
+
+
+def begun(cell_size: int = 1) -> tuple[JobState, Generation]:
+    cluster = initial_state(nodes=NODES, cell_size=cell_size)
+    return published(JobState(cluster=cluster, nodes=NODES, start_plan=PLAN), PLAN, "start")
+
+
+def all_live(job: JobState, number: int, done: int = 0) -> JobState:
+    events = [GenerationLive(rank=rank, generation=number, done=done) for rank in job.cluster.ranks]
+    return react(job, events, now_s=0.0)[0]
+
+
+def test_a_death_is_reported_and_then_decided_on():
+    job = all_live(begun()[0], 1)
+    job, actions = react(job, [RankDied(rank=3, code=-9, cause="killed")], now_s=1.0)
+    report, recover = actions
+    assert (report.name, report.fields["dead"], report.fields["cause"]) == ("failure_detected", [3], "killed")
+    assert recover == Recover(dead=(3,), why="failure")
+    job, generation = published(job, PLAN, recover.why, dead=recover.dead)
+    assert (generation.number, generation.members, generation.dead) == (2, (0, 1, 2, 4, 5), (3,))
+    assert generation.previous == PLAN.layout
+
+
+def test_a_node_and_what_its_cells_lose_with_it():
+    job = all_live(begun(cell_size=2)[0], 1)
+    _, (report, recover) = react(job, [NodeLost(node=1), RankDied(rank=5, code=6, cause="exit")], now_s=1.0)
+    assert report.fields["code"] == [-9, -9, -9, 6]
+    assert report.fields["cause"] == "cell,exit,node"
+    assert recover.dead == (2, 3, 4, 5)
+
+
+def test_nothing_is_decided_where_nobody_trains_who_has_died():
+    job = all_live(begun()[0], 1)
+    job, _ = react(job, [RankDied(rank=0, code=-9, cause="killed")], now_s=1.0)
+    job, _ = published(job, PLAN, "failure", dead=(0,))
+    job, actions = react(job, [RankJoined(rank=0, node=0, incarnation=1)], now_s=2.0)
+    assert [one.newest for one in actions if isinstance(one, Answer)] == [2]
+    _, actions = react(job, [RankDied(rank=0, code=-9, cause="killed")], now_s=3.0)
+    assert not [one for one in actions if isinstance(one, Recover)]
+
+
+def events_of(numbers: st.SearchStrategy[int]) -> st.SearchStrategy:
+    rank = st.integers(0, len(NODES) - 1)
+    return st.one_of(
+        st.builds(RankDied, rank=rank, code=st.sampled_from([-9, 1, 0]), cause=st.just("killed")),
+        st.builds(NodeLost, node=st.integers(0, 2)),
+        st.builds(GenerationLive, rank=rank, generation=numbers, done=st.integers(0, 5)),
+        st.builds(Retry, rank=rank, generation=numbers, reason=st.just("lost")),
+        st.builds(RankFinished, rank=rank, generation=numbers),
+        st.builds(RankJoined, rank=rank, node=st.integers(0, 2), incarnation=st.integers(1, 3)),
+        st.builds(OfferFailed, rank=rank, generation=numbers, reason=st.just("no address")),
+    )
+
+
+@given(st.lists(st.lists(events_of(st.integers(0, 8)), max_size=6), max_size=12), st.sampled_from([1, 2]))
+def test_whatever_happens(batches, cell_size):
+    """Events of any kind in any order, some of generations that are not there (yet)."""
+    job, generation = begun(cell_size)
+    sent = [generation]
+    for now_s, batch in enumerate(batches):
+        again = react(job, batch, now_s=float(now_s))
+        job, actions = react(job, batch, now_s=float(now_s))
+        assert (job, actions) == again, "it depends on what it is given alone"
+        last = [one for one in actions if isinstance(one, (Recover, *ENDS))]
+        assert last == [one for one in actions[-1:] if isinstance(one, (Recover, *ENDS))]
+        assert all(one.number <= sent[-1].number for one in actions if isinstance(one, Forget))
+        if last and isinstance(last[0], ENDS):
+            return
+        if last:
+            job, generation = published(job, PLAN, last[0].why, dead=last[0].dead)
+            sent.append(generation)
+            assert not set(generation.members) & {*generation.dead, *job.cluster.fresh_ranks}
+        elif job.may_offer and job.cluster.fresh:
+            job, generation = offered(job, PLAN, "joined", decide_s=0.0)
+            sent.append(generation)
+            assert set(generation.members) == set(job.cluster.ranks)
+        assert [one.number for one in sent] == list(range(1, len(sent) + 1))
+        assert set(generation.members) or not job.cluster.ranks
+
+
+def test_offers_that_fail_pause():
+    job, number = all_live(begun()[0], 1), 1
+    for now_s in (1.0, 2.0, 3.0):
+        assert job.may_offer
+        assert not job.tries.waits(now_s)
+        job, generation = offered(job, PLAN, "better", decide_s=0.0)
+        number += 1
+        assert generation.number == number
+        job, _ = react(job, [OfferFailed(rank=1, generation=number, reason="no address")], now_s=now_s)
+    assert job.tries.waits(32.9)
+    assert not job.tries.waits(33.1)
+    job, generation = offered(job, PLAN, "better", decide_s=0.0)
+    entered = all_live(job, generation.number)
+    assert (entered.tries.failed, entered.live_plan, entered.cluster.generation) == (
+        0,
+        PLAN,
+        generation.number,
+    )
+    job, _ = react(job, [OfferFailed(rank=1, generation=generation.number, reason="")], now_s=40.0)
+    assert job.tries.waits(69.9), "one more try, and a pause again"
+
+
+def test_an_offer_that_failed_is_not_entered():
+    job = all_live(begun()[0], 1)
+    job, generation = offered(job, replace(PLAN, policy="replan"), "better", decide_s=0.0)
+    job, (report,) = react(job, [OfferFailed(rank=1, generation=2, reason="no address")], now_s=1.0)
+    assert (report.name, report.fields) == ("offer_failed", {"generation": 2, "why": "no address"})
+    job = all_live(job, generation.number)
+    assert (job.live_plan.policy, job.cluster.generation) == ("initial", 1)
