@@ -69,13 +69,51 @@ def test_ranks_of_a_cell_have_shards_and_parts_of_the_sequence():
     """Megatron's order is tensor, then context parallelism (core_v0.16.1 core/parallel_state.py, "tp-cp-ep-dp-pp")."""
     cell = Cell(rank=13, size=8, context=4)
     assert (cell.worker, cell.index, cell.tensor_rank, cell.context_rank) == (1, 5, 1, 2)
-    assert (cell.tensor_ranks, cell.context_ranks(1), cell.context_ranks(0)) == (
-        (12, 13),
-        (9, 11, 13, 15),
-        (1, 3, 5, 7),
-    )
+    assert (cell.tensor_ranks, cell.context_ranks) == ((12, 13), (9, 11, 13, 15))
+    assert cell.alike(0, cell.tensor) == (1, 3, 5, 7)
     twin = Cell(rank=15, size=8, context=4)
     assert cell.named("forward:0>1") != twin.named("forward:0>1")
+
+
+def test_ranks_that_share_out_experts_are_a_worker():
+    """A cell of 2 x 4 tensor and expert ranks has four lanes, each of two ranks with a microbatch of their own."""
+    gang = Cell.of(13, tensor=2, expert=4)
+    assert (gang.size, gang.lanes, gang.lane, gang.tensor_rank) == (8, 4, 2, 1)
+    assert (gang.lane_ranks, gang.expert_ranks) == ((12, 13), (9, 11, 13, 15))
+    assert (gang.expert_tensor_ranks, gang.expert_part_ranks) == ((12, 13), (8, 9, 10, 11, 12, 13, 14, 15))
+    assert gang.alike(0, gang.tensor) == (1, 3, 5, 7), (
+        "gradients of what is cut by tensor parallelism are summed here"
+    )
+    assert gang.alike(0, gang.expert_parts) == (5,), "and of experts there"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "size", "lanes", "parts"),
+    [
+        ({"tensor": 2, "expert": 2, "expert_tensor": 1}, 2, 1, 2),  # experts over the tensor-parallel ranks
+        ({"tensor": 4, "expert": 2, "expert_tensor": 1}, 4, 1, 4),  # twice over them
+        ({"tensor": 2, "expert": 4, "expert_tensor": 1}, 4, 2, 4),
+        ({"tensor": 1, "context": 2, "expert": 2}, 2, 1, 2),
+        ({"tensor": 3, "expert": 2, "expert_tensor": 1}, 6, 2, 6),
+        ({"tensor": 2, "context": 2}, 4, 1, 2),
+    ],
+)
+def test_a_worker_has_the_whole_sequence_and_all_experts(sizes, size, lanes, parts):
+    """As Megatron lays them out over the ranks of a stage (core_v0.16.1 core/parallel_state.py, ``RankGenerator``)."""
+    cells = [Cell.of(rank, **sizes) for rank in range(2 * size)]
+    assert {(one.size, one.lanes, one.parts) for one in cells} == {(size, lanes, parts)}
+    for one in cells:
+        assert one.rank in one.lane_ranks
+        assert one.rank in one.expert_ranks
+        assert set(one.expert_ranks) <= set(one.ranks)
+        assert len({other % one.expert_parts for other in one.expert_part_ranks}) == one.expert_parts
+        assert {cells[rank].tensor_rank for rank in one.alike(0, one.parts)} == {one.tensor_rank}
+
+
+def test_a_node_takes_the_gangs_along_that_reach_into_it():
+    state = initial_state(nodes=(0, 0, 1, 1, 2, 2, 2, 2), cell_size=4)
+    assert apply(state, NodeLost(node=1, t_s=1.0)).dead == (0,)
+    assert apply(state, NodeLost(node=2, t_s=1.0)).dead == (1,)
 
 
 def test_a_rank_that_finished_does_not_die(state):

@@ -34,14 +34,15 @@ def parse_arguments() -> argparse.Namespace:
         ("num-attention-heads", 4, whole), ("num-query-groups", 2, whole), ("seq-length", 64, whole),
         ("micro-batch-size", 1, whole), ("global-batch-size", 16, whole), ("train-iters", 40, whole),
         ("pipeline-model-parallel-size", 1, whole), ("tensor-model-parallel-size", 1, whole), ("seed", 1234, whole),
-        ("context-parallel-size", 1, whole),
+        ("context-parallel-size", 1, whole), ("expert-model-parallel-size", 1, whole),
+        ("expert-tensor-parallel-size", None, whole),
         ("lr", 3e-3, real), ("min-lr", 3e-4, real), ("lr-warmup-iters", 4, whole), ("weight-decay", 0.1, real),
         ("clip-grad", 1.0, real), ("sgd-momentum", 0.9, real), ("attention-dropout", 0.0, real),
         ("hidden-dropout", 0.0, real), ("check-weight-hash-across-dp-replicas-interval", 0, whole),
         ("num-experts", None, whole), ("moe-router-topk", 2, whole), ("moe-layer-freq", 1, whole),
         ("moe-shared-expert-intermediate-size", None, whole), ("moe-router-load-balancing-type", "aux_loss", {}),
         ("moe-aux-loss-coeff", 0.0, real), ("moe-z-loss-coeff", None, real), ("moe-input-jitter-eps", None, real),
-        ("moe-expert-capacity-factor", None, real),
+        ("moe-expert-capacity-factor", None, real), ("moe-token-dispatcher-type", "alltoall", {}),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", default=default, **kind)
     parser.add_argument(
@@ -93,7 +94,6 @@ def experts(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "num_moe_experts": args.num_experts,
         "moe_ffn_hidden_size": args.ffn_hidden_size,
-        "moe_token_dispatcher_type": "alltoall",
         **score,
         **given,
     }
@@ -113,6 +113,8 @@ def transformer_config(args: argparse.Namespace, dtype: Any) -> Any:
             num_query_groups=args.num_query_groups,
             tensor_model_parallel_size=args.tensor_model_parallel_size,
             context_parallel_size=args.context_parallel_size,
+            expert_model_parallel_size=args.expert_model_parallel_size,
+            expert_tensor_parallel_size=args.expert_tensor_parallel_size,
             sequence_parallel=args.sequence_parallel,
             qk_layernorm=args.qk_layernorm,
             attention_dropout=args.attention_dropout,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from odyssey_megatron.cluster.state import Cell
 from odyssey_megatron.errors import ConfigError
 
 
@@ -19,7 +20,7 @@ class JobSpec:
     pipeline_model_parallel_size: int
     tensor_model_parallel_size: int
     num_microbatches: int
-    """Microbatches of one global batch, over all pipelines."""
+    """Of one global batch, over all pipelines. Of a cell with lanes one is as many of Megatron's as it has lanes."""
     tokens_per_step: int
     train_steps: int
     optimizer_copies: int = 0
@@ -35,11 +36,23 @@ class JobSpec:
     best_layout: bool = False
     """The failure-free plan is the best for the profile, and not that of the parallel sizes."""
     context_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int | None = None
+
+    def cell(self, rank: int) -> Cell:
+        """Of ``rank``."""
+        return Cell.of(
+            rank,
+            tensor=self.tensor_model_parallel_size,
+            context=self.context_parallel_size,
+            expert=self.expert_model_parallel_size,
+            expert_tensor=self.expert_tensor_parallel_size,
+        )
 
     @property
     def cell_size(self) -> int:
         """Ranks of a worker."""
-        return self.tensor_model_parallel_size * self.context_parallel_size
+        return self.cell(0).size
 
     def check(self, world_size: int) -> None:
         """Raises ConfigError if ``world_size`` ranks cannot form the initial layout."""
@@ -47,6 +60,9 @@ class JobSpec:
         if pp < 1 or size < 1 or world_size % (pp * size):
             cells = {"tensor-model": self.tensor_model_parallel_size, "context": self.context_parallel_size}
             times = "".join(f" times --{name}-parallel-size {one}" for name, one in cells.items() if one > 1)
+            if (lanes := self.cell(0).lanes) > 1:
+                times += f" times {lanes} replicas that share out experts (--expert-model-parallel-size "
+                times += f"{self.expert_model_parallel_size})"
             raise ConfigError(
                 f"the world size ({world_size} ranks) is not divisible by "
                 f"--pipeline-model-parallel-size {pp}{times}. Start a multiple of {max(pp, 1) * max(size, 1)} ranks "
@@ -60,8 +76,10 @@ class JobSpec:
             )
         dp = world_size // (pp * size)
         if self.num_microbatches < dp:
+            lanes = self.cell(0).lanes
+            each = f", each of {lanes} at a time," if lanes > 1 else ""
             raise ConfigError(
-                f"{self.num_microbatches} microbatch(es) per global batch cannot feed {dp} "
-                f"pipelines ({world_size} ranks / {pp} stages). Raise --global-batch-size, lower "
+                f"{self.num_microbatches * lanes} microbatch(es) per global batch cannot feed {dp} "
+                f"pipelines{each} ({world_size} ranks / {pp} stages). Raise --global-batch-size, lower "
                 "--micro-batch-size, or start fewer ranks."
             )

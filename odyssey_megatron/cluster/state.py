@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -23,23 +24,49 @@ class WorkerState:
 
     worker: int
     node: int
+    """Of its first rank."""
     ranks: tuple[int, ...]
     alive: bool = True
+    other_nodes: tuple[int, ...] = ()
+    """Of its other ranks, where a cell is larger than a node."""
     speed: float = 1.0
     """Relative to a healthy worker; 0.5 needs twice the time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """Which worker a rank belongs to: consecutive ranks, as tensor parallelism comes first in Megatron's order, and
-    context parallelism second.
+    """Which worker a rank belongs to, and its place there: consecutive ranks in Megatron's order, tensor parallelism
+    first, context parallelism second, and third the replicas over which experts are spread (lanes).
     """
 
     rank: int
     size: int = 1
     """``JobSpec.cell_size``."""
     context: int = 1
-    """``context_parallel_size``: ranks of a cell that have the same shards, and each a part of the sequence."""
+    """``context_parallel_size``: ranks of a lane that have the same shards, and each a part of the sequence."""
+    lanes: int = 1
+    """Each computes a microbatch of its own, in step with the others."""
+    expert: int = 1
+    """``expert_model_parallel_size``: ranks that have each some of a layer's experts."""
+    expert_tensor: int = 0
+    """``expert_tensor_parallel_size``: ranks that have each a part of the same experts; 0: as ``tensor``."""
+
+    @classmethod
+    def of(
+        cls, rank: int, *, tensor: int, context: int = 1, expert: int = 1, expert_tensor: int | None = None
+    ) -> Cell:
+        """By Megatron's sizes. A worker is as many ranks as have the whole sequence, and all experts."""
+        sequence, experts = tensor * context, expert * (expert_tensor or tensor)
+        # With one expert-parallel rank Megatron cuts experts like other weights.
+        size = math.lcm(sequence, experts) if expert > 1 else sequence
+        return cls(
+            rank=rank,
+            size=size,
+            context=context,
+            lanes=size // max(sequence, 1),
+            expert=expert,
+            expert_tensor=expert_tensor or 0,
+        )
 
     @property
     def worker(self) -> int:
@@ -52,8 +79,8 @@ class Cell:
 
     @property
     def tensor(self) -> int:
-        """``tensor_model_parallel_size``: ranks of a cell that have the same part of the sequence."""
-        return self.size // self.context
+        """``tensor_model_parallel_size``: ranks of a lane that have the same part of the sequence."""
+        return self.size // (self.context * self.lanes)
 
     @property
     def tensor_rank(self) -> int:
@@ -63,22 +90,65 @@ class Cell:
     @property
     def context_rank(self) -> int:
         """Which part of the sequence this rank has."""
-        return self.index // self.tensor
+        return self.index // self.tensor % self.context
+
+    @property
+    def lane(self) -> int:
+        """Which of the cell's microbatches this rank computes."""
+        return self.index // (self.tensor * self.context)
+
+    @property
+    def expert_parts(self) -> int:
+        """Parts in which the experts of a layer are: on ranks in a row."""
+        return self.expert * (self.expert_tensor or self.tensor)
+
+    @property
+    def parts(self) -> int:
+        """Different parts of a layer that its ranks have, experts included."""
+        return math.lcm(self.tensor, self.expert_parts)
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """All ranks of the cell."""
-        return tuple(range(self.worker * self.size, (self.worker + 1) * self.size))
+        return self.alike(self.worker, 1)
+
+    def alike(self, worker: int, parts: int) -> tuple[int, ...]:
+        """The ranks of ``worker`` that have the same part as this one of what is in so many ``parts``."""
+        return tuple(range(worker * self.size + self.index % parts, (worker + 1) * self.size, parts))
 
     @property
     def tensor_ranks(self) -> tuple[int, ...]:
         """This rank's tensor-parallel group."""
-        first = self.rank - self.tensor_rank
-        return tuple(range(first, first + self.tensor))
+        return self._around(self.tensor)
 
-    def context_ranks(self, worker: int) -> tuple[int, ...]:
-        """The ranks of ``worker`` that have the same shards; of this one's own: its context-parallel group."""
-        return tuple(range(worker * self.size + self.tensor_rank, (worker + 1) * self.size, self.tensor))
+    @property
+    def context_ranks(self) -> tuple[int, ...]:
+        """Its context-parallel group."""
+        return self._around(self.context, self.tensor)
+
+    @property
+    def lane_ranks(self) -> tuple[int, ...]:
+        """All that compute its microbatch."""
+        return self._around(self.tensor * self.context)
+
+    @property
+    def expert_ranks(self) -> tuple[int, ...]:
+        """Its expert-parallel group."""
+        return self._around(self.expert, self.expert_tensor or self.tensor)
+
+    @property
+    def expert_tensor_ranks(self) -> tuple[int, ...]:
+        """Its tensor-parallel group for experts."""
+        return self._around(self.expert_tensor or self.tensor)
+
+    @property
+    def expert_part_ranks(self) -> tuple[int, ...]:
+        """Both together: those that have all experts once."""
+        return self._around(self.expert_parts)
+
+    def _around(self, count: int, step: int = 1) -> tuple[int, ...]:
+        first = self.rank - self.index // step % count * step
+        return tuple(range(first, first + count * step, step))
 
     def peer(self, worker: int) -> int:
         """The rank of ``worker`` in the same place: the one to exchange with."""
@@ -163,7 +233,12 @@ def initial_state(*, nodes: tuple[int, ...], started_s: float = 0.0, cell_size: 
     """All ranks alive; ``nodes[r]`` is the node of rank r, and a cell is where its first rank is."""
     size = cell_size
     workers = tuple(
-        WorkerState(worker=first // size, node=nodes[first], ranks=tuple(range(first, first + size)))
+        WorkerState(
+            worker=first // size,
+            node=nodes[first],
+            ranks=tuple(range(first, first + size)),
+            other_nodes=tuple(sorted({*nodes[first : first + size]} - {nodes[first]})),
+        )
         for first in range(0, len(nodes), size)
     )
     return ClusterState(workers=workers, started_s=started_s)
@@ -175,7 +250,8 @@ def apply(state: ClusterState, event: Event) -> ClusterState:
         case RankDied(rank=rank, t_s=t_s):
             return _kill(state, {rank}, t_s)
         case NodeLost(node=node, t_s=t_s):
-            return _kill(state, {r for w in state.workers if w.node == node for r in w.ranks}, t_s)
+            hit = (w for w in state.workers if node in (w.node, *w.other_nodes))
+            return _kill(state, {rank for w in hit for rank in w.ranks}, t_s)
         case GenerationLive(rank=rank, generation=generation):
             return _report_live(state, rank, generation)
         case RankFinished(rank=rank, generation=generation):
@@ -257,7 +333,8 @@ def _join(state: ClusterState, event: RankJoined) -> ClusterState:
     if set(worker.ranks) <= joining:
         joining -= set(worker.ranks)
         fresh |= {worker.worker}
-        back = replace(worker, alive=True, node=event.node, speed=1.0)
+        node = worker.node if worker.other_nodes else event.node
+        back = replace(worker, alive=True, node=node, speed=1.0)
         workers = tuple(back if w is worker else w for w in workers)
     return replace(
         state, workers=workers, joining=joining, fresh=fresh, incarnations=tuple(sorted(known.items()))

@@ -60,9 +60,13 @@ class Compute(Protocol):
         """The 1-D gradient buffers of block ``[first, last)``, to be summed over its holders in place."""
         ...
 
+    def expert_gradients(self, first: int, last: int) -> Sequence[torch.Tensor]:
+        """Of experts that are spread over ranks, which only those sum who have the same ones."""
+        ...
+
     @property
     def share(self) -> float:
-        """What :meth:`gradients` are multiplied with before they are summed; 1.0: nothing."""
+        """What gradients are multiplied with before they are summed; 1.0: nothing."""
         ...
 
     def partial_gradients(self, first: int, last: int) -> Sequence[torch.Tensor]:
@@ -77,8 +81,9 @@ class Compute(Protocol):
 class Interpreter:
     """Runs programs over ``compute`` and ``channels``.
 
-    ``holder_group(first, last)`` is the group of all who have this rank's part of a block, None where it is the only
-    one; ``tensor_group`` that of the worker's ranks that have the other parts, None if there are none.
+    ``holder_groups(first, last)`` are the groups of all who have this rank's part of a block, and of all who have its
+    experts, None where it is the only one; ``tensor_group`` that of the worker's ranks that have the other parts, None
+    if there are none.
     ``checkpoint(point, microbatch)`` is called before each instruction; it raises Superseded when the generation
     has ended, and is where faults are injected. ``settle()`` is called after each compute instruction of a step that
     may have to go on after a failure; it raises unless that instruction has really run, on whole messages.
@@ -88,14 +93,14 @@ class Interpreter:
         self,
         compute: Compute,
         channels: Channels,
-        holder_group: Callable[[int, int], dist.ProcessGroup | None],
+        holder_groups: Callable[[int, int], tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]],
         *,
         tensor_group: dist.ProcessGroup | None,
         num_layers: int,
         checkpoint: Callable[[str, int], None],
         settle: Callable[[], None],
     ):
-        self._compute, self._channels, self._holder_group = compute, channels, holder_group
+        self._compute, self._channels, self._holder_groups = compute, channels, holder_groups
         self._tensor_group = tensor_group
         self._num_layers, self._checkpoint, self._settle = num_layers, checkpoint, settle
         self._arriving: dict[tuple[Op, int, int], Pending] = {}
@@ -204,15 +209,17 @@ class Interpreter:
         self._arriving[instr.op, instr.microbatch, instr.first] = self._channels.receive(instr, room)
 
     def _reduce(self, instr: Instr) -> None:
-        group = self._holder_group(instr.first, instr.last)
+        group, expert_group = self._holder_groups(instr.first, instr.last)
         gradients = self._compute.gradients(instr.first, instr.last)
-        self._progress.add_up(Op.REDUCE_GRAD, -1, instr.first, gradients)
+        of_experts = self._compute.expert_gradients(instr.first, instr.last)
+        everything = [*gradients, *of_experts]
+        self._progress.add_up(Op.REDUCE_GRAD, -1, instr.first, everything)
         if group is not None and self._progress.keeps:
             # As long as a holder is missing nothing is summed, and a failure costs nobody what he has added up.
             dist.barrier(group=group)
         if self._compute.share != 1.0:
             self._progress.whole = False
-            torch._foreach_mul_(list(gradients), self._compute.share)
+            torch._foreach_mul_(everything, self._compute.share)
         # First within each cell: then the sum over the holders leaves the same bytes on all of them.
         partial = self._compute.partial_gradients(instr.first, instr.last) if self._tensor_group else ()
         if partial:
@@ -221,7 +228,8 @@ class Interpreter:
             dist.all_reduce(flat, group=self._tensor_group)
             summed = _unflatten_dense_tensors(flat, partial)  # type: ignore[no-untyped-call]
             torch._foreach_copy_(list(partial), list(summed))
-        if group is not None:
-            self._progress.whole = False
-            for buffer in gradients:
-                dist.all_reduce(buffer, group=group)
+        for buffers, holders in ((gradients, group), (of_experts, expert_group)):
+            if holders is not None:
+                self._progress.whole = False
+                for buffer in buffers:
+                    dist.all_reduce(buffer, group=holders)

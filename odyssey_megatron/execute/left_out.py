@@ -38,11 +38,7 @@ def leave_out(
         LeftOut: on the ranks of these workers.
         PeerFailed: on all others, to whom a generation without them will come.
     """
-    why = {
-        rank: text
-        for worker, text in wrong.items()
-        for rank in Cell(rank=worker * cell.size, size=cell.size).ranks
-    }
+    why = {rank: text for worker, text in wrong.items() for rank in cell.alike(worker, 1)}
     hosts = _hosts(group, cell.rank, device)
     if cell.rank == min(set(hosts) - set(why)):
         for rank, text in sorted(why.items()):

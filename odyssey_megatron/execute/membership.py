@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 from odyssey_megatron.cluster.state import Cell
 from odyssey_megatron.execute.channels import WORLD, channel_groups
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.schedule import Schedule
 
+T = TypeVar("T")
 
-def block_group_name(cell: Cell, first: int, last: int) -> str:
-    """The group of all who have the same shard of a block as the rank."""
-    return f"block:{first}:{last}" if cell.tensor == 1 else f"block:{first}:{last}.tp{cell.tensor_rank}"
+
+def block_group_name(cell: Cell, first: int, last: int, parts: int) -> str:
+    """The group of all who have the same as the rank of what a block has in so many ``parts``."""
+    return f"block:{first}:{last}" if parts == 1 else f"block:{first}:{last}.{cell.index % parts}of{parts}"
+
+
+def holder_groups(group: Callable[[str], T], cell: Cell) -> Callable[[int, int], tuple[T, T]]:
+    """Gives, of a block's first layer and the one behind its last, the ``group`` of all who have the same part of it as
+    the rank, and of all who have the same experts.
+    """
+
+    def of_block(first: int, last: int) -> tuple[T, T]:
+        dense, experts = (
+            group(block_group_name(cell, first, last, one)) for one in (cell.tensor, cell.expert_parts)
+        )
+        return dense, experts
+
+    return of_block
 
 
 def group_members(
@@ -23,33 +42,29 @@ def group_members(
         for name, workers in channel_groups(own).items():
             groups[cell.named(name)] = tuple(map(cell.peer, workers))
     for block in plan.layout.blocks():
-        # One sum over all who have the same shard leaves the same bytes on all of them.
-        ranks = tuple(rank for worker in block.holders for rank in cell.context_ranks(worker))
-        if cell.worker in block.holders and len(ranks) > 1:
-            groups[block_group_name(cell, block.first, block.last)] = ranks
+        # One sum over all who have the same part leaves the same bytes on all of them.
+        for parts in {cell.tensor, cell.expert_parts, cell.parts}:
+            ranks = tuple(rank for worker in block.holders for rank in cell.alike(worker, parts))
+            if cell.worker in block.holders and len(ranks) > 1:
+                groups[block_group_name(cell, block.first, block.last, parts)] = ranks
     return groups
 
 
 def groups_of_cell(cell: Cell) -> dict[str, tuple[int, ...]]:
     """Those within the rank's own cell, with their ranks."""
-    groups = {
-        tensor_group_name(cell): cell.tensor_ranks,
-        context_group_name(cell): cell.context_ranks(cell.worker),
-        cell_group_name(cell.worker): cell.ranks,
-    }
-    return {name: ranks for name, ranks in groups.items() if len(ranks) > 1}
+    groups = (
+        cell.ranks,
+        cell.tensor_ranks,
+        cell.context_ranks,
+        cell.lane_ranks,
+        cell.expert_ranks,
+        cell.expert_tensor_ranks,
+        cell.expert_part_ranks,
+    )
+    return {cell_group_name(ranks): ranks for ranks in groups if len(ranks) > 1}
 
 
-def cell_group_name(worker: int) -> str:
-    """The group of a cell's ranks."""
-    return f"cell:{worker}"
-
-
-def tensor_group_name(cell: Cell) -> str:
-    """The rank's tensor-parallel group; that of the cell where these are all its ranks."""
-    return cell_group_name(cell.worker) if cell.context == 1 else f"tensor:{cell.worker}.{cell.context_rank}"
-
-
-def context_group_name(cell: Cell) -> str:
-    """The rank's context-parallel group; that of the cell where these are all its ranks."""
-    return cell_group_name(cell.worker) if cell.tensor == 1 else f"context:{cell.worker}.{cell.tensor_rank}"
+def cell_group_name(ranks: tuple[int, ...]) -> str:
+    """The group of ``ranks``, equally far apart, of a cell."""
+    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    return f"cell:{ranks[0]}-{ranks[-1]}" + (f":{step}" if step > 1 else "")

@@ -178,7 +178,7 @@ class RankRuntime:
             self._piece_done()
         begun, keep = False, self._config.interrupted_step == "resume"
         if not generation.planned:
-            cell_group, progress = self._group(membership.cell_group_name(self._worker)), self._progress
+            cell_group, progress = self._group(membership.cell_group_name(self._cell.ranks)), self._progress
             progress, compute, device = progress or self._new_progress(), self._model, self._totals.device
             now = self._of_step(plan.program(self._worker))
             begun, self._rest, self._taken_up = agree.go_on(
@@ -226,24 +226,24 @@ class RankRuntime:
             self._settle()
         with torch.enable_grad():  # an evaluation, which runs without, may have been cut short
             model.take_layout(plan.layout, self._worker)
-        groups, num_layers = self._groups, plan.layout.num_layers
+        groups, cell, num_layers = self._groups, self._cell, plan.layout.num_layers
         assert groups is not None
 
         self._interpreter = Interpreter(
             model,
-            Channels(groups, cell=self._cell, num_layers=num_layers, tagged=self._tagged),
-            lambda first, last: self._group(membership.block_group_name(self._cell, first, last)),
-            tensor_group=self._group(membership.tensor_group_name(self._cell)),
+            Channels(groups, cell=cell, num_layers=num_layers, tagged=self._tagged),
+            membership.holder_groups(self._group, cell),
+            tensor_group=self._group(membership.cell_group_name(cell.tensor_ranks)),
             num_layers=num_layers,
             checkpoint=self._check,
             settle=groups.settle,
         )
         self._spreading = Spreading(
             plan.layout,
-            cell=self._cell,
+            cell=cell,
             world=self._world,
             device=self._totals.device,
-            group_of=lambda first, last: groups[membership.block_group_name(self._cell, first, last)],
+            group_of=lambda first, last: groups[membership.block_group_name(cell, first, last, cell.parts)],
             weights_of=model.weights_of,
         )
         self._spread_weights()  # some may have been cut off from those of the last step

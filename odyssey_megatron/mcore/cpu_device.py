@@ -57,9 +57,10 @@ def install() -> None:
     _compile_helpers()
     _let_norms_be_sequence_parallel()
     _let_routers_do_without_transformer_engine()
-    from odyssey_megatron.mcore import cpu_attention  # it knows torch's redirected functions only
+    from odyssey_megatron.mcore import cpu_attention, cpu_collectives  # they know redirected functions only
 
     cpu_attention.install()
+    cpu_collectives.install()
     # One generator stands for both devices' here, so "CPU RNG state changed" is always a false alarm.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
 

@@ -171,7 +171,7 @@ class Session:
         spec = self._job_spec(job)
         self.post(spec, self._profile(job))
         cell = self._take_cell(self._cell_of(job.model.config))
-        model = self._model(job, spec.num_microbatches, cell)
+        model = self._model(job, spec, cell)
         rank = self.enter(
             model, on_commit=job.on_step, on_groups=cell.follow if cell else lambda groups: None
         )
@@ -266,10 +266,16 @@ class Session:
                 f"--seq-length {job.seq_length} is not divisible by {parts}, as {' and '.join(asked)} cut it. Choose a "
                 "multiple of it."
             )
-        if job.global_batch_size % job.micro_batch_size:
+        lanes = self._cell_of(config).lanes
+        if job.global_batch_size % (job.micro_batch_size * lanes):
+            times = (
+                f" times {lanes}, the replicas over which --expert-model-parallel-size "
+                f"{config.expert_model_parallel_size} spreads experts"
+            )
             raise ConfigError(
                 f"--global-batch-size {job.global_batch_size} is not divisible by --micro-batch-size "
-                f"{job.micro_batch_size}. Choose a multiple of it."
+                f"{job.micro_batch_size}{times if lanes > 1 else ''}. Choose a multiple of "
+                f"{job.micro_batch_size * lanes}."
             )
         return JobSpec(
             num_layers=job.model.num_layers,
@@ -277,7 +283,9 @@ class Session:
             pipeline_model_parallel_size=job.pipeline_model_parallel_size,
             tensor_model_parallel_size=config.tensor_model_parallel_size,
             context_parallel_size=config.context_parallel_size,
-            num_microbatches=job.global_batch_size // job.micro_batch_size,
+            expert_model_parallel_size=config.expert_model_parallel_size,
+            expert_tensor_parallel_size=config.expert_tensor_parallel_size,
+            num_microbatches=job.global_batch_size // (job.micro_batch_size * lanes),
             tokens_per_step=job.global_batch_size * job.seq_length,
             train_steps=job.train_iters,
             optimizer_copies=job.optimizer_copies,
@@ -298,8 +306,13 @@ class Session:
         )
 
     def _cell_of(self, config: Any) -> Cell:
-        context = config.context_parallel_size
-        return Cell(rank=self.rank, size=config.tensor_model_parallel_size * context, context=context)
+        return Cell.of(
+            self.rank,
+            tensor=config.tensor_model_parallel_size,
+            context=config.context_parallel_size,
+            expert=config.expert_model_parallel_size,
+            expert_tensor=config.expert_tensor_parallel_size,
+        )
 
     def _take_cell(self, cell: Cell) -> OwnCell | None:
         """Of several ranks, which compute together; None: this rank alone is a worker."""
@@ -314,7 +327,7 @@ class Session:
         own.living.follow(placeholder)
         return own
 
-    def _model(self, job: TrainingJob, num_microbatches: int, cell: OwnCell | None) -> MegatronModel:
+    def _model(self, job: TrainingJob, spec: JobSpec, cell: OwnCell | None) -> MegatronModel:
         from odyssey_megatron.mcore.loop.data import MicrobatchSource
         from odyssey_megatron.mcore.model import float64, wgrad
         from odyssey_megatron.mcore.model.model import MegatronModel
@@ -328,12 +341,13 @@ class Session:
             forward_step=job.forward_step,
             source=MicrobatchSource(job.dataset, micro_batch_size=job.micro_batch_size),
             learning_rate=LearningRate(**job.scheduler),
-            num_microbatches=num_microbatches,
+            num_microbatches=job.global_batch_size // job.micro_batch_size,
             seq_length=job.seq_length,
             micro_batch_size=job.micro_batch_size,
             loss_names=job.loss_names,
             spare_on_host=self.config.spare_on_host,
-            cell=cell.groups if cell else None,
+            groups_of_cell=cell.groups if cell else None,
+            cell=spec.cell(self.rank),
         )
 
 
@@ -348,6 +362,7 @@ def _experts(config: Any) -> Experts | None:
         topk=config.moe_router_topk,
         ffn_hidden_size=config.moe_ffn_hidden_size or config.ffn_hidden_size,
         shared_ffn_hidden_size=config.moe_shared_expert_intermediate_size or 0,
+        parts=config.expert_model_parallel_size * config.expert_tensor_parallel_size,
     )
 
 

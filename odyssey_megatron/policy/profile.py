@@ -194,7 +194,7 @@ def _spread(fitted: list[float], observations: Sequence[Observation], seen: list
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """Of a mixture of experts: what some of its layers have in the place of an MLP."""
+    """Of a mixture of experts, which have equally many tokens: what some of its layers have in the place of an MLP."""
 
     layers: frozenset[int]
     """Counted from 1."""
@@ -205,6 +205,8 @@ class Experts:
     """Of each."""
     shared_ffn_hidden_size: int = 0
     """Of what every token goes through besides."""
+    parts: int = 0
+    """In which they are on as many ranks; 0: cut like other weights."""
 
 
 def estimated_profile(
@@ -228,31 +230,31 @@ def estimated_profile(
     is_tied: bool = False,
     experts: Experts | None = None,
 ) -> Profile:
-    """Costs of a Llama-shaped model (SwiGLU, grouped-query attention) from FLOPs; ``is_tied``: embedding and head share
-    a weight. All ``experts`` of a layer are on one worker, and have equally many tokens.
+    """Costs of a Llama-shaped model (SwiGLU, grouped-query attention; embedding and head tied or not) from FLOPs.
 
-    A matrix product costs 2 FLOPs per weight and token, its two gradients the same each; attention scores
-    cost ``2 * 2 * seq / 2`` per token and hidden unit (causal: half), twice that in the input gradient, nothing
-    in the weight gradient. Activations count what a fused attention keeps. Gradients are kept in
-    float32 or longer, which is Megatron's default; Adam has two such moments, and a float32 master copy where weights
-    are shorter. ``flops_per_s`` is the achieved rate of one GPU; a worker has ``tensor_parallel_size`` of them. With
-    ``sequence_parallel`` they share all that is kept; without, each keeps the inputs of norms and of the
-    products behind them whole (Korthikanti et al., arXiv 2205.05198, section 4.2).
+    A matrix product costs 2 FLOPs per weight and token, its two gradients the same each; attention scores cost ``2 * 2
+    * seq / 2`` per token and hidden unit (causal: half), twice that in the input gradient, nothing in the weight
+    gradient. Activations count what a fused attention keeps. Gradients are kept in float32 or longer, which is
+    Megatron's default; Adam has two such moments, and a float32 master copy where weights are shorter. ``flops_per_s``
+    is the achieved rate of one GPU; a worker has ``tensor_parallel_size`` of them. With ``sequence_parallel`` they
+    share all that is kept; without, each keeps the inputs of norms and of products behind them whole (Korthikanti et
+    al., arXiv 2205.05198, section 4.2).
     """
     tokens = seq_length * micro_batch_size // context_parallel_size  # keys and values: exchanged meanwhile
     kv_size = hidden_size // num_attention_heads * num_query_groups
     attention, words = 2 * hidden_size * (hidden_size + kv_size), vocab_size * hidden_size
     scores = 2 * tokens * seq_length * hidden_size
     rate, tp = flops_per_s * tensor_parallel_size, tensor_parallel_size
+    parts = experts.parts if experts and experts.parts else tp
     whole = 4 * hidden_size * (1 if sequence_parallel else tp)
     head_s, copy_s = 2 * tokens * words / rate, tokens * hidden_size * dtype_bytes / 1e12 / tp
     layer = functools.partial(_layer_cost, dtype_bytes=dtype_bytes, parts=tp)
 
-    def transformer(ffn: int, passed: int, routed: int) -> LayerCost:
+    def transformer(ffn: int, spread: int, passed: int, routed: int) -> LayerCost:
         matmul_s = 2 * tokens * (attention + 3 * hidden_size * passed + hidden_size * routed) / rate
         times = (matmul_s + scores / rate, matmul_s + 2 * scores / rate, matmul_s)
         kept = tokens * (whole + 2 * hidden_size + 2 * kv_size + 3 * passed)
-        return layer(times, kept, attention + hidden_size * (3 * ffn + routed + 2))
+        return layer(times, kept, attention + hidden_size * (3 * (ffn + spread * tp // parts) + routed + 2))
 
     inner = [transformer(*mlp) for mlp in _mlps(num_transformer_layers, ffn_hidden_size, experts)]
     embedding = layer((copy_s, 0.0, copy_s), tokens, 0 if is_tied else words)
@@ -269,12 +271,14 @@ def estimated_profile(
     return Profile(costs=costs)
 
 
-def _mlps(num_transformer_layers: int, ffn: int, experts: Experts | None) -> list[tuple[int, int, int]]:
-    """Of each transformer layer: hidden units, those that a token passes, and experts to choose from."""
-    dense = sparse = ffn, ffn, 0
+def _mlps(num_transformer_layers: int, ffn: int, experts: Experts | None) -> list[tuple[int, int, int, int]]:
+    """Of each transformer layer: hidden units, those of all experts, those that a token passes, and experts to choose
+    from.
+    """
+    dense = sparse = ffn, 0, ffn, 0
     if experts is not None:
         each, shared = experts.ffn_hidden_size, experts.shared_ffn_hidden_size
-        sparse = experts.count * each + shared, experts.topk * each + shared, experts.count
+        sparse = shared, experts.count * each, experts.topk * each + shared, experts.count
     found = experts.layers if experts else ()
     return [sparse if layer in found else dense for layer in range(1, num_transformer_layers + 1)]
 

@@ -108,7 +108,7 @@ class Spreading:
 
         Args:
             group_of: the group of a block's holders, from its first layer and the one behind its last; of each all
-                ranks that have this one's shard.
+                ranks that have the same of it as this one.
 
         Raises:
             TensorsDiffer: before anything is sent, on all members alike.
@@ -124,7 +124,9 @@ class Spreading:
                     ours[layer * cell.size + cell.index] = weights_of([layer])
             for keeper, layers in sources.items():
                 group = group_of(block.first, block.last)
-                self._messages.append((group, block.holders.index(keeper) * cell.context, layers))
+                self._messages.append(
+                    (group, block.holders.index(keeper) * (cell.size // cell.parts), layers)
+                )
         if layout.keepers:
             agree(
                 ours,

@@ -81,9 +81,9 @@ _WORKS = {
     enable_experimental te_rng_tracker test_mode
     """,
     "mixtures of experts: tests/megatron_lm/test_experts.py": """
-    num_experts moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size
-    moe_shared_expert_gate moe_shared_expert_overlap moe_router_topk moe_router_num_groups
-    moe_router_group_topk moe_router_pre_softmax moe_router_topk_scaling_factor
+    num_experts expert_model_parallel_size moe_layer_freq moe_ffn_hidden_size
+    moe_shared_expert_intermediate_size moe_shared_expert_gate moe_shared_expert_overlap moe_router_topk
+    moe_router_num_groups moe_router_group_topk moe_router_pre_softmax moe_router_topk_scaling_factor
     moe_router_score_function moe_router_dtype moe_router_enable_expert_bias
     moe_router_bias_update_rate moe_aux_loss_coeff moe_z_loss_coeff moe_input_jitter_eps
     moe_per_layer_logging moe_expert_capacity_factor moe_pad_expert_input_to_capacity

@@ -120,9 +120,11 @@ _ROWS: tuple[tuple[str, str] | tuple[str, str, Callable[[Any, Any], bool]], ...]
      lambda value, args: _above_one(value, args) and bool(getattr(args, "num_experts", None))),
     ("hierarchical_context_parallel_sizes", "A cell has one context-parallel group. Use another --cp-comm-type."),
     ("hybrid_context_parallel", _LEAVE_OUT),
-    ("expert_model_parallel_size", "Use 1.", _above_one),
-    ("expert_tensor_parallel_size", "Use that of tensor parallelism.",
+    ("expert_tensor_parallel_size",
+     "Without expert parallelism Megatron does not sum the gradients of experts over all who have them then. Use that "
+     "of tensor parallelism, or --expert-model-parallel-size above 1.",
      lambda value, args: bool(getattr(args, "num_experts", None))
+     and not _above_one(getattr(args, "expert_model_parallel_size", None), args)
      and _unlike("tensor_model_parallel_size")(value, args)),
     ("expert_tensor_parallel_num_weight_shards", "Use that of tensor parallelism.",
      lambda value, args: value is not None and value > args.tensor_model_parallel_size),

@@ -83,7 +83,7 @@ class StockTrainer:
 
     def __init__(self, args: Any, dataset: Any):
         spec = pretrain_llama.model_spec(args, float64=False)
-        rng.initialize(args.seed, mpu.get_tensor_model_parallel_rank())
+        rng.initialize(args.seed, rng.Part.of(ProcessGroupCollection.use_mpu_process_groups()))
         span.install()
         self._args, self._model = args, build_model(args, spec)
         self._optimizer = get_megatron_optimizer(spec.optimizer_config, [self._model])
@@ -146,6 +146,8 @@ def run_rank(rank: int, world_size: int, port: int, args: Any, dataset: Any, out
         args.tensor_model_parallel_size,
         args.pipeline_model_parallel_size,
         context_parallel_size=args.context_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
     )
     result = train(args, dataset)
     if rank == 0:

@@ -12,13 +12,30 @@ from tests.launch.jobserver import CHECKOUT
 FLOAT32 = "--odyssey-float64 off"
 CONTEXT = "--context-parallel-size 2 --num-layers 4 --global-batch-size 6"
 CELLS = "--tensor-model-parallel-size 2 --qk-layernorm --num-layers 4 --global-batch-size 6"
+EXPERTS = (
+    "--num-layers 4 --global-batch-size 8 --num-experts 4 --moe-router-load-balancing-type aux_loss "
+    "--moe-aux-loss-coeff 1e-1 --moe-z-loss-coeff 1e-2 --expert-model-parallel-size 2"
+)
 
 
-@pytest.mark.parametrize("flags", ["", CELLS, f"{CELLS} --sequence-parallel", CONTEXT])
+GANGS = f"{EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel"
+MORE = ("--expert-tensor-parallel-size 1", "", "--moe-token-dispatcher-type allgather")
+"""Experts over the tensor-parallel ranks, and over two lanes of them."""
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        *("", CELLS, f"{CELLS} --sequence-parallel", CONTEXT, EXPERTS),
+        *(pytest.param(f"{GANGS} {more}", marks=pytest.mark.matrix) for more in MORE),
+    ],
+)
 def test_losses_and_gradients_are_those_of_megatron_core_alone(jobs, name, flags):
     """Stock 1F1B, DDP, clipping, optimizer and schedule, from the same weights: float32 summation order apart."""
     inject = "--odyssey-inject rank=2,step=2,at=backward"
-    shot = jobs.run(name, ranks=8, stages=2, flags=f"{FLOAT32} {flags} {inject}")
+    # As many workers as can lose one.
+    stages = 1 if "--expert-model" in flags and "--tensor-model" in flags else 2
+    shot = jobs.run(name, ranks=8, stages=stages, flags=f"{FLOAT32} {flags} {inject}")
     assert shot.exit_code == 0, shot.log[-3000:]
     out, script = jobs.folder / f"{name}.json", CHECKOUT / "tests" / "benchmarks" / "stock_megatron.py"
     jobs.script(
@@ -28,7 +45,7 @@ def test_losses_and_gradients_are_those_of_megatron_core_alone(jobs, name, flags
             "8",
             "--out",
             str(out),
-            *jobs.flags(f"{name}-stock", stages=2),
+            *jobs.flags(f"{name}-stock", stages=stages),
             *flags.split(),
         ],
         log=jobs.folder / f"{name}-stock.log",

@@ -53,7 +53,8 @@ def spec(megatron: Any) -> Callable[..., Any]:
             "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "num_query_groups": 2,
             "seq_length": 16, "attention_dropout": 0.0, "hidden_dropout": 0.0, "bf16": False, "fp16": False, "lr": 1e-3,
             "min_lr": 1e-4, "weight_decay": 0.1, "clip_grad": 1.0, "seed": 7, "tensor_model_parallel_size": 1,
-            "context_parallel_size": 1,
+            "context_parallel_size": 1, "expert_model_parallel_size": 1, "expert_tensor_parallel_size": None,
+            "moe_token_dispatcher_type": "alltoall",
             "sequence_parallel": False, "qk_layernorm": False, "optimizer": "adam", "sgd_momentum": 0.9,
             "share_embeddings_and_output_weights": False, "num_experts": None,
         }  # fmt: skip
@@ -88,7 +89,7 @@ def make_model(spec: Any, megatron: Any) -> Callable[..., Any]:
             num_microbatches=2,
             seq_length=16,
             micro_batch_size=1,
-            cell=megatron,
+            groups_of_cell=megatron,
         )
         layout = layout_from_routes(4, (pipeline_route((0, 1), (2, 4), (0, 1)),))
         layout = replace(layout, holders=((0,), (0,), (0, 1), (0, 1)))

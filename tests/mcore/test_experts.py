@@ -55,13 +55,24 @@ def test_an_evaluation_counts_nothing(model):
     assert not counted(model)[0].any()
 
 
-def test_experts_on_several_ranks_are_refused(spec):
+@pytest.mark.parametrize(
+    ("size", "value", "said"),
+    [
+        (
+            "expert_tensor_parallel_size",
+            2,
+            "expert_tensor_parallel_size 2 with tensor_model_parallel_size 1.*Set",
+        ),
+        ("context_parallel_size", 2, "4 experts with context_parallel_size 2.*Set .* to 1"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(spec, size, value, said):
     from odyssey_megatron.errors import ConfigError
     from odyssey_megatron.mcore.model.experts import Routing
 
     config = spec(num_experts=EXPERTS, moe_router_topk=TOPK, moe_router_enable_expert_bias=False).config
-    config.expert_model_parallel_size = 2
-    with pytest.raises(ConfigError, match="4 experts with expert_model_parallel_size 2.*Set .* to 1"):
+    setattr(config, size, value)
+    with pytest.raises(ConfigError, match=said):
         Routing(config, groups=None, seeds=None)
 
 

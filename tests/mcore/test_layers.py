@@ -139,7 +139,8 @@ def test_state_is_there_before_the_first_step_and_changes_no_step(spec, megatron
     model = spec(**OPTIMIZERS[kind])
     layers, lazy = held(model, megatron), held(model, megatron)
     for layer in lazy:
-        layer.optimizer._megatron.optimizer.state.clear()
+        (megatrons,) = layer.optimizer._megatron
+        megatrons.optimizer.state.clear()
     for group in (layers, lazy):
         for _ in range(2):
             run(blocks_of(model, group, megatron, 4)).backward()

@@ -20,6 +20,8 @@ DEEPSEEK = (
     "--moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-1 --moe-router-load-balancing-type seq_aux_loss "
     "--moe-aux-loss-coeff 1e-1 --moe-router-topk-scaling-factor 2.5 --moe-router-dtype fp32"
 )
+GANGS = "--expert-model-parallel-size 2"
+"""Each of two ranks, which have a microbatch of their own."""
 CELLS = "--tensor-model-parallel-size 2 --sequence-parallel"
 CASES = {
     "mixtral": (6, 2, MIXTRAL, "rank=0,step=1,at=backward;rank=5,step=3,at=reduce"),
@@ -48,11 +50,17 @@ CASES = {
     "shared-out-optimizer": (
         8, 2, f"{DEEPSEEK} --use-distributed-optimizer", "rank=0,step=1,at=optimizer;rank=7,step=3,at=commit",
     ),
+    "mixtral-gangs": (
+        4, 1, f"{MIXTRAL} {GANGS} --eval-iters 3", "rank=1,step=2,at=backward",
+    ),
+    "deepseek-gangs": (
+        8, 2, f"{DEEPSEEK} {GANGS}", "rank=3,step=1,at=backward;rank=6,step=3,at=evaluate",
+    ),
     "virtual-stages": (
         6, 3, f"{MIXTRAL} --num-layers-per-virtual-pipeline-stage 1 {INTERLEAVED}", "rank=5,step=2,at=backward",
     ),
 }  # fmt: skip
-ALWAYS = {"mixtral", "deepseek"}
+ALWAYS = {"mixtral", "deepseek-gangs"}
 pytestmark = pytest.mark.timeout(300)
 _LOSSES = re.compile(r"(\w*(?:load_balancing|z)_loss): ([-+.E\d]+) \|")
 
@@ -67,7 +75,7 @@ def test_lines_of_experts_are_those_of_plain_megatron_lm(jobs, name, case):
     plain = jobs.plain(flags, ranks=ranks, stages=stages)
     assert_same_lines(run, plain)
     assert_same_auxiliary_losses(run, plain)
-    cell = 2 if "--tensor-model-parallel-size 2" in flags else 1
+    cell = 2 if "-parallel-size 2" in flags else 1
     assert len(run.killed) == cell * inject.count("rank="), run.log[-3000:]
 
 
@@ -100,6 +108,8 @@ SAVES = {
     "by-bucket": (4, 2, "--use-distributed-optimizer"),
     "by-parameter": (4, 2, "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable --bf16"),
     "cells": (8, 2, f"--use-distributed-optimizer {CELLS} --bf16"),
+    "gangs": (4, 2, GANGS),
+    "gangs-by-parameter": (4, 2, f"{GANGS} --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"),
 }
 
 
@@ -118,7 +128,8 @@ def test_experts_checkpoints_come_from_plain_megatron_lm_and_go_there(jobs, name
     whole = jobs.plain(f"{usual} --save {folders[2]} --save-interval 4", ranks=ranks, stages=stages)
     run = jobs.odyssey(
         f"{name}-on", f"{usual} --load {folders[0]} --save {folders[1]} {saving.format(4)} --odyssey-redundancy state",
-        ranks=8 if case == "cells" else 4, stages=4, inject="rank=3,step=2,at=backward;rank=0,step=3,at=reduce",
+        ranks=8 if "-parallel-size 2" in flags else 4, stages=4,
+        inject="rank=3,step=2,at=backward;rank=0,step=3,at=reduce",
     )  # fmt: skip
     assert run.exit_code == 0, run.log[-3000:]
     assert {0, 3} <= set(run.killed)

@@ -25,7 +25,6 @@ GIVEN = {
     "--use-precision-aware-optimizer": "--use-precision-aware-optimizer",
     "--context-parallel-size": "--context-parallel-size 2 --num-experts 4",
     "--hierarchical-context-parallel-sizes": "--hierarchical-context-parallel-sizes 1 2",
-    "--expert-model-parallel-size": "--expert-model-parallel-size 2",
     "--mtp-num-layers": "--mtp-num-layers 1",
     "--use-megatron-fsdp": "--use-megatron-fsdp",
     "--use-torch-fsdp2": "--use-torch-fsdp2",

@@ -114,6 +114,10 @@ def test_layers_with_experts_cost_what_they_cost():
     assert profile.costs.layers[3:5] == (dense, sparse)
     assert dense == LLAMA.costs.layers[1]
     assert sparse.weight_bytes - dense.weight_bytes == 2 * (3 * 512 * (9 * 704 - 1408) + 512 * 8)
+    spread = estimated_profile(num_transformer_layers=4, experts=replace(experts, parts=4), **SHAPE)
+    assert sparse.weight_bytes - spread.costs.layers[2].weight_bytes == 2 * 3 * 512 * 6 * 704, (
+        "a quarter of 8 each"
+    )
     passed = 3 * 512 * (3 * 704 - 1408) + 512 * 8
     assert sparse.weight_grad_s - dense.weight_grad_s == pytest.approx(2 * 512 * passed / 2e14)
     layers = calibrate(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from odyssey_megatron.cluster.job import JobSpec
+from odyssey_megatron.cluster.state import Cell
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import ConfigError, MegatronIncompatible
 from odyssey_megatron.mcore.loop.batches import Batches
@@ -51,6 +52,17 @@ def optimizer_copies(args: Any, config: OdysseyConfig) -> int:
     return config.optimizer_copies if args.use_distributed_optimizer else 0
 
 
+def cell_of(args: Any, rank: int) -> Cell:
+    """Of ``rank``, in its worker."""
+    return Cell.of(
+        rank,
+        tensor=args.tensor_model_parallel_size,
+        context=args.context_parallel_size,
+        expert=args.expert_model_parallel_size,
+        expert_tensor=args.expert_tensor_parallel_size,
+    )
+
+
 def split_of(args: Any) -> Callable[[Any], span.Split]:
     """How Megatron would cut the model of a config; ``args`` before :func:`adapt`."""
     return functools.partial(
@@ -73,7 +85,9 @@ def job_of(
         stage_layers=split.stage_layers if all(split.stage_layers) else (),
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         context_parallel_size=args.context_parallel_size,
-        num_microbatches=batch_size // args.micro_batch_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+        num_microbatches=batch_size // (args.micro_batch_size * cell_of(args, 0).lanes),
         tokens_per_step=batch_size * args.seq_length,
         train_steps=args.train_iters,
         least_holders=config.least_holders,

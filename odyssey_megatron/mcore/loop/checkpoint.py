@@ -20,6 +20,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from odyssey_megatron.errors import MegatronIncompatible
 from odyssey_megatron.mcore.loop import shards
 from odyssey_megatron.mcore.model import span
+from odyssey_megatron.mcore.model.experts import is_spread
 from odyssey_megatron.mcore.model.layers import HeldLayer, LayerBlock
 from odyssey_megatron.mcore.model.model import MegatronModel
 from odyssey_megatron.mcore.model.optimizer import LayerOptimizer, pairs, settings_of, take_over
@@ -35,18 +36,22 @@ def prepare(model: MegatronModel, block: LayerBlock) -> None:
         with span.building(offset, len(chunk.decoder.layers)), block.shown() as elsewhere:
             state = original(chunk, *args, **kwargs)
         places = {
-            id(one): model.place_in(layer.index) for layer in block.layers for one in layer.parameters()
+            id(one): model.place.among(layer.index, spread=is_spread(one))
+            for layer in block.layers
+            for one in layer.parameters()
         }
-        others = model.place_in(block.first)
+        others = model.place.among(block.first)
         known = state.items() if block.borrowed is not None else ()
         shared = [name for name, shard in known if shard.data is block.borrowed]
         for name in shared:  # of the embedding's copy and the head's one is as good as the other
             state[name].replica_id = (0, *state[name].replica_id[1:])
-            places[id(block.borrowed)] = model.place_in(block.spec.tied)
+            places[id(block.borrowed)] = model.place.among(block.spec.tied)
             if elsewhere:  # in another chunk of this worker
                 del state[name]
+        experts = model.place.among(block.first, spread=True)
         for shard in _shards(state):  # only the first of the holders writes
-            shard.replica_id = (*shard.replica_id[:-1], places.get(id(shard.data), others))
+            place = experts if ".mlp.experts." in shard.key else others  # of what is no parameter
+            shard.replica_id = (*shard.replica_id[:-1], places.get(id(shard.data), place))
         return state
 
     chunk.sharded_state_dict = sharded_state_dict
@@ -122,18 +127,19 @@ class OptimizerView:
         """
         kind = self._saved.type_of(metadata) if is_loading else (metadata or {}).get(shards.TYPE)
         whole = self._assembled()
+        parts = whole.chained_optimizers
         if is_loading and kind:
             slices = self._slices() if kind == shards.BY_BUCKET else None
-            return shards.to_read(whole, model_sharded_state_dict, slices)
+            return _numbered([shards.to_read(one, model_sharded_state_dict, slices) for one in parts])
         steps: list[Any] = [None] * dist.get_world_size()
-        mine = next((float(one["step"]) for one in whole.optimizer.state.values() if "step" in one), None)
-        dist.all_gather_object(steps, mine)
+        kept = (state for one in parts for state in one.optimizer.state.values())
+        dist.all_gather_object(steps, next((float(one["step"]) for one in kept if "step" in one), None))
         step = max((one for one in steps if one is not None), default=None)
         if kind:
-            return shards.to_write(whole, model_sharded_state_dict, step)
+            return _numbered([shards.to_write(one, model_sharded_state_dict, step) for one in parts])
         state = whole.sharded_state_dict(model_sharded_state_dict, is_loading, metadata=metadata, **kwargs)
-        if step is not None:
-            state.get("optimizer", state)["state"]["common_step"] = torch.tensor(step)
+        for one in _each(state, len(parts)) if step is not None else ():
+            one.get("optimizer", one)["state"]["common_step"] = torch.tensor(step)
         return state
 
     def _slices(self) -> dict[int, shards.Slice]:
@@ -146,12 +152,14 @@ class OptimizerView:
     def load_state_dict(self, state_dict: Any) -> None:
         whole = self._assembled()
         given = [settings_of(group) for group in whole.param_groups]
-        if "states" in state_dict:
-            shards.take(whole, state_dict)
-        else:
-            before = {id(parameter): state for parameter, state in whole.optimizer.state.items()}
-            whole.load_state_dict(state_dict)
-            for parameter, loaded in whole.optimizer.state.items():
+        parts = whole.chained_optimizers
+        for one, saved in zip(parts, _each(state_dict, len(parts)), strict=True):
+            if "states" in saved:
+                shards.take(one, saved)
+                continue
+            before = {id(parameter): state for parameter, state in one.optimizer.state.items()}
+            one.load_state_dict(saved)
+            for parameter, loaded in one.optimizer.state.items():
                 for name, value in before[id(parameter)].items():
                     value.copy_(torch.as_tensor(loaded[name]))
         self.loaded = list(zip(given, map(settings_of, whole.param_groups), strict=True))
@@ -172,7 +180,9 @@ class OptimizerView:
         return [(layer, layer.optimizer) for layer in layers if layer.optimizer is not None]
 
     def _assembled(self) -> Any:
-        """Megatron's optimizer for the kept layers of this rank, whose state is that of their optimizers."""
+        """Megatron's optimizer for the kept layers of this rank, whose state is that of their optimizers: a chain of
+        one, and of another one for experts that are spread over ranks.
+        """
         spec, kept = self._model.spec, self._kept()
         chunks = [block.model for block in self._model.blocks] or [self._model.idle_block().model]
         own = {
@@ -180,25 +190,39 @@ class OptimizerView:
         }
         left_out = [one for chunk in chunks for one in chunk.parameters() if id(one) not in own]
         with _frozen(left_out):  # Megatron has all ranks agree on the groups of parameters, and their order
-            chained = get_megatron_optimizer(
+            whole: Any = get_megatron_optimizer(
                 spec.optimizer_config,
                 chunks,
                 config_overrides=spec.config_overrides,
                 use_gloo_process_groups=False,
                 pg_collection=self._cell,
-            ).chained_optimizers
-        if len(chained) != 1:
-            raise MegatronIncompatible(f"Megatron made {len(chained)} optimizers where Odyssey knows of one.")
-        (whole,) = chained
-        whole.init_state_fn = lambda *unused: None  # the state is there; of SGD's Megatron knows nothing
-        whole.grad_scaler = self._model.loss_scale.scaler
+            )
+        parts, expected = whole.chained_optimizers, 1 + (spec.config.expert_model_parallel_size > 1)
+        if len(parts) != expected:
+            raise MegatronIncompatible(
+                f"Megatron made {len(parts)} optimizers where Odyssey knows of {expected}."
+            )
+        for one in parts:
+            one.init_state_fn = lambda *unused: None  # the state is there; of SGD's Megatron knows nothing
+            one.grad_scaler = self._model.loss_scale.scaler
         take_over(whole.param_groups, spec.loaded_groups)
         if self._model.learning_rate is not None:
             self._model.learning_rate.set(
                 [whole], self._committed(), self._model.batches, self._model.loss_scale
             )
-        for shown, main in pairs(whole):
-            main.data, whole.optimizer.state[main] = own[id(shown)][0].data, own[id(shown)][1]
-            if shown is not main:
-                shown.main_param = own[id(shown)][0]  # type: ignore[attr-defined] # Megatron puts it there
+        for one in parts:
+            for shown, main in pairs(one):
+                main.data, one.optimizer.state[main] = own[id(shown)][0].data, own[id(shown)][1]
+                if shown is not main:
+                    shown.main_param = own[id(shown)][0]  # type: ignore[attr-defined] # Megatron puts it there
         return whole
+
+
+def _numbered(states: list[Any]) -> Any:
+    """Of a chain's optimizers what Megatron saves: one's state, or by its place each one's."""
+    return states[0] if len(states) == 1 else dict(enumerate(states))
+
+
+def _each(state: Any, count: int) -> list[Any]:
+    """The other way round."""
+    return [state] if count == 1 else [state[place] for place in range(count)]

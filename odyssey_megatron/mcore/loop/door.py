@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from odyssey_megatron.cluster.state import Cell
 from odyssey_megatron.config import OdysseyConfig, add_arguments
 from odyssey_megatron.errors import EXIT_NOT_SAVED, ConfigError, OdysseyError, Superseded
 from odyssey_megatron.execute.channels import WORLD
@@ -198,8 +197,7 @@ class Door:
         from megatron.training import get_args
 
         args, session = get_args(), self._session
-        context = args.context_parallel_size
-        cell = Cell(rank=session.rank, size=args.tensor_model_parallel_size * context, context=context)
+        cell = arguments.cell_of(args, session.rank)
         # Megatron waits that long for others, e.g. while the first rank builds an index.
         patience_s = max(self._config.op_timeout_s, 60.0 * args.distributed_timeout_minutes)
         self._config = session.config = replace(self._config, op_timeout_s=patience_s)
@@ -231,7 +229,8 @@ class Door:
             seq_length=args.seq_length,
             micro_batch_size=args.micro_batch_size,
             spare_on_host=self._config.spare_on_host,
-            cell=self._cell.groups,
+            groups_of_cell=self._cell.groups,
+            cell=self._cell.cell,
         )
         optimizer = checkpoint.OptimizerView(
             self._model, self._cell.groups, self._saved, committed=lambda: self._runtime.committed
@@ -464,13 +463,14 @@ class Door:
 
         if not forward_only or kwargs.get("collect_non_loss_data"):
             raise ConfigError("only evaluations may call the schedule; training goes through train_step.")
-        source, most = self._feed.source(data_iterator), self._batches.largest // get_args().micro_batch_size
+        source, lanes = self._feed.source(data_iterator), self._cell.cell.lanes
+        most = self._batches.largest // (get_args().micro_batch_size * lanes)
 
         def work(world: Any) -> torch.Tensor:
             self._feed(self._model, forward_step_func, source)
-            tables = []
-            for first in range(0, num_microbatches, most):
-                self._runtime.evaluate(source.evaluated + first, min(most, num_microbatches - first))
+            done, wanted, tables = source.evaluated // lanes, num_microbatches // lanes, []
+            for first in range(0, wanted, most):
+                self._runtime.evaluate(done + first, min(most, wanted - first))
                 tables.append(self._model.local_losses())
             table = torch.cat(tables)
             dist.all_reduce(table, group=world)

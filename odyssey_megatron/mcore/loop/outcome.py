@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from odyssey_megatron.cluster.state import Cell
 from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.mcore.model import experts
 from odyssey_megatron.mcore.model.layers import HeldLayer, LayerBlock, main_grad
 
 Losses = Mapping[int, Mapping[str, torch.Tensor]]
@@ -43,7 +45,7 @@ def num_totals(loss_names: Sequence[str]) -> int:
 
 
 def local_totals(
-    blocks: Iterable[LayerBlock],
+    gradients: Iterable[torch.Tensor],
     losses: Losses,
     loss_names: Sequence[str],
     *,
@@ -55,7 +57,7 @@ def local_totals(
     """A rank's share.
 
     Args:
-        blocks: those whose gradients this worker counts.
+        gradients: those that this rank counts.
         losses: of the microbatches whose head this worker ran, or of this rank's part of their sequences.
         tokens: of these microbatches.
         tp_rank: of this rank; what all tensor-parallel ranks have alike counts on the first one.
@@ -63,7 +65,7 @@ def local_totals(
         with_zeros: count zeros.
     """
     totals = torch.zeros(num_totals(loss_names), dtype=torch.float64, device=torch.cuda.current_device())
-    for gradient in (one for block in blocks for one in _counted(block, tp_rank)):
+    for gradient in gradients:
         totals[0] += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
         if with_zeros:
             totals[1] += gradient.numel() - torch.count_nonzero(gradient)
@@ -96,29 +98,32 @@ def checked(reported: dict[str, torch.Tensor], loss_names: Sequence[str]) -> dic
     return reported
 
 
-def _counted(block: LayerBlock, tp_rank: int) -> list[torch.Tensor]:
-    """The gradients of ``block`` that this rank counts."""
-    if tp_rank == 0:
-        return block.gradients
+def counted_gradients(block: LayerBlock, cell: Cell) -> list[torch.Tensor]:
+    """The gradients of ``block`` that this rank of its first holder counts."""
+    if cell.index == 0:
+        return [*block.gradients, *block.expert_gradients]
     parameters = [parameter for layer in block.layers for parameter in layer.parameters()]
-    return [main_grad(parameter) for parameter in parameters if _counts(parameter, tp_rank)]
+    return [main_grad(parameter) for parameter in parameters if _counts(parameter, cell)]
 
 
-def _counts(parameter: torch.Tensor, tp_rank: int) -> bool:
+def _counts(parameter: torch.Tensor, cell: Cell) -> bool:
     """Whether this rank counts ``parameter``: not if another one of its cell has it, too, and does (megatron
     core_v0.16.1 tensor_parallel/layers.py, ``param_is_not_tensor_parallel_duplicate``).
     """
-    return tp_rank == 0 or getattr(parameter, "tensor_model_parallel", False)
+    spread = experts.is_spread(parameter)
+    parts = cell.expert_parts if spread else cell.tensor
+    is_first = cell.index % ((cell.expert_tensor or cell.tensor) if spread else cell.tensor) == 0
+    return cell.index < parts and (is_first or getattr(parameter, "tensor_model_parallel", False))
 
 
-def squared_weights(layers: Iterable[HeldLayer], tp_rank: int) -> torch.Tensor:
-    """The sum of all squared parameters of ``layers`` that this rank counts, in the precision that is optimized, or,
-    as Megatron has it, in fp16 of the model's: [1], float64.
+def squared_weights(layers: Iterable[HeldLayer], cell: Cell) -> torch.Tensor:
+    """The sum of all squared parameters of ``layers`` that this rank of their first holder counts, in the precision
+    that is optimized, or, as Megatron has it, in fp16 of the model's: [1], float64.
     """
     total = torch.zeros(1, dtype=torch.float64, device=torch.cuda.current_device())
     for layer in layers:
         for shown, main, _ in layer.optimizer.entries() if layer.optimizer is not None else ():
-            if _counts(shown, tp_rank):
+            if _counts(shown, cell):
                 weight = shown if layer.config.fp16 else main
                 total += torch.linalg.vector_norm(weight.detach(), dtype=torch.float64).square()
     return total

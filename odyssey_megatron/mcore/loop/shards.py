@@ -113,6 +113,13 @@ class Saved:
         Raises:
             ConfigError: they were cut for another tensor parallelism, or do not add up.
         """
+        spread_over = max(cell.ep.size(), getattr(self.args, "expert_model_parallel_size", 1))
+        if spread_over > 1:
+            raise self._refused(
+                f"with the optimizer's state as {BY_BUCKET}, and it or this job has --expert-model-parallel-size "
+                f"{spread_over}",
+                "flat buffers",
+            )
         tp_size, saved_tp_size = cell.tp.size(), self.args.tensor_model_parallel_size
         if tp_size != saved_tp_size:
             raise self._cannot_be_cut(f"with --tensor-model-parallel-size {saved_tp_size}, not {tp_size}")

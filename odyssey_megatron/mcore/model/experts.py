@@ -40,14 +40,27 @@ def with_experts(config: TransformerConfig) -> list[int]:
     return [layer for layer, has_them in enumerate(pattern, start=1) if has_them]
 
 
+def is_spread(parameter: torch.Tensor) -> bool:
+    """Whether ``parameter`` is of an expert that not every expert-parallel rank has."""
+    return not getattr(parameter, "allreduce", True)
+
+
 def _check(config: TransformerConfig) -> None:
     """Of a script of the user's own; an unmodified Megatron-LM job's flags have been looked at by then."""
-    for size in ("expert_model_parallel_size", "context_parallel_size"):
-        if config.num_moe_experts is not None and getattr(config, size) > 1:
-            raise ConfigError(
-                f"{config.num_moe_experts} experts with {size} {getattr(config, size)}: all experts of a layer are on "
-                f"one worker yet, where each rank has whole sequences. Set {size} to 1."
-            )
+    if config.num_moe_experts is None:
+        return
+    experts, tensor = config.expert_tensor_parallel_size, config.tensor_model_parallel_size
+    if config.expert_model_parallel_size == 1 and experts != tensor:
+        raise ConfigError(
+            f"expert_tensor_parallel_size {experts} with tensor_model_parallel_size {tensor} and one expert-parallel "
+            "rank: Megatron would not sum the gradients of experts over the ranks that have the same. Set "
+            "expert_model_parallel_size above 1, or the two to the same."
+        )
+    if config.context_parallel_size > 1:
+        raise ConfigError(
+            f"{config.num_moe_experts} experts with context_parallel_size {config.context_parallel_size}: nobody has "
+            "tried it under failure. Set context_parallel_size to 1."
+        )
 
 
 def biases(module: torch.nn.Module) -> dict[str, torch.Tensor]:

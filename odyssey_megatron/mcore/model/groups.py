@@ -1,9 +1,9 @@
 """Megatron's process groups: this worker's own cell only.
 
 Odyssey's groups (the world of a generation, the holders of a block) are never given to Megatron: gradients are reduced
-and messages sent by instructions of the schedule. Megatron sees one cell: its tensor- and context-parallel groups have
-the cell's ranks, every other group this rank alone, and its data-parallel globals are taken away, so that a collective
-that would silently do nothing on them fails loudly in their place.
+and messages sent by instructions of the schedule. Megatron sees one cell: its tensor-, context- and expert-parallel
+groups have the cell's ranks, every other group this rank alone, and its data-parallel globals are taken away, so that a
+collective that would silently do nothing on them fails loudly in their place.
 """
 
 from __future__ import annotations
@@ -17,12 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from odyssey_megatron.cluster.state import Cell
-from odyssey_megatron.execute.membership import (
-    cell_group_name,
-    context_group_name,
-    groups_of_cell,
-    tensor_group_name,
-)
+from odyssey_megatron.execute.membership import cell_group_name, groups_of_cell
 from odyssey_megatron.rebuild import world
 
 _FORBIDDEN = (
@@ -44,12 +39,7 @@ class OwnCell:
             name: world.group_of_cell(name, ranks, cell.rank, device)
             for name, ranks in groups_of_cell(cell).items()
         }
-        self.groups = initialize(
-            self._following.get(tensor_group_name(cell)),
-            self._following.get(context_group_name(cell)),
-            self._following.get(cell_group_name(cell.worker)),
-            data_parallel=data_parallel,
-        )
+        self.cell, self.groups = cell, initialize(cell, self._following, data_parallel=data_parallel)
         self.living = world.become_default(cell.rank, world_size, device)
 
     def follow(self, named: Mapping[str, dist.ProcessGroup]) -> None:
@@ -58,49 +48,64 @@ class OwnCell:
             group.follow(named[name])
 
 
+_ALONE = Cell(rank=0)
+
+
 def initialize(
-    tensor: dist.ProcessGroup | None = None,
-    context: dist.ProcessGroup | None = None,
-    cell: dist.ProcessGroup | None = None,
-    *,
-    data_parallel: bool = False,
+    cell: Cell = _ALONE, named: Mapping[str, dist.ProcessGroup] | None = None, *, data_parallel: bool = False
 ) -> ProcessGroupCollection:
     """Initialises ``parallel_state`` on torch's (fake) default group; returns the groups of this rank's cell.
 
+    Whatever else of Megatron's is across contexts, such as the sum of a loss, is across workers, too, and so not
+    Megatron's here. Nor are the lanes of a cell its replicas: each reads what it is to compute.
+
     Args:
-        tensor: the tensor-parallel group, if it has several ranks; the default group has its rank and size.
-        context: the context-parallel group, if it has several ranks. Whatever else of Megatron's is across contexts,
-            such as the sum of a loss, is across workers, too, and so not Megatron's here.
-        cell: both together.
+        cell: whose tensor-parallel ranks are all of the default group.
+        named: its groups of several ranks, by their names in a generation.
         data_parallel: keep Megatron's data-parallel globals: Megatron-LM's own loop counts with them.
     """
     if parallel_state.get_tensor_model_parallel_group(check_initialized=False) is None:
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=1 if tensor is None else tensor.size(),
+            tensor_model_parallel_size=cell.tensor,
             pipeline_model_parallel_size=1,
             create_gloo_process_groups=False,
         )
         for name in () if data_parallel else _FORBIDDEN:
             setattr(parallel_state, name, None)
-        if tensor is not None:
-            _put_in_place(tensor)
-        if context is not None:
-            parallel_state._CONTEXT_PARALLEL_GROUP = context
-            parallel_state._CONTEXT_PARALLEL_GLOBAL_RANKS = dist.get_process_group_ranks(context)
-            parallel_state._TENSOR_AND_CONTEXT_PARALLEL_GROUP = cell
+        _put_in_place(cell, named or {})
     alone = parallel_state.get_pipeline_model_parallel_group()
     fields: dict[str, Any] = dict.fromkeys(_OURS, alone)
     fields |= dict.fromkeys(_TENSOR, parallel_state.get_tensor_model_parallel_group())
     fields["cp"] = parallel_state.get_context_parallel_group()
     fields["tp_cp"] = parallel_state.get_tensor_and_context_parallel_group()
+    fields["ep"] = parallel_state.get_expert_model_parallel_group()
+    fields["expt_tp"] = parallel_state.get_expert_tensor_parallel_group()
+    fields["tp_ep"] = fields["tp_ep_pp"] = parallel_state.get_expert_tensor_and_model_parallel_group()
     return ProcessGroupCollection(embd=None, pos_embd=None, hcp=None, inter_dist_opt=None, **fields)
 
 
-def _put_in_place(tensor: dist.ProcessGroup) -> None:
-    """Of the groups that Megatron has made, those of several ranks become ``tensor``."""
-    for name, group in list(vars(parallel_state).items()):
-        if isinstance(group, dist.ProcessGroup) and group.size() == tensor.size():
-            setattr(parallel_state, name, tensor)
+def _put_in_place(cell: Cell, named: Mapping[str, dist.ProcessGroup]) -> None:
+    """Of the groups that Megatron has made, those of several ranks become the cell's."""
+    alone = parallel_state.get_pipeline_model_parallel_group()
+
+    def group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        return named.get(cell_group_name(ranks), alone)
+
+    if cell.tensor > 1:
+        for name, made in list(vars(parallel_state).items()):
+            if isinstance(made, dist.ProcessGroup) and made.size() == cell.tensor:
+                setattr(parallel_state, name, group(cell.tensor_ranks))
+    if cell.context > 1:
+        parallel_state._CONTEXT_PARALLEL_GROUP = context = group(cell.context_ranks)
+        parallel_state._CONTEXT_PARALLEL_GLOBAL_RANKS = dist.get_process_group_ranks(context)
+        parallel_state._TENSOR_AND_CONTEXT_PARALLEL_GROUP = group(cell.lane_ranks)
+    if cell.expert > 1:
+        parallel_state._EXPERT_MODEL_PARALLEL_GROUP = experts = group(cell.expert_ranks)
+        parallel_state._EXPERT_MODEL_PARALLEL_RANKS = dist.get_process_group_ranks(experts)
+        parallel_state._EXPERT_TENSOR_PARALLEL_GROUP = group(cell.expert_tensor_ranks)
+        parallel_state._EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP = group(cell.expert_part_ranks)
+        parallel_state._EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP = group(cell.expert_part_ranks)
+        parallel_state._EXPERT_DATA_PARALLEL_GROUP = alone
 
 
 def renew_buffers() -> None:

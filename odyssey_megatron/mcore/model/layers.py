@@ -157,7 +157,7 @@ def initial_parts(
                 step=rng.INITIAL,
                 microbatch=rng.INITIAL,
                 layer=drawn_with,
-                tp_rank=groups.tp.rank(),
+                part=rng.Part.of(groups),
             )
             found[index] = build_part(spec, index, groups)
     for stage, chunks in enumerate(spec.stages):
@@ -334,6 +334,11 @@ class LayerBlock:
     def gradients(self) -> list[torch.Tensor]:
         """The contiguous main_grad buffers, 1-D."""
         return [buffer.grad_data for buffer in self.model.buffers]
+
+    @property
+    def expert_gradients(self) -> list[torch.Tensor]:
+        """Of experts that are spread over ranks (``experts.is_spread``)."""
+        return [buffer.grad_data for buffer in self.model.expert_parallel_buffers]
 
     @property
     def partial_gradients(self) -> list[torch.Tensor]:

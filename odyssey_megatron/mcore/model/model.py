@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from odyssey_megatron.cluster.state import Cell
 from odyssey_megatron.errors import NotFinite, TransferIncomplete
 from odyssey_megatron.mcore.loop import outcome
 from odyssey_megatron.mcore.loop.batches import Batches
@@ -29,6 +30,7 @@ from odyssey_megatron.mcore.model.layers import (
 )
 from odyssey_megatron.mcore.model.loss_scale import LossScale
 from odyssey_megatron.mcore.model.optimizer import LayerOptimizer, LearningRate
+from odyssey_megatron.mcore.model.place import Place
 from odyssey_megatron.mcore.model.tally import Tally
 from odyssey_megatron.mcore.model.wgrad import WeightGrads
 from odyssey_megatron.names import step_name
@@ -36,6 +38,7 @@ from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.resume import Visit
 from odyssey_megatron.upstream import compat
 
+_ALONE = Cell(rank=0)
 ForwardStep = Callable[[Any, Any], tuple[torch.Tensor, Callable[..., Any] | None]]
 """Megatron's: (data_iterator, model) -> (output, loss_func)."""
 
@@ -65,9 +68,12 @@ class MegatronModel:
         micro_batch_size: int,
         loss_names: Sequence[str] = ("lm loss",),
         spare_on_host: bool = False,
-        cell: ProcessGroupCollection | None = None,
+        groups_of_cell: ProcessGroupCollection | None = None,
+        cell: Cell = _ALONE,
     ):
-        """``spare_on_host``: optimizer state that is kept for a failure only lies in host memory between steps.
+        """``groups_of_cell``: those of the ``cell`` that this rank has a place in.
+
+        ``spare_on_host``: optimizer state that is kept for a failure only lies in host memory between steps.
 
         ``replicas``: of the launch line's data parallelism. A loss scale is for gradients as large as Megatron's there.
         """
@@ -76,20 +82,21 @@ class MegatronModel:
         self.spec, self.source = spec, source
         self.forward_step, self.learning_rate = forward_step, learning_rate
         self._of_step = num_microbatches
+        self._cell = cell
         self.batches = Batches.constant(num_microbatches * micro_batch_size)
         config = spec.config
         self.loss_scale = LossScale(spec.optimizer_config, ends_job=spec.overflow_ends_job)
         config.grad_scale_func = self.loss_scale.scaled
         self._replicas = replicas if self.loss_scale and not config.calculate_per_token_loss else 1
         self.loss_names, self._spare_on_host = tuple(loss_names), spare_on_host
-        self._groups = cell or groups.initialize()
+        self._groups = groups_of_cell or groups.initialize()
         self._tp_rank, self._cp_rank = self._groups.tp.rank(), self._groups.cp.rank()
         self._losses_of_one = 1 if config.calculate_per_token_loss else self._groups.cp.size()
         """Of a microbatch: of each part of its sequence the mean, which Megatron averages, or together a sum."""
         parts = self._groups.tp_cp if config.sequence_parallel else self._groups.cp
         self._message_shape = (seq_length // parts.size(), micro_batch_size, config.hidden_size)
-        rng.initialize(spec.seed, self._tp_rank)
-        self._seeds = rng.LayerSeeds(spec.seed, self._tp_rank)
+        rng.initialize(spec.seed, rng.Part.of(self._groups))
+        self._seeds = rng.LayerSeeds(spec.seed, rng.Part.of(self._groups))
         self.routing = experts.Routing(config, self._groups, self._seeds)
         self._held: dict[int, HeldLayer] = {}
         self._incoming: dict[int, HeldLayer] = {}
@@ -110,11 +117,10 @@ class MegatronModel:
         """This worker's under the layout at hand, in their order."""
         return [layer for span in sorted(self._blocks) for layer in self._blocks[span].layers]
 
-    def place_in(self, layer: int) -> int:
-        """This rank's place among those that hold its shard of ``layer``, those that keep its optimizer state first."""
-        keepers, holders = self._layout.states[layer], self._layout.all_holders[layer]
-        order = [*keepers, *(worker for worker in holders if worker not in keepers)]
-        return order.index(self._worker) * self._groups.cp.size() + self._cp_rank
+    @property
+    def place(self) -> Place:
+        """This rank's, under the layout at hand."""
+        return Place(self._layout, self._worker, self._cell)
 
     # -- layout ---------------------------------------------------------------------------------------------------
 
@@ -235,16 +241,20 @@ class MegatronModel:
     def begin_step(self, step: int) -> None:
         """Forgets whatever an earlier attempt left, and zeroes the gradients."""
         self._step = self._seeds.step = step
-        self._begin(self.microbatches_of(step), before=self.batches.before(step), training=True)
+        microbatches = self.microbatches_of(step) * self._cell.lanes
+        self._begin(microbatches, before=self.batches.before(step), training=True)
         for block in self._blocks.values():
             block.zero_gradients()
 
     def microbatches_of(self, step: int) -> int:
-        return 0 if step in self.batches.left_out else self.batches.size(step) // self._message_shape[1]
+        """As a plan counts: a cell computes as many at once as it has lanes."""
+        size = 0 if step in self.batches.left_out else self.batches.size(step)
+        return size // (self._message_shape[1] * self._cell.lanes)
 
     def begin_evaluation(self, first: int, microbatches: int) -> None:
         """As a step, of those ``microbatches`` of the source from ``first`` on; nothing is kept for a backward."""
-        self._begin(microbatches, before=first * self._message_shape[1], training=False)
+        lanes = self._cell.lanes
+        self._begin(microbatches * lanes, before=first * lanes * self._message_shape[1], training=False)
 
     def _begin(self, microbatches: int, *, before: int, training: bool) -> None:
         assert self.source is not None, "no data yet"
@@ -256,10 +266,13 @@ class MegatronModel:
             if block.model.training != training:
                 block.model.train(training)
 
-    def _go_to(self, microbatch: int) -> None:
+    def _go_to(self, microbatch: int) -> int:
+        """To this lane's of a plan's ``microbatch``; gives its number in the step, by which all here know it."""
+        microbatch = microbatch * self._cell.lanes + self._cell.lane
         self._seeds.microbatch = microbatch
         assert self.source is not None
         self.source.go_to(microbatch)
+        return microbatch
 
     def forward(
         self,
@@ -270,7 +283,7 @@ class MegatronModel:
         *,
         ahead: bool = False,
     ) -> torch.Tensor:
-        self._go_to(microbatch)
+        microbatch = self._go_to(microbatch)
         if activation is not None and self._training:
             activation.requires_grad_()
         tensor, reported, counted = activation, list[dict[str, torch.Tensor]](), 0.0
@@ -300,28 +313,31 @@ class MegatronModel:
         return tensor
 
     def adopt(self, visits: Collection[Visit]) -> None:
-        for place in self._tally.adopt({(microbatch, first) for microbatch, first, _ in visits}):
+        ours = {(self._go_to(microbatch), first) for microbatch, first, _ in visits}
+        for place in self._tally.adopt(ours):
             self._flights.pop(place, None)
 
     def kept(self, microbatch: int, first: int, last: int) -> None:
         if not self._training:
             return
-        output = self._flights[microbatch, first].output
+        output = self._flights[self._go_to(microbatch), first].output
         schedules.deallocate_output_tensor(output, self.spec.config.deallocate_pipeline_outputs)
 
     def input_grad(
         self, microbatch: int, first: int, last: int, grad: torch.Tensor | None
     ) -> torch.Tensor | None:
-        self._go_to(microbatch)
-        flight = self._flights[microbatch, first]
+        flight = self._flights[self._go_to(microbatch), first]
         with flight.weight_grads:
             return compat.backward_step(flight.activation, flight.output, grad, self.spec.config)
 
     def weight_grad(self, microbatch: int, first: int, last: int) -> None:
-        self._flights.pop((microbatch, first)).weight_grads.flush()
+        self._flights.pop((self._go_to(microbatch), first)).weight_grads.flush()
 
     def gradients(self, first: int, last: int) -> Sequence[torch.Tensor]:
         return self._blocks[first, last].gradients
+
+    def expert_gradients(self, first: int, last: int) -> Sequence[torch.Tensor]:
+        return self._blocks[first, last].expert_gradients
 
     @property
     def share(self) -> float:
@@ -352,9 +368,9 @@ class MegatronModel:
         microbatch by those that ran its head.
         """
         firsts = [block for block in self._layout.blocks() if block.holders[0] == self._worker]
-        counted = [] if self._cp_rank else [self._blocks[block.first, block.last] for block in firsts]
+        blocks = [self._blocks[block.first, block.last] for block in firsts]
         totals = outcome.local_totals(
-            counted,
+            [one for block in blocks for one in outcome.counted_gradients(block, self._cell)],
             self._tally.losses,
             self.loss_names,
             tokens=self._tally.tokens,
@@ -368,8 +384,8 @@ class MegatronModel:
         """This rank's share of the sum of all squared parameters: of each layer the first of those that keep its
         optimizer state counts it.
         """
-        first = [layer for layer in self.layers if not self.place_in(layer.index)]
-        return outcome.squared_weights(first, self._tp_rank)
+        first = [layer for layer in self.layers if self._layout.states[layer.index][0] == self._worker]
+        return outcome.squared_weights(first, self._cell)
 
     def local_losses(self) -> torch.Tensor:
         """What this rank's share of the evaluated microbatches reported; sums to a table of all."""
@@ -437,9 +453,7 @@ class MegatronModel:
         return StepOutcome(lr=lr, skipped=True)
 
     def samples_of_losses(self) -> dict[int, list[int]]:
-        """Microbatch -> samples, for the microbatches whose loss this rank computed in the current step; of a cell the
-        first rank says so.
-        """
+        """Microbatch -> samples, for those whose loss this rank, the first of its lane, computed in this step."""
         assert self.source is not None
         fetched, ours = self.source.fetched, () if self._groups.tp_cp.rank() else sorted(self._tally.losses)
         return {microbatch: fetched[microbatch] for microbatch in ours if microbatch in fetched}
@@ -449,9 +463,7 @@ class MegatronModel:
         return [self._held[layer] for layer in self._layout.held_by(self._worker)]
 
     def digests(self) -> dict[str, str]:
-        """Held layer -> SHA-256 of its weights, and ``N.optimizer`` of the state kept: equal wherever they are. Of a
-        shard ``N.tpR``.
-        """
+        """Held layer (and shard) -> SHA-256 of its weights, and ``N.optimizer`` of the state kept: equal everywhere."""
         shard, kinds = f".{self.shard}" if self.shard else "", ("", ".optimizer")
         return {
             f"{layer}{shard}{kinds[kind]}": value.hex()[:16]
@@ -463,8 +475,10 @@ class MegatronModel:
 
         Collective; this is ``rank`` of the job. Raises HoldersDiffer on all ranks alike if nobody can say who is right.
         """
-        held, layout, cell_size = digests(self._current()), self._layout, self._groups.tp_cp.size()
-        return odd_ones(held, world, rank=rank, shard=self._tp_rank, cell_size=cell_size, layout=layout)
+        held, place = digests(self._current()), self.place
+        return odd_ones(
+            held, world, rank=rank, shard=place.part, cell_size=self._cell.size, layout=self._layout
+        )
 
     def state_bytes(self) -> int:
         """Of weights, gradients and optimizer state of everything held, without :meth:`host_bytes`."""
@@ -477,13 +491,9 @@ class MegatronModel:
 
     @property
     def shard(self) -> str:
-        """Which part of its layers this rank has: ``tp0``, ``tp1``, ...; empty: all of them."""
-        return f"tp{self._tp_rank}" if self._groups.tp.size() > 1 else ""
+        """See :class:`Place`."""
+        return self.place.shard
 
     def weights(self) -> dict[int, dict[str, torch.Tensor]]:
-        """Layer -> its weights by name, of this rank's shard: of those layers whose first holder this worker is."""
-        return {
-            index: {name: weight.cpu() for name, weight in layer.weights().items()}
-            for index, layer in sorted(self._held.items())
-            if self.place_in(index) == 0
-        }
+        """See :class:`Place`."""
+        return self.place.weights(self._held)

@@ -46,34 +46,42 @@ class LayerOptimizer:
                 use_gloo_process_groups=False,
                 pg_collection=groups,
             )
-        (self._megatron,) = chained.chained_optimizers
-        self._megatron.grad_scaler = None  # there is one for all layers (``model/loss_scale.py``)
+        self._megatron: list[Any] = chained.chained_optimizers
+        """One, and another one for experts that are spread over ranks."""
         names = {id(parameter): name for name, parameter in module.named_parameters()}
-        self._names = {id(main): names[id(shown)] for shown, main in pairs(self._megatron)}
+        self._names = {id(main): names[id(shown)] for one in self._megatron for shown, main in pairs(one)}
         self._model_parameters = set(module.parameters())
         take_over(self.param_groups, spec.loaded_groups)
-        if self._megatron.optimizer is not None:  # there are parameters
-            _create_state(self._megatron.optimizer)
+        for one in self._megatron:
+            one.grad_scaler = None  # there is one for all layers (``model/loss_scale.py``)
+            if one.optimizer is not None:  # there are parameters
+                _create_state(one.optimizer)
         self.parking = Parking([tensor for tensor in self._state_tensors().values() if tensor.dim()])
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        return self._megatron.param_groups
+        return [group for one in self._megatron for group in one.param_groups]
 
     def _states(self) -> list[tuple[torch.Tensor, dict[str, Any]]]:
-        inner = self._megatron.optimizer
-        return [(p, inner.state[p]) for group in self.param_groups for p in group["params"]]
+        return [
+            (p, one.optimizer.state[p])
+            for one in self._megatron
+            for group in one.param_groups
+            for p in group["params"]
+        ]
 
     def entries(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, dict[str, Any]]]:
         """(model parameter, the parameter that is optimized, its state); the two are one unless in 16 bits."""
         self.parking.fetch()
-        for shown, main in pairs(self._megatron):
-            yield shown, main, self._megatron.optimizer.state[main]
+        for one in self._megatron:
+            for shown, main in pairs(one):
+                yield shown, main, one.optimizer.state[main]
 
     def reload(self) -> None:
         """Takes the model's parameters, which were loaded, as those to optimize."""
         self.parking.fetch()
-        self._megatron.reload_model_params()
+        for one in self._megatron:
+            one.reload_model_params()
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """What the optimizer keeps, and the main parameters where they are not the model's own (16-bit training)."""
@@ -97,12 +105,13 @@ class LayerOptimizer:
     def apply(self, scale: float) -> None:
         """One step with the gradients in ``main_grad`` times ``scale``. Local: no message is sent."""
         self.parking.fetch()
-        self._megatron.prepare_grads()
-        gradients = [p.grad for group in self._megatron.param_groups for p in group["params"]]
-        if gradients:  # an embedding whose only weight is the head's, too, has none
-            torch._foreach_mul_(gradients, scale)
-        self._megatron.step_with_ready_grads()
-        self._megatron.zero_grad()
+        for one in self._megatron:
+            one.prepare_grads()
+            gradients = [p.grad for group in one.param_groups for p in group["params"]]
+            if gradients:  # an embedding whose only weight is the head's, too, has none
+                torch._foreach_mul_(gradients, scale)
+            one.step_with_ready_grads()
+            one.zero_grad()
 
 
 def _create_state(inner: torch.optim.Optimizer) -> None:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import (
+    get_cuda_rng_tracker,
+    get_expert_parallel_rng_tracker_name,
+    model_parallel_cuda_manual_seed,
+)
 
 INITIAL = -1
 """The "step" and "microbatch" under which weights are initialised."""
@@ -18,18 +24,36 @@ def derive_seed(*parts: int) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def initialize(seed: int, tp_rank: int = 0) -> None:
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Which part of a layer a rank has: its numbers are not those of another part."""
+
+    tensor: int = 0
+    """Its tensor-parallel rank."""
+    experts: int = 0
+    """The number of its part of the experts."""
+
+    @classmethod
+    def of(cls, groups: ProcessGroupCollection) -> Part:
+        return cls(groups.tp.rank(), groups.tp_ep.rank())
+
+
+_WHOLE = Part()
+
+
+def initialize(seed: int, part: Part = _WHOLE) -> None:
     """Creates Megatron's generator states; their contents are set again for each layer."""
-    model_parallel_cuda_manual_seed(seed, tp_rank=tp_rank, ep_rank=0, etp_rank=tp_rank)
+    model_parallel_cuda_manual_seed(seed, tp_rank=part.tensor, ep_rank=0, etp_rank=part.experts)
 
 
-def set_state(seed: int, *, step: int, microbatch: int, layer: int, tp_rank: int = 0) -> None:
-    """Seeds the default generators (equal over the cell) and each of Megatron's states (apart for each tp rank)."""
+def set_state(seed: int, *, step: int, microbatch: int, layer: int, part: Part = _WHOLE) -> None:
+    """Seeds the default generators (equal over a lane) and each of Megatron's states (apart for each part)."""
     tracker = get_cuda_rng_tracker()
     base = derive_seed(seed, step, microbatch, layer)
     states = {}
     for index, name in enumerate(sorted(tracker.get_states())):
-        torch.cuda.manual_seed(derive_seed(base, index, tp_rank))
+        of_experts = name == get_expert_parallel_rng_tracker_name()
+        torch.cuda.manual_seed(derive_seed(base, index, part.experts if of_experts else part.tensor))
         states[name] = torch.cuda.get_rng_state()
     tracker.set_states(states)
     # Not torch.manual_seed(): it seeds every kind of device and formats two stack traces on the way.
@@ -40,8 +64,8 @@ def set_state(seed: int, *, step: int, microbatch: int, layer: int, tp_rank: int
 class LayerSeeds:
     """Reseeds before each layer's forward. The engine names the (step, microbatch) at hand, also for recomputation."""
 
-    def __init__(self, seed: int, tp_rank: int = 0):
-        self._seed, self._tp_rank = seed, tp_rank
+    def __init__(self, seed: int, part: Part = _WHOLE):
+        self._seed, self._part = seed, part
         self.step, self.microbatch = INITIAL, INITIAL
 
     def attach(self, module: torch.nn.Module, layer: int) -> None:
@@ -50,7 +74,7 @@ class LayerSeeds:
         def reseed(module: torch.nn.Module, args: Any) -> None:
             if module.training:
                 set_state(
-                    self._seed, step=self.step, microbatch=self.microbatch, layer=layer, tp_rank=self._tp_rank
+                    self._seed, step=self.step, microbatch=self.microbatch, layer=layer, part=self._part
                 )
 
         module.register_forward_pre_hook(reseed)

@@ -1,0 +1,69 @@
+"""Experts that are spread over ranks: a worker is a gang of ranks, each with a microbatch of its own, and with one of
+them all are lost.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e.jobs import BFLOAT16, assert_alike_runs, assert_equal_runs
+from tests.e2e.test_experts import DEEPSEEK, MIXTRAL
+from tests.e2e.test_rejoin import members
+
+JOB = "--num-layers 4 --global-batch-size 12"
+GANGS = "--expert-model-parallel-size 2"
+MODELS = {"mixtral": f"{JOB} {MIXTRAL} {GANGS}", "deepseek": f"{JOB} {DEEPSEEK} {GANGS}"}
+CASES = {
+    "forward": (4, 1, "mixtral", "", "rank=1,step=2,at=forward"),
+    "in-a-row": (8, 2, "deepseek", "", "rank=3,step=2,at=backward;rank=4,step=4,at=reduce"),
+    "reduce": (4, 1, "deepseek", "", "rank=3,step=2,at=reduce"),
+    "agreement": (4, 1, "mixtral", "", "rank=0,step=2,at=agreement"),
+    "optimizer": (4, 1, "deepseek", "", "rank=2,step=2,at=optimizer"),
+    "commit": (4, 1, "mixtral", "", "rank=0,step=2,at=commit"),
+    "weight-grad": (8, 2, "mixtral", "", "rank=6,step=1,at=weight_grad;rank=0,step=3,at=commit"),
+    "transfer": (
+        8, 2, "deepseek", "--odyssey-policy replan",
+        "rank=5,step=2,at=forward;rank=2,step=2,at=transfer,generation=2",
+    ),
+    "shared-out": (
+        6, 1, "deepseek", "--use-distributed-optimizer", "rank=1,step=1,at=param_gather;rank=4,step=3,at=agreement",
+    ),
+    "alone": (4, 2, "mixtral", "--odyssey-redundancy state", "rank=1,step=2,at=backward"),
+    "redone": (8, 2, "mixtral", "--odyssey-interrupted-step redo", "rank=7,step=2,at=backward"),
+    "gathered": (4, 1, "mixtral", "--moe-token-dispatcher-type allgather", "rank=1,step=2,at=backward"),
+    "dropped-tokens": (4, 1, "mixtral", "--moe-expert-capacity-factor 1.25", "rank=2,step=1,at=forward"),
+    "dropout": (4, 1, "mixtral", "--hidden-dropout 0.1", "rank=2,step=1,at=forward"),
+}  # fmt: skip
+ALWAYS = {"in-a-row", "transfer"}
+SAME = ("--moe", "--hidden")
+"""Flags of the model, which the run without a failure has, too."""
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(one, marks=() if one in ALWAYS else pytest.mark.matrix) for one in CASES]
+)
+def test_a_run_that_loses_gangs_equals_one_that_does_not(jobs, undisturbed, name, case):
+    ranks, stages, model, more, inject = CASES[case]
+    flags = MODELS[model]
+    shot = jobs.run(name, ranks=ranks, stages=stages, flags=f"{flags} {more} --odyssey-inject {inject}")
+    reference = undisturbed(f"{flags} {more}" if more.startswith(SAME) else flags, ranks=2)
+    assert_equal_runs(shot, reference, kills=inject.count("rank="))
+
+
+@pytest.mark.matrix
+def test_bfloat16_over_gangs(jobs, undisturbed, name):
+    flags = f"--use-distributed-optimizer {BFLOAT16} {MODELS['deepseek']}"
+    shot = jobs.run(name, ranks=6, stages=1, flags=f"{flags} --odyssey-inject rank=1,step=2,at=backward")
+    assert_alike_runs(shot, undisturbed(f"{BFLOAT16} {MODELS['deepseek']}", ranks=2), kills=1)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("more", ["", ";rank=2,step=-1,at=transfer,generation=3"])
+def test_a_gang_comes_back(jobs, undisturbed, name, more):
+    """All its ranks join, and each is filled by the one in the same place; once more if another one is lost by then."""
+    job = f"{MODELS['deepseek']} --train-iters 60"
+    inject = f"rank=5,step=2,at=backward{more}"
+    flags = f"{job} --odyssey-respawn 2 --odyssey-policy replan --odyssey-inject {inject}"
+    shot = jobs.run(name, ranks=8, stages=2, flags=flags)
+    assert_equal_runs(shot, undisturbed(job, ranks=2), kills=inject.count("rank="))
+    assert members(shot)[0] == members(shot)[-1] == 8
