@@ -83,6 +83,12 @@ def _report(argv: list[str]) -> int:
     return report.main(argv)
 
 
+def _top(argv: list[str]) -> int:
+    from odyssey_megatron.watch import command
+
+    return command.main(argv)
+
+
 def _plan(argv: list[str]) -> int:
     from odyssey_megatron.studies import whatif
 
@@ -154,6 +160,7 @@ _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "inject": (_inject, "send a signal to a rank of a running job, to see it recover"),
     "plan": (_plan, "what would happen if some GPUs died: no GPU, torch or job needed"),
     "simulate": (_simulate, "plays a trace of failures under each policy and compares them"),
+    "top": (_top, "what a job does: in this terminal, as a page, or as metrics for Prometheus"),
     "report": (_report, "what happened in a run: page, plots and table from its journal"),
 }
 

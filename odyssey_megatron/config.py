@@ -141,6 +141,21 @@ class OdysseyConfig:
         "pays, and what they had once they have recovered. off only says what that would gain",
         choices=REBALANCES,
     )
+    page_port: int = _flag(
+        0,
+        "the first node serves a page there that follows the job (0: none)",
+        within=Between(0, 65_535, whole=True),
+    )
+    metrics_port: int = _flag(
+        0,
+        "the first node serves metrics for Prometheus there, at /metrics (0: none); needs prometheus_client",
+        within=Between(0, 65_535, whole=True),
+    )
+    page_bind: str = _flag(
+        "127.0.0.1",
+        "address that these two are served at; another one than loopback wants a token of all who look, which the log "
+        "says",
+    )
     interrupted_step: str = _flag(
         "resume",
         "resume: survivors keep what they have done of it, and only the dead rank's part is done again; for that, what "

@@ -47,6 +47,9 @@ from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.verify import verify
 from odyssey_megatron.policy.decide import initial_plan
 from odyssey_megatron.studies.trace import Trace, read_trace
+from odyssey_megatron.watch import page as watch_page
+from odyssey_megatron.watch.exposition import exposition
+from odyssey_megatron.watch.screen import frame
 from tests.metrics.synthetic_run import Clock, SyntheticRun
 from tests.studies.test_trace import WORLD
 
@@ -152,11 +155,26 @@ class Elements(HTMLParser):
 
     OWN: ClassVar = {
         "html": {"lang"}, "meta": {"charset", "name", "content"}, "title": set(), "style": set(), "body": set(),
-        "picture": set(), "source": {"media", "srcset"}, "img": {"alt", "src"}, "table": set(), "tr": {"class"},
-        "td": {"class"}, "th": {"class"}, "p": {"class"}, "div": {"class"}, "b": set(), "span": set(), "code": set(),
-        "section": set(), "h1": set(), "h2": set(), "h3": set(),
+        "picture": set(), "source": {"media", "srcset"}, "img": {"alt", "src"}, "table": {"class"}, "tr": {"class"},
+        "td": {"class", "title"}, "th": {"class"}, "p": {"class"}, "div": {"class"}, "b": set(), "span": {"class"},
+        "code": {"title"}, "section": set(), "h1": set(), "h2": set(), "h3": set(), "br": set(), "header": set(),
+        "svg": {"viewbox", "preserveaspectratio", "height"}, "rect": {"class", "x", "y", "width", "height"},
     }  # fmt: skip
     CLASSES: ClassVar = {"", "muted", "facts", "good", "bad", "n", "n total", " total", "chosen"}
+    CLASSES |= {
+        "map",
+        "map dense",
+        "col",
+        "dead",
+        "shadow",
+        "waits",
+        "joins",
+        "unknown",
+        "bar",
+        "slowbar",
+        "columns",
+    }
+    CLASSES |= {*(f"h{heat}" for heat in range(6)), "legend", "pill ", "pill recovering"}
 
     def handle_starttag(self, tag, attrs):
         assert tag in self.OWN
@@ -236,6 +254,9 @@ def test_journals(journal, tmp_path, examples):
         json.dumps(summary(run, run), allow_nan=False)
         text_summary(run, run)
         check_page(page.html(run, run, [drawn("loss"), drawn("step_time"), drawn("schedule_1", SCRIPT)]))
+        check_page(watch_page.part(run.state))
+        assert all(line.isprintable() for line in frame(run.state, now_s=0.0, colours=False).split("\n"))
+        exposition(run.state)
 
     fuzz(examples, damaged_journals(journal), test)
     assert len(read) > examples / 10

@@ -20,7 +20,7 @@ LEAST = math.log(1.08)
 """The shift that is looked for, a log ratio: more than half of it, step after step, adds up to an alarm."""
 _LEAST_NOISE = 0.004
 """Relative; nothing is measured better than that."""
-_RECENT = 5
+RECENT = 5
 """Steps that say how large a shift is now."""
 
 
@@ -56,5 +56,5 @@ def raised(values: Floats, noise: float) -> Shift | None:
             total = 0.0
     if found < 0:
         return None
-    recent = values[max(shift_at, len(values) - _RECENT) :]
+    recent = values[max(shift_at, len(values) - RECENT) :]
     return Shift(since=shift_at, found=found, log_ratio=float(np.median(recent)))

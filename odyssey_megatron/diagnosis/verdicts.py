@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
 
-from odyssey_megatron.diagnosis.change import FALSE_ALARM_STEPS, noise, raised
+from odyssey_megatron.diagnosis.change import FALSE_ALARM_STEPS, RECENT, noise, raised
 from odyssey_megatron.diagnosis.fit import Fit, fit
 from odyssey_megatron.diagnosis.timings import Floats, Piece, Timings, medians, within
 
@@ -50,6 +50,8 @@ class Diagnosis:
     verdicts: tuple[Verdict, ...] = ()
     costs: Mapping[Piece, tuple[float, float]]
     """Of each piece on a healthy worker; see ``Fit.costs``."""
+    factors: Mapping[int, float] = field(default_factory=dict)
+    """Worker -> so many times what the same work takes elsewhere, by its last measured steps."""
 
     @property
     def slow(self) -> dict[int, float]:
@@ -74,7 +76,8 @@ def diagnose(timings: Timings, known: Mapping[Piece, tuple[float, float]] | None
     series[groups // len(timings.steps), groups % len(timings.steps)] = values
     # What all have in common in a step is nobody's: the lower median, so that of two one may be slow.
     common = np.array([_lower_median(column) for column in series.T])
-    slow = _slow_workers(timings, series - common)
+    apart = series - common
+    slow = _slow_workers(timings, apart)
     found = replace(found, costs=_healthy_costs(timings, found, {one.worker for one in slow}))
     verdicts = [
         *slow,
@@ -82,7 +85,16 @@ def diagnose(timings: Timings, known: Mapping[Piece, tuple[float, float]] | None
         *_uneven_sequences(timings, found),
         *_all_slower(timings, common),
     ]
-    return Diagnosis(verdicts=tuple(verdicts), costs=found.costs)
+    return Diagnosis(verdicts=tuple(verdicts), costs=found.costs, factors=_factors(timings, apart))
+
+
+def _factors(timings: Timings, apart: Floats) -> dict[int, float]:
+    recent = [row[~np.isnan(row)][-RECENT:] for row in apart]
+    return {
+        worker: math.exp(float(np.median(row)))
+        for worker, row in zip(timings.workers, recent, strict=True)
+        if len(row)
+    }
 
 
 def _healthy_costs(timings: Timings, found: Fit, slow: Collection[int]) -> dict[Piece, tuple[float, float]]:

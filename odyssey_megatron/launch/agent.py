@@ -14,6 +14,7 @@ import queue
 import secrets
 import select
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -39,6 +40,7 @@ from odyssey_megatron.launch.forking import forking
 from odyssey_megatron.launch.heartbeat import HeartbeatBoard
 from odyssey_megatron.launch.leases import FirstAgent, beats
 from odyssey_megatron.launch.lifeline import exit_code
+from odyssey_megatron.launch.onlookers import Onlookers
 from odyssey_megatron.launch.planner import Planner
 from odyssey_megatron.launch.respawn import Respawn
 from odyssey_megatron.launch.signals import Received
@@ -82,6 +84,8 @@ class Launch:
     token: str
     planner: Planner
     zygote: Zygote | None = None
+    page_secret: str = ""
+    """What the page's token is made from, where it wants one."""
     on_signal: str = "stop"
     """``save``, ``leave`` or ``stop``: see ``--odyssey-on-sigterm``."""
     joins: bool = False
@@ -95,6 +99,7 @@ class OdysseyAgent(LocalElasticAgent):
         super().__init__(**kwargs)
         self._launch = launch
         self._token, self._incarnation = launch.token, 0
+        self._onlookers: Onlookers | None = None
 
     def _set_local_rank_env(self, worker_env: dict[str, Any], local_rank: int, spec: Any) -> None:
         super()._set_local_rank_env(worker_env, local_rank, spec)
@@ -104,6 +109,7 @@ class OdysseyAgent(LocalElasticAgent):
         super()._rendezvous(worker_group)
         if worker_group.group_rank == 0:
             self._folder = run_folder.claim(Path(self._launch.config.run_dir))
+            self._onlookers = Onlookers(self._launch.config, self._launch.page_secret)
         self._token = getattr(worker_group.spec.rdzv_handler, "token", "") or self._launch.token
         os.environ["ODYSSEY_TOKEN"] = self._token  # for the ranks
         control = self._connect()
@@ -143,6 +149,8 @@ class OdysseyAgent(LocalElasticAgent):
                 code = self._supervise(board, signals)
         finally:
             board.close()
+            if self._onlookers is not None:
+                self._onlookers.close()
         if code:
             # Not a failed RunResult: torch would raise and print an error of its own for a verdict of ours.
             raise SystemExit(code)
@@ -185,10 +193,14 @@ class OdysseyAgent(LocalElasticAgent):
         for worker in group.workers:
             process = handles[worker.local_rank].proc
             ranks.add(worker.global_rank, worker.local_rank, process)
-            journal.event("rank_started", target=worker.global_rank, pid=process.pid)
+            journal.event(
+                "rank_started", target=worker.global_rank, pid=process.pid, host=socket.gethostname()
+            )
         verdict = VerdictWatch(watch)
         if node == 0:
             journal.event("job_started", world_size=group.workers[0].world_size, nodes=nodes, echo=True)
+            if self._onlookers is not None:
+                self._onlookers.start()
             verdict.guard("coordinator", lambda: self._coordinate(spare, journal, nodes))
         else:
             lease_s, port = launch.config.node_lease_s, group.master_port

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -22,6 +23,9 @@ LEAST_SLOWNESS = 1.1
 """A worker that takes less than so many times what others take stays where it is."""
 _ANOTHER_SPEED = 1.15
 """A slow worker has another speed once it differs by so many times from what was planned for."""
+_WORTH_A_LINE = 0.02
+_AT_MOST_EVERY_S, _AT_LEAST_EVERY_S = 5.0, 300.0
+"""Of how slow each worker is: written when one has moved by so much, and not too often."""
 _LEAST_GAIN = 0.03
 """Of the step: what is won by less may be noise."""
 
@@ -45,6 +49,8 @@ class Rebalancing:
         """Slow worker -> its speed."""
         self._began_s: dict[int, float] = {}
         """Slow worker -> since when that has been known."""
+        self._written: dict[int, float] = {}
+        self._written_s = -math.inf
         self._lasted_s: list[float] = []
         """How long slowness that is over has lasted."""
 
@@ -57,6 +63,7 @@ class Rebalancing:
         if diagnosis is None or diagnosis is self._seen:
             return state, None
         self._seen = diagnosis
+        self._note_measured(diagnosis, now_s)
         self._note_others(diagnosis, live)
         before, state = state, state if self._acts else with_speeds(state, self._known)
         changed = changes(state, diagnosis.slow)
@@ -84,7 +91,7 @@ class Rebalancing:
             worker: since_s for worker, since_s in self._began_s.items() if worker in self._known
         }
         ages_s = [now_s - since_s for since_s in self._began_s.values()]
-        lasts_s = remaining_s(min(ages_s), self._lasted_s) if ages_s else float("inf")
+        lasts_s = remaining_s(min(ages_s), self._lasted_s) if ages_s else math.inf
         try:
             found = self._planner.rebalance(state, live, now_s, lasts_s)
         except OdysseyError as error:
@@ -129,6 +136,23 @@ class Rebalancing:
             if one.worker < 0 and (one.kind, one.layers) not in self._said:
                 self._said.add((one.kind, one.layers))
                 self._event(one.kind, [], 1 / one.factor, _where(one, live) + one.evidence)
+
+    def _note_measured(self, diagnosis: Diagnosis, now_s: float) -> None:
+        """For those who look on, as often as it changes."""
+        factors = {worker: round(factor, 3) for worker, factor in diagnosis.factors.items()}
+        known = self._written
+        moved = factors.keys() != known.keys() or any(
+            abs(factor - known[worker]) >= _WORTH_A_LINE for worker, factor in factors.items()
+        )
+        age_s = now_s - self._written_s
+        if factors and (age_s >= _AT_LEAST_EVERY_S or (moved and age_s >= _AT_MOST_EVERY_S)):
+            self._written, self._written_s = factors, now_s
+            costs = [
+                [piece.first, piece.last, piece.kind, alpha]
+                for piece, (alpha, _) in diagnosis.costs.items()
+                if piece.last > piece.first
+            ]
+            self._journal.event("measured", factors=list(factors.items()), costs=costs)
 
     def _event(self, kind: str, ranks: list[int], speed: float, evidence: str) -> None:
         self._journal.event("slowness", echo=True, kind=kind, slow_ranks=ranks, speed=speed, why=evidence)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -200,5 +201,7 @@ class Respawn:
                 numa_options=None,
             )
         process = handler.proc
-        self._journal.event("rank_started", target=rank, pid=process.pid, echo=True)
+        self._journal.event(
+            "rank_started", target=rank, pid=process.pid, host=socket.gethostname(), echo=True
+        )
         return process

@@ -145,6 +145,7 @@ def _launch(
     launch = Launch(
         config=config,
         token=token,
+        page_secret=os.environ.get("ODYSSEY_TOKEN", ""),
         on_signal=on_signal,
         planner=PolicyPlanner(config),
         zygote=zygote,

@@ -199,6 +199,10 @@ class Session:
         sizes: dict[str, Any] = {"state_bytes": model.state_bytes(), "host_bytes": model.host_bytes()}
         self._journal.event("weights", step=rank.committed, **sizes, digest=model.digests())
 
+    def note_save(self, step: int, save_s: float) -> None:
+        """Writes down that ``step`` waited so long for a checkpoint."""
+        self._journal.event("saved", step=step, save_s=save_s)
+
     def note_not_saved(self, iteration: int, why: str) -> None:
         """Tells the user, and the journal, that a checkpoint is missing."""
         sys.stderr.write(

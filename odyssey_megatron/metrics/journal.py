@@ -143,7 +143,7 @@ def read_journal(run_dir: str | Path) -> Iterator[dict[str, Any]]:
         latest_s = 0.0
         for number, row in enumerate(rows, 1):
             try:
-                event = _event(row)
+                event = event_of(row)
             except ValueError as error:
                 raise ConfigError(f"{path}, line {number}: {error}.") from error
             if event is not None:
@@ -152,7 +152,7 @@ def read_journal(run_dir: str | Path) -> Iterator[dict[str, Any]]:
     return (event for _, event in sorted(events, key=lambda one: one[0]))
 
 
-def _event(row: bytes) -> dict[str, Any] | None:
+def event_of(row: bytes) -> dict[str, Any] | None:
     """The event of a line; None if it is torn or empty. Raises ValueError if it is of something else."""
     try:
         event = parsed(row.decode())

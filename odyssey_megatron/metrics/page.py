@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from odyssey_megatron.metrics.recoveries import Decision
+from odyssey_megatron.metrics import map as pieces
+from odyssey_megatron.metrics.recoveries import Decision, median
 from odyssey_megatron.metrics.run import (
     RECOVERY_COLUMNS,
     SWITCH_COLUMNS,
     Run,
     clocks_line,
     difference_line,
-    median,
     milliseconds,
     recovery_cells,
     samples_line,
@@ -25,10 +25,11 @@ from odyssey_megatron.metrics.steps import loss_difference
 if TYPE_CHECKING:
     from odyssey_megatron.metrics.plots import Picture
 
-_STYLE = """
+STYLE = """
 :root { color-scheme: light dark;
   --page: light-dark(#f5f6f8, #0e1116); --card: light-dark(#ffffff, #161b22); --ink: light-dark(#1b2330, #e6e9ee);
   --muted: light-dark(#667085, #98a2b3); --line: light-dark(#e4e7ec, #2b323d);
+  --bar: light-dark(#7fa3d8, #4f7fc4);
   --good: light-dark(#17754a, #5fd29b); --bad: light-dark(#c8322b, #ff6b61); --tint: light-dark(#eef4ff, #1b2a44); }
 * { box-sizing: border-box; }
 body { margin: 0 auto; padding: 2.5rem 1.5rem 4rem; max-width: 76rem; background: var(--page); color: var(--ink);
@@ -64,19 +65,33 @@ def html(run: Run, reference: Run | None, pictures: Sequence[Picture]) -> str:
         _facts(run, reference),
         _recoveries(run),
         _switches(run),
+        _section("Stages × replicas", "As it was at the end.", pieces.heat_map(run.state)),
+        _section("Where the time went", "", pieces.goodput_table(run.state)),
         _figure(named["loss"], _difference(run, reference)),
         _figure(named["step_time"]),
         *(_figure(picture) for picture in schedules),
         _decisions(run),
+        _section(
+            "Fitted costs",
+            "Of one microbatch, on a healthy worker: what was measured last.",
+            pieces.cost_table(run.state),
+        ),
+        _section("More losses that each layer survives", "At the end.", pieces.margin_table(run.state)),
+        _section("Nodes to exclude", "", pieces.suspect_list(run.state)),
         _samples(run),
     ]
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>odyssey: {escape(run.name)}</title><style>{_STYLE}</style><body>"
+        f"<title>odyssey: {escape(run.name)}</title><style>{STYLE}{pieces.MAP_STYLE}</style><body>"
         + "\n".join(part for part in parts if part)
         + "</body></html>\n"
     )
+
+
+def _section(title: str, caption: str, body: str) -> str:
+    said = f'<p class="muted">{escape(caption)}</p>' if caption else ""
+    return f"<section><h2>{escape(title)}</h2>{said}{body}</section>"
 
 
 def _facts(run: Run, reference: Run | None) -> str:
@@ -181,13 +196,18 @@ def _decisions(run: Run) -> str:
 
 
 def _decision(number: int, decision: Decision) -> str:
-    columns = ("candidate", "step (ms)", "transition (ms)", "score (tokens)", "why")
-    rows = [_row(columns, _candidate(row), chosen=bool(row.get("chosen"))) for row in decision.candidates]
     why = f" · {escape(decision.why)}" if decision.why else ""
     return (
         f"<h3>Failure {number}: {escape(decision.policy)} <code>{escape(decision.plan_hash)}</code>{why}</h3>"
-        f"<table>{_header(columns)}{''.join(rows)}</table>"
+        + candidates_table(decision)
     )
+
+
+def candidates_table(decision: Decision) -> str:
+    """Everything that was weighed."""
+    columns = ("candidate", "step (ms)", "transition (ms)", "score (tokens)", "why")
+    rows = [_row(columns, _candidate(row), chosen=bool(row.get("chosen"))) for row in decision.candidates]
+    return f"<table>{_header(columns)}{''.join(rows)}</table>"
 
 
 def _candidate(row: dict[str, Any]) -> tuple[str, ...]:

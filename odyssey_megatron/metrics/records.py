@@ -25,7 +25,7 @@ STALLS = {"recovered": ("decide_s", "abort_s", "groups_s", "agree_s", "transfer_
 EVENTS: dict[str, tuple[str, ...]] = {
     # -- agents and coordinator
     "job_started": ("world_size", "nodes"),
-    "rank_started": ("target", "pid"),
+    "rank_started": ("target", "pid", "host"),
     "failure_detected": ("dead", "code", "cause"),
     "decision": (
         "dead",
@@ -37,11 +37,13 @@ EVENTS: dict[str, tuple[str, ...]] = {
         "schedule",
         "layout",
         "planned",
+        "cell_size",
     ),
     "rank_joined": ("target",),
     "place_taken": ("target", "spare"),
     "offer_failed": ("why",),
     "slowness": ("kind", "slow_ranks", "speed", "why"),
+    "measured": ("factors", "costs"),
     "asked": ("signal", "how"),
     "job_finished": ("verdict", "exit_code"),
     # -- ranks
@@ -68,6 +70,7 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "samples": ("microbatches", "samples"),
     "trace": ("instructions",),
     "weights": ("digest", "state_bytes", "host_bytes"),
+    "saved": ("save_s",),
     "not_saved": ("why",),
     "left_out": ("target", "host", "why"),
     "fenced": ("why",),
@@ -87,13 +90,15 @@ others had run ahead, so that they were not done again. ``redone``: how long the
 it was committed. ``switched``: a generation that began between two steps; ``groups_s``, ``agree_s`` and ``transfer_s``
 stood still, while ``fill_s`` ran behind the first step. ``samples`` (the rank that ran a microbatch
 through the head): ``samples`` holds, for each of ``microbatches``, the list of its global sample indices.
-``weights``: at the end of a rank, by layer. ``step_committed``: ``loss`` is a dict of named losses; one that is
-``skipped`` has changed no weight, as its loss scale was too large; ``step_s`` is -1 where it was not timed. ``trace``:
-[[text, start_s, end_s], ...] on the monotonic clock. ``dead`` is a list of ranks everywhere. ``left_out`` (of a rank
-that stays): rank ``target`` leaves, since its numbers are wrong. ``slowness``: what makes
-steps longer, or does no more: ``slow_ranks`` of a slow worker, whose ``speed`` is 1 if it is healthy. ``slowed``: the
-compute of this rank takes ``slow`` times its time from here on, as was asked for. ``lines_lost``: so many lines of this
-process, before this one, could not be written.
+``saved``: before ``step`` all waited for ``save_s``, for a checkpoint. ``weights``: at the end of a rank, by layer.
+``step_committed``: ``loss`` is a dict of named losses; one that is ``skipped`` has changed no weight, as its loss scale
+was too large; ``step_s`` is -1 where it was not timed. ``trace``: [[text, start_s, end_s], ...] on the monotonic
+clock. ``dead`` is a list of ranks everywhere. ``left_out`` (of a rank that stays): rank ``target`` leaves, since its
+numbers are wrong. ``slowness``: what makes steps longer, or does no more: ``slow_ranks`` of a slow worker, whose
+``speed`` is 1 if it is healthy. ``measured``, now and then: ``factors`` are [worker, so many times what its work
+takes elsewhere], ``costs`` [first layer, behind the last one, kind of work, seconds on a healthy worker].
+``cell_size``: ranks of a worker. ``slowed``: the compute of this rank takes ``slow`` times its time from here on, as
+was asked for. ``lines_lost``: so many lines of this process, before this one, could not be written.
 """
 
 _Id = Annotated[int, Between(-1, 2**53, whole=True)]
@@ -147,6 +152,9 @@ class Line(_Line, total=False):
     schedule: str
     layout: Any
     planned: bool
+    cell_size: Annotated[int, Between(1, 2**20, whole=True)]
+    factors: tuple[tuple[_Id, _Seconds], ...]
+    costs: tuple[tuple[_Id, _Id, str, _Seconds], ...]
     verdict: str
     exit_code: int
     at: str
@@ -169,6 +177,7 @@ class Line(_Line, total=False):
     eager_forwards: _Id
     fill_s: _Seconds | None
     redo_s: _Seconds
+    save_s: _Seconds
     loss: dict[str, float]
     grad_norm: float | None
     lr: float | None

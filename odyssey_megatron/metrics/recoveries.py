@@ -71,6 +71,14 @@ def named(events: Iterable[JournalEvent], name: str) -> list[JournalEvent]:
     return [event for event in events if event["event"] == name]
 
 
+def median(values: Iterable[float]) -> float | None:
+    ordered = sorted(values)
+    if not ordered:
+        return None
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
 def decisions(events: Sequence[JournalEvent]) -> tuple[Decision, ...]:
     """All decisions, by generation; the first is the plan that the job starts with."""
     found = [

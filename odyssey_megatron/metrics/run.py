@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from odyssey_megatron.codec import to_jsonable
-from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.errors import ConfigError, OdysseyError
 from odyssey_megatron.inputs import printable
 from odyssey_megatron.metrics.journal import read_journal
-from odyssey_megatron.metrics.recoveries import Decision, Recovery, decisions, named, recoveries
+from odyssey_megatron.metrics.live import Live, live
+from odyssey_megatron.metrics.recoveries import Decision, Recovery, decisions, median, named, recoveries
 from odyssey_megatron.metrics.steps import (
     CommittedStep,
     LossDifference,
@@ -43,6 +44,12 @@ class Run:
     decisions: tuple[Decision, ...]
     traced: tuple[ExecutedStep, ...]
     samples: SampleCheck
+    state: Live
+    """Its last one."""
+
+
+UNREADABLE = (KeyError, TypeError, ValueError, OverflowError, OdysseyError)
+"""What comes of events that contradict one another."""
 
 
 def read_run(run_dir: str | Path) -> Run:
@@ -56,8 +63,9 @@ def read_run(run_dir: str | Path) -> Run:
     try:
         events = last_job(list(read_journal(folder)))
         steps = committed_steps(events)
+        name = name_of(folder)
         run = Run(
-            name=os.fsencode(folder.resolve().name).decode(errors="replace"),
+            name=name,
             world_size=max((event["world_size"] for event in named(events, "job_started")), default=0),
             clocks=clocks_of(events),
             verdict=next((e["verdict"] for e in reversed(named(events, "job_finished"))), "not finished"),
@@ -67,8 +75,9 @@ def read_run(run_dir: str | Path) -> Run:
             decisions=decisions(events),
             traced=executed_steps(events),
             samples=check_samples(events, steps),
+            state=live(name, events),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except UNREADABLE as error:
         raise ConfigError(
             f"the journal in {folder} cannot be read: {type(error).__name__} {error}. Report it with the "
             "version of odyssey that wrote it."
@@ -81,10 +90,15 @@ def read_run(run_dir: str | Path) -> Run:
     return run
 
 
+def name_of(folder: Path) -> str:
+    """What a run is called."""
+    return os.fsencode(folder.resolve().name).decode(errors="replace")
+
+
 def summary(run: Run, reference: Run | None) -> dict[str, Any]:
     """What ``odyssey report --json`` prints. Infinite and undefined numbers become null."""
     difference = loss_difference(run.steps, reference.steps) if reference else None
-    return _finite(
+    return finite(
         {
             "run": run.name,
             "reference": reference.name if reference else None,
@@ -102,14 +116,6 @@ def summary(run: Run, reference: Run | None) -> dict[str, Any]:
             "losses": [[row.step, row.loss] for row in run.steps],
         }
     )
-
-
-def median(values: Iterable[float]) -> float | None:
-    ordered = sorted(values)
-    if not ordered:
-        return None
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
 RECOVERY_COLUMNS = (
@@ -228,10 +234,10 @@ def difference_line(difference: LossDifference) -> str:
     return text
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """JSON has no infinity and no NaN."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

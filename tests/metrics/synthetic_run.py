@@ -2,7 +2,8 @@
 
 8 ranks, 4 stages x 2 pipelines, 12 microbatches of 1 sample. Rank 5 is killed in step 6 (rerouted) and rank 0
 in step 13; while the job recovers from that, rank 3 is killed too, so that its generation is superseded. Between
-steps 9 and 10 the job changes to another plan, as offered; what is offered after step 10 nobody takes.
+steps 9 and 10 the job changes to another plan, as offered; what is offered after step 10 nobody takes. Before step 4
+all wait for a checkpoint, and in steps 16 and 17 rank 6 is slow.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import functools
 import math
 
+from odyssey_megatron.codec import to_jsonable
 from odyssey_megatron.metrics.journal import Journal
+from odyssey_megatron.plan.layout import Hop, Layout, Route, layout_from_routes
 
 RANKS, STAGES, MICROBATCHES, STEPS = 8, 4, 12, 20
 STEP_S = 0.5
@@ -18,6 +21,8 @@ FIRST, SECOND = 6, 13
 """The steps in which failures strike."""
 SWITCH = 10
 """The first step under the plan that was offered."""
+SAVED, SAVE_S = 4, 1.25
+SLOW, SLOWER_S = (16, 17), 0.3
 WALL_OFFSET_S = 1.7e9
 JOB = "ab12cd34"
 
@@ -48,11 +53,15 @@ class SyntheticRun:
         self.ranks = {
             rank: Journal(run_dir, source=f"rank{rank}", rank=rank, job=JOB) for rank in range(RANKS)
         }
+        self.other = Journal(run_dir, source="agent1", job=JOB)
         self.alive = list(range(RANKS))
         self.generation = self.newest = 1
 
     def write(self) -> None:
-        self.agent.event("job_started", world_size=RANKS, nodes=[0] * RANKS)
+        self.agent.event("job_started", world_size=RANKS, nodes=2)
+        for rank in range(RANKS):
+            agent = self.agent if rank < RANKS // 2 else self.other
+            agent.event("rank_started", target=rank, pid=1000 + rank, host=f"host{rank * 2 // RANKS}")
         self._decide((), "initial", "start")
         self._start(0)
         for step in range(STEPS):
@@ -74,7 +83,14 @@ class SyntheticRun:
                 self._fail(step, 3, detect_s=0.020)
                 self._decide((3,), "replan", "rank 3 was killed")
                 self._recover(step, (3,), "replan")
+            if step == SAVED:
+                self.clock.now_s += SAVE_S
+                self.ranks[0].event("saved", generation=self.generation, step=step, save_s=SAVE_S)
+            if self.with_failures and step in SLOW:
+                self.clock.now_s += SLOWER_S
             self._attempt(step, until=MICROBATCHES)
+            if self.with_failures and step + 1 in (SLOW[0], SLOW[-1] + 1):
+                self._measured(2.0 if step + 1 == SLOW[0] else 1.0)
             self._commit(step, redone=self.with_failures and step in (FIRST, SECOND))
         self.agent.event("job_finished", verdict="trained", exit_code=0)
 
@@ -123,6 +139,32 @@ class SyntheticRun:
             candidates=table if dead else [],
             decide_s=0.004,
             planned=planned,
+            layout=to_jsonable(self.layout()),
+            cell_size=1,
+        )
+
+    def _measured(self, factor: float) -> None:
+        """How slow rank 6 is."""
+        factors = [[rank, factor if rank == 6 else 1.0] for rank in self.alive]
+        costs = [[first, last, "forward", (last - first) / 300] for first, last in ((0, 4), (4, 7), (7, 10))]
+        why = "takes twice the time" if factor > 1 else "takes no longer"
+        self.agent.event("slowness", kind="slow worker", slow_ranks=[6], speed=1 / factor, why=why)
+        self.agent.event("measured", factors=factors, costs=costs)
+
+    def layout(self) -> Layout:
+        """Of those who are alive."""
+        routes: dict = {}
+        for microbatch, hops in enumerate(self._routes()):
+            routes.setdefault(hops, []).append(microbatch)
+        return layout_from_routes(
+            10,
+            tuple(
+                Route(
+                    microbatches=tuple(microbatches),
+                    hops=tuple(Hop(worker=worker, first=first, last=last) for worker, first, last in hops),
+                )
+                for hops, microbatches in routes.items()
+            ),
         )
 
     def _start(self, step: int) -> None:

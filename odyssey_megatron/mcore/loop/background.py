@@ -9,6 +9,7 @@ between takes its part along; so the survivors give the save up and make another
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -74,6 +75,8 @@ class Saves:
         """Iteration of the last save, and floating point operations until there."""
         self._trouble = ""
         """What has failed on this rank alone."""
+        self._waited_s = 0.0
+        """How long training stood still for the last piece of a save."""
 
     def attach(self, session: Any, runtime: Any, fault_point: Callable[..., None]) -> None:
         self._session, self._runtime, self._fault_point = session, runtime, fault_point
@@ -190,14 +193,17 @@ class Saves:
                 self._trouble = f"rank {self._session.rank} could not write a file: {error!r}"
                 raise PeerFailed(self._trouble) from error
 
+        began_s = time.monotonic()
         why: str = self._together(attempt)
-        self._trouble = ""
+        self._trouble, self._waited_s = "", time.monotonic() - began_s
         return why
 
     def _say(self, why: str) -> None:
         self.not_saved = why
-        if why and dist.get_rank() == 0:
-            self._session.note_not_saved(self._begun[0], why)
+        if dist.get_rank() == 0:
+            self._session.note_save(self._runtime.committed, self._waited_s)
+            if why:
+                self._session.note_not_saved(self._begun[0], why)
 
     def _fault(self, point: str, step: int) -> None:
         self._fault_point(point, step=step, generation=self._runtime.generation, microbatch=-1)

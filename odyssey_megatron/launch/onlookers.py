@@ -1,0 +1,76 @@
+"""The process beside the first agent that serves the job's page and its metrics, from the run folder alone.
+
+A process of its own, so that nobody who looks takes time from the coordinator, or reaches it: it does not have the
+job's secret, but one that is made from it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.watch.command import prometheus_text
+from odyssey_megatron.watch.serve import is_loopback, listen
+
+_ENDS_S = 1.0
+
+
+def page_token(secret: str) -> str:
+    """What is asked of those who look: the same in each job with ``secret``, from which nobody can tell that."""
+    return hmac.new(secret.encode(), b"odyssey page", hashlib.sha256).hexdigest()[:32]
+
+
+class Onlookers:
+    """Listens at once, so that a port that is taken is known before anything is trained."""
+
+    def __init__(self, config: OdysseyConfig, secret: str):
+        """``secret``: the user's; "" if there is none. Raises ConfigError."""
+        self._run_dir, self._bind = Path(config.run_dir), config.page_bind
+        self._token = "" if is_loopback(config.page_bind) else page_token(secret or secrets.token_hex(16))
+        self._process: subprocess.Popen[bytes] | None = None
+        self._listening: dict[str, socket.socket] = {}
+        if config.metrics_port:
+            prometheus_text()
+        for what, port in (("page", config.page_port), ("metrics", config.metrics_port)):
+            if port:
+                self._listening[what] = listen(config.page_bind, port, f"--odyssey-{what}-port")
+
+    def start(self) -> None:
+        """With what it needs of this process's environment."""
+        if not self._listening:
+            return
+        command = [sys.executable, "-m", "odyssey_megatron", "top", str(self._run_dir), "--bind", self._bind]
+        for what, listening in self._listening.items():
+            port = str(listening.getsockname()[1])
+            command += [f"--{what}-port", port, f"--{what}-fd", str(listening.fileno())]
+        kept = {
+            name: os.environ[name] for name in ("PATH", "PYTHONPATH", "LANG", "HOME") if name in os.environ
+        }
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            pass_fds=[one.fileno() for one in self._listening.values()],
+            env=kept | {"ODYSSEY_PAGE_TOKEN": self._token},
+            start_new_session=True,  # a Ctrl-C is for the job, which may go on for a while
+        )
+        for listening in self._listening.values():
+            listening.close()
+
+    def close(self) -> None:
+        """It ends as its stdin does; also if this process is killed."""
+        if self._process is None:
+            return
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(_ENDS_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()

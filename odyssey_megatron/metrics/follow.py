@@ -1,0 +1,99 @@
+"""The journal of a job that runs, read as it grows: each line once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.metrics.journal import event_of
+from odyssey_megatron.metrics.timeline import JournalEvent, last_job
+
+_NOT_SHOWN = tuple(f'"event":"{name}"'.encode() for name in ("samples", "trace", "weights"))
+"""Most of a journal's bytes; only the report reads them."""
+_HEAD_BYTES = 64
+"""The name of a line's event is in its first ones."""
+_AT_ONCE_BYTES = 64 << 20
+
+
+@dataclass
+class _File:
+    """How far one process's journal has been read."""
+
+    at: int = 0
+    latest_s: float = 0.0
+    """Its clock may have been set back."""
+    events: list[tuple[float, JournalEvent]] = field(default_factory=list)
+    known: dict[tuple[object, ...], int] = field(default_factory=dict)
+    """What is said again and again -> its place among the events."""
+
+
+class Follower:
+    """Reads what is new in a run folder's journal.
+
+    Of what many ranks say alike, or what replaces what was said before, one line is kept.
+    """
+
+    def __init__(self, run_dir: str | Path):
+        """Raises ConfigError if ``run_dir`` is no run's folder."""
+        self.folder = Path(run_dir)
+        self._files: dict[str, _File] = {}
+        self._steps: set[tuple[object, ...]] = set()
+        if not (self.folder / "journal").is_dir():
+            raise ConfigError(
+                f"{run_dir} has no journal folder, so it is not a run's folder. Give the folder that the job was "
+                "started with (--odyssey-run-dir)."
+            )
+
+    def events(self) -> list[JournalEvent]:
+        """Of the folder's latest job, on one clock (``timeline.last_job``).
+
+        Raises:
+            ConfigError: a file cannot be read, or has a line that is none of a journal.
+        """
+        for path in sorted((self.folder / "journal").glob("*.jsonl")):
+            file = self._files.setdefault(path.name, _File())
+            try:
+                for row in self._new_lines(path, file):
+                    if any(one in row[:_HEAD_BYTES] for one in _NOT_SHOWN):
+                        continue
+                    if (event := event_of(row)) is not None:
+                        self._keep(file, event)
+            except OSError as error:
+                raise ConfigError(f"{path} cannot be read ({error.strerror}).") from error
+            except ValueError as error:
+                raise ConfigError(f"{path}: {error}.") from error
+        rows = sorted((one for file in self._files.values() for one in file.events), key=lambda one: one[0])
+        return last_job([event for _, event in rows])
+
+    def _new_lines(self, path: Path, file: _File) -> Iterator[bytes]:
+        """Whole ones; what is torn is looked at again when there is more."""
+        with path.open("rb") as stream:
+            if stream.seek(0, 2) < file.at:  # another one under its name
+                self._files[path.name] = file = _File()
+            stream.seek(file.at)
+            while chunk := stream.read(_AT_ONCE_BYTES):
+                end = chunk.rfind(b"\n") + 1
+                if not end:
+                    return
+                file.at += end
+                stream.seek(file.at)
+                yield from chunk[:end].splitlines()
+
+    def _keep(self, file: _File, event: JournalEvent) -> None:
+        file.latest_s = max(file.latest_s, event["wall_s"])
+        row = file.latest_s, event
+        name, job = event["event"], event.get("job")
+        if name in ("step_committed", "generation_started"):
+            # A clock's own: by these moments clocks are joined.
+            key = name, job, event["generation"], event["step"], event.get("clock")
+            if key in self._steps:
+                return
+            self._steps.add(key)
+        if name == "measured":
+            if (name, job) in file.known:
+                file.events[file.known[name, job]] = row
+                return
+            file.known[name, job] = len(file.events)
+        file.events.append(row)

@@ -1,0 +1,194 @@
+"""What there is to see of a job, while it runs and when it has ended: one state, from its journal alone.
+
+The terminal (``watch/screen.py``), the page (``metrics/map.py``, ``watch/page.py``), Prometheus
+(``watch/exposition.py``) and the report show this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from odyssey_megatron.metrics.goodput import Goodput, goodput
+from odyssey_megatron.metrics.recoveries import Decision, decisions, named, recoveries
+from odyssey_megatron.metrics.standing import Standing, standing
+from odyssey_megatron.metrics.steps import CommittedStep, committed_steps
+from odyssey_megatron.metrics.suspects import Suspect, suspects
+from odyssey_megatron.metrics.switches import switches
+from odyssey_megatron.metrics.timeline import JournalEvent, known
+
+_RECENT = 20
+"""Steps that say how fast the job is now."""
+_SHOWN_STEPS = 240
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stall:
+    """A moment in which nobody trained."""
+
+    step: int
+    generation: int
+    cause: str
+    """``killed``, ``hang``, …; or why the plan changed."""
+    ranks: tuple[int, ...]
+    policy: str
+    outcome: str
+    stall_s: float | None
+    """None: it is not over, or the next one began before it was."""
+    is_failure: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What makes steps longer than they need to be, and is not over."""
+
+    kind: str
+    ranks: tuple[int, ...]
+    factor: float
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What a piece of work takes on a healthy worker, as fitted to all measurements."""
+
+    first: int
+    last: int
+    kind: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Live:
+    """Everything that is shown."""
+
+    name: str
+    job: str = ""
+    world_size: int = 0
+    started_s: float | None = None
+    """Seconds since the epoch, by the first agent's clock, as all times here."""
+    heard_s: float | None = None
+    """Of the newest line of the journal."""
+    verdict: str | None = None
+    """None: it has not ended."""
+    steps: tuple[CommittedStep, ...] = ()
+    """The newest."""
+    committed: int = 0
+    """Steps in all."""
+    step_s: float | None = None
+    """Median of the newest."""
+    planned_step_s: float | None = None
+    """As the plan in force was weighed."""
+    tokens_per_s: float | None = None
+    goodput: Goodput = field(default_factory=Goodput)
+    stalls: tuple[Stall, ...] = ()
+    standing: Standing = field(default_factory=Standing)
+    decision: Decision | None = None
+    """The last one that weighed candidates."""
+    findings: tuple[Finding, ...] = ()
+    costs: tuple[Cost, ...] = ()
+    suspects: tuple[Suspect, ...] = ()
+
+    @property
+    def is_over(self) -> bool:
+        return self.verdict is not None
+
+    @property
+    def living(self) -> int:
+        return self.world_size - len(self.standing.dead)
+
+    @property
+    def status(self) -> str:
+        """In one word or two."""
+        if self.verdict is not None:
+            return "ended"
+        if self.standing.is_recovering:
+            return "recovering"
+        return "trains" if self.committed else "starting"
+
+
+def live(name: str, events: Sequence[JournalEvent]) -> Live:
+    """The state after ``events`` (``timeline.last_job``). Raises KeyError, TypeError or ValueError if they are none."""
+    steps, recovered, switched = committed_steps(events), recoveries(events), switches(events)
+    decided = decisions(events)
+    weighed = [one for one in decided if one.candidates]
+    started = named(events, "job_started")
+    world_size = max((event["world_size"] for event in started), default=0)
+    now = standing(events, world_size)
+    times_s = sorted(row.interval_s for row in steps[-_RECENT:] if row.interval_s)
+    step_s = times_s[len(times_s) // 2] if times_s else None
+    tokens = [event.get("tokens", 0) for event in named(events, "step_committed")[-_RECENT:]]
+    stalls = [
+        Stall(
+            step=row.step,
+            generation=row.generation,
+            cause=row.cause or "fresh groups",
+            ranks=row.dead,
+            policy=row.policy,
+            outcome=row.outcome,
+            stall_s=row.stall_s,
+            is_failure=True,
+        )
+        for row in recovered
+    ] + [
+        Stall(
+            step=one.step,
+            generation=one.generation,
+            cause=one.why,
+            ranks=one.joined,
+            policy=one.policy,
+            outcome="between steps",
+            stall_s=one.stall_s,
+            is_failure=False,
+        )
+        for one in switched
+    ]
+    return Live(
+        name=name,
+        job=str(started[-1].get("job", "")) if started else "",
+        world_size=world_size,
+        started_s=min(known(event["at_s"] for event in started), default=None),
+        heard_s=max(known(event["at_s"] for event in events), default=None),
+        verdict=next((one["verdict"] for one in reversed(named(events, "job_finished"))), None),
+        steps=steps[-_SHOWN_STEPS:],
+        committed=len(steps),
+        step_s=step_s,
+        planned_step_s=_planned_s(decided, now.generation),
+        tokens_per_s=sum(tokens) / len(tokens) / step_s if tokens and step_s else None,
+        goodput=goodput(events, steps, recovered, switched),
+        stalls=tuple(sorted(stalls, key=lambda one: one.generation)),
+        standing=now,
+        decision=weighed[-1] if weighed else None,
+        findings=_findings(events),
+        costs=_costs(events, now.num_layers),
+        suspects=suspects(events),
+    )
+
+
+def _planned_s(decided: Sequence[Decision], generation: int) -> float | None:
+    rows: list[dict[str, Any]] = [
+        row for one in decided if one.generation == generation for row in one.candidates if row.get("chosen")
+    ]
+    return rows[0].get("step_s") if rows else None
+
+
+def _findings(events: Sequence[JournalEvent]) -> tuple[Finding, ...]:
+    found: dict[tuple[str, tuple[int, ...]], Finding] = {}
+    for event in named(events, "slowness"):
+        ranks = tuple(event.get("slow_ranks", ()))
+        key = event["kind"], ranks
+        found.pop(key, None)
+        if event["speed"] < 1.0:
+            factor = 1 / max(event["speed"], 1e-9)
+            found[key] = Finding(kind=event["kind"], ranks=ranks, factor=factor, why=event.get("why", ""))
+    return tuple(found.values())
+
+
+def _costs(events: Sequence[JournalEvent], num_layers: int) -> tuple[Cost, ...]:
+    measured = named(events, "measured")
+    return tuple(
+        Cost(first=first, last=last, kind=kind, seconds=seconds)
+        for first, last, kind, seconds in (measured[-1]["costs"] if measured else ())
+        if 0 <= first < last <= num_layers
+    )

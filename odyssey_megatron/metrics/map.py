@@ -1,0 +1,258 @@
+"""The state of a job as pieces of a page, for the live one and for the report. All text is escaped."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from odyssey_megatron.metrics.goodput import BUCKETS
+from odyssey_megatron.metrics.live import Cost, Live
+from odyssey_megatron.metrics.standing import DEAD, JOINS, SHADOW, TRAINS, WAITS, Place, Span
+from odyssey_megatron.names import layer_names
+
+MAP_STYLE = """
+table.map { width: auto; border-collapse: separate; border-spacing: 2px; }
+table.map th { font-weight: 400; font-size: .74rem; padding: 0 .5rem 0 0; border: 0; white-space: nowrap; }
+table.map th.col { padding: 0; text-align: center; }
+table.map td { border: 0; padding: 0; height: 1.45rem; min-width: 2.4rem; text-align: center; font-size: .72rem;
+  border-radius: 3px; cursor: default; vertical-align: middle; }
+table.dense td { min-width: 1.35rem; height: 1.25rem; font-size: .62rem; }
+td.h0 { background: light-dark(#dcefe4, #17382a); } td.h1 { background: light-dark(#eef0d4, #37391d); }
+td.h2 { background: light-dark(#fbe6a9, #5a4713); } td.h3 { background: light-dark(#f8c471, #7c4d10); }
+td.h4 { background: light-dark(#ee8f5b, #a3441a); } td.h5 { background: light-dark(#d6453d, #d2362d); color: #fff; }
+td.unknown { background: light-dark(#e8ebf0, #262d38); }
+td.dead { background: light-dark(#1b2330, #05070a); color: #fff; }
+td.shadow { background: light-dark(#dfe4fb, #232a4d); } td.joins { background: light-dark(#cfe3ff, #1d3a63); }
+td.waits { background: transparent; outline: 1px dashed var(--line); }
+p.legend { font-size: .78rem; color: var(--muted); }
+svg { display: block; width: 100%; height: auto; }
+svg .bar { fill: var(--bar); } svg .slowbar { fill: var(--bad); } svg .axis { stroke: var(--line); }
+svg.meter { width: 9rem; height: .6rem; } svg.meter .back { fill: var(--line); }
+"""
+HEATS = (1.03, 1.06, 1.1, 1.25, 1.5)
+"""Up to these the colours get warmer."""
+_DENSE = 20
+"""With more columns only what is slow has its number."""
+_SHOWN_SLOW = 1.1
+
+
+def heat(slowness: float) -> int:
+    """0 (as fast as others) to 5."""
+    return sum(slowness > one for one in HEATS)
+
+
+def factor_text(slowness: float) -> str:
+    return f"{slowness:.2f}" if slowness < 9.995 else f"{slowness:.0f}"
+
+
+def spans_text(spans: Sequence[Span], num_layers: int) -> str:
+    layers = [layer for first, last in spans for layer in range(first, last)]
+    return layer_names(layers, num_layers) if layers else "no layers"
+
+
+def short_span(first: int, last: int, num_layers: int) -> str:
+    """``E 1–4``, ``5``, ``13–16 H``: the layers of a stage in few letters; T is a weight that both ends share."""
+    inner = [layer for layer in range(first, last) if 0 < layer < num_layers - 1]
+    middle = (str(inner[0]) if len(inner) == 1 else f"{inner[0]}–{inner[-1]}") if inner else ""
+    ends = ["E"] if first == 0 else []
+    behind = (["H"] if first < num_layers <= last else []) + (["T"] if last > num_layers else [])
+    return " ".join(one for one in (*ends, middle, *behind) if one)
+
+
+def rows_of(state: Live) -> list[tuple[int, list[Place | None]]]:
+    """(stage, its places by replica); stage -1, of those without a place in the first plan, comes last."""
+    places = state.standing.places
+    at = {(one.stage, one.replica): one for one in places}
+    stages = [*range(state.standing.stages), *([-1] if any(one.stage < 0 for one in places) else [])]
+    return [
+        (stage, [at.get((stage, column)) for column in range(state.standing.replicas)]) for stage in stages
+    ]
+
+
+def stage_spans(row: Iterable[Place | None]) -> tuple[Span, ...] | None:
+    """What all that train of a stage compute; None if they differ, or nobody trains."""
+    found = {one.spans for one in row if one is not None and one.status == TRAINS}
+    return found.pop() if len(found) == 1 else None
+
+
+def span_seconds(costs: Iterable[Cost]) -> dict[Span, float]:
+    """Of one microbatch, all kinds of work together."""
+    found: dict[Span, float] = {}
+    for one in costs:
+        found[one.first, one.last] = found.get((one.first, one.last), 0.0) + one.seconds
+    return found
+
+
+def cell_text(place: Place, *, dense: bool) -> str:
+    """A letter for those that do not train; how slow those are that do."""
+    if place.status != TRAINS:
+        return {DEAD: "✕", JOINS: "+", SHADOW: "s", WAITS: "–"}[place.status]
+    if place.slowness is None or (dense and place.slowness < _SHOWN_SLOW):
+        return ""
+    return factor_text(place.slowness)
+
+
+def heat_map(state: Live) -> str:
+    """Stages × replicas."""
+    rows, seconds, total = rows_of(state), span_seconds(state.costs), state.standing.num_layers
+    if not rows:
+        return '<p class="muted">No plan yet.</p>'
+    dense = state.standing.replicas > _DENSE
+    columns = "".join(
+        f'<th class="col">{column if not dense or column % 8 == 0 else ""}</th>'
+        for column in range(state.standing.replicas)
+    )
+    lines = [f"<tr><th></th><th></th><th></th>{columns}</tr>"]
+    for stage, row in rows:
+        spans = stage_spans(row)
+        layers = " + ".join(short_span(*span, total) for span in spans) if spans else "mixed"
+        took = sum(seconds.get(span, 0.0) for span in spans or ())
+        head = (f"stage {stage}", layers if stage >= 0 else "", f"{took * 1e3:.3g} ms" if took else "")
+        heads = "".join(f"<th>{escape(one)}</th>" for one in (head if stage >= 0 else ("spare", "", "")))
+        lines.append(f"<tr>{heads}{''.join(_cell(one, dense, total) for one in row)}</tr>")
+    return (
+        f'<table class="{"map dense" if dense else "map"}">{"".join(lines)}</table>'
+        '<p class="legend">Columns are replicas. A number is how many times as long a worker takes as others do for '
+        "the same work, by the last measured steps. ✕ dead · + joins · s shadow · – waits. Beside a stage: its layers "
+        "(E embedding, H head) and what one microbatch takes there on a healthy worker.</p>"
+    )
+
+
+def _cell(place: Place | None, dense: bool, num_layers: int) -> str:
+    if place is None:
+        return '<td class="waits"></td>'
+    if place.status == TRAINS:
+        kind = "unknown" if place.slowness is None else f"h{heat(place.slowness)}"
+    else:
+        kind = place.status
+    ranks = f"rank {place.ranks[0]}" + (f"–{place.ranks[-1]}" if len(place.ranks) > 1 else "")
+    facts = [f"worker {place.worker}", ranks, place.node, place.status]
+    if place.status == TRAINS:
+        facts += [spans_text(place.spans, num_layers), f"{place.microbatches} microbatches"]
+    if place.slowness is not None:
+        facts.append(f"{factor_text(place.slowness)} times the time")
+    title = escape(" · ".join(one for one in facts if one), quote=True)
+    return f'<td class="{kind}" title="{title}">{escape(cell_text(place, dense=dense))}</td>'
+
+
+def step_bars(state: Live) -> str:
+    """Step times, the newest on the right; red where a failure or a change of plan was."""
+    shown = [row for row in state.steps if row.interval_s is not None and row.interval_s > 0]
+    if not shown:
+        return ""
+    stalled = {one.step for one in state.stalls}
+    width, height = 720, 90
+    ordered = sorted(row.interval_s or 0.0 for row in shown)
+    top_s = max(2.5 * ordered[len(ordered) // 2], 1e-9)
+    each = width / len(shown)
+    bars = []
+    for number, row in enumerate(shown):
+        took_s = row.interval_s or 0.0
+        tall = min(1.0, took_s / top_s) * (height - 6)
+        kind = "slowbar" if row.step in stalled else "bar"
+        bars.append(
+            f'<rect class="{kind}" x="{number * each:.2f}" y="{height - tall:.2f}" width="{max(each - 0.6, 0.4):.2f}" '
+            f'height="{tall:.2f}"></rect>'
+        )
+    label = f"Steps {shown[0].step} to {shown[-1].step}: bars end at {top_s:.3g} s, longer ones are cut off"
+    return (
+        f'<svg viewBox="0 0 {width} {height}" preserveAspectRatio="none" height="{height}">{"".join(bars)}</svg>'
+        f'<p class="legend">{escape(label)}. Red: a failure or another plan.</p>'
+    )
+
+
+def goodput_rows(state: Live) -> list[tuple[str, str, str, str]]:
+    """(bucket, cause, seconds with its share, tokens), the largest loss first."""
+    total = state.goodput.elapsed_s or 1.0
+    return [
+        (one.bucket, one.cause, f"{one.seconds:,.2f} s · {one.seconds / total:.2%}", f"{one.tokens:,.0f}")
+        for one in state.goodput.lost
+    ]
+
+
+def goodput_table(state: Live) -> str:
+    worth = state.goodput
+    if worth.share is None:
+        return '<p class="muted">Nothing has been trained yet.</p>'
+    rows = "".join(
+        f'<tr><td><code title="{escape(BUCKETS.get(bucket, ""), quote=True)}">{escape(bucket)}</code></td>'
+        f'<td>{escape(cause)}</td><td class="n">{escape(took)}</td><td class="n">{escape(tokens)}</td></tr>'
+        for bucket, cause, took, tokens in goodput_rows(state)
+    )
+    ideal = "" if worth.ideal_step_s is None else f", an ideal step being {worth.ideal_step_s:.4g} s"
+    head = '<tr><th>bucket</th><th>cause</th><th class="n">time lost</th><th class="n">tokens lost</th></tr>'
+    return (
+        f'<p class="muted">Goodput {worth.share:.2%} of {worth.elapsed_s:,.1f} s{ideal}; {worth.tokens:,} tokens '
+        f"trained. Lost tokens are lost time at that pace.</p><table>{head}{rows}</table>"
+    )
+
+
+def margin_rows(state: Live) -> list[tuple[str, str, str, str]]:
+    """(layers, living holders, more losses survived, more nodes survived); those that survive least first."""
+    alike: dict[tuple[int, int], list[int]] = {}
+    for one in state.standing.margins:
+        alike.setdefault((one.survives, one.survives_nodes), []).extend(range(one.first, one.last))
+    return [
+        (
+            layer_names(layers, state.standing.num_layers),
+            str(survives + 1),
+            str(survives) if survives >= 0 else "lost",
+            str(nodes) if nodes >= 0 else "lost",
+        )
+        for (survives, nodes), layers in sorted(alike.items())
+    ]
+
+
+def margin_table(state: Live) -> str:
+    rows = "".join(
+        "<tr>"
+        + f"<td>{escape(layers)}</td>"
+        + "".join(f'<td class="n">{escape(one)}</td>' for one in rest)
+        + "</tr>"
+        for layers, *rest in margin_rows(state)
+    )
+    heads = ("layers", "copies", "more losses survived", "of nodes")
+    head = "".join(f'<th class="{"n" if number else ""}">{one}</th>' for number, one in enumerate(heads))
+    return f"<table><tr>{head}</tr>{rows}</table>"
+
+
+def cost_table(state: Live) -> str:
+    """The fitted costs, a row for each span of layers."""
+    kinds = list(dict.fromkeys(one.kind for one in state.costs))
+    spans: dict[Span, dict[str, float]] = {}
+    for one in state.costs:
+        spans.setdefault((one.first, one.last), {})[one.kind] = one.seconds
+    if not spans:
+        return '<p class="muted">Nothing has been measured yet.</p>'
+    head = "".join(f'<th class="n">{escape(one)}</th>' for one in (*kinds, "together"))
+    rows = "".join(
+        f"<tr><td>{escape(layer_names(range(*span), state.standing.num_layers))}</td>"
+        + "".join(f'<td class="n">{_ms(took.get(kind))}</td>' for kind in kinds)
+        + f'<td class="n total">{_ms(sum(took.values()))}</td></tr>'
+        for span, took in sorted(spans.items())
+    )
+    return f"<table><tr><th>layers</th>{head}</tr>{rows}</table>"
+
+
+def _ms(seconds: float | None) -> str:
+    return "–" if seconds is None else f"{seconds * 1e3:.4g} ms"
+
+
+def suspect_list(state: Live) -> str:
+    if not state.suspects:
+        return '<p class="muted">Nothing speaks against any node.</p>'
+    rows = "".join(
+        f'<tr><td class="{"bad" if one.is_to_exclude else ""}">{escape(one.node)}</td>'
+        f"<td>{'exclude' if one.is_to_exclude else 'watch'}</td><td>{'<br>'.join(map(escape, one.evidence))}</td></tr>"
+        for one in state.suspects
+    )
+    exclude = excluded(state)
+    flag = f"<p>For Slurm: <code>--exclude={escape(exclude)}</code></p>" if exclude else ""
+    return f"<table><tr><th>node</th><th></th><th>evidence</th></tr>{rows}</table>{flag}"
+
+
+def excluded(state: Live) -> str:
+    """As Slurm's ``--exclude`` takes it: only names that it can mean."""
+    names = (one.node for one in state.suspects if one.is_to_exclude)
+    return ",".join(one for one in names if re.fullmatch(r"[\w.-]+", one))

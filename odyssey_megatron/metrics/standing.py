@@ -1,0 +1,207 @@
+"""Who stands where: the place of each worker, what it does now, and how many more losses each layer survives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from odyssey_megatron.codec import from_jsonable
+from odyssey_megatron.metrics.recoveries import named, ranks_of
+from odyssey_megatron.metrics.timeline import JournalEvent
+from odyssey_megatron.plan.layout import Layout
+
+TRAINS, SHADOW, WAITS, JOINS, DEAD = "trains", "shadow", "waits", "joins", "dead"
+Span = tuple[int, int]
+_MOST_RANKS = 1 << 20
+"""More is a damaged journal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """One worker, where the job's first plan put it: it stays there on the map, whatever it does later."""
+
+    worker: int
+    replica: int
+    stage: int
+    """-1: the first plan had no use for it."""
+    ranks: tuple[int, ...]
+    node: str
+    status: str
+    slowness: float | None
+    """So many times what the same work takes elsewhere; None: not measured."""
+    spans: tuple[Span, ...]
+    """Layers that it computes."""
+    microbatches: int
+    """Of a step, that it computes some layers of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Margin:
+    """Consecutive layers with the same holders."""
+
+    first: int
+    last: int
+    holders: int
+    """Living workers with all of its state."""
+    nodes: int
+    """On so many nodes."""
+
+    @property
+    def survives(self) -> int:
+        """So many of the living may be lost at once, whichever they are; -1: it is gone."""
+        return self.holders - 1
+
+    @property
+    def survives_nodes(self) -> int:
+        return self.nodes - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """The job's newest plan, and who of it is left."""
+
+    generation: int = 0
+    num_layers: int = 0
+    cell_size: int = 1
+    is_recovering: bool = False
+    """Somebody has died, or asked for fresh groups, and the next plan is not in force yet."""
+    dead: frozenset[int] = frozenset()
+    """Ranks."""
+    places: tuple[Place, ...] = ()
+    margins: tuple[Margin, ...] = ()
+
+    @property
+    def replicas(self) -> int:
+        return max((one.replica + 1 for one in self.places), default=0)
+
+    @property
+    def stages(self) -> int:
+        return max((one.stage + 1 for one in self.places), default=0)
+
+    @property
+    def survives(self) -> int | None:
+        """Of the layer that survives least."""
+        return min((one.survives for one in self.margins), default=None)
+
+    @property
+    def survives_nodes(self) -> int | None:
+        return min((one.survives_nodes for one in self.margins), default=None)
+
+
+def standing(events: Sequence[JournalEvent], world_size: int) -> Standing:
+    """By the newest decision that has begun to be carried out. Raises ValueError if its layout is none."""
+    decided = {event["generation"]: event for event in named(events, "decision") if event.get("layout")}
+    if not decided:
+        return Standing()
+    members = {event["generation"]: event["members"] for event in named(events, "generation_started")}
+    first, current = min(decided), max((one for one in members if one in decided), default=min(decided))
+    home, layout = (from_jsonable(Layout, decided[one]["layout"]).check() for one in (first, current))
+    if world_size > _MOST_RANKS:
+        raise ValueError(f"a job of {world_size} ranks")
+    cell = max(1, decided[first].get("cell_size", 1))
+    hosts, (dead, joining) = nodes_of(events), _dead(events)
+    workers = range(-(-world_size // cell))
+    ranks = {worker: tuple(range(worker * cell, min((worker + 1) * cell, world_size))) for worker in workers}
+    gone = frozenset(worker for worker in workers if dead & set(ranks[worker]))
+    waiting = frozenset(worker for worker in workers if joining & set(ranks[worker]))
+    nodes = {worker: hosts.get(ranks[worker][0], "") for worker in workers}
+    return Standing(
+        generation=current,
+        num_layers=layout.num_layers,
+        cell_size=cell,
+        is_recovering=bool(dead & set(members.get(current, ())))
+        or any(one > current and not decided[one].get("planned") for one in decided),
+        dead=frozenset(dead),
+        places=_places(home, layout, ranks, gone, waiting, nodes, _slowness(events)),
+        margins=_margins(layout, gone, nodes),
+    )
+
+
+def nodes_of(events: Sequence[JournalEvent]) -> dict[int, str]:
+    """The name of the host of each rank, or "node 3": of its newest process."""
+    found = {}
+    for event in named(events, "rank_started"):
+        number = str(event.get("source", "")).removeprefix("agent")
+        found[event["target"]] = event.get("host") or f"node {number}"
+    return found
+
+
+def _dead(events: Sequence[JournalEvent]) -> tuple[set[int], set[int]]:
+    """Ranks that are dead, and those that are back but in no plan yet."""
+    dead, joining = set[int](), set[int]()
+    for event in events:
+        if event["event"] == "failure_detected":
+            dead |= set(ranks_of(event["dead"]))
+            joining -= dead
+        elif event["event"] == "rank_joined":
+            dead.discard(event["target"])
+            joining.add(event["target"])
+        elif event["event"] == "switched":
+            joining.discard(event["rank"])
+    return dead, joining
+
+
+def _slowness(events: Sequence[JournalEvent]) -> dict[int, float]:
+    """By worker, as measured last."""
+    measured = named(events, "measured")
+    return {int(worker): float(factor) for worker, factor in measured[-1]["factors"]} if measured else {}
+
+
+def _places(
+    home: Layout,
+    layout: Layout,
+    ranks: Mapping[int, tuple[int, ...]],
+    gone: frozenset[int],
+    waiting: frozenset[int],
+    nodes: Mapping[int, str],
+    slowness: Mapping[int, float],
+) -> tuple[Place, ...]:
+    at: dict[int, tuple[int, int]] = {}
+    for replica, route in enumerate(home.routes):
+        for stage, hop in enumerate(route.hops):
+            at.setdefault(hop.worker, (replica, stage))
+    without = [worker for worker in ranks if worker not in at]
+    at |= {worker: (column, -1) for column, worker in enumerate(without)}
+    spans: dict[int, set[Span]] = {}
+    visits: dict[int, set[int]] = {}
+    for route in layout.routes:
+        for hop in route.hops:
+            spans.setdefault(hop.worker, set()).add((hop.first, hop.last))
+            visits.setdefault(hop.worker, set()).update(route.microbatches)
+    holds = set(layout.workers)
+    found = []
+    for worker, own in ranks.items():
+        status = (
+            DEAD if worker in gone else JOINS if worker in waiting
+            else TRAINS if worker in spans else SHADOW if worker in holds else WAITS
+        )  # fmt: skip
+        replica, stage = at[worker]
+        found.append(
+            Place(
+                worker=worker,
+                replica=replica,
+                stage=stage,
+                ranks=own,
+                node=nodes[worker],
+                status=status,
+                slowness=None if status == DEAD else slowness.get(worker),
+                spans=tuple(sorted(spans[worker])) if status == TRAINS else (),
+                microbatches=len(visits[worker]) if status == TRAINS else 0,
+            )
+        )
+    return tuple(found)
+
+
+def _margins(layout: Layout, gone: frozenset[int], nodes: Mapping[int, str]) -> tuple[Margin, ...]:
+    """Runs of layers whose whole state the same workers have."""
+    found: list[Margin] = []
+    before: tuple[int, ...] | None = None
+    for layer, workers in enumerate(layout.states):
+        if workers == before:
+            found[-1] = replace(found[-1], last=layer + 1)
+        else:
+            living = [worker for worker in workers if worker not in gone]
+            on = len({nodes.get(worker, "") for worker in living})
+            found.append(Margin(first=layer, last=layer + 1, holders=len(living), nodes=on))
+        before = workers
+    return tuple(found)

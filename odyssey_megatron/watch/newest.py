@@ -1,0 +1,45 @@
+"""The state of a job, looked at by several now and then."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.metrics.follow import Follower
+from odyssey_megatron.metrics.live import Live, live
+from odyssey_megatron.metrics.run import UNREADABLE, name_of
+
+_AT_MOST_EVERY_S = 0.5
+_SHARE = 0.05
+"""Of a core: a long journal is read less often."""
+
+
+class Newest:
+    """Works out the state when somebody asks, unless it just has."""
+
+    def __init__(self, run_dir: str | Path):
+        """Raises ConfigError if ``run_dir`` is no run's folder."""
+        self._follower = Follower(run_dir)
+        self._name = name_of(self._follower.folder)
+        self._lock = threading.Lock()
+        self._due_s = 0.0
+        self._state: Live | None = None
+
+    def get(self) -> Live:
+        """Raises ConfigError if the journal cannot be read, or is none."""
+        with self._lock:
+            if self._state is None or time.monotonic() >= self._due_s:
+                began_s = time.thread_time()
+                events = self._follower.events()
+                try:
+                    self._state = live(self._name, events)
+                except UNREADABLE as error:
+                    raise ConfigError(
+                        f"the journal in {self._follower.folder} cannot be read: {type(error).__name__} {error}. "
+                        "Report it with the version of odyssey that wrote it."
+                    ) from error
+                took_s = time.thread_time() - began_s
+                self._due_s = time.monotonic() + max(_AT_MOST_EVERY_S, took_s / _SHARE)
+            return self._state

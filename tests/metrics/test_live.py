@@ -1,0 +1,171 @@
+"""The one state that terminal, page, metrics and report show, out of journals that are known line by line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from odyssey_megatron.metrics import goodput
+from odyssey_megatron.metrics.follow import Follower
+from odyssey_megatron.metrics.journal import read_journal
+from odyssey_megatron.metrics.live import live
+from odyssey_megatron.metrics.timeline import last_job
+
+from .synthetic_run import SAVE_S, SLOW, SLOWER_S, STEP_S, STEPS
+
+
+def events_of(folder) -> list:
+    return last_job(list(read_journal(folder)))
+
+
+@pytest.fixture(scope="module")
+def shot(runs):
+    return live("shot_at", events_of(runs["shot_at"]))
+
+
+def until(events, at: str, **fields):
+    """The state when the first such line was written."""
+    number = next(
+        number
+        for number, one in enumerate(events)
+        if one["event"] == at and all(one[name] == value for name, value in fields.items())
+    )
+    return live("cut", events[: number + 1])
+
+
+def test_every_second_is_in_one_bucket(shot, runs):
+    worth = shot.goodput
+    assert worth.productive_s + sum(one.seconds for one in worth.lost) == pytest.approx(worth.elapsed_s)
+    events = events_of(runs["shot_at"])
+    assert worth.elapsed_s == pytest.approx(events[-1]["at_s"] - events[0]["at_s"])
+    assert worth.ideal_step_s == pytest.approx(STEP_S, rel=0.01)
+    assert worth.productive_s == pytest.approx(STEPS * STEP_S, rel=0.01)
+
+
+def test_what_was_lost_has_its_cause_and_its_tokens(shot):
+    lost = goodput.by_bucket(shot.goodput.lost)
+    assert lost[goodput.SAVING] == pytest.approx(SAVE_S, rel=0.02)
+    assert lost[goodput.SLOW] == pytest.approx(len(SLOW) * SLOWER_S, rel=0.02)
+    assert lost[goodput.RECOVERING] == pytest.approx(
+        sum(one.stall_s or 0.0 for one in shot.stalls if one.is_failure)
+    )
+    assert lost[goodput.DONE_AGAIN] == pytest.approx((5 + 12) / 12 * STEP_S, rel=0.05), (
+        "what was done of two steps"
+    )
+    (slow,) = (one for one in shot.goodput.lost if one.bucket == goodput.SLOW)
+    assert slow.cause == "rank(s) 6 slow"
+    assert slow.tokens == pytest.approx(len(SLOW) * SLOWER_S / STEP_S * 768, rel=0.02)
+
+
+def test_a_job_that_loses_nothing_is_all_good(runs):
+    state = live("undisturbed", events_of(runs["undisturbed"]))
+    lost = goodput.by_bucket(state.goodput.lost)
+    assert lost.pop(goodput.SAVING) == pytest.approx(SAVE_S, rel=0.02)
+    assert sum(lost.values()) < 0.02, "but for the launch"
+    assert (state.suspects, state.findings, state.stalls) == ((), (), ())
+
+
+def test_each_worker_has_its_place(shot):
+    here = shot.standing
+    assert (here.stages, here.replicas) == (4, 2)
+    assert {one.worker: (one.stage, one.replica) for one in here.places} == {
+        w: (w // 2, w % 2) for w in range(8)
+    }
+    assert {one.worker for one in here.places if one.status == "dead"} == {0, 3, 5}
+    assert {one.worker: one.spans for one in here.places if one.status == "trains"} == {
+        1: ((0, 4),), 2: ((4, 7),), 4: ((0, 5),), 6: ((7, 10),), 7: ((5, 10),),
+    }  # fmt: skip
+    assert {one.worker: one.node for one in here.places} == {w: f"host{w // 4}" for w in range(8)}
+    assert here.places[6].slowness == 1.0
+    assert shot.findings == (), "it is as fast as others again"
+
+
+def test_how_many_more_losses_each_layer_survives(runs, shot):
+    events = events_of(runs["shot_at"])
+    before = until(events, "job_started").standing
+    assert before.survives is None, "no plan yet"
+    start = until(events, "step_committed", step=0).standing
+    assert {(one.first, one.last): one.survives for one in start.margins} == {
+        (0, 3): 1, (3, 5): 1, (5, 7): 1, (7, 10): 1
+    }  # fmt: skip
+    assert start.survives_nodes == 0, "both holders of a stage are on one host"
+    one_dead = until(events, "failure_detected")
+    assert {(one.first, one.last): one.survives for one in one_dead.standing.margins} == {
+        (0, 3): 1, (3, 5): 1, (5, 7): 0, (7, 10): 1
+    }  # fmt: skip
+    assert one_dead.status == "recovering"
+    assert [(one.first, one.last, one.survives) for one in shot.standing.margins] == [
+        (0, 4, 1), (4, 5, 1), (5, 7, 1), (7, 10, 1),
+    ]  # fmt: skip
+    assert shot.status == "ended"
+    assert shot.standing.survives_nodes == 0
+
+
+def test_a_plan_that_is_only_offered_is_not_in_force(runs):
+    events = events_of(runs["shot_at"])
+    offered = until(events, "decision", policy="fill")
+    assert offered.standing.generation == 2
+    assert offered.status == "trains"
+    switched = until(events, "switched")
+    assert switched.standing.generation == 3
+
+
+def test_who_is_slow_now_with_the_evidence(runs):
+    events = events_of(runs["shot_at"])
+    state = until(events, "measured")
+    (found,) = state.findings
+    assert (found.kind, found.ranks, found.factor) == ("slow worker", (6,), 2.0)
+    assert {one.worker: one.slowness for one in state.standing.places if one.slowness != 1.0} == {
+        0: None, 3: None, 5: None, 6: 2.0
+    }  # fmt: skip
+    assert {one.node for one in state.suspects if one.is_to_exclude} == {"host0", "host1"}
+    assert "rank 6 is slow: it takes twice the time" in state.suspects[1].evidence
+    first = state.costs[0]
+    assert (first.first, first.last, first.kind) == (0, 4, "forward")
+
+
+def test_a_node_is_excluded_for_two_incidents_and_watched_for_one(shot):
+    assert [(one.node, one.is_to_exclude) for one in shot.suspects] == [("host0", True), ("host1", False)]
+    assert "(injected)" in shot.suspects[0].evidence[0]
+
+
+def test_the_last_decision_is_the_one_that_weighed(shot):
+    assert shot.decision.generation == 6
+    assert [row["name"] for row in shot.decision.candidates] == ["reroute", "replan", "replan 2+5"]
+    assert shot.planned_step_s == 0.55
+
+
+def test_following_says_the_same_as_reading_it_all(runs, tmp_path, shot):
+    """Whatever part of a line has been written when it is looked."""
+    files = {path.name: path.read_bytes() for path in (runs["shot_at"] / "journal").iterdir()}
+    (tmp_path / "journal").mkdir()
+    follower, parts = Follower(tmp_path), 7
+    for part in range(1, parts + 1):
+        for name, raw in files.items():
+            with (tmp_path / "journal" / name).open("ab") as file:
+                file.write(raw[len(raw) * (part - 1) // parts : len(raw) * part // parts])
+        state = live("shot_at", follower.events())
+    assert state == shot
+    assert live("shot_at", follower.events()) == shot, "nothing is new"
+
+
+def test_following_goes_to_the_next_job_in_the_folder(runs, tmp_path):
+    follower = None
+    for name, job in (("shot_at", "ab12cd34"), ("undisturbed", "0f0f0f0f")):
+        for path in (runs[name] / "journal").iterdir():
+            (tmp_path / "journal").mkdir(exist_ok=True)
+            with (tmp_path / "journal" / path.name).open("a") as file:
+                file.write(path.read_text().replace("ab12cd34", job))
+        follower = follower or Follower(tmp_path)
+        state = live("run", follower.events())
+        assert (state.job, bool(state.stalls)) == (job, name == "shot_at")
+
+
+def test_what_all_say_alike_is_kept_once(tmp_path, runs):
+    """Of a long job the state is made anew each second."""
+    follower = Follower(runs["shot_at"])
+    kept = follower.events()
+    assert len([one for one in kept if one["event"] == "step_committed"]) == STEPS
+    assert not [one for one in kept if one["event"] in ("trace", "samples")]
+    assert json.dumps(kept, default=str)

@@ -1,0 +1,106 @@
+"""``odyssey top``: frames of a run, as a user's terminal gets them."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+
+import pytest
+
+from odyssey_megatron import cli
+from odyssey_megatron.metrics.follow import Follower
+from odyssey_megatron.metrics.live import live
+from odyssey_megatron.watch.screen import frame
+
+PLAIN = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")
+
+
+@pytest.fixture
+def state(runs):
+    return live("shot_at", Follower(runs["shot_at"]).events())
+
+
+def test_one_frame_has_all_there_is(runs, capsys):
+    assert cli.main(["top", str(runs["shot_at"]), "--once"]) == 0
+    text = capsys.readouterr().out
+    for wanted in (
+        "odyssey shot_at · ended: trained",
+        "5 of 8 ranks live",
+        "1 more worker and 0 more nodes can be lost at once",
+        "UNPRODUCTIVE_CHECKPOINT_SAVE_TIME",
+        "rejected: worker 4 would need 210 MiB",
+        "--exclude=host0",
+    ):
+        assert wanted in text
+    assert re.search(r"^stage 0 E 1–3 .*✕ .*1\.00", text, re.MULTILINE)
+    assert "\x1b" not in text, "it is no terminal"
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_the_map_fits_and_colours_take_no_room(state, width):
+    coloured = frame(state, now_s=0.0, width=width, colours=True).splitlines()
+    plain = frame(state, now_s=0.0, width=width, colours=False).splitlines()
+    rows = [line for line in coloured if line.startswith("stage ")]
+    assert len(rows) == 4
+    assert all(len(PLAIN.sub("", row)) <= width for row in rows)
+    assert [PLAIN.sub("", line).replace(" ", "") for line in coloured] == [
+        line.replace(" ", "") for line in plain
+    ]
+
+
+def test_as_json(runs, capsys):
+    assert cli.main(["top", str(runs["shot_at"]), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["standing"]["generation"] == 6
+    assert found["goodput"]["lost"][0]["bucket"] == "UNPRODUCTIVE_CHECKPOINT_SAVE_TIME"
+
+
+def test_in_a_terminal_it_follows_until_the_job_has_ended(runs, tmp_path):
+    files = {path.name: path.read_bytes() for path in (runs["shot_at"] / "journal").iterdir()}
+    (tmp_path / "run" / "journal").mkdir(parents=True)
+    for name, raw in files.items():
+        lines = [one for one in raw.splitlines(keepends=True) if json.loads(one)["wall_s"] < 1.7e9 + 1008]
+        (tmp_path / "run" / "journal" / name).write_bytes(b"".join(lines))
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "odyssey_megatron", "top", str(tmp_path / "run"), "--every-s", "0.1"]
+    env = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env) as process:
+        os.close(theirs)
+        shown = read_until(ours, "trains")
+        for name, raw in files.items():
+            (tmp_path / "run" / "journal" / name).write_bytes(raw)
+        shown += read_until(ours, "ended: trained")
+        assert process.wait(20) == 0
+    assert "\x1b[48;5;" in shown, "colours"
+    os.close(ours)
+
+
+def read_until(terminal: int, text: str) -> str:
+    found, ends_s = "", time.monotonic() + 30
+    while text not in found:
+        assert time.monotonic() < ends_s, found[-2000:]
+        if select.select([terminal], [], [], 0.2)[0]:
+            found += os.read(terminal, 1 << 16).decode(errors="replace")
+    return found
+
+
+def test_bad_input(tmp_path, capsys, runs):
+    for argv, reason in (
+        (["top", str(tmp_path)], "has no journal folder"),
+        (["top", str(runs["shot_at"]), "--every-s", "0"], "from 0.1 to 3,600"),
+        (["top", str(runs["shot_at"]), "--page-port", "70000"], "from 0 to 65,535"),
+        (
+            ["top", str(runs["shot_at"]), "--page-port", "0", "--bind", "203.0.113.7"],
+            "cannot listen at 203.0.113.7",
+        ),
+    ):
+        assert cli.main(argv) == 2
+        error = capsys.readouterr().err
+        assert reason in error
+        assert error.count("\n") == 1
