@@ -15,7 +15,8 @@ from odyssey_megatron.diagnosis.change import FALSE_ALARM_STEPS, RECENT, noise, 
 from odyssey_megatron.diagnosis.fit import Fit, fit
 from odyssey_megatron.diagnosis.timings import Floats, Piece, Timings, medians, within
 
-_UNEVEN_STAGE = 1.1
+UNEVEN_STAGE = "uneven stage"
+_MUCH = 1.1
 """A stage that takes so many times what the others do is uneven; below, there is little to win."""
 _UNEVEN_SEQUENCES = 0.05
 """Spread between microbatches, relative, that no model of them explains."""
@@ -31,8 +32,9 @@ class Verdict:
     """One thing that makes the job slower."""
 
     kind: str
-    """``slow worker``, ``uneven stage``, ``uneven sequences`` or ``all slower``."""
+    """``slow worker``, ``slow node``, ``uneven stage``, ``uneven sequences`` or ``all slower``."""
     worker: int = -1
+    node: int = -1
     layers: tuple[int, int] = (-1, -1)
     factor: float = 1.0
     """So many times what it should take."""
@@ -52,6 +54,10 @@ class Diagnosis:
     """Of each piece on a healthy worker; see ``Fit.costs``."""
     factors: Mapping[int, float] = field(default_factory=dict)
     """Worker -> so many times what the same work takes elsewhere, by its last measured steps."""
+    latest: Mapping[int, float] = field(default_factory=dict)
+    """As above, by the newest step alone."""
+    newest: int = -1
+    """That step."""
 
     @property
     def slow(self) -> dict[int, float]:
@@ -85,16 +91,34 @@ def diagnose(timings: Timings, known: Mapping[Piece, tuple[float, float]] | None
         *_uneven_sequences(timings, found),
         *_all_slower(timings, common),
     ]
-    return Diagnosis(verdicts=tuple(verdicts), costs=found.costs, factors=_factors(timings, apart))
+    recent = zip(timings.workers, (row[~np.isnan(row)][-RECENT:] for row in apart), strict=True)
+    return Diagnosis(
+        verdicts=tuple(verdicts),
+        costs=found.costs,
+        factors={worker: math.exp(float(np.median(row))) for worker, row in recent if len(row)},
+        latest={
+            worker: math.exp(float(value))
+            for worker, value in zip(timings.workers, apart[:, -1], strict=True)
+            if not math.isnan(value)
+        },
+        newest=timings.steps[-1],
+    )
 
 
-def _factors(timings: Timings, apart: Floats) -> dict[int, float]:
-    recent = [row[~np.isnan(row)][-RECENT:] for row in apart]
-    return {
-        worker: math.exp(float(np.median(row)))
-        for worker, row in zip(timings.workers, recent, strict=True)
-        if len(row)
-    }
+def slow_nodes(diagnosis: Diagnosis, nodes: Mapping[int, int]) -> list[Verdict]:
+    """Nodes all of whose workers are slow: what they share is, rather than each by itself. ``nodes``: of each worker
+    that lives.
+    """
+    slow, on = diagnosis.slow, dict[int, list[int]]()
+    for worker, node in nodes.items():
+        on.setdefault(node, []).append(worker)
+    found = []
+    for node, workers in on.items():
+        if 1 < len(workers) < len(nodes) and slow.keys() >= set(workers):
+            factor = 1 / max(slow[worker] for worker in workers)
+            evidence = f"all {len(workers)} workers of node {node} take at least {factor:.2f} times as long as others"
+            found.append(Verdict(kind="slow node", node=node, factor=factor, evidence=evidence))
+    return found
 
 
 def _healthy_costs(timings: Timings, found: Fit, slow: Collection[int]) -> dict[Piece, tuple[float, float]]:
@@ -154,13 +178,13 @@ def _uneven_stages(timings: Timings, found: Fit) -> list[Verdict]:
         return []
     (dearest, most), *rest = sorted(spans.items(), key=lambda one: (-one[1], one[0]))
     others = float(np.median([seconds for _, seconds in rest]))
-    if others <= 0 or most < _UNEVEN_STAGE * others:
+    if others <= 0 or most < _MUCH * others:
         return []
     alone = any((piece.first, piece.last) == dearest for piece in found.alone)
     who = "on its only worker" if alone else "on all of its workers"
     return [
         Verdict(
-            kind="uneven stage",
+            kind=UNEVEN_STAGE,
             layers=dearest,
             factor=most / others,
             evidence=f"takes {most / others:.2f} times as long as the other stages, {who}",

@@ -48,8 +48,13 @@ class Planner(Protocol):
         """
         ...
 
-    def rebalance(self, state: ClusterState, current: Plan, now_s: float, lasts_s: float) -> Rebalanced:
+    def rebalance(
+        self, state: ClusterState, current: Plan, now_s: float, lasts_s: float, *, anew: bool = False
+    ) -> Rebalanced:
         """The plan for the speeds that ``state`` has, which are expected to stay for ``lasts_s``.
+
+        Args:
+            anew: nobody is slow, and none is better for having been the first plan.
 
         Raises:
             PlanInfeasible: no candidate fits.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from odyssey_megatron.cluster.state import ClusterState, with_speeds
 from odyssey_megatron.diagnosis.lasting import remaining_s
-from odyssey_megatron.diagnosis.verdicts import Diagnosis, Verdict
+from odyssey_megatron.diagnosis.verdicts import UNEVEN_STAGE, Diagnosis, Verdict, slow_nodes
 from odyssey_megatron.errors import OdysseyError
 from odyssey_megatron.launch.planner import Planner
 from odyssey_megatron.metrics.journal import Journal
@@ -44,7 +44,9 @@ class Rebalancing:
     def __init__(self, planner: Planner, journal: Journal, say: Callable[[str], None], *, acts: bool):
         self._planner, self._journal, self._say, self._acts = planner, journal, say, acts
         self._seen: Diagnosis | None = None
-        self._said: set[tuple[str, tuple[int, int]]] = set()
+        self._said: set[tuple[str, tuple[int, int], int, tuple[int, ...]]] = set()
+        self._suspected: dict[int, int] = {}
+        """Worker that looks slow -> the newest measured step when it first did."""
         self._known: dict[int, float] = {}
         """Slow worker -> its speed."""
         self._began_s: dict[int, float] = {}
@@ -64,42 +66,47 @@ class Rebalancing:
             return state, None
         self._seen = diagnosis
         self._note_measured(diagnosis, now_s)
-        self._note_others(diagnosis, live)
+        why = self._note_others(diagnosis, live, state)
         before, state = state, state if self._acts else with_speeds(state, self._known)
-        changed = changes(state, diagnosis.slow)
+        changed = changes(state, self._confirmed(diagnosis))
         state = with_speeds(state, changed)
         self._known = {worker.worker: worker.speed for worker in state.workers if worker.speed < 1.0}
-        if not self._acts:
-            self._compare(changed, diagnosis, state, live, now_s)
-            return before, None
-        return state, self._compare(changed, diagnosis, state, live, now_s)
+        why += [self._note(worker, speed, diagnosis, state, now_s) for worker, speed in changed.items()]
+        better = self._compare("; ".join(why), state, live, now_s, is_new=bool(changed)) if why else None
+        return (state, better) if self._acts else (before, None)
+
+    def _confirmed(self, diagnosis: Diagnosis) -> dict[int, float]:
+        """The slow whose slowness a second look bears out: a step that was measured after the verdict, by itself."""
+        slow = diagnosis.slow
+        self._suspected = {worker: self._suspected.get(worker, diagnosis.newest) for worker in slow}
+        return {
+            worker: speed
+            for worker, speed in slow.items()
+            if worker in self._known
+            or (
+                diagnosis.newest > self._suspected[worker]
+                and diagnosis.latest.get(worker, 1.0) >= LEAST_SLOWNESS
+            )
+        }
 
     def _compare(
-        self,
-        changed: Mapping[int, float],
-        diagnosis: Diagnosis,
-        state: ClusterState,
-        live: Plan,
-        now_s: float,
+        self, why: str, state: ClusterState, live: Plan, now_s: float, *, is_new: bool
     ) -> Better | None:
-        if not changed:
-            return None
-        why = "; ".join(
-            self._note(worker, speed, diagnosis, state, now_s) for worker, speed in changed.items()
-        )
+        """``is_new``: some worker has another speed than before."""
         self._began_s = {
             worker: since_s for worker, since_s in self._began_s.items() if worker in self._known
         }
         ages_s = [now_s - since_s for since_s in self._began_s.values()]
         lasts_s = remaining_s(min(ages_s), self._lasted_s) if ages_s else math.inf
         try:
-            found = self._planner.rebalance(state, live, now_s, lasts_s)
+            found = self._planner.rebalance(state, live, now_s, lasts_s, anew=not is_new)
         except OdysseyError as error:
             _log.warning("no plan for the speeds of now: %s", error)
             return None
-        if found.decided.plan.layout == live.layout or (
-            found.gain < _LEAST_GAIN and not self._is_back(state)
-        ):
+        is_back = is_new and self._is_back(state)
+        if is_back:  # so that a heavy stage is looked at once more
+            self._said = {said for said in self._said if said[0] != UNEVEN_STAGE}
+        if found.decided.plan.layout == live.layout or (found.gain < _LEAST_GAIN and not is_back):
             self._say(f"[odyssey] {why}: the plan stays, as no other is {_LEAST_GAIN:.0%} faster")
             return None
         gain = f"steps {found.gain:.0%} faster" if found.gain >= _LEAST_GAIN else "as before"
@@ -130,12 +137,25 @@ class Rebalancing:
         self._event("slow worker", ranks, speed, evidence)
         return why
 
-    def _note_others(self, diagnosis: Diagnosis, live: Plan) -> None:
-        """Each once: nobody is to be told all the time of what does not change."""
-        for one in diagnosis.verdicts:
-            if one.worker < 0 and (one.kind, one.layers) not in self._said:
-                self._said.add((one.kind, one.layers))
-                self._event(one.kind, [], 1 / one.factor, _where(one, live) + one.evidence)
+    def _note_others(self, diagnosis: Diagnosis, live: Plan, state: ClusterState) -> list[str]:
+        """Each once for those who live: nobody is to be told all the time of what does not change. What layers could be
+        moved for.
+        """
+        nodes = {worker.worker: worker.node for worker in state.workers if worker.alive}
+        found, together = list[str](), slow_nodes(diagnosis, nodes)
+        for over in {said for said in self._said if said[2] not in (-1, *(one.node for one in together))}:
+            self._said.remove(over)
+            self._event(over[0], _ranks_on(state, over[2]), 1.0, "not all of its workers are slow any more")
+        for one in (*diagnosis.verdicts, *together):
+            key = one.kind, one.layers, one.node, state.alive
+            if one.worker >= 0 or key in self._said:
+                continue
+            self._said = {said for said in self._said if said[-1] == state.alive} | {key}
+            where = _where(one, live)
+            self._event(one.kind, _ranks_on(state, one.node), 1 / one.factor, where + one.evidence)
+            if one.kind == UNEVEN_STAGE:
+                found.append(f"{where}{one.factor:.2f} times the time of other stages")
+        return found
 
     def _note_measured(self, diagnosis: Diagnosis, now_s: float) -> None:
         """For those who look on, as often as it changes."""
@@ -156,6 +176,10 @@ class Rebalancing:
 
     def _event(self, kind: str, ranks: list[int], speed: float, evidence: str) -> None:
         self._journal.event("slowness", echo=True, kind=kind, slow_ranks=ranks, speed=speed, why=evidence)
+
+
+def _ranks_on(state: ClusterState, node: int) -> list[int]:
+    return [rank for worker in state.workers if worker.node == node for rank in worker.ranks]
 
 
 def _where(verdict: Verdict, live: Plan) -> str:

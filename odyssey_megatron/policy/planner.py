@@ -149,17 +149,27 @@ class PolicyPlanner:
             without = apply(state, died)
             if without.alive:
                 with contextlib.suppress(OdysseyError):
-                    self._going_on(without, current, profile, now_s, thorough=True)
+                    self._going_on(without, current, profile, now_s, home=self._home, thorough=True)
         self._learned = profile  # not before all this is known
         return diagnosis
 
     def adopt(self, observations: Sequence[str]) -> None:
         self._learned = self._taken_in(observations)[0]
 
-    def rebalance(self, state: ClusterState, current: Plan, now_s: float, lasts_s: float) -> Rebalanced:
-        """For the speeds that ``state`` has, expected to last ``lasts_s``. Raises PlanInfeasible."""
+    def rebalance(
+        self, state: ClusterState, current: Plan, now_s: float, lasts_s: float, *, anew: bool = False
+    ) -> Rebalanced:
+        """For the speeds that ``state`` has, expected to last ``lasts_s``; ``anew``: for what layers cost, wherever the
+        job began. Raises PlanInfeasible.
+        """
         decided = self._going_on(
-            without_fresh(state), current, self._learned, now_s, horizon_s=lasts_s, rebalances=True
+            without_fresh(state),
+            current,
+            self._learned,
+            now_s,
+            home=None if anew else self._home,
+            horizon_s=lasts_s,
+            rebalances=True,
         )
         chosen = next(row for row in decided.rows if row.chosen)
         kept = [row.step_s for row in decided.rows if row.name == "keep" and row.step_s]
@@ -173,7 +183,7 @@ class PolicyPlanner:
             weighed = self._chosen(state, now_s)[1]
         if self._job == before:
             weighed = ()  # as it was said before
-        return self._going_on(state, previous, self._learned, now_s, weighed=weighed)
+        return self._going_on(state, previous, self._learned, now_s, home=self._home, weighed=weighed)
 
     def _going_on(
         self,
@@ -182,12 +192,12 @@ class PolicyPlanner:
         profile: Profile,
         now_s: float,
         *,
+        home: Plan | None,
         weighed: tuple[CandidateRow, ...] = (),
         thorough: bool = False,
         rebalances: bool = False,
         horizon_s: float = math.inf,
     ) -> Decided:
-        home = self._home
         horizon_s = min(horizon_s, self._config.horizon_s)
         decision = decide(
             job=self._job,
