@@ -288,7 +288,7 @@ class Coordinator:
             planned=generation.planned,
             schedule=plan.schedule_text,
             layout=to_jsonable(plan.layout),
-            cell_size=len(self._state.workers[0].ranks),
+            cell_size=len(self._job.cluster.workers[0].ranks),
         )
         if rows:
             self._say(candidates_table(rows))
