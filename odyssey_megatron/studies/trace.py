@@ -12,8 +12,8 @@ from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import LayersLost, PlanInfeasible
 from odyssey_megatron.inputs import Between
 from odyssey_megatron.plan.plan import Plan
-from odyssey_megatron.policy.decide import decide, initial_plan
-from odyssey_megatron.studies.baselines import Running, System, World, restarted
+from odyssey_megatron.policy.decide import decide, initial_plan, scheduled
+from odyssey_megatron.studies.baselines import Running, System, World
 
 MAX_CHANGES = 10_000
 """Of a trace: each is decided on under every policy, which takes about a second for 4,096 workers."""
@@ -48,6 +48,8 @@ class Played:
     tokens_per_s: float
     """Average over the whole trace."""
     downtime_s: float
+    restarts: int
+    """From a checkpoint, as the state of some layer was lost, or too few were left."""
     history: tuple[tuple[float, float, str], ...]
     """(since, tokens per second from then on, note)."""
 
@@ -146,18 +148,19 @@ def _duration(seconds: float) -> str:
 
 
 class Odyssey(System):
-    """This planner, free or held to one policy."""
+    """This planner, free or held to one policy, with ``--odyssey-layout``."""
 
-    def __init__(self, policy: str = "auto") -> None:
+    def __init__(self, policy: str = "auto", layout: str = "megatron") -> None:
+        super().__init__(ours=True)
         self.name = "odyssey" if policy == "auto" else f"only {policy}"
-        self.policy = policy
+        if layout != "megatron":
+            self.name += f", layout {layout}"
+        self.policy, self.layout = policy, layout
         self.plan: Plan | None = None
-        self.state: ClusterState | None = None
-        self.failures: tuple[float, ...] = ()
 
     def start(self, world: World) -> Running:
-        state = self._state(world, world.workers)
-        self.plan = initial_plan(world.job, state, world.profile)
+        job = replace(world.job, best_layout=self.layout == "auto")
+        self.plan = initial_plan(job, self._state(world, world.workers), world.profile)
         return Running(layout=self.plan.layout, step_s=self.plan.step_s, downtime_s=0.0)
 
     def change(self, world: World, running: Running, alive: tuple[int, ...]) -> Running:
@@ -185,7 +188,12 @@ class Odyssey(System):
         )
 
     def _restart(self, world: World, alive: tuple[int, ...]) -> Running:
-        return restarted(world, alive, "restart")
+        """As others do, in the launch line's layout; the order is ours."""
+        running = self.restarted(world, alive, "restart")
+        if running.layout is not None:
+            state = self._state(world, alive)
+            self.plan = scheduled("restart", running.layout, (), state, world.profile)
+        return running
 
     def _state(self, world: World, alive: Sequence[int]) -> ClusterState:
         there = set(alive)
@@ -205,7 +213,7 @@ def play(system: System, world: World, trace: Trace) -> Played:
     """
     running = system.start(world)
     alive = set(world.workers)
-    now, ready, tokens, still = 0.0, 0.0, 0.0, 0.0
+    now, ready, tokens, still, restarts = 0.0, 0.0, 0.0, 0.0, 0
     history = [(0.0, _rate(world, running), "healthy")]
     for change in (*trace.changes, Change(t_s=trace.duration_s)):
         tokens += max(0.0, change.t_s - max(now, ready)) * _rate(world, running)
@@ -216,12 +224,14 @@ def play(system: System, world: World, trace: Trace) -> Played:
         alive = (alive - set(change.died)) | set(change.joined)
         half_step_s = running.step_s / 2 if math.isfinite(running.step_s) else 0.0
         running = system.change(world, running, tuple(sorted(alive)))
+        restarts += running.restarted
         ready = now + running.downtime_s + (half_step_s if change.died else 0.0)
         history.append((now, _rate(world, running), running.note))
     return Played(
         system=system.name,
         tokens_per_s=tokens / trace.duration_s,
         downtime_s=still,
+        restarts=restarts,
         history=tuple(history),
     )
 

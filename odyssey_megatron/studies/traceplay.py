@@ -13,7 +13,10 @@ from importlib import import_module
 from odyssey_megatron.config import policies
 from odyssey_megatron.errors import ConfigError, PlanInfeasible
 from odyssey_megatron.inputs import WHOLE, Between, Parser, read_text
-from odyssey_megatron.studies.baselines import Bamboo, Chameleon, Oobleck, ReCycle, Restart, System, World
+from odyssey_megatron.studies.baselines import Bamboo, Restart, System, World
+from odyssey_megatron.studies.chameleon import Chameleon
+from odyssey_megatron.studies.oobleck import Oobleck
+from odyssey_megatron.studies.recycle import ReCycle
 from odyssey_megatron.studies.trace import (
     TRACE_S,
     Odyssey,
@@ -28,9 +31,8 @@ from odyssey_megatron.studies.whatif import add_scenario_arguments, scenario_fro
 
 SYSTEMS: tuple[Callable[[], System], ...] = (
     *(partial(Odyssey, policy) for policy in policies()),
-    Chameleon,
-    ReCycle,
-    Oobleck,
+    partial(Odyssey, layout="auto"),
+    *(partial(system, ours=ours) for system in (Chameleon, ReCycle, Oobleck) for ours in (False, True)),
     Bamboo,
     Restart,
 )
@@ -143,10 +145,12 @@ def _traces(options: argparse.Namespace, world: World) -> list[Trace]:
 def table(played: Sequence[Played]) -> str:
     """Average throughput of each system, best first, and how Odyssey compares."""
     ours = next(one.tokens_per_s for one in played if one.system == "odyssey")
-    lines = [f"{'system':<14} {'tokens/s':>12} {'standing still':>15} {'odyssey is':>11}"]
+    lines = [f"{'system':<21} {'tokens/s':>12} {'standing still':>15} {'restarts':>8} {'odyssey is':>11}"]
     for one in played:
         ratio = f"{ours / one.tokens_per_s:.3f}x" if one.tokens_per_s else "-"
-        lines.append(f"{one.system:<14} {one.tokens_per_s:>12,.0f} {one.downtime_s:>13,.0f} s {ratio:>11}")
+        lines.append(
+            f"{one.system:<21} {one.tokens_per_s:>12,.0f} {one.downtime_s:>13,.0f} s {one.restarts:>8} {ratio:>11}"
+        )
     return "\n".join(lines)
 
 

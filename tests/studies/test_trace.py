@@ -15,9 +15,6 @@ from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.rerouting import reroute
 from odyssey_megatron.studies.baselines import (
     Bamboo,
-    Chameleon,
-    Oobleck,
-    ReCycle,
     Restart,
     Running,
     System,
@@ -25,6 +22,9 @@ from odyssey_megatron.studies.baselines import (
     fits,
     one_f_one_b_step_s,
 )
+from odyssey_megatron.studies.chameleon import Chameleon
+from odyssey_megatron.studies.oobleck import Oobleck
+from odyssey_megatron.studies.recycle import ReCycle
 from odyssey_megatron.studies.stagger import staggered_step_s
 from odyssey_megatron.studies.trace import (
     Change,
@@ -135,11 +135,10 @@ def test_staggering_hides_the_reroute():
 
 def test_oobleck_keeps_borrows_and_merges():
     oobleck = Oobleck()
-    assert oobleck._regroup([[0, 1], [2, 3, 4]], [], 2) == [[0, 1], [2, 3, 4]]
-    assert oobleck._regroup([[0], [2, 3, 4]], [], 2) == [[0, 4], [2, 3]]
-    assert oobleck._regroup([[0], [2, 3]], [], 2) == [[2, 3, 0]]
-    assert oobleck._regroup([[0]], [], 2) == []
-    assert oobleck._regroup([[0, 1], [2, 3, 4]], [9], 2) == [[0, 1, 9], [2, 3, 4]]
+    assert oobleck._regroup([[0, 1], [2, 3, 4]], 2) == [[0, 1], [2, 3, 4]]
+    assert oobleck._regroup([[0], [2, 3, 4]], 2) == [[0, 4], [2, 3]]
+    assert oobleck._regroup([[0], [2, 3]], 2) == [[2, 3, 0]]
+    assert oobleck._regroup([[0]], 2) == []
 
 
 def test_memory_rules_out():
@@ -166,7 +165,18 @@ def test_a_restart_trains_on_whole_pipelines():
     assert played.tokens_per_s * 2e4 == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("system", [Odyssey, Chameleon, ReCycle, Oobleck, Restart])
+@pytest.mark.parametrize(
+    "system",
+    [
+        Odyssey,
+        partial(Odyssey, layout="auto"),
+        Chameleon,
+        ReCycle,
+        Oobleck,
+        Restart,
+        *(partial(one, ours=True) for one in (Chameleon, ReCycle, Oobleck)),
+    ],
+)
 def test_every_system_trains_on_and_none_faster_than_its_workers(system):
     """Down to half, with no more tokens than the work allows, and no fewer than one pipeline of Megatron's makes."""
     changes = tuple(Change(t_s=1e4 * (i + 1), died=(dead,)) for i, dead in enumerate((5, 0, 3, 6)))
