@@ -40,6 +40,10 @@ _SLACK = 1 + 1e-9
 _EXACT = 1e-5
 """Of a step, how far the bisection goes."""
 
+_RUNTIME_S = 0.01
+"""Of a step, about what the runtime itself takes (``tests/benchmarks/model_error.py``: below 8 ms). A worker that is
+left idle takes part in nothing, so that less than this is not worth it; steps of microseconds would idle most."""
+
 _VISITS = 8192
 """Of microbatches to stages, that one search schedules at most: a count and not a clock, so that the same arguments
 give the same plan on every machine."""
@@ -116,6 +120,8 @@ def _best(
         times = (own.schedule(*one) for one in dict.fromkeys(best[1]))
         if all(time_s < below_s for time_s in times) and (joint_s := own.join(best[1])) < below_s:
             true = joint_s, best[1]
+    if alike := own.alike(min(limit_s, true[0] if true else inf) * (1 - ALIKE) - _RUNTIME_S):
+        true = alike
     found = true or (best if limit_s == inf else None)
     if found is None:
         return Partition(number=own.number, estimate_s=max(estimate_s, min(limit_s, 1e30))), False
@@ -170,6 +176,22 @@ class _Pipelines:
         if sum(most.get(stages, -inf) * count for stages, count in lengths) < self.microbatches:
             return None
         return [(stages, most[stages]) for stages, count in lengths for _ in range(count)]
+
+    def alike(self, below_s: float) -> tuple[float, Shares] | None:
+        """Pipelines of one length, as long as there are workers, scheduled; None if they take ``below_s`` or more.
+
+        What is left over idles, so that a cluster that has a few workers more is hardly ever slower. Such pipelines'
+        reductions do not wait for each other, which :meth:`join` counts to a length, and so to these, too.
+        """
+        stages = min(self.workers // self.number, self.lengths[-1]) if self.lengths else 0
+        few, more = divmod(self.microbatches, self.number)
+        shares = ((stages, few + 1),) * more + ((stages, few),) * (self.number - more)
+        if stages not in self.lengths or not few or self._bounds.least_s(*shares[0]) >= below_s:
+            return None
+        for one in dict.fromkeys(shares):
+            self.schedule(*one)
+        time_s = max(self._alone_s[one] for one in shares)
+        return (time_s, shares) if time_s < below_s else None
 
     def any(self, time_s: float) -> list[tuple[int, int]] | None:
         """(stages, microbatches) of any pipelines that do all in ``time_s``.
