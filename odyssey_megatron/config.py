@@ -185,6 +185,13 @@ class OdysseyConfig:
     mtbf_s: float = _flag(
         21600.0, "prior mean time between failures of the whole job (in seconds)", within=EXPECTED_S
     )
+    restart_s: float = _flag(
+        0.0,
+        "what a restart from a checkpoint costs, with the steps that are done again: the price of a layout whose next "
+        "loss ends the job. 0: as this job's own start took, 100 s at the least, and half of what lies between two "
+        "--save-interval, or all that was trained if it saves nothing (in seconds)",
+        within=Between(0, 1e9),
+    )
     heartbeat_s: float = _flag(0.05, "interval of the heartbeat of each rank (in seconds)")
     hang_s: float = _flag(5.0, "a rank without a heartbeat for this long is killed (in seconds)")
     node_lease_s: float = _flag(3.0, "a node whose agent is silent for this long is lost (in seconds)")

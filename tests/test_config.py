@@ -46,6 +46,7 @@ FROZEN = {
     "trace_steps": 2,
     "horizon_s": 3600.0,
     "mtbf_s": 21600.0,
+    "restart_s": 0.0,
     "heartbeat_s": 0.05,
     "hang_s": 5.0,
     "node_lease_s": 3.0,

@@ -38,6 +38,8 @@ class JobSpec:
     context_parallel_size: int = 1
     expert_model_parallel_size: int = 1
     expert_tensor_parallel_size: int | None = None
+    save_steps: int | None = None
+    """Steps between two checkpoints; 0: it saves none; None: not known."""
 
     def cell(self, rank: int) -> Cell:
         """Of ``rank``."""

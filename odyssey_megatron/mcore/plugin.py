@@ -295,6 +295,7 @@ class Session:
             optimizer_copies=job.optimizer_copies,
             least_holders=self.config.least_holders,
             eager_forwards=self.config.eager_forwards,
+            save_steps=0,
         )
 
     def _profile(self, job: TrainingJob) -> Profile:

@@ -20,6 +20,8 @@ class CandidateRow:
     chosen: bool
     reason: str
     """Why it was chosen or rejected, with the numbers."""
+    next_loss: float = 0.0
+    """Tokens that ``score`` lacks because the next loss may end the job: some layers have a single holder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,10 +7,11 @@ from functools import cached_property
 
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import ClusterState
+from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.rerouting import reroute
-from odyssey_megatron.policy.score import expected_tokens
+from odyssey_megatron.policy.score import expected_tokens, next_loss_s
 from odyssey_megatron.policy.search import Search, search_for
 
 
@@ -83,8 +84,37 @@ class Case:
             horizon_s=self.horizon_s,
             fatal_share=fatal_share,
             restart_s=self.profile.restart_s,
+            left=self.left if fatal_share else 1.0,
             usual_step_s=self.usual_step_s,
         )
+
+    def next_loss(self, fatal_share: float) -> float:
+        """Tokens that the score of a layout lacks because its next loss may end the job."""
+        risk_s = next_loss_s(fatal_share, self.profile.restart_s, self.left, self.mtbf_s, self.horizon_s)
+        return self.job.tokens_per_step * risk_s / self.usual_step_s
+
+    @cached_property
+    def left(self) -> float:
+        """Of the usual speed, what a restart without one more worker would have."""
+        try:
+            return min(1.0, self.usual_step_s / self.restarted_step_s(len(self.alive) - 1))
+        except PlanInfeasible:
+            return 0.0
+
+    def restarted_step_s(self, workers: int) -> float:
+        """The estimated step of a job that starts with ``workers``: as many whole pipelines of its size as they make.
+
+        Raises:
+            PlanInfeasible: not one can be had.
+        """
+        job, stages = self.job, self.job.pipeline_model_parallel_size
+        pipelines = min(workers // stages, job.num_microbatches)
+        if pipelines == 0:
+            raise PlanInfeasible(f"a pipeline needs {stages} workers, {workers} are alive")
+        step_s = self.search.estimate_s(pipelines * stages, job.num_microbatches, pipelines)
+        if step_s is None:
+            raise PlanInfeasible(self.search.why_not(stages))
+        return step_s + self.profile.costs.optimizer_s
 
     def fatal_share(self, layout: Layout) -> float:
         """Share of the living workers whose death would leave some layer of ``layout`` without a holder."""

@@ -273,7 +273,7 @@ def _decided(case: Case, proposed: Options, config: OdysseyConfig, kept_policy: 
     if job.eager_forwards:
         ahead = _assembled(best.order, best.layout, profile.costs, best.found.caps, case.speeds, True)
     why = _why(best.option, config.policy, rows) + ("; " + ahead.ahead if ahead and ahead.ahead else "")
-    rows.append(_row(best, True, why))
+    rows.append(_row(case, best, True, why))
     rows += [_restart_row(case, best.score)] if case.state.dead else []
     rows.sort(key=lambda row: (not row.chosen, row.score is None, -(row.score or 0.0), row.name))
     return Decision(
@@ -356,7 +356,7 @@ def _search(case: Case, found: Sequence[Option], policy: str) -> tuple[_Candidat
     if not worked:
         return None, rows
     best_one = max(worked, key=lambda one: (_on_paper(one.score), -one.transition_s))
-    rows += [_row(one, False, _lost(one, best_one)) for one in worked if one is not best_one]
+    rows += [_row(case, one, False, _lost(one, best_one)) for one in worked if one is not best_one]
     return best_one, rows + _left_over(case, left, best_one, wanted)
 
 
@@ -417,7 +417,12 @@ def _why(best: Option, policy: str, rows: list[CandidateRow]) -> str:
     return f"{best.note}; --odyssey-policy {policy} is impossible: {reasons}"
 
 
-def _row(one: _Candidate, chosen: bool, reason: str) -> CandidateRow:
+def _row(case: Case, one: _Candidate, chosen: bool, reason: str) -> CandidateRow:
+    share, next_loss = one.option.fatal_share, 0.0
+    if share:
+        next_loss = case.next_loss(share)
+        slower = f", then {1 - case.left:.0%} slower" if case.left < 1 else ""
+        reason += f"; {share:.0%} of losses end the job ({case.profile.restart_s:,.0f} s{slower})"
     return CandidateRow(
         name=one.option.name,
         step_s=one.step_s,
@@ -425,6 +430,7 @@ def _row(one: _Candidate, chosen: bool, reason: str) -> CandidateRow:
         score=one.score,
         chosen=chosen,
         reason=reason,
+        next_loss=next_loss,
     )
 
 

@@ -197,15 +197,10 @@ def restart(case: Case) -> tuple[float, float] | str:
     As many whole pipelines of the job's size as the living make, the rest of them idle; the transition is the profile's
     ``restart_s``, which counts the steps lost since the checkpoint too. For comparison: a running job cannot choose it.
     """
-    alive, job, costs = len(case.alive), case.job, case.profile.costs
-    stages = job.pipeline_model_parallel_size
-    pipelines = min(alive // stages, job.num_microbatches)
-    if pipelines == 0:
-        return f"a pipeline needs {stages} workers, {alive} are alive"
-    search = case.search
-    step_s = search.estimate_s(pipelines * stages, job.num_microbatches, pipelines)
-    if step_s is None:
-        return search.why_not(stages)
-    step_s += costs.optimizer_s
-    fatal_share = stages / alive if pipelines == 1 else 0.0
+    alive, stages = len(case.alive), case.job.pipeline_model_parallel_size
+    try:
+        step_s = case.restarted_step_s(alive)
+    except PlanInfeasible as error:
+        return str(error)
+    fatal_share = stages / alive if alive < 2 * stages or case.job.num_microbatches == 1 else 0.0
     return step_s, case.score(step_s, case.profile.restart_s, fatal_share)

@@ -27,7 +27,7 @@ from odyssey_megatron.policy.history import History
 from odyssey_megatron.policy.measured import Measured, alike, with_measured
 from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.redundancy import Standing
-from odyssey_megatron.policy.score import mean_time_between_failures_s
+from odyssey_megatron.policy.score import mean_time_between_failures_s, restart_cost_s
 from odyssey_megatron.policy.two_speed import rows as rows_of
 from odyssey_megatron.policy.two_speed import towards, two_speed
 
@@ -65,6 +65,8 @@ class PolicyPlanner:
         """What there is to choose from, or to compare with, under ``--odyssey-redundancy compute`` and ``auto``."""
         self._among: tuple[str, ...] = ()
         self._slow: frozenset[int] = frozenset()
+        self._start_s: float | None = None
+        """How long it took until the job trained; None as long as nobody has measured anything."""
 
     def start(self, job: JobSpec, state: ClusterState, profile_json: str) -> Decided:
         self._job = job = replace(job, best_layout=self._config.layout == "auto")
@@ -130,8 +132,9 @@ class PolicyPlanner:
     def _chosen(self, state: ClusterState, now_s: float) -> tuple[Standing, tuple[CandidateRow, ...]]:
         """Of the standings, at the rate of failures by now; the job goes on with it."""
         mtbf_s = mean_time_between_failures_s(state, self._config.mtbf_s, now_s)
+        profile = self._priced(self._profile, state, self._standings[0].plan.step_s, now_s)
         chosen, rows = redundancy.choose(
-            self._standings, self._among, self._profile, mtbf_s=mtbf_s, horizon_s=self._config.horizon_s
+            self._standings, self._among, profile, mtbf_s=mtbf_s, horizon_s=self._config.horizon_s
         )
         self._job = chosen.job
         return chosen, rows
@@ -139,6 +142,9 @@ class PolicyPlanner:
     def learn(
         self, state: ClusterState, current: Plan, observations: Sequence[str], now_s: float
     ) -> Diagnosis:
+        if self._start_s is None and any(observations):
+            steps_s = self._config.profile_steps * current.step_s
+            self._start_s = max(0.0, now_s - state.started_s - steps_s)
         found, diagnosis = self._taken_in(observations, dict(state.incarnations))
         profile = replace(self._learned, group_build_s=found.group_build_s)
         if not alike(found.costs, profile.costs):
@@ -185,6 +191,15 @@ class PolicyPlanner:
             weighed = ()  # as it was said before
         return self._going_on(state, previous, self._learned, now_s, home=self._home, weighed=weighed)
 
+    def _priced(self, profile: Profile, state: ClusterState, step_s: float, now_s: float) -> Profile:
+        """With what a restart would cost by now, where that is known."""
+        given_s, start_s, save_steps = self._config.restart_s, self._start_s, self._job.save_steps
+        if not given_s and (start_s is None or save_steps is None):
+            return profile
+        trained_s = max(0.0, now_s - state.started_s - (start_s or 0.0))
+        cost_s = restart_cost_s(start_s or 0.0, save_steps or 0, step_s, trained_s, given_s)
+        return replace(profile, restart_s=cost_s)
+
     def _going_on(
         self,
         state: ClusterState,
@@ -203,7 +218,7 @@ class PolicyPlanner:
             job=self._job,
             state=state,
             previous=previous,
-            profile=profile,
+            profile=self._priced(profile, state, previous.step_s, now_s),
             config=replace(self._config, horizon_s=horizon_s),
             now_s=now_s,
             home=home.layout if home else None,

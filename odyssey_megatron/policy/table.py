@@ -9,7 +9,7 @@ from odyssey_megatron.plan.generation import CandidateRow
 
 def candidates_table(rows: Sequence[CandidateRow]) -> str:
     """An aligned text table, the chosen row marked with ``*``."""
-    cells = [("", "candidate", "step", "transition", "tokens to horizon", "reason")]
+    cells = [("", "candidate", "step", "transition", "tokens to horizon", "next loss", "reason")]
     for row in rows:
         cells.append(
             (
@@ -18,15 +18,16 @@ def candidates_table(rows: Sequence[CandidateRow]) -> str:
                 _seconds(row.step_s),
                 _seconds(row.transition_s),
                 "-" if row.score is None else f"{row.score:,.0f}",
+                f"-{row.next_loss:,.0f}" if row.next_loss else "",
                 row.reason,
             )
         )
-    widths = [max(len(line[i]) for line in cells) for i in range(5)]
+    widths = [max(len(line[i]) for line in cells) for i in range(6)]
     lines = []
-    for mark, name, step, transition, score, reason in cells:
+    for mark, name, step, transition, score, next_loss, reason in cells:
         lines.append(
             f"{mark:<{widths[0]}} {name:<{widths[1]}}  {step:>{widths[2]}}  "
-            f"{transition:>{widths[3]}}  {score:>{widths[4]}}  {reason}".rstrip()
+            f"{transition:>{widths[3]}}  {score:>{widths[4]}}  {next_loss:>{widths[5]}}  {reason}".rstrip()
         )
     return "\n".join(lines)
 

@@ -176,6 +176,12 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--horizon-s", type=EXPECTED_S, default=3600.0, help="score to this horizon (in seconds)"
     )
     parser.add_argument(
+        "--restart-s",
+        type=Between(0, 1e9),
+        help="what a restart from a checkpoint costs, with the steps that are done again (in seconds; default: the "
+        "profile's)",
+    )
+    parser.add_argument(
         "--width",
         type=Between(0, 10_000, whole=True),
         default=110,
@@ -225,6 +231,8 @@ def _decide(
 ) -> tuple[Decision, TwoSpeed | None, float]:
     config = OdysseyConfig(policy=options.policy, mtbf_s=options.mtbf_s, horizon_s=options.horizon_s)
     job, profile = scenario.job, scenario.profile
+    if options.restart_s is not None:
+        profile = replace(profile, restart_s=options.restart_s)
     start = time.perf_counter()
     decision = decide(job=job, state=state, previous=before, profile=profile, config=config, now_s=0.0)
     seconds = time.perf_counter() - start

@@ -243,7 +243,17 @@ def test_a_slow_worker_gets_less_to_do():
 def test_table_is_aligned_and_marks_the_choice():
     _, decision = recover(8, 4, (2,))
     lines = candidates_table(decision.candidates).splitlines()
-    assert lines[0].split() == ["candidate", "step", "transition", "tokens", "to", "horizon", "reason"]
+    assert lines[0].split() == [
+        "candidate",
+        "step",
+        "transition",
+        "tokens",
+        "to",
+        "horizon",
+        "next",
+        "loss",
+        "reason",
+    ]
     assert lines[1].startswith("* ")
     assert len(lines) == len(decision.candidates) + 1
     assert not any(line.startswith("*") for line in lines[2:])

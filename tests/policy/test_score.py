@@ -42,11 +42,17 @@ def test_posterior_moves_from_prior_to_what_is_seen():
 
 
 def test_the_risk_of_a_lone_holder_is_charged():
-    """By simulation: D exponential of mean 100 s, R = 30 s, H = 200 s, a quarter of the workers hold alone."""
+    """By simulation: D exponential of mean 100 s, R = 30 s, H = 200 s, a quarter of the workers hold alone, and what is
+    started then is a fifth slower.
+    """
     mean, restart, horizon, share = 100.0, 30.0, 200.0, 0.25
     slices = 20_000
     times = [horizon * (i + 0.5) / slices for i in range(slices)]
-    risk = sum(math.exp(-t / mean) / mean * min(restart, horizon - t) for t in times) * horizon / slices
+    risk = (
+        sum(math.exp(-t / mean) / mean * (restart + 0.2 * max(0.0, horizon - restart - t)) for t in times)
+        * horizon
+        / slices
+    )
     safe = tokens(2.0, 0.0, mean, horizon)
     risky = expected_tokens(
         tokens_per_step=100,
@@ -56,6 +62,7 @@ def test_the_risk_of_a_lone_holder_is_charged():
         horizon_s=horizon,
         fatal_share=share,
         restart_s=restart,
+        left=0.8,
         usual_step_s=4.0,
     )
     assert safe - risky == pytest.approx(100 / 4.0 * share * risk, rel=1e-3)

@@ -93,6 +93,7 @@ def job_of(
         least_holders=config.least_holders,
         eager_forwards=config.eager_forwards,
         optimizer_copies=optimizer_copies,
+        save_steps=(args.save_interval or 0) if args.save else 0,
     )
 
 
