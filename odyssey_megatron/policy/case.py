@@ -31,6 +31,8 @@ class Case:
     """Of the failure-free plan, where the job comes from."""
     thorough: bool = False
     """Nobody waits for it."""
+    spare_holders: int = 0
+    """Where a layout would leave a layer with a single holder, it is proposed with so many, too."""
     rebalances: bool = False
     """Nobody has died or joined: speeds have changed, and the next layout is entered between two steps."""
 

@@ -243,6 +243,7 @@ def decide(
         mtbf_s=mean_time_between_failures_s(state, config.mtbf_s, now_s),
         home=home,
         thorough=thorough,
+        spare_holders=config.least_holders if config.redundancy == "auto" else 0,
         rebalances=rebalances,
     )
     _check_holders(case)
@@ -349,7 +350,8 @@ def _search(case: Case, found: Sequence[Option], policy: str) -> tuple[_Candidat
                 settled |= wanted(option)
             else:
                 made = Proposal(layout=option.found.make(), note=option.note)
-                option = lay_out(case, option.policy, made, shadowed=True)
+                least = option.found.least_holders or case.job.least_holders
+                option = lay_out(case, option.policy, made, least_holders=least)
                 heappush(queue, (place(option), option))
         except PlanInfeasible as error:
             rows.append(_unscored(option.name, None, f"{option.note}: {error}"))

@@ -77,6 +77,10 @@ def options(case: Case) -> Options:
     for policy, proposal in _proposals(case, impossible):
         if isinstance(proposal, Sketch):
             sketches.append(_sketched(case, policy, proposal))
+            if case.spare_holders and proposal.fatal_share:
+                note = f"{proposal.note}, with new shadows"
+                safer = replace(proposal, note=note, fatal_share=0.0, least_holders=case.spare_holders)
+                sketches.append(_sketched(case, policy, safer))
             continue
         option = _laid_out(case, policy, proposal, impossible)
         tried.append((policy, proposal, option))
@@ -120,11 +124,15 @@ def _sketched(case: Case, policy: Policy, sketch: Sketch) -> Option:
 
 def _shadowed(case: Case, tried: Sequence[Tried], impossible: list[tuple[str, str]]) -> Iterator[Option]:
     """After a loss each once more, with new shadows for what has lost its second holder: safer, but state moves."""
-    for policy, proposal, option in tried if case.lost and case.job.least_holders else ():
-        if option and isinstance(option.found, LaidOut):
+    asked = case.job.least_holders
+    least = asked or case.spare_holders
+    for policy, proposal, option in tried if case.lost and least else ():
+        if option and isinstance(option.found, LaidOut) and (asked or option.fatal_share):
             layout, note = option.found.layout, f"{proposal.note}, with new shadows"
             try:
-                shadowed = lay_out(case, policy, replace(proposal, layout=layout, note=note), shadowed=True)
+                shadowed = lay_out(
+                    case, policy, replace(proposal, layout=layout, note=note), least_holders=least
+                )
             except PlanInfeasible as error:
                 impossible.append((option.name, f"{note}: {error}"))
                 continue
@@ -147,12 +155,12 @@ def at_once(case: Case, tried: Sequence[Tried]) -> list[Option]:
 
 
 def lay_out(
-    case: Case, policy: Policy, proposal: Proposal, *, shadowed: bool = False, joins: bool = True
+    case: Case, policy: Policy, proposal: Proposal, *, least_holders: int = 0, joins: bool = True
 ) -> Option:
     """The option that ``proposal`` is, with its bound and its transition.
 
     Args:
-        shadowed: with a shadow for each layer that has too few holders.
+        least_holders: a layer that has fewer gets shadows.
         joins: optimizer state that has too few keepers gets others.
 
     Raises:
@@ -160,11 +168,9 @@ def lay_out(
     """
     profile, costs, layout = case.profile, case.profile.costs, proposal.layout
     nodes = {worker.worker: worker.node for worker in case.state.workers if worker.alive}
-    if shadowed:
-        job = case.job
-        layout = with_shadows(
-            layout, case.previous, nodes, job.least_holders, costs, eager=job.eager_forwards
-        )
+    if least_holders:
+        eager = case.job.eager_forwards
+        layout = with_shadows(layout, case.previous, nodes, least_holders, costs, eager=eager)
     copies = case.job.optimizer_copies
     layout = with_keepers(layout, case.previous, nodes, copies, costs, joins=joins)
     transfers = plan_transfers(case.previous, layout, case.alive, costs)

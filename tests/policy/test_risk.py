@@ -11,6 +11,7 @@ from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import apply, initial_state
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.plan.verify import verify
 from odyssey_megatron.policy.decide import decide, initial_plan
 from odyssey_megatron.policy.measured import Measured
 from odyssey_megatron.policy.planner import PolicyPlanner
@@ -40,10 +41,10 @@ def struck(t_s=0.0):
     return state
 
 
-def decided(**profile):
+def decided(config=CONFIG, **profile):
     costs = replace(PROFILE, **profile)
     plan = initial_plan(JOB, START, costs)
-    return decide(job=JOB, state=struck(), previous=plan, profile=costs, config=CONFIG, now_s=0.0)
+    return decide(job=JOB, state=struck(), previous=plan, profile=costs, config=config, now_s=0.0)
 
 
 def test_a_single_pipeline_is_left_to_those_who_can_afford_a_restart():
@@ -56,6 +57,18 @@ def test_a_single_pipeline_is_left_to_those_who_can_afford_a_restart():
     assert "100% of losses end the job (10 s, then " in row.reason
     assert f"-{row.next_loss:,.0f}" in candidates_table(cheap.candidates).splitlines()[1]
     assert dear.candidates[0].next_loss == 0.0
+
+
+def test_with_redundancy_auto_a_single_pipeline_may_have_shadows():
+    """Where a restart is dear: the next loss is survived. Where it is cheap they cost more than they save."""
+    config = replace(CONFIG, redundancy="auto")
+    cheap, dear = decided(config, restart_s=10.0), decided(config, restart_s=3600.0)
+    assert cheap.best.option.note == "pipelines 17"
+    assert any("with new shadows" in row.reason for row in cheap.candidates)
+    assert dear.best.option.note == "pipelines 17, with new shadows"
+    assert min(map(len, dear.best.layout.holders)) == 2
+    assert dear.candidates[0].next_loss == 0.0
+    verify(dear.best.layout, dear.plan.schedule)
 
 
 def test_what_the_next_loss_costs_is_what_the_score_lacks():
