@@ -159,7 +159,7 @@ class RankRuntime:
 
     def agree(self, generation: Generation) -> None:
         self._fault(Phase.AGREE.value, self.committed)
-        plan, self._rest, self._taken_up = self._require_plan(), None, 0
+        plan, self._rest, self._taken_up = self.plan, None, 0
         mine = agree.Standing(done=self.done, ready=self._ready, committed=self.committed, joins=self._joins)
         fingerprint = int(generation.plan_hash, 16) % 2**40 + generation.number
         known = torch.cat([self._totals, self._model.loss_scale.state().to(self._totals.device)])
@@ -196,14 +196,14 @@ class RankRuntime:
             self._speak()
 
     def _of_step(self, program: Program) -> StepPlan:
-        return smaller(self._require_plan().layout, program, self._model.microbatches_of(self.committed))
+        return smaller(self.plan.layout, program, self._model.microbatches_of(self.committed))
 
     def _new_progress(self, *, keeps: bool = False) -> Progress:
-        layout = self._require_plan().layout
+        layout = self.plan.layout
         return Progress(layout.num_microbatches, layout.num_layers, keeps=keeps)
 
     def transfer(self, generation: Generation, live: Callable[[], None]) -> None:
-        plan, model, self._live = self._require_plan(), self._model, live
+        plan, model, self._live = self.plan, self._model, live
         if generation.previous is None:
             model.create_layers(plan.layout.held_by(self._worker), plan.layout.kept_by(self._worker))
             self._measured.link = link_times(self._world, model.empty_message())
@@ -315,7 +315,7 @@ class RankRuntime:
 
     def _examined(self, totals: torch.Tensor, progress: Progress) -> torch.Tensor:
         """The totals to go on with, of a step whose numbers are not finite; whoever computes wrongly leaves the job."""
-        layout = self._member.with_all_routes(self.generation, self._require_plan().layout)
+        layout = self._member.with_all_routes(self.generation, self.plan.layout)
         layout = smaller(layout, (), self._model.microbatches_of(self.committed)).layout
         progress.give_up()
 
@@ -335,7 +335,7 @@ class RankRuntime:
 
     def _leave_out(self, wrong: Mapping[int, str], step: int) -> None:
         """Collective: whoever's numbers are wrong leaves the job, unless it cannot do without him."""
-        if wrong and dispensable(self._require_plan().layout, wrong):
+        if wrong and dispensable(self.plan.layout, wrong):
             leave_out(wrong, self._world, self._cell, self._totals.device, step, self._event)
 
     def evaluate(self, first: int, microbatches: int) -> None:
@@ -345,7 +345,7 @@ class RankRuntime:
         self._evaluating = True
         try:
             with torch.no_grad():
-                program = smaller(self._require_plan().layout, self._program, microbatches).program
+                program = smaller(self.plan.layout, self._program, microbatches).program
                 forward_only = [one for one in program if one.op in FORWARD_ONLY]
                 trace = self._measured.trace(self.committed)
                 self._interpreter.run(forward_only, trace, self._new_progress())
@@ -413,7 +413,9 @@ class RankRuntime:
         assert self._groups is not None
         return self._groups[name] if name in self._groups else None
 
-    def _require_plan(self) -> Plan:
+    @property
+    def plan(self) -> Plan:
+        """Of the generation that this rank is in."""
         assert self._plan is not None
         return self._plan
 
@@ -464,7 +466,7 @@ class RankRuntime:
         if self._steps_here <= self._config.trace_steps:
             self._event("trace", step, instructions=trace.to_jsonable())
         if trace.measured:
-            kept = self._require_plan().layout.kept_by(self._worker)
+            kept = self.plan.layout.kept_by(self._worker)
             sizes = {layer: self._model.moved_bytes(layer) for layer in kept}
             self._member.publish_observations(self._measured.with_step(step, trace, sizes))
 
@@ -472,7 +474,7 @@ class RankRuntime:
         self._event(
             "switched",
             self.committed,
-            policy=self._require_plan().policy,
+            policy=self.plan.policy,
             plan_hash=self._plan_hash,
             **self._clock.taken_s(Phase.GROUPS, Phase.AGREE, Phase.TRANSFER),
             fill_s=fill_s,

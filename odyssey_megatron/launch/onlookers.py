@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.metrics.outlet import say
 from odyssey_megatron.watch.command import prometheus_text
 from odyssey_megatron.watch.serve import is_loopback, listen
 
@@ -53,13 +54,16 @@ class Onlookers:
         kept = {
             name: os.environ[name] for name in ("PATH", "PYTHONPATH", "LANG", "HOME") if name in os.environ
         }
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            pass_fds=[one.fileno() for one in self._listening.values()],
-            env=kept | {"ODYSSEY_PAGE_TOKEN": self._token},
-            start_new_session=True,  # a Ctrl-C is for the job, which may go on for a while
-        )
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                pass_fds=[one.fileno() for one in self._listening.values()],
+                env=kept | {"ODYSSEY_PAGE_TOKEN": self._token},
+                start_new_session=True,  # a Ctrl-C is for the job, which may go on for a while
+            )
+        except OSError as error:  # the job does not need it
+            say(f"[odyssey] nobody can look at this job: its page cannot be started ({error}).")
         for listening in self._listening.values():
             listening.close()
 

@@ -73,6 +73,11 @@ class Layout:
         """Per layer, the workers with all its state, whose loss would lose it."""
         return self.keepers or self.all_holders
 
+    @property
+    def losses_survived(self) -> int:
+        """So many of its workers may be lost at once, whichever they are."""
+        return min(map(len, self.states)) - 1
+
     def with_tied(self, layers: Iterable[int]) -> set[int]:
         """``layers``, and the tied weight where they need it."""
         own = set(layers)

@@ -36,6 +36,16 @@ def test_no_point_is_missing_after_the_last_ranks_have_died(jobs, name):
     assert min(ours["mem-allocated-bytes"].values()) > 1e8, "of a process that has imported torch"
     assert ours["odyssey/generation"] == {1: 1, 2: 1, 3: 2, 4: 2, 5: 3, 6: 3}
     assert ours["odyssey/living_ranks"] == {1: 6, 2: 6, 3: 5, 4: 5, 5: 4, 6: 4}
+    holders = {
+        event["generation"]: event["layout"]["holders"]
+        for event in run.events
+        if event["event"] == "decision"
+    }
+    assert ours["odyssey/losses_survived"] == {
+        step: min(map(len, holders[int(generation)])) - 1
+        for step, generation in ours["odyssey/generation"].items()
+    }
+    assert min(ours["odyssey/planned_step_s"].values()) > 0.0
     stalls = ours["odyssey/recovery_stall_s"]
     assert set(stalls) == {3, 5}
     assert min(stalls.values()) > 0.0

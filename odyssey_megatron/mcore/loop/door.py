@@ -354,7 +354,9 @@ class Door:
         stalled_s, self._runtime.stalled_s = self._runtime.stalled_s, 0.0
         own = {"recovery_stall_s": stalled_s} if stalled_s else {}
         if iteration % interval == 0:
+            plan = self._runtime.plan
             own |= {"generation": self._runtime.generation, "living_ranks": self._living.size()}
+            own |= {"losses_survived": plan.layout.losses_survived, "planned_step_s": plan.step_s}
         if self._board is not None:
             for name, value in own.items():
                 self._board.add_scalar(f"odyssey/{name}", value, iteration)
