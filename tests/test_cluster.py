@@ -322,6 +322,16 @@ def test_a_job_that_fits():
             "times --tensor-model-parallel-size 2 times --context-parallel-size 3. Start a multiple of 24 ranks",
         ),
         ({}, 6, "world size (6 ranks) is not divisible by --pipeline-model-parallel-size 4"),
+        (
+            {"pipeline_model_parallel_size": 1, "expert_model_parallel_size": 4},
+            6,
+            "size 1 times 4 replicas that share out experts (--expert-model-parallel-size 4). Start a multiple of 4",
+        ),
+        (
+            {"pipeline_model_parallel_size": 1, "expert_model_parallel_size": 4, "num_microbatches": 1},
+            8,
+            "4 microbatch(es) per global batch cannot feed 2 pipelines, each of 4 at a time,",
+        ),
         ({"pipeline_model_parallel_size": 0}, 8, "Start a multiple of 1 ranks"),
         ({"num_layers": 5}, 8, "--pipeline-model-parallel-size 4 exceeds --num-layers 3"),
         ({"num_microbatches": 1}, 8, "1 microbatch(es) per global batch cannot feed 2 pipelines"),

@@ -59,17 +59,7 @@ class JobSpec:
     def check(self, world_size: int) -> None:
         """Raises ConfigError if ``world_size`` ranks cannot form the initial layout."""
         pp, size = self.pipeline_model_parallel_size, self.cell_size
-        if pp < 1 or size < 1 or world_size % (pp * size):
-            cells = {"tensor-model": self.tensor_model_parallel_size, "context": self.context_parallel_size}
-            times = "".join(f" times --{name}-parallel-size {one}" for name, one in cells.items() if one > 1)
-            if (lanes := self.cell(0).lanes) > 1:
-                times += f" times {lanes} replicas that share out experts (--expert-model-parallel-size "
-                times += f"{self.expert_model_parallel_size})"
-            raise ConfigError(
-                f"the world size ({world_size} ranks) is not divisible by "
-                f"--pipeline-model-parallel-size {pp}{times}. Start a multiple of {max(pp, 1) * max(size, 1)} ranks "
-                "(--nproc-per-node times --nnodes) or change the sizes."
-            )
+        check_world(world_size, pp, self.cell(0))
         blocks = self.num_layers - 2
         if pp > blocks:
             raise ConfigError(
@@ -85,3 +75,18 @@ class JobSpec:
                 f"pipelines{each} ({world_size} ranks / {pp} stages). Raise --global-batch-size, lower "
                 "--micro-batch-size, or start fewer ranks."
             )
+
+
+def check_world(world_size: int, pp: int, cell: Cell) -> None:
+    """Raises ConfigError if ``world_size`` ranks are no whole number of pipelines of ``pp`` workers like ``cell``."""
+    if pp >= 1 and cell.size >= 1 and world_size % (pp * cell.size) == 0:
+        return
+    sizes = {"tensor-model": cell.tensor, "context": cell.context} if cell.size >= 1 else {}
+    times = "".join(f" times --{name}-parallel-size {one}" for name, one in sizes.items() if one > 1)
+    if cell.lanes > 1:
+        times += f" times {cell.lanes} replicas that share out experts (--expert-model-parallel-size {cell.expert})"
+    raise ConfigError(
+        f"the world size ({world_size} ranks) is not divisible by "
+        f"--pipeline-model-parallel-size {pp}{times}. Start a multiple of {max(pp, 1) * max(cell.size, 1)} ranks "
+        "(--nproc-per-node times --nnodes) or change the sizes."
+    )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from odyssey_megatron.cluster.events import RankDied
 from odyssey_megatron.cluster.job import JobSpec
-from odyssey_megatron.cluster.state import ClusterState, WorkerState, apply
+from odyssey_megatron.cluster.state import Cell, ClusterState, apply, initial_state
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import EXPECTED_S, OdysseyConfig, policies
 from odyssey_megatron.errors import EXIT_LAYERS_LOST, ConfigError, LayersLost, PlanInfeasible
@@ -74,6 +74,12 @@ def add_scenario_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tensor-model-parallel-size", type=_SIZE, default=1, metavar="TP")
     parser.add_argument("--context-parallel-size", type=_SIZE, default=1, metavar="CP")
     parser.add_argument(
+        "--expert-model-parallel-size", type=_SIZE, default=1, metavar="EP", help="of a job with --profile"
+    )
+    parser.add_argument(
+        "--expert-tensor-parallel-size", type=_SIZE, metavar="ETP", help="default: the tensor size"
+    )
+    parser.add_argument(
         "--use-distributed-optimizer", action="store_true", help="optimizer state on two holders of a layer"
     )
     parser.add_argument("--micro-batch-size", type=_MICROBATCHES, default=1)
@@ -90,11 +96,13 @@ def scenario_from(options: argparse.Namespace) -> Scenario:
         options.tensor_model_parallel_size,
         options.context_parallel_size,
     )
-    world, cell = nodes * gpus, tp * cp
+    lanes, cell = _cell(options).lanes, _cell(options).size
+    world = nodes * gpus
     if world % (pp * cell):
         raise ConfigError(
             f"{world} GPUs are not divisible by pipeline size {pp} times tensor size {tp}"
-            f"{f' times context size {cp}' if cp > 1 else ''}: change one of them."
+            f"{f' times context size {cp}' if cp > 1 else ''}"
+            f"{f' times {lanes} replicas that share out experts' if lanes > 1 else ''}: change one of them."
         )
     dp = world // (pp * cell)
     num_microbatches = dp * (options.num_microbatches or 2 * pp)
@@ -118,29 +126,36 @@ def scenario_from(options: argparse.Namespace) -> Scenario:
     settings = OdysseyConfig()
     keeps = settings.interrupted_step == "resume"
     profile = replace(profile, costs=replace(profile.costs, keeps_messages=keeps))
-    workers = world // cell
     job = JobSpec(
         num_layers=len(profile.costs.layers),
         is_tied=profile.costs.tied is not None,
         pipeline_model_parallel_size=pp,
         tensor_model_parallel_size=1,  # a worker is one cell, and the planner sees workers only
         num_microbatches=num_microbatches,
-        tokens_per_step=num_microbatches * options.micro_batch_size * _seq_length(options),
+        tokens_per_step=num_microbatches * lanes * options.micro_batch_size * _seq_length(options),
         train_steps=1,
         optimizer_copies=settings.optimizer_copies if options.use_distributed_optimizer else 0,
     )
-    job.check(workers)
-    state = ClusterState(
-        workers=tuple(
-            WorkerState(
-                worker=worker,
-                node=worker * cell // gpus,
-                ranks=tuple(range(worker * cell, worker * cell + cell)),
-            )
-            for worker in range(workers)
-        )
-    )
+    job.check(world // cell)
+    state = initial_state(nodes=tuple(rank // gpus for rank in range(world)), cell_size=cell)
     return Scenario(job=job, state=state, profile=profile, gpus_per_node=gpus, tensor_parallel_size=tp)
+
+
+def _cell(options: argparse.Namespace) -> Cell:
+    """The first worker. Raises ConfigError."""
+    experts = options.expert_model_parallel_size
+    if experts > 1 and not options.profile:
+        raise ConfigError(
+            f"--expert-model-parallel-size {experts}: {options.model} has no experts. Give the --profile of a job that "
+            "has."
+        )
+    return Cell.of(
+        0,
+        tensor=options.tensor_model_parallel_size,
+        context=options.context_parallel_size,
+        expert=experts,
+        expert_tensor=options.expert_tensor_parallel_size,
+    )
 
 
 def _cluster(text: str) -> tuple[int, int]:

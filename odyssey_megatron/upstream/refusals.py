@@ -116,8 +116,6 @@ _ROWS: tuple[tuple[str, str] | tuple[str, str, Callable[[Any, Any], bool]], ...]
     ("softmax_type", "Its offsets are not those of plain Megatron-LM yet. Use vanilla.", _none_of("vanilla")),
     ("fp32_residual_connection", "Messages have the type of the parameters. Leave it out."),
     ("distribute_saved_activations", _UNTRIED),
-    ("context_parallel_size", "With experts nobody has tried it under failure. Use 1.",
-     lambda value, args: _above_one(value, args) and bool(getattr(args, "num_experts", None))),
     ("hierarchical_context_parallel_sizes", "A cell has one context-parallel group. Use another --cp-comm-type."),
     ("hybrid_context_parallel", _LEAVE_OUT),
     ("expert_tensor_parallel_size",
@@ -127,7 +125,8 @@ _ROWS: tuple[tuple[str, str] | tuple[str, str, Callable[[Any, Any], bool]], ...]
      and not _above_one(getattr(args, "expert_model_parallel_size", None), args)
      and _unlike("tensor_model_parallel_size")(value, args)),
     ("expert_tensor_parallel_num_weight_shards", "Use that of tensor parallelism.",
-     lambda value, args: value is not None and value > args.tensor_model_parallel_size),
+     lambda value, args: value is not None
+     and value > (getattr(args, "expert_tensor_parallel_size", None) or args.tensor_model_parallel_size)),
     ("moe_router_load_balancing_type",
      "The loss of a microbatch would depend on which others ran before it, and where. Use aux_loss, seq_aux_loss, "
      "sinkhorn or none.", _any_but("aux_loss", "seq_aux_loss", "sinkhorn", "none")),

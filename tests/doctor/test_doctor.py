@@ -152,7 +152,10 @@ def test_packages(host, expected):
         ("--num-layers 4", []),
         ("--inprocess-restart --enable-ft-package", ["--inprocess-restart", "--enable-ft-package"]),
         ("--context-parallel-size=2 --qk-clip", ["--qk-clip"]),
-        ("--context-parallel-size=2 --num-experts 4", ["--context-parallel-size"]),
+        (
+            "--tensor-model-parallel-size 2 --num-experts 4 --expert-tensor-parallel-size 1",
+            ["--expert-tensor-parallel-size"],
+        ),
         ("--bf16 --fp8-format hybrid", ["--fp8-format"]),
         ("--ckpt-format torch", []),
         ("--save here --ckpt-format torch --optimizer muon", ["--optimizer"]),

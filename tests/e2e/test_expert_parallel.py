@@ -4,8 +4,11 @@ them all are lost.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from tests.e2e import corrupted, not_finite
 from tests.e2e.jobs import BFLOAT16, assert_alike_runs, assert_equal_runs
 from tests.e2e.test_experts import DEEPSEEK, MIXTRAL
 from tests.e2e.test_rejoin import members
@@ -30,13 +33,33 @@ CASES = {
     ),
     "alone": (4, 2, "mixtral", "--odyssey-redundancy state", "rank=1,step=2,at=backward"),
     "redone": (8, 2, "mixtral", "--odyssey-interrupted-step redo", "rank=7,step=2,at=backward"),
+    "ran-ahead": (8, 4, "mixtral", "--odyssey-redundancy compute", "rank=7,step=2,at=backward"),
+    "all-of-one": (6, 1, "mixtral", "", "rank=2,step=2,at=backward;rank=3,step=2,at=backward"),
+    "two-at-once": (6, 1, "deepseek", "", "rank=2,step=2,at=backward;rank=5,step=2,at=weight_grad"),
     "gathered": (4, 1, "mixtral", "--moe-token-dispatcher-type allgather", "rank=1,step=2,at=backward"),
     "dropped-tokens": (4, 1, "mixtral", "--moe-expert-capacity-factor 1.25", "rank=2,step=1,at=forward"),
+    "context": (8, 2, "mixtral", "--context-parallel-size 2", "rank=1,step=2,at=backward;rank=6,step=4,at=reduce"),
+    "wide": (8, 1, "deepseek", "--context-parallel-size 2 --expert-model-parallel-size 4", "rank=7,step=2,at=reduce"),
+    "cells": (
+        8, 1, "mixtral", "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer",
+        "rank=6,step=2,at=optimizer",
+    ),
+    "on-cells": (
+        8, 2, "deepseek", "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1",
+        "rank=7,step=2,at=weight_grad",
+    ),
+    "twice-on-cells": (
+        8, 1, "mixtral",
+        "--tensor-model-parallel-size 4 --sequence-parallel --expert-tensor-parallel-size 1 --num-query-groups 4",
+        "rank=2,step=2,at=reduce",
+    ),
     "dropout": (4, 1, "mixtral", "--hidden-dropout 0.1", "rank=2,step=1,at=forward"),
 }  # fmt: skip
 ALWAYS = {"in-a-row", "transfer"}
-SAME = ("--moe", "--hidden")
+SAME = ("--moe", "--hidden", "--context", "--tensor")
 """Flags of the model, which the run without a failure has, too."""
+SIZES = ("--context-parallel-size", "--tensor-model-parallel-size")
+"""With which a gang has more ranks, or as many may be two of them."""
 
 
 @pytest.mark.parametrize(
@@ -46,7 +69,8 @@ def test_a_run_that_loses_gangs_equals_one_that_does_not(jobs, undisturbed, name
     ranks, stages, model, more, inject = CASES[case]
     flags = MODELS[model]
     shot = jobs.run(name, ranks=ranks, stages=stages, flags=f"{flags} {more} --odyssey-inject {inject}")
-    reference = undisturbed(f"{flags} {more}" if more.startswith(SAME) else flags, ranks=2)
+    size = 4 if {*SIZES} & {*more.split()} else 2
+    reference = undisturbed(f"{flags} {more}" if more.startswith(SAME) else flags, ranks=size)
     assert_equal_runs(shot, reference, kills=inject.count("rank="))
 
 
@@ -67,3 +91,19 @@ def test_a_gang_comes_back(jobs, undisturbed, name, more):
     shot = jobs.run(name, ranks=8, stages=2, flags=flags)
     assert_equal_runs(shot, undisturbed(job, ranks=2), kills=inject.count("rank="))
     assert members(shot)[0] == members(shot)[-1] == 8
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("ranks", "script", "fault", "gone"),
+    [
+        (6, corrupted, "--check-weight-hash-across-dp-replicas-interval 1 --corrupt 3:2:weights", [2, 3]),
+        (4, not_finite, "--not-finite 3:2:weight_grad", [2, 3]),
+        (4, not_finite, "--not-finite 0:2:forward", [0, 1]),
+    ],
+)
+def test_a_gang_with_wrong_numbers_is_left_out(jobs, undisturbed, name, ranks, script, fault, gone):
+    flags = MODELS["mixtral"]
+    shot = jobs.run(name, ranks=ranks, stages=1, flags=f"{flags} {fault}", script=Path(script.__file__))
+    assert [event["target"] for event in shot.named("left_out")] == gone
+    assert_equal_runs(shot, undisturbed(flags), kills=0)

@@ -19,14 +19,20 @@ EXPERTS = (
 
 
 GANGS = f"{EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel"
-MORE = ("--expert-tensor-parallel-size 1", "", "--moe-token-dispatcher-type allgather")
-"""Experts over the tensor-parallel ranks, and over two lanes of them."""
+MORE = (
+    "--expert-tensor-parallel-size 1",
+    "",
+    "--moe-token-dispatcher-type allgather",
+    "--tensor-model-parallel-size 1 --expert-tensor-parallel-size 2",
+)
+"""Experts over the tensor-parallel ranks, over two lanes of them, and cut over lanes of one rank."""
 
 
 @pytest.mark.parametrize(
     "flags",
     [
         *("", CELLS, f"{CELLS} --sequence-parallel", CONTEXT, EXPERTS),
+        pytest.param(f"{EXPERTS} --context-parallel-size 2", marks=pytest.mark.matrix),
         *(pytest.param(f"{GANGS} {more}", marks=pytest.mark.matrix) for more in MORE),
     ],
 )

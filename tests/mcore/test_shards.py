@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -70,3 +72,18 @@ def test_what_does_not_fit_is_not_placed_as_a_whole(buckets):
     fits = [("a", 192), ("b", 71)]
     assert len(dict(placed_in(fits, parameters))) == 3
     assert len(dict(placed_in(buckets, parameters))) < 3
+
+
+@pytest.mark.parametrize(("saved", "now", "use"), [(1, 2, "1"), (4, 1, "one above 1")])
+def test_one_optimizer_is_not_loaded_as_two(saved, now, use):
+    from odyssey_megatron.errors import ConfigError
+    from odyssey_megatron.mcore.loop.shards import Saved
+
+    checkpoint = Saved()
+    checkpoint.check_experts(1)  # begun anew
+    checkpoint.args = SimpleNamespace(expert_model_parallel_size=saved)
+    checkpoint.check_experts(saved * 2 if saved > 1 else 1)
+    with pytest.raises(
+        ConfigError, match=f"--expert-model-parallel-size {saved}, and this job has {now}.*Use {use},"
+    ):
+        checkpoint.check_experts(now)

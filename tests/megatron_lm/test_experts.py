@@ -92,15 +92,16 @@ def assert_same_auxiliary_losses(run, plain):
 
 
 @pytest.mark.matrix
-def test_experts_of_newer_versions(other_jobs, name):
+@pytest.mark.parametrize("gangs", ["", GANGS], ids=["alone", "gangs"])
+def test_experts_of_newer_versions(other_jobs, name, gangs):
     """They keep auxiliary losses elsewhere."""
-    flags = f"{MOCK} {DEEPSEEK} --moe-z-loss-coeff 1e-2"
+    flags, ranks = f"{MOCK} {DEEPSEEK} --moe-z-loss-coeff 1e-2 {gangs}", 8 if gangs else 6
     inject = "rank=0,step=1,at=backward;rank=5,step=3,at=reduce"
-    run = other_jobs.odyssey(name, flags, ranks=6, stages=2, inject=inject)
-    plain = other_jobs.plain(flags, ranks=6, stages=2)
+    run = other_jobs.odyssey(name, flags, ranks=ranks, stages=2, inject=inject)
+    plain = other_jobs.plain(flags, ranks=ranks, stages=2)
     assert_same_lines(run, plain)
     assert_same_auxiliary_losses(run, plain)
-    assert len(run.killed) == 2
+    assert len(run.killed) == (4 if gangs else 2)
 
 
 SAVES = {
@@ -109,6 +110,7 @@ SAVES = {
     "by-parameter": (4, 2, "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable --bf16"),
     "cells": (8, 2, f"--use-distributed-optimizer {CELLS} --bf16"),
     "gangs": (4, 2, GANGS),
+    "gangs-by-bucket": (4, 2, f"{GANGS} --use-distributed-optimizer"),
     "gangs-by-parameter": (4, 2, f"{GANGS} --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"),
 }
 

@@ -23,7 +23,6 @@ GIVEN = {
     "--qk-clip": "--qk-clip",
     "--log-max-attention-logit": "--log-max-attention-logit",
     "--use-precision-aware-optimizer": "--use-precision-aware-optimizer",
-    "--context-parallel-size": "--context-parallel-size 2 --num-experts 4",
     "--hierarchical-context-parallel-sizes": "--hierarchical-context-parallel-sizes 1 2",
     "--mtp-num-layers": "--mtp-num-layers 1",
     "--use-megatron-fsdp": "--use-megatron-fsdp",

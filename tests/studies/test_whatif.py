@@ -54,6 +54,13 @@ def test_context_parallel_ranks_die_together(capsys):
     assert "8 workers" in capsys.readouterr().out
 
 
+def test_ranks_that_share_out_experts_die_together(capsys, tmp_path):
+    preset_profile("llama2-7b", "h100").save(tmp_path / "profile.json")
+    flags = ["--expert-model-parallel-size", "4", "--profile", str(tmp_path / "profile.json"), "--width", "0"]
+    assert main_plan([*flags, "--pipeline-model-parallel-size", "2", "--kill", "1:3"]) == 0
+    assert "8 workers" in capsys.readouterr().out
+
+
 def test_a_slow_gpu_is_planned_around(capsys):
     assert main_plan(["--cluster", "1x8", "--slow", "0:3=0.4", "--width", "60"]) == 0
     text = capsys.readouterr().out
@@ -75,6 +82,7 @@ def test_lost_layers_are_said(capsys):
         (["--model", "llama9"], "use one of llama2-7b"),
         (["--cluster", "1x6"], "not divisible"),
         (["--context-parallel-size", "3"], "tensor size 1 times context size 3"),
+        (["--expert-model-parallel-size", "2"], "llama2-7b has no experts. Give the --profile"),
         (["--kill", "9:0"], "no such GPU"),
         (["--kill", "0:8"], "no such GPU"),
         (["--slow", "0:8=0.5"], "no such GPU"),

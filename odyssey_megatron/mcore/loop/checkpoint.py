@@ -126,11 +126,19 @@ class OptimizerView:
         be it that it keeps nothing. Raises ConfigError.
         """
         kind = self._saved.type_of(metadata) if is_loading else (metadata or {}).get(shards.TYPE)
+        if is_loading:
+            self._saved.check_experts(self._cell.ep.size())
         whole = self._assembled()
         parts = whole.chained_optimizers
         if is_loading and kind:
             slices = self._slices() if kind == shards.BY_BUCKET else None
-            return _numbered([shards.to_read(one, model_sharded_state_dict, slices) for one in parts])
+            names = [f"chained_{place}." if len(parts) > 1 else "" for place in range(len(parts))]
+            return _numbered(
+                [
+                    shards.to_read(one, model_sharded_state_dict, slices, name)
+                    for one, name in zip(parts, names, strict=True)
+                ]
+            )
         steps: list[Any] = [None] * dist.get_world_size()
         kept = (state for one in parts for state in one.optimizer.state.values())
         dist.all_gather_object(steps, next((float(one["step"]) for one in kept if "step" in one), None))

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.mcore.model.experts import is_spread
 from odyssey_megatron.mcore.model.layers import HeldLayer
 from odyssey_megatron.mcore.model.optimizer import pairs, settings_of
 from odyssey_megatron.mcore.model.span import Split
@@ -36,7 +37,7 @@ from odyssey_megatron.mcore.model.span import Split
 TYPE = "distrib_optim_sharding_type"
 BY_PARAMETER, BY_BUCKET = "fully_reshardable", "dp_reshardable"
 _BUCKET = re.compile(
-    r"(optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\..*\.bucket_idx_(\d+))\.param"
+    r"((?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\..*\.bucket_idx_(\d+))\.param"
 )
 _ALIGNMENT = 64
 """Where parameters may begin in a bucket (core_v0.16.1 core/distributed/param_and_grad_buffer.py; core_v0.19.0
@@ -95,6 +96,18 @@ class Saved:
             raise self._refused(f"by an older Megatron-LM, with optimizer states {kind}", "an older version")
         return str(found)
 
+    def check_experts(self, parallel: int) -> None:
+        """Raises ConfigError: Megatron has two optimizers where ``parallel`` ranks share out experts, and else one, and
+        has saved the other way.
+        """
+        saved = getattr(self.args, "expert_model_parallel_size", None) or 1
+        if (saved > 1) != (parallel > 1):
+            raise ConfigError(
+                f"the checkpoint {self.folder} was saved with --expert-model-parallel-size {saved}, and this job has "
+                f"{parallel}. With one and with several Megatron-LM saves the optimizer's state differently. Use "
+                f"{'one above 1' if saved > 1 else '1'}, or begin with its weights alone: --no-load-optim."
+            )
+
     def _refused(self, why: str, what: str) -> ConfigError:
         return ConfigError(
             f"the checkpoint {self.folder} was saved {why}, which Odyssey does not read. Let plain Megatron-LM load it "
@@ -103,7 +116,7 @@ class Saved:
         )
 
     def slices(self, held: Sequence[HeldLayer], config: Any, cell: Any) -> dict[Parameter, Slice]:
-        """Where the parameters of all layers lie in the buckets of this rank's tensor-parallel shard. Collective.
+        """Where the parameters of all layers lie in the buckets of this rank's shard. Collective.
 
         Args:
             held: this rank's.
@@ -111,45 +124,58 @@ class Saved:
             cell: the groups of this rank's cell.
 
         Raises:
-            ConfigError: they were cut for another tensor parallelism, or do not add up.
+            ConfigError: they were cut for another parallelism, or do not add up.
         """
-        spread_over = max(cell.ep.size(), getattr(self.args, "expert_model_parallel_size", 1))
-        if spread_over > 1:
-            raise self._refused(
-                f"with the optimizer's state as {BY_BUCKET}, and it or this job has --expert-model-parallel-size "
-                f"{spread_over}",
-                "flat buffers",
-            )
-        tp_size, saved_tp_size = cell.tp.size(), self.args.tensor_model_parallel_size
-        if tp_size != saved_tp_size:
-            raise self._cannot_be_cut(f"with --tensor-model-parallel-size {saved_tp_size}, not {tp_size}")
+        for flag, group in (
+            ("tensor-model", cell.tp),
+            ("expert-model", cell.ep),
+            ("expert-tensor", cell.expt_tp),
+        ):
+            saved_size = getattr(self.args, f"{flag.replace('-', '_')}_parallel_size", None) or 1
+            if group.size() != saved_size and (flag != "expert-tensor" or cell.ep.size() > 1):
+                raise self._cannot_be_cut(f"with --{flag}-parallel-size {saved_size}, not {group.size()}")
         found: list[Any] = [None] * dist.get_world_size()
-        mine = {one.index: [(name, p.numel()) for name, p in one.named_parameters()] for one in held}
+        mine = {
+            one.index: [(name, p.numel(), is_spread(p)) for name, p in one.named_parameters()] for one in held
+        }
         dist.all_gather_object(found, mine)
         numels = {layer: parameters for one in found for layer, parameters in one.items()}
         tied = behind if (behind := config.num_layers + 2) in numels else None
         stored, result = _stored_buckets(self.folder), dict[Parameter, Slice]()
         for stage, chunks in enumerate(_split(config, self.args).chunks()):
-            parameters = [
-                [((layer, name), numel) for layer in _of_chunk(*chunk, tied) for name, numel in numels[layer]]
-                for chunk in chunks
-            ]
-            for buffer, chunk in enumerate(filter(None, parameters)):
-                buckets = stored.get((stage * tp_size + cell.tp.rank(), buffer), [])
-                placed = dict(placed_in(buckets, chunk))
-                if len(placed) < len(chunk):
-                    raise self._cannot_be_cut(
-                        f"with buffers of {[numel for _, numel in buckets]} numbers in stage {stage}, which are not "
-                        f"those of its {len(chunk)} parameters of {sum(numel for _, numel in chunk)} numbers here,"
-                    )
-                result |= placed
+            # Experts that are spread over ranks have an optimizer of their own.
+            for spread, group in enumerate((cell.tp, cell.tp_ep)):
+                parameters = [
+                    [
+                        ((layer, name), numel)
+                        for layer in _of_chunk(*chunk, tied)
+                        for name, numel, kind in numels[layer]
+                        if kind == spread
+                    ]
+                    for chunk in chunks
+                ]
+                shard = stage * group.size() + group.rank()
+                for buffer, chunk in enumerate(filter(None, parameters)):
+                    result |= self._placed(stage, stored.get((spread, shard, buffer), []), chunk)
         return result
+
+    def _placed(
+        self, stage: int, buckets: Sequence[tuple[str, int]], chunk: Sequence[tuple[Parameter, int]]
+    ) -> dict[Parameter, Slice]:
+        """Where the parameters of a ``chunk`` lie. Raises ConfigError."""
+        placed = dict(placed_in(buckets, chunk))
+        if len(placed) < len(chunk):
+            raise self._cannot_be_cut(
+                f"with buffers of {[numel for _, numel in buckets]} numbers in stage {stage}, which are not "
+                f"those of its {len(chunk)} parameters of {sum(numel for _, numel in chunk)} numbers here,"
+            )
+        return placed
 
     def _cannot_be_cut(self, how: str) -> ConfigError:
         return ConfigError(
             f"the checkpoint {self.folder} was saved {how} and has the optimizer's state as {BY_BUCKET}: in the flat "
-            "buffers of its ranks, which fit no other cut of a layer (nor do they in Megatron-LM). Use the model and "
-            "the --tensor-model-parallel-size that it was saved with; or let plain Megatron-LM load it with these, and "
+            "buffers of its ranks, which fit no other cut of a layer (nor do they in Megatron-LM). Use the model, "
+            "tensor and expert parallelism that it was saved with; or let plain Megatron-LM load it with these, and "
             "save it again with --dist-ckpt-optim-fully-reshardable; or begin with its weights alone: --no-load-optim."
         )
 
@@ -164,13 +190,15 @@ def _of_chunk(first: int, last: int, tied: int | None) -> list[int]:
     return [*layers, tied] if first else [tied, *layers]
 
 
-def _stored_buckets(folder: str) -> dict[tuple[int, int], list[tuple[str, int]]]:
-    """(number of the stage's shard, buffer in it) -> its buckets, what their keys begin with and their numels."""
-    found: dict[tuple[int, int], dict[int, tuple[str, int]]] = defaultdict(dict)
+def _stored_buckets(folder: str) -> dict[tuple[int, int, int], list[tuple[str, int]]]:
+    """(place of the optimizer in a chain, number of the stage's shard, buffer in it) -> its buckets, what their keys
+    begin with and their numels.
+    """
+    found: dict[tuple[int, int, int], dict[int, tuple[str, int]]] = defaultdict(dict)
     for key, entry in FileSystemReader(folder).read_metadata().state_dict_metadata.items():
         if (match := _BUCKET.fullmatch(key)) and isinstance(entry, TensorStorageMetadata):
-            shard, buffer, bucket = map(int, match.groups()[1:])
-            found[shard, buffer][bucket] = (match.group(1), entry.size.numel())
+            chain, shard, buffer, bucket = (int(one or 0) for one in match.groups()[1:])
+            found[chain, shard, buffer][bucket] = (match.group(1), entry.size.numel())
     return {place: [one for _, one in sorted(buckets.items())] for place, buckets in found.items()}
 
 
@@ -253,10 +281,13 @@ def to_write(whole: Any, model_state: Any, step: float | None) -> dict[str, Any]
     }
 
 
-def to_read(whole: Any, model_state: Any, slices: Mapping[int, Slice] | None) -> dict[str, Any]:
+def to_read(
+    whole: Any, model_state: Any, slices: Mapping[int, Slice] | None, chained: str = ""
+) -> dict[str, Any]:
     """What :func:`take` wants to be given of a checkpoint.
 
     Args:
+        chained: what the keys of buckets begin with for ``whole``, if it is one of several optimizers.
         slices: of each parameter of the model, by its id, where it lies in a bucket; None: it has its name.
     """
     if slices is None:
@@ -269,7 +300,9 @@ def to_read(whole: Any, model_state: Any, slices: Mapping[int, Slice] | None) ->
     }
     # All stages have said the same of the groups of parameters, and of the loss scale.
     alike = {
-        name: ShardedObject(f"optimizer.distributed.dp_group_idx_0.{name}", None, (1,), (0,), (0, 0, rank))
+        name: ShardedObject(
+            f"{chained}optimizer.distributed.dp_group_idx_0.{name}", None, (1,), (0,), (0, 0, rank)
+        )
         for name in ("optimizer", *(["grad_scaler"] if whole.grad_scaler else []))
     }
     return {"states": states} | alike

@@ -56,11 +56,6 @@ def _check(config: TransformerConfig) -> None:
             "rank: Megatron would not sum the gradients of experts over the ranks that have the same. Set "
             "expert_model_parallel_size above 1, or the two to the same."
         )
-    if config.context_parallel_size > 1:
-        raise ConfigError(
-            f"{config.num_moe_experts} experts with context_parallel_size {config.context_parallel_size}: nobody has "
-            "tried it under failure. Set context_parallel_size to 1."
-        )
 
 
 def biases(module: torch.nn.Module) -> dict[str, torch.Tensor]:
