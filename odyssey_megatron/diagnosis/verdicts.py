@@ -15,7 +15,7 @@ from odyssey_megatron.diagnosis.change import FALSE_ALARM_STEPS, RECENT, noise, 
 from odyssey_megatron.diagnosis.fit import Fit, fit
 from odyssey_megatron.diagnosis.timings import Floats, Piece, Timings, medians, within
 
-UNEVEN_STAGE = "uneven stage"
+SLOW_WORKER, UNEVEN_STAGE = "slow worker", "uneven stage"
 _MUCH = 1.1
 """A stage that takes so many times what the others do is uneven; below, there is little to win."""
 _UNEVEN_SEQUENCES = 0.05
@@ -62,7 +62,7 @@ class Diagnosis:
     @property
     def slow(self) -> dict[int, float]:
         """Slow worker -> its speed; 1.0 is healthy."""
-        return {v.worker: 1 / v.factor for v in self.verdicts if v.kind == "slow worker"}
+        return {v.worker: 1 / v.factor for v in self.verdicts if v.kind == SLOW_WORKER}
 
 
 def diagnose(timings: Timings, known: Mapping[Piece, tuple[float, float]] | None = None) -> Diagnosis:
@@ -149,7 +149,7 @@ def _slow_workers(timings: Timings, series: Floats) -> list[Verdict]:
         steps = [step for step, is_there in zip(timings.steps, at, strict=True) if is_there]
         verdicts.append(
             Verdict(
-                kind="slow worker",
+                kind=SLOW_WORKER,
                 worker=worker,
                 factor=math.exp(shift.log_ratio),
                 since=steps[shift.since],

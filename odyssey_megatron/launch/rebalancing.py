@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from odyssey_megatron.cluster.state import ClusterState, with_speeds
 from odyssey_megatron.diagnosis.lasting import remaining_s
-from odyssey_megatron.diagnosis.verdicts import UNEVEN_STAGE, Diagnosis, Verdict, slow_nodes
+from odyssey_megatron.diagnosis.verdicts import SLOW_WORKER, UNEVEN_STAGE, Diagnosis, Verdict, slow_nodes
 from odyssey_megatron.errors import OdysseyError
 from odyssey_megatron.launch.planner import Planner
 from odyssey_megatron.metrics.journal import Journal
@@ -45,8 +45,6 @@ class Rebalancing:
         self._planner, self._journal, self._say, self._acts = planner, journal, say, acts
         self._seen: Diagnosis | None = None
         self._said: set[tuple[str, tuple[int, int], int, tuple[int, ...]]] = set()
-        self._suspected: dict[int, int] = {}
-        """Worker that looks slow -> the newest measured step when it first did."""
         self._known: dict[int, float] = {}
         """Slow worker -> its speed."""
         self._began_s: dict[int, float] = {}
@@ -77,15 +75,13 @@ class Rebalancing:
 
     def _confirmed(self, diagnosis: Diagnosis) -> dict[int, float]:
         """The slow whose slowness a second look bears out: a step that was measured after the verdict, by itself."""
-        slow = diagnosis.slow
-        self._suspected = {worker: self._suspected.get(worker, diagnosis.newest) for worker in slow}
         return {
-            worker: speed
-            for worker, speed in slow.items()
-            if worker in self._known
-            or (
-                diagnosis.newest > self._suspected[worker]
-                and diagnosis.latest.get(worker, 1.0) >= LEAST_SLOWNESS
+            one.worker: 1 / one.factor
+            for one in diagnosis.verdicts
+            if one.kind == SLOW_WORKER
+            and (
+                one.worker in self._known
+                or (one.found < diagnosis.newest and diagnosis.latest.get(one.worker, 1.0) >= LEAST_SLOWNESS)
             )
         }
 

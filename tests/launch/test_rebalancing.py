@@ -22,9 +22,9 @@ from tests.policy.test_history import planner_of
 
 
 def slow(step=0, **factors) -> Diagnosis:
-    """``w5=2.0``: worker 5 takes twice the time, in step ``step`` as before."""
+    """``w5=2.0``: worker 5 takes twice the time, which was certain in step 4; in step ``step`` as before."""
     verdicts = (
-        Verdict(kind="slow worker", worker=int(name[1:]), factor=factor, evidence="by the test")
+        Verdict(kind="slow worker", worker=int(name[1:]), factor=factor, found=4, evidence="by the test")
         for name, factor in factors.items()
     )
     latest = {int(name[1:]): factor for name, factor in factors.items()}
