@@ -82,9 +82,13 @@ def test_bfloat16_over_gangs(jobs, undisturbed, name):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("more", ["", ";rank=2,step=-1,at=transfer,generation=3"])
+@pytest.mark.parametrize(
+    "more", ["", ";rank=2,step=-1,at=transfer,generation=3", ";rank=4,step=-1,at=transfer,incarnation=1"]
+)
 def test_a_gang_comes_back(jobs, undisturbed, name, more):
-    """All its ranks join, and each is filled by the one in the same place; once more if another one is lost by then."""
+    """All its ranks join, and each is filled by the one in the same place; once more if another one is lost by then, or
+    one of its own is again.
+    """
     job = f"{MODELS['deepseek']} --train-iters 60"
     inject = f"rank=5,step=2,at=backward{more}"
     flags = f"{job} --odyssey-respawn 2 --odyssey-policy replan --odyssey-inject {inject}"

@@ -53,6 +53,11 @@ CASES = {
     "mixtral-gangs": (
         4, 1, f"{MIXTRAL} {GANGS} --eval-iters 3", "rank=1,step=2,at=backward",
     ),
+    "gangs-of-cells": (8, 1, f"{MIXTRAL} {GANGS} {CELLS}", "rank=2,step=2,at=backward"),
+    "deepseek-on-cells": (
+        8, 2, f"{DEEPSEEK} {GANGS} {CELLS} --expert-tensor-parallel-size 1",
+        "rank=3,step=1,at=forward;rank=6,step=3,at=commit",
+    ),
     "deepseek-gangs": (
         8, 2, f"{DEEPSEEK} {GANGS}", "rank=3,step=1,at=backward;rank=6,step=3,at=evaluate",
     ),
@@ -75,7 +80,7 @@ def test_lines_of_experts_are_those_of_plain_megatron_lm(jobs, name, case):
     plain = jobs.plain(flags, ranks=ranks, stages=stages)
     assert_same_lines(run, plain)
     assert_same_auxiliary_losses(run, plain)
-    cell = 2 if "-parallel-size 2" in flags else 1
+    cell = 4 if case == "gangs-of-cells" else 2 if "-parallel-size 2" in flags else 1
     assert len(run.killed) == cell * inject.count("rank="), run.log[-3000:]
 
 

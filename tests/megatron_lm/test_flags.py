@@ -155,10 +155,13 @@ LOGS = {
     "distributed-optimizer": "--use-distributed-optimizer",
     "bf16": "--bf16 --accumulate-allreduce-grads-in-fp32",
     "tensor-parallel": "--tensor-model-parallel-size 2",
+    "gangs": "--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2",
 }
 
 
-@pytest.mark.parametrize("case", LOGS)
+@pytest.mark.parametrize(
+    "case", [pytest.param(one, marks=pytest.mark.matrix if one == "gangs" else ()) for one in LOGS]
+)
 def test_norms_and_counts_of_the_log_are_those_of_plain_megatron_lm(jobs, name, case):
     """Each parameter counts once, in layouts where layers have one to four holders."""
     flags = f"{MOCK} --log-params-norm --log-num-zeros-in-grad {LOGS[case]}"
