@@ -183,7 +183,9 @@ class _Pipelines:
         What is left over idles, so that a cluster that has a few workers more is hardly ever slower. Such pipelines'
         reductions do not wait for each other, which :meth:`join` counts to a length, and so to these, too.
         """
-        stages = min(self.workers // self.number, self.lengths[-1]) if self.lengths else 0
+        if self.workers > MANY_WORKERS or not self.lengths:  # of so many, a few idle ones make no difference
+            return None
+        stages = min(self.workers // self.number, self.lengths[-1])
         few, more = divmod(self.microbatches, self.number)
         shares = ((stages, few + 1),) * more + ((stages, few),) * (self.number - more)
         if stages not in self.lengths or not few or self._bounds.least_s(*shares[0]) >= below_s:
