@@ -15,7 +15,7 @@ import enum
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-from odyssey_megatron.errors import PeerFailed, Superseded
+from odyssey_megatron.errors import ControlPlaneLost, Fenced, JobStopped, PeerFailed, Superseded
 from odyssey_megatron.plan.generation import Generation
 
 T = TypeVar("T")
@@ -113,6 +113,13 @@ class Rank(Protocol):
         ...
 
     @property
+    def is_over(self) -> bool:
+        """The groups are aborted, on a device that goes on with what that has left: nothing that comes of it counts, be
+        it an error.
+        """
+        ...
+
+    @property
     def ends(self) -> bool:
         """The job was asked to end, and the last committed step is the last one: on all ranks or on none."""
         ...
@@ -151,7 +158,11 @@ class Recovery:
                 if self._live is None:
                     self._live = self._enter_next()
                 return work(self._live)
-            except (Superseded, PeerFailed) as why:
+            except (JobStopped, Fenced, ControlPlaneLost):
+                raise
+            except Exception as why:
+                if not isinstance(why, Superseded | PeerFailed) and not self._rank.is_over:
+                    raise
                 self._live = None
                 self._rank.enter_phase(Phase.ABORT)
                 self._rank.abort(why)

@@ -30,6 +30,8 @@ class Rank:
         self.committed = self.done = self.own = self.boundary = 0
         self.ran: list[int] = []
 
+    is_over = False
+
     def enter_phase(self, phase: Phase) -> None:
         pass
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from odyssey_megatron.cluster.state import Cell
 from odyssey_megatron.errors import PeerFailed
+from odyssey_megatron.execute.ledger import Word
 from odyssey_megatron.plan.schedule import MESSAGE, SEND, Instr, Op, Schedule
 from odyssey_megatron.rebuild.abort import wait_all
 
@@ -44,10 +45,11 @@ class Pending:
 
     work: Any
     tensor: torch.Tensor
+    word: Word
 
-    def wait(self) -> torch.Tensor:
+    def wait(self) -> tuple[torch.Tensor, Word]:
         self.work.wait()
-        return self.tensor
+        return self.tensor, self.word
 
 
 class NamedGroups(Protocol):
@@ -63,15 +65,23 @@ class Channels:
         self._groups, self._cell, self._num_layers, self._tagged = groups, cell, num_layers, tagged
         self._sent: list[Any] = []
 
-    def send(self, instr: Instr, tensor: torch.Tensor) -> None:
+    def send(self, instr: Instr, tensor: torch.Tensor, word: Word) -> None:
         """Starts sending; the storage is kept alive by an alias until :meth:`wait_sent`."""
-        work = dist.isend(tensor.detach().contiguous(), self._cell.peer(instr.peer), **self._where(instr))
+        message = tensor.detach().contiguous()
+        if (
+            word is not None
+        ):  # one message: a second one would wait for this one, and whatever is behind it, too
+            message = torch.cat([message.reshape(-1), word.to(message.dtype).reshape(1)])
+        work = dist.isend(message, self._cell.peer(instr.peer), **self._where(instr))
         self._sent.append(self._checked(work, instr))
 
-    def receive(self, instr: Instr, room: torch.Tensor) -> Pending:
-        """Starts receiving into ``room``."""
-        work = dist.irecv(room, self._cell.peer(instr.peer), **self._where(instr))
-        return Pending(self._checked(work, instr), room)
+    def receive(self, instr: Instr, room: torch.Tensor, *, with_word: bool) -> Pending:
+        """Starts receiving what has the shape of ``room``, into it unless a word comes along."""
+        message = room.new_empty(room.numel() + 1) if with_word else room
+        work = self._checked(dist.irecv(message, self._cell.peer(instr.peer), **self._where(instr)), instr)
+        if not with_word:
+            return Pending(work, room, None)
+        return Pending(work, message[:-1].view(room.shape), message[-1])
 
     def wait_sent(self) -> None:
         """Returns when every message sent so far has left."""

@@ -7,11 +7,12 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from odyssey_megatron.errors import ScheduleInvalid
 from odyssey_megatron.execute.channels import Channels, Pending
+from odyssey_megatron.execute.ledger import Ledger, Word, only_if
 from odyssey_megatron.execute.progress import Progress
+from odyssey_megatron.execute.reduction import Reduction
 from odyssey_megatron.execute.timing import Trace
 from odyssey_megatron.plan.resume import Visit
 from odyssey_megatron.plan.schedule import Instr, Op
@@ -47,13 +48,20 @@ class Compute(Protocol):
         ...
 
     def input_grad(
-        self, microbatch: int, first: int, last: int, grad: torch.Tensor | None
+        self, microbatch: int, first: int, last: int, grad: torch.Tensor | None, *, word: Word = None
     ) -> torch.Tensor | None:
-        """Gradient of the input; ``grad`` (of the output) is None where ``last`` is behind the head."""
+        """Gradient of the input; ``grad`` (of the output) is None where ``last`` is behind the head.
+
+        Multiplied by ``word`` is what the model adds to gradients by itself: its loss, those of routers.
+        """
         ...
 
     def weight_grad(self, microbatch: int, first: int, last: int) -> None:
         """Adds the weight gradients of a microbatch whose input gradient has run."""
+        ...
+
+    def undo(self, visits: Collection[Visit]) -> None:
+        """Forgets these forwards, and what has been counted of them: they are done anew, here or elsewhere."""
         ...
 
     def gradients(self, first: int, last: int) -> Sequence[torch.Tensor]:
@@ -85,8 +93,8 @@ class Interpreter:
     experts, None where it is the only one; ``tensor_group`` that of the worker's ranks that have the other parts, None
     if there are none.
     ``checkpoint(point, microbatch)`` is called before each instruction; it raises Superseded when the generation
-    has ended, and is where faults are injected. ``settle()`` is called after each compute instruction of a step that
-    may have to go on after a failure; it raises unless that instruction has really run, on whole messages.
+    has ended, and is where faults are injected. Nothing here waits for a device: what it has really done its
+    ``ledger`` knows.
     """
 
     def __init__(
@@ -98,11 +106,11 @@ class Interpreter:
         tensor_group: dist.ProcessGroup | None,
         num_layers: int,
         checkpoint: Callable[[str, int], None],
-        settle: Callable[[], None],
+        ledger: Ledger,
     ):
         self._compute, self._channels, self._holder_groups = compute, channels, holder_groups
-        self._tensor_group = tensor_group
-        self._num_layers, self._checkpoint, self._settle = num_layers, checkpoint, settle
+        self._num_layers, self._checkpoint, self._ledger = num_layers, checkpoint, ledger
+        self._reduction = Reduction(ledger, tensor_group)
         self._arriving: dict[tuple[Op, int, int], Pending] = {}
         self._progress = Progress(0, 0, keeps=False)
         self._handlers: dict[Op, tuple[str, Callable[[Instr], None]]] = {
@@ -147,89 +155,78 @@ class Interpreter:
         self._channels.abandon()
 
     def _forward(self, instr: Instr) -> None:
-        activation = self._input(instr, Op.RECV_FORWARD, instr.first) if instr.first else None
+        activation, word = self._input(instr, Op.RECV_FORWARD, instr.first, none=not instr.first)
         output = self._compute.forward(instr.microbatch, instr.first, instr.last, activation)
         if instr.last < self._num_layers:
-            self._progress.leave(Op.SEND_FORWARD, instr.microbatch, instr.last, output)
+            self._progress.leave(Op.SEND_FORWARD, instr.microbatch, instr.last, output, word)
             self._compute.kept(instr.microbatch, instr.first, instr.last)
         else:
             self._progress.add_up(Op.SEND_FORWARD, instr.microbatch, instr.last, [output])
-        self._settled()
-        self._progress.reached(instr, Op.FORWARD)
+        self._progress.reached(instr, Op.FORWARD, word, self._ledger.at_end(word))
 
     def _eager_forward(self, instr: Instr) -> None:
-        activation = (
-            self._input(instr, Op.RECV_FORWARD, instr.first) if instr.first else None
+        activation, word = self._input(
+            instr, Op.RECV_FORWARD, instr.first, none=not instr.first
         )  # it has made it
         output = self._compute.forward(instr.microbatch, instr.first, instr.last, activation, ahead=True)
         left = output.detach()
         if instr.last < self._num_layers:
             self._compute.kept(instr.microbatch, instr.first, instr.last)
-        self._settled()
-        self._progress.ahead[instr.microbatch, instr.first, instr.last] = left
+        self._progress.run_ahead(instr, left, word, self._ledger.at_end(word))
 
     def _input_grad(self, instr: Instr) -> None:
-        grad = self._input(instr, Op.RECV_BACKWARD, instr.last) if instr.last < self._num_layers else None
+        at_end = instr.last == self._num_layers
+        grad, word = self._input(instr, Op.RECV_BACKWARD, instr.last, none=at_end)
         with self._progress.adding():  # weight gradients of what is not deferred
-            input_grad = self._compute.input_grad(instr.microbatch, instr.first, instr.last, grad)
-            self._settled()
+            input_grad = self._compute.input_grad(instr.microbatch, instr.first, instr.last, grad, word=word)
         if instr.first:
             if input_grad is None:
                 raise ScheduleInvalid(f"{instr} gave no input gradient")
-            self._progress.leave(Op.SEND_BACKWARD, instr.microbatch, instr.first, input_grad)
-        self._progress.reached(instr, Op.INPUT_GRAD)
+            self._progress.leave(Op.SEND_BACKWARD, instr.microbatch, instr.first, input_grad, word)
+        self._progress.reached(instr, Op.INPUT_GRAD, word, self._ledger.at_end(word))
 
-    def _input(self, instr: Instr, op: Op, edge: int) -> torch.Tensor:
-        """What was received for ``instr``, or what the neighbouring visit on this worker has left for it."""
+    def _input(self, instr: Instr, op: Op, edge: int, *, none: bool) -> tuple[torch.Tensor | None, Word]:
+        """What was received for ``instr``, or what the neighbouring visit on this worker has left for it; or ``none``.
+        And whether ``instr`` counts.
+        """
+        if none:
+            return None, self._ledger.word()
         pending = self._arriving.pop((op, instr.microbatch, edge), None)
         if pending is not None:
-            return pending.wait()
-        made_by = Op.SEND_FORWARD if op is Op.RECV_FORWARD else Op.SEND_BACKWARD
-        return self._progress.take(made_by, instr.microbatch, edge).detach()
-
-    def _settled(self) -> None:
-        if self._progress.keeps:
-            self._settle()
+            tensor, word = pending.wait()
+        else:
+            made_by = Op.SEND_FORWARD if op is Op.RECV_FORWARD else Op.SEND_BACKWARD
+            tensor, word = self._progress.take(made_by, instr.microbatch, edge)
+        word = self._ledger.word(word)
+        return only_if(word, tensor.detach()), word
 
     def _weight_grad(self, instr: Instr) -> None:
+        word = self._ledger.word()
         with self._progress.adding():
             self._compute.weight_grad(instr.microbatch, instr.first, instr.last)
-            self._settled()
-        self._progress.reached(instr, Op.WEIGHT_GRAD)
+        self._progress.reached(instr, Op.WEIGHT_GRAD, word, self._ledger.at_end(word))
 
     def _backward(self, instr: Instr) -> None:
         self._input_grad(instr)
         self._weight_grad(instr)
 
     def _send(self, instr: Instr) -> None:
-        self._channels.send(instr, self._progress.take(instr.op, instr.microbatch, instr.first))
+        tensor, word = self._progress.take(instr.op, instr.microbatch, instr.first)
+        self._channels.send(instr, tensor, word)
 
     def _receive(self, instr: Instr) -> None:
         room = self._compute.empty_message()
-        self._arriving[instr.op, instr.microbatch, instr.first] = self._channels.receive(instr, room)
+        pending = self._channels.receive(instr, room, with_word=bool(self._ledger))
+        self._arriving[instr.op, instr.microbatch, instr.first] = pending
 
     def _reduce(self, instr: Instr) -> None:
-        group, expert_group = self._holder_groups(instr.first, instr.last)
         gradients = self._compute.gradients(instr.first, instr.last)
         of_experts = self._compute.expert_gradients(instr.first, instr.last)
-        everything = [*gradients, *of_experts]
-        self._progress.add_up(Op.REDUCE_GRAD, -1, instr.first, everything)
-        if group is not None and self._progress.keeps:
-            # As long as a holder is missing nothing is summed, and a failure costs nobody what he has added up.
-            dist.barrier(group=group)
-        if self._compute.share != 1.0:
-            self._progress.whole = False
-            torch._foreach_mul_(everything, self._compute.share)
-        # First within each cell: then the sum over the holders leaves the same bytes on all of them.
-        partial = self._compute.partial_gradients(instr.first, instr.last) if self._tensor_group else ()
-        if partial:
-            self._progress.whole = False
-            flat = _flatten_dense_tensors(partial)  # type: ignore[no-untyped-call]
-            dist.all_reduce(flat, group=self._tensor_group)
-            summed = _unflatten_dense_tensors(flat, partial)  # type: ignore[no-untyped-call]
-            torch._foreach_copy_(list(partial), list(summed))
-        for buffers, holders in ((gradients, group), (of_experts, expert_group)):
-            if holders is not None:
-                self._progress.whole = False
-                for buffer in buffers:
-                    dist.all_reduce(buffer, group=holders)
+        group, expert_group = self._holder_groups(instr.first, instr.last)
+        self._progress.add_up(Op.REDUCE_GRAD, -1, instr.first, [*gradients, *of_experts])
+        self._reduction.run(
+            [*((one, group) for one in gradients), *((one, expert_group) for one in of_experts)],
+            self._compute.partial_gradients(instr.first, instr.last),
+            self._compute.share,
+            summed=lambda word: self._progress.summed(instr, word),
+        )

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
+from odyssey_megatron.execute.ledger import Word
 from odyssey_megatron.plan.resume import BEGINS, REACHES, Visit
 from odyssey_megatron.plan.schedule import Instr, Op
 
 MessageKey = tuple[Op, int, int]
 """(the send's op, microbatch, boundary)."""
+
+
+class _Noted(NamedTuple):
+    """An instruction that a device was given, with its words."""
+
+    instr: Instr
+    op: Op
+    began: torch.Tensor
+    ended: torch.Tensor
 
 
 class Progress:
@@ -24,7 +35,10 @@ class Progress:
 
     def __init__(self, num_microbatches: int, num_layers: int, *, keeps: bool):
         self.table = torch.zeros(num_microbatches, num_layers, dtype=torch.uint8)
-        """See ``plan/resume.py``: a failure costs the survivors nothing of it."""
+        """See ``plan/resume.py``: a failure costs the survivors nothing of it. Behind :meth:`take_stock`."""
+        self._noted: list[_Noted] = []
+        self.words: dict[MessageKey, torch.Tensor] = {}
+        """Of results."""
         self.results: dict[MessageKey, torch.Tensor] = {}
         """The activations and gradients that leave a visit."""
         self.sums: dict[MessageKey, list[torch.Tensor]] = {}
@@ -37,32 +51,92 @@ class Progress:
         """The gradients are exactly what the table says: nothing was cut off half-way, and nothing reduced yet."""
         self.keeps = keeps
 
-    def leave(self, op: Op, microbatch: int, edge: int, tensor: torch.Tensor) -> None:
+    def leave(self, op: Op, microbatch: int, edge: int, tensor: torch.Tensor, word: Word = None) -> None:
         """Notes a result. An alias, since Megatron takes the storage away from its output tensors."""
         self.results[op, microbatch, edge] = tensor.detach()
+        if word is not None:
+            self.words[op, microbatch, edge] = word
         self.add_up(op, microbatch, edge, [tensor])
 
     def add_up(self, op: Op, microbatch: int, edge: int, tensors: Sequence[torch.Tensor]) -> None:
         """Notes the sum of a result. Nothing waits for a device to have it."""
         self.sums[op, microbatch, edge] = [one.detach().sum() for one in tensors]
 
-    def take(self, op: Op, microbatch: int, edge: int) -> torch.Tensor:
-        """A result that is sent or used now."""
+    def take(self, op: Op, microbatch: int, edge: int) -> tuple[torch.Tensor, Word]:
+        """A result that is sent or used now, and its word."""
         key = (op, microbatch, edge)
-        return self.results[key] if self.keeps else self.results.pop(key)
+        return self.results[key] if self.keeps else self.results.pop(key), self.words.get(key)
 
-    def reached(self, instr: Instr, op: Op) -> None:
-        """``op`` has run for the visit of ``instr``."""
+    def run_ahead(self, instr: Instr, left: torch.Tensor, began: Word, ended: Word) -> None:
+        """Notes a forward for another worker, and what leaves it."""
+        self.ahead[instr.microbatch, instr.first, instr.last] = left
+        if began is not None and ended is not None:
+            self.words[Op.EAGER_FORWARD, instr.microbatch, instr.first] = began
+            self._noted.append(_Noted(instr, Op.EAGER_FORWARD, began, ended))
+
+    def reached(self, instr: Instr, op: Op, began: Word = None, ended: Word = None) -> None:
+        """``op`` has run for the visit of ``instr``; or, with words, a device was given it, and they will say so."""
+        if began is None or ended is None:
+            self._mark(instr, REACHES[op])
+        else:
+            self._noted.append(_Noted(instr, op, began, ended))
+
+    def _mark(self, instr: Instr, level: int) -> None:
         row = self.table[instr.microbatch]
-        row[instr.first : instr.last] = REACHES[op]
-        row[instr.first] += BEGINS
+        row[instr.first : instr.last] = level
+        row[instr.first] += BEGINS * (level > 0)
+
+    def summed(self, instr: Instr, word: Word) -> None:
+        """Gradients of the block of ``instr`` are sums over its holders now."""
+        if word is None:
+            self.whole = False
+        else:
+            self._noted.append(_Noted(instr, Op.REDUCE_GRAD, word, word))
+
+    def missing(self, device: torch.device) -> torch.Tensor:
+        """How many of the instructions so far have counted for nothing. The host does not wait for it."""
+        if not self._noted:
+            return torch.zeros((), dtype=torch.float64, device=device)
+        return (1.0 - torch.stack([one.ended for one in self._noted])).sum().double()
+
+    def take_stock(self) -> list[Visit]:
+        """What the device has really done, once it has nothing left to do: the host waits for it.
+
+        Returns:
+            The visits that the model must forget, since a part of them counted for nothing: they are done anew.
+        """
+        noted, self._noted = self._noted, []
+        if not noted:
+            return []
+        words = torch.stack([torch.stack([one.began, one.ended]) for one in noted]).tolist()
+        undone: dict[Visit, None] = {}
+        for (instr, op, _, _), (began, ended) in zip(noted, words, strict=True):
+            visit = (instr.microbatch, instr.first, instr.last)
+            if op is Op.REDUCE_GRAD:
+                self.whole = self.whole and not ended
+            elif op is Op.EAGER_FORWARD:
+                if not ended:
+                    self.ahead.pop(visit, None)
+                    undone[visit] = None
+            elif op is Op.WEIGHT_GRAD:  # it needs nothing but what its input gradient has left here
+                self.whole = self.whole and began == ended
+                if visit not in undone:
+                    self._mark(instr, REACHES[op])
+            elif ended:
+                self._mark(instr, REACHES[op])
+            else:  # autograd has let go of the forward, too
+                self.whole = self.whole and (began == ended or op is Op.FORWARD)
+                self._mark(instr, 0)
+                undone[visit] = None
+        return list(undone)
 
     def take_up(self, visits: Collection[Visit]) -> None:
         """Of what has been run ahead ``visits`` are this worker's own from now on; the rest goes."""
         for microbatch, first, last in visits:
+            word = self.words.get((Op.EAGER_FORWARD, microbatch, first))
             instr = Instr(Op.FORWARD, microbatch, first, last)
             self.reached(instr, Op.FORWARD)
-            self.leave(Op.SEND_FORWARD, microbatch, last, self.ahead[microbatch, first, last])
+            self.leave(Op.SEND_FORWARD, microbatch, last, self.ahead[microbatch, first, last], word)
         self.ahead.clear()
 
     def give_up(self) -> None:

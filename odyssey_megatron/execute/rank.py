@@ -15,10 +15,11 @@ from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import Fenced, PeerFailed, Superseded
 from odyssey_megatron.execute import membership
 from odyssey_megatron.execute.channels import WORLD, Channels
+from odyssey_megatron.execute.chronicle import Chronicle
 from odyssey_megatron.execute.interpreter import FORWARD_ONLY, Interpreter
+from odyssey_megatron.execute.ledger import Ledger
 from odyssey_megatron.execute.left_out import dispensable, leave_out
 from odyssey_megatron.execute.parts import FaultPoint, GroupBuilder, Groups, Member, Model
-from odyssey_megatron.execute.phases import PhaseClock, recovery_record
 from odyssey_megatron.execute.prepare import Offers, elected
 from odyssey_megatron.execute.progress import Progress
 from odyssey_megatron.execute.suspects import Exchange, examine, renumbered
@@ -34,7 +35,7 @@ from odyssey_megatron.rebuild import agree
 from odyssey_megatron.rebuild.transfer import Moving, Spreading
 from odyssey_megatron.recover import Phase
 
-_VOTES = 4
+_VOTES = 5
 """Behind the model's totals: see ``RankRuntime.votes``."""
 
 
@@ -56,23 +57,29 @@ class RankRuntime:
         slowness: Callable[[int], float] = lambda step: 1.0,
         cell: Cell | None = None,
         first_step: int = 0,
+        device: str | None = None,
     ):
+        """``device``: where the model is, if not where ``config`` says."""
         self._on_groups = on_groups
         self._config, self._member, self._model, self._build = config, member, model, build
         self._tagged, self._fault_point = tagged_messages, fault_point
-        self._journal, self._on_commit = journal, on_commit
+        self._measured = Measurements(config.profile_steps, slowness, member.incarnation)
+        self.chronicle = Chronicle(
+            journal, member, self._measured, on_commit=on_commit, trace_steps=config.trace_steps
+        )
         self.committed = first_step
         self.done = 0
         """Pieces of common work that the job has done: steps, and what :meth:`together` did."""
         self.own = 0
         """Of those, how many this rank has had a part in."""
         self._joins = self._ready = self._in_step = self._evaluating = False
-        self._totals = torch.zeros(model.num_totals + _VOTES, dtype=torch.float64)
+        self._totals = torch.zeros(
+            model.num_totals + _VOTES, dtype=torch.float64, device=device or config.device
+        )
         self.wants_end: Callable[[], bool] = lambda: member.asked == Ask.END
         self.writes: Callable[[], bool] = lambda: False  # a checkpoint, beside training
         self.outcome: Any = None
         """Of the last committed step."""
-        self._outcome_logged = True
         self._groups: Groups | None = None
         self._left: Groups | None = None
         """Of the generation before, until all its members are in the next one."""
@@ -87,29 +94,30 @@ class RankRuntime:
         """Of the step at hand; None where it has not begun, or must begin anew."""
         self._rest: Program | None = None
         """What is left to do of an interrupted step, if it goes on."""
-        self.boundary, self._planned, self._recovered_by, self._taken_up = 0, False, "", 0
+        self.boundary = 0
         self._plan: Plan | None = None
-        self._plan_hash, self.generation, self._steps_here = "", 0, 0
+        self.generation = 0
         self._cell = cell or Cell(rank=member.rank)
         self._worker = self._cell.worker
-        self._measured = Measurements(config.profile_steps, slowness, member.incarnation)
-        self.stalled_s = 0.0
-        """What recoveries have cost: from their detection until this rank trained again. Whoever logs it resets it."""
-        self._clock = PhaseClock()
-        self._in_groups_s = self._agreed_s = 0.0
-        self._resume: dict[str, Any] | None = None
 
     # -- phases ---------------------------------------------------------------------------------------------------
 
     def enter_phase(self, phase: Phase) -> None:
-        self._clock.enter(phase)
+        self.chronicle.clock.enter(phase)
         if phase is Phase.ABORT:
             self._fault(phase.value, self.committed)
 
     @property
     def votes(self) -> list[float]:
-        """Behind a step the same on all ranks: how many want to end, how many write, and their ballots' sums."""
+        """Behind a step the same on all ranks: how many want to end, how many write, their ballots' sums, and how many
+        instructions have counted for nothing.
+        """
         return self._totals[-_VOTES:].tolist()
+
+    @property
+    def is_over(self) -> bool:
+        """See ``recover.Rank``."""
+        return self._groups is not None and self._groups.holds is not None and not self._groups.holds.item()
 
     @property
     def ends(self) -> bool:
@@ -132,6 +140,11 @@ class RankRuntime:
         for groups in (self._groups, self._left):
             if groups is not None:
                 groups.abort()
+        if self._groups is not None and self._progress is not None:
+            self._groups.drain()
+            self._model.undo(self._progress.take_stock())
+        for groups in (self._groups, self._left):
+            if groups is not None:
                 groups.close()
         self._groups = self._left = None
         self._model.discard_incoming()
@@ -139,14 +152,12 @@ class RankRuntime:
     def build_groups(self, generation: Generation) -> None:
         plan = generation.plan
         # Not verified once more: the coordinator did, and every rank would spend milliseconds of the stall on it.
-        self._planned, self.boundary = generation.planned, 0
+        self.boundary = 0
         self._joins = self._member.rank in generation.fresh
         if self._joins:
             self._model.forget()
-        if generation.previous is not None and not generation.planned:
-            self._clock.note_abort(self._member.heard_s)
-        self.generation, self._plan, self._steps_here = generation.number, plan, 0
-        self._plan_hash = generation.plan_hash
+        self.chronicle.begin(generation)
+        self.generation, self._plan = generation.number, plan
         self._fault(Phase.GROUPS.value, self.committed)
         prepared = self._offers.take(generation.number)
         if prepared is not None:
@@ -154,20 +165,22 @@ class RankRuntime:
         else:
             self.abort(Superseded("a newer generation came before the one that was prepared"))
             self._groups = self._build(generation.number, self._groups_in(generation))
-        self._in_groups_s = time.monotonic()
+        self.chronicle.in_groups(speaks=self._world.rank() == 0)
         self._on_groups(self._groups)
 
     def agree(self, generation: Generation) -> None:
         self._fault(Phase.AGREE.value, self.committed)
-        plan, self._rest, self._taken_up = self.plan, None, 0
+        plan, self._rest, taken_up = self.plan, None, 0
         mine = agree.Standing(done=self.done, ready=self._ready, committed=self.committed, joins=self._joins)
         fingerprint = int(generation.plan_hash, 16) % 2**40 + generation.number
         known = torch.cat([self._totals, self._model.loss_scale.state().to(self._totals.device)])
         standings = agree.exchange(self._world, mine, fingerprint, known.device)
-        self._agreed_s = time.monotonic()
+        self.chronicle.agreed()
         ahead, finished = agree.furthest(standings), agree.left_behind(standings)
         behind = finished and self.done < ahead.done
         totals, scale = agree.told(self._world, standings, known).tensor_split([len(self._totals)])
+        assert self._groups is not None
+        self._groups.settle()
         if self._joins:
             self._joins, self.done, self.committed = False, ahead.done, ahead.committed
             self._totals = totals.clone()
@@ -181,19 +194,19 @@ class RankRuntime:
             cell_group, progress = self._group(membership.cell_group_name(self._cell.ranks)), self._progress
             progress, compute, device = progress or self._new_progress(), self._model, self._totals.device
             now = self._of_step(plan.program(self._worker))
-            begun, self._rest, self._taken_up = agree.go_on(
+            begun, self._rest, taken_up = agree.go_on(
                 self._world, cell_group, now, self._cell, progress, compute, device, keep=keep
             )
+            self._groups.settle()
         if self._rest is None:
             self._progress = None
         again = begun and self._rest is None
-        self._recovered_by = "redo" if again else "finish" if finished and not begun else "resume"
         if self._left is not None:  # everybody has left it by now
             self._left.close()
             self._left = None
         self._ready = False  # nobody is ahead any more, and the blocks with these gradients may go
-        if self._logs:
-            self._speak()
+        outcome = "redo" if again else "finish" if finished and not begun else "resume"
+        self.chronicle.goes_on(outcome, taken_up)
 
     def _of_step(self, program: Program) -> StepPlan:
         return smaller(self.plan.layout, program, self._model.microbatches_of(self.committed))
@@ -236,7 +249,7 @@ class RankRuntime:
             tensor_group=self._group(membership.cell_group_name(cell.tensor_ranks)),
             num_layers=num_layers,
             checkpoint=self._check,
-            settle=groups.settle,
+            ledger=Ledger(groups.holds, self._totals.device, alone=self._cell.size == 1),
         )
         self._spreading = Spreading(
             plan.layout,
@@ -247,16 +260,7 @@ class RankRuntime:
             weights_of=model.weights_of,
         )
         self._spread_weights()  # some may have been cut off from those of the last step
-        self._resume = recovery_record(generation)
-        self._event(
-            "generation_started",
-            self.committed,
-            echo=self._logs,
-            members=list(generation.members),
-            plan_hash=generation.plan_hash,
-            policy=plan.policy,
-            agreed_s=self._agreed_s,
-        )
+        self.chronicle.started(self.committed)
 
     def _settle(self) -> None:
         """All state of the plan is here. Before anything that changes weights, or needs those that were sent."""
@@ -264,10 +268,11 @@ class RankRuntime:
             return
         began_s = time.monotonic()
         self._moving.finish()
+        assert self._groups is not None
+        self._groups.settle()
         self._moving = None
         self._live()
-        if self._planned:
-            self._log_switch(time.monotonic() - began_s)
+        self.chronicle.filled(self.committed, time.monotonic() - began_s)
 
     def run_step(self, generation: Generation) -> None:
         step = self.committed
@@ -277,14 +282,19 @@ class RankRuntime:
             self._model.begin_step(step)
             self._progress = self._new_progress(keeps=self._config.interrupted_step == "resume")
         self._run(self._progress, trace)
-        totals = self._agreed()
+        totals = self._agreed(self._progress)
         if not torch.isfinite(totals).all() and not self._model.loss_scale.blames_nobody:
             totals = self._examined(totals, self._progress)
         self._commit(totals)
-        self.boundary = elected(self.votes[2:], self._world.size())
+        self.boundary = elected(self.votes[2:4], self._world.size())
         self._spread_weights()
-        self._steps_here += 1
-        self._measure(step, trace, time.monotonic() - began_s)
+        kept = self.plan.layout.kept_by
+        self.chronicle.ended(
+            step,
+            trace,
+            time.monotonic() - began_s,
+            lambda: {layer: self._model.moved_bytes(layer) for layer in kept(self._worker)},
+        )
         if self._member.asked == Ask.LEAVE:
             raise Fenced("its node was asked to leave the job, and does behind this step")
 
@@ -302,15 +312,23 @@ class RankRuntime:
             progress.whole = False
             raise PeerFailed(f"no memory to go on with {step_name(self.committed)}: {error}") from error
 
-    def _agreed(self) -> torch.Tensor:
+    def _agreed(self, progress: Progress) -> torch.Tensor:
         """All gradients of the step are reduced here: everyone's totals, once they are everywhere."""
-        self._log_samples(self.committed)
+        self.chronicle.samples(self.committed, self._model.samples_of_losses())
         self._settle()
         self._ready = True
         self._check("agreement", -1)
+        assert self._groups is not None
         own = self._model.local_totals()
-        totals = torch.cat([own, own.new_tensor([self.wants_end(), self.writes(), *self._offers.ballot()])])
+        votes = torch.tensor([self.wants_end(), self.writes(), *self._offers.ballot()], dtype=own.dtype)
+        missing = progress.missing(own.device).reshape(1)
+        totals = torch.cat([own, votes.to(own.device, non_blocking=True), missing])
         dist.all_reduce(totals, group=self._world)
+        self._groups.settle()
+        if missing_somewhere := int(totals[-1].item()):
+            raise PeerFailed(
+                f"{missing_somewhere} instruction(s) of {step_name(self.committed)} counted for nothing"
+            )
         return totals
 
     def _examined(self, totals: torch.Tensor, progress: Progress) -> torch.Tensor:
@@ -326,7 +344,7 @@ class RankRuntime:
             program = self._of_step(self._program).program
             trial, self._rest = self._new_progress(), renumbered(program, exchange)
             self._run(trial, self._measured.trace(self.committed))
-            totals = self._agreed()
+            totals = self._agreed(trial)
             return trial, bool(torch.isfinite(totals).all())
 
         wrong = examine(layout, self._cell, self._world, totals.device, progress, again)
@@ -336,7 +354,7 @@ class RankRuntime:
     def _leave_out(self, wrong: Mapping[int, str], step: int) -> None:
         """Collective: whoever's numbers are wrong leaves the job, unless it cannot do without him."""
         if wrong and dispensable(self.plan.layout, wrong):
-            leave_out(wrong, self._world, self._cell, self._totals.device, step, self._event)
+            leave_out(wrong, self._world, self._cell, self._totals.device, step, self.chronicle.event)
 
     def evaluate(self, first: int, microbatches: int) -> None:
         """So many ``microbatches``, at most those of a plan, from ``first`` on through the layers, forward only."""
@@ -375,8 +393,7 @@ class RankRuntime:
         """Before every instruction: has the generation ended? Is a fault due?"""
         if self._member.newer_than(self.generation):
             raise Superseded(f"generation {self.generation} has ended")
-        if self._resume is not None and self._clock.phase is Phase.TRAIN:
-            self._log_recovery()
+        self.chronicle.trains(self.committed)
         if point:
             self._fault("evaluate" if self._evaluating else point, self.committed, microbatch)
 
@@ -389,7 +406,8 @@ class RankRuntime:
         self.outcome = self._model.apply(totals[:-_VOTES], lambda: self._fault("optimizer", step))
         self._totals, self.committed = totals.clone(), step + 1
         self._piece_done()
-        self._outcome_logged, self._progress = False, None
+        self.chronicle.committed(step, self.outcome)
+        self._progress = None
         self._fault("commit", step)
 
     def _spread_weights(self) -> None:
@@ -418,82 +436,3 @@ class RankRuntime:
         """Of the generation that this rank is in."""
         assert self._plan is not None
         return self._plan
-
-    # -- what is written down -------------------------------------------------------------------------------------
-
-    @property
-    def _logs(self) -> bool:
-        """True on the member with the lowest rank, which speaks for all."""
-        return self._groups is not None and self._world.rank() == 0
-
-    def _event(self, name: str, step: int, **values: Any) -> None:
-        self._journal.event(name, generation=self.generation, step=step, **values)
-
-    def _log_samples(self, step: int) -> None:
-        # Before the agreement, since a rank may die right behind it. The attempt that counts is a step's last.
-        samples = self._model.samples_of_losses()
-        if samples:
-            self._event("samples", step, microbatches=list(samples), samples=list(samples.values()))
-
-    def log_last_step(self, step_s: float = -1.0) -> None:
-        """Writes down the last committed step, unless this rank has; the one that usually does may have died."""
-        if self._outcome_logged:
-            return
-        out = self.outcome
-        self._event(
-            "step_committed",
-            self.committed - 1,
-            loss=out.losses,
-            grad_norm=out.grad_norm,
-            lr=out.lr,
-            skipped=out.skipped,
-            step_s=step_s,
-            tokens=out.tokens,
-            num_microbatches=out.num_microbatches,
-        )
-        self._outcome_logged = True
-
-    def _speak(self, step_s: float = -1.0) -> None:
-        if not self._outcome_logged:
-            self.log_last_step(step_s)
-            self._on_commit(self.committed - 1, self.outcome)
-
-    def _measure(self, step: int, trace: Trace, step_s: float) -> None:
-        if self._logs:
-            self._speak(step_s)
-        if self.generation > 1 and self._steps_here == 1 and not self._planned:
-            self._event("redone", step, redo_s=step_s)
-        if self._steps_here <= self._config.trace_steps:
-            self._event("trace", step, instructions=trace.to_jsonable())
-        if trace.measured:
-            kept = self.plan.layout.kept_by(self._worker)
-            sizes = {layer: self._model.moved_bytes(layer) for layer in kept}
-            self._member.publish_observations(self._measured.with_step(step, trace, sizes))
-
-    def _log_switch(self, fill_s: float) -> None:
-        self._event(
-            "switched",
-            self.committed,
-            policy=self.plan.policy,
-            plan_hash=self._plan_hash,
-            **self._clock.taken_s(Phase.GROUPS, Phase.AGREE, Phase.TRANSFER),
-            fill_s=fill_s,
-        )
-
-    def _log_recovery(self) -> None:
-        record, self._resume = self._resume or {}, None
-        regroup_s = self._clock.taken_s(Phase.ABORT, Phase.GROUPS, Phase.AGREE)
-        taken_s = regroup_s | self._clock.taken_s(Phase.TRANSFER)
-        self._measured.regroup_s = sum(regroup_s.values())
-        self.stalled_s += record.get("decide_s", 0.0) + sum(taken_s.values())
-        self._event(
-            "recovered",
-            self.committed,
-            **record,
-            **taken_s,
-            in_groups_s=self._in_groups_s,
-            resumed_s=time.monotonic(),
-            outcome=self._recovered_by,
-            eager_forwards=self._taken_up,
-            echo=self._logs,
-        )

@@ -195,7 +195,7 @@ class Session:
 
     def note_end(self, rank: RankRuntime, model: MegatronModel) -> None:
         """Writes down the last step and what the weights are."""
-        rank.log_last_step()
+        rank.chronicle.log_last_step()
         sizes: dict[str, Any] = {"state_bytes": model.state_bytes(), "host_bytes": model.host_bytes()}
         self._journal.event("weights", step=rank.committed, **sizes, digest=model.digests())
 

@@ -31,6 +31,10 @@ class Abort(Protocol):
 
     fired: bool
 
+    @property
+    def holds(self) -> torch.Tensor | None:
+        """See ``execute/ledger.py``: None where whoever waits for an operation that was ended hears of it."""
+
     def fire(self) -> None:
         """Ends every operation of the generation with Superseded. Any thread, any number of times."""
 
@@ -43,10 +47,12 @@ class Abort(Protocol):
     def call(self, function: Callable[[], T]) -> T:
         """``function()``; raises Superseded as soon as fired, PeerFailed for its RuntimeError."""
 
-    def settle(self) -> None:
-        """Returns when the accelerator has done what it was given.
+    def drain(self) -> None:
+        """Returns when the accelerator has done what it was given."""
 
-        Raises Superseded if it may have computed with what an operation left that :meth:`fire` has ended.
+    def settle(self) -> None:
+        """As :meth:`drain`. Raises Superseded if it may have computed with what an operation left that :meth:`fire` has
+        ended: before a rank goes by what others have sent it.
         """
 
     def close(self) -> None:
@@ -59,6 +65,8 @@ class GlooAbort:
     Any thread may wait. Helpers are reused; one that was left behind in an operation lives until that ends, at
     the latest by the operation's timeout.
     """
+
+    holds = None
 
     def __init__(self) -> None:
         self.fired = False
@@ -123,8 +131,10 @@ class GlooAbort:
         finally:
             del call  # error -> traceback -> this frame -> call -> error would keep the group's threads
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Nothing to do: a wait that returns has the whole message."""
+
+    settle = drain
 
     def close(self) -> None:
         self.fire()
@@ -138,12 +148,15 @@ class GlooAbort:
 class NcclAbort:
     """NCCL has an abort that works, also for the kernels on the device, so waiting needs no helper.
 
-    Not run in this project's tests (they have no GPU); the facts are those of PyTorch's documentation of
-    ``_abort_process_group`` and of libraries that abort in the same way.
+    Not run on a GPU by this project's tests; the facts are those of PyTorch's documentation of
+    ``_abort_process_group`` and of libraries that abort in the same way. ``tests/strict`` runs it by these rules.
+
+    Args:
+        holds: 1.0, in pinned memory.
     """
 
-    def __init__(self) -> None:
-        self.fired = False
+    def __init__(self, holds: torch.Tensor) -> None:
+        self.fired, self.holds = False, holds
         self._backends: list[Any] = []
         self._lock = threading.Lock()
 
@@ -155,6 +168,7 @@ class NcclAbort:
     def fire(self) -> None:
         with self._lock:
             self.fired = True
+            self.holds.numpy()[...] = 0.0  # before anything is aborted
             backends, self._backends = self._backends, []
         # One thread each: an abort waits for its communicator's kernels, and they may wait for one another.
         threads = [threading.Thread(target=backend.abort, daemon=True) for backend in backends]
@@ -176,15 +190,21 @@ class NcclAbort:
         if self.fired:
             raise Superseded("a newer generation exists")
         try:
-            return function()
+            result = function()
         except RuntimeError as error:
             if self.fired:
                 raise Superseded("a newer generation exists") from error
             raise PeerFailed(str(error)) from error
+        if self.fired:  # of a barrier, for which the host waits, the end may have been this
+            raise Superseded("a newer generation exists")
+        return result
+
+    def drain(self) -> None:
+        torch.cuda.current_stream().synchronize()
 
     def settle(self) -> None:
         # A wait only orders streams: the host runs ahead, and after an abort the kernels go on with garbage.
-        torch.cuda.current_stream().synchronize()
+        self.drain()
         if self.fired:  # which is set before anything is aborted
             raise Superseded("a newer generation exists")
 

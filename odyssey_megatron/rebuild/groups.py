@@ -7,7 +7,6 @@ fixed world size, so ``torch.distributed``'s global rank space never changes.
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
@@ -22,7 +21,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import PeerFailed, Superseded
-from odyssey_megatron.rebuild.abort import AbortableGroup, GlooAbort, NcclAbort
+from odyssey_megatron.rebuild.abort import Abort, AbortableGroup
+from odyssey_megatron.rebuild.library import Gloo, Library, Nccl
 
 _POLL_S = (0.0003, 0.004)
 """First and longest pause between two looks at the store."""
@@ -54,9 +54,9 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
     newer generation exists every operation raises Superseded; if a peer is lost before that, PeerFailed.
     """
 
-    def __init__(self, number: int, abort: GlooAbort | NcclAbort, bury_s: float, forget: Any):
+    def __init__(self, number: int, library: Library, abort: Abort, bury_s: float, forget: Any):
         self.number = number
-        self._abort, self._bury_s, self._forget = abort, bury_s, forget
+        self._library, self._abort, self._bury_s, self._forget = library, abort, bury_s, forget
         self._groups: dict[str, dist.ProcessGroup] = {}
 
     def __getitem__(self, name: str) -> dist.ProcessGroup:
@@ -72,8 +72,15 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
         """Ends every operation, as a newer generation would. Any thread."""
         self._abort.fire()
 
+    @property
+    def holds(self) -> torch.Tensor | None:
+        """See ``rebuild.abort.Abort``, also for the methods."""
+        return self._abort.holds
+
+    def drain(self) -> None:
+        self._abort.drain()
+
     def settle(self) -> None:
-        """See ``rebuild.abort.Abort``."""
         self._abort.settle()
 
     def close(self) -> None:
@@ -91,10 +98,9 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
     def _register(
         self, name: str, backend: Any, ranks: tuple[int, ...], rank: int, store: dist.Store
     ) -> None:
-        kinds, device = dist.ProcessGroup.BackendType, "cpu" if isinstance(self._abort, GlooAbort) else "cuda"
-        type_, kind = (kinds.GLOO, "gloo") if device == "cpu" else (kinds.NCCL, "nccl")
+        device, kind, type_ = self._library.device, self._library.kind, self._library.type
         if len(ranks) == 1:
-            type_, kind = kinds.CUSTOM, "fake"
+            type_, kind = dist.ProcessGroup.BackendType.CUSTOM, "fake"
         group = _plain_group(store, ranks.index(rank), len(ranks), type_, device, backend)
         if len(ranks) > 1:
             group = AbortableGroup(group, self._abort)
@@ -144,27 +150,29 @@ def build_groups(
     number: int,
     named: Mapping[str, tuple[int, ...]],
     config: OdysseyConfig,
+    library: Library | None = None,
 ) -> GroupSet:
     """Builds those of ``named`` groups that this rank is in. Every rank of a group must do so.
 
     Args:
         number: of the generation.
         named: name -> global ranks, ascending; equal on all members.
+        library: what connects them; by default the one for the device of ``config``.
 
     Raises:
         Superseded: a newer generation exists; nothing of this one is left.
         PeerFailed: a peer did not connect within ``build_timeout_s``.
     """
-    cuda = config.device == "cuda"
-    abort: GlooAbort | NcclAbort = NcclAbort() if cuda else GlooAbort()
-    groups = GroupSet(number, abort, config.op_timeout_s + 2.0, member.forget)
+    library = library or (Nccl(config) if config.device == "cuda" else Gloo(config))
+    abort = library.new_abort()
+    groups = GroupSet(number, library, abort, config.op_timeout_s + 2.0, member.forget)
     member.on_newer(number, abort.fire)
     if member.newer_than(number):
         abort.fire()  # it came before the callback was in place
     mine = {name: ranks for name, ranks in named.items() if member.rank in ranks}
     try:
         with abort.connecting():
-            built = abort.call(lambda: _build_all(member, number, mine, config, abort))
+            built = abort.call(lambda: _build_all(member, number, mine, library, abort))
         for name, (backend, store) in built.items():
             groups._register(name, backend, mine[name], member.rank, store)
         if abort.fired:
@@ -179,23 +187,20 @@ def _build_all(
     member: MemberLike,
     number: int,
     named: Mapping[str, tuple[int, ...]],
-    config: OdysseyConfig,
-    abort: GlooAbort | NcclAbort,
+    library: Library,
+    abort: Abort,
 ) -> dict[str, tuple[Any, dist.Store]]:
     """Connects group after group (side by side is no faster). Runs in a thread that can be left."""
-    # One device (a listening socket and a loop thread) for all groups of the generation.
-    shared = _gloo_device() if isinstance(abort, GlooAbort) else None
+    connect = library.connector(abort)
 
     def build(name: str) -> tuple[Any, dist.Store]:
         ranks = named[name]
         index, size = ranks.index(member.rank), len(ranks)
-        store = _Rendezvous(member.store, f"groups/{number}/{name}", index, size, abort)
+        store = Rendezvous(member.store, f"groups/{number}/{name}", index, size, abort)
         if size == 1:
             # It copies inputs to outputs, which for one rank is exact.
             return FakeProcessGroup._create_internal(0, 1), store
-        if isinstance(abort, NcclAbort):
-            return _nccl_backend(store, index, size, config, abort), store
-        return _gloo_backend(store, index, size, config, shared), store
+        return connect(store, index, size), store
 
     # The same order everywhere, or ranks would wait for one another in different groups.
     return {name: build(name) for name in sorted(named)}
@@ -204,45 +209,15 @@ def _build_all(
 def _plain_group(
     store: dist.Store, rank: int, size: int, kind: dist.ProcessGroup.BackendType, device: str, backend: Any
 ) -> dist.ProcessGroup:
+    if isinstance(backend, dist.ProcessGroup):  # one written in Python
+        return backend
     group = dist.ProcessGroup(store, rank, size)
     group._set_default_backend(kind)
     group._register_backend(torch.device(device), kind, backend)
     return group
 
 
-def _gloo_device() -> Any:
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    if not interface and os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost", "::1"):
-        interface = "lo"  # by the host's name, as is gloo's default, it might listen on an outside address
-    if interface:
-        return dist.ProcessGroupGloo.create_device(interface=interface)
-    return dist.ProcessGroupGloo.create_default_device()
-
-
-def _gloo_backend(store: dist.Store, rank: int, size: int, config: OdysseyConfig, device: Any) -> Any:
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined] # its stub lacks this one
-    options._devices = [device]
-    options._threads = 2
-    # The constructor waits five times this long for a peer that dies while it connects.
-    options._timeout = timedelta(seconds=config.build_timeout_s)
-    backend = dist.ProcessGroupGloo(store, rank, size, options)
-    backend._set_default_timeout(timedelta(seconds=config.op_timeout_s))
-    backend._set_sequence_number_for_group()
-    return backend
-
-
-def _nccl_backend(store: dist.Store, rank: int, size: int, config: OdysseyConfig, abort: NcclAbort) -> Any:
-    """Not run in this project's tests: they have no GPU."""
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=config.op_timeout_s)
-    backend = dist.ProcessGroupNCCL(store, rank, size, options)
-    abort.adopt(backend)
-    # Connect now, while the peers do, and not inside the first message of a step.
-    backend.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
-    return backend
-
-
-class _Rendezvous(dist.Store):
+class Rendezvous(dist.Store):
     """The store that a group's constructor meets its peers through.
 
     It asks for its peers' values one by one and waits in C++ for each. Here, a wait ends as soon as the
@@ -250,9 +225,10 @@ class _Rendezvous(dist.Store):
     sets under its index in the group.
     """
 
-    def __init__(self, store: dist.Store, prefix: str, rank: int, size: int, abort: GlooAbort | NcclAbort):
+    def __init__(self, store: dist.Store, prefix: str, rank: int, size: int, abort: Abort):
         super().__init__()
         self._store, self._abort = store, abort
+        self.prefix = prefix
         self._mine, self._all = f"{prefix}/{rank}", [f"{prefix}/{index}" for index in range(size)]
         self._values: dict[str, bytes] = {}
 

@@ -131,7 +131,11 @@ class Accelerator:
 
     def kept(self, microbatch: int, first: int, last: int) -> None: ...
 
-    def input_grad(self, microbatch: int, first: int, last: int, grad: torch.Tensor | None) -> torch.Tensor:
+    def undo(self, visits: Any) -> None: ...
+
+    def input_grad(
+        self, microbatch: int, first: int, last: int, grad: torch.Tensor | None, *, word: Any = None
+    ) -> torch.Tensor:
         # A fused backward sends its gradient when all of it is done, so that is the time in the message.
         kinds = ("input_grad_s", "weight_grad_s") if self._fused else ("input_grad_s",)
         return self._compute(kinds, first, last, grad)

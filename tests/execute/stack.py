@@ -73,26 +73,28 @@ class NoLossScale:
 
 
 class Stack:
-    """Implements ``execute.rank.Model``: layer i is x -> tanh(x W_i); the loss is the mean square of the output."""
+    """Implements ``execute.parts.Model``: layer i is x -> tanh(x W_i); the loss is the mean square of the output."""
 
     num_totals = 2
     share = 1.0
     loss_scale = NoLossScale()
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
+        self._where: dict[str, Any] = {"device": torch.device(device), "dtype": torch.float64}
         self.held: dict[int, list[torch.Tensor]] = {}
         self._incoming: dict[int, list[torch.Tensor]] = {}
         self._flights: dict[tuple[int, int], tuple[Any, Any, Any]] = {}
         self._spans: dict[tuple[int, int], torch.Tensor] = {}
         self._gradients: dict[int, torch.Tensor] = {}
-        self._losses: dict[int, float] = {}
+        self._losses: dict[int, torch.Tensor] = {}
         self._ahead: set[tuple[int, int]] = set()
         self._step = 0
         self.room: Callable[[], bool] = lambda: True
 
     def create_layers(self, layers: tuple[int, ...], kept: set[int]) -> None:
         for layer in layers:
-            self.held.setdefault(layer, [initial(layer), torch.zeros(WIDTH, WIDTH, dtype=torch.float64)])
+            momentum = torch.zeros(WIDTH, WIDTH, **self._where)
+            self.held.setdefault(layer, [initial(layer).to(momentum.device), momentum])
 
     def moved_bytes(self, layer: int) -> int:
         return sum(tensor.nbytes for tensor in self.held[layer])
@@ -104,7 +106,7 @@ class Stack:
         return by_number(self.held[layer])
 
     def tensors_to_fill(self, layer: int) -> dict[str, torch.Tensor]:
-        self._incoming[layer] = [torch.empty(WIDTH, WIDTH, dtype=torch.float64) for _ in range(2)]
+        self._incoming[layer] = [torch.empty(WIDTH, WIDTH, **self._where) for _ in range(2)]
         return by_number(self._incoming[layer])
 
     def discard_incoming(self) -> None:
@@ -121,7 +123,7 @@ class Stack:
         blocks = [block for block in layout.blocks() if worker in block.holders]
         size = WIDTH * WIDTH
         self._spans = {
-            (b.first, b.last): torch.zeros((b.last - b.first) * size, dtype=torch.float64) for b in blocks
+            (b.first, b.last): torch.zeros((b.last - b.first) * size, **self._where) for b in blocks
         }
         self._gradients = {
             block.first + index: piece.view(WIDTH, WIDTH)
@@ -142,12 +144,15 @@ class Stack:
         for span in self._spans.values():
             span.zero_()
 
+    def _sample(self, microbatch: int) -> torch.Tensor:
+        return sample(self._step, microbatch).to(self._where["device"], non_blocking=True)
+
     def forward(
         self, microbatch: int, first: int, last: int, activation: torch.Tensor | None, *, ahead: bool = False
     ) -> torch.Tensor:
         if not self.room():
             raise torch.OutOfMemoryError("no room for an activation")
-        x = sample(self._step, microbatch) if activation is None else activation
+        x = self._sample(microbatch) if activation is None else activation
         x = x.requires_grad_()
         weights = [self.held[layer][0].detach().requires_grad_() for layer in range(first, last)]
         out = x
@@ -164,7 +169,7 @@ class Stack:
 
     def _count(self, microbatch: int, out: torch.Tensor) -> None:
         if out.ndim == 0:  # a loss
-            self._losses[microbatch] = float(out.detach())
+            self._losses[microbatch] = out.detach()
 
     def adopt(self, visits: Any) -> None:
         ours = {(microbatch, first) for microbatch, first, _ in visits}
@@ -177,10 +182,17 @@ class Stack:
 
     def kept(self, microbatch: int, first: int, last: int) -> None: ...
 
+    def undo(self, visits: Any) -> None:
+        for microbatch, first, last in visits:
+            self._flights.pop((microbatch, first), None)
+            if last == LAYERS:
+                self._losses.pop(microbatch, None)
+
     def input_grad(
-        self, microbatch: int, first: int, last: int, grad: torch.Tensor | None
+        self, microbatch: int, first: int, last: int, grad: torch.Tensor | None, *, word: Any = None
     ) -> torch.Tensor | None:
         x, weights, out = self._flights[microbatch, first]
+        grad = word if grad is None else grad
         input_grad, *weight_grads = torch.autograd.grad(out, [x, *weights], grad)
         self._flights[microbatch, first] = (None, weight_grads, None)
         return input_grad
@@ -199,28 +211,33 @@ class Stack:
     expert_gradients = partial_gradients
 
     def empty_message(self) -> torch.Tensor:
-        return torch.empty(2, WIDTH, dtype=torch.float64)
+        return torch.empty(2, WIDTH, **self._where)
 
     def local_totals(self) -> torch.Tensor:
-        return torch.tensor([sum(self._losses.values()), len(self._losses)], dtype=torch.float64)
+        totals = torch.zeros(2, **self._where)
+        for loss in self._losses.values():
+            totals[0] += loss
+        totals[1] += len(self._losses)
+        return totals
 
     def apply(self, totals: torch.Tensor, checkpoint: Any) -> Outcome:
         for layer, gradient in self._gradients.items():
             apply_step(*self.held[layer], gradient)
             checkpoint()
         self.held = {layer: self.held[layer] for layer in self._gradients}
-        return Outcome(losses={"loss": float(totals[0] / totals[1])})
+        loss, count = totals.tolist()
+        return Outcome(losses={"loss": loss / count})
 
     def samples_of_losses(self) -> dict[int, list[int]]:
         return {m: [self._step * MICROBATCHES + m] for m in self._losses}
 
 
-def undisturbed() -> tuple[list[float], dict[int, torch.Tensor]]:
+def undisturbed(steps: int = STEPS) -> tuple[list[float], dict[int, torch.Tensor]]:
     """The same training in one process, without schedule or messages: losses and final weights."""
     weights = {layer: initial(layer) for layer in range(LAYERS)}
     momenta = {layer: torch.zeros(WIDTH, WIDTH, dtype=torch.float64) for layer in range(LAYERS)}
     losses = []
-    for step in range(STEPS):
+    for step in range(steps):
         leaves = [weights[layer].detach().requires_grad_() for layer in range(LAYERS)]
         total = torch.zeros((), dtype=torch.float64)
         for microbatch in range(MICROBATCHES):

@@ -99,6 +99,6 @@ def test_results_stay_until_the_step_ends_or_until_they_are_sent():
         progress = Progress(1, 4, keeps=keeps)
         progress.leave(Op.SEND_FORWARD, 0, 2, output)
         output.data = torch.empty(1)  # Megatron's deallocate_output_tensor
-        assert progress.take(Op.SEND_FORWARD, 0, 2).tolist() == [3.0, 3.0]
+        assert progress.take(Op.SEND_FORWARD, 0, 2)[0].tolist() == [3.0, 3.0]
         assert bool(progress.results) == keeps
         output = torch.ones(2, requires_grad=True) * 3

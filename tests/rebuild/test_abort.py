@@ -10,6 +10,7 @@ import time
 import weakref
 
 import pytest
+import torch
 
 from odyssey_megatron.errors import PeerFailed, Superseded
 from odyssey_megatron.rebuild.abort import GlooAbort, NcclAbort
@@ -153,7 +154,7 @@ def test_nccl_aborts_its_backends_once():
         def abort(self):
             self.aborted += 1
 
-    abort, backend = NcclAbort(), Backend()
+    abort, backend = NcclAbort(torch.ones(())), Backend()
     abort.adopt(backend)
     assert abort.call(lambda: 7) == 7
     with pytest.raises(PeerFailed):
@@ -161,5 +162,6 @@ def test_nccl_aborts_its_backends_once():
     abort.fire()
     abort.fire()
     assert backend.aborted == 1
+    assert not abort.holds
     with pytest.raises(Superseded):
         abort.call(lambda: 7)

@@ -353,7 +353,8 @@ class Door:
 
     def _log_own(self, iteration: int, interval: int) -> None:
         """Odyssey's scalars, beside those that Megatron logs of ``iteration`` (counted from 1)."""
-        stalled_s, self._runtime.stalled_s = self._runtime.stalled_s, 0.0
+        chronicle = self._runtime.chronicle
+        stalled_s, chronicle.stalled_s = chronicle.stalled_s, 0.0
         own = {"recovery_stall_s": stalled_s} if stalled_s else {}
         if iteration % interval == 0:
             plan = self._runtime.plan

@@ -49,7 +49,7 @@ def local_totals(
     losses: Losses,
     loss_names: Sequence[str],
     *,
-    tokens: float,
+    tokens: Iterable[torch.Tensor | float],
     tp_rank: int,
     cp_rank: int,
     with_zeros: bool,
@@ -59,7 +59,7 @@ def local_totals(
     Args:
         gradients: those that this rank counts.
         losses: of the microbatches whose head this worker ran, or of this rank's part of their sequences.
-        tokens: of these microbatches.
+        tokens: of each of these microbatches.
         tp_rank: of this rank; what all tensor-parallel ranks have alike counts on the first one.
         cp_rank: of this rank; the first one counts the microbatches.
         with_zeros: count zeros.
@@ -71,7 +71,9 @@ def local_totals(
             totals[1] += gradient.numel() - torch.count_nonzero(gradient)
     if tp_rank:
         return totals
-    totals[2], totals[3] = tokens, 0 if cp_rank else len(losses)
+    for one in tokens:
+        totals[2] += one
+    totals[3] = 0 if cp_rank else len(losses)
     for _, reported in sorted(losses.items()):
         for index, name in enumerate(loss_names):
             value = reported[name].detach().to(torch.float64)

@@ -8,15 +8,18 @@ balancing), and Megatron logs its auxiliary losses.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import Router
 
 from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.execute.ledger import Word
 from odyssey_megatron.mcore.model.rng import LayerSeeds
 from odyssey_megatron.upstream import compat
 
@@ -120,6 +123,20 @@ class Routing:
         """The records of a visit, which count for nothing before they are put back."""
         ours = [key for key in self.records if key[0] == microbatch and first <= key[1] < last]
         return {key: self.records.pop(key) for key in ours}
+
+    @contextlib.contextmanager
+    def only_if(self, word: Word) -> Iterator[None]:
+        """In the body a backward adds the gradients of what routers lose if ``word`` stands."""
+        if word is None or not self._layers:
+            yield
+            return
+        scaler = MoEAuxLossAutoScaler
+        before = scaler.main_loss_backward_scale
+        scaler.main_loss_backward_scale = word if before is None else before * word
+        try:
+            yield
+        finally:
+            scaler.main_loss_backward_scale = before
 
     # -- at the step's end: [layer with experts, the sum of its records], float64, flat -----------------------------
 

@@ -6,6 +6,8 @@ which the gradient norm is not finite where any gradient is not. A rank that joi
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
 
 from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.execute.ledger import Word
 
 
 class LossScale:
@@ -25,6 +28,7 @@ class LossScale:
             ConfigError: Megatron refuses these numbers.
         """
         self._ends_job = ends_job
+        self._word: Word = None
         self.skipped = self.skipped_samples = 0
         """Steps, since the job was started, that do not count in the learning rate's schedule; and their samples."""
         try:
@@ -51,7 +55,17 @@ class LossScale:
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """What the backward begins with."""
+        loss = loss if self._word is None else self._word * loss
         return loss if self.scaler is None else self.value * loss
+
+    @contextlib.contextmanager
+    def only_if(self, word: Word) -> Iterator[None]:
+        """In the body a backward begins with nothing unless ``word`` stands."""
+        self._word = word
+        try:
+            yield
+        finally:
+            self._word = None
 
     @property
     def skips(self) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from odyssey_megatron.cluster.state import Cell
 from odyssey_megatron.errors import NotFinite, TransferIncomplete
+from odyssey_megatron.execute.ledger import Word
 from odyssey_megatron.mcore.loop import outcome
 from odyssey_megatron.mcore.loop.batches import Batches
 from odyssey_megatron.mcore.loop.data import MicrobatchSource
@@ -32,7 +32,7 @@ from odyssey_megatron.mcore.model.loss_scale import LossScale
 from odyssey_megatron.mcore.model.optimizer import LayerOptimizer, LearningRate
 from odyssey_megatron.mcore.model.place import Place
 from odyssey_megatron.mcore.model.tally import Tally
-from odyssey_megatron.mcore.model.wgrad import WeightGrads
+from odyssey_megatron.mcore.model.wgrad import Flight, WeightGrads
 from odyssey_megatron.names import step_name
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.resume import Visit
@@ -41,15 +41,6 @@ from odyssey_megatron.upstream import compat
 _ALONE = Cell(rank=0)
 ForwardStep = Callable[[Any, Any], tuple[torch.Tensor, Callable[..., Any] | None]]
 """Megatron's: (data_iterator, model) -> (output, loss_func)."""
-
-
-@dataclass(slots=True)
-class _Flight:
-    """A microbatch between its forward and its weight gradient."""
-
-    activation: torch.Tensor | None
-    output: torch.Tensor
-    weight_grads: WeightGrads
 
 
 class MegatronModel:
@@ -102,7 +93,7 @@ class MegatronModel:
         self._incoming: dict[int, HeldLayer] = {}
         self._incoming_states: dict[int, LayerOptimizer] = {}
         self._blocks: dict[tuple[int, int], LayerBlock] = {}
-        self._flights: dict[tuple[int, int], _Flight] = {}
+        self._flights: dict[tuple[int, int], Flight] = {}
         self._step, self._worker, self._layout = -1, -1, Layout(holders=(), routes=())
         self._tally = Tally(self.loss_names, self.routing)
         self._training = True
@@ -286,7 +277,7 @@ class MegatronModel:
         microbatch = self._go_to(microbatch)
         if activation is not None and self._training:
             activation.requires_grad_()
-        tensor, reported, counted = activation, list[dict[str, torch.Tensor]](), 0.0
+        tensor, reported, counted = activation, list[dict[str, torch.Tensor]](), 0
         for block in self._span(first, last):
             is_last_stage = block.last == self.spec.num_layers
             with groups.in_stage(*groups.place(first=block.first == 0, last=is_last_stage)):
@@ -302,14 +293,14 @@ class MegatronModel:
                     current_microbatch=microbatch,
                     is_last_stage=is_last_stage,
                 )
-            counted += float(tokens)
+            counted += tokens
         if ahead:
             self._tally.put_aside(microbatch, first, last, counted, reported)
         else:
             self._tally.count(microbatch, counted, reported)
         assert tensor is not None
         if self._training:
-            self._flights[microbatch, first] = _Flight(activation, tensor, WeightGrads())
+            self._flights[microbatch, first] = Flight(activation, tensor, WeightGrads())
         return tensor
 
     def adopt(self, visits: Collection[Visit]) -> None:
@@ -323,11 +314,17 @@ class MegatronModel:
         output = self._flights[self._go_to(microbatch), first].output
         schedules.deallocate_output_tensor(output, self.spec.config.deallocate_pipeline_outputs)
 
+    def undo(self, visits: Collection[Visit]) -> None:
+        for microbatch, first, last in visits:
+            microbatch = self._go_to(microbatch)
+            self._flights.pop((microbatch, first), None)
+            self._tally.undo(microbatch, first, last, with_losses=last == self.spec.num_layers)
+
     def input_grad(
-        self, microbatch: int, first: int, last: int, grad: torch.Tensor | None
+        self, microbatch: int, first: int, last: int, grad: torch.Tensor | None, *, word: Word = None
     ) -> torch.Tensor | None:
         flight = self._flights[self._go_to(microbatch), first]
-        with flight.weight_grads:
+        with flight.weight_grads, self.loss_scale.only_if(word), self.routing.only_if(word):
             return compat.backward_step(flight.activation, flight.output, grad, self.spec.config)
 
     def weight_grad(self, microbatch: int, first: int, last: int) -> None:
@@ -373,7 +370,7 @@ class MegatronModel:
             [one for block in blocks for one in outcome.counted_gradients(block, self._cell)],
             self._tally.losses,
             self.loss_names,
-            tokens=self._tally.tokens,
+            tokens=self._tally.tokens.values(),
             tp_rank=self._tp_rank,
             cp_rank=self._cp_rank,
             with_zeros=self.spec.optimizer_config.log_num_zeros_in_grad,

@@ -12,6 +12,7 @@ ranks of a cell run the same program, so they gather in the same order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -77,6 +78,15 @@ class WeightGrads:
             else:
                 main_grad.add_(rows.t().matmul(columns))
         self._pending.clear()
+
+
+@dataclass(slots=True)
+class Flight:
+    """A microbatch between its forward and its weight gradient."""
+
+    activation: torch.Tensor | None
+    output: torch.Tensor
+    weight_grads: WeightGrads
 
 
 def _with_total_inputs(pending: list[_Pending]) -> Iterator[tuple[_Pending, torch.Tensor]]:

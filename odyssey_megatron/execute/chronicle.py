@@ -1,0 +1,169 @@
+"""What a rank writes down, and publishes, of its steps and of how it went from one generation to the next."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from odyssey_megatron.execute.parts import Member
+from odyssey_megatron.execute.phases import PhaseClock, recovery_record
+from odyssey_megatron.execute.timing import Measurements, Trace
+from odyssey_megatron.metrics.journal import Journal
+from odyssey_megatron.plan.generation import Generation
+from odyssey_megatron.recover import Phase
+
+
+class Chronicle:
+    """Of one rank.
+
+    Args:
+        on_commit: hears of each committed step on the rank that speaks for all.
+        trace_steps: so many steps of each generation are written down instruction by instruction.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        member: Member,
+        measured: Measurements,
+        *,
+        on_commit: Callable[[int, Any], None],
+        trace_steps: int,
+    ):
+        self._journal, self._member, self._measured = journal, member, measured
+        self._on_commit, self._trace_steps = on_commit, trace_steps
+        self.clock = PhaseClock()
+        self.speaks = False
+        """True on the member with the lowest rank, which speaks for all."""
+        self.stalled_s = 0.0
+        """What recoveries have cost: from their detection until this rank trained again. Whoever logs it resets it."""
+        self._generation: Generation | None = None
+        self._step, self._outcome, self._is_told, self._steps_here = -1, None, True, 0
+        self._in_groups_s = self._agreed_s = 0.0
+        self._recovered_by, self._taken_up = "", 0
+        self._resume: dict[str, Any] | None = None
+
+    # -- from one generation to the next --------------------------------------------------------------------------
+
+    def begin(self, generation: Generation) -> None:
+        """This rank enters it."""
+        if generation.previous is not None and not generation.planned:
+            self.clock.note_abort(self._member.heard_s)
+        self._generation, self._steps_here, self.speaks = generation, 0, False
+
+    def in_groups(self, *, speaks: bool) -> None:
+        self._in_groups_s, self.speaks = time.monotonic(), speaks
+
+    def agreed(self) -> None:
+        self._agreed_s = time.monotonic()
+
+    def goes_on(self, outcome: str, taken_up: int) -> None:
+        """With the interrupted step, so: ``redo``, ``finish`` or ``resume``."""
+        self._recovered_by, self._taken_up = outcome, taken_up
+        if self.speaks:
+            self.speak()
+
+    def started(self, step: int) -> None:
+        """The generation has its layers, or they are on their way."""
+        generation = self._generation
+        assert generation is not None
+        self._resume = recovery_record(generation)
+        self.event(
+            "generation_started",
+            step,
+            echo=self.speaks,
+            members=list(generation.members),
+            plan_hash=generation.plan_hash,
+            policy=generation.plan.policy,
+            agreed_s=self._agreed_s,
+        )
+
+    def filled(self, step: int, fill_s: float) -> None:
+        """All layers are here; training has waited so long for them."""
+        generation = self._generation
+        assert generation is not None
+        if generation.planned:
+            self.event(
+                "switched",
+                step,
+                policy=generation.plan.policy,
+                plan_hash=generation.plan_hash,
+                **self.clock.taken_s(Phase.GROUPS, Phase.AGREE, Phase.TRANSFER),
+                fill_s=fill_s,
+            )
+
+    def trains(self, step: int) -> None:
+        """The next instruction is about to run."""
+        if self._resume is None or self.clock.phase is not Phase.TRAIN:
+            return
+        record, self._resume = self._resume, None
+        regroup_s = self.clock.taken_s(Phase.ABORT, Phase.GROUPS, Phase.AGREE)
+        taken_s = regroup_s | self.clock.taken_s(Phase.TRANSFER)
+        self._measured.regroup_s = sum(regroup_s.values())
+        self.stalled_s += record.get("decide_s", 0.0) + sum(taken_s.values())
+        self.event(
+            "recovered",
+            step,
+            **record,
+            **taken_s,
+            in_groups_s=self._in_groups_s,
+            resumed_s=time.monotonic(),
+            outcome=self._recovered_by,
+            eager_forwards=self._taken_up,
+            echo=self.speaks,
+        )
+
+    # -- steps ----------------------------------------------------------------------------------------------------
+
+    def samples(self, step: int, samples: Mapping[int, list[int]]) -> None:
+        # Before the agreement, since a rank may die right behind it. The attempt that counts is a step's last.
+        if samples:
+            self.event("samples", step, microbatches=list(samples), samples=list(samples.values()))
+
+    def committed(self, step: int, outcome: Any) -> None:
+        self._step, self._outcome, self._is_told = step, outcome, False
+
+    def log_last_step(self, step_s: float = -1.0) -> None:
+        """Writes down the last committed step, unless this rank has; the one that usually does may have died."""
+        if self._is_told:
+            return
+        out: Any = self._outcome
+        self.event(
+            "step_committed",
+            self._step,
+            loss=out.losses,
+            grad_norm=out.grad_norm,
+            lr=out.lr,
+            skipped=out.skipped,
+            step_s=step_s,
+            tokens=out.tokens,
+            num_microbatches=out.num_microbatches,
+        )
+        self._is_told = True
+
+    def speak(self, step_s: float = -1.0) -> None:
+        """For all, of the last committed step, unless that is done."""
+        if not self._is_told:
+            self.log_last_step(step_s)
+            self._on_commit(self._step, self._outcome)
+
+    def ended(
+        self, step: int, trace: Trace, step_s: float, state_bytes: Callable[[], Mapping[int, int]]
+    ) -> None:
+        """``step`` is over; ``state_bytes`` of each layer whose state is here."""
+        generation = self._generation
+        assert generation is not None
+        self._steps_here += 1
+        if self.speaks:
+            self.speak(step_s)
+        if generation.number > 1 and self._steps_here == 1 and not generation.planned:
+            self.event("redone", step, redo_s=step_s)
+        if self._steps_here <= self._trace_steps:
+            self.event("trace", step, instructions=trace.to_jsonable())
+        if trace.measured:
+            self._member.publish_observations(self._measured.with_step(step, trace, state_bytes()))
+
+    def event(self, name: str, step: int, **values: Any) -> None:
+        number = self._generation.number if self._generation else 0
+        self._journal.event(name, generation=number, step=step, **values)

@@ -1,0 +1,97 @@
+"""The libraries that groups are connected with: gloo between hosts, NCCL between GPUs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.rebuild.abort import Abort, GlooAbort, NcclAbort
+
+Connect = Callable[[dist.Store, int, int], Any]
+"""(store, index in the group, size) -> torch's backend. Every rank of the group must call it; returns connected."""
+
+_TYPES = dist.ProcessGroup.BackendType
+
+
+class Library(Protocol):
+    """One of them. ``device``, ``kind`` and ``type`` are what torch calls it."""
+
+    device: str
+    kind: str
+    type: Any
+
+    def new_abort(self) -> Abort:
+        """For the groups of one generation."""
+
+    def connector(self, abort: Abort) -> Connect:
+        """Makes backends that end with ``abort``."""
+
+
+class Gloo:
+    """Implements Library."""
+
+    device, kind, type = "cpu", "gloo", _TYPES.GLOO
+
+    def __init__(self, config: OdysseyConfig):
+        self._config = config
+
+    def new_abort(self) -> Abort:
+        return GlooAbort()
+
+    def connector(self, abort: Abort) -> Connect:
+        # One device (a listening socket and a loop thread) for all groups of the generation.
+        device = _gloo_device()
+
+        def connect(store: dist.Store, rank: int, size: int) -> Any:
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined] # its stub lacks this one
+            options._devices = [device]
+            options._threads = 2
+            # The constructor waits five times this long for a peer that dies while it connects.
+            options._timeout = timedelta(seconds=self._config.build_timeout_s)
+            backend = dist.ProcessGroupGloo(store, rank, size, options)
+            backend._set_default_timeout(timedelta(seconds=self._config.op_timeout_s))
+            backend._set_sequence_number_for_group()
+            return backend
+
+        return connect
+
+
+class Nccl:
+    """Implements Library. Not run in this project's tests, which have no GPU; ``tests/strict`` has its rules."""
+
+    device, kind, type = "cuda", "nccl", _TYPES.NCCL
+
+    def __init__(self, config: OdysseyConfig):
+        self._config = config
+
+    def new_abort(self) -> Abort:
+        return NcclAbort(torch.ones((), pin_memory=True))
+
+    def connector(self, abort: Abort) -> Connect:
+        assert isinstance(abort, NcclAbort)
+
+        def connect(store: dist.Store, rank: int, size: int) -> Any:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timedelta(seconds=self._config.op_timeout_s)
+            backend = dist.ProcessGroupNCCL(store, rank, size, options)
+            abort.adopt(backend)
+            # Connect now, while the peers do, and not inside the first message of a step.
+            backend.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
+            return backend
+
+        return connect
+
+
+def _gloo_device() -> Any:
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if not interface and os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost", "::1"):
+        interface = "lo"  # by the host's name, as is gloo's default, it might listen on an outside address
+    if interface:
+        return dist.ProcessGroupGloo.create_device(interface=interface)
+    return dist.ProcessGroupGloo.create_default_device()

@@ -1,0 +1,144 @@
+"""What a GPU job would wait for that has not run on one: the host for its device, and ranks for their communicators.
+
+    python tests/benchmarks/gpu_path.py --json
+
+``host_waits``: of healthy steps under the rules of CUDA and NCCL (``tests/strict``), before their agreement. Counted,
+on the product's own runtime.
+
+``communicators``: of the rank that is in the most, for the plans that ``decide()`` makes of the four settings of
+``tests/benchmarks/policies.py`` and of 16,384 GPUs, healthy (1) and with one worker dead (2). ``neighbours`` are those
+that it sends messages to or gets them from. ``alike``: those of the second generation with the members of one of the
+first, which no dead rank was in; they are connected anew today, all ``built``.
+
+``model_s``: MODELLED, not measured: how long connecting them would take one after the other, by published times of
+NCCL (pytorch/pytorch's #3334 of nccl: 1.13 s + 2.6 ms a rank for a group of some; FT-HSDP: 5.4e-5 s * ranks^1.31 for
+that of all).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from odyssey_megatron.cluster.events import RankDied
+from odyssey_megatron.cluster.job import JobSpec
+from odyssey_megatron.cluster.state import Cell, apply, initial_state
+from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.execute.channels import WORLD
+from odyssey_megatron.execute.membership import group_members
+from odyssey_megatron.plan.plan import Plan
+from odyssey_megatron.plan.schedule import MESSAGE
+from odyssey_megatron.policy.decide import decide, initial_plan
+from odyssey_megatron.policy.profile import Profile
+from tests.benchmarks.bars import Bar, at_most, exactly, finish
+from tests.benchmarks.planner import job_of
+from tests.benchmarks.policies import LAYERS, SETTINGS, WORKERS, costs
+
+Groups = dict[str, tuple[int, ...]]
+
+
+def connecting_s(group: tuple[int, ...], *, is_world: bool) -> float:
+    """MODELLED: see above."""
+    return 5.4e-5 * len(group) ** 1.31 if is_world else 1.13 + 0.0026 * len(group)
+
+
+def groups_of(plan: Plan, worker: int, size: int, members: tuple[int, ...]) -> Groups:
+    cell = Cell(rank=worker * size, size=size)
+    named = group_members(plan, members, cell, tagged=False)
+    return {name: ranks for name, ranks in named.items() if len(ranks) > 1}
+
+
+def counted(name: str, job: JobSpec, profile: Profile, workers: int) -> tuple[dict[str, Any], list[Bar]]:
+    """Of one job, before and after the death of worker 5."""
+    size = job.tensor_model_parallel_size
+    nodes = tuple(rank // 8 for rank in range(workers * size))
+    state = initial_state(nodes=nodes, cell_size=size)
+    healthy = initial_plan(job, state, profile)
+    state = apply(state, RankDied(rank=5 * size, code=-9, cause="killed"))
+    config = OdysseyConfig(policy="reroute", horizon_s=1e9, mtbf_s=1e9)
+    after = decide(job=job, state=state, previous=healthy, profile=profile, config=config, now_s=1.0).plan
+    alive = [worker for worker in range(workers) if worker != 5]
+    everyone, survivors = (
+        tuple(range(workers * size)),
+        tuple(w * size + at for w in alive for at in range(size)),
+    )
+    rows = []
+    for worker in alive[:: max(1, len(alive) // 256)]:
+        first, second = groups_of(healthy, worker, size, everyone), groups_of(after, worker, size, survivors)
+        there = set(first.values())
+        neighbours = {one.peer for one in after.program(worker) if one.op in MESSAGE}
+        blocks = sum(one.startswith("block:") for one in second)
+        rows.append(
+            {
+                "communicators": len(second),
+                "neighbours": len(neighbours),
+                "over": len(second) - 2 * len(neighbours) - blocks,
+                "alike": sum(ranks in there for ranks in second.values()),
+                "added_neighbours": len(
+                    neighbours - {o.peer for o in healthy.program(worker) if o.op in MESSAGE}
+                ),
+                "model_s": sum(connecting_s(ranks, is_world=one == WORLD) for one, ranks in second.items()),
+            }
+        )
+    most = max(rows, key=lambda row: row["communicators"])
+    worst_s = max(row["model_s"] for row in rows)
+    row = most | {"setting": name, "built": most["communicators"], "model_s": round(worst_s, 1)}
+    return row, [
+        at_most(f"{name}_more_than_two_a_neighbour_and_one_a_block", max(one["over"] for one in rows), 0),
+        at_most(f"{name}_built_again", row["built"], most["communicators"] - most["alike"]),
+        at_most(f"{name}_modelled_group_s", worst_s, 2.0),
+    ]
+
+
+def host_waits() -> dict[str, int]:
+    """Layout -> how often hosts waited in all steps of all ranks before the agreement."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from tests.strict.cases import profile
+    from tests.strict.job import Case, run
+
+    dist.init_process_group("fake", store=FakeStore(), rank=9_999, world_size=10_000)
+    found = {}
+    for stages, replicas in ((1, 3), (2, 2), (3, 2), (4, 1)):
+        ended = run(Case(stages=stages, replicas=replicas, profile=profile(), steps=3), seed=1)
+        waits = [wait for rank in ended.ranks for step in rank.syncs for wait in step]
+        found[f"pp{stages}_dp{replicas}"] = len(waits)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    waits = host_waits()
+    bars = [exactly(f"{name}_host_waits", count, 0) for name, count in waits.items()]
+    rows = []
+    jobs = []
+    for dp, pp, microbatches in SETTINGS:
+        profile = Profile(costs=costs(LAYERS // pp * (pp + 1), 0), group_build_s=0.0)
+        job = JobSpec(
+            num_layers=LAYERS + 2, pipeline_model_parallel_size=pp, tensor_model_parallel_size=1,
+            num_microbatches=dp * microbatches, tokens_per_step=dp * microbatches, train_steps=1,
+        )  # fmt: skip
+        jobs.append((f"dp{dp}_pp{pp}_m{microbatches}", job, profile, WORKERS))
+    jobs.append(("16384_gpus", *job_of("llama2-70b", 16384, 8, 16, 0), 2048))
+    for one in jobs:
+        row, more = counted(*one)
+        rows.append(row)
+        bars += more
+        if not options.json:
+            print(row, flush=True)
+    result = {"host_waits": waits, "communicators": rows}
+    return finish(result if options.json else {}, bars, as_json=options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

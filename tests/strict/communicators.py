@@ -1,0 +1,272 @@
+"""Communicators as NCCL has them, between the devices of one process.
+
+A communicator has one stream on each device. Its operations run in the order in which they were given, messages and
+collectives alike, and each begins only once all ranks that it needs have come to it: nothing is buffered, no tag sorts
+anything. An operation waits for what the main stream was given before it; ``wait()`` on its work makes the main stream
+wait, and not the host. Abort ends this rank's side: what waits then, and what comes after it, writes garbage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from odyssey_megatron.errors import Superseded
+from odyssey_megatron.rebuild.abort import Abort, NcclAbort
+from odyssey_megatron.rebuild.library import Connect
+from tests.strict.device import DEVICE, DeviceMemory, poison
+from tests.strict.machine import Event, Machine, Stream, this_host
+
+
+class OrdersDiffer(Exception):
+    """Two ranks of a communicator do not mean the same operation next: NCCL would hang, or mix up their data."""
+
+
+@dataclass(slots=True, eq=False)
+class _Step:
+    """What one rank has given a communicator."""
+
+    kind: str
+    peer: int
+    """Of a message the other rank in the communicator; of a broadcast its root."""
+    tensors: list[torch.Tensor]
+    """Bare ones: what is sent or summed in place, or written."""
+    result: list[torch.Tensor]
+    began: bool = False
+    done: bool = False
+
+    @property
+    def is_message(self) -> bool:
+        return self.kind in ("send", "recv")
+
+    @property
+    def meant(self) -> tuple[Any, ...]:
+        """The same on all ranks of a collective."""
+        peer = self.peer if self.kind == "broadcast" else -1
+        return self.kind, peer, [(one.shape, one.dtype) for one in self.tensors]
+
+
+class Work(dist._Work):
+    """An operation under way."""
+
+    def __init__(self, end: End, event: Event, *, host_waits: bool = False):
+        super().__init__()
+        self._end, self._event, self._host_waits = end, event, host_waits
+
+    def wait(self, timeout: Any = None) -> bool:
+        device = self._end.memory.device
+        device.main.wait(self._event)
+        if self._host_waits:
+            device.synchronize("barrier")
+        return True
+
+    def is_completed(self) -> bool:
+        return self._event.query()
+
+
+@dataclass(slots=True, eq=False)
+class Wire:
+    """What the ends of one communicator share."""
+
+    name: str
+    size: int
+    ends: dict[int, End] = field(default_factory=dict)
+
+    @property
+    def connected(self) -> bool:
+        return len(self.ends) == self.size
+
+
+class End(dist.ProcessGroup):
+    """One rank's side of a communicator."""
+
+    def __init__(self, wire: Wire, rank: int, memory: DeviceMemory):
+        super().__init__(rank, wire.size)
+        self.wire, self.memory, self.aborted = wire, memory, False
+        self.stream: Stream = memory.device.stream(wire.name)
+        self.steps: list[_Step] = []
+        wire.ends[rank] = self
+
+    def getBackendName(self) -> str:  # torch's name
+        return "strict"
+
+    def abort(self) -> None:
+        """Any thread."""
+        self.aborted = True
+
+    # -- torch.distributed's operations ---------------------------------------------------------------------------
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
+        op = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
+        return self._give("allreduce MAX" if op == dist.ReduceOp.MAX else _named(op), tensors)
+
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Work:
+        return self._give("broadcast", tensors, peer=opts.rootRank)
+
+    def allgather(
+        self, lists: list[list[torch.Tensor]], tensors: list[torch.Tensor], opts: Any = None
+    ) -> Work:
+        return self._give("allgather", tensors, result=lists[0])
+
+    def barrier(self, opts: Any = None) -> Work:
+        nothing = torch.ones(1, device=DEVICE)
+        return self._give("allreduce SUM", [nothing], host_waits=True)
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> Work:
+        return self._give("send", tensors, peer=peer)
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> Work:
+        return self._give("recv", tensors, peer=peer)
+
+    def _give(
+        self,
+        kind: str,
+        tensors: list[torch.Tensor],
+        *,
+        peer: int = -1,
+        result: list[torch.Tensor] | None = None,
+        host_waits: bool = False,
+        **others: Any,
+    ) -> Work:
+        writes = result if result is not None else [] if kind == "send" else tensors
+        if kind == "broadcast" and peer == self.rank():
+            writes = []
+        step = _Step(kind, peer, [one.data for one in tensors], [one.data for one in writes])
+        self.steps.append(step)
+        device = self.memory.device
+        event = self.memory.give(
+            self.stream,
+            f"{kind} of {self.wire.name}",
+            lambda: self._done(step),
+            reads=list(tensors) if kind != "recv" else [],
+            writes=list(writes),
+            after=others.get("after", device.main.last),
+        )
+        device.machine.may_stop()
+        return Work(self, event, host_waits=host_waits)
+
+    # -- when they run --------------------------------------------------------------------------------------------
+
+    def _done(self, step: _Step) -> bool:
+        """Its turn has come on this rank. All ranks that it needs do it together; the others find it done."""
+        if step.done:
+            return True
+        step.began = True
+        if self.aborted:
+            for one in step.result:
+                poison(one)
+            step.done = True
+        elif step.is_message:
+            self._meet(step)
+        else:
+            self._together(step)
+        if step.done:
+            self.steps.remove(step)
+        return step.done
+
+    def _next(self) -> _Step | None:
+        """What this end is in, if it is in anything."""
+        first = next((one for one in self.steps if not one.done), None)
+        reachable = not self.aborted and not self.memory.device.dead
+        return first if first is not None and first.began and reachable else None
+
+    def _meet(self, step: _Step) -> None:
+        other = self.wire.ends[step.peer]._next()
+        if other is None:
+            return
+        mirrored = {"send": "recv", "recv": "send"}[step.kind]
+        if (other.kind, other.peer) != (mirrored, self.rank()):
+            if self.size() == 2:
+                raise OrdersDiffer(
+                    f"{self.wire.name}: rank {self.rank()} {step.kind}s, its peer {other.kind}s"
+                )
+            return
+        source, target = (step, other) if step.kind == "send" else (other, step)
+        if source.tensors[0].shape != target.tensors[0].shape:
+            raise OrdersDiffer(f"{self.wire.name}: a message of {source.tensors[0].shape} for another's room")
+        target.tensors[0].copy_(source.tensors[0])
+        step.done = other.done = True
+
+    def _together(self, step: _Step) -> None:
+        steps = [self.wire.ends[rank]._next() for rank in range(self.size())]
+        collective = [one for one in steps if one is not None and not one.is_message]
+        if any(one.meant != step.meant for one in collective):
+            raise OrdersDiffer(f"{self.wire.name}: {step.meant}, others {[one.meant for one in collective]}")
+        if len(collective) == self.size():
+            _COLLECTIVES[step.kind.partition(" ")[0]](collective)
+            for one in collective:
+                one.done = True
+
+
+def _named(op: Any) -> str:
+    for name in ("SUM", "MIN"):
+        if op == getattr(dist.ReduceOp, name):
+            return f"allreduce {name}"
+    raise NotImplementedError(str(op))
+
+
+def _sum(steps: Sequence[_Step]) -> None:
+    name = steps[0].kind.partition(" ")[2]
+    stacked = torch.stack([one.tensors[0] for one in steps])
+    total = {"SUM": stacked.sum(0), "MAX": stacked.amax(0), "MIN": stacked.amin(0)}[name]
+    for one in steps:
+        one.tensors[0].copy_(total.to(one.tensors[0].dtype))
+
+
+def _spread(steps: Sequence[_Step]) -> None:
+    for one in steps:
+        one.tensors[0].copy_(steps[one.peer].tensors[0])
+
+
+def _gather(steps: Sequence[_Step]) -> None:
+    for one in steps:
+        for room, other in zip(one.result, steps, strict=True):
+            room.copy_(other.tensors[0])
+
+
+_COLLECTIVES: dict[str, Callable[[Sequence[_Step]], None]] = {
+    "allreduce": _sum,
+    "broadcast": _spread,
+    "allgather": _gather,
+}
+
+
+class _Abort(NcclAbort):
+    """Waits for the strict device in place of CUDA."""
+
+    def __init__(self, memory: DeviceMemory):
+        super().__init__(memory.pin(torch.ones(())))
+        self._device = memory.device
+
+    def drain(self) -> None:
+        self._device.synchronize("drain")
+
+
+class Library:
+    """Makes communicators: ``rebuild.library.Library``, as NCCL's is."""
+
+    device, kind, type = "cpu", "strict", dist.ProcessGroup.BackendType.CUSTOM
+
+    def __init__(self, machine: Machine, memory: DeviceMemory, wires: dict[str, Wire]):
+        self._machine, self._memory, self._wires = machine, memory, wires
+
+    def new_abort(self) -> Abort:
+        return _Abort(self._memory)
+
+    def connector(self, abort: Any) -> Connect:
+        def connect(store: Any, rank: int, size: int) -> End:
+            wire = self._wires.setdefault(store.prefix, Wire(store.prefix, size))
+            end = End(wire, rank, self._memory)
+            abort.adopt(end)
+            for _ in range(self._machine.draw.choice((0, 1, 5))):
+                this_host().wait()  # it takes its time
+            this_host().wait(lambda: wire.connected or abort.fired)
+            if abort.fired:
+                raise Superseded("a newer generation exists")
+            return end
+
+        return connect

@@ -1,0 +1,258 @@
+"""The machines of a job in one process: hosts that take turns, and devices that do what hosts have given them.
+
+Nothing here runs by itself: a seed draws who makes the next move, so that a run can be repeated, and a job in which
+nobody can move is found to be stuck at once. A host is a thread that runs until it waits for something, or is stopped
+in between; a device has streams, whose operations run in the order in which they were given, whenever it is its turn.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+_local = threading.local()
+
+
+class Killed(BaseException):
+    """This host's process is gone."""
+
+
+class Deadlock(Exception):
+    """Nobody can move."""
+
+
+class Host:
+    """A thread that runs while it has its turn."""
+
+    def __init__(self, machine: Machine, name: str, main: Callable[[], None]):
+        self.name, self.over, self.killed = name, False, False
+        self.error: BaseException | None = None
+        self._machine, self._main = machine, main
+        self._until: Callable[[], bool] | None = None
+        self._turn = threading.Semaphore(0)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def __str__(self) -> str:
+        return f"{self.name}: {'waits' if self._until else 'runs'}"
+
+    @property
+    def may_run(self) -> bool:
+        return not self.over and (self.killed or self._until is None or self._until())
+
+    def run(self) -> None:
+        """Until it waits, is stopped in between, or ends. Called by the machine."""
+        self._until = None
+        self._turn.release()
+        self._machine.back.acquire()
+
+    def wait(self, until: Callable[[], bool] | None = None) -> None:
+        """Called in its own thread: the others go on; this one once ``until()`` is true."""
+        self._until = until
+        self._machine.back.release()
+        self._turn.acquire()
+        if self.killed:
+            raise Killed
+
+    def _run(self) -> None:
+        self._turn.acquire()
+        _local.host = self
+        try:
+            if not self.killed:
+                self._main()
+        except Killed:
+            pass
+        except BaseException as error:  # noqa: BLE001 - the test raises it
+            self.error = error
+        self.over = True
+        self._machine.back.release()
+
+
+def this_host() -> Host:
+    """The one whose turn it is."""
+    host: Host = _local.host
+    return host
+
+
+class Event:
+    """A place in a stream, as CUDA's."""
+
+    def __init__(self, stream: Stream, knows: dict[Stream, int]):
+        self.done, self.stream, self.knows = False, stream, knows
+
+    def query(self) -> bool:
+        return self.done
+
+
+class Operation:
+    """What a stream has been given. ``done()`` does it if it can be done by now."""
+
+    __slots__ = ("done", "event", "name", "started", "waits_for")
+
+    def __init__(self, name: str, done: Callable[[], bool], waits_for: Event | None, event: Event):
+        self.name, self.done, self.waits_for, self.event = name, done, waits_for, event
+        self.started = False
+
+
+class Stream:
+    """Operations in the order in which they were given. It waits; who gave them does not."""
+
+    def __init__(self, device: Device, name: str):
+        self.device, self.name = device, name
+        self.queue: deque[Operation] = deque()
+        self.knows: dict[Stream, int] = {self: 0}
+        """Of each stream of the device how many of its operations are over before the next one of this begins."""
+        self.last = Event(self, {})
+        self.last.done = True
+
+    def give(self, name: str, done: Callable[[], bool], after: Event | None = None) -> Event:
+        """The event behind the operation, which begins after ``after``."""
+        if after is not None:
+            self.learn(after.knows)
+        self.learn(self.device.host_knows)
+        self.knows[self] += 1
+        self.last = Event(self, dict(self.knows))
+        operation = Operation(name, done, after, self.last)
+        self.queue.append(operation)
+        self.device.given.append((self, operation))
+        return self.last
+
+    def learn(self, knows: dict[Stream, int]) -> None:
+        for stream, count in knows.items():
+            if count > self.knows.get(stream, 0):
+                self.knows[stream] = count
+
+    def wait(self, event: Event) -> None:
+        """What is given from now on begins after ``event``."""
+        if not event.done:
+            self.give("wait", lambda: True, after=event)
+        self.learn(event.knows)
+
+
+class Device:
+    """The accelerator of one rank.
+
+    Args:
+        one_queue: all streams share one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1): what was given later does not
+            begin before all that was given earlier has begun, whichever its stream.
+    """
+
+    def __init__(self, machine: Machine, rank: int, *, one_queue: bool = False):
+        self.machine, self.rank, self.one_queue, self.dead = machine, rank, one_queue, False
+        self.streams: list[Stream] = []
+        self.given: deque[tuple[Stream, Operation]] = deque()
+        self.host_knows: dict[Stream, int] = {}
+        self.main = self.stream("main")
+        self.syncs: list[str] = []
+        """Of each time that the host waited for the device what for."""
+
+    def stream(self, name: str) -> Stream:
+        self.streams.append(Stream(self, name))
+        return self.streams[-1]
+
+    def close(self, stream: Stream) -> None:
+        """No more operations will come."""
+        self.streams.remove(stream)
+
+    def synchronize(self, why: str, event: Event | None = None) -> None:
+        """The host waits for ``event``, else for all that the main stream has been given."""
+        event = event or self.main.last
+        self.syncs.append(why)
+        this_host().wait(lambda: event.done)
+        for stream, count in event.knows.items():
+            self.host_knows[stream] = max(count, self.host_knows.get(stream, 0))
+
+    def advance(self, draw: random.Random) -> bool:
+        """One operation of one stream, if there is one that can be done."""
+        busy = [stream for stream in self.streams if stream.queue]
+        draw.shuffle(busy)
+        return not self.dead and any(self._advance(stream) for stream in busy)
+
+    def _advance(self, stream: Stream) -> bool:
+        operation = stream.queue[0]
+        if not operation.started:
+            if operation.waits_for is not None and not operation.waits_for.done:
+                return False
+            while self.given and self.given[0][1].started:
+                self.given.popleft()
+            if self.one_queue and self.given[0][1] is not operation:
+                return False
+            operation.started = True
+        if not operation.done():
+            return False
+        stream.queue.popleft()
+        operation.event.done = True
+        return True
+
+
+class Machine:
+    """All hosts and devices. ``seed`` draws the order of their moves, and how fast each of them is."""
+
+    def __init__(self, seed: int):
+        self.draw = random.Random(seed)
+        self.back = threading.Semaphore(0)
+        self.hosts: list[Host] = []
+        self.devices: dict[int, Device] = {}
+        self._weights: dict[Any, float] = {}
+        self._stops = self.draw.choice((0.0, 0.02, 0.2))
+        """How often a host is stopped in between, after it has given its device something to do."""
+
+    def host(self, name: str, main: Callable[[], None]) -> Host:
+        self.hosts.append(Host(self, name, main))
+        return self.hosts[-1]
+
+    def device(self, rank: int, *, one_queue: bool = False) -> Device:
+        self.devices[rank] = Device(self, rank, one_queue=one_queue)
+        return self.devices[rank]
+
+    def may_stop(self) -> None:
+        """Perhaps somebody else makes a move before the host goes on."""
+        if self.draw.random() < self._stops:
+            this_host().wait()
+
+    def run(self) -> None:
+        """Until all hosts have ended. Raises what one of them raised, or Deadlock."""
+        while any(not host.over for host in self.hosts):
+            movers = [*(host for host in self.hosts if host.may_run), *self.devices.values()]
+            while movers:
+                mover = self.draw.choices(movers, [self._weight(one) for one in movers])[0]
+                if isinstance(mover, Host):
+                    mover.run()
+                    if mover.error is not None:
+                        raise mover.error
+                    break
+                if self._advance(mover):
+                    break
+                movers.remove(mover)
+            else:
+                raise Deadlock(self.state())
+            self.hosts = [host for host in self.hosts if not host.over]
+
+    def _advance(self, device: Device) -> bool:
+        moved = False
+        for _ in range(self.draw.choice((1, 4, 30))):
+            if not device.advance(self.draw):
+                break
+            moved = True
+        return moved
+
+    def _weight(self, mover: Any) -> float:
+        if mover not in self._weights:
+            self._weights[mover] = self.draw.choice((0.01, 0.3, 1.0))
+        return self._weights[mover]
+
+    def state(self) -> str:
+        """Who waits for what."""
+        lines = [str(host) for host in self.hosts if not host.over]
+        for rank, device in sorted(self.devices.items()):
+            for stream in device.streams:
+                if stream.queue and not device.dead:
+                    first = stream.queue[0]
+                    began = "began" if first.started else "has not begun"
+                    lines.append(
+                        f"rank {rank}, {stream.name}: {first.name} {began}, {len(stream.queue)} queued"
+                    )
+        return "nobody can move:\n" + "\n".join(lines)

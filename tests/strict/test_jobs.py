@@ -1,0 +1,182 @@
+"""Jobs under the rules of CUDA and NCCL (``machine.py``, ``device.py``, ``communicators.py``): no timing lets them
+hang, read what is not there, or come to other numbers than one process. The ranks run the product's own runtime,
+recovery and decisions.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from tests.strict.cases import POINTS, case, profile  # noqa: E402
+from tests.strict.job import Case, Kill, run  # noqa: E402
+from tests.strict.machine import Deadlock, this_host  # noqa: E402
+
+PLANS, TIMINGS = 200, 20
+"""What the tests marked ``matrix`` try; the others try a few."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _torch_world():
+    """A rank of torch's own that none of the job's ranks is."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=9_999, world_size=10_000)
+    yield
+    dist.destroy_process_group()
+
+
+def check(one, seed):
+    """The job ends as one process does, or, with a layer lost, says so."""
+    from odyssey_megatron.errors import JobStopped
+    from tests.execute.stack import undisturbed
+
+    try:
+        ended = run(one, seed)
+    except JobStopped:
+        assert len(one.kills) > 1, "one death is survived"
+        return None
+    losses, weights = undisturbed(one.steps)
+    assert [ended.losses[step] for step in range(one.steps)] == pytest.approx(losses, rel=1e-12)
+    copies = {}
+    for rank in ended.alive:
+        for layer, weight in rank.weights.items():
+            assert torch.equal(copies.setdefault(layer, weight), weight), (
+                f"layer {layer} differs among holders"
+            )
+            assert torch.allclose(weight, weights[layer], rtol=1e-12, atol=1e-14)
+    assert set(copies) == set(weights)
+    return ended
+
+
+def healthy(*, stages=2, replicas=2, steps=2, **others):
+    return Case(stages=stages, replicas=replicas, steps=steps, profile=profile(), **others)
+
+
+def seeds(number, count):
+    return [1000 * number + at for at in range(count)]
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_random_jobs(number):
+    for seed in seeds(number, 2):
+        check(case(number), seed)
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("part", range(20))
+def test_all_random_jobs(part):
+    for number in range(part, PLANS, 20):
+        for seed in seeds(number, TIMINGS):
+            check(case(number), seed)
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_any_moment_of_a_step_on_one_hardware_queue(point):
+    """As with CUDA_DEVICE_MAX_CONNECTIONS=1."""
+    killed = healthy(steps=3, kills=(Kill(rank=1, step=1, point=point),), one_queue=True)
+    assert check(killed, seed=POINTS.index(point)).outcomes()
+
+
+def test_a_failure_costs_the_others_nothing_though_hosts_run_ahead():
+    """What has been queued behind the failure computes with garbage, and counts for nothing: the step goes on."""
+    kill = Kill(rank=1, step=1, point="backward", microbatch=3)
+    one = healthy(stages=4, replicas=1, kills=(kill,), flags={"policy": "reroute", "redundancy": "state"})
+    outcomes = [outcome for seed in range(4) for outcome in check(one, seed).outcomes()]
+    assert set(outcomes) <= {"resume", "finish"}, "finish: somebody had not heard of the step before yet"
+    assert "resume" in outcomes
+
+
+def test_the_host_waits_for_nothing_before_the_agreement():
+    ended = check(healthy(stages=3, replicas=2, steps=3), seed=1)
+    assert [rank.syncs for rank in ended.ranks] == [[[], [], []]] * 6
+    assert all(rank.device.syncs for rank in ended.ranks), "the agreement itself is one"
+
+
+# -- mistakes that must be seen -----------------------------------------------------------------------------------
+
+
+def test_a_swapped_group_order_is_seen(monkeypatch):
+    from odyssey_megatron.rebuild import groups
+
+    swapped = lambda names: sorted(names, reverse=this_host().name == "rank 1")  # noqa: E731
+    monkeypatch.setattr(groups, "sorted", swapped, raising=False)
+    with pytest.raises(Deadlock, match="nobody can move"):
+        check(healthy(), seed=1)
+
+
+def test_a_swapped_order_of_messages_is_seen(monkeypatch):
+    """Of two that one channel carries, a sum of one block and the agreement would do as well."""
+    from odyssey_megatron.execute.interpreter import Interpreter
+
+    run = Interpreter.run
+
+    def swapped(self, program, trace, progress):
+        if this_host().name == "rank 2":
+            sends = [at for at, one in enumerate(program) if str(one).startswith("SEND_F")]
+            program = [*program]
+            program[sends[0]], program[sends[1]] = program[sends[1]], program[sends[0]]
+        run(self, program, trace, progress)
+
+    monkeypatch.setattr(Interpreter, "run", swapped)
+    with pytest.raises((KeyError, AssertionError, Deadlock)):
+        check(healthy(stages=3), seed=1)
+
+
+def test_a_message_that_is_used_before_its_event_is_seen(monkeypatch):
+    from odyssey_megatron.execute.channels import Pending
+    from tests.strict.device import Race
+
+    monkeypatch.setattr(Pending, "wait", lambda self: (self.tensor, self.word))
+    with pytest.raises(Race, match="may still be using"):
+        check(healthy(), seed=1)
+
+
+def test_a_send_before_its_producers_event_is_seen(monkeypatch):
+    from tests.strict.communicators import End
+    from tests.strict.device import Race
+
+    def send(self, tensors, peer, tag=0):
+        return self._give("send", tensors, peer=peer, after=None)  # it waits for nothing
+
+    monkeypatch.setattr(End, "send", send)
+    with pytest.raises(Race, match="reads memory"):
+        check(healthy(), seed=1)
+
+
+def test_a_reused_buffer_is_seen(monkeypatch):
+    from odyssey_megatron.execute.channels import Channels, Pending
+    from tests.strict.device import Race
+
+    rooms = {}
+
+    def receive(self, instr, room, *, with_word):
+        message = rooms.setdefault(id(self), room.new_empty(room.numel() + 1))
+        work = torch.distributed.irecv(message, self._cell.peer(instr.peer), **self._where(instr))
+        return Pending(work, message[:-1].view(room.shape), message[-1])
+
+    monkeypatch.setattr(Channels, "receive", receive)
+    with pytest.raises(Race, match="may still be using"):
+        check(healthy(stages=3), seed=1)
+
+
+def test_a_sum_in_place_is_seen(monkeypatch):
+    """As long as a holder is missing nothing is summed, and the step goes on. In place, what an abort leaves of a sum
+    would count as gradients: so they are copied, and back when it is whole.
+    """
+    from odyssey_megatron.execute.reduction import Reduction
+
+    def run(self, gradients, partial, share, summed):
+        for buffer, group in gradients:
+            if group is not None:
+                torch.distributed.all_reduce(buffer, group=group)
+                summed(self._ledger.word())
+
+    one = healthy(stages=1, replicas=3, kills=(Kill(rank=1, step=1, point="reduce"),))
+    assert check(one, seed=1).outcomes() == ["resume"]
+    monkeypatch.setattr(Reduction, "run", run)
+    with pytest.raises(AssertionError, match="differs"):
+        [check(one, seed) for seed in range(4)]
