@@ -112,7 +112,7 @@ class Interpreter:
         self._num_layers, self._checkpoint, self._ledger = num_layers, checkpoint, ledger
         self._reduction = Reduction(ledger, tensor_group)
         self._arriving: dict[tuple[Op, int, int], Pending] = {}
-        self._progress = Progress(0, 0, keeps=False)
+        self._progress, self._trace = Progress(0, 0, keeps=False), Trace()
         self._handlers: dict[Op, tuple[str, Callable[[Instr], None]]] = {
             Op.FORWARD: ("forward", self._forward),
             Op.EAGER_FORWARD: ("", self._eager_forward),
@@ -131,7 +131,7 @@ class Interpreter:
 
         ``progress`` says what has been done of the step before, and afterwards what has.
         """
-        self._progress = progress
+        self._progress, self._trace = progress, trace
         for instr in program:
             if instr.op is Op.STEP:
                 break
@@ -156,7 +156,8 @@ class Interpreter:
 
     def _forward(self, instr: Instr) -> None:
         activation, word = self._input(instr, Op.RECV_FORWARD, instr.first, none=not instr.first)
-        output = self._compute.forward(instr.microbatch, instr.first, instr.last, activation)
+        with self._trace.computing(instr):
+            output = self._compute.forward(instr.microbatch, instr.first, instr.last, activation)
         if instr.last < self._num_layers:
             self._progress.leave(Op.SEND_FORWARD, instr.microbatch, instr.last, output, word)
             self._compute.kept(instr.microbatch, instr.first, instr.last)
@@ -177,7 +178,10 @@ class Interpreter:
     def _input_grad(self, instr: Instr) -> None:
         at_end = instr.last == self._num_layers
         grad, word = self._input(instr, Op.RECV_BACKWARD, instr.last, none=at_end)
-        with self._progress.adding():  # weight gradients of what is not deferred
+        with (
+            self._trace.computing(instr),
+            self._progress.adding(),
+        ):  # weight gradients of what is not deferred
             input_grad = self._compute.input_grad(instr.microbatch, instr.first, instr.last, grad, word=word)
         if instr.first:
             if input_grad is None:
@@ -202,7 +206,7 @@ class Interpreter:
 
     def _weight_grad(self, instr: Instr) -> None:
         word = self._ledger.word()
-        with self._progress.adding():
+        with self._trace.computing(instr), self._progress.adding():
             self._compute.weight_grad(instr.microbatch, instr.first, instr.last)
         self._progress.reached(instr, Op.WEIGHT_GRAD, word, self._ledger.at_end(word))
 

@@ -23,7 +23,7 @@ from odyssey_megatron.execute.parts import FaultPoint, GroupBuilder, Groups, Mem
 from odyssey_megatron.execute.prepare import Offers, elected
 from odyssey_megatron.execute.progress import Progress
 from odyssey_megatron.execute.suspects import Exchange, examine, renumbered
-from odyssey_megatron.execute.timing import Measurements, Trace, link_times
+from odyssey_megatron.execute.timing import DeviceTime, Measurements, OwnTime, Stopwatch, Trace, link_times
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.names import step_name
 from odyssey_megatron.plan.generation import Generation
@@ -55,6 +55,7 @@ class RankRuntime:
         on_commit: Callable[[int, Any], None],
         on_groups: Callable[[Groups], None] = lambda groups: None,
         slowness: Callable[[int], float] = lambda step: 1.0,
+        stopwatch: Stopwatch | None = None,
         cell: Cell | None = None,
         first_step: int = 0,
         device: str | None = None,
@@ -63,7 +64,8 @@ class RankRuntime:
         self._on_groups = on_groups
         self._config, self._member, self._model, self._build = config, member, model, build
         self._tagged, self._fault_point = tagged_messages, fault_point
-        self._measured = Measurements(config.profile_steps, slowness, member.incarnation)
+        stopwatch = stopwatch or (DeviceTime() if config.device == "cuda" else OwnTime())
+        self._measured = Measurements(config.profile_steps, slowness, member.incarnation, stopwatch)
         self.chronicle = Chronicle(
             journal, member, self._measured, on_commit=on_commit, trace_steps=config.trace_steps
         )

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,35 +19,92 @@ from odyssey_megatron.policy.measured import LinkTimes, Measured
 from odyssey_megatron.policy.profile import Observation
 
 
+class Stopwatch(Protocol):
+    """Times what a host asks for. Taking a mark waits for nothing."""
+
+    device: str
+
+    def mark(self) -> Any:
+        """A place in the order of what has been asked for."""
+        ...
+
+    def between_s(self, began: Any, ended: Any) -> float:
+        """Asked once the step is over, when all of it has run."""
+        ...
+
+
+class OwnTime:
+    """The thread's own time: waiting for a core that another rank has is not the layer's cost."""
+
+    device = "cpu"
+
+    def mark(self) -> float:
+        return time.thread_time()
+
+    def between_s(self, began: float, ended: float) -> float:
+        return ended - began
+
+
+class DeviceTime:
+    """The device's, by events. Not run by this project's tests, which have no GPU."""
+
+    device = "cuda"
+
+    def mark(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def between_s(self, began: Any, ended: Any) -> float:
+        ended.synchronize()
+        return float(began.elapsed_time(ended)) / 1e3
+
+
 @dataclass(slots=True)
 class Trace:
-    """The instructions of one step with their start and end (monotonic clock, seconds).
+    """The instructions of one step with their start and end (monotonic clock of the host, seconds).
 
-    ``measured`` steps also take the thread's own time of each compute instruction: waiting for a core that another
-    rank has is not the layer's cost. Not every step, since on some systems that clock is slow (0.6 ms seen).
+    Of ``measured`` steps a stopwatch also times what computes, without what it waits for. Not every step, since on some
+    systems the thread's clock is slow (0.6 ms seen).
     """
 
     measured: bool = False
+    stopwatch: Stopwatch = field(default_factory=OwnTime)
     slowness: float = 1.0
     """Injected: so many times its time does each compute instruction take, by taking up the rest."""
     entries: list[tuple[Instr, float, float]] = field(default_factory=list)
-    compute_s: list[tuple[Instr, float]] = field(default_factory=list)
+    marks: list[tuple[Instr, Any, Any]] = field(default_factory=list)
 
     @contextlib.contextmanager
     def span(self, instr: Instr) -> Iterator[None]:
-        measured = (self.measured or self.slowness > 1.0) and instr.op in COMPUTE
-        start_s, busy_s = time.monotonic(), time.thread_time() if measured else 0.0
+        start_s = time.monotonic()
         yield
-        if measured:
-            self.compute_s.append((instr, self.busy_since(busy_s)))
         self.entries.append((instr, start_s, time.monotonic()))
 
-    def busy_since(self, busy_s: float) -> float:
-        """The thread's own time since it was ``busy_s``, when it has been made as slow as it is to be."""
-        ends_s = busy_s + self.slowness * (time.thread_time() - busy_s)
-        while self.slowness > 1.0 and time.thread_time() < ends_s:
-            pass
-        return time.thread_time() - busy_s
+    @contextlib.contextmanager
+    def computing(self, instr: Instr) -> Iterator[None]:
+        """The body is the part of ``instr`` that computes, or one of them; its input is here, or waited for before."""
+        if instr.op not in COMPUTE or not (self.measured or self.slowness > 1.0):
+            yield
+            return
+        began = self.stopwatch.mark()
+        yield
+        self.marks.append((instr, began, self.end_of(began)))
+
+    def end_of(self, began: Any) -> Any:
+        """The mark behind what began with one, when it has been made as slow as it is to be: on a CPU only."""
+        if self.slowness > 1.0:
+            ends_s = began + self.slowness * (time.thread_time() - began)
+            while time.thread_time() < ends_s:
+                pass
+        return self.stopwatch.mark()
+
+    def compute_s(self) -> dict[Instr, float]:
+        """How long each instruction has computed. Behind the step."""
+        found: dict[Instr, float] = {}
+        for instr, began, ended in self.marks:
+            found[instr] = found.get(instr, 0.0) + self.stopwatch.between_s(began, ended)
+        return found
 
     def to_jsonable(self) -> list[list[object]]:
         """[[text, start_s, end_s], ...] as the journal has it."""
@@ -65,8 +123,15 @@ class Measurements:
         slowness: of a step, as it is injected.
     """
 
-    def __init__(self, every: int, slowness: Callable[[int], float], incarnation: int = 0) -> None:
+    def __init__(
+        self,
+        every: int,
+        slowness: Callable[[int], float],
+        incarnation: int = 0,
+        stopwatch: Stopwatch | None = None,
+    ) -> None:
         self._every, self._slowness, self._incarnation = every, slowness, incarnation
+        self._stopwatch = stopwatch or OwnTime()
         self.link: LinkTimes | None = None
         self.regroup_s: float | None = None
         """How long the last recovery took until it was known what to move."""
@@ -74,7 +139,8 @@ class Measurements:
 
     def trace(self, step: int) -> Trace:
         """For the instructions of ``step``."""
-        return Trace(measured=step == 1 or step % self._every == 0, slowness=self._slowness(step))
+        measured = step == 1 or step % self._every == 0
+        return Trace(measured=measured, stopwatch=self._stopwatch, slowness=self._slowness(step))
 
     def with_step(self, step: int, trace: Trace, state_bytes: Mapping[int, int]) -> str:
         """What is known after ``step``, which was measured, as it is published; ``state_bytes``: of each layer whose
@@ -94,7 +160,7 @@ class Measurements:
 def _medians(step: int, trace: Trace) -> Iterator[Observation]:
     """One observation a span of layers. One microbatch may be held up by anything; half of them are not."""
     spans: dict[tuple[int, int], tuple[list[float], list[float], list[float]]] = {}
-    for instr, seconds in trace.compute_s:
+    for instr, seconds in trace.compute_s().items():
         forwards, input_grads, weight_grads = spans.setdefault((instr.first, instr.last), ([], [], []))
         if instr.op in (Op.FORWARD, Op.EAGER_FORWARD):
             forwards.append(seconds)
@@ -123,12 +189,13 @@ _PROBE_SIZE, _PROBES = 96, 5
 
 def _probe(step: int, trace: Trace) -> Observation:
     """A product that is the same on all ranks, as an empty span: it tells how fast one is that has nothing to do."""
-    matrix, times_s = torch.ones(_PROBE_SIZE, _PROBE_SIZE), []
+    stopwatch, marks = trace.stopwatch, []
+    matrix = torch.ones(_PROBE_SIZE, _PROBE_SIZE, device=stopwatch.device)
     for _ in range(_PROBES):
-        busy_s = time.thread_time()
+        began = stopwatch.mark()
         torch.mm(matrix, matrix)
-        times_s.append(trace.busy_since(busy_s))
-    probe_s = min(times_s)
+        marks.append((began, trace.end_of(began)))
+    probe_s = min(stopwatch.between_s(*one) for one in marks)
     return Observation(
         first=0, last=0, samples=1, forward_s=probe_s, input_grad_s=0.0, weight_grad_s=0.0, step=step
     )

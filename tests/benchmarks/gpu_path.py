@@ -97,13 +97,9 @@ def counted(name: str, job: JobSpec, profile: Profile, workers: int) -> tuple[di
 
 def host_waits() -> dict[str, int]:
     """Layout -> how often hosts waited in all steps of all ranks before the agreement."""
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     from tests.strict.cases import profile
     from tests.strict.job import Case, run
 
-    dist.init_process_group("fake", store=FakeStore(), rank=9_999, world_size=10_000)
     found = {}
     for stages, replicas in ((1, 3), (2, 2), (3, 2), (4, 1)):
         ended = run(Case(stages=stages, replicas=replicas, profile=profile(), steps=3), seed=1)

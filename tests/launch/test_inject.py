@@ -74,9 +74,9 @@ def test_slow_from_a_step_until_another(sent, tmp_path):
 def test_what_is_slow_takes_so_many_times_the_time_of_its_thread():
     def busy_s(slowness: float) -> float:
         trace = Measurements(1, lambda step: slowness).trace(0)
-        for _ in range(20):
-            with trace.span(Instr(Op.FORWARD, 0, 0, 1)):
+        for microbatch in range(20):
+            with trace.computing(Instr(Op.FORWARD, microbatch, 0, 1)):
                 sum(range(20_000))
-        return min(seconds for _, seconds in trace.compute_s)
+        return min(trace.compute_s().values())
 
     assert busy_s(4.0) == pytest.approx(4 * busy_s(1.0), rel=0.3)

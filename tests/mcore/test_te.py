@@ -17,7 +17,7 @@ def test_the_model_is_built_with_layers_that_always_add(spec, megatron):
 
     model = spec()
     assert model.config.disable_parameter_transpose_cache is False, "Megatron's default"
-    MegatronModel(model, num_microbatches=1, seq_length=16, micro_batch_size=1, cell=megatron)
+    MegatronModel(model, num_microbatches=1, seq_length=16, micro_batch_size=1, groups_of_cell=megatron)
     linear = build_parts(model, 1, 2, megatron)[1]["layer"].mlp.linear_fc1
     assert linear.config.disable_parameter_transpose_cache is True
 
@@ -112,7 +112,7 @@ def test_what_waits_is_not_lost_when_its_block_is_cut_anew(spec, megatron):
     def gradient(bound: bool, *later_holders: tuple[int, ...]):
         model = MegatronModel(
             spec(), forward_step=pretrain_llama.forward_step, num_microbatches=1, seq_length=16, micro_batch_size=1,
-            cell=megatron, source=MicrobatchSource([sample], micro_batch_size=1),
+            groups_of_cell=megatron, source=MicrobatchSource([sample], micro_batch_size=1),
         )  # fmt: skip
         model.create_layers(range(4), range(4))
         model.take_layout(Layout(holders=((0,),) * 4, routes=()), 0)

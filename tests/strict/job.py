@@ -142,6 +142,7 @@ class Member:
         self._coordinator, self._known = coordinator, 0
         self._newer: dict[int, Callable[[], None]] = {}
         self._watcher: Host | None = None
+        self.published: list[str] = []
         coordinator.hears.setdefault(rank, []).append(self._hear)
 
     def _hear(self) -> None:
@@ -174,7 +175,8 @@ class Member:
 
     def on_offer(self, callback: Any) -> None: ...
     def decline(self, number: int, reason: str) -> None: ...
-    def publish_observations(self, text: str) -> None: ...
+    def publish_observations(self, text: str) -> None:
+        self.published.append(text)
 
     # recover.Control
     def next_generation(self, after: int, timeout_s: float | None = None) -> Generation:
@@ -225,6 +227,30 @@ class _Stack(Stack):
         super().begin_step(step)
 
 
+class _Stopwatch:
+    """Implements ``execute.timing.Stopwatch``: a second is a move of this job's machine."""
+
+    device = DEVICE.type
+
+    def __init__(self, device: Device):
+        self._device = device
+
+    def mark(self) -> dict[str, int]:
+        at: dict[str, int] = {}
+
+        def pass_by() -> bool:
+            at["move"] = self._device.machine.moves
+            return True
+
+        self._device.main.give("mark", pass_by)
+        return at
+
+    def between_s(self, began: dict[str, int], ended: dict[str, int]) -> float:
+        if "move" not in ended:
+            self._device.synchronize("stopwatch")
+        return float(ended["move"] - began["move"])
+
+
 class Rank:
     """A process of the job, and its device."""
 
@@ -254,6 +280,7 @@ class Rank:
                 journal=self.journal,  # type: ignore[arg-type]
                 on_commit=lambda step, outcome: None,
                 device=DEVICE.type,
+                stopwatch=_Stopwatch(self.device),
             )
             recover.train(self.member, runtime, train_steps=self._case.steps)
             runtime.chronicle.log_last_step()
@@ -302,8 +329,11 @@ class Ended:
 
 
 @contextlib.contextmanager
-def _one_register() -> Iterator[None]:
-    """torch keeps groups by name, one process a rank; here the ranks' names must differ, and go in the end."""
+def _one_process() -> Iterator[None]:
+    """torch knows one rank a process, and keeps groups by name. Here it is none of the job's, and the names differ; in
+    the end they go.
+    """
+    world, dist.group.WORLD = dist.group.WORLD, dist.ProcessGroup(9_999, 10_000)
     register, known = c10d._register_pg_in_world, list[Any]()
 
     def named(group: Any, *, group_name: str, **others: Any) -> None:
@@ -314,7 +344,7 @@ def _one_register() -> Iterator[None]:
     try:
         yield
     finally:
-        c10d._register_pg_in_world = register
+        c10d._register_pg_in_world, dist.group.WORLD = register, world
         for group in known:
             c10d._cleanup_process_group_global_state(group)
 
@@ -326,6 +356,6 @@ def run(case: Case, seed: int) -> Ended:
     coordinator = Coordinator(case, machine, config)
     wires: dict[Any, Wire] = {}
     ranks = [Rank(rank, case, machine, coordinator, wires) for rank in case.ranks]
-    with torch.no_grad(), _one_register():
+    with torch.no_grad(), _one_process():
         machine.run()
     return Ended(case, ranks)

@@ -185,6 +185,7 @@ class Device:
             return False
         stream.queue.popleft()
         operation.event.done = True
+        self.machine.moves += 1
         return True
 
 
@@ -196,6 +197,8 @@ class Machine:
         self.back = threading.Semaphore(0)
         self.hosts: list[Host] = []
         self.devices: dict[int, Device] = {}
+        self.moves = 0
+        """Operations that devices have done."""
         self._weights: dict[Any, float] = {}
         self._stops = self.draw.choice((0.0, 0.02, 0.2))
         """How often a host is stopped in between, after it has given its device something to do."""

@@ -5,6 +5,8 @@ recovery and decisions.
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -15,17 +17,6 @@ from tests.strict.machine import Deadlock, this_host  # noqa: E402
 
 PLANS, TIMINGS = 200, 20
 """What the tests marked ``matrix`` try; the others try a few."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _torch_world():
-    """A rank of torch's own that none of the job's ranks is."""
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=9_999, world_size=10_000)
-    yield
-    dist.destroy_process_group()
 
 
 def check(one, seed):
@@ -53,6 +44,11 @@ def check(one, seed):
 
 def healthy(*, stages=2, replicas=2, steps=2, **others):
     return Case(stages=stages, replicas=replicas, steps=steps, profile=profile(), **others)
+
+
+def spans(published):
+    """What a rank has measured of its layers, without the probe."""
+    return [one for one in json.loads(published)["spans"] if one["last"]]
 
 
 def seeds(number, count):
@@ -94,6 +90,9 @@ def test_the_host_waits_for_nothing_before_the_agreement():
     ended = check(healthy(stages=3, replicas=2, steps=3), seed=1)
     assert [rank.syncs for rank in ended.ranks] == [[[], [], []]] * 6
     assert all(rank.device.syncs for rank in ended.ranks), "the agreement itself is one"
+    measured = [one for rank in ended.ranks for one in spans(rank.member.published[-1])]
+    assert len(measured) >= len(ended.ranks)
+    assert all(one["forward_s"] > 0 and one["input_grad_s"] > 0 for one in measured)
 
 
 # -- mistakes that must be seen -----------------------------------------------------------------------------------
@@ -176,7 +175,7 @@ def test_a_sum_in_place_is_seen(monkeypatch):
                 summed(self._ledger.word())
 
     one = healthy(stages=1, replicas=3, kills=(Kill(rank=1, step=1, point="reduce"),))
-    assert check(one, seed=1).outcomes() == ["resume"]
+    assert {outcome for seed in range(4) for outcome in check(one, seed).outcomes()} <= {"resume", "finish"}
     monkeypatch.setattr(Reduction, "run", run)
     with pytest.raises(AssertionError, match="differs"):
-        [check(one, seed) for seed in range(4)]
+        [check(one, seed) for seed in range(8)]
