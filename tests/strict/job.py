@@ -196,7 +196,8 @@ class Member:
             self._coordinator.report_live(self.rank, number, done)
 
     def finish(self, number: int, early: int = -1) -> None:
-        self._coordinator.finished.add(self.rank)
+        if number == self._coordinator.state.generation:  # else there is a newer one, to help with
+            self._coordinator.finished.add(self.rank)
         this_host().wait(lambda: self._coordinator.done or self._coordinator.newest.number > number)
         if not self._coordinator.done:
             raise Superseded("a rank died behind the last step")
