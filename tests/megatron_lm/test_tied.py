@@ -24,7 +24,7 @@ CASES = {
         "rank=0,step=1,at=optimizer;rank=4,step=2,at=forward;rank=7,step=3,at=commit",
     ),
     "cells": (8, 2, "--tensor-model-parallel-size 2", "rank=0,step=1,at=backward;rank=6,step=3,at=reduce"),
-    "virtual-stages": (4, 2, f"{INTERLEAVED} --num-layers-per-virtual-pipeline-stage 1", "rank=3,step=2,at=backward"),
+    "virtual-stages": (6, 3, f"{INTERLEAVED} --num-layers-per-virtual-pipeline-stage 1", "rank=3,step=2,at=backward"),
     "one-stage": (3, 1, "", "rank=0,step=1,at=backward;rank=1,step=3,at=reduce"),
     "bf16": (4, 2, "--bf16", "rank=0,step=2,at=backward"),
 }  # fmt: skip
