@@ -72,8 +72,11 @@ class Learning:
         try:
             with self._reading:
                 observations = self.observations()
+            if any(observations) and not self._has_learned:
+                # Working out what the next decisions look up takes seconds, and nobody is to read all this again.
+                self._planner.adopt(observations)
+                self._has_learned = True
             self.diagnosis = self._planner.learn(state, current, observations, time.monotonic())
-            self._has_learned |= any(observations)
         except ControlPlaneLost:
             return
         except Exception:  # noqa: BLE001 - the job goes on by what was known before
