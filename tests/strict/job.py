@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -116,6 +116,8 @@ class Coordinator:
             except LayersLost as lost:
                 self.newest = Stop(number=self.state.newest + 1, why=str(lost), code=93)
             else:
+                if self.live is None:  # nobody has trained yet, and all make their layers
+                    self.plan = replace(self.plan, transfers=(), transition_s=0.0)
                 self.state = next_generation(self.state)
                 self.newest = self._generation(previous=self.live, dead=dead)
             self.finished.clear()
