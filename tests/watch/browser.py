@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import subprocess
+import tempfile
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
@@ -32,7 +34,9 @@ def shown(url: str, folder: Path, *, wait_ms: int = 3000) -> str:
         "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-dev-shm-usage",
         f"--user-data-dir={folder / 'browser'}", f"--virtual-time-budget={wait_ms}", "--dump-dom", url,
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    # It puts sockets there, and where TMPDIR is no folder Python looks elsewhere, but a browser does not.
+    environment = {**os.environ, "TMPDIR": tempfile.gettempdir()}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
