@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from odyssey_megatron.errors import OdysseyError, Superseded
@@ -59,13 +59,13 @@ class Offers(Generic[G]):
         return number, number**2
 
 
-def elected(ballots: Sequence[float], size: int) -> int:
-    """From the sum of the ballots of ``size`` ranks: the generation that all have prepared; 0: none.
+def elected(ballots: float, squares: float, size: int) -> int:
+    """From the sums of the ballots of ``size`` ranks: the generation that all have prepared; 0: none.
 
     It is the same one everywhere if the numbers have no variance.
     """
-    total, squares = map(round, ballots)
-    return total // size if total**2 == size * squares else 0
+    total = round(ballots)
+    return total // size if total**2 == size * round(squares) else 0
 
 
 class Preparation(Generic[G]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,8 +35,22 @@ from odyssey_megatron.rebuild import agree
 from odyssey_megatron.rebuild.transfer import Moving, Spreading
 from odyssey_megatron.recover import Phase
 
-_VOTES = 5
-"""Behind the model's totals: see ``RankRuntime.votes``."""
+
+class Votes(NamedTuple):
+    """Behind the model's totals of a step: sums over all ranks, and so the same on all of them."""
+
+    end: float
+    """How many want the job to end."""
+    writing: float
+    """How many write a checkpoint, beside training."""
+    ballots: float
+    """See ``prepare.elected``."""
+    squares: float
+    missing: float
+    """Instructions that have counted for nothing."""
+
+
+_VOTES = len(Votes._fields)
 
 
 class RankRuntime:
@@ -110,11 +124,9 @@ class RankRuntime:
             self._fault(phase.value, self.committed)
 
     @property
-    def votes(self) -> list[float]:
-        """Behind a step the same on all ranks: how many want to end, how many write, their ballots' sums, and how many
-        instructions have counted for nothing.
-        """
-        return self._totals[-_VOTES:].tolist()
+    def votes(self) -> Votes:
+        """Of the last step."""
+        return Votes(*self._totals[-_VOTES:].tolist())
 
     @property
     def is_over(self) -> bool:
@@ -124,7 +136,7 @@ class RankRuntime:
     @property
     def ends(self) -> bool:
         """See ``recover.Rank``."""
-        return self.votes[0] > 0
+        return self.votes.end > 0
 
     def _prepare(self, offered: Generation) -> None:
         """Builds the groups of ``offered`` behind the back of the steps. The watcher's thread."""
@@ -288,7 +300,7 @@ class RankRuntime:
         if not torch.isfinite(totals).all() and not self._model.loss_scale.blames_nobody:
             totals = self._examined(totals, self._progress)
         self._commit(totals)
-        self.boundary = elected(self.votes[2:4], self._world.size())
+        self.boundary = elected(self.votes.ballots, self.votes.squares, self._world.size())
         self._spread_weights()
         kept = self.plan.layout.kept_by
         self.chronicle.ended(

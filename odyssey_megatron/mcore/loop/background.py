@@ -118,9 +118,9 @@ class Saves:
         offered generation has no part in what is being written, which must be a checkpoint before.
         """
         while (flight := self._flight) is not None:
-            _, writing, ballots, _ = self._runtime.votes
-            written = self._runtime.committed > flight.step and not writing
-            if not (blocking or written or ballots):
+            votes = self._runtime.votes
+            written = self._runtime.committed > flight.step and not votes.writing
+            if not (blocking or written or votes.ballots):
                 return
             self._land()
 
