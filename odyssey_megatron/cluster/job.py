@@ -43,13 +43,7 @@ class JobSpec:
 
     def cell(self, rank: int) -> Cell:
         """Of ``rank``."""
-        return Cell.of(
-            rank,
-            tensor=self.tensor_model_parallel_size,
-            context=self.context_parallel_size,
-            expert=self.expert_model_parallel_size,
-            expert_tensor=self.expert_tensor_parallel_size,
-        )
+        return Cell.in_job(rank, self)
 
     @property
     def cell_size(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from odyssey_megatron.cluster.events import (
     Event,
@@ -31,6 +32,19 @@ class WorkerState:
     """Of its other ranks, where a cell is larger than a node."""
     speed: float = 1.0
     """Relative to a healthy worker; 0.5 needs twice the time."""
+
+
+class ParallelSizes(Protocol):
+    """Of a worker, in Megatron's words."""
+
+    @property
+    def tensor_model_parallel_size(self) -> int: ...
+    @property
+    def context_parallel_size(self) -> int: ...
+    @property
+    def expert_model_parallel_size(self) -> int: ...
+    @property
+    def expert_tensor_parallel_size(self) -> int | None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +80,17 @@ class Cell:
             lanes=size // max(sequence, 1),
             expert=expert,
             expert_tensor=expert_tensor or 0,
+        )
+
+    @classmethod
+    def in_job(cls, rank: int, sizes: ParallelSizes) -> Cell:
+        """As :meth:`of`, by what calls them as Megatron does: its arguments or its config, or a ``JobSpec``."""
+        return cls.of(
+            rank,
+            tensor=sizes.tensor_model_parallel_size,
+            context=sizes.context_parallel_size,
+            expert=sizes.expert_model_parallel_size,
+            expert_tensor=sizes.expert_tensor_parallel_size,
         )
 
     @property

@@ -68,9 +68,8 @@ class Channels:
     def send(self, instr: Instr, tensor: torch.Tensor, word: Word) -> None:
         """Starts sending; the storage is kept alive by an alias until :meth:`wait_sent`."""
         message = tensor.detach().contiguous()
-        if (
-            word is not None
-        ):  # one message: a second one would wait for this one, and whatever is behind it, too
+        if word is not None:
+            # One message: a second one would wait for this one, and whatever is behind it, too.
             message = torch.cat([message.reshape(-1), word.to(message.dtype).reshape(1)])
         work = dist.isend(message, self._cell.peer(instr.peer), **self._where(instr))
         self._sent.append(self._checked(work, instr))

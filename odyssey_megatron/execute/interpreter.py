@@ -166,9 +166,8 @@ class Interpreter:
         self._progress.reached(instr, Op.FORWARD, word, self._ledger.at_end(word))
 
     def _eager_forward(self, instr: Instr) -> None:
-        activation, word = self._input(
-            instr, Op.RECV_FORWARD, instr.first, none=not instr.first
-        )  # it has made it
+        # This worker has made it, as the one before on the route.
+        activation, word = self._input(instr, Op.RECV_FORWARD, instr.first, none=not instr.first)
         output = self._compute.forward(instr.microbatch, instr.first, instr.last, activation, ahead=True)
         left = output.detach()
         if instr.last < self._num_layers:
@@ -178,10 +177,8 @@ class Interpreter:
     def _input_grad(self, instr: Instr) -> None:
         at_end = instr.last == self._num_layers
         grad, word = self._input(instr, Op.RECV_BACKWARD, instr.last, none=at_end)
-        with (
-            self._trace.computing(instr),
-            self._progress.adding(),
-        ):  # weight gradients of what is not deferred
+        # It adds to gradients, too: those of weights that are not deferred.
+        with self._trace.computing(instr), self._progress.adding():
             input_grad = self._compute.input_grad(instr.microbatch, instr.first, instr.last, grad, word=word)
         if instr.first:
             if input_grad is None:

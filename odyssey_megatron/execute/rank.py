@@ -300,7 +300,8 @@ class RankRuntime:
         if not torch.isfinite(totals).all() and not self._model.loss_scale.blames_nobody:
             totals = self._examined(totals, self._progress)
         self._commit(totals)
-        self.boundary = elected(self.votes.ballots, self.votes.squares, self._world.size())
+        votes = self.votes  # from the device, in one piece
+        self.boundary = elected(votes.ballots, votes.squares, self._world.size())
         self._spread_weights()
         kept = self.plan.layout.kept_by
         self.chronicle.ended(

@@ -74,11 +74,7 @@ def _overwrite(piece: torch.Tensor, total: torch.Tensor, view: torch.Tensor, val
     """Where ``view`` and ``piece`` overlap in memory, ``values`` go into ``total``, which is for ``piece``."""
     if view.untyped_storage().data_ptr() != piece.untyped_storage().data_ptr():
         return
-    start, end = (
-        view.storage_offset() - piece.storage_offset(),
-        view.storage_offset() - piece.storage_offset(),
-    )
-    end += view.numel()
-    low, high = max(start, 0), min(end, piece.numel())
+    start = view.storage_offset() - piece.storage_offset()
+    low, high = max(start, 0), min(start + view.numel(), piece.numel())
     if low < high:
         total[low:high] = values.reshape(-1)[low - start : high - start]

@@ -61,8 +61,8 @@ class Member:
     ):
         self.rank, self.world_size, self.incarnation, self.journal = rank, world_size, incarnation, journal
         self._control, self._config, self._heartbeat = control, config, heartbeat
-        self._offers = watch
         self._on_offer: Callable[[Generation], None] = lambda offered: None
+        self._watcher_control = watch
         self._watch = Watch(watch, self._hear_offer, settled=not self.joins)
         self.starting = Starting(
             rank=rank,
@@ -236,7 +236,7 @@ class Member:
 
     def _hear_offer(self, text: str) -> None:
         """In the watcher's thread."""
-        offered = generations.read(text, self.rank, self._offers)
+        offered = generations.read(text, self.rank, self._watcher_control)
         if isinstance(offered, Generation) and self._belongs_to(offered):
             self._on_offer(offered)
 

@@ -214,12 +214,10 @@ def _hopeless(job: JobState, lost: Collection[int], refused: str) -> Stop | Verd
         return stop(job, refused, 1)
     if EXIT_BAD_INPUT in codes and refused:
         return stop(job, refused, EXIT_BAD_INPUT)
-    own = len(codes) == 1 and min(codes) > 0
-    if own and (not job.cluster.ranks or job.live_plan is None):
-        (code,) = codes
-        return Verdict(
-            code=code, why=f"rank(s) {sorted(lost)} ended with exit code {code}; their logs say why."
-        )
+    if not job.cluster.ranks or job.live_plan is None:
+        if (alike := _alike(job, lost)) is not None:
+            code, why = alike
+            return Verdict(code=code, why=why)
     if not job.cluster.ranks:
         if not any(job.exits.get(rank, -9) for rank in range(len(job.nodes))):
             return Verdict(code=0)  # all left with exit code 0, though without finishing the job
@@ -235,11 +233,19 @@ def stop(job: JobState, why: str, code: int) -> Stop:
 def layers_lost(job: JobState, error: LayersLost) -> Stop:
     """No plan can be made for those who are left."""
     gone = [rank for rank in range(len(job.nodes)) if rank not in job.cluster.ranks]
-    codes = {job.exits.get(rank, -9) for rank in gone}
-    if len(codes) == 1 and min(codes) > 0:  # they failed by themselves, all alike: no lost hardware
-        (code,) = codes
-        return stop(job, f"rank(s) {gone} ended with exit code {code}; their logs say why.", code)
+    if (alike := _alike(job, gone)) is not None:
+        code, why = alike
+        return stop(job, why, code)
     return stop(job, str(error), EXIT_LAYERS_LOST)
+
+
+def _alike(job: JobState, ranks: Collection[int]) -> tuple[int, str] | None:
+    """The exit code of ``ranks``, and why, if they failed by themselves, all alike: no hardware was lost."""
+    codes = {job.exits.get(rank, -9) for rank in ranks}
+    if len(codes) != 1 or min(codes) <= 0:
+        return None
+    (code,) = codes
+    return code, f"rank(s) {sorted(ranks)} ended with exit code {code}; their logs say why."
 
 
 def published(
@@ -249,54 +255,32 @@ def published(
     from this one.
     """
     job = replace(job, cluster=next_generation(job.cluster), offered=None, tries=OfferTries())
-    generation = _generation(
-        job,
-        plan,
-        number=job.cluster.generation,
-        members=job.cluster.members,
-        why=why,
-        dead=dead,
-        decide_s=decide_s,
-    )
+    generation = _generation(job, plan, why, dead=dead, decide_s=decide_s)
     return replace(job, current=generation), generation
 
 
 def offered(job: JobState, plan: Plan, why: str, *, decide_s: float) -> tuple[JobState, Generation]:
     """All may enter a new generation with ``plan`` between two steps, once they are prepared."""
     job = replace(job, cluster=offer_generation(job.cluster))
-    generation = replace(
-        _generation(
-            job,
-            plan,
-            number=job.cluster.offered,
-            members=job.cluster.offered_members,
-            why=why,
-            decide_s=decide_s,
-        ),
-        planned=True,
-    )
+    generation = _generation(job, plan, why, decide_s=decide_s)
     return replace(job, offered=generation), generation
 
 
 def _generation(
-    job: JobState,
-    plan: Plan,
-    *,
-    number: int,
-    members: Collection[int],
-    why: str,
-    dead: tuple[int, ...] = (),
-    decide_s: float,
+    job: JobState, plan: Plan, why: str, *, dead: tuple[int, ...] = (), decide_s: float
 ) -> Generation:
+    """The newest one, which is on offer or the one to enter."""
+    cluster = job.cluster
     return Generation(
-        number=number,
-        members=tuple(sorted(members)),
+        number=cluster.newest,
+        members=tuple(sorted(cluster.offered_members if cluster.offered else cluster.members)),
         dead=dead,
         why=why,
         previous=None if job.live_plan is None else job.live_plan.layout,
         plan=plan,
         plan_hash=plan.hash(),
         decide_s=decide_s,
-        incarnations=job.cluster.incarnations,
-        fresh=job.cluster.waiting_ranks,
+        planned=bool(cluster.offered),
+        incarnations=cluster.incarnations,
+        fresh=cluster.waiting_ranks,
     )

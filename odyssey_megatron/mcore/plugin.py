@@ -170,7 +170,7 @@ class Session:
         """
         spec = self._job_spec(job)
         self.post(spec, self._profile(job))
-        cell = self._take_cell(self._cell_of(job.model.config))
+        cell = self._take_cell(Cell.in_job(self.rank, job.model.config))
         model = self._model(job, spec, cell)
         rank = self.enter(
             model, on_commit=job.on_step, on_groups=cell.follow if cell else lambda groups: None
@@ -246,7 +246,7 @@ class Session:
             journal=self._journal,
             on_commit=on_commit,
             on_groups=on_groups,
-            cell=self._cell_of(model.spec.config),
+            cell=Cell.in_job(self.rank, model.spec.config),
             first_step=first_step,
         )
         if self.member.joins:
@@ -270,7 +270,7 @@ class Session:
                 f"--seq-length {job.seq_length} is not divisible by {parts}, as {' and '.join(asked)} cut it. Choose a "
                 "multiple of it."
             )
-        lanes = self._cell_of(config).lanes
+        lanes = Cell.in_job(self.rank, config).lanes
         if job.global_batch_size % (job.micro_batch_size * lanes):
             times = (
                 f" times {lanes}, the replicas over which --expert-model-parallel-size "
@@ -308,15 +308,6 @@ class Session:
             micro_batch_size=job.micro_batch_size,
             vocab_size=job.vocab_size,
             is_tied=job.model.is_tied,
-        )
-
-    def _cell_of(self, config: Any) -> Cell:
-        return Cell.of(
-            self.rank,
-            tensor=config.tensor_model_parallel_size,
-            context=config.context_parallel_size,
-            expert=config.expert_model_parallel_size,
-            expert_tensor=config.expert_tensor_parallel_size,
         )
 
     def _take_cell(self, cell: Cell) -> OwnCell | None:

@@ -175,16 +175,18 @@ def goodput_table(state: Live) -> str:
     worth = state.goodput
     if worth.share is None:
         return '<p class="muted">Nothing has been trained yet.</p>'
-    rows = "".join(
-        f'<tr><td><code title="{escape(BUCKETS.get(bucket, ""), quote=True)}">{escape(bucket)}</code></td>'
-        f'<td>{escape(cause)}</td><td class="n">{escape(took)}</td><td class="n">{escape(tokens)}</td></tr>'
+    rows = (
+        (
+            f'<code title="{escape(BUCKETS.get(bucket, ""), quote=True)}">{escape(bucket)}</code>',
+            *map(escape, (cause, took, tokens)),
+        )
         for bucket, cause, took, tokens in goodput_rows(state)
     )
+    lost = table((("bucket", ""), ("cause", ""), ("time lost", "n"), ("tokens lost", "n")), rows)
     ideal = "" if worth.ideal_step_s is None else f", an ideal step being {worth.ideal_step_s:.4g} s"
-    head = '<tr><th>bucket</th><th>cause</th><th class="n">time lost</th><th class="n">tokens lost</th></tr>'
     return (
         f'<p class="muted">Goodput {worth.share:.2%} of {worth.elapsed_s:,.1f} s{ideal}; {worth.tokens:,} tokens '
-        f"trained. Lost tokens are lost time at that pace.</p><table>{head}{rows}</table>"
+        f"trained. Lost tokens are lost time at that pace.</p>{lost}"
     )
 
 
@@ -205,16 +207,8 @@ def margin_rows(state: Live) -> list[tuple[str, str, str, str]]:
 
 
 def margin_table(state: Live) -> str:
-    rows = "".join(
-        "<tr>"
-        + f"<td>{escape(layers)}</td>"
-        + "".join(f'<td class="n">{escape(one)}</td>' for one in rest)
-        + "</tr>"
-        for layers, *rest in margin_rows(state)
-    )
-    heads = ("layers", "copies", "more losses survived", "of nodes")
-    head = "".join(f'<th class="{"n" if number else ""}">{one}</th>' for number, one in enumerate(heads))
-    return f"<table><tr>{head}</tr>{rows}</table>"
+    columns = (("layers", ""), ("copies", "n"), ("more losses survived", "n"), ("of nodes", "n"))
+    return table(columns, (map(escape, row) for row in margin_rows(state)))
 
 
 def cost_table(state: Live) -> str:
@@ -225,14 +219,29 @@ def cost_table(state: Live) -> str:
         spans.setdefault((one.first, one.last), {})[one.kind] = one.seconds
     if not spans:
         return '<p class="muted">Nothing has been measured yet.</p>'
-    head = "".join(f'<th class="n">{escape(one)}</th>' for one in (*kinds, "together"))
-    rows = "".join(
-        f"<tr><td>{escape(layer_names(range(*span), state.standing.num_layers))}</td>"
-        + "".join(f'<td class="n">{_ms(took.get(kind))}</td>' for kind in kinds)
-        + f'<td class="n total">{_ms(sum(took.values()))}</td></tr>'
+    columns = [("layers", ""), *((kind, "n") for kind in kinds), ("together", "n total")]
+    rows = (
+        (
+            escape(layer_names(range(*span), state.standing.num_layers)),
+            *(_ms(took.get(kind)) for kind in kinds),
+            _ms(sum(took.values())),
+        )
         for span, took in sorted(spans.items())
     )
-    return f"<table><tr><th>layers</th>{head}</tr>{rows}</table>"
+    return table(columns, rows)
+
+
+def table(columns: Sequence[tuple[str, str]], rows: Iterable[Iterable[str]]) -> str:
+    """``columns``: (heading, class of its cells; ``n`` for numbers). ``rows`` of HTML."""
+    classes = [f' class="{kind}"' if kind else "" for _, kind in columns]
+    head = "".join(
+        f"<th{kind}>{escape(title)}</th>" for kind, (title, _) in zip(classes, columns, strict=True)
+    )
+    body = "".join(
+        "<tr>" + "".join(f"<td{kind}>{cell}</td>" for kind, cell in zip(classes, row, strict=True)) + "</tr>"
+        for row in rows
+    )
+    return f"<table><tr>{head}</tr>{body}</table>"
 
 
 def _ms(seconds: float | None) -> str:
@@ -242,14 +251,17 @@ def _ms(seconds: float | None) -> str:
 def suspect_list(state: Live) -> str:
     if not state.suspects:
         return '<p class="muted">Nothing speaks against any node.</p>'
-    rows = "".join(
-        f'<tr><td class="{"bad" if one.is_to_exclude else ""}">{escape(one.node)}</td>'
-        f"<td>{'exclude' if one.is_to_exclude else 'watch'}</td><td>{'<br>'.join(map(escape, one.evidence))}</td></tr>"
+    rows = (
+        (
+            f'<span class="{"bad" if one.is_to_exclude else ""}">{escape(one.node)}</span>',
+            "exclude" if one.is_to_exclude else "watch",
+            "<br>".join(map(escape, one.evidence)),
+        )
         for one in state.suspects
     )
     exclude = excluded(state)
     flag = f"<p>For Slurm: <code>--exclude={escape(exclude)}</code></p>" if exclude else ""
-    return f"<table><tr><th>node</th><th></th><th>evidence</th></tr>{rows}</table>{flag}"
+    return table((("node", ""), ("", ""), ("evidence", "")), rows) + flag
 
 
 def excluded(state: Live) -> str:

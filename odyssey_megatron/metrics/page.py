@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -108,6 +108,11 @@ def _facts(run: Run, reference: Run | None) -> str:
         facts.append((f"{difference.max_relative:.2g}", "largest relative loss difference", ""))
     proof = ("exactly once", "good") if run.samples.ok else ("not proven", "bad")
     facts.append((proof[0], f"{run.samples.samples} samples consumed", proof[1]))
+    return fact_row(facts)
+
+
+def fact_row(facts: Iterable[tuple[str, str, str]]) -> str:
+    """(value, label, class) of each."""
     cells = (
         f'<div class="{kind}"><b>{escape(value)}</b><span>{escape(label)}</span></div>'
         for value, label, kind in facts

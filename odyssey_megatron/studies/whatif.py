@@ -149,13 +149,7 @@ def _cell(options: argparse.Namespace) -> Cell:
             f"--expert-model-parallel-size {experts}: {options.model} has no experts. Give the --profile of a job that "
             "has."
         )
-    return Cell.of(
-        0,
-        tensor=options.tensor_model_parallel_size,
-        context=options.context_parallel_size,
-        expert=experts,
-        expert_tensor=options.expert_tensor_parallel_size,
-    )
+    return Cell.in_job(0, options)
 
 
 def _cluster(text: str) -> tuple[int, int]:

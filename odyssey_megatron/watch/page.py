@@ -8,7 +8,7 @@ from html import escape
 
 from odyssey_megatron.metrics import map as pieces
 from odyssey_megatron.metrics.live import Live
-from odyssey_megatron.metrics.page import STYLE, candidates_table
+from odyssey_megatron.metrics.page import STYLE, candidates_table, fact_row
 from odyssey_megatron.metrics.run import milliseconds
 
 _SCRIPT = """
@@ -110,11 +110,7 @@ def _facts(state: Live) -> str:
             "",
         ),
     ]
-    cells = (
-        f'<div class="{kind}"><b>{escape(value)}</b><span>{escape(label)}</span></div>'
-        for value, label, kind in facts
-    )
-    return f'<div class="facts">{"".join(cells)}</div>'
+    return fact_row(facts)
 
 
 def _seconds(seconds: float | None) -> str:
@@ -124,16 +120,16 @@ def _seconds(seconds: float | None) -> str:
 def _stalls(state: Live) -> str:
     if not state.stalls:
         return '<p class="muted">None.</p>'
-    rows = "".join(
-        f'<tr><td class="n">{one.step + 1 if one.step >= 0 else "–"}</td><td>{escape(one.cause)}</td>'
-        f"<td>{escape(', '.join(map(str, one.ranks)))}</td><td>{escape(one.policy)}</td><td>{escape(one.outcome)}</td>"
-        f'<td class="n">{milliseconds(one.stall_s)}</td></tr>'
+    rows = (
+        (
+            str(one.step + 1) if one.step >= 0 else "–",
+            *map(escape, (one.cause, ", ".join(map(str, one.ranks)), one.policy, one.outcome)),
+            milliseconds(one.stall_s),
+        )
         for one in reversed(state.stalls[-20:])
     )
-    return (
-        '<table><tr><th class="n">iteration</th><th>cause</th><th>ranks</th><th>policy</th><th>outcome</th>'
-        f'<th class="n">stall (ms)</th></tr>{rows}</table>'
-    )
+    texts = ((one, "") for one in ("cause", "ranks", "policy", "outcome"))
+    return pieces.table((("iteration", "n"), *texts, ("stall (ms)", "n")), rows)
 
 
 def _decision(state: Live) -> str:
@@ -149,11 +145,13 @@ def _decision(state: Live) -> str:
 def _findings(state: Live) -> str:
     if not state.findings:
         return '<p class="muted">Nothing was found.</p>'
-    rows = "".join(
-        f"<tr><td>{escape(one.kind)}</td><td>{escape(', '.join(map(str, one.ranks)) or '–')}</td>"
-        f'<td class="n">{one.factor:.2f}</td><td>{escape(one.why)}</td></tr>'
+    rows = (
+        (
+            escape(one.kind),
+            escape(", ".join(map(str, one.ranks)) or "–"),
+            f"{one.factor:.2f}",
+            escape(one.why),
+        )
         for one in state.findings
     )
-    return (
-        f'<table><tr><th>what</th><th>ranks</th><th class="n">times</th><th>evidence</th></tr>{rows}</table>'
-    )
+    return pieces.table((("what", ""), ("ranks", ""), ("times", "n"), ("evidence", "")), rows)

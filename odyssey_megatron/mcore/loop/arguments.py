@@ -52,17 +52,6 @@ def optimizer_copies(args: Any, config: OdysseyConfig) -> int:
     return config.optimizer_copies if args.use_distributed_optimizer else 0
 
 
-def cell_of(args: Any, rank: int) -> Cell:
-    """Of ``rank``, in its worker."""
-    return Cell.of(
-        rank,
-        tensor=args.tensor_model_parallel_size,
-        context=args.context_parallel_size,
-        expert=args.expert_model_parallel_size,
-        expert_tensor=args.expert_tensor_parallel_size,
-    )
-
-
 def split_of(args: Any) -> Callable[[Any], span.Split]:
     """How Megatron would cut the model of a config; ``args`` before :func:`adapt`."""
     return functools.partial(
@@ -87,7 +76,7 @@ def job_of(
         context_parallel_size=args.context_parallel_size,
         expert_model_parallel_size=args.expert_model_parallel_size,
         expert_tensor_parallel_size=args.expert_tensor_parallel_size,
-        num_microbatches=batch_size // (args.micro_batch_size * cell_of(args, 0).lanes),
+        num_microbatches=batch_size // (args.micro_batch_size * Cell.in_job(0, args).lanes),
         tokens_per_step=batch_size * args.seq_length,
         train_steps=args.train_iters,
         least_holders=config.least_holders,

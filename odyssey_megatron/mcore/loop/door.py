@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from odyssey_megatron.cluster.job import check_world
+from odyssey_megatron.cluster.state import Cell
 from odyssey_megatron.config import OdysseyConfig, add_arguments
 from odyssey_megatron.errors import EXIT_NOT_SAVED, ConfigError, OdysseyError, Superseded
 from odyssey_megatron.execute.channels import WORLD
@@ -198,7 +199,7 @@ class Door:
         from megatron.training import get_args
 
         args, session = get_args(), self._session
-        cell = arguments.cell_of(args, session.rank)
+        cell = Cell.in_job(session.rank, args)
         check_world(session.world_size, args.pipeline_model_parallel_size, cell)
         # Megatron waits that long for others, e.g. while the first rank builds an index.
         patience_s = max(self._config.op_timeout_s, 60.0 * args.distributed_timeout_minutes)
