@@ -457,19 +457,12 @@ def test_launch_scripts(tmp_path, examples):
 
 FLAGS = {
     "plan": ("--kill", "--slow", "--policy", "--mtbf-s", "--horizon-s", "--width", "--json"),
-    "simulate": (
-        "--interval-s",
-        "--mtbf-s",
-        "--repair-s",
-        "--duration-s",
-        "--losses",
-        "--seed",
-        "--group-build-s",
-    ),
-}
+    "simulate": ("--interval-s", "--mtbf-s", "--repair-s", "--duration-s", "--losses", "--group-build-s", "--seed"),
+}  # fmt: skip
 OF_BOTH = (
     "--cluster", "--model", "--accelerator", "--profile", "--pipeline-model-parallel-size", "--micro-batch-size",
     "--tensor-model-parallel-size", "--use-distributed-optimizer", "--num-microbatches", "--nonsense",
+    "--odyssey-redundancy", "--job", "--vocab-size",
 )  # fmt: skip
 
 

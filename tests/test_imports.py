@@ -30,7 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "plan": BASE | {"cluster", ".numpy", ".scipy"},
     "diagnosis": {".numpy"},
     "policy": BASE | {"cluster", "plan", "metrics", "diagnosis", ".numpy", ".scipy"},
-    "studies": BASE | {"cluster", "plan", "policy"},
+    "studies": BASE | {"cluster", "plan", "policy", "metrics", "doctor", "upstream"},
     "metrics": BASE | {"plan"},
     "metrics/journal": {"errors", "codec", "inputs", "names"},
     "metrics/outlet": set(),

@@ -40,7 +40,14 @@ from odyssey_megatron.launch.member import Member
 from odyssey_megatron.mcore import device
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.metrics.outlet import say
-from odyssey_megatron.policy.profile import Experts, Profile, estimated_profile, load_profile
+from odyssey_megatron.policy.profile import (
+    Attention,
+    Experts,
+    Profile,
+    estimated_profile,
+    load_profile,
+    recomputed,
+)
 from odyssey_megatron.upstream import compat
 
 if TYPE_CHECKING:
@@ -362,6 +369,21 @@ def _experts(config: Any) -> Experts | None:
     )
 
 
+def _attention(config: Any) -> Attention:
+    if config.multi_latent_attention:
+        return Attention.latent(
+            config.hidden_size,
+            config.num_attention_heads,
+            q_lora_rank=config.q_lora_rank,
+            kv_lora_rank=config.kv_lora_rank,
+            qk_head_dim=config.qk_head_dim,
+            qk_pos_emb_head_dim=config.qk_pos_emb_head_dim,
+            v_head_dim=config.v_head_dim,
+        )
+    heads = config.num_attention_heads
+    return Attention.grouped(config.hidden_size, heads, config.num_query_groups or heads, config.kv_channels)
+
+
 def estimate(
     config: Any,
     settings: OdysseyConfig,
@@ -378,12 +400,18 @@ def estimate(
         num_transformer_layers=config.num_layers,
         hidden_size=config.hidden_size,
         ffn_hidden_size=config.ffn_hidden_size,
-        num_attention_heads=config.num_attention_heads,
-        num_query_groups=config.num_query_groups or config.num_attention_heads,
+        attention=_attention(config),
         seq_length=seq_length,
         micro_batch_size=micro_batch_size,
         vocab_size=vocab_size,
         is_tied=is_tied,
+        is_gated=config.gated_linear_unit,
+        recomputed_share=recomputed(
+            config.recompute_granularity,
+            config.recompute_method,
+            config.recompute_num_layers,
+            config.num_layers / config.pipeline_model_parallel_size,
+        ),
         experts=_experts(config),
         dtype_bytes=config.params_dtype.itemsize,
         memory_bytes=None if on_cpu else torch.cuda.mem_get_info()[1] * usable_percent // 100,

@@ -65,31 +65,37 @@ def html(run: Run, reference: Run | None, pictures: Sequence[Picture]) -> str:
         _facts(run, reference),
         _recoveries(run),
         _switches(run),
-        _section("Stages × replicas", "As it was at the end.", pieces.heat_map(run.state)),
-        _section("Where the time went", "", pieces.goodput_table(run.state)),
-        _figure(named["loss"], _difference(run, reference)),
-        _figure(named["step_time"]),
-        *(_figure(picture) for picture in schedules),
+        section("Stages × replicas", "As it was at the end.", pieces.heat_map(run.state)),
+        section("Where the time went", "", pieces.goodput_table(run.state)),
+        figure(named["loss"], _difference(run, reference)),
+        figure(named["step_time"]),
+        *(figure(picture) for picture in schedules),
         _decisions(run),
-        _section(
+        section(
             "Fitted costs",
             "Of one microbatch, on a healthy worker: what was measured last.",
             pieces.cost_table(run.state),
         ),
-        _section("More losses that each layer survives", "At the end.", pieces.margin_table(run.state)),
-        _section("Nodes to exclude", "", pieces.suspect_list(run.state)),
+        section("More losses that each layer survives", "At the end.", pieces.margin_table(run.state)),
+        section("Nodes to exclude", "", pieces.suspect_list(run.state)),
         _samples(run),
     ]
+    return document(f"odyssey: {run.name}", parts)
+
+
+def document(title: str, parts: Iterable[str]) -> str:
+    """A whole page; "" among its parts is left out."""
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>odyssey: {escape(run.name)}</title><style>{STYLE}{pieces.MAP_STYLE}</style><body>"
+        f"<title>{escape(title)}</title><style>{STYLE}{pieces.MAP_STYLE}</style><body>"
         + "\n".join(part for part in parts if part)
         + "</body></html>\n"
     )
 
 
-def _section(title: str, caption: str, body: str) -> str:
+def section(title: str, caption: str, body: str) -> str:
+    """``body`` is HTML already."""
     said = f'<p class="muted">{escape(caption)}</p>' if caption else ""
     return f"<section><h2>{escape(title)}</h2>{said}{body}</section>"
 
@@ -127,30 +133,34 @@ def _ms(value_s: float | None) -> str:
 def _recoveries(run: Run) -> str:
     if not run.recoveries:
         return "<section><h2>Recoveries</h2><p>Nothing failed.</p></section>"
-    rows = [
-        _row(RECOVERY_COLUMNS, recovery_cells(number, row)) for number, row in enumerate(run.recoveries, 1)
-    ]
+    rows = [recovery_cells(number, row) for number, row in enumerate(run.recoveries, 1)]
     return (
         '<section><h2>Recoveries</h2><p class="muted">Durations in milliseconds, of the slowest surviving rank. '
         "Stall: from the failure to the first instruction that ran after it. Redo: the interrupted step, run "
-        f"again until it was committed. {_sentence(clocks_line(run))}</p>"
-        f"<table>{_header(RECOVERY_COLUMNS)}{''.join(rows)}</table></section>"
+        f"again until it was committed. {sentence(clocks_line(run))}</p>"
+        f"{table(RECOVERY_COLUMNS, rows)}</section>"
     )
 
 
 def _switches(run: Run) -> str:
     if not run.switches:
         return ""
-    rows = [_row(SWITCH_COLUMNS, switch_cells(row)) for row in run.switches]
+    rows = [switch_cells(row) for row in run.switches]
     return (
         '<section><h2>Changes between two steps</h2><p class="muted">Nothing was interrupted: groups were made and '
         "state was sent while training went on. Stall in milliseconds, of the slowest rank that trained.</p>"
-        f"<table>{_header(SWITCH_COLUMNS)}{''.join(rows)}</table></section>"
+        f"{table(SWITCH_COLUMNS, rows)}</section>"
     )
 
 
 _NUMBERS = {"#", "iteration", *RECOVERY_COLUMNS[7:], "step (ms)", "transition (ms)", "score (tokens)"}
 """Columns that are aligned to the right."""
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], chosen: int | None = None) -> str:
+    """Text in rows, of which number ``chosen`` stands out."""
+    lines = [_row(columns, cells, chosen=at == chosen) for at, cells in enumerate(rows)]
+    return f"<table>{_header(columns)}{''.join(lines)}</table>"
 
 
 def _header(columns: Sequence[str]) -> str:
@@ -173,19 +183,20 @@ def _column_class(column: str) -> str:
 def _difference(run: Run, reference: Run | None) -> str:
     if reference is None:
         return ""
-    return f"<p>{escape(_sentence(difference_line(loss_difference(run.steps, reference.steps))))}</p>"
+    return f"<p>{escape(sentence(difference_line(loss_difference(run.steps, reference.steps))))}</p>"
 
 
 def _samples(run: Run) -> str:
     kind = "good" if run.samples.ok else "bad"
     return (
-        f'<section><h2>Samples</h2><p class="{kind}">{escape(_sentence(samples_line(run.samples)))}</p>'
+        f'<section><h2>Samples</h2><p class="{kind}">{escape(sentence(samples_line(run.samples)))}</p>'
         '<p class="muted">Checked on what the committed attempt of each step consumed, in order of step and '
         "microbatch.</p></section>"
     )
 
 
-def _sentence(line: str) -> str:
+def sentence(line: str) -> str:
+    """With a capital letter and a full stop."""
     return line[:1].upper() + line[1:] + "." * bool(line)
 
 
@@ -204,15 +215,15 @@ def _decision(number: int, decision: Decision) -> str:
     why = f" · {escape(decision.why)}" if decision.why else ""
     return (
         f"<h3>Failure {number}: {escape(decision.policy)} <code>{escape(decision.plan_hash)}</code>{why}</h3>"
-        + candidates_table(decision)
+        + candidates_table(decision.candidates)
     )
 
 
-def candidates_table(decision: Decision) -> str:
+def candidates_table(candidates: Sequence[dict[str, Any]]) -> str:
     """Everything that was weighed."""
     columns = ("candidate", "step (ms)", "transition (ms)", "score (tokens)", "why")
-    rows = [_row(columns, _candidate(row), chosen=bool(row.get("chosen"))) for row in decision.candidates]
-    return f"<table>{_header(columns)}{''.join(rows)}</table>"
+    chosen = next((at for at, row in enumerate(candidates) if row.get("chosen")), None)
+    return table(columns, map(_candidate, candidates), chosen)
 
 
 def _candidate(row: dict[str, Any]) -> tuple[str, ...]:
@@ -226,7 +237,8 @@ def _candidate(row: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _figure(picture: Picture, more: str = "") -> str:
+def figure(picture: Picture, more: str = "") -> str:
+    """In both themes; ``more`` is HTML."""
     light, dark = (base64.b64encode(data).decode() for data in (picture.light, picture.dark))
     return (
         f'<section><h2>{escape(picture.title)}</h2><p class="muted">{escape(picture.caption)}</p>{more}<picture>'

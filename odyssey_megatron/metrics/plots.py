@@ -124,12 +124,13 @@ def all_figures(run: Run, reference: Run | None) -> tuple[Picture, ...]:
 
 
 def _schedule_picture(number: int, recovery: Recovery, before: ExecutedStep, after: ExecutedStep) -> Picture:
+    titled = [(f"{when}: {step_name(one.step)}", one) for when, one in (("before", before), ("after", after))]
     return _picture(
         f"schedule_{number}",
         f"Schedule before and after failure {number} ({lost(recovery)}, {recovery.policy})",
         f"As executed, {step_name(before.step)} above and {step_name(after.step)} below, on one time scale. One row a "
         "worker, numbers are microbatches.",
-        lambda theme: schedule_figure(recovery, before, after, theme),
+        lambda theme: schedule_figure(titled, theme),
     )
 
 
@@ -288,26 +289,34 @@ def _mark_failures(
         )
 
 
-def schedule_figure(recovery: Recovery, before: ExecutedStep, after: ExecutedStep, theme: Theme) -> Figure:
-    """Two Gantt charts on one time scale: a step before the failure and one after it."""
-    gone = tuple(rank for rank in before.ranks if rank not in after.ranks)[:_ROWS]
-    above, below = _shown(before.ranks, gone), _shown(after.ranks, ())[: _ROWS - len(gone)]
-    figure = Figure(figsize=(13, 1.6 + 0.34 * (len(above) + max(len(below), 1))), layout="constrained")
-    heights = (len(above), len(below) + len(gone))
-    panels = figure.subplots(2, 1, sharex=True, height_ratios=heights)
-    end_ms = 1e3 * max(before.end_s, after.end_s)
-    for axes, executed, shown, lost_ranks, when in (
-        (panels[0], before, above, (), "before"),
-        (panels[1], after, below, gone, "after"),
-    ):
-        _gantt(axes, executed, (*shown, *lost_ranks), lost_ranks, end_ms, theme)
+def schedule_picture(title: str, caption: str, titled: Sequence[tuple[str, ExecutedStep]]) -> Picture:
+    """Of steps that are not a run's."""
+    return _picture("schedule", title, caption, lambda theme: schedule_figure(titled, theme, of="worker"))
+
+
+def schedule_figure(titled: Sequence[tuple[str, ExecutedStep]], theme: Theme, *, of: str = "rank") -> Figure:
+    """Gantt charts on one time scale, each with its title; what is gone since the first keeps a row. ``of``: what a row
+    is.
+    """
+    first = titled[0][1]
+    rows = []
+    for _, executed in titled:
+        gone = tuple(rank for rank in first.ranks if rank not in executed.ranks)[:_ROWS]
+        struck = tuple(rank for rank in first.ranks if any(rank not in one.ranks for _, one in titled[1:]))
+        rows.append((_shown(executed.ranks, struck[:_ROWS])[: _ROWS - len(gone)], gone))
+    heights = [len(shown) + len(gone) for shown, gone in rows]
+    figure = Figure(figsize=(13, 0.8 + 0.4 * len(titled) + 0.34 * sum(heights)), layout="constrained")
+    panels = figure.subplots(len(titled), 1, sharex=True, height_ratios=heights, squeeze=False)[:, 0]
+    end_ms = 1e3 * max(executed.end_s for _, executed in titled)
+    for axes, (title, executed), (shown, gone) in zip(panels, titled, rows, strict=True):
+        _gantt(axes, executed, (*shown, *gone), gone, end_ms, theme, of)
         workers = f"{len(executed.ranks)} workers" + (
             f", {len(shown)} shown" if len(shown) < len(executed.ranks) else ""
         )
-        title = f"{when}: {step_name(executed.step)}, {workers}, {milliseconds(executed.end_s)} ms"
+        title = f"{title}, {workers}, {milliseconds(executed.end_s)} ms"
         axes.set_title(title, loc="left", fontsize=10, fontweight="bold", color=theme.ink)
-    panels[1].set_xlabel("time in the step (ms)")
-    present = {box.kind for box in (*before.boxes, *after.boxes)}
+    panels[-1].set_xlabel("time in the step (ms)")
+    present = {box.kind for _, executed in titled for box in executed.boxes}
     handles = [
         Patch(color=KIND_COLOURS[kind], label=KIND_NAMES[kind]) for kind in KIND_NAMES if kind in present
     ]
@@ -329,6 +338,7 @@ def _gantt(
     lost_ranks: tuple[int, ...],
     end_ms: float,
     theme: Theme,
+    of: str,
 ) -> None:
     """One row a worker, the first on top; a lost worker keeps an empty row at the bottom."""
     for y, rank in enumerate(rows):
@@ -337,7 +347,7 @@ def _gantt(
             axes.text(end_ms / 2, y, "lost", ha="center", va="center", color=theme.failure, fontsize=8.5)
             continue
         _row(axes, y, [box for box in executed.boxes if box.rank == rank], end_ms, theme)
-    axes.set_yticks(range(len(rows)), [_row_label(executed, rank) for rank in rows], fontsize=8.5)
+    axes.set_yticks(range(len(rows)), [_row_label(executed, rank, of) for rank in rows], fontsize=8.5)
     axes.set_ylim(len(rows) - 0.45, -0.55)
     axes.set_xlim(-0.004 * end_ms, 1.004 * end_ms)
     axes.grid(visible=False, axis="y")
@@ -373,12 +383,12 @@ def _row(axes: Any, y: int, boxes: Sequence[Box], end_ms: float, theme: Theme) -
                 )
 
 
-def _row_label(executed: ExecutedStep, rank: int) -> str:
+def _row_label(executed: ExecutedStep, rank: int, of: str) -> str:
     spans = executed.layers_of(rank)
     if not spans:
-        return f"rank {rank}"
+        return f"{of} {rank}"
     layers = ", ".join(f"{a}" if b == a + 1 else f"{a}–{b - 1}" for a, b in _merged(spans))
-    return f"rank {rank}  L{layers}"
+    return f"{of} {rank}  L{layers}"
 
 
 def _merged(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -10,7 +10,8 @@ from odyssey_megatron.errors import ScheduleInvalid
 from odyssey_megatron.metrics.recoveries import Recovery, named, on_one_clock
 from odyssey_megatron.metrics.steps import CommittedStep
 from odyssey_megatron.metrics.timeline import JournalEvent
-from odyssey_megatron.plan.schedule import MESSAGE, parse_instr
+from odyssey_megatron.plan.schedule import MESSAGE, Schedule, parse_instr
+from odyssey_megatron.plan.simulate import Timeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +86,18 @@ def _boxes(traces: Sequence[JournalEvent]) -> tuple[Box, ...]:
         for event in traces
         for text, a, b in event["instructions"]
     )
+
+
+def planned_step(schedule: Schedule, timeline: Timeline) -> ExecutedStep:
+    """A step that nobody has run, as it is simulated; its ranks are workers."""
+    spans = dict(timeline.spans)
+    boxes = [
+        _box(worker, str(instr), start_s, end_s)
+        for worker, program in schedule.programs
+        for instr, (start_s, end_s) in zip(program, spans[worker], strict=True)
+        if instr.op not in MESSAGE
+    ]
+    return ExecutedStep(step=0, generation=1, boxes=tuple(boxes))
 
 
 def _box(rank: int, text: str, start_s: float, end_s: float) -> Box:

@@ -68,6 +68,11 @@ class PolicyPlanner:
         self._start_s: float | None = None
         """How long it took until the job trained; None as long as nobody has measured anything."""
 
+    @property
+    def job(self) -> JobSpec:
+        """With the layout and the redundancy that were chosen for it."""
+        return self._job
+
     def start(self, job: JobSpec, state: ClusterState, profile_json: str) -> Decided:
         self._job = job = replace(job, best_layout=self._config.layout == "auto")
         self._profile = _checked(from_json(Profile, profile_json), job)
@@ -150,7 +155,7 @@ class PolicyPlanner:
         if not alike(found.costs, profile.costs):
             profile = found
         prepare(self._job, state, profile)
-        for worker in _one_of_each(current, state):
+        for worker, *_ in one_of_each(current, state):
             died = RankDied(rank=state.workers[worker].ranks[0], code=0, cause="rehearsal", t_s=now_s)
             without = apply(state, died)
             if without.alive:
@@ -272,9 +277,9 @@ def _checked(profile: Profile, job: JobSpec) -> Profile:
     return profile
 
 
-def _one_of_each(plan: Plan, state: ClusterState) -> list[int]:
-    """Of the living workers that compute the same layers, and keep optimizer state of the same, the first: their deaths
-    lead to equal plans.
+def one_of_each(plan: Plan, state: ClusterState) -> list[list[int]]:
+    """The living workers, those together that compute the same layers, and keep optimizer state of the same: their
+    deaths lead to equal plans.
     """
     spans: dict[int, set[tuple[int, int]]] = {worker: set() for worker in state.alive}
     for route in plan.layout.routes:
@@ -285,7 +290,7 @@ def _one_of_each(plan: Plan, state: ClusterState) -> list[int]:
     for layer, keepers in enumerate(plan.layout.keepers):
         for worker in kept.keys() & set(keepers):
             kept[worker].append(layer)
-    first: dict[tuple[frozenset[tuple[int, int]], tuple[int, ...]], int] = {}
+    alike: dict[tuple[frozenset[tuple[int, int]], tuple[int, ...]], list[int]] = {}
     for worker, own in spans.items():
-        first.setdefault((frozenset(own), tuple(kept[worker])), worker)
-    return list(first.values())
+        alike.setdefault((frozenset(own), tuple(kept[worker])), []).append(worker)
+    return list(alike.values())

@@ -193,6 +193,50 @@ def _spread(fitted: list[float], observations: Sequence[Observation], seen: list
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """Of a transformer layer, for one token."""
+
+    weights: int
+    """Of its products: queries, keys, values and what is behind them."""
+    score_width: int
+    """Numbers of all heads that scores are summed over, the mean of queries' and values'."""
+    kept: int
+    """Numbers that its backward needs: queries, keys, values, and what it gives."""
+
+    @classmethod
+    def grouped(cls, hidden_size: int, heads: int, query_groups: int, kv_channels: int) -> Attention:
+        """``query_groups``: heads of keys and values, each of ``kv_channels`` numbers."""
+        width, shared = heads * kv_channels, query_groups * kv_channels
+        return cls(weights=2 * hidden_size * (width + shared), score_width=width, kept=2 * (width + shared))
+
+    @classmethod
+    def latent(
+        cls,
+        hidden_size: int,
+        heads: int,
+        *,
+        q_lora_rank: int | None,
+        kv_lora_rank: int,
+        qk_head_dim: int,
+        qk_pos_emb_head_dim: int,
+        v_head_dim: int,
+    ) -> Attention:
+        """Multi-latent attention: keys and values come from ``kv_lora_rank`` numbers (DeepSeek-V2, arXiv 2405.04434,
+        section 2.1).
+        """
+        query, value = heads * (qk_head_dim + qk_pos_emb_head_dim), heads * v_head_dim
+        asks = q_lora_rank * (hidden_size + query) if q_lora_rank else hidden_size * query
+        answers = hidden_size * (kv_lora_rank + qk_pos_emb_head_dim)
+        answers += kv_lora_rank * (heads * qk_head_dim + value)
+        latents = (q_lora_rank or 0) + kv_lora_rank + qk_pos_emb_head_dim
+        return cls(
+            weights=asks + answers + value * hidden_size,
+            score_width=(query + value) // 2,
+            kept=2 * (query + value) + latents,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
     """Of a mixture of experts, which have equally many tokens: what some of its layers have in the place of an MLP."""
 
@@ -209,13 +253,23 @@ class Experts:
     """In which they are on as many ranks; 0: cut like other weights."""
 
 
+def recomputed(
+    granularity: str | None, method: str | None, num_layers: int | None, layers_of_stage: float
+) -> float:
+    """The share of layers that Megatron's ``--recompute-granularity``, ``-method`` and ``-num-layers`` run again.
+    Anything but ``full`` drops less than counts: what a fused attention does not keep anyway.
+    """
+    if granularity != "full":
+        return 0.0
+    return min(1.0, (num_layers or 1) / layers_of_stage) if method == "block" else 1.0
+
+
 def estimated_profile(
     *,
     num_transformer_layers: int,
     hidden_size: int,
     ffn_hidden_size: int,
-    num_attention_heads: int,
-    num_query_groups: int,
+    attention: Attention,
     seq_length: int,
     micro_batch_size: int,
     vocab_size: int,
@@ -228,38 +282,39 @@ def estimated_profile(
     context_parallel_size: int = 1,
     sequence_parallel: bool = True,
     is_tied: bool = False,
+    is_gated: bool = True,
+    recomputed_share: float = 0.0,
     experts: Experts | None = None,
 ) -> Profile:
-    """Costs of a Llama-shaped model (SwiGLU, grouped-query attention; embedding and head tied or not) from FLOPs.
-
-    A matrix product costs 2 FLOPs per weight and token, its two gradients the same each; attention scores cost ``2 * 2
-    * seq / 2`` per token and hidden unit (causal: half), twice that in the input gradient, nothing in the weight
-    gradient. Activations count what a fused attention keeps. Gradients are kept in float32 or longer, which is
-    Megatron's default; Adam has two such moments, and a float32 master copy where weights are shorter. ``flops_per_s``
-    is the achieved rate of one GPU; a worker has ``tensor_parallel_size`` of them. With ``sequence_parallel`` they
-    share all that is kept; without, each keeps the inputs of norms and of products behind them whole (Korthikanti et
-    al., arXiv 2205.05198, section 4.2).
+    """Costs of a decoder-only transformer from FLOPs. ``is_gated``: its MLPs have three products, as with SwiGLU, not
+    two; ``recomputed_share``: of layers of which the backward has only the input. A matrix product costs 2 FLOPs per
+    weight and token, its two gradients the same each; attention scores cost ``2 * 2 * seq / 2`` per token and number
+    (causal: half), twice that in the input gradient, nothing in the weight gradient. Activations count what a fused
+    attention keeps. Gradients are kept in float32 or longer, which is Megatron's default; Adam has two such moments,
+    and a float32 master copy where weights are shorter. ``flops_per_s`` is the achieved rate of one GPU; a worker has
+    ``tensor_parallel_size`` of them. With ``sequence_parallel`` they share all that is kept; without, each keeps the
+    inputs of norms and of products behind them whole (Korthikanti et al., arXiv 2205.05198, section 4.2).
     """
     tokens = seq_length * micro_batch_size // context_parallel_size  # keys and values: exchanged meanwhile
-    kv_size = hidden_size // num_attention_heads * num_query_groups
-    attention, words = 2 * hidden_size * (hidden_size + kv_size), vocab_size * hidden_size
-    scores = 2 * tokens * seq_length * hidden_size
+    words, products = vocab_size * hidden_size, 3 if is_gated else 2
     rate, tp = flops_per_s * tensor_parallel_size, tensor_parallel_size
+    scores_s = 2 * tokens * seq_length * attention.score_width / rate
     parts = experts.parts if experts and experts.parts else tp
     whole = 4 * hidden_size * (1 if sequence_parallel else tp)
     head_s, copy_s = 2 * tokens * words / rate, tokens * hidden_size * dtype_bytes / 1e12 / tp
     layer = functools.partial(_layer_cost, dtype_bytes=dtype_bytes, parts=tp)
 
     def transformer(ffn: int, spread: int, passed: int, routed: int) -> LayerCost:
-        matmul_s = 2 * tokens * (attention + 3 * hidden_size * passed + hidden_size * routed) / rate
-        times = (matmul_s + scores / rate, matmul_s + 2 * scores / rate, matmul_s)
-        kept = tokens * (whole + 2 * hidden_size + 2 * kv_size + 3 * passed)
-        return layer(times, kept, attention + hidden_size * (3 * (ffn + spread * tp // parts) + routed + 2))
+        matmul_s = 2 * tokens * (attention.weights + hidden_size * (products * passed + routed)) / rate
+        forward_s, again = matmul_s + scores_s, recomputed_share
+        times = (forward_s, forward_s + scores_s + again * forward_s, matmul_s)
+        kept = again * whole / 4 + (1 - again) * (whole + attention.kept + products * passed)
+        held = attention.weights + hidden_size * (products * (ffn + spread * tp // parts) + routed + 2)
+        return layer(times, round(tokens * kept), held)
 
-    inner = [transformer(*mlp) for mlp in _mlps(num_transformer_layers, ffn_hidden_size, experts)]
+    inner = (transformer(*mlp) for mlp in _mlps(num_transformer_layers, ffn_hidden_size, experts))
     embedding = layer((copy_s, 0.0, copy_s), tokens, 0 if is_tied else words)
-    kept_by_head = tokens * (whole // 2 + vocab_size)
-    head = layer((head_s,) * 3, kept_by_head, hidden_size + (0 if is_tied else words))
+    head = layer((head_s,) * 3, tokens * (whole // 2 + vocab_size), hidden_size + (0 if is_tied else words))
     costs = Costs(
         layers=(embedding, *inner, head),
         tied=layer((0.0,) * 3, 0, words) if is_tied else None,

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from odyssey_megatron.errors import ConfigError
-from odyssey_megatron.policy.profile import Profile, estimated_profile
+from odyssey_megatron.policy.profile import Attention, Experts, Profile, estimated_profile
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
-    """A decoder-only transformer with SwiGLU, as its published configuration has it."""
-
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_attention_heads: int
-    num_query_groups: int
-    vocab_size: int
-    seq_length: int
+EFFICIENCY = 0.45
+"""Share of the peak that a well-tuned Megatron job reaches inside a layer (model FLOPs utilisation)."""
+_USABLE_PERCENT = 90
+"""Of an accelerator's memory."""
+_Named = TypeVar("_Named")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,31 +26,100 @@ class Accelerator:
     """Between nodes, for one GPU: its network card."""
 
 
-EFFICIENCY = 0.45
-"""Share of the peak that a well-tuned Megatron job reaches inside a layer (model FLOPs utilisation)."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A decoder-only transformer, as its published configuration or a launch line has it."""
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    attention: Attention
+    vocab_size: int
+    seq_length: int
+    dtype_bytes: int = 2
+    is_gated: bool = True
+    is_tied: bool = False
+    recomputed_share: float = 0.0
+    experts: Experts | None = None
+
+    def profile(
+        self,
+        device: Accelerator,
+        *,
+        tensor_parallel_size: int = 1,
+        context_parallel_size: int = 1,
+        expert_parts: int = 0,
+        micro_batch_size: int = 1,
+        sequence_parallel: bool = True,
+    ) -> Profile:
+        """Estimated for ``device``, nine tenths of whose memory may be used. ``expert_parts``: in which experts are
+        spread over as many ranks.
+        """
+        return estimated_profile(
+            num_transformer_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            ffn_hidden_size=self.ffn_hidden_size,
+            attention=self.attention,
+            seq_length=self.seq_length,
+            micro_batch_size=micro_batch_size,
+            vocab_size=self.vocab_size,
+            dtype_bytes=self.dtype_bytes,
+            flops_per_s=device.peak_flops_per_s * EFFICIENCY,
+            link_bytes_per_s=device.link_bytes_per_s * tensor_parallel_size,
+            memory_bytes=device.memory_bytes * _USABLE_PERCENT // 100,
+            tensor_parallel_size=tensor_parallel_size,
+            context_parallel_size=context_parallel_size,
+            sequence_parallel=sequence_parallel,
+            is_tied=self.is_tied,
+            is_gated=self.is_gated,
+            recomputed_share=self.recomputed_share,
+            experts=replace(self.experts, parts=expert_parts) if self.experts else None,
+        )
+
 
 MODELS = {
     "llama2-7b": Model(
-        num_layers=32, hidden_size=4096, ffn_hidden_size=11008, num_attention_heads=32, num_query_groups=32,
+        num_layers=32, hidden_size=4096, ffn_hidden_size=11008, attention=Attention.grouped(4096, 32, 32, 128),
         vocab_size=32000, seq_length=4096,
     ),
     "llama2-13b": Model(
-        num_layers=40, hidden_size=5120, ffn_hidden_size=13824, num_attention_heads=40, num_query_groups=40,
+        num_layers=40, hidden_size=5120, ffn_hidden_size=13824, attention=Attention.grouped(5120, 40, 40, 128),
         vocab_size=32000, seq_length=4096,
     ),
     "llama2-70b": Model(
-        num_layers=80, hidden_size=8192, ffn_hidden_size=28672, num_attention_heads=64, num_query_groups=8,
+        num_layers=80, hidden_size=8192, ffn_hidden_size=28672, attention=Attention.grouped(8192, 64, 8, 128),
         vocab_size=32000, seq_length=4096,
     ),
     "llama3-8b": Model(
-        num_layers=32, hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32, num_query_groups=8,
+        num_layers=32, hidden_size=4096, ffn_hidden_size=14336, attention=Attention.grouped(4096, 32, 8, 128),
         vocab_size=128256, seq_length=8192,
     ),
     "llama3-70b": Model(
-        num_layers=80, hidden_size=8192, ffn_hidden_size=28672, num_attention_heads=64, num_query_groups=8,
+        num_layers=80, hidden_size=8192, ffn_hidden_size=28672, attention=Attention.grouped(8192, 64, 8, 128),
         vocab_size=128256, seq_length=8192,
     ),
+    "mixtral-8x7b": Model(
+        num_layers=32, hidden_size=4096, ffn_hidden_size=14336, attention=Attention.grouped(4096, 32, 8, 128),
+        vocab_size=32000, seq_length=4096,
+        experts=Experts(layers=frozenset(range(1, 33)), count=8, topk=2, ffn_hidden_size=14336),
+    ),
+    "qwen3-30b-a3b": Model(
+        num_layers=48, hidden_size=2048, ffn_hidden_size=6144, attention=Attention.grouped(2048, 32, 4, 128),
+        vocab_size=151936, seq_length=4096,
+        experts=Experts(layers=frozenset(range(1, 49)), count=128, topk=8, ffn_hidden_size=768),
+    ),
+    "deepseek-v3": Model(
+        num_layers=61, hidden_size=7168, ffn_hidden_size=18432,
+        attention=Attention.latent(
+            7168, 128, q_lora_rank=1536, kv_lora_rank=512, qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128,
+        ),
+        vocab_size=129280, seq_length=4096,
+        experts=Experts(
+            layers=frozenset(range(4, 62)), count=256, topk=8, ffn_hidden_size=2048, shared_ffn_hidden_size=2048,
+        ),
+    ),
 }  # fmt: skip
+"""Sources: the models' config.json on Hugging Face."""
 
 GIB = 2**30
 ACCELERATORS = {
@@ -63,7 +127,16 @@ ACCELERATORS = {
     "h100": Accelerator(peak_flops_per_s=989e12, memory_bytes=80 * GIB, link_bytes_per_s=50e9),
     "h200": Accelerator(peak_flops_per_s=989e12, memory_bytes=141 * GIB, link_bytes_per_s=50e9),
     "b200": Accelerator(peak_flops_per_s=2250e12, memory_bytes=180 * GIB, link_bytes_per_s=50e9),
+    # Of 72 in a rack: 180 PFLOPS and 13.4 TB.
+    "gb200": Accelerator(peak_flops_per_s=2500e12, memory_bytes=186 * 10**9, link_bytes_per_s=50e9),
 }
+
+
+def named(kind: str, name: str, known: Mapping[str, _Named]) -> _Named:
+    """Of ``known``, what the flag ``--kind`` names. Raises ConfigError."""
+    if name not in known:
+        raise ConfigError(f"--{kind} {name} is unknown; use one of {', '.join(known)}, or --profile.")
+    return known[name]
 
 
 def preset_profile(
@@ -74,27 +147,10 @@ def preset_profile(
     context_parallel_size: int = 1,
     micro_batch_size: int = 1,
 ) -> Profile:
-    """The estimated profile of a named model on a named accelerator; nine tenths of the memory may be used.
-
-    Raises:
-        ConfigError: unknown name; lists the known ones.
-    """
-    for kind, name, known in (("model", model, MODELS), ("accelerator", accelerator, ACCELERATORS)):
-        if name not in known:
-            raise ConfigError(f"--{kind} {name} is unknown; use one of {', '.join(known)}, or --profile.")
-    shape, device = MODELS[model], ACCELERATORS[accelerator]
-    return estimated_profile(
-        num_transformer_layers=shape.num_layers,
-        hidden_size=shape.hidden_size,
-        ffn_hidden_size=shape.ffn_hidden_size,
-        num_attention_heads=shape.num_attention_heads,
-        num_query_groups=shape.num_query_groups,
-        seq_length=shape.seq_length,
-        micro_batch_size=micro_batch_size,
-        vocab_size=shape.vocab_size,
-        flops_per_s=device.peak_flops_per_s * EFFICIENCY,
-        link_bytes_per_s=device.link_bytes_per_s * tensor_parallel_size,
-        memory_bytes=device.memory_bytes * 9 // 10,
+    """The estimated profile of a named model on a named accelerator. Raises ConfigError."""
+    return named("model", model, MODELS).profile(
+        named("accelerator", accelerator, ACCELERATORS),
         tensor_parallel_size=tensor_parallel_size,
         context_parallel_size=context_parallel_size,
+        micro_batch_size=micro_batch_size,
     )

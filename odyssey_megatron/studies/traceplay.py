@@ -17,6 +17,7 @@ from odyssey_megatron.studies.baselines import Bamboo, Restart, System, World
 from odyssey_megatron.studies.chameleon import Chameleon
 from odyssey_megatron.studies.oobleck import Oobleck
 from odyssey_megatron.studies.recycle import ReCycle
+from odyssey_megatron.studies.scenario import add_scenario_arguments, scenario_from
 from odyssey_megatron.studies.trace import (
     TRACE_S,
     Odyssey,
@@ -27,7 +28,6 @@ from odyssey_megatron.studies.trace import (
     read_trace,
     with_repairs,
 )
-from odyssey_megatron.studies.whatif import add_scenario_arguments, scenario_from
 
 SYSTEMS: tuple[Callable[[], System], ...] = (
     *(partial(Odyssey, policy) for policy in policies()),
@@ -89,8 +89,8 @@ def main_simulate(argv: Sequence[str]) -> int:
     """
     parser = Parser(prog="odyssey simulate", description=__doc__)
     add_simulate_arguments(parser)
-    options = parser.parse_args(list(argv))
-    scenario = scenario_from(options)
+    options, more = parser.parse_known_args(list(argv))
+    scenario = scenario_from(options, more)
     world = World(
         job=scenario.job,
         profile=replace(scenario.profile, group_build_s=options.group_build_s),

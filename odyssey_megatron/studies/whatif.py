@@ -1,173 +1,83 @@
-"""``odyssey plan``: what would happen if these GPUs died. Needs no GPU, no torch and no running job."""
+"""``odyssey plan``: how a job would run on a cluster, and what would happen if these GPUs died. Needs no GPU, no torch
+and no running job. Settings of Odyssey's (--odyssey-...) count as in a job.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from odyssey_megatron.cluster.events import RankDied
-from odyssey_megatron.cluster.job import JobSpec
-from odyssey_megatron.cluster.state import Cell, ClusterState, apply, initial_state
+from odyssey_megatron.cluster.state import ClusterState, apply
 from odyssey_megatron.codec import to_json
-from odyssey_megatron.config import EXPECTED_S, OdysseyConfig, policies
+from odyssey_megatron.config import EXPECTED_S, policies
 from odyssey_megatron.errors import EXIT_LAYERS_LOST, ConfigError, LayersLost, PlanInfeasible
 from odyssey_megatron.inputs import Between, Parser
+from odyssey_megatron.metrics.run import text_table
+from odyssey_megatron.names import layer_names
+from odyssey_megatron.plan.generation import CandidateRow
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.render import render
-from odyssey_megatron.plan.simulate import simulate
+from odyssey_megatron.plan.simulate import Timeline, simulate
 from odyssey_megatron.policy.case import worker_speeds
 from odyssey_megatron.policy.decide import Decision, decide, initial_plan
-from odyssey_megatron.policy.profile import Profile, load_profile
+from odyssey_megatron.policy.planner import PolicyPlanner
 from odyssey_megatron.policy.table import candidates_table
 from odyssey_megatron.policy.two_speed import TwoSpeed, two_speed
-from odyssey_megatron.studies.presets import ACCELERATORS, GIB, MODELS, preset_profile
+from odyssey_megatron.studies.losses import NextLoss, alone, fatal_nodes, next_losses
+from odyssey_megatron.studies.presets import GIB
+from odyssey_megatron.studies.scenario import Scenario, add_scenario_arguments, scenario_from
 
-MAX_GPUS = 16_384
-"""The largest cluster that deciding was measured on."""
-MAX_VISITS = 262_144
-"""Microbatches of a step times stages: what is put in order. On one core, about a minute."""
-_SIZE = Between(1, MAX_GPUS, whole=True)
-_MICROBATCHES = Between(1, MAX_VISITS, whole=True)
 _SPEED = Between(0.001, 1)
+_WORTH = 0.01
+"""A layout that is faster by less is not recommended."""
+_SHOWN_LOSSES = 6
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scenario:
-    """A job on a cluster, as the command line describes it."""
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """All that was asked, worked out."""
 
-    job: JobSpec
+    scenario: Scenario
     state: ClusterState
-    profile: Profile
-    gpus_per_node: int
-    tensor_parallel_size: int
+    """With its dead and slow GPUs."""
+    struck: str
+    """Who is dead and who is slow, in words."""
+    start: tuple[CandidateRow, ...]
+    """What was weighed for the healthy job, where there was a choice."""
+    before: Plan
+    best: Plan
+    """Of the healthy job, whatever the launch line's layout."""
+    decision: Decision | None
+    """None: nobody is dead or slow."""
+    both: TwoSpeed | None
+    decide_s: float
+    losses: list[NextLoss]
 
-    def rank(self, place: str) -> int:
-        """``node:gpu`` or a rank. Raises ConfigError."""
-        node, colon, gpu = place.partition(":")
-        last = max(self.state.ranks)
-        try:
-            if colon:
-                nodes = Between(0, last // self.gpus_per_node, whole=True)
-                gpus = Between(0, self.gpus_per_node - 1, whole=True)
-                return int(nodes.read(node) * self.gpus_per_node + gpus.read(gpu))
-            return int(Between(0, last, whole=True).read(node))
-        except ValueError:
-            raise ConfigError(f"{place}: no such GPU. Write NODE:GPU or a rank, 0..{last}.") from None
+    @property
+    def plan(self) -> Plan:
+        """What the job would go on with."""
+        return self.decision.plan if self.decision else self.before
 
+    def timeline(self, plan: Plan) -> Timeline:
+        """One step; the slow are slow once they are planned for."""
+        speeds = worker_speeds(self.state) if plan is self.plan else None
+        return simulate(plan.schedule, plan.layout, self.scenario.profile.costs, speeds)
 
-def add_scenario_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags that describe cluster, model and job; shared by ``plan`` and ``simulate``."""
-    parser.add_argument("--cluster", default="4x8", metavar="NODESxGPUS", help="default: 4x8")
-    parser.add_argument(
-        "--model", default="llama2-7b", help=f"one of {', '.join(MODELS)} (default: llama2-7b)"
-    )
-    parser.add_argument(
-        "--accelerator", default="h100", help=f"one of {', '.join(ACCELERATORS)} (default: h100)"
-    )
-    parser.add_argument(
-        "--profile", default="", help="a running job's profile.json in place of model and accelerator"
-    )
-    parser.add_argument("--pipeline-model-parallel-size", type=_SIZE, default=4, metavar="PP")
-    parser.add_argument("--tensor-model-parallel-size", type=_SIZE, default=1, metavar="TP")
-    parser.add_argument("--context-parallel-size", type=_SIZE, default=1, metavar="CP")
-    parser.add_argument(
-        "--expert-model-parallel-size", type=_SIZE, default=1, metavar="EP", help="of a job with --profile"
-    )
-    parser.add_argument(
-        "--expert-tensor-parallel-size", type=_SIZE, metavar="ETP", help="default: the tensor size"
-    )
-    parser.add_argument(
-        "--use-distributed-optimizer", action="store_true", help="optimizer state on two holders of a layer"
-    )
-    parser.add_argument("--micro-batch-size", type=_MICROBATCHES, default=1)
-    parser.add_argument(
-        "--num-microbatches", type=_MICROBATCHES, help="of one pipeline (default: twice the pipeline size)"
-    )
-
-
-def scenario_from(options: argparse.Namespace) -> Scenario:
-    """Raises ConfigError if the job cannot be laid out on the cluster."""
-    nodes, gpus = _cluster(options.cluster)
-    pp, tp, cp = (
-        options.pipeline_model_parallel_size,
-        options.tensor_model_parallel_size,
-        options.context_parallel_size,
-    )
-    lanes, cell = _cell(options).lanes, _cell(options).size
-    world = nodes * gpus
-    if world % (pp * cell):
-        raise ConfigError(
-            f"{world} GPUs are not divisible by pipeline size {pp} times tensor size {tp}"
-            f"{f' times context size {cp}' if cp > 1 else ''}"
-            f"{f' times {lanes} replicas that share out experts' if lanes > 1 else ''}: change one of them."
-        )
-    dp = world // (pp * cell)
-    num_microbatches = dp * (options.num_microbatches or 2 * pp)
-    if num_microbatches * pp > MAX_VISITS:
-        raise ConfigError(
-            f"{num_microbatches:,} microbatches a step ({dp:,} pipelines) through {pp} stages are "
-            f"{num_microbatches * pp:,} visits, and at most {MAX_VISITS:,} are planned. Lower --num-microbatches, or "
-            "make --cluster smaller."
-        )
-    profile = (
-        load_profile(options.profile)
-        if options.profile
-        else preset_profile(
-            options.model,
-            options.accelerator,
-            tensor_parallel_size=tp,
-            context_parallel_size=cp,
-            micro_batch_size=options.micro_batch_size,
-        )
-    )
-    settings = OdysseyConfig()
-    keeps = settings.interrupted_step == "resume"
-    profile = replace(profile, costs=replace(profile.costs, keeps_messages=keeps))
-    job = JobSpec(
-        num_layers=len(profile.costs.layers),
-        is_tied=profile.costs.tied is not None,
-        pipeline_model_parallel_size=pp,
-        tensor_model_parallel_size=1,  # a worker is one cell, and the planner sees workers only
-        num_microbatches=num_microbatches,
-        tokens_per_step=num_microbatches * lanes * options.micro_batch_size * _seq_length(options),
-        train_steps=1,
-        optimizer_copies=settings.optimizer_copies if options.use_distributed_optimizer else 0,
-    )
-    job.check(world // cell)
-    state = initial_state(nodes=tuple(rank // gpus for rank in range(world)), cell_size=cell)
-    return Scenario(job=job, state=state, profile=profile, gpus_per_node=gpus, tensor_parallel_size=tp)
-
-
-def _cell(options: argparse.Namespace) -> Cell:
-    """The first worker. Raises ConfigError."""
-    experts = options.expert_model_parallel_size
-    if experts > 1 and not options.profile:
-        raise ConfigError(
-            f"--expert-model-parallel-size {experts}: {options.model} has no experts. Give the --profile of a job that "
-            "has."
-        )
-    return Cell.in_job(0, options)
-
-
-def _cluster(text: str) -> tuple[int, int]:
-    """Nodes and GPUs of each. Raises ConfigError."""
-    nodes, _, gpus = text.partition("x")
-    try:
-        size = int(_SIZE.read(nodes)), int(_SIZE.read(gpus))
-        Between(1, MAX_GPUS, whole=True).check(size[0] * size[1])
-    except ValueError as error:
-        raise ConfigError(
-            f"--cluster {text[:40]}: write NODESxGPUS, as in 4x8, with at most {MAX_GPUS:,} GPUs in total ({error})."
-        ) from None
-    return size
-
-
-def _seq_length(options: argparse.Namespace) -> int:
-    """A profile does not say how long its sequences are; then tokens are counted in sequences."""
-    return 1 if options.profile else MODELS[options.model].seq_length
+    def flags(self) -> list[tuple[str, str]]:
+        """(flag, why) that the job is better off with, and has not."""
+        config, found = self.scenario.config, [("--odyssey", "to survive at all")]
+        gain = self.before.step_s / self.best.step_s - 1
+        if config.layout != "auto" and gain >= _WORTH:
+            found.append(("--odyssey-layout auto", f"a healthy job has {gain:.1%} more throughput"))
+        if config.redundancy == "off" and (single := alone(self.before.layout)):
+            names = names_of(single, self.before)
+            found.append(("--odyssey-redundancy state", f"one worker alone has {names}"))
+        return found
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -177,13 +87,9 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--slow", action="append", default=[], metavar="NODE:GPU=SPEED", help="e.g. 0:1=0.5; may be repeated"
     )
-    parser.add_argument("--policy", choices=policies(), default="auto")
-    parser.add_argument(
-        "--mtbf-s", type=EXPECTED_S, default=21600.0, help="mean time between failures (in seconds)"
-    )
-    parser.add_argument(
-        "--horizon-s", type=EXPECTED_S, default=3600.0, help="score to this horizon (in seconds)"
-    )
+    parser.add_argument("--policy", choices=policies(), help="default: the --job's, or auto")
+    parser.add_argument("--mtbf-s", type=EXPECTED_S, help="mean time between failures (in seconds)")
+    parser.add_argument("--horizon-s", type=EXPECTED_S, help="score to this horizon (in seconds)")
     parser.add_argument(
         "--restart-s",
         type=Between(0, 1e9),
@@ -196,6 +102,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         default=110,
         help="columns of the grids; 0 leaves them out",
     )
+    parser.add_argument("--html", default="", metavar="FILE", help="write all of it as a page, with pictures")
     parser.add_argument("--json", action="store_true")
 
 
@@ -207,50 +114,47 @@ def main_plan(argv: Sequence[str]) -> int:
     """
     parser = Parser(prog="odyssey plan", description=__doc__)
     add_plan_arguments(parser)
-    options = parser.parse_args(list(argv))
-    scenario = scenario_from(options)
-    state = _struck(options, scenario)
+    options, more = parser.parse_known_args(list(argv))
+    scenario = _with_settings(scenario_from(options, more), options)
     try:
-        before = initial_plan(scenario.job, scenario.state, scenario.profile)
+        answer = answered(scenario, _struck(options, scenario), _who(options))
     except PlanInfeasible as error:
-        raise ConfigError(f"the healthy job does not fit: {error}.") from error
-    try:
-        decision, both, seconds = _decide(options, scenario, state, before)
+        raise ConfigError(
+            f"the healthy job does not fit: {error}. More stages, a larger tensor size or --use-distributed-optimizer "
+            "leave less on each."
+        ) from error
     except LayersLost as lost:
         sys.stdout.write(f"{lost}\n")
         return EXIT_LAYERS_LOST
-    if options.json:
-        sys.stdout.write(_as_json(before, decision, seconds))
-    else:
-        sys.stdout.write(_as_text(options, scenario, before, decision, both, seconds))
+    if options.html:
+        _write(answer, Path(options.html))
+    sys.stdout.write(_as_json(answer) if options.json else _as_text(answer, options.width))
     return 0
 
 
+def _with_settings(scenario: Scenario, options: argparse.Namespace) -> Scenario:
+    given = {
+        name: value
+        for name in ("policy", "mtbf_s", "horizon_s")
+        if (value := getattr(options, name)) is not None
+    }
+    profile, restart_s = scenario.profile, options.restart_s
+    if restart_s is None:
+        restart_s = scenario.config.restart_s or profile.restart_s
+    profile = replace(profile, restart_s=restart_s)
+    return replace(scenario, config=replace(scenario.config, **given), profile=profile)
+
+
+def _who(options: argparse.Namespace) -> str:
+    return f"killed: {', '.join(options.kill) or 'nobody'}; slow: {', '.join(options.slow) or 'nobody'}"
+
+
 def _struck(options: argparse.Namespace, scenario: Scenario) -> ClusterState:
-    """The cluster with its dead and slow GPUs. Raises ConfigError."""
+    """The cluster with its dead and slow GPUs. A cell is as slow as its slowest rank. Raises ConfigError."""
     state = scenario.state
     for place in options.kill:
-        event = RankDied(rank=scenario.rank(place), code=-9, cause="killed", t_s=0.0)
-        state = apply(state, event)
-    return _slowed(state, scenario, options.slow)
-
-
-def _decide(
-    options: argparse.Namespace, scenario: Scenario, state: ClusterState, before: Plan
-) -> tuple[Decision, TwoSpeed | None, float]:
-    config = OdysseyConfig(policy=options.policy, mtbf_s=options.mtbf_s, horizon_s=options.horizon_s)
-    job, profile = scenario.job, scenario.profile
-    if options.restart_s is not None:
-        profile = replace(profile, restart_s=options.restart_s)
-    start = time.perf_counter()
-    decision = decide(job=job, state=state, previous=before, profile=profile, config=config, now_s=0.0)
-    seconds = time.perf_counter() - start
-    return decision, two_speed(decision, config), seconds
-
-
-def _slowed(state: ClusterState, scenario: Scenario, slow: Sequence[str]) -> ClusterState:
-    """A cell is as slow as its slowest rank. Raises ConfigError."""
-    for text in slow:
+        state = apply(state, RankDied(rank=scenario.rank(place), code=-9, cause="killed", t_s=0.0))
+    for text in options.slow:
         place, _, number = text.partition("=")
         try:
             speed = _SPEED.read(number)
@@ -262,48 +166,118 @@ def _slowed(state: ClusterState, scenario: Scenario, slow: Sequence[str]) -> Clu
     return state
 
 
-def _as_json(before: Plan, decision: Decision, seconds: float) -> str:
-    candidates = ",".join(to_json(row) for row in decision.candidates)
-    return (
-        f'{{"before":{to_json(before)},"candidates":[{candidates}],"decide_s":{seconds:.6f},'
-        f'"cluster_bound_s":{decision.bound_s!r},"after":{to_json(decision.plan)}}}\n'
+def answered(scenario: Scenario, state: ClusterState, struck: str) -> Answer:
+    """What a job would decide. Raises PlanInfeasible and LayersLost."""
+    profile, config = scenario.profile, scenario.config
+    # A job would rather start without regard to memory than not; who asks wants to know.
+    initial_plan(replace(scenario.job, least_holders=0, eager_forwards=False), scenario.state, profile)
+    planner = PolicyPlanner(config)
+    start = planner.start(scenario.job, scenario.state, to_json(profile))
+    job, decision, both, decide_s = planner.job, None, None, 0.0
+    if state != scenario.state:
+        began_s = time.perf_counter()
+        decision = decide(
+            job=job, state=state, previous=start.plan, profile=profile, config=config, now_s=0.0
+        )
+        decide_s, both = time.perf_counter() - began_s, two_speed(decision, config)
+    plan = decision.plan if decision else start.plan
+    return Answer(
+        scenario=scenario,
+        state=state,
+        struck=struck,
+        start=start.rows,
+        before=start.plan,
+        best=initial_plan(replace(job, best_layout=True), scenario.state, profile),
+        decision=decision,
+        both=both,
+        decide_s=decide_s,
+        losses=next_losses(job, state, plan, profile, config),
     )
 
 
-def _as_text(
-    options: argparse.Namespace,
-    scenario: Scenario,
-    before: Plan,
-    decision: Decision,
-    both: TwoSpeed | None,
-    seconds: float,
-) -> str:
-    after = decision.plan
+def _write(answer: Answer, path: Path) -> None:
+    """Raises ConfigError."""
+    from odyssey_megatron.studies import plan_page  # which shows what is worked out here
+
+    try:
+        path.write_text(plan_page.html(answer), encoding="utf-8")
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"--html needs {error.name}: pip install 'odyssey-megatron[report]'.") from None
+    except OSError as error:
+        raise ConfigError(f"--html {path} cannot be written: {error.strerror or error}.") from None
+
+
+# -- text ---------------------------------------------------------------------------------------------------------
+
+
+def _as_json(answer: Answer) -> str:
+    decision = answer.decision
+    candidates = ",".join(to_json(row) for row in (decision.candidates if decision else answer.start))
+    losses = ",".join(to_json(one) for one in answer.losses)
+    bound_s = decision.bound_s if decision else answer.plan.bound_s
+    return (
+        f'{{"before":{to_json(answer.before)},"candidates":[{candidates}],"decide_s":{answer.decide_s:.6f},'
+        f'"cluster_bound_s":{bound_s!r},"next_losses":[{losses}],"after":{to_json(answer.plan)}}}\n'
+    )
+
+
+def _as_text(answer: Answer, width: int) -> str:
+    scenario, before = answer.scenario, answer.before
     lines = [
-        f"{options.profile or options.model + ' on ' + options.accelerator}, cluster {options.cluster}, "
-        f"{len(scenario.state.workers)} workers, {scenario.job.num_microbatches} microbatches a step",
+        f"{scenario.name}, cluster {nodes_and_gpus(scenario)}, {len(scenario.state.workers)} workers, "
+        f"{scenario.job.num_microbatches} microbatches a step",
+        *(f"note: {one}" for one in (*scenario.notes, costs_note(scenario))),
         "",
-        _summary("before", before, scenario),
-        _best_layout(before, scenario),
-        *_grid(options, scenario, before),
+        summary("before", before, scenario),
+        *([candidates_table(answer.start)] if answer.start else []),
+        best_layout(answer),
+        *_grid(answer, before, width),
         "",
-        f"killed: {', '.join(options.kill) or 'nobody'}; slow: {', '.join(options.slow) or 'nobody'}; "
-        f"decided in {seconds * 1e3:.1f} ms",
-        candidates_table(decision.candidates),
-        "",
-        _summary("after", after, scenario),
-        f"no layout over the living workers can have a step below {decision.bound_s * 1e3:.1f} ms, "
-        f"{1 - decision.bound_s / after.step_s:.1%} less",
-        *_grid(options, scenario, after, worker_speeds(_slowed(scenario.state, scenario, options.slow))),
-        *([_two_speed_text(both)] if both else []),
-        "",
-        f"throughput after / before: {before.step_s / after.step_s:.1%}",
+        answer.struck + (f"; decided in {answer.decide_s * 1e3:.1f} ms" if answer.decision else ""),
     ]
+    if answer.decision:
+        after, bound_s = answer.plan, answer.decision.bound_s
+        lines += [
+            candidates_table(answer.decision.candidates),
+            "",
+            summary("after", after, scenario),
+            f"no layout over the living workers can have a step below {bound_s * 1e3:.1f} ms, "
+            f"{1 - bound_s / after.step_s:.1%} less",
+            *_grid(answer, after, width),
+            *([two_speed_text(answer.both)] if answer.both else []),
+            "",
+            f"throughput after / before: {before.step_s / after.step_s:.1%}",
+        ]
+    lines += ["", *_losses_text(answer), "", "flags for this job:"]
+    lines += [f"  {flag:<28} {why}" for flag, why in answer.flags()]
     return "\n".join(lines) + "\n"
 
 
-def _best_layout(before: Plan, scenario: Scenario) -> str:
-    best = initial_plan(replace(scenario.job, best_layout=True), scenario.state, scenario.profile)
+def nodes_and_gpus(scenario: Scenario) -> str:
+    """As ``--cluster`` has it."""
+    return f"{len(scenario.state.ranks) // scenario.gpus_per_node}x{scenario.gpus_per_node}"
+
+
+def costs_note(scenario: Scenario) -> str:
+    """What is known of the costs."""
+    if scenario.profile.source == "measured":
+        return f"costs are measured, of {scenario.profile.samples} microbatches"
+    return "costs are estimated from FLOPs, without communication inside layers; a run's profile.json has its own"
+
+
+def summary(name: str, plan: Plan, scenario: Scenario) -> str:
+    """A plan in a line."""
+    fullest = max(size for _, size in plan.peak_bytes) / GIB
+    above = max(0.0, plan.step_s / plan.bound_s - 1)
+    return (
+        f"{name}: {plan.policy}, step {plan.step_s * 1e3:.1f} ms ({above:.1%} above its layout's bound), "
+        f"{scenario.job.tokens_per_step / plan.step_s:,.0f} tokens/s, fullest worker {fullest:.1f} GiB"
+    )
+
+
+def best_layout(answer: Answer) -> str:
+    """Of the healthy job, in a line."""
+    before, best = answer.before, answer.best
     if best.layout == before.layout:
         return "no layout that was found is faster without failures"
     lengths = "+".join(str(len(route.hops)) for route in best.layout.routes)
@@ -313,7 +287,8 @@ def _best_layout(before: Plan, scenario: Scenario) -> str:
     )
 
 
-def _two_speed_text(both: TwoSpeed) -> str:
+def two_speed_text(both: TwoSpeed) -> str:
+    """What moving behind the steps would gain."""
     gain = both.tokens / both.direct_tokens - 1 if both.direct_tokens > 0 else 0.0
     return (
         f"two-speed: {both.now.policy} at once, {len(both.then.transfers)} layers move behind "
@@ -321,20 +296,54 @@ def _two_speed_text(both: TwoSpeed) -> str:
     )
 
 
-def _summary(name: str, plan: Plan, scenario: Scenario) -> str:
-    fullest = max(size for _, size in plan.peak_bytes) / GIB
-    above = max(0.0, plan.step_s / plan.bound_s - 1)
+def names_of(layers: Sequence[int], plan: Plan) -> str:
+    """Ascending ``layers`` in words."""
+    total = plan.layout.num_layers
+    if len(layers) in (0, total):
+        return "all layers" if layers else "no layers"
+    return layer_names(list(layers), total)
+
+
+LOSS_COLUMNS = ("the next loss", "with", "then", "step", "throughput")
+
+
+def loss_rows(answer: Answer) -> list[tuple[str, ...]]:
+    """The table of next losses, the worst first; those that come to the same are one line."""
+    rows: dict[tuple[str, ...], list[NextLoss]] = {}
+    for one in answer.losses:
+        ends: tuple[str, ...] = ("the job ends", "–", "–")
+        if one.step_s is not None:
+            ends = (one.policy, f"{one.step_s * 1e3:.1f} ms", f"{answer.plan.step_s / one.step_s:.1%}")
+        rows.setdefault(ends, []).append(one)
+    found: list[tuple[str, ...]] = []
+    for ends, alike in rows.items():
+        workers = [worker for one in alike for worker in one.workers]
+        layers = {layer for one in alike for span in one.spans for layer in range(*span)}
+        who = f"worker {workers[0]}" if len(workers) == 1 else f"any of {len(workers)} workers"
+        found.append((who, names_of(sorted(layers), answer.plan), *ends))
+    return found
+
+
+def _losses_text(answer: Answer) -> list[str]:
+    rows = loss_rows(answer)
+    lines = [text_table(LOSS_COLUMNS, rows[:_SHOWN_LOSSES])]
+    if len(rows) > _SHOWN_LOSSES:
+        lines.append("all others cost less")
+    return [*lines, nodes_text(answer)]
+
+
+def nodes_text(answer: Answer) -> str:
+    """What the loss of a whole node would do."""
+    fatal = fatal_nodes(answer.state, answer.plan.layout)
+    if not fatal:
+        return "a whole node: no layer has all its holders on one, unless there is only one"
+    node, layers = min(fatal.items())
+    names = names_of(layers, answer.plan)
     return (
-        f"{name}: {plan.policy}, step {plan.step_s * 1e3:.1f} ms ({above:.1%} above its layout's bound), "
-        f"{scenario.job.tokens_per_step / plan.step_s:,.0f} tokens/s, fullest worker {fullest:.1f} GiB"
+        f"a whole node: {len(fatal)} of them cannot be lost, since all holders of a layer are there (node {node}: "
+        f"{names})"
     )
 
 
-def _grid(
-    options: argparse.Namespace, scenario: Scenario, plan: Plan, speeds: Mapping[int, float] | None = None
-) -> list[str]:
-    if options.width <= 0:
-        return []
-    schedule = plan.schedule
-    timeline = simulate(schedule, plan.layout, scenario.profile.costs, speeds)
-    return [render(schedule, timeline, width=options.width)]
+def _grid(answer: Answer, plan: Plan, width: int) -> list[str]:
+    return [render(plan.schedule, answer.timeline(plan), width=width)] if width > 0 else []

@@ -138,7 +138,7 @@ def _decision(state: Live) -> str:
         return '<p class="muted">None weighed yet.</p>'
     return (
         f'<p class="muted">Generation {decided.generation}: {escape(decided.why)}. Chosen: '
-        f"{escape(decided.policy)}.</p>{candidates_table(decided)}"
+        f"{escape(decided.policy)}.</p>{candidates_table(decided.candidates)}"
     )
 
 

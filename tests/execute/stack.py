@@ -24,7 +24,7 @@ from odyssey_megatron.launch.environment import journal_of
 from odyssey_megatron.launch.inject import Injector
 from odyssey_megatron.launch.member import Member
 from odyssey_megatron.plan.layout import Layout
-from odyssey_megatron.policy.profile import estimated_profile
+from odyssey_megatron.policy.profile import Attention, estimated_profile
 from odyssey_megatron.rebuild.groups import build_groups, init_default_group
 
 LAYERS, WIDTH, MICROBATCHES, STEPS = 6, 4, 8, 8
@@ -185,6 +185,7 @@ class Stack:
     def undo(self, visits: Any) -> None:
         for microbatch, first, last in visits:
             self._flights.pop((microbatch, first), None)
+            self._ahead.discard((microbatch, first))
             if last == LAYERS:
                 self._losses.pop(microbatch, None)
 
@@ -269,8 +270,9 @@ def main() -> None:
         least_holders=config.least_holders, eager_forwards=config.eager_forwards,
     )  # fmt: skip
     profile = estimated_profile(
-        num_transformer_layers=LAYERS - 2, hidden_size=WIDTH, ffn_hidden_size=WIDTH, num_attention_heads=1,
-        num_query_groups=1, seq_length=2, micro_batch_size=1, vocab_size=WIDTH, dtype_bytes=8, flops_per_s=1e9,
+        num_transformer_layers=LAYERS - 2, hidden_size=WIDTH, ffn_hidden_size=WIDTH,
+        attention=Attention.grouped(WIDTH, 1, 1, WIDTH), seq_length=2, micro_batch_size=1, vocab_size=WIDTH,
+        dtype_bytes=8, flops_per_s=1e9,
     )  # fmt: skip
     member.starting.post_job(job, to_json(profile))
     model = Stack()

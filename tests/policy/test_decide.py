@@ -16,7 +16,7 @@ from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.verify import verify
 from odyssey_megatron.policy.decide import decide, initial_plan
-from odyssey_megatron.policy.profile import Profile, estimated_profile
+from odyssey_megatron.policy.profile import Attention, Profile, estimated_profile
 from odyssey_megatron.policy.table import candidates_table
 from tests.plan.samples import uniform_costs
 
@@ -24,8 +24,7 @@ PROFILE = estimated_profile(
     num_transformer_layers=8,
     hidden_size=256,
     ffn_hidden_size=512,
-    num_attention_heads=8,
-    num_query_groups=4,
+    attention=Attention.grouped(256, 8, 4, 32),
     seq_length=128,
     micro_batch_size=2,
     vocab_size=256,

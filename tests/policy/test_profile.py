@@ -4,6 +4,7 @@ import pytest
 
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.policy.profile import (
+    Attention,
     Experts,
     Observation,
     Profile,
@@ -16,8 +17,7 @@ from tests.plan.samples import uniform_costs
 SHAPE = {
     "hidden_size": 512,
     "ffn_hidden_size": 1408,
-    "num_attention_heads": 8,
-    "num_query_groups": 2,
+    "attention": Attention.grouped(512, 8, 2, 64),
     "seq_length": 256,
     "micro_batch_size": 2,
     "vocab_size": 1000,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from odyssey_megatron.policy.profile import Profile, estimated_profile
+from odyssey_megatron.policy.profile import Attention, Profile, estimated_profile
 from tests.execute.stack import LAYERS, WIDTH
 from tests.strict.job import Case, Kill
 
@@ -18,8 +18,9 @@ PHASES = ("groups", "agree", "transfer")
 def profile(draw: random.Random | None = None) -> Profile:
     """Of the stack; with ``draw`` its layers cost unlike times, so that schedules and partitions are others."""
     same = estimated_profile(
-        num_transformer_layers=LAYERS - 2, hidden_size=WIDTH, ffn_hidden_size=WIDTH, num_attention_heads=1,
-        num_query_groups=1, seq_length=2, micro_batch_size=1, vocab_size=WIDTH, dtype_bytes=8, flops_per_s=1e9,
+        num_transformer_layers=LAYERS - 2, hidden_size=WIDTH, ffn_hidden_size=WIDTH,
+        attention=Attention.grouped(WIDTH, 1, 1, WIDTH), seq_length=2, micro_batch_size=1, vocab_size=WIDTH,
+        dtype_bytes=8, flops_per_s=1e9,
     )  # fmt: skip
     if draw is None:
         return same

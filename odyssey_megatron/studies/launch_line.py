@@ -1,0 +1,249 @@
+"""The job that a launch line describes: its model, its parallel sizes, and Odyssey's settings. Nothing of it is run."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from odyssey_megatron.config import OdysseyConfig, config_from_argv
+from odyssey_megatron.doctor.flags import looked_at
+from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.inputs import Between
+from odyssey_megatron.policy.profile import Attention, Experts, recomputed
+from odyssey_megatron.studies.presets import Model
+from odyssey_megatron.upstream import refusals
+
+_SIZE = Between(1, 10**9, whole=True)
+_MOST_LAYERS = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchLine:
+    """What ``odyssey plan`` wants to know of a launch line. Names as Megatron has them."""
+
+    model: Model | None
+    """None: a profile knows what it costs."""
+    config: OdysseyConfig
+    pipeline_model_parallel_size: int = 1
+    tensor_model_parallel_size: int = 1
+    context_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int | None = None
+    micro_batch_size: int = 1
+    global_batch_size: int | None = None
+    sequence_parallel: bool = True
+    use_distributed_optimizer: bool = False
+    stage_layers: tuple[int, ...] = ()
+    """Transformer layers of each stage; empty: as even as can be."""
+    notes: tuple[str, ...] = ()
+    """Sentences on what of the line is not in the plan."""
+
+
+def read(flags: Sequence[str]) -> LaunchLine:
+    """Of the arguments of ``pretrain_gpt.py``; defaults are those of megatron core_v0.16.1 training/arguments.py.
+
+    Raises:
+        ConfigError: a size is missing, or is no number that can be known without running the script.
+    """
+    args, parser, _ = looked_at(flags, None)
+    line = _Line(vars(args))
+    stages, layers = line.size("pipeline_model_parallel_size", 1), line.size("num_layers")
+    if layers > _MOST_LAYERS:
+        raise ConfigError(f"--num-layers {layers:,}: at most {_MOST_LAYERS:,} are planned for.")
+    micro_batch_size = line.size("micro_batch_size", 1)
+    notes = [
+        f"a job would refuse {one.flag}: odyssey doctor says why" for one in refusals.refused(args, parser)
+    ]
+    if line.has("pipeline_model_parallel_layout"):
+        notes.append("--pipeline-model-parallel-layout is not read: stages are as even as can be")
+    if line.has("mtp_num_layers"):
+        notes.append("what --mtp-num-layers costs is left out")
+    return LaunchLine(
+        model=_model(line, layers, stages),
+        pipeline_model_parallel_size=stages,
+        tensor_model_parallel_size=line.size("tensor_model_parallel_size", 1),
+        context_parallel_size=line.size("context_parallel_size", 1),
+        expert_model_parallel_size=line.size("expert_model_parallel_size", 1),
+        expert_tensor_parallel_size=line.maybe("expert_tensor_parallel_size"),
+        micro_batch_size=micro_batch_size,
+        global_batch_size=line.maybe("global_batch_size"),
+        sequence_parallel=line.has("sequence_parallel"),
+        use_distributed_optimizer=line.has("use_distributed_optimizer"),
+        stage_layers=_stage_layers(line, layers, stages),
+        config=config_from_argv(flags),
+        notes=tuple(notes),
+    )
+
+
+class _Line:
+    """The values of flags, by destination."""
+
+    def __init__(self, given: Mapping[str, Any]):
+        self._given = given
+
+    def has(self, name: str) -> bool:
+        value = self._given.get(name)
+        return value is not None and value is not False
+
+    def maybe(self, name: str) -> int | None:
+        """A whole number, if the flag is there. Raises ConfigError."""
+        value = self._given.get(name)
+        if value is None:
+            return None
+        try:
+            return int(_SIZE.read(str(value)))
+        except ValueError as error:
+            raise ConfigError(
+                f"{_flag(name)} {str(value)[:40]}: {error}. What a script works out while it runs is not known: give "
+                "the flag behind --job."
+            ) from None
+
+    def size(self, name: str, default: int | None = None) -> int:
+        """Raises ConfigError if the flag is missing and has no default."""
+        value = self.maybe(name)
+        if value is not None:
+            return value
+        if default is None:
+            raise ConfigError(f"the launch line has no {_flag(name)}. Give it behind --job.")
+        return default
+
+    def text(self, name: str) -> str:
+        return str(self._given[name]) if self.has(name) else ""
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _model(line: _Line, layers: int, stages: int) -> Model:
+    hidden, is_gated = line.size("hidden_size"), line.has("swiglu")
+    # Of a gated MLP two thirds, in whole 64s, so that it has as many weights.
+    ffn = line.size("ffn_hidden_size", 4 * hidden * 2 // 3 // 64 * 64 if is_gated else 4 * hidden)
+    return Model(
+        num_layers=layers,
+        hidden_size=hidden,
+        ffn_hidden_size=ffn,
+        attention=_attention(line, hidden),
+        vocab_size=_vocab_size(line),
+        seq_length=line.size("seq_length"),
+        dtype_bytes=2 if line.has("bf16") or line.has("fp16") else 4,
+        is_gated=is_gated,
+        is_tied=not line.has("untie_embeddings_and_output_weights"),
+        recomputed_share=recomputed(
+            line.text("recompute_granularity"),
+            line.text("recompute_method"),
+            line.maybe("recompute_num_layers"),
+            layers / stages,
+        ),
+        experts=_experts(line, layers, ffn),
+    )
+
+
+def _attention(line: _Line, hidden: int) -> Attention:
+    heads = line.size("num_attention_heads")
+    if line.has("multi_latent_attention"):
+        return Attention.latent(
+            hidden,
+            heads,
+            q_lora_rank=line.maybe("q_lora_rank"),
+            kv_lora_rank=line.size("kv_lora_rank", 32),
+            qk_head_dim=line.size("qk_head_dim", 128),
+            qk_pos_emb_head_dim=line.size("qk_pos_emb_head_dim", 64),
+            v_head_dim=line.size("v_head_dim", 128),
+        )
+    groups = line.size("num_query_groups", 1) if line.has("group_query_attention") else heads
+    return Attention.grouped(hidden, heads, groups, line.size("kv_channels", max(1, hidden // heads)))
+
+
+def _vocab_size(line: _Line) -> int:
+    """Padded, as the embedding has it."""
+    padded = line.maybe("padded_vocab_size")
+    if padded is not None:
+        return padded
+    size = line.maybe("vocab_size")
+    if size is None:
+        raise ConfigError(
+            "the launch line has no --vocab-size, since the tokenizer has it. Give it behind --job, as in --vocab-size "
+            "128256."
+        )
+    multiple = line.size("make_vocab_size_divisible_by", 128) * line.size("tensor_model_parallel_size", 1)
+    return -(-size // multiple) * multiple
+
+
+def _experts(line: _Line, layers: int, ffn: int) -> Experts | None:
+    count = line.maybe("num_experts")
+    if count is None:
+        return None
+    return Experts(
+        layers=frozenset(_with_experts(line.text("moe_layer_freq") or "1", layers)),
+        count=count,
+        topk=line.size("moe_router_topk", 2),
+        ffn_hidden_size=line.size("moe_ffn_hidden_size", ffn),
+        shared_ffn_hidden_size=line.maybe("moe_shared_expert_intermediate_size") or 0,
+    )
+
+
+def _with_experts(text: str, layers: int) -> list[int]:
+    """Every so many layers, or a list of 0 and 1 as in ``([0]*3+[1]*58)``. Raises ConfigError."""
+    try:
+        found = _pattern(ast.parse(text, mode="eval").body)
+        pattern = [at % found == 0 for at in range(layers)] if isinstance(found, int) else found
+    except (ValueError, SyntaxError, ZeroDivisionError, RecursionError, MemoryError):
+        raise ConfigError(
+            f"--moe-layer-freq {text[:40]}: a number, or a list like ([0]*3+[1]*58), is expected."
+        ) from None
+    if len(pattern) != layers:
+        raise ConfigError(
+            f"--moe-layer-freq {text[:40]} has {len(pattern)} layers, and --num-layers is {layers}."
+        )
+    return [layer for layer, has_them in enumerate(pattern, start=1) if has_them]
+
+
+def _pattern(node: ast.expr) -> int | list[int]:
+    """Numbers, lists of them, and sums and multiples of these: nothing is evaluated. Raises ValueError."""
+    match node:
+        case ast.Constant(value=int(value)):
+            return value
+        case ast.List(elts=found):
+            return [one for one in map(_pattern, found) if isinstance(one, int)]
+        case ast.BinOp(left=left, op=ast.Add() | ast.Mult() as op, right=right):
+            first, second = _pattern(left), _pattern(right)
+            if isinstance(op, ast.Add) and isinstance(first, list) and isinstance(second, list):
+                joined = first + second
+            elif isinstance(op, ast.Mult) and isinstance(first, list) and isinstance(second, int):
+                joined = first * min(second, _MOST_LAYERS)
+            else:
+                raise ValueError
+            if len(joined) > _MOST_LAYERS:
+                raise ValueError
+            return joined
+    raise ValueError
+
+
+def _stage_layers(line: _Line, layers: int, stages: int) -> tuple[int, ...]:
+    """As ``--decoder-first-`` and ``-last-pipeline-num-layers`` and ``--account-for-…-in-pipeline-split`` have it.
+    Raises ConfigError.
+    """
+    first, last = (
+        line.maybe("decoder_first_pipeline_num_layers"),
+        line.maybe("decoder_last_pipeline_num_layers"),
+    )
+    embedding = int(line.has("account_for_embedding_in_pipeline_split"))
+    loss = int(line.has("account_for_loss_in_pipeline_split"))
+    if stages < 2 or not (first or last or embedding or loss):
+        return ()
+    given = {0: first, stages - 1: last}
+    rest = [stage for stage in range(stages) if not given.get(stage)]
+    left = layers + embedding + loss - sum(one or 0 for one in given.values())
+    if (left % len(rest) if rest else left) or left < 0:
+        raise ConfigError(
+            f"{layers} layers in {stages} stages, of which the first has {first or 'as many as others'} and the last "
+            f"{last or 'as many as others'}: the others cannot have equally many. Change --num-layers or the "
+            "--decoder-…-pipeline-num-layers."
+        )
+    counts = [given.get(stage) or left // len(rest) for stage in range(stages)]
+    counts[0] -= embedding
+    counts[-1] -= loss
+    return tuple(counts) if all(counts) else ()

@@ -1,0 +1,73 @@
+"""What the next loss would do to a plan: of any one GPU, and of any one node."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from odyssey_megatron.cluster.events import RankDied
+from odyssey_megatron.cluster.job import JobSpec
+from odyssey_megatron.cluster.state import ClusterState, apply
+from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.errors import LayersLost, PlanInfeasible
+from odyssey_megatron.plan.layout import Layout
+from odyssey_megatron.plan.plan import Plan
+from odyssey_megatron.policy.decide import decide
+from odyssey_megatron.policy.planner import one_of_each
+from odyssey_megatron.policy.profile import Profile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NextLoss:
+    """Of any one of several workers, which have the same part in a plan."""
+
+    workers: tuple[int, ...]
+    spans: tuple[tuple[int, int], ...]
+    """The layers [first, last) that they compute."""
+    policy: str = ""
+    """What would be done; "": the job would end."""
+    step_s: float | None = None
+    why: str = ""
+    """It would end."""
+
+
+def next_losses(
+    job: JobSpec, state: ClusterState, plan: Plan, profile: Profile, config: OdysseyConfig
+) -> list[NextLoss]:
+    """One for all workers whose deaths lead to equal plans; the worst first."""
+    found = []
+    for workers in one_of_each(plan, state):
+        spans = _spans(plan.layout, workers[0])
+        died = RankDied(rank=state.workers[workers[0]].ranks[0], code=-9, cause="asked", t_s=0.0)
+        try:
+            after = decide(
+                job=job, state=apply(state, died), previous=plan, profile=profile, config=config, now_s=0.0
+            )
+        except (LayersLost, PlanInfeasible) as error:
+            found.append(NextLoss(workers=tuple(workers), spans=spans, why=str(error)))
+        else:
+            found.append(
+                NextLoss(workers=tuple(workers), spans=spans, policy=after.policy, step_s=after.best.step_s)
+            )
+    return sorted(found, key=lambda one: (one.step_s is not None, -(one.step_s or 0.0), one.workers))
+
+
+def fatal_nodes(state: ClusterState, layout: Layout) -> dict[int, list[int]]:
+    """Node -> the layers of which all holders are on it: losing it ends the job. None where one is all there is."""
+    nodes = {worker.worker: worker.node for worker in state.workers}
+    found: dict[int, list[int]] = {}
+    if len({nodes[worker] for worker in layout.workers}) > 1:
+        for layer, holders in enumerate(layout.states):
+            on = {nodes[worker] for worker in holders}
+            if len(on) == 1:
+                found.setdefault(on.pop(), []).append(layer)
+    return found
+
+
+def alone(layout: Layout) -> list[int]:
+    """The layers that one worker alone has."""
+    return [layer for layer, holders in enumerate(layout.states) if len(holders) == 1]
+
+
+def _spans(layout: Layout, worker: int) -> tuple[tuple[int, int], ...]:
+    hops = (hop for route in layout.routes for hop in route.hops)
+    return tuple(sorted({(hop.first, hop.last) for hop in hops if hop.worker == worker}))

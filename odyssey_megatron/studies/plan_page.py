@@ -1,0 +1,129 @@
+"""What ``odyssey plan`` answers, as a page of its own: one file, nothing loaded from elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from odyssey_megatron.codec import to_jsonable
+from odyssey_megatron.metrics import map as pieces
+from odyssey_megatron.metrics.page import (
+    candidates_table,
+    document,
+    fact_row,
+    figure,
+    section,
+    sentence,
+    table,
+)
+from odyssey_megatron.metrics.traces import planned_step
+from odyssey_megatron.plan.plan import Plan
+from odyssey_megatron.studies import whatif
+from odyssey_megatron.studies.presets import GIB
+
+_STEPS_OF_HEAT = 5
+_MOST_BOXES = 60_000
+"""Of instructions that are drawn; a picture of more takes minutes, and nobody could read it."""
+
+
+def html(answer: whatif.Answer) -> str:
+    """The whole page."""
+    scenario, decision = answer.scenario, answer.decision
+    shown = [("before", answer.before)] + ([("after", answer.plan)] if decision else [])
+    parts = [
+        f"<h1>{escape(scenario.name)}</h1>",
+        f'<p class="muted">{escape(whatif.nodes_and_gpus(scenario))} GPUs · {len(scenario.state.workers)} workers · '
+        f"{scenario.job.num_microbatches} microbatches a step · {escape(answer.struck)}</p>",
+        _facts(answer),
+        *(
+            section(
+                f"Layout {name}",
+                "A row is a pipeline, a box one of its workers: its layers (E embedding, H head), and what it keeps at "
+                "most, in GiB; the warmer, the fuller.",
+                _layout(plan, scenario.profile.costs.memory_bytes),
+            )
+            for name, plan in shown
+        ),
+        section("Without failures", "", f"<p>{escape(sentence(whatif.best_layout(answer)))}</p>"),
+        *(
+            [
+                section(
+                    "What was weighed",
+                    "",
+                    candidates_table([to_jsonable(row) for row in decision.candidates]),
+                )
+            ]
+            if decision
+            else []
+        ),
+        _schedules(answer, shown),
+        section(
+            "The next loss",
+            sentence(whatif.nodes_text(answer)),
+            table(whatif.LOSS_COLUMNS, whatif.loss_rows(answer)),
+        ),
+        section("Flags for this job", "", table(("flag", "why"), answer.flags())),
+        section(
+            "What this rests on",
+            "",
+            "".join(
+                f"<p>{escape(sentence(note))}</p>" for note in (whatif.costs_note(scenario), *scenario.notes)
+            ),
+        ),
+    ]
+    return document(f"odyssey plan: {scenario.name}", parts)
+
+
+def _facts(answer: whatif.Answer) -> str:
+    before, after, tokens = answer.before, answer.plan, answer.scenario.job.tokens_per_step
+    facts = [
+        (f"{before.step_s:.3g} s", "a step", ""),
+        (f"{tokens / before.step_s:,.0f}", "tokens a second", ""),
+        (f"{max(size for _, size in before.peak_bytes) / GIB:.1f} GiB", "the fullest worker", ""),
+    ]
+    if answer.decision:
+        share = before.step_s / after.step_s
+        facts += [
+            (f"{after.step_s:.3g} s", f"a step behind it: {after.policy}", ""),
+            (f"{share:.1%}", "of the throughput stays", "good" if share >= 0.9 else "bad"),
+        ]
+    ends = sum(len(one.workers) for one in answer.losses if one.step_s is None)
+    survives = ("survived", "good") if not ends else ("ends the job", "bad")
+    facts.append((survives[0], f"the next loss{f' of any of {ends} workers' if ends else ''}", survives[1]))
+    return fact_row(facts)
+
+
+def _layout(plan: Plan, memory_bytes: int | None) -> str:
+    """Its pipelines: the ways that microbatches go, each with how many go it."""
+    peaks, total = dict(plan.peak_bytes), plan.layout.num_layers
+    most = memory_bytes or max(peaks.values())
+    ways: dict[tuple[tuple[int, int, int], ...], int] = {}
+    for route in plan.layout.routes:
+        way = tuple((hop.worker, hop.first, hop.last) for hop in route.hops)
+        ways[way] = ways.get(way, 0) + len(route.microbatches)
+    rows = []
+    for way, count in sorted(ways.items()):
+        cells = "".join(
+            f'<td class="h{int(peaks[worker] / most * _STEPS_OF_HEAT)}" title="worker {worker}">'
+            f"{escape(pieces.short_span(first, last, total))}<br>{peaks[worker] / GIB:.1f}</td>"
+            for worker, first, last in way
+        )
+        rows.append(f"<tr><th>{count} microbatches</th>{cells}</tr>")
+    return f'<table class="map">{"".join(rows)}</table>'
+
+
+def _schedules(answer: whatif.Answer, shown: Sequence[tuple[str, Plan]]) -> str:
+    # Here, so that plans are made, and printed, without matplotlib.
+    from odyssey_megatron.metrics.plots import schedule_picture
+
+    drawn = [(name, planned_step(plan.schedule, answer.timeline(plan))) for name, plan in shown]
+    count = sum(len(one.boxes) for _, one in drawn)
+    if count > _MOST_BOXES:
+        return section("Schedule", "", f"<p>{count:,} instructions are too many for a picture.</p>")
+    return figure(
+        schedule_picture(
+            "Schedule",
+            "As simulated. One row a worker, numbers are microbatches.",
+            drawn,
+        )
+    )

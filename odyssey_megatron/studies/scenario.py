@@ -1,0 +1,212 @@
+"""A job on a cluster, as the command line describes it; for ``odyssey plan`` and ``odyssey simulate``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+from odyssey_megatron.cluster.job import JobSpec, check_world
+from odyssey_megatron.cluster.state import Cell, ClusterState, initial_state
+from odyssey_megatron.config import OdysseyConfig, config_from_argv
+from odyssey_megatron.doctor.launch_line import read_job
+from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.inputs import Between
+from odyssey_megatron.policy.profile import Profile, load_profile
+from odyssey_megatron.studies import launch_line
+from odyssey_megatron.studies.launch_line import LaunchLine
+from odyssey_megatron.studies.presets import ACCELERATORS, MODELS, named
+
+MAX_GPUS = 16_384
+"""The largest cluster that deciding was measured on."""
+MAX_VISITS = 262_144
+"""Microbatches of a step times stages: what is put in order. On one core, about a minute."""
+_SIZE = Between(1, MAX_GPUS, whole=True)
+_MICROBATCHES = Between(1, MAX_VISITS, whole=True)
+_MODEL = "llama2-7b"
+_SIZES = ("pipeline", "tensor", "context", "expert")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """What is asked about."""
+
+    name: str
+    job: JobSpec
+    state: ClusterState
+    profile: Profile
+    config: OdysseyConfig
+    gpus_per_node: int
+    notes: tuple[str, ...] = ()
+    """Sentences on what the answer leaves out."""
+
+    def rank(self, place: str) -> int:
+        """``node:gpu`` or a rank. Raises ConfigError."""
+        node, colon, gpu = place.partition(":")
+        last = max(self.state.ranks)
+        try:
+            if colon:
+                nodes = Between(0, last // self.gpus_per_node, whole=True)
+                gpus = Between(0, self.gpus_per_node - 1, whole=True)
+                return int(nodes.read(node) * self.gpus_per_node + gpus.read(gpu))
+            return int(Between(0, last, whole=True).read(node))
+        except ValueError:
+            raise ConfigError(f"{place}: no such GPU. Write NODE:GPU or a rank, 0..{last}.") from None
+
+
+def add_scenario_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags that describe cluster, model and job."""
+    parser.add_argument("--cluster", default="4x8", metavar="NODESxGPUS", help="default: 4x8")
+    parser.add_argument(
+        "--job",
+        default="",
+        metavar="FILE",
+        help="a launch script of yours, which is read and not run: its model, its parallel sizes, its batch and its "
+        "--odyssey flags. FILE:NAME is one of the cases in a JSON file of Megatron-LM's. Flags of Megatron's behind it "
+        "count as if they stood in the script",
+    )
+    parser.add_argument("--model", help=f"one of {', '.join(MODELS)} (default: {_MODEL})")
+    parser.add_argument(
+        "--accelerator", default="h100", help=f"one of {', '.join(ACCELERATORS)} (default: h100)"
+    )
+    parser.add_argument(
+        "--profile", default="", help="a running job's profile.json, in place of costs that are estimated"
+    )
+    for name, metavar in zip(_SIZES, ("PP", "TP", "CP", "EP"), strict=True):
+        usual = "4" if name == "pipeline" else "1"
+        size = name if name == "context" else f"{name}-model"
+        parser.add_argument(
+            f"--{size}-parallel-size", type=_SIZE, metavar=metavar, help=f"default: the --job's, or {usual}"
+        )
+    parser.add_argument(
+        "--expert-tensor-parallel-size", type=_SIZE, metavar="ETP", help="default: the tensor size"
+    )
+    parser.add_argument(
+        "--use-distributed-optimizer", action="store_true", help="optimizer state on two holders of a layer"
+    )
+    parser.add_argument("--micro-batch-size", type=_MICROBATCHES, help="default: the --job's, or 1")
+    parser.add_argument(
+        "--num-microbatches",
+        type=_MICROBATCHES,
+        help="of one pipeline (default: the --job's --global-batch-size, or twice the pipeline size)",
+    )
+
+
+def scenario_from(options: argparse.Namespace, more: Sequence[str] = ()) -> Scenario:
+    """``more``: arguments that are none of the command's own, but a job's.
+
+    Raises:
+        ConfigError: the job cannot be laid out on the cluster, or something in it is wrong.
+    """
+    line = _overridden(_line(options, more), options)
+    nodes, gpus = _cluster(options.cluster)
+    pp, cell = line.pipeline_model_parallel_size, Cell.in_job(0, line)
+    check_world(nodes * gpus, pp, cell)
+    dp = nodes * gpus // (pp * cell.size)
+    num_microbatches = _num_microbatches(line, options.num_microbatches, dp, cell.lanes)
+    profile = (
+        load_profile(options.profile) if options.profile else _estimated(line, options.accelerator, cell)
+    )
+    resumes = line.config.interrupted_step == "resume"
+    job = JobSpec(
+        num_layers=len(profile.costs.layers),
+        is_tied=profile.costs.tied is not None,
+        pipeline_model_parallel_size=pp,
+        stage_layers=line.stage_layers,
+        tensor_model_parallel_size=1,  # a worker is one cell, and the planner sees workers only
+        num_microbatches=num_microbatches,
+        # Of a profile alone it is not known how long sequences are; then they are what is counted.
+        tokens_per_step=num_microbatches
+        * cell.lanes
+        * line.micro_batch_size
+        * (line.model.seq_length if line.model else 1),
+        train_steps=1,
+        least_holders=line.config.least_holders,
+        eager_forwards=line.config.eager_forwards,
+        optimizer_copies=line.config.optimizer_copies if line.use_distributed_optimizer else 0,
+    )
+    job.check(nodes * gpus // cell.size)
+    return Scenario(
+        name=options.profile or f"{options.job or options.model or _MODEL} on {options.accelerator}",
+        job=job,
+        state=initial_state(nodes=tuple(rank // gpus for rank in range(nodes * gpus)), cell_size=cell.size),
+        profile=replace(profile, costs=replace(profile.costs, keeps_messages=resumes)),
+        config=line.config,
+        gpus_per_node=gpus,
+        notes=line.notes,
+    )
+
+
+def _line(options: argparse.Namespace, more: Sequence[str]) -> LaunchLine:
+    """Raises ConfigError."""
+    if options.job:
+        if options.model:
+            raise ConfigError("--job and --model both say which model it is: leave one of them out.")
+        return launch_line.read([*read_job(options.job), *more])
+    strange = [one for one in more if one.startswith("--") and not one.startswith("--odyssey-")]
+    if strange:
+        raise ConfigError(
+            f"unrecognized arguments: {' '.join(strange)}. Flags of Megatron's want a --job before them."
+        )
+    model = None if options.profile else named("model", options.model or _MODEL, MODELS)
+    return LaunchLine(model=model, pipeline_model_parallel_size=4, config=config_from_argv(more))
+
+
+def _overridden(line: LaunchLine, options: argparse.Namespace) -> LaunchLine:
+    """With the sizes that the command line gives itself. Raises ConfigError."""
+    names = [one.name for one in fields(line) if getattr(options, one.name, None)]
+    line = replace(line, **{name: getattr(options, name) for name in names if name != "model"})
+    experts = line.expert_model_parallel_size
+    if experts > 1 and line.model is not None and line.model.experts is None:
+        raise ConfigError(
+            f"--expert-model-parallel-size {experts}: {options.job or options.model or _MODEL} has no experts. Name a "
+            "model that has, or give the --profile of a job."
+        )
+    return line
+
+
+def _num_microbatches(line: LaunchLine, each: int | None, dp: int, lanes: int) -> int:
+    """Of a step, a lane; ``each``: of a pipeline. Raises ConfigError."""
+    pp, batch = line.pipeline_model_parallel_size, line.global_batch_size
+    if each is None and batch is not None:
+        at_once = line.micro_batch_size * lanes
+        if batch % (at_once * dp):
+            raise ConfigError(
+                f"--global-batch-size {batch} is not divisible by {dp} pipelines times {at_once} samples: make "
+                "--cluster, or a size, another one."
+            )
+        found = batch // at_once
+    else:
+        found = dp * (each or 2 * pp)
+    if found * pp > MAX_VISITS:
+        raise ConfigError(
+            f"{found:,} microbatches a step ({dp:,} pipelines) through {pp} stages are {found * pp:,} visits, and at "
+            f"most {MAX_VISITS:,} are planned. Lower --num-microbatches, or make --cluster smaller."
+        )
+    return found
+
+
+def _estimated(line: LaunchLine, accelerator: str, cell: Cell) -> Profile:
+    """Raises ConfigError."""
+    assert line.model is not None, "a profile was asked for"
+    return line.model.profile(
+        named("accelerator", accelerator, ACCELERATORS),
+        tensor_parallel_size=line.tensor_model_parallel_size,
+        context_parallel_size=line.context_parallel_size,
+        expert_parts=cell.expert * (cell.expert_tensor or cell.tensor) if cell.expert > 1 else 0,
+        micro_batch_size=line.micro_batch_size,
+        sequence_parallel=line.sequence_parallel,
+    )
+
+
+def _cluster(text: str) -> tuple[int, int]:
+    """Nodes and GPUs of each. Raises ConfigError."""
+    nodes, _, gpus = text.partition("x")
+    try:
+        size = int(_SIZE.read(nodes)), int(_SIZE.read(gpus))
+        Between(1, MAX_GPUS, whole=True).check(size[0] * size[1])
+    except ValueError as error:
+        raise ConfigError(
+            f"--cluster {text[:40]}: write NODESxGPUS, as in 4x8, with at most {MAX_GPUS:,} GPUs in total ({error})."
+        ) from None
+    return size

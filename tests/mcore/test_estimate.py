@@ -1,0 +1,78 @@
+"""Models as Megatron builds them have the parameters that are planned with, and that a launch line says."""
+
+from __future__ import annotations
+
+import pytest
+
+from odyssey_megatron.studies import launch_line
+
+HIDDEN, HEADS, VOCAB, LENGTH = 128, 4, 512, 64
+SIZES = (
+    f"--num-layers 2 --hidden-size {HIDDEN} --num-attention-heads {HEADS} --vocab-size {VOCAB} --seq-length {LENGTH} "
+    "--micro-batch-size 2 --make-vocab-size-divisible-by 8"
+)
+CASES = {
+    "plain": ("", {}),
+    "llama": (
+        "--swiglu --ffn-hidden-size 352 --group-query-attention --num-query-groups 2 "
+        "--untie-embeddings-and-output-weights",
+        {"gated_linear_unit": True, "ffn_hidden_size": 352, "num_query_groups": 2},
+    ),
+    "wide heads": ("--kv-channels 64", {"kv_channels": 64}),
+    "experts": (
+        "--swiglu --ffn-hidden-size 352 --num-experts 4 --moe-ffn-hidden-size 96 --moe-layer-freq [0]+[1] "
+        "--moe-shared-expert-intermediate-size 64",
+        {
+            "gated_linear_unit": True,
+            "ffn_hidden_size": 352,
+            "num_moe_experts": 4,
+            "moe_ffn_hidden_size": 96,
+            "moe_layer_freq": [0, 1],
+            "moe_shared_expert_intermediate_size": 64,
+            "moe_token_dispatcher_type": "alltoall",
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_parameters_are_those_of_the_model(name, megatron):
+    import torch
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer import TransformerConfig
+
+    from odyssey_megatron.config import OdysseyConfig
+    from odyssey_megatron.mcore.plugin import estimate
+    from odyssey_megatron.studies.presets import ACCELERATORS
+
+    flags, changes = CASES[name]
+    config = TransformerConfig(
+        num_layers=2, hidden_size=HIDDEN, num_attention_heads=HEADS, add_bias_linear=False, use_cpu_initialization=True,
+        pipeline_dtype=torch.float32, **changes,
+    )  # fmt: skip
+    line = launch_line.read([*SIZES.split(), *flags.split()])
+    assert line.model is not None
+    built = GPTModel(
+        config,
+        get_gpt_decoder_block_spec(config, use_transformer_engine=False),
+        vocab_size=VOCAB,
+        max_sequence_length=LENGTH,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=line.model.is_tied,
+        pg_collection=megatron,
+    )
+    read = line.model.profile(ACCELERATORS["h100"], micro_batch_size=2).costs
+    planned = estimate(
+        config,
+        OdysseyConfig(device="cpu"),
+        seq_length=LENGTH,
+        micro_batch_size=2,
+        vocab_size=VOCAB,
+        is_tied=line.model.is_tied,
+    ).costs
+    weights = sum(one.weight_bytes for one in read.all_layers) // 4
+    assert weights == sum(one.weight_bytes for one in planned.all_layers) // 4
+    assert [one.activation_bytes for one in read.layers] == [one.activation_bytes for one in planned.layers]
+    # The biases of norms are not counted.
+    assert sum(one.numel() for one in built.parameters()) == pytest.approx(weights, rel=0.01)

@@ -1,0 +1,99 @@
+import pytest
+
+from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.studies.launch_line import read
+
+SIZES = "--num-layers 6 --hidden-size 256 --num-attention-heads 8 --vocab-size 1000 --seq-length 128".split()
+
+
+def line(text="", sizes=SIZES):
+    return read([*sizes, *text.split()])
+
+
+def test_defaults_are_megatrons():
+    found = line()
+    assert (found.pipeline_model_parallel_size, found.micro_batch_size, found.global_batch_size) == (
+        1,
+        1,
+        None,
+    )
+    model = found.model
+    assert (model.ffn_hidden_size, model.is_gated, model.is_tied, model.dtype_bytes) == (1024, False, True, 4)
+    assert model.vocab_size == 1024, "in whole 128s"
+    assert line("--swiglu").model.ffn_hidden_size == 640
+    assert line("--tensor-model-parallel-size 4").model.vocab_size == 1024
+    assert line("--tensor-model-parallel-size 8 --vocab-size 1025").model.vocab_size == 2048
+    assert line("--group-query-attention").model.attention.weights == 2 * 256 * (256 + 32)
+
+
+@pytest.mark.parametrize(
+    ("flags", "share"),
+    [
+        ("--recompute-granularity selective", 0.0),
+        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 1.0),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 2", 1 / 3),
+        (
+            "--recompute-granularity full --recompute-method block --recompute-num-layers 2 "
+            "--pipeline-model-parallel-size 2",
+            2 / 3,
+        ),
+    ],
+)
+def test_recomputation(flags, share):
+    model = line(flags).model
+    assert model.recomputed_share == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
+    ("text", "layers"),
+    [("1", [1, 2, 3, 4, 5, 6]), ("2", [1, 3, 5]), ("([0]*2+[1]*4)", [3, 4, 5, 6]), ("[0,1]*3", [2, 4, 6])],
+)
+def test_layers_with_experts(text, layers):
+    experts = read([*SIZES, "--num-experts", "4", "--moe-layer-freq", text]).model.experts
+    assert sorted(experts.layers) == layers
+
+
+@pytest.mark.parametrize(
+    ("flags", "counts"),
+    [
+        ("", ()),
+        ("--decoder-first-pipeline-num-layers 1 --pipeline-model-parallel-size 2", (1, 5)),
+        ("--decoder-last-pipeline-num-layers 2 --pipeline-model-parallel-size 3", (2, 2, 2)),
+        (
+            "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split "
+            "--pipeline-model-parallel-size 4",
+            (1, 2, 2, 1),
+        ),
+    ],
+)
+def test_uneven_stages(flags, counts):
+    assert line(flags).stage_layers == counts
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--num-layers", "$LAYERS"], r"--num-layers \$LAYERS: .* Give|--num-layers \$LAYERS"),
+        (["--hidden-size", "0"], "--hidden-size 0"),
+        (["--num-layers", "2000"], "at most 1,000"),
+        (["--num-experts", "4", "--moe-layer-freq", "[1]*5"], "has 5 layers, and --num-layers is 6"),
+        (["--num-experts", "4", "--moe-layer-freq", "__import__('os')"], "a number, or a list"),
+        (["--num-experts", "4", "--moe-layer-freq", "[1]*10**9"], "a number, or a list"),
+        (["--num-experts", "4", "--moe-layer-freq", "0"], "a number, or a list"),
+        (["--num-experts", "4", "--moe-layer-freq", "(" * 5000], "a number, or a list"),
+        (
+            ["--pipeline-model-parallel-size", "3", "--decoder-first-pipeline-num-layers", "1"],
+            "the others cannot have equally many",
+        ),
+    ],
+)
+def test_what_cannot_be_read_is_said(flags, message):
+    with pytest.raises(ConfigError, match=message):
+        read([*SIZES, *flags])
+
+
+def test_what_is_missing_is_named():
+    for missing in ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--vocab-size"):
+        at = SIZES.index(missing)
+        with pytest.raises(ConfigError, match=f"has no {missing}"):
+            read([*SIZES[:at], *SIZES[at + 2 :]])
