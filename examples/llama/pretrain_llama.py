@@ -43,6 +43,7 @@ def parse_arguments() -> argparse.Namespace:
         ("moe-shared-expert-intermediate-size", None, whole), ("moe-router-load-balancing-type", "aux_loss", {}),
         ("moe-aux-loss-coeff", 0.0, real), ("moe-z-loss-coeff", None, real), ("moe-input-jitter-eps", None, real),
         ("moe-expert-capacity-factor", None, real), ("moe-token-dispatcher-type", "alltoall", {}),
+        ("mtp-num-layers", None, whole),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", default=default, **kind)
     parser.add_argument(
@@ -130,6 +131,7 @@ def transformer_config(args: argparse.Namespace, dtype: Any) -> Any:
             calculate_per_token_loss=True,
             deallocate_pipeline_outputs=True,
             gradient_accumulation_fusion=False,
+            mtp_num_layers=args.mtp_num_layers,
             masked_softmax_fusion=False,
             persist_layer_norm=False,
             bias_activation_fusion=False,
@@ -148,6 +150,7 @@ def model_spec(args: argparse.Namespace, float64: bool) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_decoder_block_spec,
         get_gpt_layer_local_spec,
+        get_gpt_mtp_block_spec,
     )
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.optimizer import OptimizerConfig
@@ -165,15 +168,17 @@ def model_spec(args: argparse.Namespace, float64: bool) -> Any:
         return get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
 
     def model_provider(pre_process: bool, post_process: bool, pg_collection: Any) -> GPTModel:
+        inner = layer_spec()
         return GPTModel(
             config,
-            layer_spec(),
+            inner,
             vocab_size=corpus.VOCAB_SIZE,
             max_sequence_length=args.seq_length,
             pre_process=pre_process,
             post_process=post_process,
             share_embeddings_and_output_weights=args.share_embeddings_and_output_weights,
             position_embedding_type="rope",
+            mtp_block_spec=get_gpt_mtp_block_spec(config, inner, use_transformer_engine=False),
             pg_collection=pg_collection,
         )
 
@@ -210,7 +215,8 @@ def forward_step(data_iterator: Any, model: Any) -> tuple[Any, Any]:
     device = torch.cuda.current_device()
     batch = {name: value.to(device) for name, value in next(data_iterator).items()}
     batch = compat.batch_on_this_cp_rank(batch)
-    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"] if last else None)
+    labels = batch["labels"] if last else None
+    output = model(batch["tokens"], batch["position_ids"], None, labels=labels, loss_mask=batch["loss_mask"])
     return output, partial(loss_function, batch["loss_mask"])
 
 

@@ -177,7 +177,7 @@ class Session:
         """
         spec = self._job_spec(job)
         self.post(spec, self._profile(job))
-        cell = self._take_cell(Cell.in_job(self.rank, job.model.config))
+        cell = self._take_cell(Cell.in_job(self.rank, job.model.config), job.model)
         model = self._model(job, spec, cell)
         rank = self.enter(
             model, on_commit=job.on_step, on_groups=cell.follow if cell else lambda groups: None
@@ -290,7 +290,7 @@ class Session:
             )
         return JobSpec(
             num_layers=job.model.num_layers,
-            is_tied=job.model.is_tied,
+            is_tied=job.model.shares_embedding,
             pipeline_model_parallel_size=job.pipeline_model_parallel_size,
             tensor_model_parallel_size=config.tensor_model_parallel_size,
             context_parallel_size=config.context_parallel_size,
@@ -317,7 +317,7 @@ class Session:
             is_tied=job.model.is_tied,
         )
 
-    def _take_cell(self, cell: Cell) -> OwnCell | None:
+    def _take_cell(self, cell: Cell, model: ModelSpec) -> OwnCell | None:
         """Of several ranks, which compute together; None: this rank alone is a worker."""
         if cell.size == 1:
             return None
@@ -326,7 +326,7 @@ class Session:
         placeholder = dist.group.WORLD
         assert placeholder is not None, "init_default_group has made it"
         dist.destroy_process_group()
-        own = OwnCell(cell, self.world_size, self.config.device)
+        own = OwnCell(cell, self.world_size, self.config.device, data_parallel=model.looks_ahead)
         own.living.follow(placeholder)
         return own
 
@@ -413,6 +413,7 @@ def estimate(
             config.num_layers / config.pipeline_model_parallel_size,
         ),
         experts=_experts(config),
+        mtp_num_layers=config.mtp_num_layers or 0,
         dtype_bytes=config.params_dtype.itemsize,
         memory_bytes=None if on_cpu else torch.cuda.mem_get_info()[1] * usable_percent // 100,
         tensor_parallel_size=config.tensor_model_parallel_size,

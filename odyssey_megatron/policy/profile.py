@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -285,6 +285,7 @@ def estimated_profile(
     is_gated: bool = True,
     recomputed_share: float = 0.0,
     experts: Experts | None = None,
+    mtp_num_layers: int = 0,
 ) -> Profile:
     """Costs of a decoder-only transformer from FLOPs. ``is_gated``: its MLPs have three products, as with SwiGLU, not
     two; ``recomputed_share``: of layers of which the backward has only the input. A matrix product costs 2 FLOPs per
@@ -301,7 +302,6 @@ def estimated_profile(
     scores_s = 2 * tokens * seq_length * attention.score_width / rate
     parts = experts.parts if experts and experts.parts else tp
     whole = 4 * hidden_size * (1 if sequence_parallel else tp)
-    head_s, copy_s = 2 * tokens * words / rate, tokens * hidden_size * dtype_bytes / 1e12 / tp
     layer = functools.partial(_layer_cost, dtype_bytes=dtype_bytes, parts=tp)
 
     def transformer(ffn: int, spread: int, passed: int, routed: int) -> LayerCost:
@@ -312,18 +312,50 @@ def estimated_profile(
         held = attention.weights + hidden_size * (products * (ffn + spread * tp // parts) + routed + 2)
         return layer(times, round(tokens * kept), held)
 
-    inner = (transformer(*mlp) for mlp in _mlps(num_transformer_layers, ffn_hidden_size, experts))
-    embedding = layer((copy_s, 0.0, copy_s), tokens, 0 if is_tied else words)
-    head = layer((head_s,) * 3, tokens * (whole // 2 + vocab_size), hidden_size + (0 if is_tied else words))
+    inner = [transformer(*mlp) for mlp in _mlps(num_transformer_layers, ffn_hidden_size, experts)]
+    copy_s, again = tokens * hidden_size * dtype_bytes / 1e12 / tp, inner[-1:] * mtp_num_layers
+    embedding, head, tied = _ends(layer, copy_s, rate, tokens, whole, hidden_size, words, is_tied, again)
     costs = Costs(
         layers=(embedding, *inner, head),
-        tied=layer((0.0,) * 3, 0, words) if is_tied else None,
+        tied=tied,
         message_bytes=tokens * hidden_size * dtype_bytes // (tp if sequence_parallel else 1),
         link_latency_s=link_latency_s,
         link_bytes_per_s=link_bytes_per_s,
         memory_bytes=memory_bytes,
     )
     return Profile(costs=costs)
+
+
+def _ends(
+    layer: Callable[..., LayerCost],
+    copy_s: float,
+    rate: float,
+    tokens: int,
+    whole: int,
+    hidden_size: int,
+    words: int,
+    is_tied: bool,
+    again: Sequence[LayerCost],
+) -> tuple[LayerCost, LayerCost, LayerCost | None]:
+    """Embedding, head, and the weight that they share. With multi-token prediction the head joins two hidden states,
+    passes a layer and is a head once more for each that is to be passed ``again``.
+    """
+    head_s, joined_s = 2 * tokens * words / rate, 4 * tokens * hidden_size**2 / rate
+    kept = tokens * (whole // 2 + words // hidden_size)
+    tied = layer((0.0,) * 3, 0, words) if is_tied or again else None
+    embedding = layer((copy_s, 0.0, copy_s), tokens, 0 if tied else words)
+    head = layer((head_s,) * 3, kept, hidden_size + (0 if is_tied else words))
+    joining = layer(
+        (joined_s + head_s,) * 3, kept + 4 * tokens * hidden_size, (2 * hidden_size + 3) * hidden_size
+    )
+    return embedding, _together(head, *again, *[joining] * len(again)), tied
+
+
+def _together(*layers: LayerCost) -> LayerCost:
+    """As one."""
+    return LayerCost(
+        **{one.name: sum(getattr(layer, one.name) for layer in layers) for one in fields(LayerCost)}
+    )
 
 
 def _mlps(num_transformer_layers: int, ffn: int, experts: Experts | None) -> list[tuple[int, int, int, int]]:

@@ -58,8 +58,6 @@ def read(flags: Sequence[str]) -> LaunchLine:
     ]
     if line.has("pipeline_model_parallel_layout"):
         notes.append("--pipeline-model-parallel-layout is not read: stages are as even as can be")
-    if line.has("mtp_num_layers"):
-        notes.append("what --mtp-num-layers costs is left out")
     return LaunchLine(
         model=_model(line, layers, stages),
         pipeline_model_parallel_size=stages,
@@ -138,6 +136,7 @@ def _model(line: _Line, layers: int, stages: int) -> Model:
             layers / stages,
         ),
         experts=_experts(line, layers, ffn),
+        mtp_num_layers=line.maybe("mtp_num_layers") or 0,
     )
 
 

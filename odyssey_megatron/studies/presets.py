@@ -41,6 +41,7 @@ class Model:
     is_tied: bool = False
     recomputed_share: float = 0.0
     experts: Experts | None = None
+    mtp_num_layers: int = 0
 
     def profile(
         self,
@@ -74,6 +75,7 @@ class Model:
             is_gated=self.is_gated,
             recomputed_share=self.recomputed_share,
             experts=replace(self.experts, parts=expert_parts) if self.experts else None,
+            mtp_num_layers=self.mtp_num_layers,
         )
 
 

@@ -32,10 +32,10 @@ def check_version() -> str:
 
 
 def transformer_engine_is(least: str) -> bool:
-    """Whether Transformer Engine is of version ``least`` or newer (core_v0.16.1 core/utils.py, line 340)."""
+    """Whether Transformer Engine is there, of version ``least`` or newer (core_v0.16.1 core/utils.py, line 312)."""
     from megatron.core import utils
 
-    return utils.is_te_min_version(least)
+    return utils.get_te_version() is not None and utils.is_te_min_version(least)
 
 
 def backward_step(input_tensor: Any, output_tensor: Any, output_grad: Any, config: Any) -> Any:
@@ -139,6 +139,16 @@ def validates_by_single_samples() -> bool:
     return hasattr(data_samplers, "MegatronFullValidationSampler")
 
 
+def generators_of(dataset: Any) -> list[Any]:
+    """What ``--fim-data`` draws from, in ``dataset`` or in those that it blends (core_v0.16.1
+    training/datasets/fim_dataset.py, line 70; core/datasets/blended_dataset.py, line 73).
+    """
+    from megatron.training.datasets.fim_dataset import GPTFIMDataset
+
+    parts = getattr(dataset, "datasets", [dataset])
+    return [one.np_rng for one in parts if isinstance(one, GPTFIMDataset)]
+
+
 def append_to_progress_log(function: Callable[..., None], save_dir: str, text: str) -> None:
     """``function`` is Megatron's, without its barrier; from 0.18 on it wants the folder."""
     folder = (save_dir,) if "save_dir" in inspect.signature(function).parameters else ()
@@ -179,6 +189,45 @@ def set_aux_losses(losses: Mapping[str, Any]) -> None:
         )
     else:
         known.update({name: MetricEntry(values, needs_dp_avg=False) for name, values in losses.items()})
+
+
+def blocks_ahead(block: Any) -> list[Any]:
+    """The transformer layers of multi-token prediction (core_v0.16.1 transformer/multi_token_prediction.py, line 588;
+    core_v0.17.1, line 834).
+    """
+    return [
+        one.mtp_model_layer if hasattr(one, "mtp_model_layer") else one.transformer_layer
+        for one in block.layers
+    ]
+
+
+def future_token_sums() -> dict[str, str]:
+    """What multi-token prediction sums for the log -> where, in Megatron's tracker: the losses; from 0.19 on also how
+    many tokens were right, of how many (core_v0.16.1 transformer/multi_token_prediction.py, line 322; core_v0.19.0,
+    line 348).
+    """
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    if hasattr(MTPLossLoggingHelper, "save_metrics_to_tracker"):
+        return {kind: f"{kind}_values" for kind in ("loss", "correct", "total")}
+    return {"loss": "values"}
+
+
+def take_future_tokens() -> dict[str, Any]:
+    """What was summed, by depth, and is forgotten there; what was not summed is missing."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    known = MTPLossLoggingHelper.tracker
+    return {kind: known.pop(name) for kind, name in future_token_sums().items() if name in known}
+
+
+def set_future_tokens(sums: Mapping[str, Any]) -> None:
+    """What all microbatches have come to, for Megatron's loop to log; no more is to be summed."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    names = future_token_sums()
+    MTPLossLoggingHelper.tracker.update({names[kind]: values for kind, values in sums.items()})
+    MTPLossLoggingHelper.tracker.update(reduce_group=None, avg_group=None)
 
 
 def _aux_losses() -> dict[str, Any]:

@@ -80,6 +80,10 @@ _WORKS = {
     gradient_accumulation_fusion disable_jit_fuser attention_softmax_in_fp32 fp16_lm_cross_entropy
     enable_experimental te_rng_tracker test_mode
     """,
+    "fp8, by Transformer Engine's sources: tests/mcore/test_te_gpu.py": """
+    fp8 fp8_wgrad first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16
+    moe_router_padding_for_quantization moe_router_padding_for_fp8
+    """,
     "mixtures of experts: tests/megatron_lm/test_experts.py": """
     num_experts expert_model_parallel_size moe_layer_freq moe_ffn_hidden_size
     moe_shared_expert_intermediate_size moe_shared_expert_gate moe_shared_expert_overlap moe_router_topk
@@ -90,12 +94,19 @@ _WORKS = {
     moe_token_drop_policy moe_layer_recompute moe_apply_probs_on_input moe_grouped_gemm
     moe_permute_fusion moe_router_fusion use_fused_weighted_squared_relu
     """,
+    "multi-token prediction: tests/megatron_lm/test_future.py": """
+    mtp_num_layers mtp_loss_scaling_factor
+    """,
     "the data set: samples are found by their global number": """
     data_path split train_data_path valid_data_path test_data_path data_args_path per_split_data_args_path
     per_dataset_sequences_path dataloader_fast_cache_load dataloader_defer_npy_index_mmap data_cache_path
     mmap_bin_files mock_data num_workers reset_position_ids reset_attention_mask eod_mask_loss
     create_attention_mask_in_dataloader num_dataset_builder_threads object_storage_cache_path
     data_sharding mid_level_dataset_surplus allow_ambiguous_pad_tokens enable_msc disable_msc_deprecated
+    """,
+    "filling in the middle, drawn by (seed, sample): tests/megatron_lm/test_middle.py": """
+    fim_data fim_rate fim_spm_rate fim_split_sample fim_fragment_rate fim_no_prefix fim_prefix_token
+    fim_middle_token fim_suffix_token fim_pad_token fim_eod_token
     """,
     "evaluations, as common work of all ranks: tests/megatron_lm": """
     eval_iters eval_interval start_eval_at_iter eval_global_batch_size full_validation multiple_validation_sets
@@ -135,9 +146,6 @@ _MOOT = {
     tp_comm_bulk_wgrad tp_comm_bulk_dgrad tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad
     tp_comm_split_ag tp_comm_split_rs tp_comm_bootstrap_backend tp_comm_overlap_cfg
     """,
-    "read with --mtp-num-layers only": """
-    mtp_standalone mtp_loss_scaling_factor mtp_use_repeated_layer mtp_detach_heads
-    """,
     "read with --qk-clip only": """
     qk_clip_alpha qk_clip_threshold
     """,
@@ -153,12 +161,12 @@ _MOOT = {
     use_mamba_mem_eff_path hybrid_attention_ratio hybrid_mlp_ratio mtp_hybrid_override_pattern
     mamba_inference_conv_states_dtype mamba_inference_ssm_states_dtype mamba_training_ssm_states_dtype
     """,
-    "read with --fp8-format or --fp4-format only": """
-    fp8_recipe fp8_quantizer_factory fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo
-    fp8_wgrad first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 fp4_recipe
-    fp4_param fp4_quantizer_factory reuse_grad_buf_for_mxfp8_param_ag keep_fp8_transpose_cache
-    fp8_param_gather fp4_param_gather fp8_output_proj stream_ckpt_dequant
-    moe_router_padding_for_quantization moe_router_padding_for_fp8
+    "read with delayed scaling of fp8, or --fp4-format, only": """
+    fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp4_recipe fp4_param
+    fp4_quantizer_factory fp4_param_gather
+    """,
+    "read with weights kept in fp8 only": """
+    reuse_grad_buf_for_mxfp8_param_ag keep_fp8_transpose_cache stream_ckpt_dequant
     """,
     "read with CUDA graphs only": """
     cuda_graph_warmup_steps cuda_graph_scope cuda_graph_scope_deprecated cuda_graph_modules
@@ -236,10 +244,6 @@ _MOOT = {
     megatron_fsdp_main_params_dtype megatron_fsdp_main_grads_dtype megatron_fsdp_grad_comm_dtype
     megatron_fsdp_enable_fine_grained_param_gather megatron_fsdp_max_pool_double_buffer
     fsdp_db_use_persist_buf_on_alloc_fail
-    """,
-    "read with --fim-data only": """
-    fim_rate fim_spm_rate fim_split_sample fim_fragment_rate fim_no_prefix fim_prefix_token
-    fim_middle_token fim_suffix_token fim_pad_token fim_eod_token
     """,
     "read with --log-straggler only": """
     straggler_ctrlr_port straggler_minmax_count disable_straggler_on_startup

@@ -65,6 +65,8 @@ class Refusal:
         return bool(value) and value != parser.defaults.get(self.dest)
 
 
+STATELESS = "tensorwise", "blockwise", "mxfp8"
+"""The recipes of fp8 by which a tensor is scaled by what is in it, and nothing is kept for the next one."""
 _LEAVE_OUT = "Leave it out."
 _QUANTIZED = "The scales of quantized tensors would not move with a layer. Use --bf16 alone."
 _ALIKE = "Only layers that are alike are planned for."
@@ -101,7 +103,11 @@ def _unlike(other: str) -> Callable[[Any, Any], bool]:
 
 _ROWS: tuple[tuple[str, str] | tuple[str, str, Callable[[Any, Any], bool]], ...] = (
     ("yaml_cfg", "Give the model by flags."),
-    ("fp8", _QUANTIZED, _not_none),
+    ("fp8_recipe", "Delayed scaling goes by what each rank has seen before. Use tensorwise, blockwise or mxfp8.",
+     lambda value, args: getattr(args, "fp8", None) is not None and value not in STATELESS),
+    ("fp8_param_gather", "Weights that are kept in fp8 have scales that would not move with them. Leave it out."),
+    ("fp8_output_proj", _UNTRIED),
+    ("fp8_quantizer_factory", _UNTRIED, _not_none),
     ("fp4", _QUANTIZED, _not_none),
     ("te_precision_config_file", _QUANTIZED, _not_none),
     ("kitchen_config_file", _QUANTIZED, _not_none),
@@ -148,7 +154,9 @@ _ROWS: tuple[tuple[str, str] | tuple[str, str, Callable[[Any, Any], bool]], ...]
     ("use_grouped_gemm_for_shared_expert", _UNTRIED),
     ("save_tokens_per_expert_interval", _ONE_RANK),
     ("moe_routing_trace_path", _ONE_RANK),
-    ("mtp_num_layers", _LEAVE_OUT),
+    ("mtp_standalone", "Its blocks are part of the head. Leave it out."),
+    ("mtp_use_repeated_layer", _UNTRIED),
+    ("mtp_detach_heads", _UNTRIED),
     ("position_embedding_type", "Use rope, yarn, learned_absolute or none.",
      _none_of("rope", "yarn", "learned_absolute", "none")),
     ("hybrid_layer_pattern", _ALIKE),
@@ -197,7 +205,6 @@ _ROWS: tuple[tuple[str, str] | tuple[str, str, Callable[[Any, Any], bool]], ...]
     ("dataloader_inter_document_masking", _LEAVE_OUT),
     ("dataloader_type", "Samples are found by their global number. Use single or cyclic.",
      _none_of("single", "cyclic")),
-    ("fim_data", "What it makes of a sample depends on those that were read before. Leave it out."),
     ("non_persistent_ckpt_type", "Use global.", lambda value, args: value == "local"),
     ("ckpt_convert_format", "Convert without --odyssey."),
     ("ckpt_fully_parallel_save_process_group", "Use dp.", _none_of("dp")),
@@ -227,7 +234,6 @@ _ROWS: tuple[tuple[str, str] | tuple[str, str, Callable[[Any, Any], bool]], ...]
     ("run_workload_inspector_server", _GPUS),
 )  # fmt: skip
 _SAID = {
-    "fp8": "--fp8-format",
     "fp4": "--fp4-format",
     "perform_initialization": "--no-initialization",
     "non_persistent_ckpt_type": "--non-persistent-ckpt-type local",

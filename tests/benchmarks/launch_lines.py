@@ -62,7 +62,7 @@ def main() -> int:
     result = counted(found["cases"], args.version)
     share = result["start"] / result["cases"]
     return finish(
-        {"source": found["source"], **result}, [at_least("share that starts", share, 0.75)], as_json=False
+        {"source": found["source"], **result}, [at_least("share that starts", share, 0.80)], as_json=False
     )
 
 

@@ -156,7 +156,7 @@ def test_packages(host, expected):
             "--tensor-model-parallel-size 2 --num-experts 4 --expert-tensor-parallel-size 1",
             ["--expert-tensor-parallel-size"],
         ),
-        ("--bf16 --fp8-format hybrid", ["--fp8-format"]),
+        ("--bf16 --fp8-format hybrid", ["--fp8-recipe"]),
         ("--ckpt-format torch", []),
         ("--save here --ckpt-format torch --optimizer muon", ["--optimizer"]),
         ("--micro-batch-size 2 --eval-micro-batch-size 2", []),

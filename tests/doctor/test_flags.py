@@ -55,7 +55,7 @@ def test_flags_that_once_slipped_past(flag):
 
 def parser_with(*more):
     parser = argparse.ArgumentParser()
-    parser.add_argument("--fp8-format", dest="fp8")
+    parser.add_argument("--fp4-format", dest="fp4")
     parser.add_argument("--untie-embeddings-and-output-weights", action="store_true", default=True)
     parser.add_argument("--overlap-grad-reduce", action="store_true")
     parser.add_argument("--use-mup", action="store_true")
@@ -72,10 +72,10 @@ def said(argv, *more, accepted=(), strict=False):
 
 
 def test_all_refused_flags_are_named_at_once():
-    lines = said(["--fp8-format", "hybrid", "--use-mup", "--overlap-grad-reduce"])
-    assert [line.split()[0] for line in lines] == ["--fp8-format", "--use-mup"]
+    lines = said(["--fp4-format", "e2m1", "--use-mup", "--overlap-grad-reduce"])
+    assert [line.split()[0] for line in lines] == ["--fp4-format", "--use-mup"]
     parser = parser_with()
-    args = parser.parse_args(["--fp8-format", "hybrid", "--use-mup"])
+    args = parser.parse_args(["--fp4-format", "e2m1", "--use-mup"])
     with pytest.raises(ConfigError) as caught:
         refusals.check(args, refusals.Parser.of(parser, "9.9"), ())
     assert str(caught.value).splitlines() == ["2 of the job's flags cannot be used:", *lines]

@@ -61,7 +61,7 @@ def test_the_scripts_of_megatron_lm(megatron_lm):
     }
     gpt3, llama = found.values()
     assert gpt3.starts
-    assert {"--fp8-format": "--fp8-format hybrid"}.items() <= {
+    assert {"--use-megatron-fsdp": "--use-megatron-fsdp hybrid"}.items() <= {
         flag: sentence.partition(" does")[0] for flag, sentence in llama.refused.items()
     }.items()
     assert "--overlap-grad-reduce" in llama.ignored
@@ -78,8 +78,8 @@ def case(name, **args):
 CASES = [
     case("plain", num_layers=8, use_mcore_models=True),
     case("ignored", num_layers=8, overlap_grad_reduce=True, bf16=True),
-    case("refused", num_layers=8, fp8_format="hybrid"),
-    case("twice", num_layers=8, fp8_format="hybrid", mtp_num_layers=1),
+    case("refused", num_layers=8, use_megatron_fsdp=True),
+    case("twice", num_layers=8, use_megatron_fsdp=True, use_torch_fsdp2=True),
     case("strange", num_layers=8, of_nobody=3),
 ]
 
@@ -94,7 +94,7 @@ def test_a_case_starts_with_a_line_or_is_refused(tmp_path, capsys):
     assert [code for code, _ in told.values()] == [0, 0, 1, 1, 0]
     assert told["plain"][1].endswith("starts with --odyssey as far as its flags say\n")
     assert "--overlap-grad-reduce changes nothing: " in told["ignored"][1]
-    assert "Use --bf16 alone." in told["refused"][1]
+    assert "--use-megatron-fsdp does not work with --odyssey yet" in told["refused"][1]
     assert "not Megatron-LM's, so of the script's own: --of-nobody" in told["strange"][1]
     assert main(["doctor", "--job", f"{path}:ignored", "--odyssey-strict", "--json"]) == 1
     said = json.loads(capsys.readouterr().out)
@@ -107,7 +107,7 @@ def test_the_benchmark_counts_what_the_doctor_says():
     assert (found["cases"], found["start"], found["with no flag ignored"]) == (5, 2, 1)
     assert found["ignored in those that start"] == {"--overlap-grad-reduce": 1}
     by_whom = found["refused by (cases, of these by it alone)"]
-    assert by_whom == {"--fp8-format": (2, 1), "--mtp-num-layers": (1, 0), "--of-nobody": (1, 1)}
+    assert by_whom == {"--use-megatron-fsdp": (2, 1), "--use-torch-fsdp2": (1, 0), "--of-nobody": (1, 1)}
 
 
 BAD = {

@@ -17,6 +17,16 @@ SCHEDULE = {
     "lr_decay_style": "cosine", "start_wd": 0.1, "end_wd": 0.1, "wd_incr_steps": 40, "wd_incr_style": "constant",
 }  # fmt: skip
 """Megatron's, counted in samples."""
+MODEL: dict[str, Any] = {
+    "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "num_query_groups": 2,
+    "seq_length": 16, "attention_dropout": 0.0, "hidden_dropout": 0.0, "bf16": False, "fp16": False, "lr": 1e-3,
+    "min_lr": 1e-4, "weight_decay": 0.1, "clip_grad": 1.0, "seed": 7, "tensor_model_parallel_size": 1,
+    "context_parallel_size": 1, "expert_model_parallel_size": 1, "expert_tensor_parallel_size": None,
+    "moe_token_dispatcher_type": "alltoall",
+    "sequence_parallel": False, "qk_layernorm": False, "optimizer": "adam", "sgd_momentum": 0.9,
+    "share_embeddings_and_output_weights": False, "num_experts": None, "mtp_num_layers": None,
+}  # fmt: skip
+"""The example's flags."""
 
 
 @pytest.fixture(scope="session")
@@ -49,16 +59,7 @@ def spec(megatron: Any) -> Callable[..., Any]:
     import pretrain_llama
 
     def make(**changes: Any) -> Any:
-        values = {
-            "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "num_query_groups": 2,
-            "seq_length": 16, "attention_dropout": 0.0, "hidden_dropout": 0.0, "bf16": False, "fp16": False, "lr": 1e-3,
-            "min_lr": 1e-4, "weight_decay": 0.1, "clip_grad": 1.0, "seed": 7, "tensor_model_parallel_size": 1,
-            "context_parallel_size": 1, "expert_model_parallel_size": 1, "expert_tensor_parallel_size": None,
-            "moe_token_dispatcher_type": "alltoall",
-            "sequence_parallel": False, "qk_layernorm": False, "optimizer": "adam", "sgd_momentum": 0.9,
-            "share_embeddings_and_output_weights": False, "num_experts": None,
-        }  # fmt: skip
-        return pretrain_llama.model_spec(argparse.Namespace(**(values | changes)), float64=True)
+        return pretrain_llama.model_spec(argparse.Namespace(**(MODEL | changes)), float64=True)
 
     return make
 

@@ -19,6 +19,7 @@ CASES = {
         {"gated_linear_unit": True, "ffn_hidden_size": 352, "num_query_groups": 2},
     ),
     "wide heads": ("--kv-channels 64", {"kv_channels": 64}),
+    "further ahead": ("--mtp-num-layers 2", {"mtp_num_layers": 2}),
     "experts": (
         "--swiglu --ffn-hidden-size 352 --num-experts 4 --moe-ffn-hidden-size 96 --moe-layer-freq [0]+[1] "
         "--moe-shared-expert-intermediate-size 64",
@@ -36,13 +37,15 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_parameters_are_those_of_the_model(name, megatron):
+def test_parameters_are_those_of_the_model(name, megatron, monkeypatch):
     import torch
+    from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
     from megatron.core.transformer import TransformerConfig
 
     from odyssey_megatron.config import OdysseyConfig
+    from odyssey_megatron.mcore.model import groups
     from odyssey_megatron.mcore.plugin import estimate
     from odyssey_megatron.studies.presets import ACCELERATORS
 
@@ -51,11 +54,15 @@ def test_parameters_are_those_of_the_model(name, megatron):
         num_layers=2, hidden_size=HIDDEN, num_attention_heads=HEADS, add_bias_linear=False, use_cpu_initialization=True,
         pipeline_dtype=torch.float32, **changes,
     )  # fmt: skip
+    for group in groups._FORBIDDEN:  # multi-token prediction names them
+        monkeypatch.setattr(parallel_state, group, megatron.dp)
     line = launch_line.read([*SIZES.split(), *flags.split()])
     assert line.model is not None
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
     built = GPTModel(
         config,
-        get_gpt_decoder_block_spec(config, use_transformer_engine=False),
+        spec,
+        mtp_block_spec=get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False),
         vocab_size=VOCAB,
         max_sequence_length=LENGTH,
         position_embedding_type="rope",

@@ -22,7 +22,7 @@ def test_the_model_is_built_with_layers_that_always_add(spec, megatron):
     assert linear.config.disable_parameter_transpose_cache is True
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp4", "use_kitchen", "quant_recipe"])
+@pytest.mark.parametrize("name", ["fp8_param", "fp4", "use_kitchen", "quant_recipe"])
 def test_quantized_training_is_refused(name):
     from odyssey_megatron.errors import ConfigError
     from odyssey_megatron.mcore.model import te
@@ -32,12 +32,29 @@ def test_quantized_training_is_refused(name):
 
 
 @pytest.mark.parametrize(
+    ("recipe", "said"),
+    [
+        ("delayed", "goes by what each rank has seen before"),
+        ("tensorwise", "fp8 needs Transformer Engine 2.3"),
+    ],
+)
+def test_fp8_that_keeps_a_history_or_would_not_be_fp8_is_refused(recipe, said):
+    """Without Transformer Engine Megatron's context of fp8 does nothing."""
+    from odyssey_megatron.errors import ConfigError
+    from odyssey_megatron.mcore.model import te
+
+    with pytest.raises(ConfigError, match=said):
+        te.prepare(SimpleNamespace(fp8="hybrid", fp8_recipe=recipe))
+
+
+@pytest.mark.parametrize(
     ("config", "layer", "reason"),
     [
         ({}, {}, None),
         ({"tp_comm_overlap": False}, {}, None),
         ({}, {"put": ()}, "does not delay"),
         ({}, {"put": ("tensor_list", "func", "stream")}, "does not delay"),
+        ({"fp8": "hybrid"}, {}, "fp8"),
         ({"tp_comm_overlap": True}, {}, "tp_comm_overlap"),
         ({"cpu_offloading": True}, {}, "cpu_offloading"),
         ({"fine_grained_activation_offloading": True}, {}, "fine_grained_activation_offloading"),

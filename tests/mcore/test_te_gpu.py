@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.launch.jobserver import CHECKOUT
+from tests.mcore.conftest import MODEL
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.gpu
@@ -154,14 +155,7 @@ def te_spec(te: Any) -> Any:
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.enums import AttnBackend
 
-    values = {
-        "num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 256, "num_attention_heads": 4, "num_query_groups": 2,
-        "seq_length": 16, "attention_dropout": 0.0, "hidden_dropout": 0.0, "bf16": True, "lr": 1e-3, "min_lr": 1e-4,
-        "fp16": False, "weight_decay": 0.1, "clip_grad": 1.0, "seed": 7, "tensor_model_parallel_size": 1,
-        "context_parallel_size": 1,
-        "sequence_parallel": False, "qk_layernorm": False, "share_embeddings_and_output_weights": False,
-        "optimizer": "adam", "sgd_momentum": 0.9,
-    }  # fmt: skip
+    values = MODEL | {"hidden_size": 128, "ffn_hidden_size": 256, "bf16": True}
     made = pretrain_llama.model_spec(argparse.Namespace(**values), float64=False)
     made.config.attention_backend = AttnBackend.unfused  # the others may sum in any order
     layer = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
@@ -211,3 +205,47 @@ def test_a_block_of_megatron_s_te_layers(te_spec, fused):
         return gradients(layer)
 
     torch.testing.assert_close(run(apart=True), run(apart=False), **SAME)
+
+
+AVAILABLE = {
+    "tensorwise": "is_fp8_available",
+    "blockwise": "is_fp8_block_scaling_available",
+    "mxfp8": "is_mxfp8_available",
+}
+
+
+@pytest.mark.parametrize("recipe", AVAILABLE)
+def test_fp8_is_a_function_of_weights_and_input(te_spec, recipe):
+    """A layer that has seen other microbatches computes what a fresh one does; and not what bf16 does."""
+    from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
+
+    from odyssey_megatron.mcore.model import te
+    from odyssey_megatron.mcore.model.layers import HeldLayer, LayerBlock, initial_parts
+    from odyssey_megatron.mcore.model.rng import LayerSeeds
+
+    is_available, why = getattr(FP8GlobalStateManager, AVAILABLE[recipe])()
+    if not is_available:
+        pytest.skip(why)
+    model, groups = te_spec
+    model.config.fp8, model.config.fp8_recipe = "hybrid", recipe
+    te.prepare(model.config)
+
+    def run(*microbatches: int) -> tuple[Any, dict[str, Any]]:
+        parts = initial_parts(model, [1], groups)
+        layer = HeldLayer(model, 1, parts[1], groups, LayerSeeds(7), kept=False)
+        block = LayerBlock(model, [layer], groups)
+        for microbatch in microbatches:
+            block.zero_gradients()
+            torch.manual_seed(microbatch)
+            scale = 10.0**microbatch  # other amaxes than before
+            hidden = scale * torch.randn(128, 1, 128, device="cuda", dtype=torch.bfloat16)
+            block.model.module.set_input_tensor([hidden.requires_grad_()])
+            output = block.model(None, None, None)
+            output.float().square().sum().backward()
+        return output.detach().float(), gradients(layer)
+
+    used, fresh = run(3, 1, 2, 0), run(0)
+    torch.testing.assert_close(used[0], fresh[0], rtol=0.0, atol=0.0)
+    torch.testing.assert_close(used[1], fresh[1], **SAME)
+    model.config.fp8 = None
+    assert not torch.equal(run(0)[0], fresh[0]), "it was not fp8"

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from tests.e2e.jobs import Outcome, assert_equal_numbers
@@ -102,11 +103,19 @@ class MegatronJobs:
         return self._known[key]
 
     def plain_once(
-        self, name: str, flags: str, *, ranks: int, stages: int, without: str = "", model: str = MODEL
+        self,
+        name: str,
+        flags: str,
+        *,
+        ranks: int,
+        stages: int,
+        without: str = "",
+        before: Sequence[str] = (),
+        model: str = MODEL,
     ) -> MegatronRun:
-        """As :meth:`plain`, with a name, and whatever it comes to."""
+        """As :meth:`plain`, with a name, its script run by ``before``, and whatever it comes to."""
         script = str(CHECKOUT / "tests" / "megatron_lm" / "plain.py")
-        return self.outcome(name, self._start([script], name, flags, ranks, stages, without, model))
+        return self.outcome(name, self._start([script, *before], name, flags, ranks, stages, without, model))
 
     def odyssey(self, name: str, flags: str = MOCK, **how: Any) -> MegatronRun:
         """The same under ``--odyssey``; ``how`` as of :meth:`start`."""
@@ -247,13 +256,15 @@ def indexed(prefix: Path, documents: Sequence[bytes]) -> Path:
     return prefix
 
 
-def checkpoint(folder: Path, iteration: int) -> dict[str, Any]:
-    """What a torch_dist checkpoint holds, by global name."""
-    state: dict[str, Any] = {}
-    _load_state_dict(
-        state,
-        storage_reader=FileSystemReader(folder / f"iter_{iteration:07d}"),
-        planner=_EmptyStateDictLoadPlanner(),
-        no_dist=True,
-    )
-    return state
+class _Tensors(_EmptyStateDictLoadPlanner):
+    """Objects may be of classes that another Megatron-LM has."""
+
+    def _should_include_key(self, key: str, metadata: Metadata) -> bool:
+        return isinstance(metadata.state_dict_metadata[key], TensorStorageMetadata)
+
+
+def checkpoint(folder: Path, iteration: int) -> dict[str, torch.Tensor | None]:
+    """What a torch_dist checkpoint holds, by global name: its tensors, and None for other objects."""
+    reader, state = FileSystemReader(folder / f"iter_{iteration:07d}"), dict[str, Any]()
+    _load_state_dict(state, storage_reader=reader, planner=_Tensors(), no_dist=True)
+    return dict.fromkeys(reader.read_metadata().state_dict_metadata) | state

@@ -14,7 +14,10 @@ from tests.launch.jobserver import CHECKOUT
 from tests.megatron_lm.jobs import MOCK, MODEL
 
 GIVEN = {
-    "--fp8-format": "--fp8-format hybrid",
+    "--fp8-recipe": "--fp8-format hybrid",
+    "--fp8-param-gather": "--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather",
+    "--fp8-output-proj": "--fp8-format hybrid --fp8-recipe mxfp8 --fp8-output-proj",
+    "--fp8-quantizer-factory": "--fp8-quantizer-factory mine.factory",
     "--fp4-format": "--fp4-format e2m1",
     "--te-precision-config-file": "--te-precision-config-file precision.yaml",
     "--kitchen-config-file": "--kitchen-config-file kitchen.yaml",
@@ -24,7 +27,9 @@ GIVEN = {
     "--log-max-attention-logit": "--log-max-attention-logit",
     "--use-precision-aware-optimizer": "--use-precision-aware-optimizer",
     "--hierarchical-context-parallel-sizes": "--hierarchical-context-parallel-sizes 1 2",
-    "--mtp-num-layers": "--mtp-num-layers 1",
+    "--mtp-standalone": "--mtp-standalone",
+    "--mtp-use-repeated-layer": "--mtp-use-repeated-layer",
+    "--mtp-detach-heads": "--mtp-detach-heads",
     "--use-megatron-fsdp": "--use-megatron-fsdp",
     "--use-torch-fsdp2": "--use-torch-fsdp2",
     "--use-legacy-models": "--use-legacy-models",
@@ -88,7 +93,6 @@ GIVEN = {
     "--result-rejected-tracker-filename": "--result-rejected-tracker-filename there",
     "--check-for-spiky-loss": "--check-for-spiky-loss",
     "--decrease-batch-size-if-needed": "--decrease-batch-size-if-needed",
-    "--fim-data": "--fim-data",
     "--ckpt-fully-parallel-save-process-group": "--ckpt-fully-parallel-save-process-group ep_dp",
     "--ckpt-fully-parallel-load-process-group": "--ckpt-fully-parallel-load-process-group ep_dp",
     "--dist-ckpt-save-pre-mcore-014": "--dist-ckpt-save-pre-mcore-014",
@@ -193,6 +197,14 @@ def test_with_strict_what_would_be_ignored_is_refused(jobs, name):
     assert run.log.count("--overlap-grad-reduce changes nothing with --odyssey: ") == 1
     assert run.log.count("changes nothing") == 1
     assert not run.iterations
+
+
+def test_what_megatron_asserts_is_one_message(jobs, name):
+    run = jobs.odyssey(name, f"{MOCK} --fp16 --bf16", ranks=4, stages=2)
+    assert run.exit_code == 2, run.log[-3000:]
+    assert "Traceback" not in run.log
+    assert run.log.count("Megatron-LM itself refuses these flags (arguments.py, line") == 1
+    assert "assert not args.bf16" in run.log
 
 
 @pytest.mark.parametrize("flag", ["--qk-clip", "--yaml-cfg", "--inprocess-restart", "--enable-ft-package"])

@@ -124,3 +124,16 @@ def test_layers_with_experts_cost_what_they_cost():
         profile, [seen(0, 2, 1.0), seen(2, 3, 3.0), seen(3, 4, 1.0), seen(4, 6, 3.0)]
     ).costs.layers
     assert [one.forward_s for one in layers[2:5]] == pytest.approx([3.0, 1.0, 3.0], rel=0.1)
+
+
+def test_blocks_further_ahead_are_the_head_s():
+    """A layer, a head, and what joins two hidden states: DeepSeek-V3's MTP module, section 2.2 of its report."""
+    costs = estimated_profile(num_transformer_layers=4, **SHAPE).costs
+    ahead = estimated_profile(num_transformer_layers=4, mtp_num_layers=2, **SHAPE).costs
+    *inner, head = ahead.layers
+    assert inner[1:] == list(costs.layers[1:-1])
+    once = costs.layers[-1].compute_s + costs.layers[-2].compute_s
+    assert 2 * once < head.compute_s - costs.layers[-1].compute_s < 2.5 * once
+    assert ahead.tied.weight_bytes == costs.layers[0].weight_bytes, "the embedding's weight is where both are"
+    assert inner[0].weight_bytes == 0
+    assert head.weight_bytes - costs.layers[-1].weight_bytes > 2 * costs.layers[-2].weight_bytes

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+import os
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -52,6 +55,19 @@ def optimizer_copies(args: Any, config: OdysseyConfig) -> int:
     return config.optimizer_copies if args.use_distributed_optimizer else 0
 
 
+@contextlib.contextmanager
+def refused_by_megatron() -> Iterator[None]:
+    """What Megatron asserts of its arguments in the body, it refuses in one message. Raises ConfigError."""
+    try:
+        yield
+    except AssertionError as error:
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        where, what = f"{os.path.basename(at.filename)}, line {at.lineno}", str(error) or at.line
+        raise ConfigError(
+            f"Megatron-LM itself refuses these flags ({where}): {what}. Change them as you would without --odyssey."
+        ) from error
+
+
 def split_of(args: Any) -> Callable[[Any], span.Split]:
     """How Megatron would cut the model of a config; ``args`` before :func:`adapt`."""
     return functools.partial(
@@ -69,7 +85,7 @@ def job_of(
     return JobSpec(
         num_layers=args.num_layers + 2,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        is_tied=not args.untie_embeddings_and_output_weights,
+        is_tied=not args.untie_embeddings_and_output_weights or bool(args.mtp_num_layers),
         # A stage without a transformer layer, as Megatron's may be, is none of a plan's.
         stage_layers=split.stage_layers if all(split.stage_layers) else (),
         tensor_model_parallel_size=args.tensor_model_parallel_size,

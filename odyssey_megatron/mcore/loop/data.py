@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from torch.utils.data import default_collate
 
+from odyssey_megatron.mcore.model.rng import derive_seed
+
 
 def global_samples(*, before: int, microbatch: int, micro_batch_size: int) -> range:
     """Indices, in consumption order, of the samples of one microbatch of the step behind ``before`` samples."""
@@ -25,6 +27,24 @@ class Order(Protocol):
     def __len__(self) -> int:
         """Microbatches that a replica has of it."""
         ...
+
+
+class DrawnBySample:
+    """A data set that draws numbers for what it makes of a sample: those of (seed, sample), and not those behind what
+    was read before, which depends on who reads.
+    """
+
+    def __init__(self, dataset: Sequence[Any], generators: Sequence[Any], seed: int):
+        """``generators``: those that ``dataset`` draws from, each a NumPy RandomState."""
+        self._dataset, self._generators, self._seed = dataset, generators, seed
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, sample: int) -> Any:
+        for one in self._generators:
+            one.seed(derive_seed(self._seed, sample) % 2**32)
+        return self._dataset[sample]
 
 
 class MicrobatchSource:

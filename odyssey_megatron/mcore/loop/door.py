@@ -186,7 +186,7 @@ class Door:
         arguments.leave_out_moot(args)
         self._optimizer_copies = arguments.optimizer_copies(args, self._config)
         self._saved.distributed = args.use_distributed_optimizer
-        result = original(args, *rest, **kwargs)
+        result = arguments.refused_by_megatron()(original)(args, *rest, **kwargs)
         refusals.check(args, self._parser)
         self._feed.replicas = args.data_parallel_size
         self._split_of, self._checks = arguments.split_of(args), args.check_for_nan_in_loss_and_grad
@@ -422,15 +422,15 @@ class Door:
         self._feed(self._model, forward_step_func, data_iterator)
         result = self._step()
         experts.show(result.aux_losses)
+        self._model.future.show(result.losses, result.num_microbatches)
         self._log_own(self._runtime.committed, get_args().tensorboard_log_interval)
         if not result.skipped:
             opt_param_scheduler.step(increment=result.num_microbatches * get_args().micro_batch_size)
-        losses = {  # beside Megatron's own sums, on its device
-            name: torch.tensor([value], dtype=torch.float32, device=torch.cuda.current_device())
-            for name, value in result.losses.items()
-        }
         return compat.train_step_result(
-            losses, result.grad_norm, result.num_zeros_in_grad, skipped=result.skipped
+            outcome.shown(result, self._model.loss_names),
+            result.grad_norm,
+            result.num_zeros_in_grad,
+            skipped=result.skipped,
         )
 
     def dummy_train_step(self, original: Any, data_iterator: Any) -> None:

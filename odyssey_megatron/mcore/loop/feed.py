@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from odyssey_megatron.mcore.loop.data import MicrobatchSource
+from odyssey_megatron.mcore.loop.data import DrawnBySample, MicrobatchSource
 from odyssey_megatron.mcore.loop.orders import order_of
 from odyssey_megatron.mcore.model.model import MegatronModel
 from odyssey_megatron.mcore.model.stage import OwnStage
+from odyssey_megatron.upstream import compat
 
 
 class Feed:
@@ -28,8 +29,11 @@ class Feed:
         if dataset is None:
             return None
         args = get_args()
+        samples = dataset
+        if args.fim_data and (drawn := compat.generators_of(dataset)):
+            samples = DrawnBySample(dataset, drawn, args.seed)
         return MicrobatchSource(
-            dataset,
+            samples,
             micro_batch_size=args.micro_batch_size,
             offset=consumed_samples,
             order=order_of(args, dataset, self.replicas),

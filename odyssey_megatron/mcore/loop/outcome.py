@@ -90,6 +90,15 @@ def means(losses: Sequence[float], loss_names: Sequence[str]) -> dict[str, float
     }
 
 
+def shown(result: StepOutcome, loss_names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """The losses of a step under ``loss_names``, beside Megatron's own sums, on its device."""
+    return {
+        name: torch.tensor([value], dtype=torch.float32, device=torch.cuda.current_device())
+        for name, value in result.losses.items()
+        if name in loss_names
+    }
+
+
 def checked(reported: dict[str, torch.Tensor], loss_names: Sequence[str]) -> dict[str, torch.Tensor]:
     """What a forward step has ``reported``. Raises ConfigError if that is something else."""
     if set(reported) != set(loss_names):

@@ -148,7 +148,7 @@ class Saved:
                 parameters = [
                     [
                         ((layer, name), numel)
-                        for layer in _of_chunk(*chunk, tied)
+                        for layer in _of_chunk(*chunk, tied, embeds=bool(config.mtp_num_layers))
                         for name, numel, kind in numels[layer]
                         if kind == spread
                     ]
@@ -180,14 +180,14 @@ class Saved:
         )
 
 
-def _of_chunk(first: int, last: int, tied: int | None) -> list[int]:
+def _of_chunk(first: int, last: int, tied: int | None, *, embeds: bool) -> list[int]:
     """The layers of a chunk of Megatron's in the order of their parameters: a weight that embedding and head share is
-    the embedding's first, and where the head is in another chunk, its last. ``tied``: its number.
+    the embedding's first, and where the head is in another chunk, its last, unless it ``embeds``. ``tied``: its number.
     """
     layers = [*range(first, last)]
     if tied is None or (0 < first and last < tied):
         return layers
-    return [*layers, tied] if first else [tied, *layers]
+    return [tied, *layers] if embeds or not first else [*layers, tied]
 
 
 def _stored_buckets(folder: str) -> dict[tuple[int, int, int], list[tuple[str, int]]]:

@@ -8,23 +8,22 @@ balancing), and Megatron logs its auxiliary losses.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import Router
 
 from odyssey_megatron.errors import ConfigError
-from odyssey_megatron.execute.ledger import Word
 from odyssey_megatron.mcore.model.rng import LayerSeeds
 from odyssey_megatron.upstream import compat
 
 Records = dict[tuple[int, int], torch.Tensor]
-"""(microbatch, planner layer) -> its row: an auxiliary loss for each name, then the tokens of each expert."""
+"""(microbatch, layer) -> its row: an auxiliary loss for each name, then the tokens of each expert. Layers are counted
+as Megatron logs them: those of multi-token prediction, which are the head's, follow upon the others.
+"""
 _LOSSES = {
     "aux_loss": "load_balancing_loss",
     "seq_aux_loss": "seq_load_balancing_loss",
@@ -33,13 +32,14 @@ _LOSSES = {
 
 
 def with_experts(config: TransformerConfig) -> list[int]:
-    """The planner layers whose MLP is a mixture of experts (megatron core_v0.16.1 models/gpt/gpt_layer_specs.py,
-    ``get_gpt_decoder_layer_specs``).
+    """The layers whose MLP is a mixture of experts (megatron core_v0.16.1 models/gpt/gpt_layer_specs.py,
+    ``get_gpt_decoder_layer_specs``). Those of multi-token prediction, behind the others, are like the last one.
     """
     if config.num_moe_experts is None:
         return []
     every = config.moe_layer_freq
     pattern = every if isinstance(every, list) else [at % every == 0 for at in range(config.num_layers)]
+    pattern = [*pattern, *pattern[-1:] * (config.mtp_num_layers or 0)]
     return [layer for layer, has_them in enumerate(pattern, start=1) if has_them]
 
 
@@ -85,10 +85,10 @@ class Routing:
     # -- in a forward ---------------------------------------------------------------------------------------------
 
     def attach(self, layer: int, parts: torch.nn.Module) -> None:
-        """From now on what the router of ``layer`` counts, if it has one, is recorded."""
-        for router in parts.modules():
-            if isinstance(router, Router):
-                self._attach(layer, router)
+        """From now on what the routers of planner ``layer`` count is recorded: one, or none; several in a head."""
+        routers = [one for one in parts.modules() if isinstance(one, Router)]
+        for number, router in enumerate(routers, start=layer):
+            self._attach(number, router)
 
     def _attach(self, layer: int, router: Router) -> None:
         if self._counted:  # a model in 16 bits would count, and balance, in 16 bits
@@ -121,22 +121,9 @@ class Routing:
 
     def take_back(self, microbatch: int, first: int, last: int) -> Records:
         """The records of a visit, which count for nothing before they are put back."""
-        ours = [key for key in self.records if key[0] == microbatch and first <= key[1] < last]
+        head = self._config.num_layers + 1
+        ours = [key for key in self.records if key[0] == microbatch and first <= min(key[1], head) < last]
         return {key: self.records.pop(key) for key in ours}
-
-    @contextlib.contextmanager
-    def only_if(self, word: Word) -> Iterator[None]:
-        """In the body a backward adds the gradients of what routers lose if ``word`` stands."""
-        if word is None or not self._layers:
-            yield
-            return
-        scaler = MoEAuxLossAutoScaler
-        before = scaler.main_loss_backward_scale
-        scaler.main_loss_backward_scale = word if before is None else before * word
-        try:
-            yield
-        finally:
-            scaler.main_loss_backward_scale = before
 
     # -- at the step's end: [layer with experts, the sum of its records], float64, flat -----------------------------
 
@@ -156,9 +143,10 @@ class Routing:
         return len(self._layers), len(self._names) + self._counted
 
     def losses(self, totals: torch.Tensor) -> dict[str, list[float]]:
-        """Name -> of each transformer layer what Megatron would have added up by now, from everyone's totals."""
+        """Name -> of each layer what Megatron would have added up by now, from everyone's totals."""
         table = totals.reshape(self._shape).tolist()
-        found = {name: [0.0] * self._config.num_layers for name in self._names}
+        count = self._config.num_layers + (self._config.mtp_num_layers or 0)
+        found = {name: [0.0] * count for name in self._names}
         for layer, place in self._layers.items():
             for index, name in enumerate(self._names):
                 found[name][layer - 1] = table[place][index]
@@ -172,8 +160,8 @@ class Routing:
             return
         tokens = totals.reshape(self._shape)[:, len(self._names) :].to(torch.float32)
         for layer, module in layers.items():
-            for bias in biases(module).values():
-                mine = tokens[self._layers[layer]]
+            for number, bias in enumerate(biases(module).values(), start=layer):
+                mine = tokens[self._layers[number]]
                 bias += torch.sign(mine.sum() / len(mine) - mine) * self._config.moe_router_bias_update_rate
 
 

@@ -62,7 +62,8 @@ def initialize(
     Args:
         cell: whose tensor-parallel ranks are all of the default group.
         named: its groups of several ranks, by their names in a generation.
-        data_parallel: keep Megatron's data-parallel globals: Megatron-LM's own loop counts with them.
+        data_parallel: keep Megatron's data-parallel globals: Megatron-LM's own loop counts with them, and multi-token
+            prediction names them with what it logs.
     """
     if parallel_state.get_tensor_model_parallel_group(check_initialized=False) is None:
         parallel_state.initialize_model_parallel(

@@ -9,6 +9,7 @@ away with it; its layers live on.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,9 @@ from megatron.core.transformer import TransformerConfig
 
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.mcore.model import experts, rng, span, te
+from odyssey_megatron.mcore.model import groups as own
 from odyssey_megatron.mcore.model.optimizer import LayerOptimizer
+from odyssey_megatron.upstream import compat
 
 ModelProvider = Callable[..., Any]
 """Megatron's: (pre_process, post_process, pg_collection) -> GPTModel; it asks how many layers it is to build."""
@@ -47,7 +50,7 @@ class ModelSpec:
     believes. Filled once, before the first step.
     """
     is_tied: bool = False
-    """Embedding and head share a weight: the provider's models have ``share_embeddings_and_output_weights``."""
+    """The provider's models have ``share_embeddings_and_output_weights``."""
     overflow_ends_job: bool = True
     """Of a loss scale that does not change: False lets a step that overflows be skipped."""
     stages: tuple[tuple[tuple[int, int], ...], ...] = ()
@@ -65,6 +68,16 @@ class ModelSpec:
     @property
     def head(self) -> int:
         return self.num_layers - 1
+
+    @property
+    def looks_ahead(self) -> bool:
+        """The head has the blocks of multi-token prediction, which embed tokens as the embedding does."""
+        return bool(self.config.mtp_num_layers)
+
+    @property
+    def shares_embedding(self) -> bool:
+        """Embedding and head have a weight in common."""
+        return self.is_tied or self.looks_ahead
 
     @property
     def tied(self) -> int:
@@ -110,6 +123,10 @@ class HeldLayer(torch.nn.Module):
             for name in ("embedding", "layer"):
                 if name in self.parts:
                     seeds.attach(self.parts[name], index)
+            if "mtp" in self.parts:
+                seeds.attach(self.parts["mtp_embedding"], 0)  # the embedding is there, too, if both ends are
+                for number, one in enumerate(compat.blocks_ahead(self.parts["mtp"]), start=index):
+                    seeds.attach(one, number)
         self.optimizer = LayerOptimizer(self, spec, groups) if kept else None
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -173,7 +190,10 @@ def initial_parts(
 def build_part(spec: ModelSpec, layer: int, groups: ProcessGroupCollection) -> torch.nn.ModuleDict:
     """The modules of one planner layer."""
     first = 0 if layer == spec.tied else layer
-    return build_parts(spec, first, first + 1, groups)[layer]
+    last = first + 1
+    if layer == spec.head and spec.looks_ahead and not (spec.stages and spec.stages[-1][-1] == (first, last)):
+        first -= 1  # its blocks are like the last one of Megatron's stage, if there is one
+    return build_parts(spec, first, last, groups)[layer]
 
 
 def build_parts(
@@ -196,13 +216,10 @@ def build_parts(
     for layer in chunk.decoder.layers:
         parts[layer.layer_number] = {"layer": layer}
     if last == spec.num_layers:
-        parts[spec.head] = {
-            "final_layernorm": chunk.decoder.final_layernorm,
-            "output_layer": chunk.output_layer,
-        }
-    if spec.is_tied and first == 0:
+        parts[spec.head] = _head_of(spec, chunk, groups)
+    if spec.shares_embedding and first == 0:
         parts[spec.tied] = {"shared": SharedWeight(chunk.embedding.word_embeddings.weight)}
-    if spec.is_tied:
+    if spec.shares_embedding:
         for module in _places(chunk):
             _lend(module, None)
     device, dtype = torch.cuda.current_device(), spec.config.params_dtype
@@ -214,10 +231,32 @@ def build_parts(
     return built
 
 
+def _head_of(spec: ModelSpec, chunk: Any, groups: ProcessGroupCollection) -> dict[str, torch.nn.Module]:
+    """The modules of the head at the end of ``chunk``, in the order of Megatron's parameters."""
+    norm = chunk.decoder.final_layernorm
+    if (
+        norm is None
+    ):  # with multi-token prediction it comes behind the last transformer layer, which is elsewhere
+        norm = _build_chunk(spec, spec.head, spec.num_layers, groups, empty=True).decoder.final_layernorm
+    ahead = {"mtp": chunk.mtp, "mtp_embedding": _twin(chunk.embedding)} if spec.looks_ahead else {}
+    return {"final_layernorm": norm, **ahead, "output_layer": chunk.output_layer}
+
+
+def _twin(module: torch.nn.Module) -> torch.nn.Module:
+    """Another one that is like ``module``, without parameters: it will be lent them."""
+    twin = copy.copy(module)
+    own = {name: copy.copy(value) for name, value in vars(module).items() if isinstance(value, dict)}
+    vars(twin).update(own, _modules={name: _twin(child) for name, child in module.named_children()})
+    for name in module._parameters:
+        twin.register_parameter(name, None)
+    return twin
+
+
 def _places(chunk: Any) -> list[torch.nn.Module]:
     """The modules of a chunk that the shared weight could be in; where both are, the head takes the embedding's."""
-    places = [chunk.embedding.word_embeddings] if chunk.pre_process else []
-    return [*places, chunk.output_layer] if chunk.post_process else places
+    places = [chunk.embedding.word_embeddings] if hasattr(chunk, "embedding") else []
+    ends_with_it = chunk.post_process and chunk.share_embeddings_and_output_weights
+    return [*places, chunk.output_layer] if ends_with_it else places
 
 
 def _lend(module: torch.nn.Module, weight: torch.nn.Parameter | None, *, hidden: bool = False) -> None:
@@ -232,13 +271,15 @@ def _lend(module: torch.nn.Module, weight: torch.nn.Parameter | None, *, hidden:
 def _build_chunk(
     spec: ModelSpec, first: int, last: int, groups: ProcessGroupCollection, *, empty: bool = False
 ) -> Any:
-    """Megatron's model of planner layers ``[first, last)``; without its transformer layers if ``empty``."""
+    """Megatron's model of planner layers ``[first, last)``; without its transformer layers, and those of multi-token
+    prediction, if ``empty``.
+    """
     offset = max(first - 1, 0)
     count = 0 if empty else min(last, spec.head) - 1 - offset
-    with span.building(offset, max(count, 0)), _to_build_with(spec):
-        return spec.model_provider(
-            pre_process=first == 0, post_process=last == spec.num_layers, pg_collection=groups
-        )
+    pre_process, post_process = first == 0, last == spec.num_layers
+    stage = own.in_stage(*own.place(first=pre_process, last=post_process))
+    with span.building(offset, max(count, 0)), stage, _to_build_with(spec, empty=empty):
+        return spec.model_provider(pre_process=pre_process, post_process=post_process, pg_collection=groups)
 
 
 _OF_THE_LOOP = (
@@ -248,10 +289,12 @@ _OF_THE_LOOP = (
 
 
 @contextlib.contextmanager
-def _to_build_with(spec: ModelSpec) -> Iterator[None]:
+def _to_build_with(spec: ModelSpec, *, empty: bool) -> Iterator[None]:
     """In the body Megatron does not give the last stage a copy of the embedding's weight, and sums no first values."""
     instead: dict[str, Any] = dict.fromkeys(_OF_THE_LOOP)
-    if spec.is_tied:
+    if empty:
+        instead["mtp_num_layers"] = None
+    if spec.shares_embedding:
         instead["pipeline_model_parallel_size"] = 1
     before = {name: getattr(spec.config, name) for name in instead}
     vars(spec.config).update(instead)
@@ -298,10 +341,14 @@ class LayerBlock:
         if self.last == spec.num_layers:
             chunk.decoder.final_layernorm = layers[-1].parts["final_layernorm"]
             chunk.output_layer = layers[-1].parts["output_layer"]
+            if spec.looks_ahead:
+                chunk.mtp, chunk.mtp_process = layers[-1].parts["mtp"], True
+                if self.first > 0:
+                    chunk.embedding = layers[-1].parts["mtp_embedding"]
         inner = [layer.parts["layer"] for layer in layers if layer.index not in (0, spec.head)]
         chunk.decoder.layers = torch.nn.ModuleList(inner)
         chunk.decoder.num_layers_per_pipeline_rank = len(inner)
-        for module in _places(chunk) if spec.is_tied else ():
+        for module in _places(chunk) if spec.shares_embedding else ():
             _lend(module, None)  # its gradient is summed elsewhere
         return chunk
 

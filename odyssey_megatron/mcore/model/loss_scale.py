@@ -13,9 +13,14 @@ from typing import Any
 import torch
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.execute.ledger import Word
+
+_BESIDE: tuple[Any, ...] = MoEAuxLossAutoScaler, MTPLossAutoScaler
+"""They add gradients of losses that no forward step gives, on the way of the one that it gives."""
 
 
 class LossScale:
@@ -62,10 +67,16 @@ class LossScale:
     def only_if(self, word: Word) -> Iterator[None]:
         """In the body a backward begins with nothing unless ``word`` stands."""
         self._word = word
+        before = [one.main_loss_backward_scale for one in _BESIDE]
+        for one in _BESIDE if word is not None else ():
+            scale = one.main_loss_backward_scale
+            one.main_loss_backward_scale = word if scale is None else scale * word
         try:
             yield
         finally:
             self._word = None
+            for one, scale in zip(_BESIDE, before, strict=True):
+                one.main_loss_backward_scale = scale
 
     @property
     def skips(self) -> bool:

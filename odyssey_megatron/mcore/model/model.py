@@ -19,6 +19,7 @@ from odyssey_megatron.mcore.loop.batches import Batches
 from odyssey_megatron.mcore.loop.data import MicrobatchSource
 from odyssey_megatron.mcore.loop.outcome import StepOutcome
 from odyssey_megatron.mcore.model import experts, groups, rng, span, te
+from odyssey_megatron.mcore.model.future import FutureTokens
 from odyssey_megatron.mcore.model.holders import digests, odd_ones
 from odyssey_megatron.mcore.model.layers import (
     HeldLayer,
@@ -80,7 +81,7 @@ class MegatronModel:
         config.grad_scale_func = self.loss_scale.scaled
         self._replicas = replicas if self.loss_scale and not config.calculate_per_token_loss else 1
         self.loss_names, self._spare_on_host = tuple(loss_names), spare_on_host
-        self._groups = groups_of_cell or groups.initialize()
+        self._groups = groups_of_cell or groups.initialize(data_parallel=spec.looks_ahead)
         self._tp_rank, self._cp_rank = self._groups.tp.rank(), self._groups.cp.rank()
         self._losses_of_one = 1 if config.calculate_per_token_loss else self._groups.cp.size()
         """Of a microbatch: of each part of its sequence the mean, which Megatron averages, or together a sum."""
@@ -95,7 +96,8 @@ class MegatronModel:
         self._blocks: dict[tuple[int, int], LayerBlock] = {}
         self._flights: dict[tuple[int, int], Flight] = {}
         self._step, self._worker, self._layout = -1, -1, Layout(holders=(), routes=())
-        self._tally = Tally(self.loss_names, self.routing)
+        self.future = FutureTokens(config, parts=self._groups.cp.size())
+        self._tally = Tally(self.loss_names, self.future, self.routing)
         self._training = True
 
     @property
@@ -277,6 +279,7 @@ class MegatronModel:
         microbatch = self._go_to(microbatch)
         if activation is not None and self._training:
             activation.requires_grad_()
+        self.future.taken()  # what is left of a forward that was cut short
         tensor, reported, counted = activation, list[dict[str, torch.Tensor]](), 0
         for block in self._span(first, last):
             is_last_stage = block.last == self.spec.num_layers
@@ -294,10 +297,11 @@ class MegatronModel:
                     is_last_stage=is_last_stage,
                 )
             counted += tokens
+        losses = self._tally.read(reported)
         if ahead:
-            self._tally.put_aside(microbatch, first, last, counted, reported)
+            self._tally.put_aside(microbatch, first, last, counted, losses)
         else:
-            self._tally.count(microbatch, counted, reported)
+            self._tally.count(microbatch, counted, losses)
         assert tensor is not None
         if self._training:
             self._flights[microbatch, first] = Flight(activation, tensor, WeightGrads())
@@ -324,7 +328,7 @@ class MegatronModel:
         self, microbatch: int, first: int, last: int, grad: torch.Tensor | None, *, word: Word = None
     ) -> torch.Tensor | None:
         flight = self._flights[self._go_to(microbatch), first]
-        with flight.weight_grads, self.loss_scale.only_if(word), self.routing.only_if(word):
+        with flight.weight_grads, self.loss_scale.only_if(word):
             return compat.backward_step(flight.activation, flight.output, grad, self.spec.config)
 
     def weight_grad(self, microbatch: int, first: int, last: int) -> None:
@@ -358,7 +362,7 @@ class MegatronModel:
 
     @property
     def num_totals(self) -> int:
-        return outcome.num_totals(self.loss_names) + self.routing.num_totals
+        return outcome.num_totals(self._tally.names) + self.routing.num_totals
 
     def local_totals(self) -> torch.Tensor:
         """This rank's share of the step's totals: each block's gradient is counted by its first holder only, each
@@ -369,7 +373,7 @@ class MegatronModel:
         totals = outcome.local_totals(
             [one for block in blocks for one in outcome.counted_gradients(block, self._cell)],
             self._tally.losses,
-            self.loss_names,
+            self._tally.names,
             tokens=self._tally.tokens.values(),
             tp_rank=self._tp_rank,
             cp_rank=self._cp_rank,
@@ -397,7 +401,7 @@ class MegatronModel:
         Raises:
             NotFinite: the same on every rank, before any weight has changed.
         """
-        totals, routed = torch.split(totals, [outcome.num_totals(self.loss_names), self.routing.num_totals])
+        totals, routed = torch.split(totals, [outcome.num_totals(self._tally.names), self.routing.num_totals])
         squared_norm, zeros, tokens, microbatches, *losses = totals.tolist()
         if self._step in self.batches.left_out:
             return self._leave_out()
@@ -432,7 +436,7 @@ class MegatronModel:
         self.routing.balance(self._held, routed)  # of a step that is skipped, too
         self.loss_scale.update(skipped=skipped, samples=self.batches.size(self._step))
         return StepOutcome(
-            losses=outcome.means(losses, self.loss_names),
+            losses=outcome.means(losses, self._tally.names),
             grad_norm=None if skipped else grad_norm,
             lr=lr,
             skipped=skipped,

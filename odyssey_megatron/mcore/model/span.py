@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
+from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.upstream import seams
 from odyssey_megatron.upstream.seam_table import GET_NUM_LAYERS_TO_BUILD, GET_TRANSFORMER_LAYER_OFFSET
 
@@ -44,6 +45,12 @@ class Split:
         """``virtual_stages``: chunks of a stage, None for one; ``layout``: ``--pipeline-model-parallel-layout``."""
         if layout is not None:
             kinds = PipelineParallelLayerLayout(layout, stages).layout
+            chunks = [[kind.name for kind in chunk] for stage in kinds for chunk in stage]
+            if any("mtp" in chunk and "loss" not in chunk for chunk in chunks):
+                raise ConfigError(
+                    f"--pipeline-model-parallel-layout {layout} has multi-token prediction (m) in another chunk than "
+                    "the loss (L), with which it goes under --odyssey. Put it into the last stage."
+                )
             return cls(
                 tuple(
                     tuple(

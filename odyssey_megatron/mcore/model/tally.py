@@ -8,9 +8,10 @@ import torch
 
 from odyssey_megatron.mcore.loop import outcome
 from odyssey_megatron.mcore.model.experts import Records, Routing
+from odyssey_megatron.mcore.model.future import FutureTokens
 
-Reported = Sequence[dict[str, torch.Tensor]]
-"""What forward steps have reported of a microbatch; the last one counts."""
+Reported = dict[str, torch.Tensor]
+"""Of a microbatch whose head has run; else empty."""
 
 Tokens = torch.Tensor | float
 """How many of a microbatch; nobody waits for a device to know."""
@@ -19,10 +20,13 @@ Tokens = torch.Tensor | float
 class Tally:
     """Tokens and losses of the microbatches whose head ran here, and what routers of experts have counted."""
 
-    def __init__(self, loss_names: Sequence[str], routing: Routing):
-        self._loss_names, self._routing = tuple(loss_names), routing
+    def __init__(self, loss_names: Sequence[str], future: FutureTokens, routing: Routing):
+        """``loss_names``: of what forward steps report."""
+        self._loss_names, self._future, self._routing = loss_names, future, routing
+        self.names = (*loss_names, *future.names)
+        """Of the losses of a step; an evaluation has those that are reported."""
         self.tokens: dict[int, Tokens] = {}
-        self.losses: dict[int, dict[str, torch.Tensor]] = {}
+        self.losses: dict[int, Reported] = {}
         self._ahead: dict[tuple[int, int], tuple[Tokens, Reported, Records]] = {}
         """Of forwards run ahead, which count for nothing yet."""
 
@@ -32,11 +36,19 @@ class Tally:
         self._routing.records.clear()
         self.tokens.clear()
 
+    def read(self, results: Sequence[Reported]) -> Reported:
+        """What a forward comes to whose forward steps have given ``results``, of which the last counts. Raises
+        ConfigError if that is something unexpected.
+        """
+        if not results:
+            return {}
+        return outcome.checked(results[-1], self._loss_names) | self._future.taken()
+
     def count(self, microbatch: int, tokens: Tokens, reported: Reported) -> None:
-        """A forward. Raises ConfigError if it has reported something unexpected."""
+        """A forward."""
         if reported:
             self.tokens[microbatch] = tokens
-            self.losses[microbatch] = outcome.checked(reported[-1], self._loss_names)
+            self.losses[microbatch] = reported
 
     def put_aside(self, microbatch: int, first: int, last: int, tokens: Tokens, reported: Reported) -> None:
         """As :meth:`count`, of a forward that is run ahead."""

@@ -1,4 +1,4 @@
-"""Transformer Engine's layers: gradients that always add up, and weight gradients apart from input gradients.
+"""Transformer Engine's layers: gradients that always add up, weight gradients apart from input gradients, and fp8.
 
 Written against the sources of Transformer Engine 2.3 to 2.18; no GPU has run it.
 
@@ -19,6 +19,14 @@ leaves goes with it. Recomputation needs nothing: its first forward records no b
 which would also take parameters out of the DDP hooks that Odyssey's blocks have (core_v0.16.1
 distributed_data_parallel.py, line 328).
 
+**fp8.** Of three recipes nothing is kept from one microbatch to the next: the scales of a tensor are made of what is in
+it, and of nothing else (v2.18 quantization.py, ``is_stateless_recipe``). What TE keeps for delayed scaling, it leaves
+alone with these (v2.3 pytorch/fp8.py, line 251; v2.9 quantization.py, line 371; v2.18, line 512), and the amaxes that
+current scaling reduces are those of one sequence, over the ranks of the cell (v2.9 pytorch/module/linear.py, line
+1653). Weights are bf16 and cast in each forward: the copies that TE keeps of them go by ``is_first_microbatch`` (v2.9
+linear.py, line 257), which is None here. So what a layer computes is a function of its weights and its input, as in
+bf16, and a layer moves as in bf16. The backward is not split.
+
 Where that is not certain to be right the whole backward runs at the input gradient, which always is:
 :func:`why_whole`. TE's debug mode (nvdlfw_inspect) ends with TE's own message: it knows nothing that waits (v2.18
 pytorch/module/base.py, line 1948).
@@ -35,8 +43,9 @@ import torch
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.mcore.model import wgrad
 from odyssey_megatron.upstream import compat
+from odyssey_megatron.upstream.refusals import STATELESS
 
-_QUANTIZED = "fp8", "fp4", "use_kitchen", "quant_recipe"
+_QUANTIZED = "fp8_param", "fp4", "use_kitchen", "quant_recipe"
 _ELSEWHERE = "tp_comm_overlap", "cpu_offloading", "fine_grained_activation_offloading"
 READS_LATE = "2.6.0"
 """From this version on TE looks ``main_grad`` up in the backward (v2.6 pytorch/module/linear.py, lines 429 and 485),
@@ -47,11 +56,27 @@ def prepare(config: Any) -> None:
     """Of Megatron's transformer ``config``, before a model is built of it. Raises ConfigError."""
     if given := [name for name in _QUANTIZED if getattr(config, name, None)]:
         raise ConfigError(
-            f"{', '.join(given)} of the transformer config: quantized training does not work with Odyssey yet. The "
-            "scales of its tensors do not move with a layer, and each rank would keep its own. Use bf16."
+            f"{', '.join(given)} of the transformer config: quantized training does not work with Odyssey yet, but for "
+            "fp8 with bf16 weights. The scales of its tensors do not move with a layer, and each rank would keep its "
+            "own. Use bf16."
         )
+    if getattr(config, "fp8", None):
+        _check_fp8(config)
     # The wrappers then pass is_first_microbatch=None. All four tags read it for nothing else.
     config.disable_parameter_transpose_cache = True
+
+
+def _check_fp8(config: Any) -> None:
+    """Raises ConfigError. Where there is no Transformer Engine Megatron would train in bf16, and not say so."""
+    if config.fp8_recipe not in STATELESS:
+        raise ConfigError(
+            f"fp8_recipe {config.fp8_recipe} of the transformer config goes by what each rank has seen before, which "
+            f"does not move with a layer. Use {', '.join(STATELESS[:-1])} or {STATELESS[-1]}."
+        )
+    if not compat.transformer_engine_is("2.3.0"):
+        raise ConfigError(
+            "fp8 needs Transformer Engine 2.3 or newer, and a GPU. Install it, or leave out --fp8-format."
+        )
 
 
 class Later:
@@ -115,6 +140,8 @@ def why_whole(config: Any, *, has_bias: bool, weights: Sequence[str], put: Seque
     """
     if tuple(put) != ("tensor_list", "func"):
         return "this version of Transformer Engine does not delay weight gradients as those read do"
+    if getattr(config, "fp8", None):
+        return "fp8: nobody has tried what its inputs become until later"
     if given := [name for name in _ELSEWHERE if getattr(config, name, False)]:
         return f"{', '.join(given)}: buffers of the backward are used again after it"
     if has_bias:

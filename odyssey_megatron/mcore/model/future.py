@@ -1,0 +1,60 @@
+"""Multi-token prediction: what the tokens further ahead lose, each microbatch once, whatever a failure makes run again.
+
+Megatron's blocks for them are part of the head, which embeds tokens with the embedding's own weight (``layers.py``).
+Their losses are no result of a forward step: it adds their gradients in passing, and sums them where they are logged.
+Here each microbatch has its own, beside what its forward step reports, and so they are counted as that is (I4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from megatron.core.transformer import TransformerConfig
+
+from odyssey_megatron.upstream import compat
+
+
+class FutureTokens:
+    """What a model of ``config`` is logged with besides its loss."""
+
+    def __init__(self, config: TransformerConfig, *, parts: int):
+        """``parts``: ranks that have a part of each sequence."""
+        self._depths, self._parts = config.mtp_num_layers or 0, parts
+        self.names = tuple(
+            self._name(depth, kind) for depth in range(self._depths) for kind in compat.future_token_sums()
+        )
+        """Of :meth:`taken`."""
+
+    @staticmethod
+    def _name(depth: int, kind: str) -> str:
+        return f"mtp_{depth + 1} {kind}"
+
+    def taken(self) -> dict[str, torch.Tensor]:
+        """What Megatron has summed since the last time, under :attr:`names`; empty before a forward in training."""
+        if not self._depths:
+            return {}
+        found = compat.take_future_tokens()
+        return {
+            self._name(depth, kind): values[depth]
+            for kind, values in found.items()
+            for depth in range(self._depths)
+        }
+
+    def show(self, means: Mapping[str, float], num_microbatches: int) -> None:
+        """Megatron's loop logs the ``means`` of what a step's microbatches have :meth:`taken`."""
+        if self._depths:
+            compat.set_future_tokens(
+                {
+                    kind: torch.tensor(
+                        [
+                            means[self._name(depth, kind)]
+                            * num_microbatches
+                            * (1 if kind == "loss" else self._parts)
+                            for depth in range(self._depths)
+                        ],
+                        device=torch.cuda.current_device(),
+                    )
+                    for kind in compat.future_token_sums()
+                }
+            )

@@ -1,0 +1,72 @@
+"""Multi-token prediction: its blocks are the head's, and embed with the embedding's weight, wherever the two lie."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e.jobs import LONG, assert_equal_runs
+from tests.e2e.test_exactness import CASES, SHARDED
+from tests.e2e.test_rejoin import ONCE, members
+
+AHEAD = "--mtp-num-layers 1"
+TIED = "--share-embeddings-and-output-weights"
+MORE = {
+    "two-depths": ((6, 2), "replan", "rank=5,step=1,at=backward;rank=0,step=3,at=reduce", "--mtp-num-layers 2"),
+    "dropout": (
+        (6, 2), "replan", "rank=5,step=1,at=forward;rank=0,step=3,at=weight_grad",
+        f"{AHEAD} --attention-dropout 0.1 --hidden-dropout 0.1",
+    ),
+    "tied": ((6, 2), "auto", "rank=4,step=2,at=optimizer", f"{AHEAD} {TIED}"),
+    "cells": (
+        (8, 2), "replan", "rank=0,step=1,at=backward;rank=6,step=3,at=reduce",
+        f"{AHEAD} --tensor-model-parallel-size 2 --sequence-parallel",
+    ),
+    "context-parallel": ((8, 2), "auto", "rank=6,step=2,at=weight_grad", f"{AHEAD} --context-parallel-size 2"),
+    "experts": (
+        (6, 2), "replan", "rank=5,step=1,at=backward;rank=1,step=3,at=commit",
+        "--mtp-num-layers 2 --num-experts 4 --moe-router-enable-expert-bias --moe-aux-loss-coeff 1e-2",
+    ),
+}  # fmt: skip
+ALWAYS = {"backward-last", "two-depths", "dropout"}
+"""In every run of the tests; the others by the marker, and a few of them in each run of CI."""
+
+
+def _cases(cases):
+    return [pytest.param(one, marks=() if one in ALWAYS else pytest.mark.matrix) for one in cases]
+
+
+@pytest.mark.parametrize("case", _cases(CASES))
+def test_a_run_with_failures_equals_one_without_further_ahead(jobs, undisturbed, name, case):
+    (ranks, stages), policy, inject = CASES[case]
+    flags = f"{AHEAD} --odyssey-policy {policy} --odyssey-inject {inject}"
+    shot = jobs.run(name, ranks=ranks, stages=stages, flags=flags)
+    assert_equal_runs(shot, undisturbed(AHEAD), kills=inject.count("rank="))
+    assert shot.run.steps[0].losses.keys() == {"lm loss", "mtp_1 loss"}
+    assert shot.named("decision")[0]["layout"]["tied"]
+
+
+@pytest.mark.parametrize("case", _cases(SHARDED))
+def test_no_rank_takes_optimizer_state_further_ahead_with_it(jobs, undisturbed, name, case):
+    (ranks, stages), policy, inject = SHARDED[case]
+    flags = f"{AHEAD} --use-distributed-optimizer --odyssey-policy {policy} --odyssey-inject {inject}"
+    shot = jobs.run(name, ranks=ranks, stages=stages, flags=flags)
+    assert_equal_runs(shot, undisturbed(AHEAD), kills=inject.count("rank="))
+
+
+@pytest.mark.parametrize("case", _cases(MORE))
+def test_further_ahead_with_other_flags(jobs, undisturbed, name, case):
+    (ranks, stages), policy, inject, more = MORE[case]
+    flags = f"{more} --odyssey-policy {policy} --odyssey-inject {inject}"
+    shot = jobs.run(name, ranks=ranks, stages=stages, flags=flags)
+    cell = 2 if case in ("cells", "context-parallel") else 1
+    assert_equal_runs(shot, undisturbed(more), kills=cell * inject.count("rank="))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("victim", [0, 7])
+def test_a_rank_comes_back_further_ahead(jobs, undisturbed, name, victim):
+    inject = f"rank={victim},step=2,at=backward"
+    flags = f"{AHEAD} {LONG} {ONCE} --odyssey-policy replan --odyssey-inject {inject}"
+    shot = jobs.run(name, ranks=8, stages=4, flags=flags)
+    assert_equal_runs(shot, undisturbed(f"{AHEAD} {LONG}"), kills=1)
+    assert members(shot)[0] == members(shot)[-1] == 8
