@@ -1,12 +1,13 @@
 """Messages between workers.
 
 A message is named by (kind, microbatch, boundary). On gloo all go through the generation's world group, told apart by
-their tag. NCCL knows no tags: there, one group of two for each (sender, receiver, kind) keeps every channel first-in
-first-out, which is the order ``verify()`` has checked.
+their tag. NCCL knows no tags: there, one group of two for each (sender, receiver) keeps every channel first-in
+first-out, which is the order ``verify()`` has checked. Layers that move go the same way, before all messages.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,27 +17,26 @@ import torch.distributed as dist
 from odyssey_megatron.cluster.state import Cell
 from odyssey_megatron.errors import PeerFailed
 from odyssey_megatron.execute.ledger import Word
-from odyssey_megatron.plan.schedule import MESSAGE, SEND, Instr, Op, Schedule
+from odyssey_megatron.plan.plan import Transfer
+from odyssey_megatron.plan.schedule import MESSAGE, SEND, Instr, Op, Program
 from odyssey_megatron.rebuild.abort import wait_all
-
-WORLD = "world"
-
-
-def channel_name(instr: Instr, worker: int) -> str:
-    """The directed channel of a message instruction of ``worker``, e.g. ``forward:3>5``."""
-    source, target = (worker, instr.peer) if instr.op in SEND else (instr.peer, worker)
-    kind = "forward" if instr.op in (Op.SEND_FORWARD, Op.RECV_FORWARD) else "backward"
-    return f"{kind}:{source}>{target}"
+from odyssey_megatron.rebuild.groups import WORLD
 
 
-def channel_groups(schedule: Schedule) -> dict[str, tuple[int, ...]]:
-    """Every directed channel that ``schedule`` uses, with its two workers."""
-    return {
-        channel_name(instr, worker): tuple(sorted((worker, instr.peer)))
-        for worker, program in schedule.programs
-        for instr in program
-        if instr.op in MESSAGE
+def channel_name(source: int, target: int) -> str:
+    """Of what worker ``source`` sends to ``target``."""
+    return f"{source}>{target}"
+
+
+def channel_groups(
+    worker: int, program: Program, transfers: Iterable[Transfer]
+) -> dict[str, tuple[int, ...]]:
+    """Every channel that ``worker`` is at an end of, with its two workers."""
+    ends = {
+        (worker, one.peer) if one.op in SEND else (one.peer, worker) for one in program if one.op in MESSAGE
     }
+    ends |= {(one.source, one.target) for one in transfers if worker in (one.source, one.target)}
+    return {channel_name(*one): (min(one), max(one)) for one in ends}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +82,12 @@ class Channels:
             return Pending(work, room, None)
         return Pending(work, message[:-1].view(room.shape), message[-1])
 
+    def of_transfer(self, transfer: Transfer, tag: int) -> dict[str, Any]:
+        """How ``torch.distributed`` is told the way of a layer that moves."""
+        if self._tagged:
+            return {"group": self._groups[WORLD], "tag": tag}
+        return {"group": self._between(transfer.source, transfer.target)}
+
     def wait_sent(self) -> None:
         """Returns when every message sent so far has left."""
         wait_all(self._sent)
@@ -93,10 +99,14 @@ class Channels:
 
     def _where(self, instr: Instr) -> dict[str, Any]:
         if not self._tagged:
-            return {"group": self._groups[self._cell.named(channel_name(instr, self._cell.worker))]}
+            own = self._cell.worker
+            return {"group": self._between(*((own, instr.peer) if instr.op in SEND else (instr.peer, own)))}
         forward = instr.op in (Op.SEND_FORWARD, Op.RECV_FORWARD)
         tag = (instr.microbatch * (self._num_layers + 1) + instr.first) * 2 + forward
         return {"group": self._groups[WORLD], "tag": tag}
+
+    def _between(self, source: int, target: int) -> dist.ProcessGroup:
+        return self._groups[self._cell.named(channel_name(source, target))]
 
     def _checked(self, work: Any, instr: Instr) -> Any:
         if work is None:

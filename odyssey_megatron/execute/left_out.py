@@ -22,7 +22,6 @@ def leave_out(
     wrong: Mapping[int, str],
     group: dist.ProcessGroup,
     cell: Cell,
-    device: torch.device,
     step: int,
     note: Callable[..., None],
 ) -> NoReturn:
@@ -39,7 +38,7 @@ def leave_out(
         PeerFailed: on all others, to whom a generation without them will come.
     """
     why = {rank: text for worker, text in wrong.items() for rank in cell.alike(worker, 1)}
-    hosts = _hosts(group, cell.rank, device)
+    hosts = _hosts(group, cell.rank)
     if cell.rank == min(set(hosts) - set(why)):
         for rank, text in sorted(why.items()):
             host = hosts.get(rank, "unknown")
@@ -59,10 +58,10 @@ def dispensable(layout: Layout, workers: Collection[int]) -> bool:
     return not any(set(keepers) <= set(workers) for keepers in layout.states)
 
 
-def _hosts(group: dist.ProcessGroup, rank: int, device: torch.device) -> dict[int, str]:
+def _hosts(group: dist.ProcessGroup, rank: int) -> dict[int, str]:
     """Rank -> the name of its host. Collective."""
     name = socket.gethostname().encode()[:_HOST_BYTES].ljust(_HOST_BYTES)
-    mine = torch.tensor([rank, *name], dtype=torch.int64, device=device)
+    mine = torch.tensor([rank, *name], dtype=torch.int64)
     everyone = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(everyone, mine, group=group)
     rows = [one.tolist() for one in everyone]

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from odyssey_megatron.cluster.state import Cell
-from odyssey_megatron.execute.channels import WORLD, channel_groups
+from odyssey_megatron.execute.channels import channel_groups
 from odyssey_megatron.plan.plan import Plan
-from odyssey_megatron.plan.schedule import Schedule
+from odyssey_megatron.rebuild.groups import WORLD
 
 T = TypeVar("T")
 
@@ -38,8 +38,7 @@ def group_members(
     """The groups of ``plan`` that the rank of ``cell`` is in, with their ranks."""
     groups = {WORLD: members} | groups_of_cell(cell)
     if not tagged:
-        own = Schedule(programs=((cell.worker, plan.program(cell.worker)),))
-        for name, workers in channel_groups(own).items():
+        for name, workers in channel_groups(cell.worker, plan.program(cell.worker), plan.transfers).items():
             groups[cell.named(name)] = tuple(map(cell.peer, workers))
     for block in plan.layout.blocks():
         # One sum over all who have the same part leaves the same bytes on all of them.
@@ -48,6 +47,13 @@ def group_members(
             if cell.worker in block.holders and len(ranks) > 1:
                 groups[block_group_name(cell, block.first, block.last, parts)] = ranks
     return groups
+
+
+def pair(members: tuple[int, ...], rank: int) -> dict[str, tuple[int, ...]]:
+    """Two ranks each, between whom messages are timed once. None for the last one of an odd number."""
+    first = members.index(rank) // 2 * 2
+    ranks = members[first : first + 2]
+    return {f"pair:{ranks[0]}-{ranks[1]}": ranks} if len(ranks) == 2 else {}
 
 
 def groups_of_cell(cell: Cell) -> dict[str, tuple[int, ...]]:

@@ -14,7 +14,7 @@ from odyssey_megatron.cluster.state import Cell
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import Fenced, PeerFailed, Superseded
 from odyssey_megatron.execute import membership
-from odyssey_megatron.execute.channels import WORLD, Channels
+from odyssey_megatron.execute.channels import Channels
 from odyssey_megatron.execute.chronicle import Chronicle
 from odyssey_megatron.execute.interpreter import FORWARD_ONLY, Interpreter
 from odyssey_megatron.execute.ledger import Ledger
@@ -32,6 +32,7 @@ from odyssey_megatron.plan.schedule import Program
 from odyssey_megatron.plan.smaller import StepPlan, smaller
 from odyssey_megatron.plan.transfer import needed_at_once
 from odyssey_megatron.rebuild import agree
+from odyssey_megatron.rebuild.groups import WORLD
 from odyssey_megatron.rebuild.transfer import Moving, Spreading
 from odyssey_megatron.recover import Phase
 
@@ -89,9 +90,9 @@ class RankRuntime:
         self.own = 0
         """Of those, how many this rank has had a part in."""
         self._joins = self._ready = self._in_step = self._evaluating = False
-        self._totals = torch.zeros(
-            model.num_totals + _VOTES, dtype=torch.float64, device=device or config.device
-        )
+        self._device = torch.device(device or config.device)
+        self._totals = torch.zeros(model.num_totals + _VOTES, dtype=torch.float64)
+        """Of the last step that was agreed on; on the host, as the agreement is."""
         self.wants_end: Callable[[], bool] = lambda: member.asked == Ask.END
         self.writes: Callable[[], bool] = lambda: False  # a checkpoint, beside training
         self.outcome: Any = None
@@ -144,7 +145,11 @@ class RankRuntime:
         self._offers.prepare(offered.number, lambda: self._build(offered.number, mine))
 
     def _groups_in(self, generation: Generation) -> dict[str, tuple[int, ...]]:
-        return membership.group_members(generation.plan, generation.members, self._cell, tagged=self._tagged)
+        plan, members = generation.plan, generation.members
+        groups = membership.group_members(plan, members, self._cell, tagged=self._tagged)
+        if generation.previous is None and not self._tagged:
+            groups |= membership.pair(members, self._cell.rank)
+        return groups
 
     def abort(self, why: Exception) -> None:
         if self._interpreter is not None:
@@ -187,14 +192,12 @@ class RankRuntime:
         plan, self._rest, taken_up = self.plan, None, 0
         mine = agree.Standing(done=self.done, ready=self._ready, committed=self.committed, joins=self._joins)
         fingerprint = int(generation.plan_hash, 16) % 2**40 + generation.number
-        known = torch.cat([self._totals, self._model.loss_scale.state().to(self._totals.device)])
-        standings = agree.exchange(self._world, mine, fingerprint, known.device)
+        known = torch.cat([self._totals, self._model.loss_scale.state().cpu()])
+        standings = agree.exchange(self._world, mine, fingerprint)
         self.chronicle.agreed()
         ahead, finished = agree.furthest(standings), agree.left_behind(standings)
         behind = finished and self.done < ahead.done
         totals, scale = agree.told(self._world, standings, known).tensor_split([len(self._totals)])
-        assert self._groups is not None
-        self._groups.settle()
         if self._joins:
             self._joins, self.done, self.committed = False, ahead.done, ahead.committed
             self._totals = totals.clone()
@@ -206,11 +209,12 @@ class RankRuntime:
         begun, keep = False, self._config.interrupted_step == "resume"
         if not generation.planned:
             cell_group, progress = self._group(membership.cell_group_name(self._cell.ranks)), self._progress
-            progress, compute, device = progress or self._new_progress(), self._model, self._totals.device
+            progress, compute, device = progress or self._new_progress(), self._model, self._device
             now = self._of_step(plan.program(self._worker))
             begun, self._rest, taken_up = agree.go_on(
                 self._world, cell_group, now, self._cell, progress, compute, device, keep=keep
             )
+            assert self._groups is not None
             self._groups.settle()
         if self._rest is None:
             self._progress = None
@@ -231,17 +235,21 @@ class RankRuntime:
 
     def transfer(self, generation: Generation, live: Callable[[], None]) -> None:
         plan, model, self._live = self.plan, self._model, live
+        self._program = plan.program(self._worker)
+        groups, cell, num_layers = self._groups, self._cell, plan.layout.num_layers
+        assert groups is not None
         if generation.previous is None:
             model.create_layers(plan.layout.held_by(self._worker), plan.layout.kept_by(self._worker))
-            self._measured.link = link_times(self._world, model.empty_message())
-
-        self._program = plan.program(self._worker)
+            pair = membership.pair(generation.members, self._cell.rank)
+            for name in (WORLD,) if self._tagged else pair:
+                self._measured.link = link_times(groups[name], model.empty_message())
+        channels = Channels(groups, cell=cell, num_layers=num_layers, tagged=self._tagged)
         self._moving = Moving(
             plan.transfers,
-            num_layers=plan.layout.num_layers,
-            cell=self._cell,
-            group=self._world,
-            device=self._totals.device,
+            num_layers=num_layers,
+            cell=cell,
+            world=self._world,
+            way=channels.of_transfer,
             tensors_to_send=model.tensors_to_send,
             tensors_to_fill=model.tensors_to_fill,
             checkpoint=lambda: self._check(Phase.TRANSFER.value, -1),
@@ -253,23 +261,19 @@ class RankRuntime:
             self._settle()
         with torch.enable_grad():  # an evaluation, which runs without, may have been cut short
             model.take_layout(plan.layout, self._worker)
-        groups, cell, num_layers = self._groups, self._cell, plan.layout.num_layers
-        assert groups is not None
-
         self._interpreter = Interpreter(
             model,
-            Channels(groups, cell=cell, num_layers=num_layers, tagged=self._tagged),
+            channels,
             membership.holder_groups(self._group, cell),
             tensor_group=self._group(membership.cell_group_name(cell.tensor_ranks)),
             num_layers=num_layers,
             checkpoint=self._check,
-            ledger=Ledger(groups.holds, self._totals.device, alone=self._cell.size == 1),
+            ledger=Ledger(groups.holds, self._device, alone=self._cell.size == 1),
         )
         self._spreading = Spreading(
             plan.layout,
             cell=cell,
             world=self._world,
-            device=self._totals.device,
             group_of=lambda first, last: groups[membership.block_group_name(cell, first, last, cell.parts)],
             weights_of=model.weights_of,
         )
@@ -331,15 +335,16 @@ class RankRuntime:
         """All gradients of the step are reduced here: everyone's totals, once they are everywhere."""
         self.chronicle.samples(self.committed, self._model.samples_of_losses())
         self._settle()
-        self._ready = True
         self._check("agreement", -1)
         assert self._groups is not None
         own = self._model.local_totals()
         votes = torch.tensor([self.wants_end(), self.writes(), *self._offers.ballot()], dtype=own.dtype)
-        missing = progress.missing(own.device).reshape(1)
-        totals = torch.cat([own, votes.to(own.device, non_blocking=True), missing])
-        dist.all_reduce(totals, group=self._world)
+        # Here the host waits for its device, once a step: whoever enters the agreement has computed all of it.
+        own = torch.cat([own, progress.missing(own.device).reshape(1)]).cpu()
+        totals = torch.cat([own[:-1], votes, own[-1:]])
         self._groups.settle()
+        self._ready = True
+        dist.all_reduce(totals, group=self._world)
         if missing_somewhere := int(totals[-1].item()):
             raise PeerFailed(
                 f"{missing_somewhere} instruction(s) of {step_name(self.committed)} counted for nothing"
@@ -362,14 +367,14 @@ class RankRuntime:
             totals = self._agreed(trial)
             return trial, bool(torch.isfinite(totals).all())
 
-        wrong = examine(layout, self._cell, self._world, totals.device, progress, again)
+        wrong = examine(layout, self._cell, self._world, progress, again)
         self._leave_out(wrong, self.committed)
         return totals
 
     def _leave_out(self, wrong: Mapping[int, str], step: int) -> None:
         """Collective: whoever's numbers are wrong leaves the job, unless it cannot do without him."""
         if wrong and dispensable(self.plan.layout, wrong):
-            leave_out(wrong, self._world, self._cell, self._totals.device, step, self.chronicle.event)
+            leave_out(wrong, self._world, self._cell, step, self.chronicle.event)
 
     def evaluate(self, first: int, microbatches: int) -> None:
         """So many ``microbatches``, at most those of a plan, from ``first`` on through the layers, forward only."""

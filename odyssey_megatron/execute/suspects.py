@@ -156,7 +156,6 @@ def examine(
     layout: Layout,
     cell: Cell,
     group: dist.ProcessGroup,
-    device: torch.device,
     progress: Progress,
     again: Callable[[Exchange], tuple[Progress, bool]],
 ) -> dict[int, str]:
@@ -166,14 +165,14 @@ def examine(
         progress: of the attempt whose numbers are not finite.
         again: does the step once more, with these microbatches exchanged; and whether what all came to is finite.
     """
-    before = suspects(layout, _marks(layout, cell, group, device, progress))
+    before = suspects(layout, _marks(layout, cell, group, progress))
     inquiry = Inquiry(layout, before)
     for _ in range(_ATTEMPTS):
         if not (exchange := inquiry.next_exchange()):
             break
         trial, finite = again(exchange)
         moved = in_place(layout, exchange)
-        inquiry.hear(moved, suspects(moved, _marks(moved, cell, group, device, trial)), finite=finite)
+        inquiry.hear(moved, suspects(moved, _marks(moved, cell, group, trial)), finite=finite)
     return {
         worker: f"its {'weight' if worker in before.by_gradient else 'activations or'} gradients of microbatch(es) "
         f"{sorted(before.questions[worker])} were not finite, and those that others computed of the same were"
@@ -181,9 +180,7 @@ def examine(
     }
 
 
-def _marks(
-    layout: Layout, cell: Cell, group: dist.ProcessGroup, device: torch.device, progress: Progress
-) -> Marks:
+def _marks(layout: Layout, cell: Cell, group: dist.ProcessGroup, progress: Progress) -> Marks:
     """Of all members together; of a cell if it is so on any of its ranks."""
     width, height = len(layout.all_holders), layout.num_microbatches
     ops = {Op.SEND_FORWARD: 0, Op.SEND_BACKWARD: height, Op.REDUCE_GRAD: 2 * height}
@@ -192,7 +189,6 @@ def _marks(
         if not all(math.isfinite(float(one)) for one in sums):
             op, row, layer = _place(key, cell.worker)
             table[ops[op] + row, layer] = 1
-    table = table.to(device)
     dist.all_reduce(table, op=dist.ReduceOp.MAX, group=group)
     found = table.nonzero().tolist()
     names = list(ops)

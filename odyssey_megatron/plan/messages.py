@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from bisect import bisect_left
+from heapq import heappop, heappush
+from itertools import islice
 
+from odyssey_megatron.errors import ScheduleInvalid
 from odyssey_megatron.plan.layout import Block, Layout
 from odyssey_megatron.plan.visits import (
+    BACKWARD,
     FORWARD,
-    NEEDS,
+    INPUT_GRAD,
     RECV_BACKWARD,
     RECV_FORWARD,
     SEND_BACKWARD,
@@ -17,62 +21,118 @@ from odyssey_megatron.plan.visits import (
     Visits,
 )
 
-Channels = dict[tuple[int, int, bool], deque[int]]
-"""(sender, receiver, upwards?) -> the receives that its messages need, in the order in which they are sent."""
-
 
 def with_messages(programs: Codes, visits: Visits) -> Codes:
-    """Inserts sends right after their producer and receives one compute instruction before their consumer.
+    """Inserts sends right behind their producer, and receives one compute instruction before their consumer or earlier.
 
-    Sends do not block, and receives are only posted: the consumer waits. So the one thing that order
-    decides is matching: a channel (sender, receiver, kind) is FIFO, as NCCL's are. The receiver may consume
-    in another order than the sender produces; then it posts the receives of the messages in between early,
-    in the sender's order.
+    A channel (sender, receiver) is FIFO, as NCCL's are, so that what is needed late may have to be received early. And
+    there is one order of all that happens (:func:`_turns`), which every program keeps to: a receive stands behind
+    what happens before the message ahead of it is through, and before what happens after its own is. So whatever has
+    its turn waits for nothing that comes later, and nobody waits for ever, not even where a device does not begin
+    anything before all that it was given earlier has begun (``plan/queue.py``).
     """
-    channels: Channels = defaultdict(deque)
-    sending = {worker: _with_sends(worker, program, visits, channels) for worker, program in programs.items()}
-    return {worker: _with_receives(worker, program, visits, channels) for worker, program in sending.items()}
+    turns, sent = _turns(programs, visits)
+    of = {worker: [turns[code] for code in program] for worker, program in programs.items()}
+    place = {code: at for program in programs.values() for at, code in enumerate(program)}
+    posts: dict[int, list[tuple[int, int, int, int]]] = {worker: [] for worker in programs}
+    for (_, receiver), receives in sent.items():
+        latest, previous = len(of[receiver]), list[tuple[int, int]]()
+        for receive in reversed(receives):
+            consumer = place[_consumer(receive, place)]
+            latest = min(latest, max(0, consumer - 1), bisect_left(of[receiver], turns[receive]))
+            previous.append((latest, receive))
+        before = -1
+        for at, receive in reversed(previous):
+            turn = turns[receive]
+            posts[receiver].append((max(at, bisect_left(of[receiver], before)), before, turn, receive))
+            before = turn
+    return {worker: _merged(program, sorted(posts[worker]), visits) for worker, program in programs.items()}
 
 
-def _with_sends(worker: int, program: list[int], visits: Visits, channels: Channels) -> list[int]:
-    before, behind = visits.before, visits.behind
-    out: list[int] = []
-    for code in program:
+def _consumer(receive: int, place: dict[int, int]) -> int:
+    """The compute instruction that waits for it."""
+    visit = receive & ~7
+    if receive & 7 == RECV_FORWARD:
+        return visit + FORWARD
+    return visit + INPUT_GRAD if visit + INPUT_GRAD in place else visit + BACKWARD
+
+
+def _merged(program: list[int], posts: list[tuple[int, int, int, int]], visits: Visits) -> list[int]:
+    """``program`` with its sends, and each of ``posts`` (place, ..., receive) before what stands there."""
+    out, at = list[int](), 0
+    for here, code in enumerate(program):
+        while at < len(posts) and posts[at][0] <= here:
+            out.append(posts[at][3])
+            at += 1
         out.append(code)
         visit, kind = code >> 3, code & 7
-        if kind == FORWARD:
-            if (peer := behind[visit]) >= 0:
-                out.append(visit * 8 + SEND_FORWARD)
-                channels[worker, peer, False].append((visit + 1) * 8 + RECV_FORWARD)
-        elif kind != WEIGHT_GRAD and (peer := before[visit]) >= 0:
+        if kind == FORWARD and visits.behind[visit] >= 0:
+            out.append(visit * 8 + SEND_FORWARD)
+        elif kind in (INPUT_GRAD, BACKWARD) and visits.before[visit] >= 0:
             out.append(visit * 8 + SEND_BACKWARD)
-            channels[worker, peer, True].append((visit - 1) * 8 + RECV_BACKWARD)
     return out
 
 
-def _with_receives(worker: int, program: list[int], visits: Visits, channels: Channels) -> list[int]:
-    before, behind = visits.before, visits.behind
-    out: list[int] = []
-    early: set[int] = set()  # receives posted before the instruction in front of their consumer
-    previous = 0  # where the compute instruction before the current one stands in ``out``
-    for code in program:
-        visit, kind = code >> 3, code & 7
-        if kind >= SEND_FORWARD:
-            out.append(code)
+def _input(code: int, visits: Visits) -> int:
+    """The receive that a compute instruction waits for; -1 if none."""
+    visit, kind = code >> 3, code & 7
+    if kind == FORWARD:
+        return visit * 8 + RECV_FORWARD if visits.before[visit] >= 0 else -1
+    return visit * 8 + RECV_BACKWARD if kind != WEIGHT_GRAD and visits.behind[visit] >= 0 else -1
+
+
+def _output(code: int, visits: Visits) -> tuple[int, int]:
+    """Who gets its result, and by which receive; -1 if nobody."""
+    visit, kind = code >> 3, code & 7
+    if kind == FORWARD:
+        return visits.behind[visit], (visit + 1) * 8 + RECV_FORWARD
+    return (visits.before[visit] if kind != WEIGHT_GRAD else -1), (visit - 1) * 8 + RECV_BACKWARD
+
+
+def _turns(programs: Codes, visits: Visits) -> tuple[dict[int, int], dict[tuple[int, int], list[int]]]:
+    """One order of all compute instructions, as they would begin if a layer took a second for everybody.
+
+    Returns:
+        The turn of each of them, and of each receive that before which its message is through: of the instruction
+        that needs it, or of the sender's next one; and of each channel its receives, in the order of their sends.
+    """
+    turn, turns, given = 0, dict[int, int](), dict[int, int]()
+    sent: dict[tuple[int, int], list[int]] = {}
+    arrival: dict[int, int] = {-1: 0}
+    asleep: dict[int, tuple[int, int, int]] = {}
+    left = {worker: iter(program) for worker, program in programs.items()}
+    # Of those that begin at once first which is earlier on its path: whatever workers and microbatches are called.
+    ready = [
+        (0, visits.first[code >> 3], worker, code) for worker in programs for code in islice(left[worker], 1)
+    ]
+    while ready:
+        start, layer, worker, code = heappop(ready)
+        needed = _input(code, visits)
+        if needed not in arrival:
+            asleep[needed] = layer, worker, code
             continue
-        peer = before[visit] if kind == FORWARD else behind[visit] if kind != WEIGHT_GRAD else -1
-        needed, here = code + NEEDS[kind], len(out)
-        if peer >= 0 and needed not in early:
-            queue = channels[peer, worker, kind != FORWARD]
-            posts = [queue.popleft()]
-            while posts[-1] != needed:
-                posts.append(queue.popleft())
-            early.update(posts[:-1])
-            out[previous:previous] = posts
-            here += len(posts)
-        out.append(code)
-        previous = here
-    return out
+        if arrival[needed] > start:
+            heappush(ready, (arrival[needed], layer, worker, code))
+            continue
+        turns[code] = turn
+        turns.setdefault(needed, turn)
+        turns.setdefault(given.pop(worker, -1), turn)
+        turn += 1
+        visit = code >> 3
+        end = start + (visits.last[visit] - visits.first[visit]) * (2 if code & 7 == BACKWARD else 1)
+        peer, receive = _output(code, visits)
+        if peer >= 0:
+            arrival[receive], given[worker] = end, receive
+            sent.setdefault((worker, peer), []).append(receive)
+            if receive in asleep:
+                heappush(ready, (end, *asleep.pop(receive)))
+        for following in islice(left[worker], 1):
+            heappush(ready, (end, visits.first[following >> 3], worker, following))
+    if asleep:
+        raise ScheduleInvalid(
+            "the workers' compute orders wait for each other in a circle: a bug of the generator"
+        )
+    return turns, sent
 
 
 def reduction_order(layout: Layout) -> tuple[Block, ...]:

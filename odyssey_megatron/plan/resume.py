@@ -12,12 +12,11 @@ others it has kept, and sends once more where it has not been used; whoever has 
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
 
 from odyssey_megatron.plan.layout import Hop, Layout
-from odyssey_megatron.plan.schedule import COMPUTE, MESSAGE, RECV, SEND, Instr, Op, Program
+from odyssey_megatron.plan.schedule import COMPUTE, MESSAGE, Instr, Op, Program
 from odyssey_megatron.plan.visits import BACKED, FINISHED, FORWARDED
 
 BEGINS = 4
@@ -31,6 +30,9 @@ Visit = tuple[int, int, int]
 
 REACHES = {Op.FORWARD: FORWARDED, Op.INPUT_GRAD: BACKED, Op.WEIGHT_GRAD: FINISHED, Op.BACKWARD: FINISHED}
 """Instruction -> the level that it brings a visit to."""
+
+
+_BACKWARD = (Op.SEND_BACKWARD, Op.RECV_BACKWARD)
 
 
 def done_visits(row: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -83,7 +85,7 @@ def rest(program: Program, table: Table, cuts: Collection[int]) -> Program | Non
 
     Each worker finds its own part, and the parts fit. Nobody waits for ever: what an instruction needs stands before
     it in the verified schedule, and so before it in what is left, or has been done; and what has been done for another
-    worker is sent before anything else. Both ends of a channel have that in one order, and behind it the schedule's.
+    worker is sent and received before anything else, in one order of all such messages. Behind it comes the schedule's.
 
     Args:
         program: of the new plan; every survivor's own table :func:`fits` its layout.
@@ -92,21 +94,11 @@ def rest(program: Program, table: Table, cuts: Collection[int]) -> Program | Non
     """
     messages = [one for one in program if one.op in MESSAGE and not _is_through(one, table, at_receiver=True)]
     made = {one for one in messages if _is_through(one, table, at_receiver=False)}
-    again = sorted((one for one in messages if one in made), key=lambda one: (one.microbatch, one.first))
-    ahead = [one for one in messages if one not in made]
-    coming: dict[tuple[Op, int], deque[Instr]] = defaultdict(deque)
-    for instr in (*again, *ahead):
-        coming[instr.op, instr.peer].append(instr)
-    left = [one for one in again if one.op in SEND]
-    unposted = {one for one in messages if one.op in RECV}
-    unsent = {one for one in ahead if one.op in SEND}
+    left = sorted(made, key=lambda one: (one.microbatch, one.first, one.op in _BACKWARD))
+    ahead = set(messages) - made
     for instr in program:
-        if instr.op in RECV:
-            while instr in unposted:  # those that are sent before it are posted before it
-                left.append(coming[instr.op, instr.peer].popleft())
-                unposted.remove(left[-1])
-        elif instr.op in SEND:
-            left += [instr] * (instr in unsent)
+        if instr.op in MESSAGE:
+            left += [instr] * (instr in ahead)
         elif instr.op in COMPUTE:
             pieces = _pieces(instr, table[instr.microbatch])
             if any(first not in cuts for first, _, _ in pieces):

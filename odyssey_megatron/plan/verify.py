@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from odyssey_megatron.errors import ScheduleInvalid
 from odyssey_megatron.plan.costs import Costs, LayerCost
 from odyssey_megatron.plan.layout import Layout
+from odyssey_megatron.plan.queue import check_queue
 from odyssey_megatron.plan.schedule import Schedule
 from odyssey_megatron.plan.simulate import Timeline, run_clock
 from odyssey_megatron.plan.visits import (
@@ -59,9 +60,10 @@ def verify(
 
     Every layer of every microbatch has one forward, one input and one weight gradient (or one fused
     backward), on the routed worker, a hop in one piece, in that order; each activation and gradient that crosses
-    workers is sent once, received before it is consumed, and channels (sender, receiver, kind) agree on their
-    order; each block's gradient is reduced once by each holder, after all its weight gradients; ``STEP`` comes
-    once and last; nobody waits for ever; and, where ``in_flight_cap`` is given (worker -> bytes), activations fit.
+    workers is sent once, received before it is consumed, and channels (sender, receiver) agree on their order; each
+    block's gradient is reduced once by each holder, after all its weight gradients; ``STEP`` comes once and last;
+    nobody waits for ever, though there be one queue for all that a device is given (``plan/queue.py``); and, where
+    ``in_flight_cap`` is given (worker -> bytes), activations fit.
 
     Raises:
         ScheduleInvalid: with the worker, the position in its program, and the program around it.
@@ -88,6 +90,7 @@ def verify_codes(
     check.channels()
     check.complete()
     timeline = run_clock(visits, programs, costs or _unit_costs(layout), speeds or {})
+    check_queue(visits, programs)
     caps = in_flight_cap or {}
     for worker, peak in timeline.activation_bytes:
         if peak > caps.get(worker, peak):
@@ -135,9 +138,9 @@ class _Check:
         for code, block in enumerate(visits.blocks, visits.reductions):
             for worker in block.holders:
                 self.reductions[worker].add(code)
-        self.sent: dict[tuple[int, int, int], list[int]] = defaultdict(list)
-        self.received: dict[tuple[int, int, int], list[int]] = defaultdict(list)
-        """(sender, receiver, kind of the send) -> receiving visit of each message."""
+        self.sent: dict[tuple[int, int], list[int]] = defaultdict(list)
+        self.received: dict[tuple[int, int], list[int]] = defaultdict(list)
+        """(sender, receiver) -> the code of each message's receive."""
 
     def program(self, worker: int, program: list[int]) -> None:
         """Everything that can be seen in one worker's program."""
@@ -197,13 +200,13 @@ class _Check:
 
     def _message(self, worker: int, visit: int, kind: int) -> None:
         if kind == SEND_FORWARD:
-            self.sent[worker, self.visits.behind[visit], kind].append(visit + 1)
+            self.sent[worker, self.visits.behind[visit]].append((visit + 1) * 8 + RECV_FORWARD)
         elif kind == SEND_BACKWARD:
-            self.sent[worker, self.visits.before[visit], kind].append(visit - 1)
+            self.sent[worker, self.visits.before[visit]].append((visit - 1) * 8 + RECV_BACKWARD)
         elif kind == RECV_FORWARD:
-            self.received[self.visits.before[visit], worker, SEND_FORWARD].append(visit)
+            self.received[self.visits.before[visit], worker].append(visit * 8 + kind)
         else:
-            self.received[self.visits.behind[visit], worker, SEND_BACKWARD].append(visit)
+            self.received[self.visits.behind[visit], worker].append(visit * 8 + kind)
 
     def _layers(self, visit: int) -> int:
         """As bits; the tied weight with embedding and head."""
@@ -232,7 +235,7 @@ class _Check:
         return f"layer(s) {layers} before what they depend on"
 
     def channels(self) -> None:
-        """Both ends of each (sender, receiver, kind) name the same messages in the same order."""
+        """Both ends of each (sender, receiver) name the same messages in the same order."""
         for key in sorted(self.sent.keys() | self.received.keys()):
             ours, theirs = self.sent[key], self.received[key]
             if ours != theirs:
@@ -240,16 +243,15 @@ class _Check:
                     (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b),
                     min(len(ours), len(theirs)),
                 )
-                sender, receiver, kind = key
+                sender, receiver = key
                 raise ScheduleInvalid(
-                    f"channel {OPS[kind].value} {sender}>{receiver}: message {at} is (microbatch, layer) "
-                    f"{self._named(ours[at : at + 3], kind)}… at the sender and "
-                    f"{self._named(theirs[at : at + 3], kind)}… at the receiver"
+                    f"channel {sender}>{receiver}: message {at} is "
+                    f"{self._named(ours[at : at + 3])}… at the sender and "
+                    f"{self._named(theirs[at : at + 3])}… at the receiver"
                 )
 
-    def _named(self, receiving: list[int], kind: int) -> list[tuple[int, int]]:
-        edge = self.visits.first if kind == SEND_FORWARD else self.visits.last
-        return [(self.visits.microbatch[visit], edge[visit]) for visit in receiving]
+    def _named(self, receives: list[int]) -> str:
+        return " ".join(map(str, self.visits.decode(receives))) or "none"
 
     def complete(self) -> None:
         """Every layer of every microbatch, all three kinds."""

@@ -70,9 +70,7 @@ def left_behind(standings: Sequence[Standing]) -> bool:
     return True
 
 
-def exchange(
-    group: dist.ProcessGroup, standing: Standing, fingerprint: int, device: torch.device
-) -> list[Standing]:
+def exchange(group: dist.ProcessGroup, standing: Standing, fingerprint: int) -> list[Standing]:
     """All members' standings.
 
     Args:
@@ -81,7 +79,7 @@ def exchange(
     Raises:
         AgreementBroken: a member carries out another plan.
     """
-    mine = torch.tensor([fingerprint, *astuple(standing)], dtype=torch.float64, device=device)
+    mine = torch.tensor([fingerprint, *astuple(standing)], dtype=torch.float64)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, mine, group=group)
     rows = [one.tolist() for one in everyone]
@@ -129,7 +127,7 @@ def go_on(
         Whether anybody has begun it; and what :func:`what_is_left` says, if it goes on where it was.
     """
     resumable = keep and can_resume(cell_group, plan.layout, cell.worker, progress, device)
-    flags = torch.tensor([progress.table.any(), not resumable], dtype=torch.int32, device=device)
+    flags = torch.tensor([progress.table.any(), not resumable], dtype=torch.int32)
     dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
     begun, stuck = flags.tolist()
     if not begun or stuck:
@@ -171,14 +169,14 @@ def what_is_left(
     """
     taken_up = take_up(cell_group, plan.layout, cell.worker, progress, compute, device)
     counted = torch.tensor([taken_up], dtype=torch.int32)
-    total = torch.cat([progress.table.int().flatten(), counted]).to(device)
+    total = torch.cat([progress.table.int().flatten(), counted])
     dist.all_reduce(total, group=group)
     *flat, taken_up = (total // cell.size).tolist()
     width = plan.layout.num_layers
     table = [flat[at : at + width] for at in range(0, len(flat), width)]
     cuts = {block.first for block in plan.layout.blocks()}
     left = rest(plan.program, table, cuts) if any(flat) else None
-    stuck = torch.tensor([left is None], dtype=torch.int32, device=device)
+    stuck = torch.tensor([left is None], dtype=torch.int32)
     dist.all_reduce(stuck, op=dist.ReduceOp.MAX, group=group)
     return (None, 0) if stuck.item() else (left, taken_up)
 

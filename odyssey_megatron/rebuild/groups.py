@@ -7,11 +7,11 @@ fixed world size, so ``torch.distributed``'s global rank space never changes.
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -20,12 +20,13 @@ from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.errors import PeerFailed, Superseded
+from odyssey_megatron.errors import Superseded
 from odyssey_megatron.rebuild.abort import Abort, AbortableGroup
-from odyssey_megatron.rebuild.library import Gloo, Library, Nccl
+from odyssey_megatron.rebuild.hosts import StagedGroup
+from odyssey_megatron.rebuild.library import Gloo, Hosts, Library, Nccl
 
-_POLL_S = (0.0003, 0.004)
-"""First and longest pause between two looks at the store."""
+WORLD = "world"
+"""The group of all members. It lies between hosts, whatever connects devices: see ``rebuild/hosts.py``."""
 
 
 class MemberLike(Protocol):
@@ -52,11 +53,15 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
 
     Each is registered with ``torch.distributed``: ``dist.all_reduce(tensor, group=groups["world"])``. Once a
     newer generation exists every operation raises Superseded; if a peer is lost before that, PeerFailed.
+
+    Args:
+        devices: connects all groups but that of all members, which ``hosts`` does. They may be the same.
     """
 
-    def __init__(self, number: int, library: Library, abort: Abort, bury_s: float, forget: Any):
+    def __init__(self, number: int, devices: Library, hosts: Library, bury_s: float, forget: Any):
         self.number = number
-        self._library, self._abort, self._bury_s, self._forget = library, abort, bury_s, forget
+        self._devices, self._hosts, self._bury_s, self._forget = devices, hosts, bury_s, forget
+        self._aborts = {library: library.new_abort() for library in dict.fromkeys((devices, hosts))}
         self._groups: dict[str, dist.ProcessGroup] = {}
 
     def __getitem__(self, name: str) -> dist.ProcessGroup:
@@ -70,23 +75,41 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
 
     def abort(self) -> None:
         """Ends every operation, as a newer generation would. Any thread."""
-        self._abort.fire()
+        for abort in self._aborts.values():
+            abort.fire()
 
     @property
     def holds(self) -> torch.Tensor | None:
         """See ``rebuild.abort.Abort``, also for the methods."""
-        return self._abort.holds
+        return self._aborts[self._devices].holds
 
     def drain(self) -> None:
-        self._abort.drain()
+        self._aborts[self._devices].drain()
 
     def settle(self) -> None:
-        self._abort.settle()
+        self._aborts[self._devices].settle()
+
+    def connect(self, member: MemberLike, named: Mapping[str, tuple[int, ...]]) -> None:
+        """Adds ``named``, of which this rank is a member. Raises as :func:`build_groups`."""
+        for library in dict.fromkeys((self._hosts, self._devices)):
+            mine = {name: ranks for name, ranks in named.items() if self._library(name) is library}
+            abort = self._aborts[library]
+            with abort.connecting():
+                build = functools.partial(_build_all, member, self.number, mine, library, abort)
+                built = abort.call(build)
+            for name, (backend, store) in built.items():
+                self._register(name, backend, mine[name], member.rank, store)
+        if any(abort.fired for abort in self._aborts.values()):
+            raise Superseded("a newer generation exists")
+
+    def _library(self, name: str) -> Library:
+        return self._hosts if name.partition(".")[0] == WORLD else self._devices
 
     def close(self) -> None:
         """Takes the groups out of ``torch.distributed`` and ends their connections. Returns at once."""
         self._forget(self.number)
-        self._abort.close()
+        for abort in self._aborts.values():
+            abort.close()
         remains = []
         for group in self._groups.values():
             c10d._cleanup_process_group_global_state(group)
@@ -98,12 +121,15 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
     def _register(
         self, name: str, backend: Any, ranks: tuple[int, ...], rank: int, store: dist.Store
     ) -> None:
-        device, kind, type_ = self._library.device, self._library.kind, self._library.type
+        library = self._library(name)
+        device, kind, type_ = library.device, library.kind, library.type
         if len(ranks) == 1:
             type_, kind = dist.ProcessGroup.BackendType.CUSTOM, "fake"
         group = _plain_group(store, ranks.index(rank), len(ranks), type_, device, backend)
-        if len(ranks) > 1:
-            group = AbortableGroup(group, self._abort)
+        if library is not self._devices:
+            group = StagedGroup(group, self._aborts[library])
+        elif len(ranks) > 1:
+            group = AbortableGroup(group, self._aborts[library])
         torch_name: Any = f"{name}@{self.number}"  # a NewType of torch's, from 2.13 on
         group._set_group_name(torch_name)
         group._set_group_desc(torch_name)
@@ -150,37 +176,37 @@ def build_groups(
     number: int,
     named: Mapping[str, tuple[int, ...]],
     config: OdysseyConfig,
-    library: Library | None = None,
+    libraries: tuple[Library, Library] | None = None,
 ) -> GroupSet:
     """Builds those of ``named`` groups that this rank is in. Every rank of a group must do so.
 
     Args:
         number: of the generation.
         named: name -> global ranks, ascending; equal on all members.
-        library: what connects them; by default the one for the device of ``config``.
+        libraries: what connects devices, and hosts; by default those for the device of ``config``.
 
     Raises:
         Superseded: a newer generation exists; nothing of this one is left.
         PeerFailed: a peer did not connect within ``build_timeout_s``.
     """
-    library = library or (Nccl(config) if config.device == "cuda" else Gloo(config))
-    abort = library.new_abort()
-    groups = GroupSet(number, library, abort, config.op_timeout_s + 2.0, member.forget)
-    member.on_newer(number, abort.fire)
+    devices, hosts = libraries or _libraries(config)
+    groups = GroupSet(number, devices, hosts, config.op_timeout_s + 2.0, member.forget)
+    member.on_newer(number, groups.abort)
     if member.newer_than(number):
-        abort.fire()  # it came before the callback was in place
-    mine = {name: ranks for name, ranks in named.items() if member.rank in ranks}
+        groups.abort()  # it came before the callback was in place
     try:
-        with abort.connecting():
-            built = abort.call(lambda: _build_all(member, number, mine, library, abort))
-        for name, (backend, store) in built.items():
-            groups._register(name, backend, mine[name], member.rank, store)
-        if abort.fired:
-            raise Superseded("a newer generation exists")
+        groups.connect(member, {name: ranks for name, ranks in named.items() if member.rank in ranks})
     except BaseException:
         groups.close()
         raise
     return groups
+
+
+def _libraries(config: OdysseyConfig) -> tuple[Library, Library]:
+    if config.device == "cuda":
+        return Nccl(config), Hosts(config)
+    gloo = Gloo(config)
+    return gloo, gloo
 
 
 def _build_all(
@@ -190,20 +216,19 @@ def _build_all(
     library: Library,
     abort: Abort,
 ) -> dict[str, tuple[Any, dist.Store]]:
-    """Connects group after group (side by side is no faster). Runs in a thread that can be left."""
+    """Runs in a thread that can be left."""
     connect = library.connector(abort)
 
     def build(name: str) -> tuple[Any, dist.Store]:
         ranks = named[name]
         index, size = ranks.index(member.rank), len(ranks)
-        store = Rendezvous(member.store, f"groups/{number}/{name}", index, size, abort)
+        store = library.rendezvous(member.store, f"groups/{number}/{name}", index, size, abort)
         if size == 1:
             # It copies inputs to outputs, which for one rank is exact.
             return FakeProcessGroup._create_internal(0, 1), store
         return connect(store, index, size), store
 
-    # The same order everywhere, or ranks would wait for one another in different groups.
-    return {name: build(name) for name in sorted(named)}
+    return library.build_all({name: functools.partial(build, name) for name in named})
 
 
 def _plain_group(
@@ -215,51 +240,6 @@ def _plain_group(
     group._set_default_backend(kind)
     group._register_backend(torch.device(device), kind, backend)
     return group
-
-
-class Rendezvous(dist.Store):
-    """The store that a group's constructor meets its peers through.
-
-    It asks for its peers' values one by one and waits in C++ for each. Here, a wait ends as soon as the
-    generation is superseded, and all peers' values come in one round trip: each rank publishes what it
-    sets under its index in the group.
-    """
-
-    def __init__(self, store: dist.Store, prefix: str, rank: int, size: int, abort: Abort):
-        super().__init__()
-        self._store, self._abort = store, abort
-        self.prefix = prefix
-        self._mine, self._all = f"{prefix}/{rank}", [f"{prefix}/{index}" for index in range(size)]
-        self._values: dict[str, bytes] = {}
-
-    def set(self, key: str, value: Any) -> None:
-        self._store.set(self._mine, f"{key}\0{bytes(value).hex()}")
-
-    def get(self, key: str) -> bytes:
-        self.wait([key])
-        return self._values[key]
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        if not all(key in self._values for key in keys):
-            self._fetch(timeout.total_seconds() if timeout else 60.0)
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self._values for key in keys)
-
-    def _fetch(self, timeout_s: float) -> None:
-        ends_s, (pause_s, longest_s) = time.monotonic() + timeout_s, _POLL_S
-        while not self._store.check(self._all):
-            if self._abort.fired:
-                raise Superseded("a newer generation exists")
-            if time.monotonic() > ends_s:
-                missing = [key for key in self._all if not self._store.check([key])]
-                raise PeerFailed(f"no address of {missing} within {timeout_s} s")
-            time.sleep(pause_s)
-            pause_s = min(pause_s * 1.5, longest_s)
-        for entry in self._store.multi_get(self._all):
-            key, _, value = entry.decode().partition("\0")
-            self._values[key] = bytes.fromhex(value)
-        self._abort.meet(self._values.values())
 
 
 class _Graveyard:

@@ -1,19 +1,27 @@
-"""The libraries that groups are connected with: gloo between hosts, NCCL between GPUs."""
+"""The libraries that groups are connected with: gloo between hosts, NCCL between GPUs.
+
+On GPUs both: the group of all members lies between hosts (``rebuild/hosts.py``).
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.rebuild import hosts
 from odyssey_megatron.rebuild.abort import Abort, GlooAbort, NcclAbort
+from odyssey_megatron.rebuild.rendezvous import ByKey, Rendezvous
 
-Connect = Callable[[dist.Store, int, int], Any]
+T = TypeVar("T")
+
+Connect = Callable[[Any, int, int], Any]
 """(store, index in the group, size) -> torch's backend. Every rank of the group must call it; returns connected."""
 
 _TYPES = dist.ProcessGroup.BackendType
@@ -26,17 +34,25 @@ class Library(Protocol):
     kind: str
     type: Any
 
+    @property
+    def rendezvous(self) -> Callable[[dist.Store, str, int, int, Abort], dist.Store]:
+        """Of a group, for its connector: the job's store, what the group's keys begin with, index, size."""
+
     def new_abort(self) -> Abort:
         """For the groups of one generation."""
 
     def connector(self, abort: Abort) -> Connect:
         """Makes backends that end with ``abort``."""
 
+    def build_all(self, builders: Mapping[str, Callable[[], T]]) -> dict[str, T]:
+        """What each builder returns, of groups by name."""
+
 
 class Gloo:
     """Implements Library."""
 
     device, kind, type = "cpu", "gloo", _TYPES.GLOO
+    rendezvous = Rendezvous
 
     def __init__(self, config: OdysseyConfig):
         self._config = config
@@ -61,11 +77,34 @@ class Gloo:
 
         return connect
 
+    def build_all(self, builders: Mapping[str, Callable[[], T]]) -> dict[str, T]:
+        # Side by side is no faster. The same order everywhere, or ranks would wait for one another in different groups.
+        return {name: builders[name]() for name in sorted(builders)}
+
+
+class Hosts(Gloo):
+    """gloo beside another library, for groups of any size."""
+
+    def connector(self, abort: Abort) -> Connect:
+        connect = super().connector(abort)
+
+        def grow(store: Rendezvous, rank: int, size: int) -> Any:
+            if size <= hosts.FAN:
+                return connect(store, rank, size)
+            parts = []
+            for members in hosts.groups_of(rank, size):
+                index, name = members.index(rank), f"{members.step}.{members.start}"
+                parts.append(connect(store.part(name, index, len(members)), index, len(members)))
+            return hosts.Tree(rank, size, parts)
+
+        return grow
+
 
 class Nccl:
     """Implements Library. Not run in this project's tests, which have no GPU; ``tests/strict`` has its rules."""
 
     device, kind, type = "cuda", "nccl", _TYPES.NCCL
+    rendezvous = ByKey
 
     def __init__(self, config: OdysseyConfig):
         self._config = config
@@ -75,6 +114,7 @@ class Nccl:
 
     def connector(self, abort: Abort) -> Connect:
         assert isinstance(abort, NcclAbort)
+        device = torch.device("cuda", torch.cuda.current_device())  # each thread has its own
 
         def connect(store: dist.Store, rank: int, size: int) -> Any:
             options = dist.ProcessGroupNCCL.Options()
@@ -82,10 +122,16 @@ class Nccl:
             backend = dist.ProcessGroupNCCL(store, rank, size, options)
             abort.adopt(backend)
             # Connect now, while the peers do, and not inside the first message of a step.
-            backend.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
+            backend.eager_connect_single_device(device)
             return backend
 
         return connect
+
+    def build_all(self, builders: Mapping[str, Callable[[], T]]) -> dict[str, T]:
+        # Side by side: none waits for another, and together they take as long as the longest.
+        with ThreadPoolExecutor(max(1, len(builders)), thread_name_prefix="odyssey-connect") as threads:
+            begun = {name: threads.submit(build) for name, build in builders.items()}
+        return {name: one.result() for name, one in begun.items()}
 
 
 def _gloo_device() -> Any:

@@ -26,7 +26,6 @@ def agree(
     mine: Mapping[int, Tensors],
     places: int,
     group: dist.ProcessGroup,
-    device: torch.device,
     *,
     who: str,
     what: Callable[[int], str],
@@ -47,13 +46,12 @@ def agree(
     for place, one in lists.items():
         value = _digest(one)
         extremes[:, place] = torch.tensor([value, _LARGEST - value])
-    extremes = extremes.to(device)
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
     largest, smallest = extremes[0], _LARGEST - extremes[1]
     differing = torch.nonzero((largest >= 0) & (largest != smallest)).flatten().tolist()
     if differing:
         said = lists.get(differing[0], "")
-        found = _gathered(f"{who}\n{said}" if said else "", group, device)
+        found = _gathered(f"{who}\n{said}" if said else "", group)
         raise TensorsDiffer(_said(what(differing[0]), found, len(differing)))
 
 
@@ -70,12 +68,11 @@ def _listed(tensors: Tensors) -> str:
     )
 
 
-def _gathered(text: str, group: dist.ProcessGroup, device: torch.device) -> list[str]:
+def _gathered(text: str, group: dist.ProcessGroup) -> list[str]:
     """Each rank's ``text``, as far as it is shown. Collective."""
     mine = torch.zeros(_SHOWN_BYTES, dtype=torch.uint8)
     said = text.encode()[:_SHOWN_BYTES]
     mine[: len(said)] = torch.tensor(list(said), dtype=torch.uint8)
-    mine = mine.to(device)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, mine, group=group)
     return [bytes(one.tolist()).rstrip(b"\0").decode(errors="ignore") for one in everyone]

@@ -33,14 +33,17 @@ class Moving:
         *,
         num_layers: int,
         cell: Cell,
-        group: dist.ProcessGroup,
-        device: torch.device,
+        world: dist.ProcessGroup,
+        way: Callable[[Transfer, int], dict[str, Any]],
         tensors_to_send: TensorsOf,
         tensors_to_fill: TensorsOf,
         checkpoint: Callable[[], None],
     ):
-        """Collective over ``group``, of all members, wherever there are transfers. ``checkpoint`` is called between
-        layers.
+        """Collective over ``world``, of all members, wherever there are transfers.
+
+        Args:
+            way: of a transfer and its number: how ``torch.distributed`` is told where it goes.
+            checkpoint: is called between layers.
 
         Raises:
             TensorsDiffer: before anything is sent, on all members alike.
@@ -60,8 +63,7 @@ class Moving:
             agree(
                 {tag * cell.size + cell.index: tensors for tag, tensors in ours.items()},
                 len(transfers) * cell.size,
-                group,
-                device,
+                world,
                 who=f"rank {cell.rank}",
                 what=lambda place: layer_name(transfers[place // cell.size].layer, num_layers),
             )
@@ -71,10 +73,10 @@ class Moving:
             checkpoint()
             transfer, flat = transfers[tag], _packed(tensors)
             if transfer.source == cell.worker:
-                work = dist.isend(flat, cell.peer(transfer.target), group=group, tag=tag)
+                work = dist.isend(flat, cell.peer(transfer.target), **way(transfer, tag))
                 self._sends.append((work, flat))
             else:
-                work = dist.irecv(flat, cell.peer(transfer.source), group=group, tag=tag)
+                work = dist.irecv(flat, cell.peer(transfer.source), **way(transfer, tag))
                 self._receives.append((work, flat, list(tensors.values())))
                 self.arriving.add(transfer.layer)
 
@@ -100,7 +102,6 @@ class Spreading:
         *,
         cell: Cell,
         world: dist.ProcessGroup,
-        device: torch.device,
         group_of: Callable[[int, int], dist.ProcessGroup],
         weights_of: Callable[[Sequence[int]], Tensors],
     ):
@@ -132,7 +133,6 @@ class Spreading:
                 ours,
                 len(layout.all_holders) * cell.size,
                 world,
-                device,
                 who=f"rank {cell.rank}",
                 what=lambda place: f"the weights of {layer_name(place // cell.size, layout.num_layers)}",
             )

@@ -7,12 +7,12 @@ on the product's own runtime.
 
 ``communicators``: of the rank that is in the most, for the plans that ``decide()`` makes of the four settings of
 ``tests/benchmarks/policies.py`` and of 16,384 GPUs, healthy (1) and with one worker dead (2). ``neighbours`` are those
-that it sends messages to or gets them from. ``alike``: those of the second generation with the members of one of the
-first, which no dead rank was in; they are connected anew today, all ``built``.
+that it sends messages or layers to, or gets them from. At most two of each neighbour, one of each block, and those of
+its own cell. ``alike``: those of the second generation with the members of one of the first, which no dead rank was in;
+they are connected anew today, all ``built``. ``host_groups``: those between hosts, of which the group of all is made.
 
-``model_s``: MODELLED, not measured: how long connecting them would take one after the other, by published times of
-NCCL (pytorch/pytorch's #3334 of nccl: 1.13 s + 2.6 ms a rank for a group of some; FT-HSDP: 5.4e-5 s * ranks^1.31 for
-that of all).
+``model_s``: MODELLED, not measured: how long connecting them would take, side by side, by published times of NCCL
+(pytorch/pytorch's #3334 of nccl: 1.13 s + 2.6 ms a rank).
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from odyssey_megatron.cluster.events import RankDied
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import Cell, apply, initial_state
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.execute.channels import WORLD
 from odyssey_megatron.execute.membership import group_members
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.schedule import MESSAGE
 from odyssey_megatron.policy.decide import decide, initial_plan
 from odyssey_megatron.policy.profile import Profile
+from odyssey_megatron.rebuild import hosts
+from odyssey_megatron.rebuild.groups import WORLD
 from tests.benchmarks.bars import Bar, at_most, exactly, finish
 from tests.benchmarks.planner import job_of
 from tests.benchmarks.policies import LAYERS, SETTINGS, WORKERS, costs
@@ -42,15 +43,26 @@ from tests.benchmarks.policies import LAYERS, SETTINGS, WORKERS, costs
 Groups = dict[str, tuple[int, ...]]
 
 
-def connecting_s(group: tuple[int, ...], *, is_world: bool) -> float:
+def connecting_s(group: tuple[int, ...]) -> float:
     """MODELLED: see above."""
-    return 5.4e-5 * len(group) ** 1.31 if is_world else 1.13 + 0.0026 * len(group)
+    return 1.13 + 0.0026 * len(group)
 
 
 def groups_of(plan: Plan, worker: int, size: int, members: tuple[int, ...]) -> Groups:
     cell = Cell(rank=worker * size, size=size)
     named = group_members(plan, members, cell, tagged=False)
-    return {name: ranks for name, ranks in named.items() if len(ranks) > 1}
+    return {name: ranks for name, ranks in named.items() if len(ranks) > 1 and name != WORLD}
+
+
+def neighbours_of(plan: Plan, worker: int) -> set[int]:
+    messages = {one.peer for one in plan.program(worker) if one.op in MESSAGE}
+    moves = {
+        end
+        for one in plan.transfers
+        for end in (one.source, one.target)
+        if worker in (one.source, one.target)
+    }
+    return (messages | moves) - {worker}
 
 
 def counted(name: str, job: JobSpec, profile: Profile, workers: int) -> tuple[dict[str, Any], list[Bar]]:
@@ -71,18 +83,17 @@ def counted(name: str, job: JobSpec, profile: Profile, workers: int) -> tuple[di
     for worker in alive[:: max(1, len(alive) // 256)]:
         first, second = groups_of(healthy, worker, size, everyone), groups_of(after, worker, size, survivors)
         there = set(first.values())
-        neighbours = {one.peer for one in after.program(worker) if one.op in MESSAGE}
-        blocks = sum(one.startswith("block:") for one in second)
+        neighbours = neighbours_of(after, worker)
+        others = sum(one.startswith(("block:", "cell:")) for one in second)
         rows.append(
             {
                 "communicators": len(second),
                 "neighbours": len(neighbours),
-                "over": len(second) - 2 * len(neighbours) - blocks,
+                "over": len(second) - 2 * len(neighbours) - others,
                 "alike": sum(ranks in there for ranks in second.values()),
-                "added_neighbours": len(
-                    neighbours - {o.peer for o in healthy.program(worker) if o.op in MESSAGE}
-                ),
-                "model_s": sum(connecting_s(ranks, is_world=one == WORLD) for one, ranks in second.items()),
+                "added_neighbours": len(neighbours - neighbours_of(healthy, worker)),
+                "host_groups": len(hosts.groups_of(survivors.index(worker * size), len(survivors))),
+                "model_s": max(map(connecting_s, second.values()), default=0.0),
             }
         )
     most = max(rows, key=lambda row: row["communicators"])

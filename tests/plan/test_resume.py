@@ -17,7 +17,7 @@ from odyssey_megatron.plan.layout import layout_from_routes, megatron_layout, pi
 from odyssey_megatron.plan.memory import state_bytes
 from odyssey_megatron.plan.redundancy import with_shadows
 from odyssey_megatron.plan.resume import BEGINS, REACHES, done_visits, fits, rest, usable
-from odyssey_megatron.plan.schedule import COMPUTE, Instr, Op, Schedule
+from odyssey_megatron.plan.schedule import COMPUTE, MESSAGE, SEND, Instr, Op, Schedule
 from odyssey_megatron.policy.policies.drop import drop_pipelines
 from odyssey_megatron.policy.policies.shift import shift_layers
 from odyssey_megatron.policy.rerouting import reroute
@@ -87,7 +87,9 @@ class Running:
         at, sent, posted, arrived = dict.fromkeys(programs, 0), defaultdict(list), defaultdict(list), set()
         while most is None or most > 0:
             ready = [
-                w for w in programs if at[w] < len(programs[w]) and self._can(w, programs[w][at[w]], arrived)
+                w
+                for w in programs
+                if at[w] < len(programs[w]) and self._can(w, programs[w][at[w]], arrived, sent, posted)
             ]
             if not ready:
                 break
@@ -103,20 +105,28 @@ class Running:
                 self._compute(worker, instr)
                 continue
             forward = instr.op in (Op.SEND_FORWARD, Op.RECV_FORWARD)
-            name = (instr.microbatch, instr.first)
-            if instr.op in (Op.SEND_FORWARD, Op.SEND_BACKWARD):
-                assert (forward, *name) in self.results[worker], f"{worker} has not got {instr}"
-                channel = (worker, instr.peer, forward)
+            name = (forward, instr.microbatch, instr.first)
+            if instr.op in SEND:
+                assert name in self.results[worker], f"{worker} has not got {instr}"
+                channel = (worker, instr.peer)
                 sent[channel].append(name)
             else:
-                channel = (instr.peer, worker, forward)
+                channel = (instr.peer, worker)
                 posted[channel].append(name)
             for ours, theirs in zip(sent[channel], posted[channel], strict=False):
                 assert ours == theirs, channel
-                arrived.add((channel[1], forward, *ours))
+                arrived.add((channel[1], *ours))
         return all(at[worker] == len(program) for worker, program in programs.items())
 
-    def _can(self, worker, instr, arrived):
+    def _can(self, worker, instr, arrived, sent, posted):
+        if (
+            instr.op in MESSAGE
+        ):  # on one hardware queue: as soon as the one before it on this channel is through
+            ends = sent[worker, instr.peer], posted[worker, instr.peer]
+            ours, theirs = (
+                ends if instr.op in SEND else (posted[instr.peer, worker], sent[instr.peer, worker])
+            )
+            return len(theirs) >= len(ours)
         forward = instr.op is Op.FORWARD
         if instr.op not in COMPUTE or instr.op is Op.WEIGHT_GRAD:
             return True

@@ -8,6 +8,7 @@ from odyssey_megatron.errors import ScheduleInvalid
 from odyssey_megatron.plan.generate import build_schedule
 from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
 from odyssey_megatron.plan.schedule import schedule_from_text
+from odyssey_megatron.plan.simulate import simulate
 from odyssey_megatron.plan.verify import verify
 from tests.plan.samples import uniform_costs
 
@@ -39,10 +40,10 @@ CORRUPTIONS = {
     "fused and split": ("0", "W2[0:2]", "B2[0:2]", "twice"),
     "wrong worker": ("0", "F0[0:2]", "F1[0:2]", "not routed through these layers here"),
     "wrong layers": ("2", "F0[2:4]", "F0[1:4]", "not routed through these layers here"),
-    "send missing": ("0", "SEND_F2[2]>2 ", "", "channel SEND_F 0>2: message 1"),
+    "send missing": ("0", "SEND_F2[2]>2 ", "", "channel 0>2: message 1"),
     "send to the wrong worker": ("0", "SEND_F2[2]>2", "SEND_F2[2]>3", "nothing crosses so"),
     "send too early": ("0", "F0[0:2] SEND_F0[2]>2", "SEND_F0[2]>2 F0[0:2]", "sent before it is computed"),
-    "send twice": ("0", "SEND_F0[2]>2", "SEND_F0[2]>2 SEND_F0[2]>2", "channel SEND_F 0>2"),
+    "send twice": ("0", "SEND_F0[2]>2", "SEND_F0[2]>2 SEND_F0[2]>2", "twice on channel SEND_F 0>2"),
     "receive missing": ("2", "RECV_F2[2]<0 ", "", "its input was not received"),
     "receive twice": ("2", "RECV_F2[2]<0", "RECV_F2[2]<0 RECV_F2[2]<0", "twice"),
     "receive too late": ("2", "RECV_F0[2]<0 F0[2:4]", "F0[2:4] RECV_F0[2]<0", "not received before"),
@@ -50,7 +51,7 @@ CORRUPTIONS = {
         "2",
         "RECV_F0[2]<0 F0[2:4] I0[2:4] SEND_B0[2]>0 RECV_F2[2]<0",
         "RECV_F2[2]<0 RECV_F0[2]<0 F0[2:4] I0[2:4] SEND_B0[2]>0",
-        "channel SEND_F 0>2: message 0",
+        "channel 0>2: message 0",
     ),
     "reduction missing": ("1", "REDUCE_GRAD[0:2] ", "", r"blocks \[\(0, 2\)\] not reduced"),
     "reduction twice": ("1", "REDUCE_GRAD[0:2]", "REDUCE_GRAD[0:2] REDUCE_GRAD[0:2]", "reduced twice"),
@@ -83,6 +84,24 @@ def test_corruption_is_found(name):
     with pytest.raises(ScheduleInvalid) as caught:
         verify(LAYOUT, corrupted(worker, old, new))
     assert re.search(message, str(caught.value)), caught.value
+
+
+def test_what_hangs_on_one_hardware_queue_is_found():
+    """All sends buffered, as the clock has them, it ends. But each second message of a channel waits for the first: 0
+    cannot go on before 1 has room for microbatch 2, which comes behind its second gradient, for which 0 has no room.
+    """
+    layout = layout_from_routes(2, (pipeline_route((0, 1), (1, 2), (0, 1, 2, 3)),))
+    costs = uniform_costs(2)
+    sending = " ".join(f"F{m}[0:1] SEND_F{m}[1]>1" for m in range(4))
+    back = " ".join(f"RECV_B{m}[1]<1 I{m}[0:1] W{m}[0:1]" for m in range(4))
+    answering = " ".join(f"RECV_F{m}[1]<0 F{m}[1:2] I{m}[1:2] SEND_B{m}[1]>0 W{m}[1:2]" for m in range(4))
+    text = f"0: {sending} {back} REDUCE_GRAD[0:1] STEP\n1: {answering} REDUCE_GRAD[1:2] STEP"
+    simulate(schedule_from_text(text), layout, costs)
+    with pytest.raises(ScheduleInvalid, match=r"worker 0, .* »SEND_F3\[1\]>1« .*one queue"):
+        verify(layout, schedule_from_text(text), costs)
+    first, second, third = (f"RECV_F{m}[1]<0 " for m in range(3))
+    roomy = text.replace(second, "").replace(third, "").replace(first, first + second + third)
+    verify(layout, schedule_from_text(roomy), costs)
 
 
 def test_deadlock_is_found():

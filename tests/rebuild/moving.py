@@ -45,8 +45,8 @@ def move(groups: GroupSet, rank: int, room: Tensors) -> list[Tensors]:
         TRANSFERS,
         num_layers=5,
         cell=Cell(rank=rank),
-        group=groups["world"],
-        device=torch.device("cpu"),
+        world=groups["world"],
+        way=lambda transfer, tag: {"group": groups["world"], "tag": tag},
         tensors_to_send=lambda layer: {name: one * (rank + 7) for name, one in WHOLE.items()},
         tensors_to_fill=to_fill,
         checkpoint=lambda: None,
@@ -62,7 +62,6 @@ def give_weights(groups: GroupSet, rank: int, mine: Tensors) -> None:
         layout,
         cell=Cell(rank=rank),
         world=groups["world"],
-        device=torch.device("cpu"),
         group_of=lambda first, last: groups["world"],
         weights_of=lambda layers: {f"{layer}.{name}": one for layer in layers for name, one in mine.items()},
     ).run()

@@ -8,9 +8,10 @@ wait, and not the host. Abort ends this rank's side: what waits then, and what c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,8 +19,11 @@ import torch.distributed as dist
 from odyssey_megatron.errors import Superseded
 from odyssey_megatron.rebuild.abort import Abort, NcclAbort
 from odyssey_megatron.rebuild.library import Connect
+from odyssey_megatron.rebuild.rendezvous import Rendezvous
 from tests.strict.device import DEVICE, DeviceMemory, poison
 from tests.strict.machine import Event, Machine, Stream, this_host
+
+T = TypeVar("T")
 
 
 class OrdersDiffer(Exception):
@@ -250,12 +254,30 @@ class Library:
     """Makes communicators: ``rebuild.library.Library``, as NCCL's is."""
 
     device, kind, type = "cpu", "strict", dist.ProcessGroup.BackendType.CUSTOM
+    rendezvous = Rendezvous
 
     def __init__(self, machine: Machine, memory: DeviceMemory, wires: dict[str, Wire]):
         self._machine, self._memory, self._wires = machine, memory, wires
 
     def new_abort(self) -> Abort:
         return _Abort(self._memory)
+
+    def build_all(self, builders: Mapping[str, Callable[[], T]]) -> dict[str, T]:
+        """Side by side: each in a thread of this rank's."""
+        found: dict[str, T] = {}
+        errors: list[Exception] = []
+
+        def run(name: str) -> None:
+            try:
+                found[name] = builders[name]()
+            except Exception as error:  # noqa: BLE001 - the rank's own thread raises it
+                errors.append(error)
+
+        threads = [self._machine.host(f"connects {name}", partial(run, name)) for name in builders]
+        this_host().wait(lambda: all(one.over for one in threads))
+        for error in errors:
+            raise error
+        return found
 
     def connector(self, abort: Any) -> Connect:
         def connect(store: Any, rank: int, size: int) -> End:

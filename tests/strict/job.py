@@ -28,6 +28,7 @@ from odyssey_megatron.policy.decide import decide, initial_plan
 from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.rebuild.groups import build_groups
 from tests.execute.stack import LAYERS, MICROBATCHES, Stack
+from tests.strict.between_hosts import Hosts, Table
 from tests.strict.communicators import Library, Wire
 from tests.strict.device import DEVICE, DeviceMemory, on_device
 from tests.strict.machine import Device, Host, Killed, Machine, this_host
@@ -258,11 +259,17 @@ class Rank:
     """A process of the job, and its device."""
 
     def __init__(
-        self, rank: int, case: Case, machine: Machine, coordinator: Coordinator, wires: dict[Any, Wire]
+        self,
+        rank: int,
+        case: Case,
+        machine: Machine,
+        coordinator: Coordinator,
+        wires: dict[str, Wire],
+        tables: dict[str, Table],
     ):
         self.rank, self._case, self._machine, self._coordinator = rank, case, machine, coordinator
         self.device: Device = machine.device(rank, one_queue=case.one_queue)
-        self.memory, self._wires = DeviceMemory(self.device), wires
+        self.memory, self._wires, self._tables = DeviceMemory(self.device), wires, tables
         self.member = Member(rank, len(case.ranks), coordinator)
         self.journal, self.model = Journal(), _Stack(self._begins)
         self.weights: dict[int, torch.Tensor] = {}
@@ -290,8 +297,8 @@ class Rank:
             self.weights = {layer: state[0].cpu() for layer, state in self.model.held.items()}
 
     def _build(self, number: int, named: Any) -> Any:
-        library = Library(self._machine, self.memory, self._wires)
-        return build_groups(self.member, number, named, self._coordinator.config, library)
+        devices, hosts = Library(self._machine, self.memory, self._wires), Hosts(self._machine, self._tables)
+        return build_groups(self.member, number, named, self._coordinator.config, (devices, hosts))
 
     def _begins(self) -> None:
         self._before = len(self.device.syncs)
@@ -357,8 +364,9 @@ def run(case: Case, seed: int) -> Ended:
     machine = Machine(seed)
     config = OdysseyConfig(device="cpu", **case.flags)
     coordinator = Coordinator(case, machine, config)
-    wires: dict[Any, Wire] = {}
-    ranks = [Rank(rank, case, machine, coordinator, wires) for rank in case.ranks]
+    wires: dict[str, Wire] = {}
+    tables: dict[str, Table] = {}
+    ranks = [Rank(rank, case, machine, coordinator, wires, tables) for rank in case.ranks]
     with torch.no_grad(), _one_process():
         machine.run()
     return Ended(case, ranks)

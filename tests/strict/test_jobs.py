@@ -6,6 +6,7 @@ recovery and decisions.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -61,13 +62,20 @@ def test_random_jobs(number):
         check(case(number), seed)
 
 
+@pytest.mark.parametrize("number", [4, 5])
+def test_random_jobs_on_one_hardware_queue(number):
+    """As with CUDA_DEVICE_MAX_CONNECTIONS=1, whatever stages a worker has got of a dead one's."""
+    check(replace(case(number), one_queue=True), seed=number)
+
+
 @pytest.mark.matrix
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize("one_queue", [False, True])
 @pytest.mark.parametrize("part", range(20))
-def test_all_random_jobs(part):
+def test_all_random_jobs(part, one_queue):
     for number in range(part, PLANS, 20):
         for seed in seeds(number, TIMINGS):
-            check(case(number), seed)
+            check(replace(case(number), one_queue=one_queue), seed)
 
 
 @pytest.mark.parametrize("point", POINTS)
@@ -86,6 +94,45 @@ def test_a_failure_costs_the_others_nothing_though_hosts_run_ahead():
     assert "resume" in outcomes
 
 
+def test_the_world_is_a_tree_of_hosts(monkeypatch):
+    """As in jobs of more ranks than one group connects: here three levels."""
+    from odyssey_megatron.rebuild import hosts
+
+    monkeypatch.setattr(hosts, "FAN", 2)
+    for seed, point in enumerate(("backward", "agreement", "commit")):
+        killed = healthy(stages=2, replicas=3, steps=3, kills=(Kill(rank=seed * 2, step=1, point=point),))
+        assert check(killed, seed).outcomes()
+
+
+def test_what_hosts_agree_on_may_lie_on_a_device():
+    """Library code hands its world whatever it has."""
+    from odyssey_megatron.rebuild.hosts import StagedGroup
+    from tests.strict.between_hosts import HostAbort, HostEnd, Table
+    from tests.strict.device import DEVICE, DeviceMemory, on_device
+    from tests.strict.machine import Machine
+
+    machine, table, found = Machine(seed=1), Table(2), {}
+
+    def rank(number):
+        def main():
+            memory = DeviceMemory(machine.device(number))
+            with on_device(memory):
+                group = StagedGroup(HostEnd(table, number, machine, HostAbort()), HostAbort())
+                own = torch.full((2,), number + 1.0, device=DEVICE)
+                group.allreduce([own]).wait()
+                rooms = [torch.empty(2, device=DEVICE) for _ in range(2)]
+                group.allgather([rooms], [own * (number + 1)]).wait()
+                assert all(one.device == DEVICE for one in (own, *rooms))
+                found[number] = [own.tolist(), *(one.tolist() for one in rooms)]
+
+        return main
+
+    for number in range(2):
+        machine.host(f"rank {number}", rank(number))
+    machine.run()
+    assert found[0] == found[1] == [[3.0, 3.0], [3.0, 3.0], [6.0, 6.0]]
+
+
 def test_the_host_waits_for_nothing_before_the_agreement():
     ended = check(healthy(stages=3, replicas=2, steps=3), seed=1)
     assert [rank.syncs for rank in ended.ranks] == [[[], [], []]] * 6
@@ -98,13 +145,22 @@ def test_the_host_waits_for_nothing_before_the_agreement():
 # -- mistakes that must be seen -----------------------------------------------------------------------------------
 
 
-def test_a_swapped_group_order_is_seen(monkeypatch):
-    from odyssey_megatron.rebuild import groups
+def test_a_swapped_order_of_groups_is_seen(monkeypatch):
+    """Of two blocks that the same workers hold, one sums the gradients of the other first."""
+    from odyssey_megatron.execute.interpreter import Interpreter
 
-    swapped = lambda names: sorted(names, reverse=this_host().name == "rank 1")  # noqa: E731
-    monkeypatch.setattr(groups, "sorted", swapped, raising=False)
+    run = Interpreter.run
+
+    def swapped(self, program, trace, progress):
+        sums = [at for at, one in enumerate(program) if str(one).startswith("REDUCE")]
+        if this_host().name == "rank 0":
+            program = [*program]
+            program[sums[0]], program[sums[-1]] = program[sums[-1]], program[sums[0]]
+        run(self, program, trace, progress)
+
+    monkeypatch.setattr(Interpreter, "run", swapped)
     with pytest.raises(Deadlock, match="nobody can move"):
-        check(healthy(), seed=1)
+        check(healthy(stages=2, replicas=1, flags={"redundancy": "state"}), seed=1)
 
 
 def test_a_swapped_order_of_messages_is_seen(monkeypatch):

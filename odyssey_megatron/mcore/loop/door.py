@@ -23,7 +23,6 @@ from odyssey_megatron.cluster.job import check_world
 from odyssey_megatron.cluster.state import Cell
 from odyssey_megatron.config import OdysseyConfig, add_arguments
 from odyssey_megatron.errors import EXIT_NOT_SAVED, ConfigError, OdysseyError, Superseded
-from odyssey_megatron.execute.channels import WORLD
 from odyssey_megatron.launch.inject import Injector
 from odyssey_megatron.mcore.loop import (
     arguments,
@@ -46,6 +45,7 @@ from odyssey_megatron.mcore.model.model import MegatronModel
 from odyssey_megatron.mcore.model.optimizer import LearningRate, schedule_refused
 from odyssey_megatron.mcore.model.stage import OwnStage
 from odyssey_megatron.mcore.plugin import Session
+from odyssey_megatron.rebuild.groups import WORLD
 from odyssey_megatron.recover import Recovery
 from odyssey_megatron.upstream import compat, refusals, seam_table, seams
 

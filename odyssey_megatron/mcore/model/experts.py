@@ -161,7 +161,7 @@ class Routing:
         tokens = totals.reshape(self._shape)[:, len(self._names) :].to(torch.float32)
         for layer, module in layers.items():
             for number, bias in enumerate(biases(module).values(), start=layer):
-                mine = tokens[self._layers[number]]
+                mine = tokens[self._layers[number]].to(bias.device)
                 bias += torch.sign(mine.sum() / len(mine) - mine) * self._config.moe_router_bias_update_rate
 
 

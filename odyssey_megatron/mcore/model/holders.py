@@ -83,7 +83,6 @@ def odd_ones(
     row[:2] = torch.tensor([rank, shard])
     for (layer, kind), value in mine.items():
         row[2 + layer * len(KINDS) + kind] = int.from_bytes(value[:8], "big", signed=True)
-    row = row.to(torch.cuda.current_device())
     rows = [torch.empty_like(row) for _ in range(group.size())]
     dist.all_gather(rows, row, group=group)
     found = differences([one.tolist() for one in rows])
