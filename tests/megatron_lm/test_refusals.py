@@ -207,6 +207,16 @@ def test_what_megatron_asserts_is_one_message(jobs, name):
     assert "assert not args.bf16" in run.log
 
 
+def test_fp8_without_transformer_engine_is_refused(jobs, name):
+    """Megatron would train in bf16, and not say so."""
+    flags = f"{MOCK} --bf16 --fp8-format hybrid --fp8-recipe tensorwise"
+    run = jobs.odyssey(name, flags, ranks=4, stages=2)
+    assert run.exit_code == 2, run.log[-3000:]
+    assert "Traceback" not in run.log
+    assert run.log.count("fp8 needs Transformer Engine 2.3 or newer") == 1
+    assert not run.iterations
+
+
 @pytest.mark.parametrize("flag", ["--qk-clip", "--yaml-cfg", "--inprocess-restart", "--enable-ft-package"])
 def test_a_refused_job_ends_with_one_message(jobs, name, flag):
     (refusal,) = (one for one in REFUSALS if one.flag == flag)
