@@ -21,7 +21,7 @@ MORE = {
         (8, 2), "replan", "rank=0,step=1,at=backward;rank=6,step=3,at=reduce",
         f"{AHEAD} --tensor-model-parallel-size 2 --sequence-parallel",
     ),
-    "context-parallel": ((8, 2), "auto", "rank=6,step=2,at=weight_grad", f"{AHEAD} --context-parallel-size 2"),
+    "ran-ahead": ((4, 4), "auto", "rank=3,step=2,at=backward", f"{AHEAD} --odyssey-redundancy compute"),
     "experts": (
         (6, 2), "replan", "rank=5,step=1,at=backward;rank=1,step=3,at=commit",
         "--mtp-num-layers 2 --num-experts 4 --moe-router-enable-expert-bias --moe-aux-loss-coeff 1e-2",
@@ -58,7 +58,7 @@ def test_further_ahead_with_other_flags(jobs, undisturbed, name, case):
     (ranks, stages), policy, inject, more = MORE[case]
     flags = f"{more} --odyssey-policy {policy} --odyssey-inject {inject}"
     shot = jobs.run(name, ranks=ranks, stages=stages, flags=flags)
-    cell = 2 if case in ("cells", "context-parallel") else 1
+    cell = 2 if case == "cells" else 1
     assert_equal_runs(shot, undisturbed(more), kills=cell * inject.count("rank="))
 
 
@@ -70,3 +70,9 @@ def test_a_rank_comes_back_further_ahead(jobs, undisturbed, name, victim):
     shot = jobs.run(name, ranks=8, stages=4, flags=flags)
     assert_equal_runs(shot, undisturbed(f"{AHEAD} {LONG}"), kills=1)
     assert members(shot)[0] == members(shot)[-1] == 8
+
+
+def test_parts_of_sequences_are_refused(jobs, name):
+    run = jobs.run(name, ranks=2, stages=1, flags=f"{AHEAD} --context-parallel-size 2")
+    assert run.exit_code == 2, run.log[-3000:]
+    assert run.log.count("mtp_num_layers 1 with context_parallel_size 2: ") == 1

@@ -12,15 +12,22 @@ from collections.abc import Mapping
 import torch
 from megatron.core.transformer import TransformerConfig
 
+from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.upstream import compat
 
 
 class FutureTokens:
     """What a model of ``config`` is logged with besides its loss."""
 
-    def __init__(self, config: TransformerConfig, *, parts: int):
-        """``parts``: ranks that have a part of each sequence."""
-        self._depths, self._parts = config.mtp_num_layers or 0, parts
+    def __init__(self, config: TransformerConfig):
+        """Raises ConfigError."""
+        if config.mtp_num_layers and config.context_parallel_size > 1:
+            raise ConfigError(
+                f"mtp_num_layers {config.mtp_num_layers} with context_parallel_size {config.context_parallel_size}: "
+                "Megatron would send tokens over the default group, which is not this model's. Use a "
+                "context_parallel_size of 1."
+            )
+        self._depths = config.mtp_num_layers or 0
         self.names = tuple(
             self._name(depth, kind) for depth in range(self._depths) for kind in compat.future_token_sums()
         )
@@ -43,18 +50,11 @@ class FutureTokens:
 
     def show(self, means: Mapping[str, float], num_microbatches: int) -> None:
         """Megatron's loop logs the ``means`` of what a step's microbatches have :meth:`taken`."""
-        if self._depths:
-            compat.set_future_tokens(
-                {
-                    kind: torch.tensor(
-                        [
-                            means[self._name(depth, kind)]
-                            * num_microbatches
-                            * (1 if kind == "loss" else self._parts)
-                            for depth in range(self._depths)
-                        ],
-                        device=torch.cuda.current_device(),
-                    )
-                    for kind in compat.future_token_sums()
-                }
-            )
+        if not self._depths:
+            return
+        device = torch.cuda.current_device()
+        sums = {
+            kind: [means[self._name(depth, kind)] * num_microbatches for depth in range(self._depths)]
+            for kind in compat.future_token_sums()
+        }
+        compat.set_future_tokens({kind: torch.tensor(one, device=device) for kind, one in sums.items()})

@@ -96,7 +96,7 @@ class MegatronModel:
         self._blocks: dict[tuple[int, int], LayerBlock] = {}
         self._flights: dict[tuple[int, int], Flight] = {}
         self._step, self._worker, self._layout = -1, -1, Layout(holders=(), routes=())
-        self.future = FutureTokens(config, parts=self._groups.cp.size())
+        self.future = FutureTokens(config)
         self._tally = Tally(self.loss_names, self.future, self.routing)
         self._training = True
 
