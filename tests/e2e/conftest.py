@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -32,5 +31,6 @@ def reference(undisturbed: Callable[..., Outcome]) -> Outcome:
 
 @pytest.fixture
 def name(request: pytest.FixtureRequest) -> str:
-    """A folder name for the test at hand."""
-    return Path(request.node.name.replace("[", "-").replace("]", "").replace("/", "-")).name
+    """A folder name for the test at hand; those of other files may be called as it is."""
+    test = request.node.name.replace("[", "-").replace("]", "").replace("/", "-")
+    return f"{request.path.stem.removeprefix('test_')}-{test}"

@@ -43,8 +43,9 @@ def other_jobs(other_megatron_lm: Path, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture
 def name(request: pytest.FixtureRequest) -> str:
-    """A folder name for the test at hand."""
-    return request.node.name.replace("[", "-").replace("]", "").replace("/", "-")
+    """A folder name for the test at hand; those of other files may be called as it is."""
+    test = request.node.name.replace("[", "-").replace("]", "").replace("/", "-")
+    return f"{request.path.stem.removeprefix('test_')}-{test}"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
