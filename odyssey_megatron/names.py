@@ -1,4 +1,6 @@
-"""How people count: layers and iterations as Megatron numbers them, from 1, where plans and journals begin at 0."""
+"""How people count: layers and iterations as Megatron numbers them, from 1, where plans and journals begin at 0; and
+sizes.
+"""
 
 from __future__ import annotations
 
@@ -34,3 +36,8 @@ def layer_names(layers: Iterable[int], num_layers: int) -> str:
 def step_name(step: int) -> str:
     """A step of the journal, and Megatron's name for it."""
     return f"step {step} (iteration {step + 1})"
+
+
+def size_text(size_bytes: int) -> str:
+    """``71.6 GiB``, and what is small to the byte."""
+    return f"{size_bytes / 2**30:.1f} GiB" if size_bytes >= 2**30 else f"{size_bytes:,} bytes"

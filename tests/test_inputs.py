@@ -49,7 +49,7 @@ def refused(capsys, *argv) -> str:
         ("plan --horizon-s inf", "found inf"),
         ("plan --width -1", "found -1"),
         ("plan --profile /dev/zero", "it is no file, but a folder, a pipe or a device"),
-        ("plan --what", "unrecognized arguments: --what"),
+        ("plan --what", "--what: neither of this command's flags nor of Megatron-LM's"),
         (
             "simulate --interval-s 0",
             "--interval-s: a number from 0.001 to 1,000,000,000 is expected, found 0",

@@ -33,13 +33,13 @@ def job_flags(text: str) -> list[str]:
         found = list(_launches(text, {}))
     except ValueError as error:
         raise ConfigError(
-            f"this is no shell script that can be read without running it ({error}). Give the flags themselves: "
-            "odyssey doctor FLAG ..."
+            f"this is no shell script that can be read without running it ({error}). Give the flags themselves, in "
+            "its place."
         ) from None
     if not found:
         raise ConfigError(
-            "no command in it runs a Python script (a word that ends in .py) with flags. Give the flags themselves: "
-            "odyssey doctor FLAG ..."
+            "no command in it runs a Python script (a word that ends in .py) with flags. Give the flags themselves, in "
+            "its place."
         )
     return max(found, key=_number_of_flags)
 

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from odyssey_megatron.mcore.model.model import ForwardStep, MegatronModel
 
 
-_CPU_GUESS = {"flops_per_s": 1e10, "link_latency_s": 2e-4, "link_bytes_per_s": 1e9}
+_CPU_GUESS: dict[str, Any] = {"flops_per_s": 1e10, "link_latency_s": 2e-4, "link_bytes_per_s": 1e9}
 """One core and loopback, until the job has measured itself."""
 _LAST_WORDS_S = 1.0
 """For what a rank that leaves has written down."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from odyssey_megatron.errors import PlanInfeasible
+from odyssey_megatron.names import size_text
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Layout
 
@@ -87,8 +88,8 @@ def activation_caps(
     for worker, least in floor.items():
         if state[worker] + least > budget_bytes:
             raise PlanInfeasible(
-                f"worker {worker} needs {state[worker] + least} bytes ({state[worker]} of state, {least} of "
-                f"activations at the least), {budget_bytes} are there"
+                f"worker {worker} needs {size_text(state[worker] + least)} ({size_text(state[worker])} of state, "
+                f"{size_text(least)} of activations at the least), and {size_text(budget_bytes)} may be used"
             )
     most = _alike(layout, state)
     return {worker: max(least, budget_bytes - most[worker]) for worker, least in floor.items()}

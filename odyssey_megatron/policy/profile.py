@@ -274,6 +274,7 @@ def estimated_profile(
     micro_batch_size: int,
     vocab_size: int,
     dtype_bytes: int = 2,
+    gradient_bytes: int = 4,
     flops_per_s: float = 2e14,
     link_latency_s: float = 2e-5,
     link_bytes_per_s: float = 2.5e10,
@@ -291,18 +292,17 @@ def estimated_profile(
     two; ``recomputed_share``: of layers of which the backward has only the input. A matrix product costs 2 FLOPs per
     weight and token, its two gradients the same each; attention scores cost ``2 * 2 * seq / 2`` per token and number
     (causal: half), twice that in the input gradient, nothing in the weight gradient. Activations count what a fused
-    attention keeps. Gradients are kept in float32 or longer, which is Megatron's default; Adam has two such moments,
-    and a float32 master copy where weights are shorter. ``flops_per_s`` is the achieved rate of one GPU; a worker has
+    attention keeps. A gradient has ``gradient_bytes``, or those of its weight; Adam has two moments of float32 or
+    longer, and a master copy where weights are shorter. ``flops_per_s`` is the achieved rate of one GPU; a worker has
     ``tensor_parallel_size`` of them. With ``sequence_parallel`` they share all that is kept; without, each keeps the
     inputs of norms and of products behind them whole (Korthikanti et al., arXiv 2205.05198, section 4.2).
     """
     tokens = seq_length * micro_batch_size // context_parallel_size  # keys and values: exchanged meanwhile
-    words, products = vocab_size * hidden_size, 3 if is_gated else 2
-    rate, tp = flops_per_s * tensor_parallel_size, tensor_parallel_size
-    scores_s = 2 * tokens * seq_length * attention.score_width / rate
+    words, products, tp = vocab_size * hidden_size, 3 if is_gated else 2, tensor_parallel_size
     parts = experts.parts if experts and experts.parts else tp
-    whole = 4 * hidden_size * (1 if sequence_parallel else tp)
-    layer = functools.partial(_layer_cost, dtype_bytes=dtype_bytes, parts=tp)
+    rate, whole = flops_per_s * tp, 4 * hidden_size * (1 if sequence_parallel else tp)
+    scores_s = 2 * tokens * seq_length * attention.score_width / rate
+    layer = functools.partial(_layer_cost, dtype_bytes=dtype_bytes, gradient_bytes=gradient_bytes, parts=tp)
 
     def transformer(ffn: int, spread: int, passed: int, routed: int) -> LayerCost:
         matmul_s = 2 * tokens * (attention.weights + hidden_size * (products * passed + routed)) / rate
@@ -371,7 +371,13 @@ def _mlps(num_transformer_layers: int, ffn: int, experts: Experts | None) -> lis
 
 
 def _layer_cost(
-    times: tuple[float, float, float], kept: int, weights: int, *, dtype_bytes: int, parts: int
+    times: tuple[float, float, float],
+    kept: int,
+    weights: int,
+    *,
+    dtype_bytes: int,
+    gradient_bytes: int,
+    parts: int,
 ) -> LayerCost:
     """A layer that keeps ``kept`` numbers of activations and has ``weights`` parameters, under Adam; of ``parts`` of it
     one.
@@ -386,7 +392,7 @@ def _layer_cost(
         weight_grad_s=weight_grad_s,
         activation_bytes=kept * dtype_bytes,
         weight_bytes=dtype_bytes * weights,
-        gradient_bytes=long * weights,
+        gradient_bytes=max(gradient_bytes, dtype_bytes) * weights,
         optimizer_bytes=optimizer * weights,
         state_bytes=(dtype_bytes + optimizer) * weights,
     )

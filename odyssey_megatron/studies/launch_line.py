@@ -26,6 +26,7 @@ class LaunchLine:
     model: Model | None
     """None: a profile knows what it costs."""
     config: OdysseyConfig
+    name: str = "this launch line"
     pipeline_model_parallel_size: int = 1
     tensor_model_parallel_size: int = 1
     context_parallel_size: int = 1
@@ -41,13 +42,19 @@ class LaunchLine:
     """Sentences on what of the line is not in the plan."""
 
 
-def read(flags: Sequence[str]) -> LaunchLine:
+def read(script: Sequence[str], more: Sequence[str] = ()) -> LaunchLine:
     """Of the arguments of ``pretrain_gpt.py``; defaults are those of megatron core_v0.16.1 training/arguments.py.
+
+    Args:
+        more: come behind those of the ``script``, which may have flags of its own.
 
     Raises:
         ConfigError: a size is missing, or is no number that can be known without running the script.
     """
+    flags = [*script, *more]
     args, parser, _ = looked_at(flags, None)
+    if strange := [one for one in looked_at(more, None)[2] if not one.startswith("--odyssey")]:
+        raise ConfigError(f"{' '.join(strange)}: neither of this command's flags nor of Megatron-LM's.")
     line = _Line(vars(args))
     stages, layers = line.size("pipeline_model_parallel_size", 1), line.size("num_layers")
     if layers > _MOST_LAYERS:
@@ -95,7 +102,7 @@ class _Line:
         except ValueError as error:
             raise ConfigError(
                 f"{_flag(name)} {str(value)[:40]}: {error}. What a script works out while it runs is not known: give "
-                "the flag behind --job."
+                "the flag to this command, too."
             ) from None
 
     def size(self, name: str, default: int | None = None) -> int:
@@ -104,7 +111,7 @@ class _Line:
         if value is not None:
             return value
         if default is None:
-            raise ConfigError(f"the launch line has no {_flag(name)}. Give it behind --job.")
+            raise ConfigError(f"the launch line has no {_flag(name)}. Give it to this command, too.")
         return default
 
     def text(self, name: str) -> str:
@@ -127,6 +134,7 @@ def _model(line: _Line, layers: int, stages: int) -> Model:
         vocab_size=_vocab_size(line),
         seq_length=line.size("seq_length"),
         dtype_bytes=2 if line.has("bf16") or line.has("fp16") else 4,
+        gradient_bytes=2 if line.has("grad_reduce_in_bf16") else 4,
         is_gated=is_gated,
         is_tied=not line.has("untie_embeddings_and_output_weights"),
         recomputed_share=recomputed(
@@ -164,8 +172,8 @@ def _vocab_size(line: _Line) -> int:
     size = line.maybe("vocab_size")
     if size is None:
         raise ConfigError(
-            "the launch line has no --vocab-size, since the tokenizer has it. Give it behind --job, as in --vocab-size "
-            "128256."
+            "the launch line has no --vocab-size, since the tokenizer has it. Give it to this command, too, as in "
+            "--vocab-size 128256."
         )
     multiple = line.size("make_vocab_size_divisible_by", 128) * line.size("tensor_model_parallel_size", 1)
     return -(-size // multiple) * multiple

@@ -37,6 +37,7 @@ class Model:
     vocab_size: int
     seq_length: int
     dtype_bytes: int = 2
+    gradient_bytes: int = 4
     is_gated: bool = True
     is_tied: bool = False
     recomputed_share: float = 0.0
@@ -65,6 +66,7 @@ class Model:
             micro_batch_size=micro_batch_size,
             vocab_size=self.vocab_size,
             dtype_bytes=self.dtype_bytes,
+            gradient_bytes=self.gradient_bytes,
             flops_per_s=device.peak_flops_per_s * EFFICIENCY,
             link_bytes_per_s=device.link_bytes_per_s * tensor_parallel_size,
             memory_bytes=device.memory_bytes * _USABLE_PERCENT // 100,

@@ -62,8 +62,8 @@ def add_scenario_arguments(parser: argparse.ArgumentParser) -> None:
         default="",
         metavar="FILE",
         help="a launch script of yours, which is read and not run: its model, its parallel sizes, its batch and its "
-        "--odyssey flags. FILE:NAME is one of the cases in a JSON file of Megatron-LM's. Flags of Megatron's behind it "
-        "count as if they stood in the script",
+        "--odyssey flags. FILE:NAME is one of the cases in a JSON file of Megatron-LM's. Flags of Megatron's given to "
+        "this command count behind those of the script, or alone",
     )
     parser.add_argument("--model", help=f"one of {', '.join(MODELS)} (default: {_MODEL})")
     parser.add_argument(
@@ -127,7 +127,7 @@ def scenario_from(options: argparse.Namespace, more: Sequence[str] = ()) -> Scen
     )
     job.check(nodes * gpus // cell.size)
     return Scenario(
-        name=options.profile or f"{options.job or options.model or _MODEL} on {options.accelerator}",
+        name=options.profile or f"{line.name} on {options.accelerator}",
         job=job,
         state=initial_state(nodes=tuple(rank // gpus for rank in range(nodes * gpus)), cell_size=cell.size),
         profile=replace(profile, costs=replace(profile.costs, keeps_messages=resumes)),
@@ -139,17 +139,19 @@ def scenario_from(options: argparse.Namespace, more: Sequence[str] = ()) -> Scen
 
 def _line(options: argparse.Namespace, more: Sequence[str]) -> LaunchLine:
     """Raises ConfigError."""
-    if options.job:
+    of_megatron = [one for one in more if one.startswith("--") and not one.startswith("--odyssey-")]
+    if options.job or of_megatron:
         if options.model:
-            raise ConfigError("--job and --model both say which model it is: leave one of them out.")
-        return launch_line.read([*read_job(options.job), *more])
-    strange = [one for one in more if one.startswith("--") and not one.startswith("--odyssey-")]
-    if strange:
-        raise ConfigError(
-            f"unrecognized arguments: {' '.join(strange)}. Flags of Megatron's want a --job before them."
-        )
-    model = None if options.profile else named("model", options.model or _MODEL, MODELS)
-    return LaunchLine(model=model, pipeline_model_parallel_size=4, config=config_from_argv(more))
+            also = "--job" if options.job else of_megatron[0]
+            raise ConfigError(f"--model and {also} both say which model it is: leave one of them out.")
+        if not options.job:
+            return launch_line.read((), more)
+        return replace(launch_line.read(read_job(options.job), more), name=options.job)
+    if more and not more[0].startswith("--"):
+        raise ConfigError(f"{more[0]} is no flag. 'odyssey plan --help' lists what there is.")
+    name = options.model or _MODEL
+    model = None if options.profile else named("model", name, MODELS)
+    return LaunchLine(model=model, name=name, pipeline_model_parallel_size=4, config=config_from_argv(more))
 
 
 def _overridden(line: LaunchLine, options: argparse.Namespace) -> LaunchLine:
@@ -159,7 +161,7 @@ def _overridden(line: LaunchLine, options: argparse.Namespace) -> LaunchLine:
     experts = line.expert_model_parallel_size
     if experts > 1 and line.model is not None and line.model.experts is None:
         raise ConfigError(
-            f"--expert-model-parallel-size {experts}: {options.job or options.model or _MODEL} has no experts. Name a "
+            f"--expert-model-parallel-size {experts}: {line.name} has no experts. Name a "
             "model that has, or give the --profile of a job."
         )
     return line

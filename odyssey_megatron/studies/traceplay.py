@@ -87,7 +87,7 @@ def main_simulate(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: bad input.
     """
-    parser = Parser(prog="odyssey simulate", description=__doc__)
+    parser = Parser(prog="odyssey simulate", description=__doc__, allow_abbrev=False)
     add_simulate_arguments(parser)
     options, more = parser.parse_known_args(list(argv))
     scenario = scenario_from(options, more)

@@ -112,7 +112,7 @@ def main_plan(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: bad input.
     """
-    parser = Parser(prog="odyssey plan", description=__doc__)
+    parser = Parser(prog="odyssey plan", description=__doc__, allow_abbrev=False)
     add_plan_arguments(parser)
     options, more = parser.parse_known_args(list(argv))
     scenario = _with_settings(scenario_from(options, more), options)

@@ -70,7 +70,7 @@ TRAIN_STEP = Seam(
 CYCLIC_ITER = Seam(
     target="megatron.training.training:cyclic_iter",
     why="a loader's samples come again by their number",
-    signatures={"0.16": "iter", "0.17": "iterable"},
+    signatures={"0.16": "iter", "0.18": "iterable"},
 )
 DUMMY_TRAIN_STEP = Seam(
     target="megatron.training.training:dummy_train_step",

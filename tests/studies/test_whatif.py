@@ -97,7 +97,14 @@ def test_a_launch_script_is_planned_for(capsys, tmp_path):
     assert "8 workers, 64 microbatches a step" in text
     of_both = [re.sub(r"decided in .*", "", one).splitlines()[1:] for one in (text, told)]
     assert of_both[0] == of_both[1]
-    # What stands behind the script counts, and what a job would refuse is said.
+    # Without a script all of it can be given.
+    flags = re.search(r"MODEL=\"(.*?)\"(.*pretrain_gpt.py)", LAUNCH, re.DOTALL).group(1).split()
+    assert (
+        main_plan([*by_hand.split()[:2], *by_hand.split()[4:], *flags, "--vocab-size", "128256", "--bf16"])
+        == 0
+    )
+    assert "this launch line on h100" in capsys.readouterr().out
+    # What is given behind the script counts, and what a job would refuse is said.
     assert main_plan([*asked, "--vocab-size", "128256", "--num-layers", "16", "--use-torch-fsdp2"]) == 0
     assert "a job would refuse --use-torch-fsdp2" in capsys.readouterr().out
 
@@ -148,7 +155,13 @@ def test_lost_layers_are_said(capsys):
         (["--cluster", "1x6"], "not divisible"),
         (["--context-parallel-size", "3"], "not divisible by .* 4 times --context-parallel-size 3"),
         (["--expert-model-parallel-size", "2"], "llama2-7b has no experts. Name a model that has"),
-        (["--num-layers", "2"], "unrecognized arguments: --num-layers. Flags of Megatron's want a --job"),
+        (["--num-layers", "2"], "the launch line has no --hidden-size. Give it to this command"),
+        (
+            ["--num-layers", "2", "--nonsense", "3"],
+            "--nonsense: neither of this command's flags nor of Megatron-LM's",
+        ),
+        (["--num-layers", "2", "--model", "llama2-7b"], "--model and --num-layers both say which model"),
+        (["nonsense"], "nonsense is no flag"),
         (["--odyssey-redundancy", "much"], "redundancy"),
         (["--job", "missing.sh"], "missing.sh"),
         (["--job", "missing.sh", "--model", "llama2-7b"], "both say which model"),
