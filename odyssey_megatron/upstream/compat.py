@@ -105,6 +105,20 @@ def count_all_microbatches(args: Any) -> None:
     )
 
 
+def optimizer_settings(args: Any, config: Any) -> tuple[Any, Any]:
+    """Megatron's OptimizerConfig, and what groups of parameters have otherwise: from 0.17 on also what MuP asks for in
+    the width of ``config`` (core_v0.19.0 training/training.py, line 2117).
+    """
+    from megatron.core import optimizer
+    from megatron.training import training
+
+    settings, overrides = training.get_megatron_optimizer_config(args)
+    if getattr(args, "use_mup", False):
+        wide = optimizer.get_mup_config_overrides(settings, config.mup_width_mult, settings.optimizer)
+        overrides = {**(overrides or {}), **wide}
+    return settings, overrides
+
+
 def batch_on_this_cp_rank(batch: dict[str, Any]) -> dict[str, Any]:
     """This rank's part of the sequences in ``batch``; from 0.18 on Megatron wants the group."""
     from megatron.core import parallel_state, utils

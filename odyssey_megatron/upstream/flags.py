@@ -15,6 +15,8 @@ _WORKS = {
     lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples lr_warmup_fraction
     lr_warmup_iters lr_warmup_samples lr_warmup_init start_weight_decay end_weight_decay
     weight_decay_incr_style lr min_lr decoupled_lr decoupled_min_lr
+    use_mup mup_width_mult mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim
+    mup_attn_scale_power
     """,
     "of the training loop, and of this process alone": """
     profile profile_step_start profile_step_end profile_ranks pytorch_profiler_collect_shapes
@@ -257,10 +259,6 @@ _MOOT = {
     """,
     "read with --enable-ft-package only": """
     calc_ft_timeouts ft_num_warmup_iters
-    """,
-    "read with --use-mup only": """
-    mup_width_mult mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim
-    mup_attn_scale_power
     """,
     "read with --fault-injector-ranks or --fault-injector-num-ranks only": """
     fault_injector_fault_types fault_injector_fault_probabilities fault_injector_fault_delay

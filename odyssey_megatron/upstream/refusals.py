@@ -173,7 +173,6 @@ _ROWS: tuple[tuple[str, str] | tuple[str, str, Callable[[Any, Any], bool]], ...]
     ("tensor_parallel_num_weight_shards", "Use that of tensor parallelism.",
      lambda value, args: value is not None and value > args.tensor_model_parallel_size),
     ("freeze_all_layers", _LEAVE_OUT),
-    ("use_mup", _LEAVE_OUT),
     ("perform_initialization", "Holders of a layer would begin with different weights. Leave it out.",
      lambda value, args: value is False),
     ("init_model_with_meta_device", _UNTRIED),

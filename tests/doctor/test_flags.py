@@ -58,7 +58,7 @@ def parser_with(*more):
     parser.add_argument("--fp4-format", dest="fp4")
     parser.add_argument("--untie-embeddings-and-output-weights", action="store_true", default=True)
     parser.add_argument("--overlap-grad-reduce", action="store_true")
-    parser.add_argument("--use-mup", action="store_true")
+    parser.add_argument("--freeze-all-layers", action="store_true")
     for flag in more:
         parser.add_argument(flag)
     return parser
@@ -72,10 +72,10 @@ def said(argv, *more, accepted=(), strict=False):
 
 
 def test_all_refused_flags_are_named_at_once():
-    lines = said(["--fp4-format", "e2m1", "--use-mup", "--overlap-grad-reduce"])
-    assert [line.split()[0] for line in lines] == ["--fp4-format", "--use-mup"]
+    lines = said(["--fp4-format", "e2m1", "--freeze-all-layers", "--overlap-grad-reduce"])
+    assert [line.split()[0] for line in lines] == ["--fp4-format", "--freeze-all-layers"]
     parser = parser_with()
-    args = parser.parse_args(["--fp4-format", "e2m1", "--use-mup"])
+    args = parser.parse_args(["--fp4-format", "e2m1", "--freeze-all-layers"])
     with pytest.raises(ConfigError) as caught:
         refusals.check(args, refusals.Parser.of(parser, "9.9"), ())
     assert str(caught.value).splitlines() == ["2 of the job's flags cannot be used:", *lines]

@@ -47,7 +47,6 @@ GIVEN = {
     "--hybrid-layer-pattern": "--hybrid-layer-pattern M*M*",
     "--tensor-parallel-num-weight-shards": "--tensor-parallel-num-weight-shards 2",
     "--freeze-all-layers": "--freeze-all-layers",
-    "--use-mup": "--use-mup",
     "--logits-save-dir": "--logits-save-dir there",
     "--logits-load-dir": "--logits-load-dir there",
     "--eval-micro-batch-size": "--eval-micro-batch-size 2",

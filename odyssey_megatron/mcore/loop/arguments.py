@@ -229,9 +229,9 @@ def spec_of(
     args: Any, config: Any, split: span.Split, model_provider: Any, *, overflow_ends_job: bool
 ) -> ModelSpec:
     """The model of ``args``, of Megatron's own stages: each is seeded as Megatron seeds it."""
-    from megatron.training import initialize, training
+    from megatron.training import initialize
 
-    optimizer_config, overrides = training.get_megatron_optimizer_config(args)
+    optimizer_config, overrides = compat.optimizer_settings(args, config)
 
     def seed_stage(stage: int) -> None:
         with groups.in_stage(stage, args.pipeline_model_parallel_size):
