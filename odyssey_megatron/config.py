@@ -13,7 +13,7 @@ from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.inputs import COUNT, WHOLE, Between, Parser
 
 MODES = ("off", "observe", "recover")
-LAYOUTS = ("megatron", "auto")
+LAYOUTS = ("megatron", "spread", "auto")
 REDUNDANCIES = ("off", "state", "compute", "auto")
 SPARE_STATES = ("device", "host")
 REBALANCES = ("off", "auto")
@@ -108,8 +108,10 @@ class OdysseyConfig:
     )
     layout: str = _flag(
         "megatron",
-        "where the job starts. megatron: with the stages and pipelines of the launch line. auto: with the best "
-        "pipelines for the profile, if they are faster and the loss of one worker is survived as before",
+        "where the job starts. megatron: with the stages and pipelines of the launch line. spread: with these, but the "
+        "replicas of a stage, which Megatron puts side by side, on different nodes, so that the loss of one is "
+        "survived; their gradients are then summed between nodes. auto: with the best pipelines for the profile, if "
+        "they are faster and the loss of one worker is survived as before; spread, too",
         choices=LAYOUTS,
     )
     redundancy: str = _flag(

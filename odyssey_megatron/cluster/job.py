@@ -35,6 +35,8 @@ class JobSpec:
     """Transformer layers of each stage of the failure-free plan; empty: as even as can be."""
     best_layout: bool = False
     """The failure-free plan is the best for the profile, and not that of the parallel sizes."""
+    spreads_replicas: bool = False
+    """In the failure-free plan those of a layer are on different nodes, where that can be."""
     context_parallel_size: int = 1
     expert_model_parallel_size: int = 1
     expert_tensor_parallel_size: int | None = None

@@ -39,6 +39,7 @@ from odyssey_megatron.launch.verdict import Verdict, after_training, before_trai
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.names import layer_names
 from odyssey_megatron.plan.generation import CandidateRow, Finished, Generation, Message, Stop
+from odyssey_megatron.plan.spread import on_one_node, spread
 from odyssey_megatron.policy.table import candidates_table
 
 _log = logging.getLogger(__name__)
@@ -144,6 +145,14 @@ class Coordinator:
             self._say(
                 f"[odyssey] one rank or cell alone has {layer_names(alone, layout.num_layers)}: losing it ends the "
                 f"job, exit code {EXIT_LAYERS_LOST}. --odyssey-redundancy state or more data parallelism survives."
+            )
+        elif fatal := on_one_node(layout, nodes := {one.worker: one.node for one in cluster.workers}):
+            helps = spread(layout, nodes) is not layout
+            self._say(
+                f"[odyssey] node(s) {', '.join(map(str, fatal))}: all replicas of some layers are on one. Losing it "
+                f"ends the job, exit code {EXIT_LAYERS_LOST}."
+                + " --odyssey-layout spread puts replicas on different nodes."
+                * helps
             )
         job = replace(job, start_plan=decided.plan)
         decide_s = time.monotonic() - began_s

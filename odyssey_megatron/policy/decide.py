@@ -24,6 +24,7 @@ from odyssey_megatron.plan.order import Order, order_routes
 from odyssey_megatron.plan.plan import Plan, Transfer
 from odyssey_megatron.plan.redundancy import with_keepers, with_shadows
 from odyssey_megatron.plan.simulate import computed_before_s, step_end_s
+from odyssey_megatron.plan.spread import spread
 from odyssey_megatron.plan.transfer import living_holders, warm_up
 from odyssey_megatron.policy.case import Case, worker_speeds
 from odyssey_megatron.policy.options import (
@@ -150,6 +151,8 @@ def _better(own: Layout, job: JobSpec, profile: Profile) -> Iterator[Layout]:
 
 def _healthy(layout: Layout, job: JobSpec, state: ClusterState, profile: Profile) -> Plan:
     nodes = {worker.worker: worker.node for worker in state.workers}
+    if job.spreads_replicas:
+        layout = spread(layout, nodes)
     layout = with_shadows(layout, None, nodes, job.least_holders, profile.costs, eager=job.eager_forwards)
     layout = with_keepers(layout, None, nodes, job.optimizer_copies, profile.costs)
     return scheduled("initial", layout, (), state, profile, eager=job.eager_forwards)

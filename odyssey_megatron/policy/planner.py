@@ -74,7 +74,8 @@ class PolicyPlanner:
         return self._job
 
     def start(self, job: JobSpec, state: ClusterState, profile_json: str) -> Decided:
-        self._job = job = replace(job, best_layout=self._config.layout == "auto")
+        layout = self._config.layout
+        self._job = job = replace(job, best_layout=layout == "auto", spreads_replicas=layout != "megatron")
         self._profile = _checked(from_json(Profile, profile_json), job)
         keeps = self._config.interrupted_step == "resume"
         self._profile = replace(self._profile, costs=replace(self._profile.costs, keeps_messages=keeps))

@@ -51,18 +51,6 @@ def next_losses(
     return sorted(found, key=lambda one: (one.step_s is not None, -(one.step_s or 0.0), one.workers))
 
 
-def fatal_nodes(state: ClusterState, layout: Layout) -> dict[int, list[int]]:
-    """Node -> the layers of which all holders are on it: losing it ends the job. None where one is all there is."""
-    nodes = {worker.worker: worker.node for worker in state.workers}
-    found: dict[int, list[int]] = {}
-    if len({nodes[worker] for worker in layout.workers}) > 1:
-        for layer, holders in enumerate(layout.states):
-            on = {nodes[worker] for worker in holders}
-            if len(on) == 1:
-                found.setdefault(on.pop(), []).append(layer)
-    return found
-
-
 def alone(layout: Layout) -> list[int]:
     """The layers that one worker alone has."""
     return [layer for layer, holders in enumerate(layout.states) if len(holders) == 1]

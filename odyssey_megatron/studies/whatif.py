@@ -23,12 +23,13 @@ from odyssey_megatron.plan.generation import CandidateRow
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.render import render
 from odyssey_megatron.plan.simulate import Timeline, simulate
+from odyssey_megatron.plan.spread import on_one_node, spread
 from odyssey_megatron.policy.case import worker_speeds
 from odyssey_megatron.policy.decide import Decision, decide, initial_plan
 from odyssey_megatron.policy.planner import PolicyPlanner
 from odyssey_megatron.policy.table import candidates_table
 from odyssey_megatron.policy.two_speed import TwoSpeed, two_speed
-from odyssey_megatron.studies.losses import NextLoss, alone, fatal_nodes, next_losses
+from odyssey_megatron.studies.losses import NextLoss, alone, next_losses
 from odyssey_megatron.studies.presets import GIB
 from odyssey_megatron.studies.scenario import Scenario, add_scenario_arguments, scenario_from
 
@@ -63,6 +64,11 @@ class Answer:
         """What the job would go on with."""
         return self.decision.plan if self.decision else self.before
 
+    @property
+    def nodes(self) -> dict[int, int]:
+        """Of each worker."""
+        return {worker.worker: worker.node for worker in self.state.workers}
+
     def timeline(self, plan: Plan) -> Timeline:
         """One step; the slow are slow once they are planned for."""
         speeds = worker_speeds(self.state) if plan is self.plan else None
@@ -71,9 +77,14 @@ class Answer:
     def flags(self) -> list[tuple[str, str]]:
         """(flag, why) that the job is better off with, and has not."""
         config, found = self.scenario.config, [("--odyssey", "to survive at all")]
-        gain = self.before.step_s / self.best.step_s - 1
-        if config.layout != "auto" and gain >= _WORTH:
-            found.append(("--odyssey-layout auto", f"a healthy job has {gain:.1%} more throughput"))
+        gain, nodes = self.before.step_s / self.best.step_s - 1, self.nodes
+        faster = config.layout != "auto" and gain >= _WORTH
+        whys = [f"a healthy job has {gain:.1%} more throughput"] if faster else []
+        apart = spread((self.best if faster else self.before).layout, nodes)
+        if on_one_node(self.before.layout, nodes) and not on_one_node(apart, nodes):
+            whys.append("the loss of any one node is survived, too")
+        if whys:
+            found.append((f"--odyssey-layout {'auto' if faster else 'spread'}", "; ".join(whys)))
         if config.redundancy == "off" and (single := alone(self.before.layout)):
             names = names_of(single, self.before)
             found.append(("--odyssey-redundancy state", f"one worker alone has {names}"))
@@ -334,7 +345,7 @@ def _losses_text(answer: Answer) -> list[str]:
 
 def nodes_text(answer: Answer) -> str:
     """What the loss of a whole node would do."""
-    fatal = fatal_nodes(answer.state, answer.plan.layout)
+    fatal = on_one_node(answer.plan.layout, answer.nodes)
     if not fatal:
         return "a whole node: no layer has all its holders on one, unless there is only one"
     node, layers = min(fatal.items())

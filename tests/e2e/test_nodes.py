@@ -11,7 +11,7 @@ from tests.e2e.jobs import LONG, SCRIPT, TOLERANCE, assert_equal_numbers, assert
 from tests.launch.jobserver import events, wait_for
 
 
-def start_nodes(jobs, name, *flags):
+def start_nodes(jobs, name, *flags, stages=1):
     """Two agents, and how to start one more like the second: (agents, again)."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -20,7 +20,7 @@ def start_nodes(jobs, name, *flags):
     def start(node, command="run", log="log"):
         return jobs.server.run(
             ["--nnodes", 2, "--node-rank", node, "--nproc-per-node", 2, "--master-addr", "127.0.0.1", "--master-port",
-             port, SCRIPT, *jobs.flags(name, stages=1), "--odyssey-node-lease-s", 0.8, *flags],
+             port, SCRIPT, *jobs.flags(name, stages=stages), "--odyssey-node-lease-s", 0.8, *flags],
             log=jobs.folder / f"{name}-{node}.{log}", env={"ODYSSEY_TOKEN": "both nodes know it"}, command=command,
         )  # fmt: skip
 
@@ -37,6 +37,19 @@ def test_a_lost_node(jobs, undisturbed, name):
     assert agents[0].wait(60) == 0, agents[0].log()
     (lost,) = events(run_dir, "failure_detected")
     assert lost["dead"] == [2, 3]
+    outcome = jobs.outcome(name, exit_code=0, log=agents[0].log())
+    assert_equal_numbers(outcome.run.steps, reference.run.steps, rel=TOLERANCE)
+    assert_equal_weights(outcome.weights(), reference.weights())
+
+
+def test_a_lost_node_that_had_all_replicas_of_a_stage_but_for_their_places(jobs, undisturbed, name):
+    """Two stages of two replicas: Megatron would have each stage on a node."""
+    reference = undisturbed()
+    agents, _ = start_nodes(jobs, name, "--odyssey-layout", "spread", stages=2)
+    run_dir = jobs.folder / name
+    wait_for(lambda: events(run_dir, "step_committed"), 60, "the first step")
+    agents[1].kill()
+    assert agents[0].wait(60) == 0, agents[0].log()
     outcome = jobs.outcome(name, exit_code=0, log=agents[0].log())
     assert_equal_numbers(outcome.run.steps, reference.run.steps, rel=TOLERANCE)
     assert_equal_weights(outcome.weights(), reference.weights())

@@ -124,7 +124,16 @@ def test_the_next_loss_is_said(capsys):
 
 def test_nodes_that_hold_all_of_a_layer_are_named(capsys):
     assert main_plan("--cluster 4x8 --pipeline-model-parallel-size 4 --width 0".split()) == 0
-    assert "4 of them cannot be lost" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "4 of them cannot be lost" in text
+    assert re.search(r"--odyssey-layout auto .*; the loss of any one node is survived, too", text)
+    assert (
+        main_plan("--cluster 4x8 --pipeline-model-parallel-size 4 --width 0 --odyssey-layout spread".split())
+        == 0
+    )
+    text = capsys.readouterr().out
+    assert "no layer has all its holders on one" in text
+    assert "of any one node is survived" not in text
     assert main_plan("--cluster 8x2 --pipeline-model-parallel-size 4 --width 0".split()) == 0
     assert "no layer has all its holders on one" in capsys.readouterr().out
 

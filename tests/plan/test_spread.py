@@ -1,0 +1,78 @@
+"""Which losses of whole nodes a layout survives, and its replicas apart."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from odyssey_megatron.cluster.job import JobSpec
+from odyssey_megatron.cluster.state import initial_state
+from odyssey_megatron.plan.layout import layout_from_routes, megatron_layout, pipeline_route
+from odyssey_megatron.plan.redundancy import with_keepers
+from odyssey_megatron.plan.spread import on_one_node, spread
+from odyssey_megatron.policy.decide import initial_plan
+from odyssey_megatron.policy.profile import Profile
+from tests.plan.samples import uniform_costs
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("replicas", [2, 3, 4])
+@pytest.mark.parametrize("a_node", [1, 2, 3, 4, 6])
+def test_any_node_may_be_lost(stages, replicas, a_node):
+    count = stages * replicas
+    if count % a_node or count == a_node:
+        pytest.skip("not in whole nodes, or in one")
+    layout = megatron_layout(num_layers=10, pipeline_size=stages, num_workers=count, num_microbatches=12)
+    nodes = {worker: worker // a_node for worker in range(count)}
+    apart = spread(layout, nodes)
+    assert not on_one_node(apart, nodes)
+    assert [sorted(map(len, one.holders)) for one in (apart, layout)] == [
+        sorted(map(len, layout.holders))
+    ] * 2
+    assert [route.microbatches for route in apart.routes] == [route.microbatches for route in layout.routes]
+    assert (apart is layout) == (not on_one_node(layout, nodes)), "what is apart already stays"
+
+
+def test_pipelines_that_are_not_alike():
+    """Six layers on four workers and on two, which have the same node."""
+    long = pipeline_route((0, 1, 2, 3), (1, 3, 5, 6), (0, 1, 2, 3))
+    short = pipeline_route((4, 5), (3, 6), (4, 5))
+    layout = layout_from_routes(6, (long, short))
+    nodes = {worker: worker % 3 // 2 for worker in range(6)} | {2: 0, 5: 0, 1: 1, 3: 1}
+    assert on_one_node(layout, {worker: 0 for worker in range(6)}) == {}, "one node is all there is"
+    together = {0: 0, 1: 0, 2: 1, 3: 1, 4: 0, 5: 1}
+    assert on_one_node(layout, together) == {0: [0, 1, 2], 1: [3, 4, 5]}
+    apart = spread(layout, together)
+    assert sum(map(len, on_one_node(apart, together).values())) < 6
+    assert spread(apart, together) is apart or len(on_one_node(spread(apart, together), together)) == 0
+    assert spread(layout, nodes).check()
+
+
+def test_what_keepers_have_counts():
+    """Every node computes all layers, but the optimizer state is on two of four holders, of one node."""
+    layout = megatron_layout(num_layers=4, pipeline_size=1, num_workers=4, num_microbatches=4)
+    nodes = {0: 0, 1: 0, 2: 1, 3: 1}
+    kept = replace(layout, keepers=((0, 1),) * 4)
+    assert on_one_node(layout, nodes) == {}
+    assert on_one_node(kept, nodes) == {0: [0, 1, 2, 3]}
+    chosen = with_keepers(layout, None, nodes, 2, uniform_costs(4))
+    assert on_one_node(chosen, nodes) == {}
+
+
+def test_a_job_begins_so_as_fast():
+    job = JobSpec(
+        num_layers=10,
+        pipeline_model_parallel_size=2,
+        tensor_model_parallel_size=1,
+        num_microbatches=8,
+        tokens_per_step=1,
+        train_steps=1,
+    )
+    state, profile = initial_state(nodes=(0, 0, 1, 1)), Profile(costs=uniform_costs(8, ends=True))
+    nodes = {worker.worker: worker.node for worker in state.workers}
+    own = initial_plan(job, state, profile)
+    apart = initial_plan(replace(job, spreads_replicas=True), state, profile)
+    assert on_one_node(own.layout, nodes)
+    assert not on_one_node(apart.layout, nodes)
+    assert own.step_s == apart.step_s
