@@ -257,6 +257,9 @@ class AbortableGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:  # torch's name
         return "odyssey"  # by "gloo", DDP would look for a ProcessGroupGloo in this very object
 
+    def _get_backend(self, device: torch.device) -> Any:  # torch's name
+        return self  # from torch 2.14 on it is asked whether several messages go as one; they do not
+
     def detach(self) -> dist.ProcessGroup | None:
         """Hands over the inner group; from now on every operation raises Superseded."""
         inner, self._inner = self._inner, None
