@@ -58,17 +58,17 @@ def test_further_ahead_with_other_flags(jobs, undisturbed, name, case):
     (ranks, stages), policy, inject, more = MORE[case]
     flags = f"{more} --odyssey-policy {policy} --odyssey-inject {inject}"
     shot = jobs.run(name, ranks=ranks, stages=stages, flags=flags)
-    cell = 2 if case == "cells" else 1
-    assert_equal_runs(shot, undisturbed(more), kills=cell * inject.count("rank="))
+    assert_equal_runs(shot, undisturbed(more), kills=inject.count("rank="))
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("victim", [0, 7])
 def test_a_rank_comes_back_further_ahead(jobs, undisturbed, name, victim):
-    inject = f"rank={victim},step=2,at=backward"
-    flags = f"{AHEAD} {LONG} {ONCE} --odyssey-policy replan --odyssey-inject {inject}"
+    # At the usual rate some steps have gradients 10 to 50 times as large as others, whose norm loses digits.
+    inject, usual = f"rank={victim},step=2,at=backward", f"{AHEAD} {LONG} --lr 5e-4"
+    flags = f"{usual} {ONCE} --odyssey-policy replan --odyssey-inject {inject}"
     shot = jobs.run(name, ranks=8, stages=4, flags=flags)
-    assert_equal_runs(shot, undisturbed(f"{AHEAD} {LONG}"), kills=1)
+    assert_equal_runs(shot, undisturbed(usual), kills=1)
     assert members(shot)[0] == members(shot)[-1] == 8
 
 
