@@ -97,7 +97,7 @@ _WORKS = {
     moe_permute_fusion moe_router_fusion use_fused_weighted_squared_relu
     """,
     "multi-token prediction: tests/megatron_lm/test_future.py": """
-    mtp_loss_scaling_factor
+    mtp_num_layers mtp_loss_scaling_factor
     """,
     "the data set: samples are found by their global number": """
     data_path split train_data_path valid_data_path test_data_path data_args_path per_split_data_args_path

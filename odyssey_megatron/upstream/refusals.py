@@ -154,9 +154,6 @@ _ROWS: tuple[tuple[str, str] | tuple[str, str, Callable[[Any, Any], bool]], ...]
     ("use_grouped_gemm_for_shared_expert", _UNTRIED),
     ("save_tokens_per_expert_interval", _ONE_RANK),
     ("moe_routing_trace_path", _ONE_RANK),
-    ("mtp_num_layers", "With context parallelism it sends tokens over Megatron's default group. Use "
-     "--context-parallel-size 1.",
-     lambda value, args: bool(value) and _above_one(getattr(args, "context_parallel_size", None), args)),
     ("mtp_standalone", "Its blocks are part of the head. Leave it out."),
     ("mtp_use_repeated_layer", _UNTRIED),
     ("mtp_detach_heads", _UNTRIED),

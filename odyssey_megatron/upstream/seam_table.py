@@ -334,6 +334,12 @@ GET_BATCH_ON_THIS_CP_RANK = Seam(
     open=True,
     only_if="--context-parallel-size",
 )
+ROLL_TENSOR = Seam(
+    target="megatron.core.transformer.multi_token_prediction:roll_tensor",
+    why="multi-token prediction would send tokens between context-parallel ranks over the default group",
+    signatures={"0.16": "tensor shifts dims cp_group packed_seq_params"},
+    only_if="--mtp-num-layers with --context-parallel-size",
+)
 INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = Seam(
     target="megatron.core.parallel_state:_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",
     why=_GLOBAL,

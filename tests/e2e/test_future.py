@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.jobs import LONG, assert_equal_runs
+from tests.e2e.jobs import LONG, TOLERANCE, assert_equal_runs, assert_equal_weights
 from tests.e2e.test_exactness import CASES, SHARDED
 from tests.e2e.test_rejoin import ONCE, members
 
@@ -72,7 +72,16 @@ def test_a_rank_comes_back_further_ahead(jobs, undisturbed, name, victim):
     assert members(shot)[0] == members(shot)[-1] == 8
 
 
-def test_parts_of_sequences_are_refused(jobs, name):
-    run = jobs.run(name, ranks=2, stages=1, flags=f"{AHEAD} --context-parallel-size 2")
-    assert run.exit_code == 2, run.log[-3000:]
-    assert run.log.count("mtp_num_layers 1 with context_parallel_size 2: ") == 1
+@pytest.mark.matrix
+@pytest.mark.parametrize("size", [2, 4])
+def test_parts_of_sequences_come_to_the_whole(jobs, undisturbed, name, size):
+    """Tokens further ahead are in other parts. Each part's losses are logged as its own mean, as Megatron has it."""
+    parts = f"{AHEAD} --context-parallel-size {size}"
+    flags = f"{parts} --odyssey-policy replan --odyssey-inject rank=6,step=2,at=weight_grad"
+    shot = jobs.run(name, ranks=8, stages=8 // size // 2, flags=flags)
+    whole = undisturbed(AHEAD)
+    assert [one.losses["lm loss"] for one in shot.run.steps] == pytest.approx(
+        [one.losses["lm loss"] for one in whole.run.steps], rel=TOLERANCE
+    )
+    assert_equal_weights(shot.weights(), whole.weights())
+    assert_equal_runs(shot, undisturbed(parts, ranks=size), kills=1)

@@ -27,7 +27,6 @@ GIVEN = {
     "--log-max-attention-logit": "--log-max-attention-logit",
     "--use-precision-aware-optimizer": "--use-precision-aware-optimizer",
     "--hierarchical-context-parallel-sizes": "--hierarchical-context-parallel-sizes 1 2",
-    "--mtp-num-layers": "--mtp-num-layers 1 --context-parallel-size 2",
     "--mtp-standalone": "--mtp-standalone",
     "--mtp-use-repeated-layer": "--mtp-use-repeated-layer",
     "--mtp-detach-heads": "--mtp-detach-heads",

@@ -7,27 +7,25 @@ Here each microbatch has its own, beside what its forward step reports, and so t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.transformer import TransformerConfig
 
-from odyssey_megatron.errors import ConfigError
-from odyssey_megatron.upstream import compat
+from odyssey_megatron.upstream import compat, seams
+from odyssey_megatron.upstream.seam_table import ROLL_TENSOR
 
 
 class FutureTokens:
     """What a model of ``config`` is logged with besides its loss."""
 
     def __init__(self, config: TransformerConfig):
-        """Raises ConfigError."""
-        if config.mtp_num_layers and config.context_parallel_size > 1:
-            raise ConfigError(
-                f"mtp_num_layers {config.mtp_num_layers} with context_parallel_size {config.context_parallel_size}: "
-                "Megatron would send tokens over the default group, which is not this model's. Use a "
-                "context_parallel_size of 1."
-            )
-        self._depths = config.mtp_num_layers or 0
+        """Raises MegatronIncompatible."""
+        self._depths, self._parts = config.mtp_num_layers or 0, config.context_parallel_size
+        if self._depths and self._parts > 1 and not seams.is_applied(ROLL_TENSOR):
+            seams.wrap(ROLL_TENSOR, _rolled)
         self.names = tuple(
             self._name(depth, kind) for depth in range(self._depths) for kind in compat.future_token_sums()
         )
@@ -53,8 +51,33 @@ class FutureTokens:
         if not self._depths:
             return
         device = torch.cuda.current_device()
-        sums = {
-            kind: [means[self._name(depth, kind)] * num_microbatches for depth in range(self._depths)]
+        sums = {  # Megatron averages the losses of a sequence's parts, and adds up their tokens
+            kind: [
+                means[self._name(depth, kind)] * num_microbatches * (1 if kind == "loss" else self._parts)
+                for depth in range(self._depths)
+            ]
             for kind in compat.future_token_sums()
         }
         compat.set_future_tokens({kind: torch.tensor(one, device=device) for kind, one in sums.items()})
+
+
+def _rolled(
+    original: Callable[..., Any],
+    tensor: torch.Tensor,
+    shifts: int = -1,
+    dims: int = -1,
+    cp_group: Any = None,
+    packed_seq_params: Any = None,
+) -> Any:
+    """Megatron's shift of tokens by one, of which each rank of ``cp_group`` has two pieces, its own from the front and
+    from the back; within the cell, where Megatron sends them over the default group.
+    """
+    if cp_group is None or cp_group.size() == 1 or packed_seq_params is not None:
+        return original(tensor, shifts, dims, cp_group, packed_seq_params)
+    parts = [torch.empty_like(tensor) for _ in range(cp_group.size())]
+    dist.all_gather(parts, tensor.contiguous(), group=cp_group)
+    front, back = zip(*(one.chunk(2, dim=dims) for one in parts), strict=True)
+    whole, _ = original(torch.cat([*front, *reversed(back)], dim=dims), shifts, dims)
+    pieces, mine = whole.chunk(2 * len(parts), dim=dims), cp_group.rank()
+    rolled = torch.cat([pieces[mine], pieces[-1 - mine]], dim=dims)
+    return rolled, rolled.sum()
