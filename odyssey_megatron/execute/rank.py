@@ -162,9 +162,10 @@ class RankRuntime:
         if self._groups is not None and self._progress is not None:
             self._groups.drain()
             self._model.undo(self._progress.take_stock())
-        for groups in (self._groups, self._left):
-            if groups is not None:
-                groups.close()
+        if self._groups is not None:
+            self._groups.leave()
+        if self._left is not None:
+            self._left.close()
         self._groups = self._left = None
         self._model.discard_incoming()
 

@@ -238,15 +238,16 @@ class Session:
             joins: a process in the place of a dead rank says now that it is ready; else its caller does later.
         """
         from odyssey_megatron.execute.rank import RankRuntime
-        from odyssey_megatron.rebuild.groups import build_groups
+        from odyssey_megatron.rebuild.groups import build_groups, libraries_for
 
         self.member.starting.wait_all("model-built")
+        libraries = libraries_for(self.config)
         injector = Injector(self.config.injections, self.rank, self._journal, self.member.incarnation)
         rank = RankRuntime(
             config=self.config,
             member=self.member,
             model=model,
-            build=lambda number, named: build_groups(self.member, number, named, self.config),
+            build=lambda number, named: build_groups(self.member, number, named, self.config, libraries),
             tagged_messages=self.config.device == "cpu",
             fault_point=injector.at,
             slowness=injector.slowness,

@@ -55,6 +55,15 @@ class Abort(Protocol):
         ended: before a rank goes by what others have sent it.
         """
 
+    def adopt(self, backend: Any, use: Use) -> None:
+        """``backend`` goes with this generation, or, if it is clean then, outlives it."""
+
+    def use_of(self, backend: Any) -> Use | None:
+        """None where nothing outlives an abort, or it has been ended."""
+
+    def hand_over(self) -> dict[Any, Use]:
+        """Once fired: the clean ones, which are the caller's from now on."""
+
     def close(self) -> None:
         """No more operations will come."""
 
@@ -136,6 +145,15 @@ class GlooAbort:
 
     settle = drain
 
+    def adopt(self, backend: Any, use: Use) -> None:
+        """Nothing to do: its sockets are found."""
+
+    def use_of(self, backend: Any) -> None:
+        return None
+
+    def hand_over(self) -> dict[Any, Use]:
+        return {}
+
     def close(self) -> None:
         self.fire()
         self._helpers.close()
@@ -143,6 +161,31 @@ class GlooAbort:
     def _check(self) -> None:
         if self.fired:
             raise Superseded("a newer generation exists")
+
+
+class Use:
+    """What one rank has given a communicator. It is clean while all of that is through: then it may outlive an abort.
+
+    Whoever ends a generation does so from another thread, and must not wait for the one that gives: so an operation is
+    counted before it is given, and again behind that.
+    """
+
+    def __init__(self) -> None:
+        self.connected = False
+        self.begun = self.given = 0
+        self.last: Any = None
+
+    @property
+    def is_clean(self) -> bool:
+        given, last = self.given, self.last
+        with contextlib.suppress(RuntimeError):  # of an operation that has failed
+            return self.connected and self.begun == given and (last is None or bool(last.is_completed()))
+        return False
+
+    def rest(self) -> None:
+        """Lets go of the last operation, and of its tensors, if it is through."""
+        if self.is_clean:
+            self.last = None
 
 
 class NcclAbort:
@@ -157,25 +200,33 @@ class NcclAbort:
 
     def __init__(self, holds: torch.Tensor) -> None:
         self.fired, self.holds = False, holds
-        self._backends: list[Any] = []
+        self.uses: dict[Any, Use] = {}
         self._lock = threading.Lock()
 
-    def adopt(self, backend: Any) -> None:
-        """``backend`` (a ProcessGroupNCCL) is to be aborted with this generation."""
+    def adopt(self, backend: Any, use: Use) -> None:
         with self._lock:
-            self._backends.append(backend)
+            self.uses[backend] = use
+
+    def use_of(self, backend: Any) -> Use | None:
+        return self.uses.get(backend)
 
     def fire(self) -> None:
         with self._lock:
             self.fired = True
             self.holds.numpy()[...] = 0.0  # before anything is aborted
-            backends, self._backends = self._backends, []
-        # One thread each: an abort waits for its communicator's kernels, and they may wait for one another.
-        threads = [threading.Thread(target=backend.abort, daemon=True) for backend in backends]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+            backends = [backend for backend, use in self.uses.items() if not use.is_clean]
+            for backend in backends:
+                del self.uses[backend]
+        _abort_all(backends)
+
+    def hand_over(self) -> dict[Any, Use]:
+        with self._lock:
+            clean, self.uses = self.uses, {}
+        return clean
+
+    def close(self) -> None:
+        self.fire()
+        _abort_all(list(self.hand_over()))
 
     @contextlib.contextmanager
     def connecting(self) -> Iterator[None]:
@@ -208,8 +259,14 @@ class NcclAbort:
         if self.fired:  # which is set before anything is aborted
             raise Superseded("a newer generation exists")
 
-    def close(self) -> None:
-        self.fire()
+
+def _abort_all(backends: list[Any]) -> None:
+    # One thread each: an abort waits for its communicator's kernels, and they may wait for one another.
+    threads = [threading.Thread(target=backend.abort, daemon=True) for backend in backends]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 class AbortableWork(dist._Work):
@@ -249,10 +306,10 @@ class AbortableGroup(dist.ProcessGroup):
     ``torch.distributed`` functions take it like any group: library code that waits needs no change.
     """
 
-    def __init__(self, inner: dist.ProcessGroup, abort: Abort):
+    def __init__(self, inner: dist.ProcessGroup, abort: Abort, use: Use | None = None):
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg] # its stub lacks this one
         self._inner: dist.ProcessGroup | None = inner
-        self._abort = abort
+        self._abort, self._use = abort, use
 
     def getBackendName(self) -> str:  # torch's name
         return "odyssey"  # by "gloo", DDP would look for a ProcessGroupGloo in this very object
@@ -267,11 +324,18 @@ class AbortableGroup(dist.ProcessGroup):
 
     def post(self, operation: str, *args: Any, **kwargs: Any) -> AbortableWork:
         """Starts ``operation`` of the inner group."""
-        inner = self._inner
+        inner, use = self._inner, self._use
+        if use is not None:
+            use.begun += 1  # before the look at ``fired``: whoever fires looks here afterwards
         if self._abort.fired or inner is None:
+            if use is not None:
+                use.begun -= 1
             raise Superseded("the generation of this group is over")
         try:
-            return AbortableWork(self._abort, getattr(inner, operation)(*args, **kwargs))
+            work = getattr(inner, operation)(*args, **kwargs)
+            if use is not None:
+                use.last, use.given = work, use.given + 1
+            return AbortableWork(self._abort, work)
         except RuntimeError as error:
             if self._abort.fired:
                 raise Superseded("the generation of this group is over") from error

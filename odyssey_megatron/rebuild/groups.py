@@ -23,6 +23,7 @@ from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import Superseded
 from odyssey_megatron.rebuild.abort import Abort, AbortableGroup
 from odyssey_megatron.rebuild.hosts import StagedGroup
+from odyssey_megatron.rebuild.kept import Communicator
 from odyssey_megatron.rebuild.library import Gloo, Hosts, Library, Nccl
 
 WORLD = "world"
@@ -63,6 +64,8 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
         self._devices, self._hosts, self._bury_s, self._forget = devices, hosts, bury_s, forget
         self._aborts = {library: library.new_abort() for library in dict.fromkeys((devices, hosts))}
         self._groups: dict[str, dist.ProcessGroup] = {}
+        self._connected: dict[Any, Communicator] = {}
+        """By backend those that may outlive this generation."""
 
     def __getitem__(self, name: str) -> dist.ProcessGroup:
         return self._groups[name]
@@ -87,23 +90,49 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
         self._aborts[self._devices].drain()
 
     def settle(self) -> None:
-        self._aborts[self._devices].settle()
+        abort = self._aborts[self._devices]
+        abort.settle()
+        for backend in self._connected:
+            if (use := abort.use_of(backend)) is not None:
+                use.rest()
 
     def connect(self, member: MemberLike, named: Mapping[str, tuple[int, ...]]) -> None:
         """Adds ``named``, of which this rank is a member. Raises as :func:`build_groups`."""
         for library in dict.fromkeys((self._hosts, self._devices)):
             mine = {name: ranks for name, ranks in named.items() if self._library(name) is library}
-            abort = self._aborts[library]
+            abort, kept = self._aborts[library], self._kept(mine, named) if library is self._devices else {}
+            missing = {name: ranks for name, ranks in mine.items() if name not in kept}
             with abort.connecting():
-                build = functools.partial(_build_all, member, self.number, mine, library, abort)
-                built = abort.call(build)
+                build = functools.partial(_build_all, member, self.number, missing, library, abort)
+                built = kept | abort.call(build)
             for name, (backend, store) in built.items():
                 self._register(name, backend, mine[name], member.rank, store)
         if any(abort.fired for abort in self._aborts.values()):
             raise Superseded("a newer generation exists")
 
+    def _kept(
+        self, mine: Mapping[str, tuple[int, ...]], named: Mapping[str, tuple[int, ...]]
+    ) -> dict[str, tuple[Any, dist.Store]]:
+        """Of ``mine``, groups of devices, those that need not be connected anew."""
+        spare, abort = self._devices.spare, self._aborts[self._devices]
+        world = next((name for name in named if self._library(name) is self._hosts), None)
+        if spare is None or world is None or len(named[world]) == 1:
+            return {}
+        taken = spare.take(mine, self._groups[world], named[world])
+        for one in taken.values():
+            abort.adopt(one.backend, one.use)
+            self._connected[one.backend] = one
+        return {name: (one.backend, one.store) for name, one in taken.items()}
+
     def _library(self, name: str) -> Library:
         return self._hosts if name.partition(".")[0] == WORLD else self._devices
+
+    def leave(self) -> None:
+        """As :meth:`close`, once aborted; what may outlive the generation is laid by for the next one."""
+        if self._devices.spare is not None:
+            clean = self._aborts[self._devices].hand_over()
+            self._devices.spare.lay_by([self._connected[one] for one in clean if one in self._connected])
+        self.close()
 
     def close(self) -> None:
         """Takes the groups out of ``torch.distributed`` and ends their connections. Returns at once."""
@@ -129,7 +158,12 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
         if library is not self._devices:
             group = StagedGroup(group, self._aborts[library])
         elif len(ranks) > 1:
-            group = AbortableGroup(group, self._aborts[library])
+            abort = self._aborts[library]
+            group = AbortableGroup(group, abort, use := abort.use_of(backend))
+            if use is not None and backend not in self._connected:
+                self._connected[backend] = Communicator(
+                    name=name, number=self.number, ranks=ranks, backend=backend, store=store, use=use
+                )
         torch_name: Any = f"{name}@{self.number}"  # a NewType of torch's, from 2.13 on
         group._set_group_name(torch_name)
         group._set_group_desc(torch_name)
@@ -189,7 +223,7 @@ def build_groups(
         Superseded: a newer generation exists; nothing of this one is left.
         PeerFailed: a peer did not connect within ``build_timeout_s``.
     """
-    devices, hosts = libraries or _libraries(config)
+    devices, hosts = libraries or libraries_for(config)
     groups = GroupSet(number, devices, hosts, config.op_timeout_s + 2.0, member.forget)
     member.on_newer(number, groups.abort)
     if member.newer_than(number):
@@ -197,12 +231,14 @@ def build_groups(
     try:
         groups.connect(member, {name: ranks for name, ranks in named.items() if member.rank in ranks})
     except BaseException:
-        groups.close()
+        groups.abort()
+        groups.leave()
         raise
     return groups
 
 
-def _libraries(config: OdysseyConfig) -> tuple[Library, Library]:
+def libraries_for(config: OdysseyConfig) -> tuple[Library, Library]:
+    """Of devices and hosts. What outlives a generation does so for whoever uses the same ones in the next."""
     if config.device == "cuda":
         return Nccl(config), Hosts(config)
     gloo = Gloo(config)

@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.rebuild import hosts
-from odyssey_megatron.rebuild.abort import Abort, GlooAbort, NcclAbort
+from odyssey_megatron.rebuild.abort import Abort, GlooAbort, NcclAbort, Use
+from odyssey_megatron.rebuild.kept import Spare
 from odyssey_megatron.rebuild.rendezvous import ByKey, Rendezvous
 
 T = TypeVar("T")
@@ -38,6 +39,10 @@ class Library(Protocol):
     def rendezvous(self) -> Callable[[dist.Store, str, int, int, Abort], dist.Store]:
         """Of a group, for its connector: the job's store, what the group's keys begin with, index, size."""
 
+    @property
+    def spare(self) -> Spare | None:
+        """What has outlived the generations so far; None where nothing does."""
+
     def new_abort(self) -> Abort:
         """For the groups of one generation."""
 
@@ -53,6 +58,7 @@ class Gloo:
 
     device, kind, type = "cpu", "gloo", _TYPES.GLOO
     rendezvous = Rendezvous
+    spare = None
 
     def __init__(self, config: OdysseyConfig):
         self._config = config
@@ -108,6 +114,7 @@ class Nccl:
 
     def __init__(self, config: OdysseyConfig):
         self._config = config
+        self.spare = Spare()
 
     def new_abort(self) -> Abort:
         return NcclAbort(torch.ones((), pin_memory=True))
@@ -120,9 +127,11 @@ class Nccl:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timedelta(seconds=self._config.op_timeout_s)
             backend = dist.ProcessGroupNCCL(store, rank, size, options)
-            abort.adopt(backend)
+            use = Use()
+            abort.adopt(backend, use)
             # Connect now, while the peers do, and not inside the first message of a step.
             backend.eager_connect_single_device(device)
+            use.connected = True
             return backend
 
         return connect

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from odyssey_megatron.errors import PeerFailed, Superseded
-from odyssey_megatron.rebuild.abort import GlooAbort, NcclAbort
+from odyssey_megatron.rebuild.abort import GlooAbort, NcclAbort, Use
 
 
 def helpers() -> int:
@@ -154,14 +154,21 @@ def test_nccl_aborts_its_backends_once():
         def abort(self):
             self.aborted += 1
 
-    abort, backend = NcclAbort(torch.ones(())), Backend()
-    abort.adopt(backend)
+    abort, backend, clean, busy = NcclAbort(torch.ones(())), Backend(), Backend(), Backend()
+    for one in (clean, busy):
+        abort.adopt(one, Use())
+        abort.use_of(one).connected = True
+    abort.use_of(busy).begun += 1  # another thread is about to give it something
+    abort.adopt(backend, Use())
     assert abort.call(lambda: 7) == 7
     with pytest.raises(PeerFailed):
         abort.call(lambda: fail(RuntimeError("ncclRemoteError")))
     abort.fire()
     abort.fire()
-    assert backend.aborted == 1
+    assert (backend.aborted, clean.aborted, busy.aborted) == (1, 0, 1)
     assert not abort.holds
+    assert list(abort.hand_over()) == [clean]
+    abort.close()
+    assert not clean.aborted, "whoever has it uses it"
     with pytest.raises(Superseded):
         abort.call(lambda: 7)

@@ -47,6 +47,14 @@ class HostAbort:
 
     settle = drain
 
+    def adopt(self, backend: Any, use: Any) -> None: ...
+
+    def use_of(self, backend: Any) -> None:
+        return None
+
+    def hand_over(self) -> dict[Any, Any]:
+        return {}
+
     def _check(self) -> None:
         if self.fired:
             raise Superseded("a newer generation exists")
@@ -126,6 +134,7 @@ class Hosts:
 
     device, kind, type = "cpu", "hosts", dist.ProcessGroup.BackendType.CUSTOM
     rendezvous = Rendezvous
+    spare = None
 
     def __init__(self, machine: Machine, tables: dict[str, Table]):
         self._machine, self._tables = machine, tables

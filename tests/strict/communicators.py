@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from odyssey_megatron.errors import Superseded
-from odyssey_megatron.rebuild.abort import Abort, NcclAbort
+from odyssey_megatron.rebuild.abort import Abort, NcclAbort, Use
+from odyssey_megatron.rebuild.kept import Spare
 from odyssey_megatron.rebuild.library import Connect
 from odyssey_megatron.rebuild.rendezvous import Rendezvous
 from tests.strict.device import DEVICE, DeviceMemory, poison
@@ -258,6 +259,7 @@ class Library:
 
     def __init__(self, machine: Machine, memory: DeviceMemory, wires: dict[str, Wire]):
         self._machine, self._memory, self._wires = machine, memory, wires
+        self.spare = Spare()
 
     def new_abort(self) -> Abort:
         return _Abort(self._memory)
@@ -283,12 +285,13 @@ class Library:
         def connect(store: Any, rank: int, size: int) -> End:
             wire = self._wires.setdefault(store.prefix, Wire(store.prefix, size))
             end = End(wire, rank, self._memory)
-            abort.adopt(end)
+            abort.adopt(end, use := Use())
             for _ in range(self._machine.draw.choice((0, 1, 5))):
                 this_host().wait()  # it takes its time
             this_host().wait(lambda: wire.connected or abort.fired)
             if abort.fired:
                 raise Superseded("a newer generation exists")
+            use.connected = True
             return end
 
         return connect

@@ -269,7 +269,8 @@ class Rank:
     ):
         self.rank, self._case, self._machine, self._coordinator = rank, case, machine, coordinator
         self.device: Device = machine.device(rank, one_queue=case.one_queue)
-        self.memory, self._wires, self._tables = DeviceMemory(self.device), wires, tables
+        self.memory = DeviceMemory(self.device)
+        self._libraries = Library(machine, self.memory, wires), Hosts(machine, tables)
         self.member = Member(rank, len(case.ranks), coordinator)
         self.journal, self.model = Journal(), _Stack(self._begins)
         self.weights: dict[int, torch.Tensor] = {}
@@ -297,8 +298,7 @@ class Rank:
             self.weights = {layer: state[0].cpu() for layer, state in self.model.held.items()}
 
     def _build(self, number: int, named: Any) -> Any:
-        devices, hosts = Library(self._machine, self.memory, self._wires), Hosts(self._machine, self._tables)
-        return build_groups(self.member, number, named, self._coordinator.config, (devices, hosts))
+        return build_groups(self.member, number, named, self._coordinator.config, self._libraries)
 
     def _begins(self) -> None:
         self._before = len(self.device.syncs)
@@ -320,6 +320,7 @@ class Ended:
 
     case: Case
     ranks: list[Rank]
+    wires: dict[str, Wire]
 
     @property
     def alive(self) -> list[Rank]:
@@ -332,6 +333,11 @@ class Ended:
         for one in self.ranks:
             found |= {event["step"]: event["loss"]["loss"] for event in one.journal.named("step_committed")}
         return found
+
+    def connected(self, generation: int) -> set[str]:
+        """The names of the groups that were connected for it."""
+        parted = [name.split("/", 2) for name, wire in self.wires.items() if wire.connected]
+        return {name for _, number, name in parted if int(number) == generation}
 
     def outcomes(self) -> list[str]:
         """How recoveries went on: ``resume``, ``redo`` or ``finish``."""
@@ -369,4 +375,4 @@ def run(case: Case, seed: int) -> Ended:
     ranks = [Rank(rank, case, machine, coordinator, wires, tables) for rank in case.ranks]
     with torch.no_grad(), _one_process():
         machine.run()
-    return Ended(case, ranks)
+    return Ended(case, ranks, wires)

@@ -13,6 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from tests.strict.cases import POINTS, case, profile  # noqa: E402
+from tests.strict.communicators import OrdersDiffer  # noqa: E402
 from tests.strict.job import Case, Kill, run  # noqa: E402
 from tests.strict.machine import Deadlock, this_host  # noqa: E402
 
@@ -92,6 +93,26 @@ def test_a_failure_costs_the_others_nothing_though_hosts_run_ahead():
     outcomes = [outcome for seed in range(4) for outcome in check(one, seed).outcomes()]
     assert set(outcomes) <= {"resume", "finish"}, "finish: somebody had not heard of the step before yet"
     assert "resume" in outcomes
+
+
+def test_clean_communicators_outlive_a_failure():
+    """Behind the last step nothing is outstanding: only what has other members than before is connected."""
+    kill = Kill(rank=0, step=1, point="commit")
+    ended = check(healthy(stages=3, kills=(kill,), flags={"policy": "reroute"}), seed=1)
+    assert ended.connected(2), "the dead worker's neighbours have new ones"
+    assert not ended.connected(1) & ended.connected(2)
+
+
+def test_what_is_outstanding_is_aborted_and_the_rest_outlives_it():
+    """Whoever waits for a living rank may wait, by that one, for the dead."""
+    kill, kept, lost = Kill(rank=0, step=1, point="backward"), 0, 0
+    for seed in range(4):
+        ended = check(healthy(stages=3, steps=3, kills=(kill,), flags={"policy": "reroute"}), seed)
+        both = {name for name in ended.connected(1) if ">" in name and "0" not in name}
+        lost += len(both & ended.connected(2))
+        kept += len(both - ended.connected(2))
+    assert kept
+    assert lost
 
 
 def test_the_world_is_a_tree_of_hosts(monkeypatch):
@@ -179,6 +200,18 @@ def test_a_swapped_order_of_messages_is_seen(monkeypatch):
     monkeypatch.setattr(Interpreter, "run", swapped)
     with pytest.raises((KeyError, AssertionError, Deadlock)):
         check(healthy(stages=3), seed=1)
+
+
+def test_a_communicator_that_is_kept_with_something_outstanding_is_seen(monkeypatch):
+    from odyssey_megatron.rebuild.abort import Use
+
+    monkeypatch.setattr(Use, "is_clean", property(lambda self: self.connected))
+    kill = Kill(rank=0, step=1, point="backward")
+    with pytest.raises((Deadlock, OrdersDiffer)):
+        [
+            check(healthy(stages=3, steps=3, kills=(kill,), flags={"policy": "reroute"}), one)
+            for one in range(4)
+        ]
 
 
 def test_a_message_that_is_used_before_its_event_is_seen(monkeypatch):

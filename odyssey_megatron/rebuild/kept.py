@@ -1,0 +1,81 @@
+"""Communicators that outlive their generation: connecting takes seconds, and most know nothing of the dead rank.
+
+One that has something outstanding is aborted, also where no end of it is dead: whoever waits there may wait for one
+that waits for the dead. One that is clean on this rank (``abort.Use``) is laid by. All ranks tell each other which ones
+those are, and how much each has been given: what is clean with the same count on all its members is as good as new, and
+goes to a group of the same members in the next generation. The others go.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from odyssey_megatron.rebuild.abort import Use
+
+_AT_MOST = 64
+"""Communicators that a rank tells of; more are not kept."""
+
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Communicator:
+    """One that is connected. ``name`` and ``number``: its first group's, and that one's generation's."""
+
+    name: str
+    number: int
+    ranks: Ranks
+    backend: Any
+    store: dist.Store
+    use: Use
+
+    @property
+    def mark(self) -> int:
+        """The same on all members that have been through the same with it."""
+        text = f"{self.number}/{self.name}/{self.use.given}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+class Spare:
+    """What this rank has laid by."""
+
+    def __init__(self) -> None:
+        self._laid_by: list[Communicator] = []
+
+    def lay_by(self, communicators: Sequence[Communicator]) -> None:
+        self._laid_by = [*self._laid_by, *communicators]
+
+    def take(
+        self, named: Mapping[str, Ranks], world: dist.ProcessGroup, members: Ranks
+    ) -> dict[str, Communicator]:
+        """Those of ``named``, groups by their ranks, that need not be connected anew. Collective over ``world``, of all
+        ``members``; whatever else is laid by goes.
+        """
+        everywhere = self._told(world, members)
+        laid_by, self._laid_by = self._laid_by, []
+        there: dict[Ranks, list[Communicator]] = defaultdict(list)
+        for one in sorted(laid_by, key=lambda one: (one.number, one.name)):
+            if all(one.mark in everywhere.get(rank, ()) for rank in one.ranks):
+                there[one.ranks].append(one)
+        # All members of a group have the same list of what is there, and of what is wanted with these members.
+        taken = {name: there[ranks].pop(0) for name, ranks in sorted(named.items()) if there[ranks]}
+        for one in laid_by:
+            if one not in taken.values():
+                one.backend.abort()
+        return taken
+
+    def _told(self, world: dist.ProcessGroup, members: Ranks) -> dict[int, set[int]]:
+        """Rank -> the marks of what it has laid by."""
+        mine = torch.zeros(_AT_MOST, dtype=torch.int64)
+        marks = sorted(one.mark for one in self._laid_by)[:_AT_MOST]
+        mine[: len(marks)] = torch.tensor(marks, dtype=torch.int64)
+        rows = [torch.empty_like(mine) for _ in members]
+        dist.all_gather(rows, mine, group=world)
+        return {rank: set(row.tolist()) for rank, row in zip(members, rows, strict=True)}
