@@ -37,11 +37,20 @@ class JobSpec:
     """The failure-free plan is the best for the profile, and not that of the parallel sizes."""
     spreads_replicas: bool = False
     """In the failure-free plan those of a layer are on different nodes, where that can be."""
+    virtual_stages: int = 1
+    """Of each stage; where there are several, routes may visit workers more than once in the failure-free plan."""
+    revisits: bool = True
+    """Routes may visit a worker more than once."""
     context_parallel_size: int = 1
     expert_model_parallel_size: int = 1
     expert_tensor_parallel_size: int | None = None
     save_steps: int | None = None
     """Steps between two checkpoints; 0: it saves none; None: not known."""
+
+    @property
+    def chooses_layout(self) -> bool:
+        """Whether the failure-free plan may have another layout than the launch line's stages one after the other."""
+        return self.best_layout or (self.revisits and self.virtual_stages > 1)
 
     def cell(self, rank: int) -> Cell:
         """Of ``rank``."""

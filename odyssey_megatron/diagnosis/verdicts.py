@@ -166,17 +166,26 @@ def _slow_workers(timings: Timings, series: Floats) -> list[Verdict]:
 
 def _uneven_stages(timings: Timings, found: Fit) -> list[Verdict]:
     """Of those of the last step, if all pipelines are cut alike. No slow worker explains them: costs are those of
-    healthy ones.
+    healthy ones. Where workers are visited more than once, a stage is all that the same ones compute.
     """
     spans: dict[tuple[int, int], float] = {}
-    for index in np.unique(timings.piece[timings.step == len(timings.steps) - 1]).tolist():
+    on: dict[tuple[int, int], set[int]] = {}
+    last = timings.step == len(timings.steps) - 1
+    for index in np.unique(timings.piece[last]).tolist():
         piece = timings.pieces[index]
         if piece.last > piece.first:
             span = piece.first, piece.last
             spans[span] = spans.get(span, 0.0) + found.costs[piece][0]
+            on.setdefault(span, set()).update(timings.worker[last & (timings.piece == index)].tolist())
     if len(spans) < 2 or any(one[1] > other[0] for one, other in pairwise(sorted(spans))):
         return []
-    (dearest, most), *rest = sorted(spans.items(), key=lambda one: (-one[1], one[0]))
+    stages: dict[tuple[int, int], float] = {}
+    for own in {frozenset(workers) for workers in on.values()}:
+        visits = [span for span in spans if on[span] == own]
+        stages[max(visits, key=lambda one: (spans[one], one))] = sum(spans[one] for one in visits)
+    if len(stages) < 2:
+        return []
+    (dearest, most), *rest = sorted(stages.items(), key=lambda one: (-one[1], one[0]))
     others = float(np.median([seconds for _, seconds in rest]))
     if others <= 0 or most < _MUCH * others:
         return []

@@ -78,6 +78,17 @@ class Layout:
         """So many of its workers may be lost at once, whichever they are."""
         return min(map(len, self.states)) - 1
 
+    @property
+    def revisits(self) -> bool:
+        """Whether some route visits a worker more than once."""
+        return any(len({hop.worker for hop in route.hops}) < len(route.hops) for route in self.routes)
+
+    @property
+    def lengths(self) -> str:
+        """In how many workers each pipeline is, for tables: ``8+8+7``."""
+        found = "+".join(str(len({hop.worker for hop in route.hops})) for route in self.routes)
+        return found + (", workers visited more than once" if self.revisits else "")
+
     def with_tied(self, layers: Iterable[int]) -> set[int]:
         """``layers``, and the tied weight where they need it."""
         own = set(layers)

@@ -26,6 +26,8 @@ TICKS_PER_S = 10**9
 _NEAR = 1.002
 """An order this near to a lower bound is taken without trying further rules."""
 
+_ALWAYS = 2**30
+
 _LARGE = 512
 """Microbatches of a group from which on only one rule is tried."""
 
@@ -64,6 +66,8 @@ class Row(NamedTuple):
     """Bytes that may be live when the forward starts."""
     behind: int
     """Hops after this one; 0 for the last."""
+    deeper: int
+    """The same, and without end for all visits to a worker but its first on the route."""
     scaled: int
     """``behind``, scaled down by what fits where the route starts over what 1F1B would keep there."""
     starts: bool
@@ -81,6 +85,7 @@ class Tasks:
     """As :mod:`odyssey_megatron.plan.visits` numbers them."""
     room: list[int]
     behind: list[int]
+    deeper: list[int]
     scaled: list[int]
     """Of each visit, as in its :class:`Row`."""
     worker: list[int]
@@ -111,7 +116,8 @@ def best_order(shape: Shape, costs: Costs, before_s: Sequence[float] | None = No
     ends = [inf if before_s is None else before_s[seat] * TICKS_PER_S for seat in range(len(work))]
     for urgency in (by_number,) if alone else (by_number, abreast):
         tasks = _tasks(shape, rows, urgency, lag)
-        targets = [tasks.behind]
+        # A worker that is visited again soonest gives back what it keeps if deeper forwards go first.
+        targets = [tasks.behind] if tasks.deeper == tasks.behind else [tasks.deeper, tasks.behind]
         if tasks.scaled != tasks.behind:
             targets += [tasks.scaled, [-1] * len(tasks.scaled)]
         for target in targets:
@@ -176,15 +182,16 @@ def _rows(shape: Shape, costs: Costs) -> list[list[Row]]:
         row, share = list[Row](), 1.0
         for at, (worker, first, last) in enumerate(hops):
             span = spans[worker, first, last]
-            deeper = sum(need for depth, need in depths[worker].items() if depth > first)
-            room = shape.caps[worker] - span[3] - deeper
+            kept = sum(need for depth, need in depths[worker].items() if depth > first)
+            room = shape.caps[worker] - span[3] - kept
             if room < 0:
                 raise PlanInfeasible(f"layers [{first}:{last}) need {-room} more bytes of activations")
             behind, need = len(hops) - 1 - at, span[3]
             if at == 0 and need:
                 share = min(1.0, ((room + need) // need) / (behind + 1))
             scaled = min(behind, max(0, round((behind + 1) * share) - 1))
-            row.append(Row(worker, *span, room, behind, scaled, at == 0))
+            deeper = _ALWAYS if worker in (before for before, *_ in hops[:at]) else behind
+            row.append(Row(worker, *span, room, behind, deeper, scaled, at == 0))
         rows.append(row)
     return rows
 
@@ -199,6 +206,7 @@ def _tasks(shape: Shape, rows: list[list[Row]], urgency: list[tuple[int, int]], 
         visits=[first[m] + at for m, route in urgency for at in range(len(rows[route]))],
         room=[row.room for row in values],
         behind=[row.behind for row in values],
+        deeper=[row.deeper for row in values],
         scaled=[row.scaled for row in values],
         worker=[row.worker for row in values] * 3,
         ticks=[

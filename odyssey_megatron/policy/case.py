@@ -74,7 +74,7 @@ class Case:
     def search(self) -> Search:
         """For ragged pipelines, with what earlier decisions have worked out."""
         costs = self.profile.costs
-        return search_for(costs, costs.memory_bytes, self.job.optimizer_copies)
+        return search_for(costs, costs.memory_bytes, self.job.optimizer_copies, revisits=self.job.revisits)
 
     def score(self, step_s: float, transition_s: float, fatal_share: float = 0.0) -> float:
         """See :func:`odyssey_megatron.policy.score.expected_tokens`."""

@@ -6,15 +6,22 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
+from odyssey_megatron.policy.ways import window
 
-def recut(work: Sequence[float], capacity: Sequence[float], ends: tuple[int, ...]) -> tuple[int, ...]:
-    """New stage ends: least maximum of work / capacity, then least movement; a transformer layer a stage."""
+
+def recut(
+    work: Sequence[float], capacity: Sequence[float], ends: tuple[int, ...], legs: int = 1
+) -> tuple[int, ...]:
+    """New stage ends: least maximum of work / capacity, then least movement; a transformer layer a stage.
+
+    With several ``legs`` ``work`` is in the order of :func:`odyssey_megatron.policy.ways.turns`.
+    """
     last, stages = len(work), len(ends)
     sums = [0.0, *accumulate(work)]
-    limit = _least_limit(sums, capacity, ends)
+    limit = _least_limit(sums, capacity, ends, legs)
     best: dict[int, tuple[float, int, tuple[int, ...]]] = {0: (0.0, 0, ())}
     for stage in range(stages):
-        low, high = window(stage, stages, last)
+        low, high = window(stage, stages, last, legs)
         reached: dict[int, tuple[float, int, tuple[int, ...]]] = {}
         for start, (slowest, moved, path) in best.items():
             for end in range(max(low, start + 1), high + 1):
@@ -29,12 +36,7 @@ def recut(work: Sequence[float], capacity: Sequence[float], ends: tuple[int, ...
     return best[last][2] if last in best else ends
 
 
-def window(stage: int, stages: int, last: int) -> tuple[int, int]:
-    """Where ``stage`` may end: each stage needs a transformer layer, the last one also the head."""
-    return (last, last) if stage == stages - 1 else (stage + 2, last - (stages - stage))
-
-
-def _least_limit(sums: Sequence[float], capacity: Sequence[float], ends: tuple[int, ...]) -> float:
+def _least_limit(sums: Sequence[float], capacity: Sequence[float], ends: tuple[int, ...], legs: int) -> float:
     """The least maximum of work / capacity, to nine digits: what is equal on paper must be within it.
 
     Bisected; filling the stages greedily shows whether a limit is enough.
@@ -44,7 +46,7 @@ def _least_limit(sums: Sequence[float], capacity: Sequence[float], ends: tuple[i
     def enough(limit: float) -> bool:
         start = 0
         for stage in range(stages):
-            low, high = window(stage, stages, last)
+            low, high = window(stage, stages, last, legs)
             room = sums[start] + limit * capacity[stage]
             if sums[low] > room:
                 return False

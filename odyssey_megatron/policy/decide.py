@@ -37,12 +37,13 @@ from odyssey_megatron.policy.options import (
     options,
     restart,
 )
-from odyssey_megatron.policy.partition import ALIKE
+from odyssey_megatron.policy.partition import ALIKE, WORTH
 from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.proposal import Proposal
 from odyssey_megatron.policy.rerouting import heirs
 from odyssey_megatron.policy.score import mean_time_between_failures_s
-from odyssey_megatron.policy.search import SLACK, place, search_for
+from odyssey_megatron.policy.search import place, search_for
+from odyssey_megatron.policy.shares import SLACK
 
 _FINALISTS = 6
 """At most so many shapes of one policy are scheduled in full; the others only get an estimate."""
@@ -122,23 +123,44 @@ def initial_plan(job: JobSpec, state: ClusterState, profile: Profile) -> Plan:
         tied=job.is_tied,
     )
     prepare(job, state, profile)
-    if not job.best_layout:
+    if not job.chooses_layout:
         return _healthy(own, job, state, profile)
     plans, reason = list[Plan](), ""
-    for layout in (own, *_better(own, job, profile)):
+    turned = _turned(own, job, profile) if job.virtual_stages > 1 else ()
+    better = _better(own, job, profile) if job.best_layout else ()
+    for layout in (own, *turned, *better):
         try:
             plans.append(_healthy(layout, job, state, profile))
         except PlanInfeasible as error:
             reason = reason or str(error)
     if not plans:
         raise PlanInfeasible(reason)
-    return min(plans, key=lambda plan: plan.step_s * (1 - ALIKE * (plan is plans[0])))
+
+    def wanted_s(plan: Plan) -> float:
+        worth = WORTH if plan.layout.revisits else 1.0
+        return plan.step_s / worth * (1 - ALIKE * (plan is plans[0]))
+
+    return min(plans, key=wanted_s)
+
+
+def _turned(own: Layout, job: JobSpec, profile: Profile) -> Iterator[Layout]:
+    """The launch line's pipelines with routes that visit workers more than once, for its virtual stages."""
+    costs, workers = profile.costs, own.workers
+    search = search_for(costs, costs.memory_bytes, job.optimizer_copies, revisits=job.revisits)
+    for turned in search.turned:
+        if turned.most_stages < job.pipeline_model_parallel_size:
+            continue
+        try:
+            shape = turned.shape(len(workers), job.num_microbatches, len(own.routes))
+        except PlanInfeasible:
+            continue
+        yield place(shape, workers, own, costs)
 
 
 def _better(own: Layout, job: JobSpec, profile: Profile) -> Iterator[Layout]:
     """Layouts of the same workers, in which losing one is survived where it is with ``own``; the best is the first."""
     costs, workers = profile.costs, own.workers
-    search = search_for(costs, costs.memory_bytes, job.optimizer_copies)
+    search = search_for(costs, costs.memory_bytes, job.optimizer_copies, revisits=job.revisits)
     least = 1 if min(map(len, own.holders)) == 1 else 2
     good = (
         one
@@ -201,7 +223,8 @@ def prepare(job: JobSpec, state: ClusterState, profile: Profile) -> None:
     Optional; worth calling after each change of the profile or of the membership, off the critical path.
     """
     warm_up()
-    search = search_for(profile.costs, profile.costs.memory_bytes, job.optimizer_copies)
+    costs = profile.costs
+    search = search_for(costs, costs.memory_bytes, job.optimizer_copies, revisits=job.revisits)
     alive = len(state.alive)
     node = max(Counter(worker.node for worker in state.workers if worker.alive).values(), default=1)
     for workers in {alive - 1, alive - 2, alive - node}:  # one is lost, or two, or a node

@@ -16,17 +16,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
-from itertools import pairwise
 from math import inf
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
+from odyssey_megatron.plan.layout import Hop, Route, layout_from_routes
 from odyssey_megatron.plan.list_schedule import Shape as Group
 from odyssey_megatron.plan.order import solve
 from odyssey_megatron.plan.simulate import reduce_s, step_end_s
+from odyssey_megatron.policy import ways
 
 if TYPE_CHECKING:
     from odyssey_megatron.policy.search import Search
@@ -57,6 +57,10 @@ MANY_WORKERS = 128
 _PROMISING = 4
 """Numbers of pipelines, of many workers."""
 
+WORTH = 0.99
+"""Of the step of the best partition: above that routes that visit workers more than once are not worth it. They have
+more messages and launches, and the runtime's share of these is not in the costs."""
+
 _TRUST = (1.0, 0.5, 0.0)
 """How far what is learned of one length is believed of another. Where memory binds bounds are loose, so that nothing
 would come to an end that went by them from the beginning."""
@@ -74,21 +78,50 @@ class Partition:
     """Its step but for the optimizer's; a bound, where not all of it was scheduled."""
     shares: Shares = ()
     """Empty: not worked out, as it cannot be better than others."""
+    legs: int = 1
+    """How often routes go through the workers of a pipeline (:mod:`odyssey_megatron.policy.ways`)."""
 
 
 def ranked(search: Search, workers: int, microbatches: int) -> tuple[Partition, ...]:
     """The best partition into each number of pipelines, fastest first.
 
     A single pipeline comes last: its next loss ends the job, so that it is only wanted if it is faster than all others,
-    and others may be wanted if it is.
+    and others may be wanted if it is. Then those whose routes visit workers more than once, of which only the most
+    promising numbers are looked at, and which must be better by ``WORTH``.
     """
+    many = workers > MANY_WORKERS
     numbers = sorted(search.ranked(workers, microbatches), key=lambda one: (one[1] == 1, one))
     found = {number: Partition(number=number, estimate_s=estimate_s) for estimate_s, number in numbers}
-    least_s, visits = inf, _VISITS
+    looked_at = numbers[:_PROMISING] if many else numbers
+    least_s = _look(found, search, workers, microbatches, looked_at, _TRUST[:1] if many else _TRUST, inf)
+    partitions = [*found.values()]
+    for turned in search.turned:
+        numbers = [one for one in turned.ranked(workers, microbatches) if one[0] < least_s * WORTH]
+        better: dict[int, Partition] = {}
+        limit_s = least_s * WORTH
+        limit_s = _look(better, turned, workers, microbatches, numbers[:_PROMISING], _TRUST[:1], limit_s)
+        if better:
+            least_s = limit_s
+        partitions += better.values()
+    return tuple(sorted(partitions, key=lambda one: (one.estimate_s, not one.shares, one.legs, one.number)))
+
+
+def _look(
+    found: dict[int, Partition],
+    search: Search,
+    workers: int,
+    microbatches: int,
+    numbers: Sequence[tuple[float, int]],
+    trusts: Sequence[float],
+    least_s: float,
+) -> float:
+    """Works out the best partition into each of ``numbers``, (estimate, number of pipelines), and puts those into
+    ``found`` that are better than ``least_s``, or that were not there; the least that is found then.
+    """
+    visits = _VISITS
     pipelines: dict[int, _Pipelines] = {}
-    many = workers > MANY_WORKERS
-    for trust in _TRUST[:1] if many else _TRUST:
-        for estimate_s, number in numbers[:_PROMISING] if many else numbers:
+    for trust in trusts:
+        for estimate_s, number in numbers:
             sharing = search.sharing(number)
             own = pipelines.get(id(sharing)) or _Pipelines(sharing, workers, microbatches)
             pipelines[id(sharing)] = own
@@ -97,9 +130,9 @@ def ranked(search: Search, workers: int, microbatches: int) -> tuple[Partition, 
             visits = own.visits
             if whole:
                 least_s = one.estimate_s
-            if one.shares or not found[number].shares:
+            if one.shares or (number in found and not found[number].shares):
                 found[number] = one
-    return tuple(sorted(found.values(), key=lambda one: (one.estimate_s, not one.shares, one.number)))
+    return least_s
 
 
 def _best(
@@ -125,7 +158,8 @@ def _best(
     found = true or (best if limit_s == inf else None)
     if found is None:
         return Partition(number=own.number, estimate_s=max(estimate_s, min(limit_s, 1e30))), False
-    return Partition(number=own.number, estimate_s=found[0], shares=found[1]), true is not None
+    legs = own.search.legs
+    return Partition(number=own.number, estimate_s=found[0], shares=found[1], legs=legs), true is not None
 
 
 class _Pipelines:
@@ -300,21 +334,20 @@ class _Pipelines:
         if (stages, microbatches) in self._true_s:
             return self._true_s[stages, microbatches]
         search, costs = self.search, self.search.costs
-        spans = [*pairwise((0, *(search.split(stages) or ())))]
+        hops = self._hops(stages)
         state, needs, usual = [], [], []
-        for place, (a, b) in enumerate(spans):
-            sent = (a > 0) + (b < search.last) if costs.keeps_messages else 0
-            each = costs.spans.activation_bytes(a, b)
-            state.append(costs.spans.kept_bytes(a, b) + sent * microbatches * costs.message_bytes)
-            needs.append(each)
-            usual.append(state[-1] + min(microbatches, stages - place) * each)
+        for one in search.stages(stages):
+            sent = sum((a > 0) + (b < search.last) for a, b in one.spans) if costs.keeps_messages else 0
+            each = [costs.spans.activation_bytes(a, b) for a, b in one.spans]
+            state.append(search.kept_bytes(one) + sent * microbatches * costs.message_bytes)
+            needs.append(sum(each))
+            usual.append(state[-1] + min(microbatches, len(hops) - one.hop) * each[0])
         # Where memory is not known, what 1F1B needs on its fullest worker.
         budget = max(usual) if search.budget is None else search.budget
         caps = tuple(budget - one for one in state)
-        self.visits -= stages * microbatches
+        self.visits -= len(hops) * microbatches
         done_s: tuple[float, ...] = (inf,) * stages
         if all(cap >= need for cap, need in zip(caps, needs, strict=True)):
-            hops = tuple((place, a, b) for place, (a, b) in enumerate(spans))
             group = Group(routes=((tuple(range(microbatches)), hops),), caps=caps, speeds=(1.0,) * stages)
             found = solve(group, costs, None, thorough=True)
             if found is not None:
@@ -335,9 +368,10 @@ class _Pipelines:
             return alone_s
         routes, done_s = [], dict[int, float]()
         for at, (stages, microbatches) in enumerate(shares):
-            workers = tuple(range(len(done_s), len(done_s) + stages))
-            routes.append(pipeline_route(workers, self.search.split(stages) or (), (at,)))
-            done_s.update(zip(workers, self._done_s[stages, microbatches], strict=True))
+            first = len(done_s)
+            hops = (Hop(worker=first + place, first=a, last=b) for place, a, b in self._hops(stages))
+            routes.append(Route(microbatches=(at,), hops=tuple(hops)))
+            done_s.update(enumerate(self._done_s[stages, microbatches], first))
         costs = self.search.costs
         layout = layout_from_routes(self.search.last, tuple(routes), tied=costs.tied is not None)
         joint_s = max(alone_s, step_end_s(layout, costs, done_s) - costs.optimizer_s)
@@ -345,11 +379,13 @@ class _Pipelines:
         return joint_s
 
     def _with_reductions_s(self, stages: int, done_s: Sequence[float]) -> float:
-        spans = pairwise((0, *(self.search.split(stages) or ())))
         return max(
-            end_s + reduce_s(self.search.costs, a, b, self.number)
-            for end_s, (a, b) in zip(done_s, spans, strict=True)
+            end_s + sum(reduce_s(self.search.costs, a, b, self.number) for a, b in one.spans)
+            for end_s, one in zip(done_s, self.search.stages(stages), strict=True)
         )
+
+    def _hops(self, stages: int) -> tuple[ways.Visit, ...]:
+        return ways.visits(self.search.split(stages) or (), self.search.legs)
 
 
 class _Bounds:
@@ -368,23 +404,19 @@ class _Bounds:
         lag = costs.message_s()
         for stages in lengths:
             starts.append(len(head))
-            cuts = [*pairwise((0, *(search.split(stages) or ())))]
-            first = cuts[0][1]
+            first = search.stages(stages)[0].spans[0]
             most = 2**40
-            for place, (a, b) in enumerate(cuts):
-                head += [
-                    spans.forward_s(0, a) + place * lag,
-                    spans.down_and_up_s(0, a) + 2 * place * lag + spans.weight_grad_s(0, first),
-                ]
-                each += [search.pace_s(a, b), spans.down_and_up_s(a, b)]
-                size += [spans.gradient_bytes(a, b), spans.gradient_bytes(0, first)]
+            for one in search.stages(stages):
+                head += [spans.forward_s(0, one.first) + one.hop * lag, search.up_s(stages, one)]
+                each += [one.each_s, one.down_and_up_s]
+                size += [sum(spans.gradient_bytes(a, b) for a, b in one.spans), spans.gradient_bytes(*first)]
                 if costs.keeps_messages and search.budget is not None:
-                    sent = ((a > 0) + (b < search.last)) * costs.message_bytes
-                    room = search.budget - spans.kept_bytes(a, b) - spans.activation_bytes(a, b)
+                    sent = sum((a > 0) + (b < search.last) for a, b in one.spans) * costs.message_bytes
+                    needs = sum(spans.activation_bytes(a, b) for a, b in one.spans)
+                    room = search.budget - search.kept_bytes(one) - needs
                     most = min(most, room // sent if sent else most)
             fewest.append(most)
-            way_s = spans.down_and_up_s(0, search.last) + 2 * (stages - 1) * lag
-            path.append(way_s + spans.weight_grad_s(0, first))
+            path.append(search.path_s(stages))
         self._head, self._each = np.array(head), np.maximum(np.array(each), 1e-15)
         self._size, self._starts = np.array(size, dtype=float), np.array(starts, dtype=int)
         self._fit, self._path = np.array(fewest, dtype=float), np.array(path)

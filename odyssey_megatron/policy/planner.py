@@ -107,7 +107,7 @@ class PolicyPlanner:
         asked = self._config.redundancy
         if asked in ("off", "state"):
             plan = initial_plan(job, state, self._profile)
-            return Decided(plan=plan, rows=self._layouts(plan, job, state) if job.best_layout else ())
+            return Decided(plan=plan, rows=self._layouts(plan, job, state) if job.chooses_layout else ())
         self._among = redundancy.MODES if asked == "auto" else (asked,)
         resumes = self._config.interrupted_step == "resume"
         self._standings, without = redundancy.possible(
@@ -119,15 +119,16 @@ class PolicyPlanner:
     def _layouts(self, best: Plan, job: JobSpec, state: ClusterState) -> tuple[CandidateRow, ...]:
         """Where the job starts, beside the launch line's layout."""
         try:
-            own = initial_plan(replace(job, best_layout=False), state, self._profile)
+            own = initial_plan(replace(job, best_layout=False, virtual_stages=1), state, self._profile)
         except PlanInfeasible:  # by the estimate it does not fit, and this one does
             return ()
         is_own = best.layout == own.layout
-        lengths = "+".join(str(len(route.hops)) for route in best.layout.routes)
         rows = [("launch line", own, is_own, "its stages and pipelines")]
         if not is_own:
             faster = own.step_s / best.step_s
-            rows.insert(0, ("layout", best, True, f"pipelines {lengths}; {faster:.2f} times as fast"))
+            rows.insert(
+                0, ("layout", best, True, f"pipelines {best.layout.lengths}; {faster:.2f} times as fast")
+            )
         return tuple(
             CandidateRow(
                 name=name, step_s=plan.step_s, transition_s=0.0, score=None, chosen=chosen, reason=reason

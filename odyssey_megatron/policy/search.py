@@ -11,16 +11,17 @@ from itertools import pairwise
 from math import inf
 
 from odyssey_megatron.errors import PlanInfeasible
-from odyssey_megatron.plan.costs import Costs
-from odyssey_megatron.plan.layout import Layout, layout_from_routes, pipeline_route
+from odyssey_megatron.plan.costs import Costs, Spans
+from odyssey_megatron.plan.layout import Layout, layout_from_routes
 from odyssey_megatron.plan.simulate import reduce_s
 from odyssey_megatron.plan.transfer import assign_seats
-from odyssey_megatron.policy import partition
-from odyssey_megatron.policy.cuts import recut, window
+from odyssey_megatron.policy import partition, ways
+from odyssey_megatron.policy.cuts import recut
 from odyssey_megatron.policy.partition import MANY_WORKERS, Partition
+from odyssey_megatron.policy.shares import SLACK, Rate, deal, finish_s, min_max_shares
 
-SLACK = 1 + 1e-9
-"""Sums of floats that are equal on paper must compare equal."""
+_LEGS = {2: " in a V", 4: " in a W"}
+"""Of routes that visit workers more than once, and how they look in tables."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,27 +29,39 @@ class Shape:
     """Pipelines without workers: what a replan chooses among."""
 
     ends: tuple[tuple[int, ...], ...]
-    """Per pipeline, where each stage ends."""
+    """Per pipeline, where each stage ends: as :mod:`odyssey_megatron.policy.ways` counts, with so many ``legs``."""
     shares: tuple[int, ...]
     """Per pipeline, its number of microbatches."""
     estimate_s: float
+    legs: int = 1
 
 
 @lru_cache(maxsize=8)
-def search_for(costs: Costs, budget_bytes: int | None, optimizer_copies: int = 0) -> Search:
-    """The search of these costs, with what it has worked out so far: the next decision reuses it."""
-    return Search(costs, budget_bytes, optimizer_copies)
+def search_for(
+    costs: Costs, budget_bytes: int | None, optimizer_copies: int = 0, *, revisits: bool = False
+) -> Search:
+    """The search of these costs, with what it has worked out so far: the next decision reuses it.
+
+    ``revisits``: routes may visit a worker more than once.
+    """
+    return Search(costs, budget_bytes, optimizer_copies, revisits=revisits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rate:
-    """How fast a pipeline is: a microbatch each ``each_s``, after a warm-up of ``head_s``."""
+class Stage:
+    """A worker of a pipeline."""
 
-    head_s: float
+    spans: tuple[tuple[int, int], ...]
+    """The layers of each of its visits."""
+    hop: int
+    """The number of the first of them on the route."""
+    down_and_up_s: float
     each_s: float
+    """Seconds a microbatch that it can sustain."""
 
-    def finish_s(self, microbatches: int) -> float:
-        return self.head_s + microbatches * self.each_s
+    @property
+    def first(self) -> int:
+        return self.spans[0][0]
 
 
 class Search:
@@ -60,18 +73,35 @@ class Search:
     cost a more uneven partition has a slower slowest stage.
     """
 
-    def __init__(self, costs: Costs, budget_bytes: int | None = None, optimizer_copies: int = 0) -> None:
-        self.costs, self.budget, self.copies = costs, budget_bytes, optimizer_copies
+    def __init__(
+        self,
+        costs: Costs,
+        budget_bytes: int | None = None,
+        optimizer_copies: int = 0,
+        *,
+        revisits: bool = False,
+        legs: int = 1,
+    ) -> None:
+        """``legs``: how often a route goes through its pipeline's workers; ``revisits``: more are looked at, too."""
+        self.costs, self.budget, self.copies, self.legs = costs, budget_bytes, optimizer_copies, legs
         self.last = len(costs.layers)
-        self.most_stages = max(1, self.last - 2)
+        self.most_stages = max(1, (self.last - 2) // legs)
+        self.turned = tuple(
+            Search(costs, budget_bytes, optimizer_copies, legs=more) for more in _LEGS if revisits
+        )
+        """The same with more legs."""
         self._spans = costs.spans
+        self._cut = costs.spans
+        if legs > 1:
+            self._cut = Spans([costs.layers[layer] for layer in ways.turns(self.last, legs)])
+        self._stays = self._byte_seconds()
         self._stage_s = [
             [self._one_stage_s(a, b) if a < b else 0.0 for b in range(self.last + 1)]
             for a in range(self.last)
         ]
         self._limits = sorted({s for row in self._stage_s for s in row if 0.0 < s < inf})
         self._splits: dict[int, tuple[int, ...] | None] = {}
-        self._paces: dict[int, list[tuple[float, float, int, int]]] = {}
+        self._stages: dict[int, tuple[Stage, ...]] = {}
         self._shared: dict[int, Search] = {}
         self._ranked: dict[tuple[int, int], tuple[tuple[float, int], ...]] = {}
         self._partitions: dict[tuple[int, int], tuple[Partition, ...]] = {}
@@ -91,29 +121,62 @@ class Search:
                 replace(one, optimizer_bytes=round(part * one.optimizer_bytes))
                 for one in self.costs.all_layers
             )
-            self._shared[pipelines] = Search(self.costs.with_layers(layers), self.budget)
+            self._shared[pipelines] = Search(self.costs.with_layers(layers), self.budget, legs=self.legs)
         return self._shared[pipelines]
 
     def _one_stage_s(self, first: int, last: int) -> float:
-        """Seconds a microbatch that a stage of these layers can sustain; infinite if they do not fit.
+        """Seconds a microbatch that a stage can sustain, cut as :func:`ways.turns` are; infinite if it does not fit.
 
         Its work, or, with room for k microbatches, a k-th of the time that one stays: down to the head, up
-        again, and through its own weight gradient (Little's law).
+        again, and through its own weight gradient (Little's law). With several legs each layer's stay is its own.
         """
-        work = self._spans.compute_s(first, last)
+        work = self._cut.compute_s(first, last)
         if self.budget is None:
             return work
-        room = self.budget - self._spans.kept_bytes(first, last)
-        each = self._spans.activation_bytes(first, last)
+        room = self.budget - self._cut.kept_bytes(first, last)
+        if self.legs > 1 and first == 0 and self.costs.tied:
+            room -= self.costs.tied.kept_bytes
+        each = self._cut.activation_bytes(first, last)
         if room < each:
             return inf
+        if self.legs > 1:
+            return max(work, (self._stays[last] - self._stays[first]) / room) if each else work
         down_and_up_s = self._spans.down_and_up_s
         stay = down_and_up_s(first, self.last) + work - down_and_up_s(first, last)
         return max(work, stay / (room // each)) if each else work
 
-    def pace_s(self, first: int, last: int) -> float:
-        """Seconds a microbatch that a stage of these layers can sustain."""
-        return self._stage_s[first][last]
+    def kept_bytes(self, one: Stage) -> int:
+        """Of a worker of a pipeline: weights, gradients and optimizer state."""
+        both_ends = len(one.spans) > 1 and one.first == 0 and one.spans[-1][1] == self.last
+        twice = self.costs.tied.kept_bytes if self.costs.tied and both_ends else 0
+        return sum(self._spans.kept_bytes(a, b) for a, b in one.spans) - twice
+
+    def _byte_seconds(self) -> list[float]:
+        """Of the layers before each place of the cut, what they keep times how long at the least."""
+        spans, found = self._spans, [0.0]
+        for layer in ways.turns(self.last, self.legs) if self.legs > 1 else ():
+            stay_s = spans.down_and_up_s(layer, self.last) + self.costs.layers[layer].weight_grad_s
+            found.append(found[-1] + self.costs.layers[layer].activation_bytes * stay_s)
+        return found
+
+    def stages(self, count: int) -> tuple[Stage, ...]:
+        """Of a pipeline of so many that fits."""
+        if count not in self._stages:
+            ends, spans = self.split(count) or (), self._spans
+            visits = ways.visits(ends, self.legs)
+            found = []
+            for place, (a, b) in enumerate(pairwise((0, *ends))):
+                own = [(hop, *span) for hop, (at, *span) in enumerate(visits) if at == place]
+                found.append(
+                    Stage(
+                        spans=tuple((first, last) for _, first, last in own),
+                        hop=own[0][0],
+                        down_and_up_s=sum(spans.down_and_up_s(first, last) for _, first, last in own),
+                        each_s=self._stage_s[a][b],
+                    )
+                )
+            self._stages[count] = tuple(found)
+        return self._stages[count]
 
     def ranked(self, num_workers: int, num_microbatches: int) -> tuple[tuple[float, int], ...]:
         """(estimated step, number of pipelines) of every balanced shape that fits, fastest first.
@@ -140,6 +203,9 @@ class Search:
 
     def shape_of(self, found: Partition, num_workers: int, num_microbatches: int) -> Shape:
         """``found`` with its stages. Raises PlanInfeasible."""
+        if found.legs != self.legs:
+            (turned,) = (one for one in self.turned if one.legs == found.legs)
+            return turned.shape_of(found, num_workers, num_microbatches)
         if not found.shares:
             return self.shape(num_workers, num_microbatches, found.number)
         splits = [self.sharing(found.number).split(stages) for stages, _ in found.shares]
@@ -147,6 +213,7 @@ class Search:
             ends=tuple(split or () for split in splits),
             shares=tuple(count for _, count in found.shares),
             estimate_s=found.estimate_s,
+            legs=self.legs,
         )
 
     def estimate_s(self, num_workers: int, num_microbatches: int, pipelines: int) -> float | None:
@@ -177,16 +244,18 @@ class Search:
             ends=tuple(ends),
             shares=min_max_shares(num_microbatches, each),
             estimate_s=self._estimate_s(rates, num_microbatches, pipelines),
+            legs=self.legs,
         )
 
     def lengths(self, found: Partition, num_workers: int) -> str:
-        """Stages of each pipeline: ``8+8+7``; ``125x8+3x7`` where there are many."""
+        """Stages of each pipeline: ``8+8+7``; ``125x8+3x7`` where there are many; and how routes go through them."""
+        way = _LEGS.get(found.legs, "")
         counts = [*Counter(stages for stages, _ in found.shares).items()] or self.even(
             num_workers, found.number
         )
         if found.number > 16:
-            return "+".join(f"{count}x{length}" for length, count in counts)
-        return "+".join(str(length) for length, count in counts for _ in range(count))
+            return "+".join(f"{count}x{length}" for length, count in counts) + way
+        return "+".join(str(length) for length, count in counts for _ in range(count)) + way
 
     def why_not(self, stages: int) -> str:
         """What keeps a pipeline of ``stages`` from fitting, and the nearest memory that would do."""
@@ -223,36 +292,33 @@ class Search:
         for length, _, count in rates:
             work.append((self._last_done(length, microbatches / pipelines, pipelines), count))
             drain.append((self._drain(length), count))
-            path_s = max(path_s, self._path_s(length))
+            path_s = max(path_s, self.path_s(length))
         return max(finish_s(microbatches, work), finish_s(microbatches, drain), path_s)
 
     def _last_done(self, stages: int, share: float, pipelines: int) -> Rate:
         """Work and reduction of the stage that is done last if its pipeline gets ``share`` microbatches."""
-        if stages not in self._paces:
-            ends = self.split(stages) or ()
-            self._paces[stages] = [
-                (self._spans.forward_s(0, a) + stage * self.costs.message_s(), self._stage_s[a][b], a, b)
-                for stage, (a, b) in enumerate(pairwise((0, *ends)))
-            ]
         latest = (-inf, 0.0, 0.0)
-        for head_s, each_s, a, b in self._paces[stages]:
-            around_s = head_s + reduce_s(self.costs, a, b, pipelines)
-            latest = max(latest, (around_s + share * each_s, around_s, each_s))
+        for one in self.stages(stages):
+            around_s = self._spans.forward_s(0, one.first) + one.hop * self.costs.message_s()
+            around_s += sum(reduce_s(self.costs, a, b, pipelines) for a, b in one.spans)
+            latest = max(latest, (around_s + share * one.each_s, around_s, one.each_s))
         return Rate(head_s=latest[1], each_s=latest[2])
 
     def _drain(self, stages: int) -> Rate:
         """Forwards and input gradients of the stage with most of them; before and after it, the way to the first."""
-        ends = self.split(stages) or ()
-        spans = enumerate(pairwise((0, *ends)))
-        each, stage, first = max((self._spans.down_and_up_s(a, b), stage, a) for stage, (a, b) in spans)
-        way_s = self._spans.down_and_up_s(0, first) + 2 * stage * self.costs.message_s()
-        return Rate(head_s=way_s + self._spans.weight_grad_s(0, ends[0]), each_s=each)
+        _, _, longest = max((one.down_and_up_s, one.hop, one) for one in self.stages(stages))
+        return Rate(head_s=self.up_s(stages, longest), each_s=longest.down_and_up_s)
 
-    def _path_s(self, stages: int) -> float:
+    def up_s(self, stages: int, one: Stage) -> float:
+        """Down to a stage, and from it up again to the end of the first weight gradient."""
+        way_s = self._spans.down_and_up_s(0, one.first) + 2 * one.hop * self.costs.message_s()
+        return way_s + self._spans.weight_grad_s(*self.stages(stages)[0].spans[0])
+
+    def path_s(self, stages: int) -> float:
         """One microbatch alone, to the end of its last weight gradient on the first stage."""
-        ends = self.split(stages) or ()
-        way_s = self._spans.down_and_up_s(0, self.last) + 2 * (stages - 1) * self.costs.message_s()
-        return way_s + self._spans.weight_grad_s(0, ends[0])
+        hops = sum(len(one.spans) for one in self.stages(stages))
+        way_s = self._spans.down_and_up_s(0, self.last) + 2 * (hops - 1) * self.costs.message_s()
+        return way_s + self._spans.weight_grad_s(*self.stages(stages)[0].spans[0])
 
     def split(self, stages: int) -> tuple[int, ...] | None:
         """Stage ends such that the slowest stage is as fast as possible, then the others as equal as possible.
@@ -270,7 +336,7 @@ class Search:
     def _fits(self, stages: int, limit: float) -> bool:
         start, limit = 0, limit * SLACK
         for stage in range(stages):
-            low, high = window(stage, stages, self.last)
+            low, high = ways.window(stage, stages, self.last, self.legs)
             times = self._stage_s[start]
             if times[low] > limit:
                 return False
@@ -286,7 +352,7 @@ class Search:
         """
         best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
         for stage in range(stages):
-            low, high = window(stage, stages, self.last)
+            low, high = ways.window(stage, stages, self.last, self.legs)
             reached: dict[int, tuple[float, tuple[int, ...]]] = {}
             for start, (squares, ends) in best.items():
                 times = self._stage_s[start]
@@ -309,60 +375,9 @@ class Search:
         """
         if self.split(stages) is None:
             return None
-        first, last, stage = self._slowest(stages)
-        head_s = self._spans.forward_s(0, first) + stage * self.costs.message_s()
-        return Rate(head_s=head_s, each_s=self._stage_s[first][last])
-
-    def _slowest(self, stages: int) -> tuple[int, int, int]:
-        """(first layer, last, stage) of the slowest stage of a split that fits; the last one if several are."""
-        spans = enumerate(pairwise((0, *(self.split(stages) or ()))))
-        _, stage, first, last = max((self._stage_s[a][b], stage, a, b) for stage, (a, b) in spans)
-        return first, last, stage
-
-
-def finish_s(count: int, rates: Sequence[tuple[Rate, int]]) -> float:
-    """The least time in which pipelines, given as (rate, how many), can do ``count`` microbatches.
-
-    The time is that of some pipeline's last microbatch. With fractions allowed it would be ``fluid``, and rounding
-    down loses each pipeline less than one, so the answer is within one microbatch of the slowest above it.
-    """
-    paced = [(rate, n) for rate, n in rates if rate.each_s > 0]
-    if not paced:
-        return max(rate.head_s for rate, _ in rates)
-    fluid = (count + sum(n * rate.head_s / rate.each_s for rate, n in paced)) / sum(
-        n / rate.each_s for rate, n in paced
-    )
-    least = max(rate.finish_s(1) for rate, _ in rates)
-    high = max(fluid + max(rate.each_s for rate, _ in paced), least)
-    times = {least}
-    for rate, _ in paced:
-        first = max(1, int((fluid - rate.head_s) / rate.each_s))
-        times |= {rate.finish_s(k) for k in range(first, int((high - rate.head_s) / rate.each_s) + 2)}
-    ascending = sorted(time for time in times if time >= least)
-    at = bisect_left(
-        ascending, True, key=lambda t: sum(n * max(1, _done_by(t, r)) for r, n in rates) >= count
-    )
-    return ascending[min(at, len(ascending) - 1)]
-
-
-def _done_by(time_s: float, rate: Rate) -> int:
-    return int((time_s * SLACK - rate.head_s) / rate.each_s) if rate.each_s else 10**9
-
-
-def min_max_shares(count: int, rates: Sequence[Rate]) -> tuple[int, ...]:
-    """Splits ``count`` microbatches so that the slowest pipeline finishes earliest; each gets at least one.
-
-    Min-max with integer shares is exact when each pipeline gets what it can finish in the least time that
-    suffices, and surplus is taken from whoever finishes last (papers.md §8.3).
-    """
-    least = finish_s(count, [(rate, 1) for rate in rates])
-    shares = [max(1, min(count, _done_by(least, rate))) for rate in rates]
-    for _ in range(sum(shares) - count):
-        last = max(
-            (i for i in range(len(rates)) if shares[i] > 1), key=lambda i: rates[i].finish_s(shares[i])
-        )
-        shares[last] -= 1
-    return tuple(shares)
+        _, _, slowest = max((one.each_s, one.hop, one) for one in self.stages(stages))
+        head_s = self._spans.forward_s(0, slowest.first) + slowest.hop * self.costs.message_s()
+        return Rate(head_s=head_s, each_s=slowest.each_s)
 
 
 def place(
@@ -380,7 +395,9 @@ def place(
         PlanInfeasible: fewer workers than stages.
     """
     seats = [
-        previous.with_tied(range(first, last)) for ends in shape.ends for first, last in pairwise((0, *ends))
+        previous.with_tied(layer for first, last in spans for layer in range(first, last))
+        for ends in shape.ends
+        for spans in ways.spans(ends, shape.legs)
     ]
     if len(seats) > len(workers):
         raise PlanInfeasible(f"{len(seats)} stages need as many workers, {len(workers)} are alive")
@@ -394,7 +411,7 @@ def place(
     if speeds:
         shape = _at_speed(shape, pipelines, costs, speeds)
     routes = tuple(
-        pipeline_route(pipeline, ends, microbatches)
+        ways.route(pipeline, ends, shape.legs, microbatches)
         for pipeline, ends, microbatches in zip(pipelines, shape.ends, deal(shape.shares), strict=True)
     )
     return layout_from_routes(len(costs.layers), routes, tied=previous.tied)
@@ -404,31 +421,23 @@ def _at_speed(
     shape: Shape, pipelines: Sequence[tuple[int, ...]], costs: Costs, speeds: Mapping[int, float]
 ) -> Shape:
     """``shape`` with boundaries and shares for the speeds of the workers that have its seats."""
-    work = [layer.compute_s for layer in costs.layers]
+    work = [costs.layers[layer].compute_s for layer in ways.turns(len(costs.layers), shape.legs)]
     cuts, rates = [], []
     for pipeline, ends in zip(pipelines, shape.ends, strict=True):
         capacity = [speeds.get(worker, 1.0) for worker in pipeline]
-        cut = recut(work, capacity, ends) if min(capacity) < 1.0 else ends
-        spans = [*pairwise((0, *cut))]
-        times = [costs.spans.compute_s(a, b) / p for (a, b), p in zip(spans, capacity, strict=True)]
+        cut = recut(work, capacity, ends, shape.legs) if min(capacity) < 1.0 else ends
+        visits = ways.visits(cut, shape.legs)
+        times = [0.0] * len(pipeline)
+        for place, a, b in visits:
+            times[place] += costs.spans.compute_s(a, b) / capacity[place]
         at = times.index(max(times))
-        before = zip(spans[:at], capacity, strict=False)
-        head = sum(costs.spans.forward_s(a, b) / p for (a, b), p in before)
+        before = visits[: [place for place, _, _ in visits].index(at)]
+        head = sum(costs.spans.forward_s(a, b) / capacity[place] for place, a, b in before)
         cuts.append(cut)
         rates.append(Rate(head_s=head, each_s=times[at]))
     return Shape(
         ends=tuple(cuts),
         shares=min_max_shares(sum(shape.shares), rates),
         estimate_s=shape.estimate_s,
+        legs=shape.legs,
     )
-
-
-def deal(shares: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Microbatch ids 0..sum-1 for each pipeline, spread evenly: round-robin where shares are equal."""
-    order = sorted(
-        ((2 * i + 1) / (2 * share), pipeline) for pipeline, share in enumerate(shares) for i in range(share)
-    )
-    ids: list[list[int]] = [[] for _ in shares]
-    for microbatch, (_, pipeline) in enumerate(order):
-        ids[pipeline].append(microbatch)
-    return tuple(tuple(one) for one in ids)

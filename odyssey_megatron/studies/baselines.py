@@ -24,7 +24,7 @@ from odyssey_megatron.plan.order import order_routes
 from odyssey_megatron.plan.simulate import step_end_s
 from odyssey_megatron.policy.options import caps_for
 from odyssey_megatron.policy.profile import Profile
-from odyssey_megatron.policy.search import Rate
+from odyssey_megatron.policy.shares import Rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,6 +37,7 @@ class LaunchLine:
     sequence_parallel: bool = True
     use_distributed_optimizer: bool = False
     stage_layers: tuple[int, ...] = ()
+    virtual_stages: int = 1
     """Transformer layers of each stage; empty: as even as can be."""
     notes: tuple[str, ...] = ()
     """Sentences on what of the line is not in the plan."""
@@ -77,6 +78,9 @@ def read(script: Sequence[str], more: Sequence[str] = ()) -> LaunchLine:
         sequence_parallel=line.has("sequence_parallel"),
         use_distributed_optimizer=line.has("use_distributed_optimizer"),
         stage_layers=_stage_layers(line, layers, stages),
+        virtual_stages=line.maybe("num_virtual_stages_per_pipeline_rank")
+        or layers // (stages * line.size("num_layers_per_virtual_pipeline_stage", layers))
+        or 1,
         config=config_from_argv(flags),
         notes=tuple(notes),
     )

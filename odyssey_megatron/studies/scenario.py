@@ -113,6 +113,7 @@ def scenario_from(options: argparse.Namespace, more: Sequence[str] = ()) -> Scen
         is_tied=profile.costs.tied is not None,
         pipeline_model_parallel_size=pp,
         stage_layers=line.stage_layers,
+        virtual_stages=line.virtual_stages,
         tensor_model_parallel_size=1,  # a worker is one cell, and the planner sees workers only
         num_microbatches=num_microbatches,
         # Of a profile alone it is not known how long sequences are; then they are what is counted.

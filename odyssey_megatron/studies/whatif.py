@@ -291,9 +291,8 @@ def best_layout(answer: Answer) -> str:
     before, best = answer.before, answer.best
     if best.layout == before.layout:
         return "no layout that was found is faster without failures"
-    lengths = "+".join(str(len(route.hops)) for route in best.layout.routes)
     return (
-        f"without failures pipelines {lengths} have a step of {best.step_s * 1e3:.1f} ms, "
+        f"without failures pipelines {best.layout.lengths} have a step of {best.step_s * 1e3:.1f} ms, "
         f"{before.step_s / best.step_s - 1:.1%} more throughput: --odyssey-layout auto"
     )
 

@@ -12,7 +12,9 @@ further layer with microbatches in flight. ``ratio`` is the throughput beside he
 ``verify()`` has passed them.
 
 Pipelines have any lengths (``odyssey_megatron/policy/partition.py``), so that the bound of what is chosen is nearly
-met also where memory binds.
+met also where memory binds. Routes may visit workers more than once, where that is faster (``odyssey_megatron/policy/
+ways.py``): ``without_revisits`` is the step with the best layout otherwise, and ``best_healthy`` are the healthy steps
+under ``--odyssey-layout auto``, without and with them.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ import argparse
 import itertools
 import statistics
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -40,6 +44,7 @@ SETTINGS = ((4, 8, 16), (4, 8, 32), (8, 4, 16), (2, 16, 32))
 """(data parallel, pipeline parallel, microbatches a pipeline)."""
 DEAD = {1: (5,), 2: (5, 18), 4: (5, 14, 18, 27), 8: (1, 5, 10, 14, 18, 22, 27, 30)}
 """Number of dead -> who. No stage of any setting loses all its workers."""
+HEALTHY: ClusterState = initial_state(nodes=tuple(worker // 8 for worker in range(WORKERS)))
 
 
 def costs(memory_bytes: int, state_bytes: int) -> Costs:
@@ -78,22 +83,26 @@ def one_f_one_b_s(stages: int, microbatches: int) -> float:
     return (microbatches + stages - 1) * 3.0 * LAYERS / stages
 
 
-def recover(
-    dp: int, pp: int, microbatches: int, dead: tuple[int, ...], extra: int, state_bytes: int
-) -> tuple[float, Decision]:
-    """(healthy step under this planner, the decision after ``dead`` died)."""
-    job = JobSpec(
+def job_of(dp: int, pp: int, microbatches: int) -> JobSpec:
+    return JobSpec(
         num_layers=LAYERS + 2,
         pipeline_model_parallel_size=pp,
         tensor_model_parallel_size=1,
         num_microbatches=dp * microbatches,
         tokens_per_step=dp * microbatches,
         train_steps=1,
+        revisits=True,
     )
-    stage = LAYERS // pp
-    room = stage * (pp + extra + state_bytes)
-    profile = Profile(costs=costs(room, state_bytes), group_build_s=0.0)
-    state: ClusterState = initial_state(nodes=tuple(worker // 8 for worker in range(WORKERS)))
+
+
+def profile_of(pp: int, extra: int, state_bytes: int) -> Profile:
+    room = LAYERS // pp * (pp + extra + state_bytes)
+    return Profile(costs=costs(room, state_bytes), group_build_s=0.0)
+
+
+def recover(job: JobSpec, profile: Profile, dead: tuple[int, ...]) -> tuple[float, Decision]:
+    """(healthy step under this planner, the decision after ``dead`` died)."""
+    state = HEALTHY
     healthy = initial_plan(job, state, profile)
     for rank in dead:
         state = apply(state, RankDied(rank=rank, code=-9, cause="killed", t_s=0.0))
@@ -102,14 +111,23 @@ def recover(
     return healthy.step_s, decision
 
 
-def measure() -> tuple[list[dict[str, object]], list[Bar]]:
-    rows: list[dict[str, object]] = []
+def measure() -> tuple[list[dict[str, Any]], list[Bar]]:
+    rows: list[dict[str, Any]] = []
     bars: list[Bar] = []
+    best: dict[tuple[object, ...], list[float]] = {}
     for (dp, pp, microbatches), state, extra, (count, dead) in itertools.product(
         SETTINGS, (0, 4), (0, 1), DEAD.items()
     ):
         base = one_f_one_b_s(pp, microbatches)
-        healthy, decision = recover(dp, pp, microbatches, dead, extra, state)
+        job, profile = job_of(dp, pp, microbatches), profile_of(pp, extra, state)
+        healthy, decision = recover(job, profile, dead)
+        in_a_row = replace(job, revisits=False)
+        _, otherwise = recover(in_a_row, profile, dead)
+        if (dp, pp, microbatches, state, extra) not in best:
+            best[dp, pp, microbatches, state, extra] = [
+                round(initial_plan(replace(one, best_layout=True), HEALTHY, profile).step_s, 3)
+                for one in (in_a_row, job)
+            ]
         plan, chosen = decision.plan, decision.candidates[0]
         ratio = base / plan.step_s
         name = f"dp{dp}_pp{pp}_m{microbatches}_state{state}_plus{extra}_dead{count}"
@@ -120,6 +138,8 @@ def measure() -> tuple[list[dict[str, object]], list[Bar]]:
                 "healthy_s": round(healthy, 3),
                 "step_s": round(plan.step_s, 3),
                 "bound_s": round(plan.bound_s, 3),
+                "without_revisits_s": round(otherwise.best.step_s, 3),
+                "best_healthy_s": best[dp, pp, microbatches, state, extra],
                 "ratio": round(ratio, 4),
                 "without_failures": round(base / healthy, 4),
                 "of_own_healthy": round(healthy / plan.step_s, 4),
@@ -131,12 +151,14 @@ def measure() -> tuple[list[dict[str, object]], list[Bar]]:
             }
         )
         bars.append(at_most(f"{name}_step_over_bound", plan.step_s / plan.bound_s, 1.05))
+        beside = plan.step_s / otherwise.best.step_s
+        bars.append(at_most(f"{name}_beside_routes_without_revisits", beside, 1.0))
         least = (1.05 if extra else 1.0) if count == 1 else 1 - count / WORKERS
         bars.append(at_least(f"{name}_ratio", ratio, least))
     return rows, bars + summary_bars(rows)
 
 
-def summary_bars(rows: list[dict[str, object]]) -> list[Bar]:
+def summary_bars(rows: list[dict[str, Any]]) -> list[Bar]:
     """On the least and the median of all settings.
 
     A healthy schedule is never slower than 1F1B. What is left of it with dead workers is beside the share that lives:
@@ -152,6 +174,12 @@ def summary_bars(rows: list[dict[str, object]]) -> list[Bar]:
         left = [row["of_own_healthy"] for row in rows if str(row["setting"]).endswith(f"_dead{dead}")]
         bars.append(at_least(f"{dead} dead, of our own healthy step (least)", min(left), 0.88 * alive))
         bars.append(at_least(f"{dead} dead, ... (median)", statistics.median(left), 0.96 * alive))
+    found = [row["without_revisits_s"] / row["step_s"] for row in rows]
+    bars.append(
+        at_least("routes that revisit, over those that do not (median)", statistics.median(found), 1.015)
+    )
+    pairs = {row["setting"].rsplit("_", 1)[0]: row["best_healthy_s"] for row in rows}.values()
+    bars.append(at_most("the same, healthy (worst)", max(after / before for before, after in pairs), 1.0))
     return bars
 
 

@@ -23,7 +23,7 @@ def random_case(rng: random.Random) -> Case:
     layers, microbatches = 2 + 2 * stages, 2 * pipelines
     job = JobSpec(
         num_layers=layers, pipeline_model_parallel_size=stages, tensor_model_parallel_size=1,
-        num_microbatches=microbatches, tokens_per_step=1000, train_steps=10,
+        num_microbatches=microbatches, tokens_per_step=1000, train_steps=10, revisits=rng.random() < 0.5,
     )  # fmt: skip
     home = megatron_layout(
         num_layers=layers,

@@ -79,6 +79,8 @@ def jobs(draw):
         num_microbatches=dp * draw(st.integers(1, 4)),
         tokens_per_step=1000,
         train_steps=10,
+        revisits=draw(st.booleans()),
+        virtual_stages=draw(st.sampled_from((1, 1, 2))),
     )
     state = initial_state(nodes=tuple(i // 4 for i in range(pp * dp)))
     slow = draw(st.none() | st.tuples(st.sampled_from(state.ranks), st.sampled_from((0.7, 0.3))))

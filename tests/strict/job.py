@@ -63,6 +63,7 @@ class Case:
     steps: int = 3
     kills: tuple[Kill, ...] = ()
     flags: dict[str, Any] = field(default_factory=dict)
+    virtual_stages: int = 1
     one_queue: bool = False
 
     @property
@@ -79,6 +80,7 @@ class Coordinator:
             num_layers=LAYERS, pipeline_model_parallel_size=case.stages, tensor_model_parallel_size=1,
             num_microbatches=MICROBATCHES, tokens_per_step=MICROBATCHES, train_steps=case.steps,
             least_holders=config.least_holders, eager_forwards=config.eager_forwards,
+            virtual_stages=case.virtual_stages,
         )  # fmt: skip
         state = initial_state(nodes=tuple(0 for _ in case.ranks))
         self.plan = initial_plan(self.job, state, self.profile)

@@ -12,6 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from tests.execute.stack import LAYERS  # noqa: E402
 from tests.strict.cases import POINTS, case, profile  # noqa: E402
 from tests.strict.communicators import OrdersDiffer  # noqa: E402
 from tests.strict.job import Case, Kill, run  # noqa: E402
@@ -67,6 +68,21 @@ def test_random_jobs(number):
 def test_random_jobs_on_one_hardware_queue(number):
     """As with CUDA_DEVICE_MAX_CONNECTIONS=1, whatever stages a worker has got of a dead one's."""
     check(replace(case(number), one_queue=True), seed=number)
+
+
+@pytest.mark.parametrize("kills", [(), (Kill(rank=2, step=1, point="backward"),)])
+def test_routes_that_turn_on_one_hardware_queue(kills):
+    """Down the two workers and up again: each sends the other forwards and gradients, of two stages."""
+    ample = replace(profile().costs, link_latency_s=0.0, link_bytes_per_s=1e12, memory_bytes=10**9)
+    quick = replace(profile(), costs=ample)
+    turning = Case(
+        stages=2, replicas=2, steps=2, profile=quick, virtual_stages=2, kills=kills, one_queue=True
+    )
+    for seed in range(3):
+        ended = check(turning, seed)
+        if not kills:
+            both_ends = [{0, LAYERS - 1} <= set(rank.weights) for rank in ended.ranks]
+            assert sorted(both_ends) == [False, False, True, True]
 
 
 @pytest.mark.matrix

@@ -14,7 +14,7 @@ from odyssey_megatron.plan.order import order_routes
 from odyssey_megatron.plan.simulate import simulate, step_end_s
 from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.rerouting import reroute
-from odyssey_megatron.policy.search import Rate, min_max_shares
+from odyssey_megatron.policy.shares import Rate, min_max_shares
 from odyssey_megatron.studies.baselines import Running, System, World, healthy_layout, one_f_one_b_step_s
 from odyssey_megatron.studies.chameleon import Chameleon
 from odyssey_megatron.studies.oobleck import Oobleck

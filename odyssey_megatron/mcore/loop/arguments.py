@@ -88,6 +88,7 @@ def job_of(
         is_tied=not args.untie_embeddings_and_output_weights or bool(args.mtp_num_layers),
         # A stage without a transformer layer, as Megatron's may be, is none of a plan's.
         stage_layers=split.stage_layers if all(split.stage_layers) else (),
+        virtual_stages=len(split.counts),
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         context_parallel_size=args.context_parallel_size,
         expert_model_parallel_size=args.expert_model_parallel_size,

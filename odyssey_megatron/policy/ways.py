@@ -1,0 +1,70 @@
+"""Which layers each worker of a pipeline has, where a microbatch goes through the workers once or more often.
+
+Its way has legs: down the workers, up again, and so on. One leg is the usual pipeline, two are a V, four a W, each of
+as many layers as any other. Workers get parts of one sequence, in which the legs take turns: the first layer of the way
+down, the last of the way up, the second of the way down, and so on. So each has neighbouring layers of each leg, and
+where a leg ends it has them of two, in one visit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import groupby, pairwise
+
+from odyssey_megatron.plan.layout import Hop, Route
+
+Visit = tuple[int, int, int]
+"""(place of the worker in its pipeline, first layer, last)."""
+
+
+@lru_cache(maxsize=64)
+def turns(last: int, legs: int) -> tuple[int, ...]:
+    """The layers ``0..last`` in the order in which a pipeline of so many legs is cut.
+
+    The outermost legs come first, so that the first worker gets embedding and head with a transformer layer each.
+    """
+    edges = [last * leg // legs for leg in range(legs + 1)]
+    ways = [
+        range(a, b) if i % 2 == 0 else range(b - 1, a - 1, -1) for i, (a, b) in enumerate(pairwise(edges))
+    ]
+    ways.insert(1, ways.pop())
+    longest = max(map(len, ways))
+    return tuple(way[depth] for depth in range(longest) for way in ways if depth < len(way))
+
+
+def visits(ends: Sequence[int], legs: int) -> tuple[Visit, ...]:
+    """The route through a pipeline whose workers' parts of :func:`turns` end at ``ends``."""
+    place_of = [0] * ends[-1]
+    order = turns(ends[-1], legs)
+    for place, (a, b) in enumerate(pairwise((0, *ends))):
+        for layer in order[a:b]:
+            place_of[layer] = place
+    found, first = list[Visit](), 0
+    for place, run in groupby(place_of):
+        last = first + len(list(run))
+        found.append((place, first, last))
+        first = last
+    return tuple(found)
+
+
+def route(workers: Sequence[int], ends: Sequence[int], legs: int, microbatches: tuple[int, ...]) -> Route:
+    """The same over ``workers``."""
+    hops = (Hop(worker=workers[place], first=a, last=b) for place, a, b in visits(ends, legs))
+    return Route(microbatches=microbatches, hops=tuple(hops))
+
+
+def spans(ends: Sequence[int], legs: int) -> list[list[tuple[int, int]]]:
+    """Of each worker of a pipeline the layers of its visits."""
+    found: list[list[tuple[int, int]]] = [[] for _ in ends]
+    for place, a, b in visits(ends, legs):
+        found[place].append((a, b))
+    return found
+
+
+def window(stage: int, stages: int, last: int, legs: int) -> tuple[int, int]:
+    """Where the part of ``stage`` may end: embedding and head each come with a transformer layer."""
+    if stage == stages - 1:
+        return last, last
+    first, behind = (2, 1) if legs == 1 else (legs + 2, 0)
+    return stage + first, last - (stages - 1 - stage) - behind

@@ -1,0 +1,153 @@
+"""Routes that visit workers more than once: how they are cut, and where they are proposed."""
+
+from dataclasses import replace
+
+import pytest
+
+from odyssey_megatron.cluster.events import RankDied
+from odyssey_megatron.cluster.job import JobSpec
+from odyssey_megatron.cluster.state import apply, initial_state
+from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.plan.layout import layout_from_routes
+from odyssey_megatron.policy import ways
+from odyssey_megatron.policy.decide import decide, initial_plan
+from odyssey_megatron.policy.partition import WORTH, ranked
+from odyssey_megatron.policy.profile import Profile
+from odyssey_megatron.policy.search import Search
+from tests.benchmarks.policies import LAYERS, costs
+from tests.plan.samples import layer, uniform_costs
+
+
+@pytest.mark.parametrize(
+    ("ends", "legs", "visits"),
+    [
+        ((3, 5, 8), 1, ((0, 0, 3), (1, 3, 5), (2, 5, 8))),
+        ((4, 6, 8), 2, ((0, 0, 2), (1, 2, 3), (2, 3, 5), (1, 5, 6), (0, 6, 8))),
+        ((6, 10), 4, ((0, 0, 2), (1, 2, 4), (0, 4, 6), (1, 6, 8), (0, 8, 10))),
+    ],
+)
+def test_a_way_goes_down_and_up(ends, legs, visits):
+    assert ways.visits(ends, legs) == visits
+
+
+@pytest.mark.parametrize("legs", [1, 2, 3, 4])
+@pytest.mark.parametrize("last", [10, 13, 34])
+def test_each_worker_has_a_part_of_every_leg(last, legs):
+    costs = uniform_costs(last - 2, ends=True)
+    search = Search(costs, legs=legs)
+    assert sorted(ways.turns(last, legs)) == [*range(last)]
+    for stages in range(2, search.most_stages + 1):
+        ends = search.split(stages)
+        route = ways.route(range(stages), ends, legs, (0,))
+        layout_from_routes(last, (route,))
+        ends_of_model = route.hops[0].last, route.hops[-1].first
+        assert 2 <= ends_of_model[0], "with a transformer layer"
+        assert ends_of_model[1] <= last - 2, "with a transformer layer"
+        own = ways.spans(ends, legs)
+        assert all(1 <= len(spans) <= legs for spans in own)
+        held = [sum(b - a for a, b in spans) for spans in own]
+        assert max(held) - min(held) <= 2, "embedding and head cost nothing"
+
+
+def job(dp, pp, microbatches, **more):
+    return JobSpec(
+        num_layers=LAYERS + 2, pipeline_model_parallel_size=pp, tensor_model_parallel_size=1,
+        num_microbatches=dp * microbatches, tokens_per_step=1, train_steps=1, **more,
+    )  # fmt: skip
+
+
+def profile(pp, extra=0):
+    """Memory for what 1F1B's first stage keeps, and ``extra`` microbatches."""
+    return Profile(costs=costs(LAYERS // pp * (pp + 4 + extra), 4), group_build_s=0.0)
+
+
+STATE = initial_state(nodes=tuple(worker // 8 for worker in range(32)))
+
+
+@pytest.mark.parametrize(
+    ("setting", "stages_in_a_row_s", "at_most_s"),
+    [
+        ((4, 8, 16), 220.0, 206.0),
+        ((4, 8, 32), 412.0, 398.0),
+        ((8, 4, 16), 408.0, 396.0),
+        ((2, 16, 32), 222.0, 207.0),
+    ],
+)
+def test_a_healthy_job_has_shorter_steps(setting, stages_in_a_row_s, at_most_s):
+    """With one microbatch more than 1F1B's memory, without communication; the bubble is half as long, or less."""
+    healthy = [
+        initial_plan(job(*setting, best_layout=True, revisits=revisits), STATE, profile(setting[1], 1))
+        for revisits in (False, True)
+    ]
+    assert healthy[0].step_s == stages_in_a_row_s
+    assert not healthy[0].layout.revisits
+    assert healthy[1].step_s <= at_most_s
+    assert healthy[1].layout.revisits
+    assert all(len(holders) >= 2 for holders in healthy[1].layout.holders)
+
+
+@pytest.mark.parametrize("dead", [(5,), (5, 14, 18, 27)])
+@pytest.mark.parametrize("extra", [0, 1])
+def test_after_a_loss_they_are_taken_where_they_are_faster(dead, extra):
+    state, steps = STATE, []
+    for rank in dead:
+        state = apply(state, RankDied(rank=rank, code=-9, cause="killed", t_s=0.0))
+    for revisits in (False, True):
+        spec = job(4, 8, 16, revisits=revisits)
+        config = OdysseyConfig(horizon_s=1e9, mtbf_s=1e9)
+        previous = initial_plan(spec, STATE, profile(8, extra))
+        assert not previous.layout.revisits, "the launch line's"
+        found = decide(
+            job=spec, state=state, previous=previous, profile=profile(8, extra), config=config, now_s=0.0
+        )
+        assert found.plan.layout.revisits == revisits
+        steps.append(found.plan.step_s)
+    assert steps[1] < WORTH * steps[0]
+    assert "in a V" in found.candidates[0].reason or "in a W" in found.candidates[0].reason
+
+
+@pytest.mark.parametrize("memory", [17, 22, 40, 1000])
+@pytest.mark.parametrize("message_s", [0.0, 0.5])
+def test_nothing_is_slower_for_having_them(memory, message_s):
+    """Where memory binds, or messages take long, the others are still there; what is promised is what is scheduled."""
+    found = replace(uniform_costs(8, ends=True, message_s=message_s), memory_bytes=memory)
+    for workers in (4, 5, 6, 7):
+        alone = ranked(Search(found, memory), workers, 8)
+        both = ranked(Search(found, memory, revisits=True), workers, 8)
+        assert [one for one in both if one.legs == 1] == [*alone]
+        turned = [one.estimate_s for one in both if one.legs > 1]
+        assert all(step_s < WORTH * alone[0].estimate_s for step_s in turned)
+        assert min(one.estimate_s for one in both) == both[0].estimate_s
+
+
+def test_virtual_stages_ask_for_them():
+    spec = job(4, 8, 16, revisits=True)
+    assert not initial_plan(spec, STATE, profile(8)).layout.revisits
+    asked = initial_plan(replace(spec, virtual_stages=2), STATE, profile(8))
+    assert asked.layout.revisits
+    assert len(asked.layout.routes) == 4
+    assert {len({hop.worker for hop in route.hops}) for route in asked.layout.routes} == {8}
+    impossible = replace(spec, virtual_stages=2, revisits=False)
+    assert not initial_plan(impossible, STATE, profile(8)).layout.revisits
+
+
+def test_stages_stay_as_many_as_were_asked_for():
+    """With six layers three workers have no part of four legs each; fewer would do with less communication."""
+    found = Profile(costs=uniform_costs(6, ends=True, message_s=10.0), group_build_s=0.0)
+    spec = JobSpec(
+        num_layers=8, pipeline_model_parallel_size=3, tensor_model_parallel_size=1, num_microbatches=4,
+        tokens_per_step=1, train_steps=1, revisits=True, virtual_stages=2,
+    )  # fmt: skip
+    (route,) = initial_plan(spec, initial_state(nodes=(0, 0, 0)), found).layout.routes
+    assert {hop.worker for hop in route.hops} == {0, 1, 2}
+
+
+def test_both_ends_on_one_worker_share_a_weight_once():
+    """Of a V: the first worker has embedding and head, and one copy of what they share."""
+    found = replace(uniform_costs(8, ends=True), tied=layer(0.0, 0.0, 0.0, 0))
+    search = Search(found, 1000, legs=2)
+    first, *_, turn = search.stages(3)
+    assert (first.spans[0][0], first.spans[-1][1]) == (0, 10)
+    own = [found.layers[one] for a, b in first.spans for one in range(a, b)]
+    assert search.kept_bytes(first) == sum(one.kept_bytes for one in own) + found.tied.kept_bytes
+    assert search.kept_bytes(turn) == sum(found.layers[one].kept_bytes for one in range(*turn.spans[0]))
