@@ -57,7 +57,7 @@ class Compute(Protocol):
         ...
 
     def weight_grad(self, microbatch: int, first: int, last: int) -> None:
-        """Adds the weight gradients of a microbatch whose input gradient has run."""
+        """Adds the weight gradients of a microbatch whose input gradient has run, those of these layers."""
         ...
 
     def undo(self, visits: Collection[Visit]) -> None:
@@ -65,7 +65,7 @@ class Compute(Protocol):
         ...
 
     def gradients(self, first: int, last: int) -> Sequence[torch.Tensor]:
-        """The 1-D gradient buffers of block ``[first, last)``, to be summed over its holders in place."""
+        """1-D, those of layers ``[first, last)`` of one block, in place: to be summed over its holders."""
         ...
 
     def expert_gradients(self, first: int, last: int) -> Sequence[torch.Tensor]:
@@ -78,7 +78,7 @@ class Compute(Protocol):
         ...
 
     def partial_gradients(self, first: int, last: int) -> Sequence[torch.Tensor]:
-        """Those within :meth:`gradients` of which each tensor-parallel rank has computed a part only."""
+        """Those within :meth:`gradients`, as views, of which each tensor-parallel rank has computed a part only."""
         ...
 
     def empty_message(self) -> torch.Tensor:
@@ -89,9 +89,9 @@ class Compute(Protocol):
 class Interpreter:
     """Runs programs over ``compute`` and ``channels``.
 
-    ``holder_groups(first, last)`` are the groups of all who have this rank's part of a block, and of all who have its
-    experts, None where it is the only one; ``tensor_group`` that of the worker's ranks that have the other parts, None
-    if there are none.
+    ``holder_groups(first, last)`` are the groups of all who have this rank's part of these layers, of one block, and of
+    all who have their experts, None where it is the only one; ``tensor_group`` that of the worker's ranks that have the
+    other parts, None if there are none.
     ``checkpoint(point, microbatch)`` is called before each instruction; it raises Superseded when the generation
     has ended, and is where faults are injected. Nothing here waits for a device: what it has really done its
     ``ledger`` knows.
@@ -139,10 +139,12 @@ class Interpreter:
             self._checkpoint(point, instr.microbatch)
             with trace.span(instr):
                 handler(instr)
-        if progress.ahead:  # all is reduced, so nothing can be taken up any more
+        self._channels.wait_sent()
+        for instr in self._reduction.finish(progress):
+            trace.until_now(instr)
+        if progress.ahead:  # nobody has died
             progress.ahead.clear()
             self._compute.adopt(())
-        self._channels.wait_sent()
         if self._arriving:
             raise ScheduleInvalid(
                 f"unused messages at the end of the program: {[*self._arriving]}. The schedule was not verified; "
@@ -153,6 +155,7 @@ class Interpreter:
         """Lets go of messages that will not come any more: they would keep their group's threads until a collection."""
         self._arriving.clear()
         self._channels.abandon()
+        self._reduction.abandon()
 
     def _forward(self, instr: Instr) -> None:
         activation, word = self._input(instr, Op.RECV_FORWARD, instr.first, none=not instr.first)
@@ -225,9 +228,10 @@ class Interpreter:
         of_experts = self._compute.expert_gradients(instr.first, instr.last)
         group, expert_group = self._holder_groups(instr.first, instr.last)
         self._progress.add_up(Op.REDUCE_GRAD, -1, instr.first, [*gradients, *of_experts])
-        self._reduction.run(
+        self._reduction.start(
+            instr,
             [*((one, group) for one in gradients), *((one, expert_group) for one in of_experts)],
             self._compute.partial_gradients(instr.first, instr.last),
             self._compute.share,
-            summed=lambda word: self._progress.summed(instr, word),
+            self._progress,
         )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from odyssey_megatron.cluster.state import Cell
 from odyssey_megatron.execute.channels import channel_groups
+from odyssey_megatron.plan.layout import Block
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.rebuild.groups import WORLD
 
@@ -18,18 +19,22 @@ def block_group_name(cell: Cell, first: int, last: int, parts: int) -> str:
     return f"block:{first}:{last}" if parts == 1 else f"block:{first}:{last}.{cell.index % parts}of{parts}"
 
 
-def holder_groups(group: Callable[[str], T], cell: Cell) -> Callable[[int, int], tuple[T, T]]:
-    """Gives, of a block's first layer and the one behind its last, the ``group`` of all who have the same part of it as
-    the rank, and of all who have the same experts.
+def holder_groups(
+    group: Callable[[str], T], cell: Cell, blocks: Sequence[Block]
+) -> Callable[[int, int], tuple[T, T]]:
+    """Gives, of a first layer and the one behind the last, both of one of the ``blocks``, the ``group`` of all who have
+    the same part of it as the rank, and of all who have the same experts.
     """
 
-    def of_block(first: int, last: int) -> tuple[T, T]:
+    def of_layers(first: int, last: int) -> tuple[T, T]:
+        block = next(one for one in blocks if one.first <= first and last <= one.last)
         dense, experts = (
-            group(block_group_name(cell, first, last, one)) for one in (cell.tensor, cell.expert_parts)
+            group(block_group_name(cell, block.first, block.last, one))
+            for one in (cell.tensor, cell.expert_parts)
         )
         return dense, experts
 
-    return of_block
+    return of_layers
 
 
 def group_members(

@@ -23,6 +23,8 @@ class _Noted(NamedTuple):
     op: Op
     began: torch.Tensor
     ended: torch.Tensor
+    final: bool = False
+    """Of a sum: what the gradients were before is not kept."""
 
 
 class Progress:
@@ -48,7 +50,9 @@ class Progress:
         self.ahead: dict[Visit, torch.Tensor] = {}
         """What leaves the visits of other workers that this one has run ahead."""
         self.whole = True
-        """The gradients are exactly what the table says: nothing was cut off half-way, and nothing reduced yet."""
+        """The gradients are exactly what the table says, behind :meth:`bring_back`: nothing was cut off half-way."""
+        self._own: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Gradients that are sums by now, and what they were."""
         self.keeps = keeps
 
     def leave(self, op: Op, microbatch: int, edge: int, tensor: torch.Tensor, word: Word = None) -> None:
@@ -86,12 +90,24 @@ class Progress:
         row[instr.first : instr.last] = level
         row[instr.first] += BEGINS * (level > 0)
 
-    def summed(self, instr: Instr, word: Word) -> None:
-        """Gradients of the block of ``instr`` are sums over its holders now."""
-        if word is None:
+    def summed(self, instr: Instr, word: Word, gradients: torch.Tensor, before: torch.Tensor | None) -> None:
+        """``gradients`` of ``instr`` become sums over their holders now; ``before``: what they are, if that is kept."""
+        if before is not None:
+            self._own.append((gradients, before))
+        if word is not None:
+            self._noted.append(_Noted(instr, Op.REDUCE_GRAD, word, word, final=before is None))
+        elif before is None:
             self.whole = False
-        else:
-            self._noted.append(_Noted(instr, Op.REDUCE_GRAD, word, word))
+
+    def bring_back(self) -> None:
+        """This worker's own gradients, where they are sums."""
+        for gradients, before in self._own:
+            gradients.copy_(before)
+        self._own.clear()
+
+    def agreed(self) -> None:
+        """The sums stay."""
+        self._own.clear()
 
     def missing(self, device: torch.device) -> torch.Tensor:
         """How many of the instructions so far have counted for nothing. The host does not wait for it."""
@@ -110,17 +126,17 @@ class Progress:
             return []
         words = torch.stack([torch.stack([one.began, one.ended]) for one in noted]).tolist()
         undone: dict[Visit, None] = {}
-        for (instr, op, _, _), (began, ended) in zip(noted, words, strict=True):
+        for (instr, op, _, _, final), (began, ended) in zip(noted, words, strict=True):
             visit = (instr.microbatch, instr.first, instr.last)
             if op is Op.REDUCE_GRAD:
-                self.whole = self.whole and not ended
+                self.whole = self.whole and not (final and ended)
             elif op is Op.EAGER_FORWARD:
                 if not ended:
                     self.ahead.pop(visit, None)
                     undone[visit] = None
             elif op is Op.WEIGHT_GRAD:  # it needs nothing but what its input gradient has left here
                 self.whole = self.whole and began == ended
-                if visit not in undone:
+                if not any(m == visit[0] and a <= visit[1] and visit[2] <= b for m, a, b in undone):
                     self._mark(instr, REACHES[op])
             elif ended:
                 self._mark(instr, REACHES[op])
@@ -143,6 +159,7 @@ class Progress:
         """Nothing of it can be gone on with: whatever comes, the step is done again."""
         self.whole = False
         self.results.clear()
+        self._own.clear()
 
     @contextlib.contextmanager
     def adding(self) -> Iterator[None]:

@@ -265,7 +265,7 @@ class RankRuntime:
         self._interpreter = Interpreter(
             model,
             channels,
-            membership.holder_groups(self._group, cell),
+            membership.holder_groups(self._group, cell, plan.layout.blocks()),
             tensor_group=self._group(membership.cell_group_name(cell.tensor_ranks)),
             num_layers=num_layers,
             checkpoint=self._check,
@@ -424,6 +424,8 @@ class RankRuntime:
     def _commit(self, totals: torch.Tensor) -> None:
         """From here to the end nothing is sent and nothing can be cut short: whoever has the totals finishes (I5)."""
         step = self.committed
+        if self._progress is not None:
+            self._progress.agreed()
         self.outcome = self._model.apply(totals[:-_VOTES], lambda: self._fault("optimizer", step))
         self._totals, self.committed = totals.clone(), step + 1
         self._piece_done()

@@ -1,23 +1,38 @@
-"""The sum of a block's gradients over its holders.
+"""The sums of gradients over their holders, beside what is left to compute.
 
-Nothing is added to the gradients themselves before a sum is whole: it is made in a copy, piece by piece, and copied
-back. As long as a holder is missing no sum becomes whole, and a failure costs nobody what he has added up.
+Nothing is added to the gradients themselves before a sum is whole: it is made in a copy, piece by piece. Where the
+program has ended the copies and the gradients change places. So a worker's own gradients are there until the step is
+committed, and a failure, whenever it comes, costs nobody what he has added up; unless memory was short.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from odyssey_megatron.execute.ledger import Ledger, Word
+from odyssey_megatron.execute.ledger import Ledger
+from odyssey_megatron.execute.progress import Progress
+from odyssey_megatron.plan.schedule import Instr
 
 PIECE = 2**25
-"""Elements that are summed at once, and of which there are two copies at a time: 128 MB each of float32."""
+"""Elements that are summed at once: 128 MB of float32."""
+
+ROOM_BYTES = 2**29
+"""Of copies. A sum for which there is no room waits for the oldest one, which then takes the place of the gradients."""
+
+
+class _Piece(NamedTuple):
+    """Of the gradients of ``instr``, on its way."""
+
+    instr: Instr
+    gradients: torch.Tensor
+    total: torch.Tensor
+    work: Any
 
 
 class Reduction:
@@ -25,41 +40,56 @@ class Reduction:
 
     def __init__(self, ledger: Ledger, tensor_group: dist.ProcessGroup | None):
         self._ledger, self._tensor_group = ledger, tensor_group
+        self._under_way: deque[_Piece] = deque()
+        self._bytes = 0
 
-    def run(
+    def start(
         self,
+        instr: Instr,
         gradients: Sequence[tuple[torch.Tensor, dist.ProcessGroup | None]],
         partial: Sequence[torch.Tensor],
         share: float,
-        summed: Callable[[Word], None],
+        progress: Progress,
     ) -> None:
-        """In place. ``gradients`` come with the group of their holders, None where there is one; they are multiplied
-        with ``share`` before they are summed. ``summed`` hears of each piece when it is copied back.
+        """``gradients`` come with the group of their holders, None where there is one; they are multiplied with
+        ``share`` before they are summed. Those of ``partial`` are views of them.
         """
         in_cell = self._summed_in_cell(partial, share) if self._tensor_group is not None else []
-        under_way: deque[tuple[torch.Tensor, torch.Tensor, Any]] = deque()
         for buffer, group in gradients:
             if group is None and share == 1.0 and not in_cell:
                 continue
             for piece in torch.split(buffer, PIECE):
+                while self._under_way and self._bytes + piece.nbytes > ROOM_BYTES:
+                    self._end(self._under_way.popleft(), progress, keeps=False)
                 total = piece * share
                 for view, values in zip(partial, in_cell, strict=False):
                     _overwrite(piece, total, view, values)
                 work = dist.all_reduce(total, group=group, async_op=True) if group is not None else None
-                under_way.append((piece, total, work))
-                if len(under_way) > 1:
-                    self._finish(*under_way.popleft(), summed)
-        while under_way:
-            self._finish(*under_way.popleft(), summed)
+                self._under_way.append(_Piece(instr, piece, total, work))
+                self._bytes += total.nbytes
 
-    def _finish(
-        self, piece: torch.Tensor, total: torch.Tensor, work: Any, summed: Callable[[Word], None]
-    ) -> None:
-        if work is not None:
-            work.wait()
+    def finish(self, progress: Progress) -> list[Instr]:
+        """Behind it the gradients are the sums. Returns those that were still under way, each once."""
+        found = dict.fromkeys(one.instr for one in self._under_way)
+        while self._under_way:
+            self._end(self._under_way.popleft(), progress, keeps=True)
+        return [*found]
+
+    def abandon(self) -> None:
+        """Lets go of sums that will not become whole."""
+        self._under_way.clear()
+        self._bytes = 0
+
+    def _end(self, piece: _Piece, progress: Progress, *, keeps: bool) -> None:
+        if piece.work is not None:
+            piece.work.wait()
         word = self._ledger.word()
-        summed(word)
-        piece.copy_(total if word is None else torch.where(word > 0, total, piece))
+        before = piece.gradients.clone() if keeps and progress.keeps else None
+        progress.summed(piece.instr, word, piece.gradients, before)
+        piece.gradients.copy_(
+            piece.total if word is None else torch.where(word > 0, piece.total, piece.gradients)
+        )
+        self._bytes -= piece.total.nbytes
 
     def _summed_in_cell(self, partial: Sequence[torch.Tensor], share: float) -> list[torch.Tensor]:
         """First within each cell: then the sum over the holders leaves the same bytes on all of them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -80,6 +80,11 @@ class Trace:
         start_s = time.monotonic()
         yield
         self.entries.append((instr, start_s, time.monotonic()))
+
+    def until_now(self, instr: Instr) -> None:
+        """``instr`` has gone on beside others, and ends now."""
+        at = next(at for at, (one, _, _) in enumerate(self.entries) if one == instr)
+        self.entries[at] = (instr, self.entries[at][1], time.monotonic())
 
     @contextlib.contextmanager
     def computing(self, instr: Instr) -> Iterator[None]:
@@ -159,29 +164,31 @@ class Measurements:
 
 def _medians(step: int, trace: Trace) -> Iterator[Observation]:
     """One observation a span of layers. One microbatch may be held up by anything; half of them are not."""
+    took, of_microbatch = trace.compute_s(), defaultdict[int, list[Instr]](list)
+    for instr in took:
+        of_microbatch[instr.microbatch].append(instr)
     spans: dict[tuple[int, int], tuple[list[float], list[float], list[float]]] = {}
-    for instr, seconds in trace.compute_s().items():
-        forwards, input_grads, weight_grads = spans.setdefault((instr.first, instr.last), ([], [], []))
-        if instr.op in (Op.FORWARD, Op.EAGER_FORWARD):
-            forwards.append(seconds)
-        elif instr.op is Op.WEIGHT_GRAD:
-            weight_grads.append(seconds)
-        else:
-            input_grads.append(seconds)
+    for visit, seconds in took.items():
+        if visit.op is not Op.FORWARD:
+            continue
+        forwards, input_grads, weight_grads = spans.setdefault((visit.first, visit.last), ([], [], []))
+        forwards.append(seconds)
+        for times, ops in ((input_grads, (Op.INPUT_GRAD, Op.BACKWARD)), (weight_grads, (Op.WEIGHT_GRAD,))):
+            alike = (one for one in of_microbatch[visit.microbatch] if one.op in ops)
+            parts = [one for one in alike if visit.first <= one.first and one.last <= visit.last]
+            if sum(one.last - one.first for one in parts) == visit.last - visit.first:
+                times.append(sum(took[one] for one in parts))
     for (first, last), times_s in sorted(spans.items()):
-        if times_s[0]:
-            forward_s, input_grad_s, weight_grad_s = (
-                statistics.median(one) if one else 0.0 for one in times_s
-            )
-            yield Observation(
-                first=first,
-                last=last,
-                samples=len(times_s[0]),
-                forward_s=forward_s,
-                input_grad_s=input_grad_s,
-                weight_grad_s=weight_grad_s,
-                step=step,
-            )
+        forward_s, input_grad_s, weight_grad_s = (statistics.median(one) if one else 0.0 for one in times_s)
+        yield Observation(
+            first=first,
+            last=last,
+            samples=len(times_s[0]),
+            forward_s=forward_s,
+            input_grad_s=input_grad_s,
+            weight_grad_s=weight_grad_s,
+            step=step,
+        )
 
 
 _PROBE_SIZE, _PROBES = 96, 5

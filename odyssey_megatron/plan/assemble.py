@@ -1,11 +1,13 @@
 """Verified programs, worked out once for each kind of group: 2,048 workers in a fraction of a second.
 
 Groups of routes share no worker, so a schedule is correct if each group's is and all workers
-reduce their blocks in one order. Equal groups differ in worker and microbatch ids only.
+sum their buckets in one order, behind all that is not a weight gradient. Equal groups differ in worker and microbatch
+ids only.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from odyssey_megatron.plan.costs import Costs
@@ -13,9 +15,10 @@ from odyssey_megatron.plan.known import known
 from odyssey_megatron.plan.layout import Hop, Layout, Route, layout_from_routes
 from odyssey_megatron.plan.list_schedule import Solved
 from odyssey_megatron.plan.memory import state_bytes
-from odyssey_megatron.plan.messages import reduction_order, with_messages, with_reductions
+from odyssey_megatron.plan.messages import with_messages
 from odyssey_megatron.plan.order import Order
 from odyssey_megatron.plan.programs import Programs
+from odyssey_megatron.plan.reductions import buckets, reduction_order, tail_length, with_reductions
 from odyssey_megatron.plan.schedule import Instr, Op
 from odyssey_megatron.plan.verify import verify_codes
 from odyssey_megatron.plan.visits import OPS, RECV_FORWARD, SEND_BACKWARD, SEND_FORWARD, Visits
@@ -37,26 +40,32 @@ def assemble(order: Order, layout: Layout, costs: Costs) -> Assembled:
     Raises:
         ScheduleInvalid: a group's schedule does not carry out its routes, deadlocks or exceeds its memory.
     """
-    tails: dict[int, str] = dict.fromkeys(order.done_s, "")
-    for block in reduction_order(layout):
-        text = str(Instr(Op.REDUCE_GRAD, first=block.first, last=block.last)) + " "
-        for worker in block.holders:
-            tails[worker] += text
+    sums: dict[int, list[tuple[int, int]]] = {worker: [] for worker in order.done_s}
+    for bucket in reduction_order(buckets(layout, costs), behind=layout.num_layers):
+        for worker in bucket.holders:
+            sums[worker].append((bucket.first, bucket.last))
     peaks = state_bytes(layout, costs)
     kinds: dict[int, Kind] = {}
     templates: dict[str, int] = {}
+    found: dict[tuple[int, int, tuple[tuple[int, int], ...]], int] = {}
     groups: list[tuple[tuple[int, ...], tuple[tuple[int, int], ...]]] = []
     for group in order.groups:
         kind = kinds.get(id(group.solved))
         if kind is None:
             kind = kinds[id(group.solved)] = _kind(group.solved, costs)
         seats = []
-        for worker, head, peak in zip(group.workers, kind.templates, kind.peaks, strict=True):
-            template = f"{head} {tails.pop(worker)}STEP"
-            seats.append((worker, templates.setdefault(template, len(templates))))
-            peaks[worker] += peak
+        for seat, worker in enumerate(group.workers):
+            own = tuple(sums.pop(worker))
+            if (id(kind), seat, own) not in found:
+                template = kind.program(seat, own)
+                found[id(kind), seat, own] = templates.setdefault(template, len(templates))
+            seats.append((worker, found[id(kind), seat, own]))
+            peaks[worker] += kind.peaks[seat]
         groups.append(((*group.microbatches, *group.workers), tuple(seats)))
-    idle = [(worker, templates.setdefault(f"{tail}STEP", len(templates))) for worker, tail in tails.items()]
+    idle = [
+        (worker, templates.setdefault(_text([*map(_sum, own), "STEP"]), len(templates)))
+        for worker, own in sums.items()
+    ]
     groups += [((), tuple(idle))] if idle else []
     programs = Programs(templates=tuple(templates), groups=tuple(groups))
     return Assembled(programs=programs, peak_bytes=tuple(peaks.items()))
@@ -69,7 +78,7 @@ def _kind(solved: Solved, costs: Costs) -> Kind:
         return found[1]
     kind = Kind(solved, costs)
     if there.orders.get(solved.shape) is solved:
-        there.kinds.put(id(solved), (solved, kind), sum(map(len, kind.templates)))
+        there.kinds.put(id(solved), (solved, kind), sum(map(len, kind.heads)))
     return kind
 
 
@@ -86,7 +95,7 @@ class Kind:
             for ids, hops in shape.routes
         )
         layout = layout_from_routes(len(costs.layers), routes, tied=costs.tied is not None)
-        visits = Visits(layout)
+        visits = Visits(layout, buckets(layout, costs))
         programs = with_messages({seat: list(queue) for seat, queue in enumerate(solved.queues)}, visits)
         timeline = verify_codes(
             visits,
@@ -96,20 +105,43 @@ class Kind:
             speeds=dict(enumerate(shape.speeds)),
         )
         self.peaks = [peak for _, peak in timeline.activation_bytes]
-        self.templates: list[str] = []
+        self.heads: list[str] = []
+        self.tails: list[list[tuple[int, int, int]]] = []
+        """Per worker, the weight gradients that it ends with: the microbatch's place, and the layers."""
         spans = list(zip(visits.first, visits.last, strict=True))
         named = {span: _texts(*span) for span in set(spans)}
         texts, seats = [named[span] for span in spans], layout.num_microbatches
         for program in programs.values():
+            head = len(program) - tail_length(program, visits.reductions)
             parts, places = [], []
-            for code in program:
+            for code in program[:head]:
                 visit, kind = code >> 3, code & 7
                 parts.append(texts[visit][kind])
                 places.append(visits.microbatch[visit])
                 if kind >= SEND_FORWARD:
                     peers = visits.before if kind in (RECV_FORWARD, SEND_BACKWARD) else visits.behind
                     places.append(seats + peers[visit])
-            self.templates.append(" ".join(parts) % tuple(places))
+            self.heads.append(" ".join(parts) % tuple(places))
+            ends = [code >> 3 for code in program[head:]]
+            self.tails.append([(visits.microbatch[one], *spans[one]) for one in ends])
+
+    def program(self, seat: int, sums: Sequence[tuple[int, int]]) -> str:
+        """Of the worker in this place, which has these buckets to sum."""
+        parts = [self.heads[seat]]
+        for first, last in sums:
+            for place, a, b in self.tails[seat]:
+                if max(a, first) < min(b, last):
+                    parts.append(f"{Op.WEIGHT_GRAD.value}{{{place}}}[{max(a, first)}:{min(b, last)}]")
+            parts.append(_sum((first, last)))
+        return _text([*parts, "STEP"])
+
+
+def _sum(bucket: tuple[int, int]) -> str:
+    return str(Instr(Op.REDUCE_GRAD, first=bucket[0], last=bucket[1]))
+
+
+def _text(parts: Sequence[str]) -> str:
+    return " ".join(filter(None, parts))
 
 
 def _texts(first: int, last: int) -> tuple[str, ...]:

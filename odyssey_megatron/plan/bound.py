@@ -7,6 +7,7 @@ from math import gcd
 
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Layout, Route
+from odyssey_megatron.plan.reductions import buckets
 from odyssey_megatron.plan.simulate import reduce_s
 
 
@@ -21,15 +22,16 @@ def lower_bound_s(
     Terms, maximised over workers and routes. *Work*: a worker cannot start before the first activation can
     reach it, and has all its forwards, input and weight gradients to do. *Drain*: all its forwards and
     input gradients come before the last gradient leaves it, which then goes up to the first stage.
-    *Path*: a microbatch goes down, up again and ends with a weight gradient. Each worker then reduces its
-    blocks, and all step. *Memory*, if ``in_flight_cap`` (worker -> bytes of activations) is given: each
-    microbatch keeps its bytes on a worker at least while it goes down to the head and up again, and bytes times
-    seconds fit into the cap times the step (Little's law).
+    *Path*: a microbatch goes down, up again and ends with a weight gradient. *Sums*: a worker sums its buckets one
+    after the other behind all its forwards and input gradients, and one of them behind all that it computes. Then all
+    step. *Memory*, if ``in_flight_cap`` (worker -> bytes of activations) is given: each microbatch keeps its bytes on a
+    worker at least while it goes down to the head and up again, and bytes times seconds fit into the cap times the
+    step (Little's law).
     """
     work = _Work(layout, costs, speeds or {}, in_flight_cap or {})
-    reducing = _reductions_s(layout, costs)
-    longest = max(reducing.values(), default=0.0)
-    each = (work.worker_s(worker, reducing[worker]) for worker in layout.workers)
+    sums = _sums_s(layout, costs)
+    longest = max((sum(own) for own in sums.values()), default=0.0)
+    each = (work.worker_s(worker, sums[worker]) for worker in layout.workers)
     return max(work.path_s, longest, *each) + costs.optimizer_s
 
 
@@ -48,13 +50,14 @@ def cluster_bound_s(
     return max(num_microbatches * once / sum(speed), path / max(speed)) + costs.optimizer_s
 
 
-def _reductions_s(layout: Layout, costs: Costs) -> dict[int, float]:
-    total = dict.fromkeys(layout.workers, 0.0)
-    for block in layout.blocks():
-        seconds = reduce_s(costs, block.first, block.last, len(block.holders))
-        for worker in block.holders:
-            total[worker] += seconds
-    return total
+def _sums_s(layout: Layout, costs: Costs) -> dict[int, list[float]]:
+    """Of each worker, how long each of its buckets takes."""
+    found: dict[int, list[float]] = {worker: [] for worker in layout.workers}
+    for bucket in buckets(layout, costs):
+        seconds = reduce_s(costs, bucket.first, bucket.last, len(bucket.holders))
+        for worker in bucket.holders:
+            found[worker].append(seconds)
+    return found
 
 
 class _Work:
@@ -112,11 +115,12 @@ class _Work:
             # ends the way still owes a weight gradient.
             tail = self.lag + input_grad + max(tail, weight_grad)
 
-    def worker_s(self, worker: int, reducing_s: float) -> float:
+    def worker_s(self, worker: int, sums_s: list[float]) -> float:
         if worker not in self.head:
-            return reducing_s
+            return sum(sums_s)
         done = self.head[worker] + self.until_drain[worker]
         cap, portion = self.caps.get(worker, 0), self.portion[worker]
         cap -= cap % portion if portion else cap
         memory_s = self.head[worker] + self.byte_s[worker] / cap if cap else 0.0
-        return max(max(done + self.weight_grads[worker], memory_s) + reducing_s, done + self.tail[worker])
+        computed_s = max(done + self.weight_grads[worker], memory_s)
+        return max(computed_s + min(sums_s), done + sum(sums_s), done + self.tail[worker])

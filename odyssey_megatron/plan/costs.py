@@ -95,6 +95,8 @@ class Costs:
     """One activation (or its gradient) between two layers."""
     link_latency_s: COST_S
     link_bytes_per_s: Annotated[float, Between(1, math.inf)]
+    bucket_bytes: SIZE_BYTES | None = None
+    """The least of gradients that is summed at once; None: see ``plan/reductions.py``."""
     memory_bytes: SIZE_BYTES | None = None
     """Of one worker, for weights, gradients, optimizer and activations; None = not known, no limit."""
     keeps_messages: bool = False

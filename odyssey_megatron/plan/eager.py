@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from odyssey_megatron.plan.assemble import Assembled
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Layout
-from odyssey_megatron.plan.messages import with_messages, with_reductions
+from odyssey_megatron.plan.messages import with_messages
 from odyssey_megatron.plan.order import Order
 from odyssey_megatron.plan.programs import Programs
+from odyssey_megatron.plan.reductions import buckets, with_reductions
 from odyssey_megatron.plan.schedule import Op, Schedule
 from odyssey_megatron.plan.simulate import Timeline, eager_effect, effects, simulate
 from odyssey_megatron.plan.verify import verify_codes
@@ -94,7 +95,7 @@ def assemble_eager(
     Raises:
         ScheduleInvalid: the schedule does not carry out the routes, deadlocks or exceeds its memory.
     """
-    visits = Visits(layout)
+    visits = Visits(layout, buckets(layout, costs))
     plain = with_reductions(with_messages(visits.encode(order.schedule()), visits), visits)
     timeline = verify_codes(visits, plain, costs, in_flight_cap=caps, speeds=speeds)
     room = caps if costs.memory_bytes is not None else None
@@ -177,7 +178,9 @@ class _Worker:
         now_s, kept = 0.0, 0
         for at, (code, (start_s, end_s)) in enumerate(zip(program, spans, strict=True)):
             visit, kind = code >> 3, code & 7
-            if code < visits.reductions and kind < SEND_FORWARD:
+            if code >= visits.reductions:
+                ready.clear()
+            elif kind < SEND_FORWARD:
                 while ready:
                     seconds, size = eager_effect(self.costs, visits, ready[0], self.speed)
                     if now_s + seconds > start_s + rounding_s:

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Layout
-from odyssey_megatron.plan.messages import with_messages, with_reductions
+from odyssey_megatron.plan.messages import with_messages
 from odyssey_megatron.plan.order import Order, independent, order_routes
+from odyssey_megatron.plan.reductions import buckets, with_reductions
 from odyssey_megatron.plan.schedule import Schedule
 from odyssey_megatron.plan.visits import Visits
 
@@ -27,11 +28,11 @@ def build_schedule(
     jobs use :func:`odyssey_megatron.plan.assemble.assemble`, which gives the same programs as text.
     """
     order = order_routes(layout, costs, in_flight_cap=in_flight_cap, speeds=speeds)
-    return lower(order, layout)
+    return lower(order, layout, costs)
 
 
-def lower(order: Order, layout: Layout) -> Schedule:
+def lower(order: Order, layout: Layout, costs: Costs) -> Schedule:
     """The passes from a compute order to what the interpreter runs."""
-    visits = Visits(layout)
+    visits = Visits(layout, buckets(layout, costs))
     lowered = with_reductions(with_messages(visits.encode(order.schedule()), visits), visits)
     return Schedule(programs=tuple((worker, visits.decode(codes)) for worker, codes in lowered.items()))

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from odyssey_megatron.errors import LayoutInvalid, PlanInfeasible
 from odyssey_megatron.plan.costs import Costs
+from odyssey_megatron.plan.reductions import Tail, tail_length
 
 TICKS_PER_S = 10**9
 """Scheduling counts in whole nanoseconds, so that equal times compare equal on every machine."""
@@ -40,6 +41,11 @@ class Shape:
     caps: tuple[int, ...]
     speeds: tuple[float, ...]
 
+    def visits(self) -> list[tuple[int, int, int]]:
+        """(microbatch, first layer, last) of each, as :mod:`odyssey_megatron.plan.visits` numbers them."""
+        routes = sorted((m, hops) for ids, hops in self.routes for m in ids)
+        return [(m, first, last) for m, hops in routes for _, first, last in hops]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solved:
@@ -50,6 +56,14 @@ class Solved:
     """Per worker, when its last weight gradient ends."""
     queues: tuple[array[int], ...]
     """Per worker, what it computes: codes as in :mod:`odyssey_megatron.plan.visits`."""
+
+    def tails(self) -> tuple[Tail, ...]:
+        """Per worker, the weight gradients that it ends with."""
+        visits, found = self.shape.visits(), []
+        for queue, speed in zip(self.queues, self.shape.speeds, strict=True):
+            last = queue[len(queue) - tail_length(queue, 8 * len(visits)) :]
+            found.append(Tail(tuple(visits[code >> 3][1:] for code in last), speed))
+        return tuple(found)
 
 
 class Row(NamedTuple):

@@ -7,7 +7,6 @@ from heapq import heappop, heappush
 from itertools import islice
 
 from odyssey_megatron.errors import ScheduleInvalid
-from odyssey_megatron.plan.layout import Block, Layout
 from odyssey_megatron.plan.visits import (
     BACKWARD,
     FORWARD,
@@ -133,38 +132,3 @@ def _turns(programs: Codes, visits: Visits) -> tuple[dict[int, int], dict[tuple[
             "the workers' compute orders wait for each other in a circle: a bug of the generator"
         )
     return turns, sent
-
-
-def reduction_order(layout: Layout) -> tuple[Block, ...]:
-    """All blocks in the order in which everybody reduces them.
-
-    In ragged layouts neighbouring blocks share workers, so going through them in layer order would make one
-    chain of them all. Blocks without a common holder get one colour and run at the same time, colour after
-    colour. Source: Chameleon's colouring of the conflict graph (papers.md §1.5); a worker's layers are
-    mostly one span, and on such interval graphs the greedy colouring in layer order is optimal.
-    """
-    colours: list[tuple[int, Block]] = []
-    used: dict[int, set[int]] = {worker: set() for worker in layout.workers}
-    for block in reversed(layout.blocks()):
-        taken = set().union(*(used[worker] for worker in block.holders))
-        colour = next(c for c in range(len(taken) + 1) if c not in taken)
-        for worker in block.holders:
-            used[worker].add(colour)
-        colours.append((colour, block))
-    return tuple(block for _, block in sorted(colours, key=lambda item: item[0]))
-
-
-def with_reductions(programs: Codes, visits: Visits) -> Codes:
-    """Appends each block's gradient reduction to the programs of all its holders, then ``STEP``.
-
-    Also for holders without a microbatch (their gradient is zero) and for single holders. Everybody keeps
-    to one order of all blocks, so these blocking collectives cannot wait for each other in a circle.
-    """
-    whole = {worker: list(programs.get(worker, ())) for worker in visits.layout.workers}
-    codes = {block.first: code for code, block in enumerate(visits.blocks, visits.reductions)}
-    for block in reduction_order(visits.layout):
-        for worker in block.holders:
-            whole[worker].append(codes[block.first])
-    for program in whole.values():
-        program.append(visits.step)
-    return whole

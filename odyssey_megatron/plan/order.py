@@ -12,6 +12,7 @@ from odyssey_megatron.plan.known import known
 from odyssey_megatron.plan.layout import Layout, Route
 from odyssey_megatron.plan.list_schedule import TICKS_PER_S, Shape, Solved, best_order
 from odyssey_megatron.plan.memory import activation_caps, minimum_bytes
+from odyssey_megatron.plan.reductions import NO_TAIL, Tail
 from odyssey_megatron.plan.schedule import Instr, Program, Schedule
 from odyssey_megatron.plan.visits import OPS
 
@@ -34,12 +35,21 @@ class Order:
     done_s: dict[int, float]
     """Worker -> when its last weight gradient ends; ascending by worker, also those without a route."""
 
+    def tails(self) -> dict[int, Tail]:
+        """Worker -> the weight gradients that it ends with. Of workers in equal places it is one object."""
+        found = dict.fromkeys(self.done_s, NO_TAIL)
+        of_kind: dict[int, tuple[Tail, ...]] = {}
+        for group in self.groups:
+            if id(group.solved) not in of_kind:
+                of_kind[id(group.solved)] = group.solved.tails()
+            found.update(zip(group.workers, of_kind[id(group.solved)], strict=True))
+        return found
+
     def schedule(self) -> Schedule:
         """Compute instructions only."""
         programs: dict[int, Program] = dict.fromkeys(self.done_s, ())
         for group in self.groups:
-            routes = sorted((m, hops) for ids, hops in group.solved.shape.routes for m in ids)
-            visits = [(group.microbatches[m], first, last) for m, hops in routes for _, first, last in hops]
+            visits = [(group.microbatches[m], first, last) for m, first, last in group.solved.shape.visits()]
             for worker, queue in zip(group.workers, group.solved.queues, strict=True):
                 programs[worker] = tuple(Instr(OPS[code & 7], *visits[code >> 3]) for code in queue)
         return Schedule(programs=tuple(programs.items()))

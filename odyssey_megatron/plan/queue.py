@@ -70,7 +70,7 @@ class _Queues:
                 if code <= visits.step:
                     self.position[worker] = at
                     return woken + self._gather(worker, code)
-                at += 1  # an eager forward needs nothing
+                at += 1  # an eager forward, or a part of a weight gradient, needs nothing
                 continue
             visit, kind = code >> 3, code & 7
             if kind < SEND_FORWARD:
@@ -110,9 +110,9 @@ class _Queues:
         return (peer, worker) if peer >= 0 else None
 
     def _gather(self, worker: int, code: int) -> list[int]:
-        """``worker`` has come to a collective, for which all that is behind it waits."""
+        """``worker`` has come to a collective, for which, at the worst, all that is behind it waits."""
         step = code == self.visits.step
-        members = len(self.programs if step else self.visits.blocks[code - self.visits.reductions].holders)
+        members = len(self.programs if step else self.visits.buckets[code - self.visits.reductions].holders)
         here = self.gathering.setdefault(code, [])
         here.append(worker)
         if len(here) < members:

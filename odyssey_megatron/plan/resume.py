@@ -100,10 +100,14 @@ def rest(program: Program, table: Table, cuts: Collection[int]) -> Program | Non
         if instr.op in MESSAGE:
             left += [instr] * (instr in ahead)
         elif instr.op in COMPUTE:
-            pieces = _pieces(instr, table[instr.microbatch])
-            if any(first not in cuts for first, _, _ in pieces):
+            undone = _undone(instr, _pieces(instr, row := table[instr.microbatch]))
+            if any(
+                not {one.first, one.last % len(row)} <= {0, *cuts}
+                for one in undone
+                if one.op is not Op.WEIGHT_GRAD
+            ):
                 return None  # layers that are one model chunk now would have to run apart
-            left += _undone(instr, pieces)
+            left += undone
         elif instr.op is not Op.EAGER_FORWARD:
             left.append(instr)
     return tuple(left)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from odyssey_megatron.errors import ScheduleInvalid
 from odyssey_megatron.plan.costs import Costs
-from odyssey_megatron.plan.layout import Layout
+from odyssey_megatron.plan.layout import Block, Layout
 from odyssey_megatron.plan.memory import state_bytes
-from odyssey_megatron.plan.messages import reduction_order
+from odyssey_megatron.plan.reductions import NO_TAIL, Tail, buckets, buckets_of, reduction_order
 from odyssey_megatron.plan.schedule import Schedule
 from odyssey_megatron.plan.visits import (
     FORWARD,
@@ -18,6 +20,7 @@ from odyssey_megatron.plan.visits import (
     RECV_FORWARD,
     SEND_BACKWARD,
     SEND_FORWARD,
+    WEIGHT_GRAD,
     Codes,
     Visits,
 )
@@ -46,25 +49,41 @@ def reduce_s(costs: Costs, first: int, last: int, holders: int) -> float:
 
 
 def computed_before_s(layout: Layout, costs: Costs, end_s: float) -> dict[int, float]:
-    """Worker -> when it must have computed at the latest, for a step that ends at ``end_s``: :func:`step_end_s` from
-    its end.
+    """Worker -> when it must have computed at the latest, for a step that ends at ``end_s``. Behind that it has to sum
+    at least one bucket: the others may have been summed beside.
     """
-    after_s = dict.fromkeys(layout.workers, costs.optimizer_s)
-    for block in reversed(reduction_order(layout)):
-        longest_s = max(after_s[worker] for worker in block.holders)
-        longest_s += reduce_s(costs, block.first, block.last, len(block.holders))
-        after_s.update(dict.fromkeys(block.holders, longest_s))
-    return {worker: end_s - own_s for worker, own_s in after_s.items()}
+    least_s = dict.fromkeys(layout.workers, math.inf)
+    for bucket in buckets(layout, costs):
+        seconds = reduce_s(costs, bucket.first, bucket.last, len(bucket.holders))
+        for worker in bucket.holders:
+            least_s[worker] = min(least_s[worker], seconds)
+    return {worker: end_s - costs.optimizer_s - own_s for worker, own_s in least_s.items()}
 
 
-def step_end_s(layout: Layout, costs: Costs, done_s: Mapping[int, float]) -> float:
-    """When the step ends, given when each worker has computed: reductions in their order, then ``STEP``."""
-    now = dict(done_s)
-    for block in reduction_order(layout):
-        end = max(now[worker] for worker in block.holders)
-        end += reduce_s(costs, block.first, block.last, len(block.holders))
-        now.update(dict.fromkeys(block.holders, end))
-    return max(now.values()) + costs.optimizer_s
+def step_end_s(
+    layout: Layout, costs: Costs, done_s: Mapping[int, float], tails: Mapping[int, Tail] | None = None
+) -> float:
+    """When the step ends, given when each worker has computed: sums in their order, then ``STEP``.
+
+    ``tails``: worker -> the weight gradients at the end of its program, beside which it sums; by default none.
+    """
+    cut = buckets(layout, costs) if tails else layout.blocks()
+    ready_s, free_s, known_s = dict(done_s), dict.fromkeys(done_s, 0.0), dict[tuple[int, int], float]()
+    starts: list[tuple[Block, float]] = []
+    # Backwards: a worker is through with a bucket when it has what is left of its tail before it.
+    for bucket in reversed(reduction_order(cut, behind=layout.num_layers)):
+        starts.append((bucket, max(ready_s[worker] for worker in bucket.holders)))
+        for worker in bucket.holders if tails else ():
+            tail = tails[worker] if tails else NO_TAIL
+            key = (id(tail), bucket.first)
+            if key not in known_s:
+                known_s[key] = tail.within_s(costs, bucket.first, bucket.last)
+            ready_s[worker] -= known_s[key]
+    for bucket, start_s in reversed(starts):
+        start_s = max(start_s, *(free_s[worker] for worker in bucket.holders))
+        end_s = start_s + reduce_s(costs, bucket.first, bucket.last, len(bucket.holders))
+        free_s.update(dict.fromkeys(bucket.holders, end_s))
+    return max(*done_s.values(), *free_s.values()) + costs.optimizer_s
 
 
 def simulate(
@@ -76,13 +95,14 @@ def simulate(
     """Runs ``schedule`` with the interpreter's semantics.
 
     A send takes the sender no time and arrives ``costs.message_s()`` later; a receive is only posted, and
-    the forward or input gradient that needs it waits; an eager forward waits for nothing; a reduction starts when
-    all holders have come and ends for all at once; so does ``STEP``.
+    the forward or input gradient that needs it waits; an eager forward waits for nothing; a sum starts when
+    all holders have come to it and are through with those before, and ends for all at once, beside what they compute;
+    ``STEP`` waits for all.
 
     Raises:
         ScheduleInvalid: some workers wait for ever; names one, its position and what it waits for.
     """
-    visits = Visits(layout)
+    visits = Visits(layout, buckets_of(schedule, layout))
     return run_clock(visits, visits.encode(schedule), costs, speeds or {})
 
 
@@ -117,7 +137,12 @@ class _Clock:
                 self.arrival[visit * 8 + RECV_BACKWARD] = -1.0
         self.sleeping: dict[int, int] = {}
         """Receive -> who waits for its message."""
-        self.gathering: dict[int, list[int]] = {}
+        self.summing: dict[int, deque[tuple[int, float, int]]] = {worker: deque() for worker in programs}
+        """Sums that a worker has come to and that have not begun: code, since when, and where in its program."""
+        self.free = dict.fromkeys(programs, 0.0)
+        """When the last sum of each has ended."""
+        self.ready: set[int] = set()
+        """Who waits at ``STEP``."""
         alike: dict[tuple[int, int, int], tuple[Effect, ...]] = {}
         places = list(zip(visits.worker, visits.first, visits.last, strict=True))
         for worker, first, last in set(places):
@@ -135,18 +160,30 @@ class _Clock:
 
     def _advance(self, worker: int) -> list[int]:
         """Runs ``worker`` until it must wait; returns whom that has woken."""
-        woken = self._run_visits(worker)
-        program, step = self.programs[worker], self.visits.step
-        while self.position[worker] < len(program) and program[self.position[worker]] > step:
-            self._run_ahead(worker, program[self.position[worker]] - self.visits.eager)
-            woken += self._run_visits(worker)
-        at = self.position[worker]
-        if at < len(program) and program[at] >= self.visits.reductions:
-            woken += self._gather(worker, program[at])
+        visits, program, woken = self.visits, self.programs[worker], list[int]()
+        while self.position[worker] < len(program):
+            at = self.position[worker]
+            code = program[at]
+            if code < visits.reductions:
+                woken += self._run_visits(worker)
+                if self.position[worker] == at:
+                    break
+            elif code < visits.step:
+                woken += self._sum(worker, code)
+            elif code > visits.step:
+                self._compute(worker, *self._effect(worker, code))
+            else:
+                return woken if self.summing[worker] else woken + self._meet(worker)
         return woken
 
-    def _run_ahead(self, worker: int, visit: int) -> None:
-        seconds, size = eager_effect(self.costs, self.visits, visit, self.speeds.get(worker, 1.0))
+    def _effect(self, worker: int, code: int) -> Effect:
+        """Of what waits for nothing."""
+        visits, speed = self.visits, self.speeds.get(worker, 1.0)
+        if code < visits.pieces:
+            return eager_effect(self.costs, visits, code - visits.eager, speed)
+        return effects(self.costs, *visits.span_of_piece(code)[1:], speed)[WEIGHT_GRAD]
+
+    def _compute(self, worker: int, seconds: float, size: int) -> None:
         start = self.now[worker]
         self.now[worker] = start + seconds
         self.live[worker] += size
@@ -184,28 +221,40 @@ class _Clock:
         self.position[worker], self.now[worker], self.live[worker], self.peak[worker] = at, now, live, peak
         return woken
 
-    def _gather(self, worker: int, code: int) -> list[int]:
-        """``worker`` has come to a collective; once all have, they go on together."""
-        step = code == self.visits.step
-        block = None if step else self.visits.blocks[code - self.visits.reductions]
-        members = len(self.programs if block is None else block.holders)
-        here = self.gathering.setdefault(code, [])
-        here.append(worker)
-        if len(here) < members:
+    def _sum(self, worker: int, code: int) -> list[int]:
+        """``worker`` has come to a sum, and goes on beside it. Sums start in the order of each of their holders."""
+        self.summing[worker].append((code, self.now[worker], self.position[worker]))
+        self.spans[worker].append((self.now[worker], self.now[worker]))  # until it is known
+        self.position[worker] += 1
+        found, woken = [code], list[int]()
+        while found:
+            code = found.pop()
+            bucket = self.visits.buckets[code - self.visits.reductions]
+            if not all(self.summing[one] and self.summing[one][0][0] == code for one in bucket.holders):
+                continue
+            start = max(max(self.summing[one][0][1], self.free[one]) for one in bucket.holders)
+            end = start + reduce_s(self.costs, bucket.first, bucket.last, len(bucket.holders))
+            for one in bucket.holders:
+                _, _, at = self.summing[one].popleft()
+                self.spans[one][at], self.free[one] = (start, end), end
+                if self.summing[one]:
+                    found.append(self.summing[one][0][0])
+                elif one != worker:  # it may wait at STEP
+                    woken.append(one)
+        return woken
+
+    def _meet(self, worker: int) -> list[int]:
+        """``worker`` has come to ``STEP``; once all have, they end it together."""
+        self.ready.add(worker)
+        if len(self.ready) < len(self.programs):
             return []
-        del self.gathering[code]
-        end = max(self.now[member] for member in here)
-        start = end
-        end += (
-            self.costs.optimizer_s
-            if block is None
-            else reduce_s(self.costs, block.first, block.last, members)
-        )
-        for member in here:
+        start = max(*self.now.values(), *self.free.values())
+        end = start + self.costs.optimizer_s
+        for member in self.ready:
             self.spans[member].append((start, end))
             self.position[member] += 1
             self.now[member] = end
-        return here
+        return []
 
     def _deadlock(self, stuck: list[int]) -> str:
         worker = stuck[0]

@@ -9,6 +9,7 @@ from odyssey_megatron.errors import ScheduleInvalid
 from odyssey_megatron.plan.costs import Costs, LayerCost
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.queue import check_queue
+from odyssey_megatron.plan.reductions import buckets_of
 from odyssey_megatron.plan.schedule import Schedule
 from odyssey_megatron.plan.simulate import Timeline, run_clock
 from odyssey_megatron.plan.visits import (
@@ -48,6 +49,12 @@ _AFTER = {
 """What must be done before, where the visit has it at all."""
 
 
+BEHIND_SUMS = "comes behind a reduction, where others may wait for it that the reduction waits for"
+
+
+SUMMED_BEFORE = "comes after the reduction of its block"
+
+
 def verify(
     layout: Layout,
     schedule: Schedule,
@@ -61,14 +68,15 @@ def verify(
     Every layer of every microbatch has one forward, one input and one weight gradient (or one fused
     backward), on the routed worker, a hop in one piece, in that order; each activation and gradient that crosses
     workers is sent once, received before it is consumed, and channels (sender, receiver) agree on their order; each
-    block's gradient is reduced once by each holder, after all its weight gradients; ``STEP`` comes once and last;
-    nobody waits for ever, though there be one queue for all that a device is given (``plan/queue.py``); and, where
-    ``in_flight_cap`` is given (worker -> bytes), activations fit.
+    bucket's gradient is summed once by each holder, after all its weight gradients, in one order, and with nothing
+    behind the first sum but weight gradients, of whole visits or of their part in a bucket, and sums; ``STEP`` comes
+    once and last; nobody waits for ever, though there be one queue for all that a device is given (``plan/queue.py``);
+    and, where ``in_flight_cap`` is given (worker -> bytes), activations fit.
 
     Raises:
         ScheduleInvalid: with the worker, the position in its program, and the program around it.
     """
-    visits = Visits(layout)
+    visits = Visits(layout, buckets_of(schedule, layout))
     return verify_codes(visits, visits.encode(schedule), costs, in_flight_cap=in_flight_cap, speeds=speeds)
 
 
@@ -135,8 +143,12 @@ class _Check:
         self.ahead: set[tuple[int, int]] = set()
         """(worker, visit) of eager forwards."""
         self.reductions: dict[int, set[int]] = {worker: set() for worker in visits.layout.workers}
-        for code, block in enumerate(visits.blocks, visits.reductions):
-            for worker in block.holders:
+        self.summed = dict.fromkeys(visits.layout.workers, 0)
+        """Worker -> the layers that it has summed, as bits."""
+        self.parts: dict[int, int] = {}
+        """Of a visit whose weight gradient is done in parts, the layers that are done, as bits."""
+        for code, bucket in enumerate(visits.buckets, visits.reductions):
+            for worker in bucket.holders:
                 self.reductions[worker].add(code)
         self.sent: dict[tuple[int, int], list[int]] = defaultdict(list)
         self.received: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -144,32 +156,37 @@ class _Check:
 
     def program(self, worker: int, program: list[int]) -> None:
         """Everything that can be seen in one worker's program."""
-        visits, reductions = self.visits, self.reductions[worker]
-        reduced = 0  # layers, as bits
+        visits, step = self.visits, self.visits.step
         for at, code in enumerate(program):
-            problem = ""
             if code < visits.reductions:
-                problem = self._visit(worker, code, reduced)
-            elif code in reductions:
-                reductions.remove(code)
-                block = visits.blocks[code - visits.reductions]
-                reduced |= (1 << block.last) - (1 << block.first)
-            elif code > visits.step:
-                problem = self._eager(worker, code - visits.eager, reduced)
-            elif code != visits.step:
-                problem = NO_BLOCK
-            elif at < len(program) - 1:
-                problem = "must come last, and once"
+                problem = self._visit(worker, code)
+            elif code < step:
+                problem = self._sum(worker, code)
+            elif code == step:
+                problem = "must come last, and once" if at < len(program) - 1 else ""
+            elif code < visits.pieces:
+                problem = self._eager(worker, code - visits.eager)
+            else:
+                problem = self._part(worker, code)
             if problem:
                 raise self._wrong(worker, at, program, problem)
-        if not program or program[-1] != visits.step:
+        if not program or program[-1] != step:
             raise self._wrong(worker, len(program) - 1, program, "the program must end with STEP")
-        if reductions:
-            spans = [(visits.blocks[c - visits.reductions]) for c in sorted(reductions)]
-            spans_text = f"blocks {[(block.first, block.last) for block in spans]} not reduced"
+        if unsummed := sorted(self.reductions[worker]):
+            spans = [visits.buckets[code - visits.reductions] for code in unsummed]
+            spans_text = f"blocks {[(one.first, one.last) for one in spans]} not reduced"
             raise self._wrong(worker, len(program) - 1, program, spans_text)
 
-    def _visit(self, worker: int, code: int, reduced: int) -> str:
+    def _sum(self, worker: int, code: int) -> str:
+        """Why ``worker`` cannot sum this bucket; "" if it can, and then it is done."""
+        if code not in self.reductions[worker]:
+            return NO_BLOCK
+        self.reductions[worker].remove(code)
+        bucket = self.visits.buckets[code - self.visits.reductions]
+        self.summed[worker] |= (1 << bucket.last) - (1 << bucket.first)
+        return ""
+
+    def _visit(self, worker: int, code: int) -> str:
         """Why ``worker`` cannot do this part of a visit here; "" if it can, and then it is done."""
         visits, left, (visit, kind) = self.visits, self.left, (code >> 3, code & 7)
         does, still = _DOES[kind], left[visit]
@@ -178,11 +195,31 @@ class _Check:
         left[visit] = still & ~does
         if kind >= SEND_FORWARD:
             self._message(worker, visit, kind)
-        elif reduced and does & 1 << WEIGHT_GRAD and reduced & self._layers(visit):
-            return "comes after the reduction of its block"
+        elif does & 1 << WEIGHT_GRAD:
+            if visit in self.parts:
+                return f"layer(s) {list(range(visits.first[visit], visits.last[visit]))} twice"
+            if self.summed[worker] & self._layers(visits.first[visit], visits.last[visit]):
+                return SUMMED_BEFORE
+        return BEHIND_SUMS if self.summed[worker] and kind != WEIGHT_GRAD else ""
+
+    def _part(self, worker: int, code: int) -> str:
+        """Why ``worker`` cannot do this part of a visit's weight gradient here; "" if it can, and then it is done."""
+        visit, first, last = self.visits.span_of_piece(code)
+        whole = visit * 8 + WEIGHT_GRAD
+        before, now = self.parts.get(visit, 0), (1 << last) - (1 << first)
+        still, mine = self.left[visit], self.visits.worker[visit] == worker
+        if not mine or not still & _DOES[WEIGHT_GRAD] or still & _AFTER[WEIGHT_GRAD]:
+            return self._out_of_turn(worker, whole)
+        if before & now:
+            return f"layer(s) {list(range(first, last))} twice"
+        if self.summed[worker] & self._layers(first, last):
+            return SUMMED_BEFORE
+        self.parts[visit] = before | now
+        if before | now == (1 << self.visits.last[visit]) - (1 << self.visits.first[visit]):
+            self.left[visit] = still & ~_DOES[WEIGHT_GRAD]
         return ""
 
-    def _eager(self, worker: int, visit: int, reduced: int) -> str:
+    def _eager(self, worker: int, visit: int) -> str:
         """Why ``worker`` cannot run ``visit`` ahead here; "" if it can."""
         visits = self.visits
         holders = visits.layout.holders[visits.first[visit] : visits.last[visit]]
@@ -190,7 +227,7 @@ class _Check:
             return "run ahead by a worker that is no other holder of these layers"
         if (worker, visit) in self.ahead:
             return "run ahead twice"
-        if reduced:
+        if self.summed[worker]:
             return "run ahead behind a reduction, when it can save nothing any more"
         own = visit - 1
         if visits.first[visit] and (visits.worker[own] != worker or self.left[own] & 1 << FORWARD):
@@ -208,10 +245,9 @@ class _Check:
         else:
             self.received[self.visits.behind[visit], worker].append(visit * 8 + kind)
 
-    def _layers(self, visit: int) -> int:
+    def _layers(self, first: int, last: int) -> int:
         """As bits; the tied weight with embedding and head."""
-        layers = range(self.visits.first[visit], self.visits.last[visit])
-        return sum(1 << layer for layer in self.visits.layout.with_tied(layers))
+        return sum(1 << layer for layer in self.visits.layout.with_tied(range(first, last)))
 
     def _wrong(self, worker: int, at: int, program: list[int], problem: str) -> ScheduleInvalid:
         return ScheduleInvalid(where(worker, at, self.visits.decode(program)) + problem)

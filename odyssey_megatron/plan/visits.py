@@ -1,9 +1,9 @@
 """Instructions as integers: what lowering, ``verify()`` and the clock work on.
 
 A visit is one hop of one microbatch. Visits are numbered by microbatch and hop, so ``visit + 1`` is the next hop of
-the same microbatch. An instruction of a visit is ``visit * 8 + kind``; then come the reductions of the layout's blocks,
-in layer order, ``STEP``, and the eager forward of each visit. All that the rules need to know of an instruction is
-found by its visit, without hashing.
+the same microbatch. An instruction of a visit is ``visit * 8 + kind``; then come the reductions of the buckets, in
+layer order, ``STEP``, the eager forward of each visit, and the part in each bucket of its weight gradient. All that the
+rules need to know of an instruction is found by its visit, without hashing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from odyssey_megatron.errors import LayoutInvalid, ScheduleInvalid
-from odyssey_megatron.plan.layout import Layout, Route
+from odyssey_megatron.plan.layout import Block, Layout, Route
 from odyssey_megatron.plan.schedule import COMPUTE, MESSAGE, Instr, Op, Program, Schedule
 
 OPS = (
@@ -44,11 +44,14 @@ Codes = dict[int, list[int]]
 class Visits:
     """The visits of ``layout``, in parallel lists, and the two directions between instructions and integers.
 
+    Args:
+        buckets: what is summed at once, in layer order (``plan/reductions.py``); by default the blocks.
+
     Raises:
         LayoutInvalid: a route does not go through all layers in order, hop by hop to another worker.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, buckets: Sequence[Block] | None = None) -> None:
         routes = layout.routes
         numbered = sorted((m, at) for at, route in enumerate(routes) for m in route.microbatches)
         if [m for m, _ in numbered] != list(range(len(numbered))):
@@ -64,12 +67,30 @@ class Visits:
         """The worker that the activation comes from; -1 at a route's first hop."""
         self.behind = [row[5] for row in table]
         """The worker that it goes to; -1 at the last hop."""
-        self.blocks = layout.blocks()
+        self.buckets = tuple(buckets or layout.blocks())
+        self.bucket_at = {bucket.first: i for i, bucket in enumerate(self.buckets)}
         self.reductions = 8 * len(table)
-        """The code of the first block's reduction."""
-        self.step = self.reductions + len(self.blocks)
+        """The code of the first bucket's reduction."""
+        self.step = self.reductions + len(self.buckets)
         self.eager = self.step + 1
         """The code of the first visit's eager forward."""
+        self.pieces = self.eager + len(table)
+        """The code of the first visit's weight gradient within the first bucket."""
+
+    def piece(self, visit: int, bucket: int) -> int:
+        """The weight gradient of ``visit`` within ``bucket``; -1 if it has no layer there."""
+        first, last, one = self.first[visit], self.last[visit], self.buckets[bucket]
+        if one.first <= first and last <= one.last:
+            return visit * 8 + WEIGHT_GRAD
+        if one.last <= first or last <= one.first:
+            return -1
+        return self.pieces + visit * len(self.buckets) + bucket
+
+    def span_of_piece(self, code: int) -> tuple[int, int, int]:
+        """(visit, first layer, last) of what :meth:`piece` gave for a part of a visit."""
+        visit, bucket = divmod(code - self.pieces, len(self.buckets))
+        one = self.buckets[bucket]
+        return visit, max(one.first, self.first[visit]), min(one.last, self.last[visit])
 
     def decode(self, program: Sequence[int]) -> Program:
         """The instructions of ``program``."""
@@ -78,11 +99,14 @@ class Visits:
     def _instr(self, code: int) -> Instr:
         if code == self.step:
             return Instr(Op.STEP)
+        if code >= self.pieces:
+            visit, first, last = self.span_of_piece(code)
+            return Instr(Op.WEIGHT_GRAD, self.microbatch[visit], first, last)
         if code > self.step:
             visit = code - self.eager
             return Instr(Op.EAGER_FORWARD, self.microbatch[visit], self.first[visit], self.last[visit])
         if code >= self.reductions:
-            block = self.blocks[code - self.reductions]
+            block = self.buckets[code - self.reductions]
             return Instr(Op.REDUCE_GRAD, first=block.first, last=block.last)
         visit, kind = code >> 3, code & 7
         microbatch, first, last = self.microbatch[visit], self.first[visit], self.last[visit]
@@ -99,7 +123,7 @@ class Visits:
             ScheduleInvalid: an instruction that the layout has no place for on its worker.
         """
         visits = {key: visit for visit, key in enumerate(zip(self.microbatch, self.first, strict=True))}
-        blocks = {(block.first, block.last): i for i, block in enumerate(self.blocks)}
+        buckets = {(one.first, one.last): i for i, one in enumerate(self.buckets)}
         found: Codes = {}
         for worker, program in schedule.programs:
             codes = found[worker] = []
@@ -113,7 +137,7 @@ class Visits:
                 elif instr.op is Op.EAGER_FORWARD:
                     code = self._eager(instr, visits)
                 else:
-                    code = self._reduction(worker, blocks.get((instr.first, instr.last)))
+                    code = self._reduction(worker, buckets.get((instr.first, instr.last)))
                 if isinstance(code, str):
                     raise ScheduleInvalid(where(worker, at, program) + code)
                 codes.append(code)
@@ -121,9 +145,20 @@ class Visits:
 
     def _compute(self, worker: int, instr: Instr, visits: dict[tuple[int, int], int]) -> int | str:
         visit = visits.get((instr.microbatch, instr.first), -1)
-        if visit < 0 or (worker, instr.last) != (self.worker[visit], self.last[visit]):
-            return f"microbatch {instr.microbatch} is not routed through these layers here"
-        return visit * 8 + _KIND[instr.op]
+        if visit >= 0 and (worker, instr.last) == (self.worker[visit], self.last[visit]):
+            return visit * 8 + _KIND[instr.op]
+        if instr.op is Op.WEIGHT_GRAD and (code := self._part(worker, instr)) >= 0:
+            return code
+        return f"microbatch {instr.microbatch} is not routed through these layers here"
+
+    def _part(self, worker: int, instr: Instr) -> int:
+        """The weight gradient of a visit within one bucket; -1 if there is none."""
+        inside = [i for i, one in enumerate(self.buckets) if one.first <= instr.first < one.last]
+        for visit, place in enumerate(zip(self.microbatch, self.worker, strict=True)):
+            code = self.piece(visit, inside[0]) if inside and place == (instr.microbatch, worker) else -1
+            if code >= self.pieces and self.span_of_piece(code)[1:] == (instr.first, instr.last):
+                return code
+        return -1
 
     def _eager(self, instr: Instr, visits: dict[tuple[int, int], int]) -> int | str:
         visit = visits.get((instr.microbatch, instr.first), -1)
@@ -140,10 +175,10 @@ class Visits:
             return f"nothing crosses so at layer {edge}; the route says {crossing}"
         return (deeper - above) * 8 + _KIND[op]
 
-    def _reduction(self, worker: int, block: int | None) -> int | str:
-        if block is None or worker not in self.blocks[block].holders:
+    def _reduction(self, worker: int, bucket: int | None) -> int | str:
+        if bucket is None or worker not in self.buckets[bucket].holders:
             return NO_BLOCK
-        return self.reductions + block
+        return self.reductions + bucket
 
 
 NO_BLOCK = "is no block of this worker, or reduced twice"

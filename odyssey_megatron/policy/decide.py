@@ -199,7 +199,7 @@ def scheduled(
         layout=layout,
         programs=assembled.programs,
         transfers=transfers,
-        step_s=step_end_s(layout, profile.costs, order.done_s),
+        step_s=step_end_s(layout, profile.costs, order.done_s, order.tails()),
         bound_s=lower_bound_s(layout, profile.costs, speeds, caps),
         transition_s=0.0,
         peak_bytes=assembled.peak_bytes,
@@ -431,7 +431,7 @@ def _work_out(case: Case, option: Option, found: LaidOut, best: float) -> _Candi
         before_s=before_s,
         thorough=case.thorough,
     )
-    step_s = step_end_s(layout, costs, order.done_s)
+    step_s = step_end_s(layout, costs, order.done_s, order.tails())
     score = case.score(step_s, option.least_transition_s, option.fatal_share)
     return _Candidate(option=option, found=found, order=order, step_s=step_s, score=score)
 

@@ -132,6 +132,7 @@ def go_on(
     begun, stuck = flags.tolist()
     if not begun or stuck:
         return bool(begun), None, 0
+    progress.bring_back()
     return True, *what_is_left(group, cell_group, plan, cell, progress, compute, device)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Layout
-from odyssey_megatron.plan.messages import reduction_order
+from odyssey_megatron.plan.reductions import reduction_order
 from odyssey_megatron.plan.simulate import reduce_s
 
 
@@ -30,7 +30,7 @@ def staggered_step_s(
             forward_s = costs.spans.forward_s(hop.first, hop.last)
             reached += forward_s / speeds.get(hop.worker, 1.0) + costs.message_s()
     now = dict(done_s)
-    for block in reduction_order(layout):
+    for block in reduction_order(layout.blocks(), behind=layout.num_layers):
         end = max(now[worker] for worker in block.holders)
         end += reduce_s(costs, block.first, block.last, len(block.holders))
         now.update(dict.fromkeys(block.holders, end))

@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -70,6 +70,8 @@ class Accelerator:
         self._began_s = self._late_s = 0.0
         self._step = 0
         self._heads: list[int] = []
+        self._sums: dict[tuple[int, int], torch.Tensor] = {}
+        """By the layers that are summed, in their order."""
         self._layer_bytes = emulation.layer_bytes
 
     # -- time -------------------------------------------------------------------------------------------------------
@@ -99,7 +101,7 @@ class Accelerator:
         return (self._times.link_latency_s + transfer_s) * self._more_or_less()
 
     def _reduce_s(self, first: int, last: int) -> float:
-        holders = self._workers[first, last]
+        holders = next(count for (a, b), count in self._workers.items() if a <= first and last <= b)
         if self._truth is None:
             return reduce_s(self._costs, first, last, holders)
         num_bytes = sum(layer.gradient_bytes for layer in self._costs.layers[first:last])
@@ -115,6 +117,7 @@ class Accelerator:
         self._fresh = False
         self._step, self._began_s, self._late_s = step, self._done_s, 0.0
         self._heads.clear()
+        self._sums.clear()
 
     # -- compute ----------------------------------------------------------------------------------------------------
 
@@ -144,12 +147,20 @@ class Accelerator:
         if not self._fused:
             self._compute(("weight_grad_s",), first, last, None)
 
-    def gradients(self, first: int, last: int) -> Iterator[torch.Tensor]:
-        """One buffer with a place for each rank: after the sum it says when all holders had come."""
+    def gradients(self, first: int, last: int) -> list[torch.Tensor]:
+        """One buffer with a place for each rank: after the sum it says when each holder had come."""
         arrived = torch.zeros(self._world_size, dtype=torch.float64)
         arrived[self._rank] = self._done_s
-        yield arrived
-        self._until(float(arrived.max()) + self._reduce_s(first, last))
+        self._sums[first, last] = arrived
+        return [arrived]
+
+    def _wait_for_sums(self) -> None:
+        """They ran beside, one after the other, each from when all holders had come."""
+        free_s = 0.0
+        for (first, last), arrived in self._sums.items():
+            free_s = max(free_s, float(arrived.max())) + self._reduce_s(first, last)
+        self._sums.clear()
+        self._until(max(self._done_s, free_s))
 
     def partial_gradients(self, first: int, last: int) -> list[torch.Tensor]:
         return []  # its cells are of one rank
@@ -160,6 +171,7 @@ class Accelerator:
         return torch.empty(1, dtype=torch.float64)
 
     def local_totals(self) -> torch.Tensor:
+        self._wait_for_sums()
         totals = torch.zeros(self.num_totals, dtype=torch.float64)
         totals[self._rank], totals[self._world_size + self._rank] = self._done_s, self._late_s
         return totals

@@ -16,10 +16,11 @@ from odyssey_megatron.codec import from_json, to_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.memory import activation_caps
-from odyssey_megatron.plan.messages import with_messages, with_reductions
+from odyssey_megatron.plan.messages import with_messages
 from odyssey_megatron.plan.order import order_routes
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.programs import Programs
+from odyssey_megatron.plan.reductions import with_reductions
 from odyssey_megatron.plan.schedule import Op, Schedule
 from odyssey_megatron.plan.verify import verify
 from odyssey_megatron.plan.visits import Visits

@@ -199,12 +199,18 @@ class Stack:
         return input_grad
 
     def weight_grad(self, microbatch: int, first: int, last: int) -> None:
-        _, weight_grads, _ = self._flights.pop((microbatch, first))
-        for layer, gradient in zip(range(first, last), weight_grads, strict=True):
-            self._gradients[layer] += gradient
+        begin = max(at for one, at in self._flights if one == microbatch and at <= first)
+        _, weight_grads, _ = self._flights[microbatch, begin]
+        for layer in range(first, last):
+            self._gradients[layer] += weight_grads[layer - begin]
+            weight_grads[layer - begin] = None
+        if not any(one is not None for one in weight_grads):
+            del self._flights[microbatch, begin]
 
     def gradients(self, first: int, last: int) -> list[torch.Tensor]:
-        return [self._spans[first, last]]
+        begin = max(at for at, _ in self._spans if at <= first)
+        whole = next(span for (at, _), span in self._spans.items() if at == begin)
+        return [whole[(first - begin) * WIDTH**2 : (last - begin) * WIDTH**2]]
 
     def partial_gradients(self, first: int, last: int) -> list[torch.Tensor]:
         return []  # its cells are of one rank

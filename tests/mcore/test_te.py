@@ -137,7 +137,7 @@ def test_what_waits_is_not_lost_when_its_block_is_cut_anew(spec, megatron):
         weight = layer.mlp.linear_fc1.weight
 
         def leave(norm_gradient) -> None:
-            wgrad.later(lambda buffer=weight.main_grad: buffer.add_(1.0))
+            wgrad.later(weight, lambda buffer=weight.main_grad: buffer.add_(1.0))
 
         if bound:
             layer.input_layernorm.weight.register_hook(leave)

@@ -125,7 +125,8 @@ def test_reductions_in_two_orders_deadlock():
     good = build_schedule(layout, uniform_costs(2)).to_text()
     verify(layout, schedule_from_text(good))
     lines = good.splitlines()
-    lines[1] = lines[1].replace("REDUCE_GRAD[1:2] REDUCE_GRAD[0:1]", "REDUCE_GRAD[0:1] REDUCE_GRAD[1:2]")
+    first, second = "W1[1:2] REDUCE_GRAD[1:2]", "W1[0:1] REDUCE_GRAD[0:1]"
+    lines[1] = lines[1].replace(f"{first} {second}", f"{second} {first}")
     with pytest.raises(ScheduleInvalid, match="deadlock"):
         verify(layout, schedule_from_text("\n".join(lines)))
 

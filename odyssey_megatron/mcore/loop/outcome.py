@@ -112,7 +112,7 @@ def checked(reported: dict[str, torch.Tensor], loss_names: Sequence[str]) -> dic
 def counted_gradients(block: LayerBlock, cell: Cell) -> list[torch.Tensor]:
     """The gradients of ``block`` that this rank of its first holder counts."""
     if cell.index == 0:
-        return [*block.gradients, *block.expert_gradients]
+        return [*block.buffers, *block.expert_buffers]
     parameters = [parameter for layer in block.layers for parameter in layer.parameters()]
     return [main_grad(parameter) for parameter in parameters if _counts(parameter, cell)]
 

@@ -378,24 +378,52 @@ class LayerBlock:
                 _lend(module, self.borrowed, hidden=True)
 
     @property
-    def gradients(self) -> list[torch.Tensor]:
-        """The contiguous main_grad buffers, 1-D."""
+    def buffers(self) -> list[torch.Tensor]:
+        """The contiguous main_grad buffers, 1-D, without those of experts that are spread over ranks."""
         return [buffer.grad_data for buffer in self.model.buffers]
 
     @property
-    def expert_gradients(self) -> list[torch.Tensor]:
+    def expert_buffers(self) -> list[torch.Tensor]:
         """Of experts that are spread over ranks (``experts.is_spread``)."""
         return [buffer.grad_data for buffer in self.model.expert_parallel_buffers]
 
-    @property
-    def partial_gradients(self) -> list[torch.Tensor]:
+    def gradients(self, first: int, last: int) -> list[torch.Tensor]:
+        """Of the layers ``[first, last)`` of this block, the parts of its buffers."""
+        return self._within(self.buffers, first, last)
+
+    def expert_gradients(self, first: int, last: int) -> list[torch.Tensor]:
+        """The same of :attr:`expert_buffers`."""
+        return self._within(self.expert_buffers, first, last)
+
+    def _within(self, buffers: list[torch.Tensor], first: int, last: int) -> list[torch.Tensor]:
+        """DDP lays a block's parameters one behind the other, in the order of its layers or against it."""
+        if (first, last) == (self.first, self.last):
+            return buffers
+        views = [view for layer in self._inside(first, last) for view in layer.gradients()]
+        found = []
+        for buffer in buffers:
+            own = [
+                one
+                for one in views
+                if one.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+            ]
+            low = min((one.storage_offset() for one in own), default=0)
+            high = max((one.storage_offset() + one.numel() for one in own), default=0)
+            assert high - low == sum(one.numel() for one in own), "another layer's gradients lie between"
+            found += [buffer[low - buffer.storage_offset() : high - buffer.storage_offset()]] * bool(own)
+        return found
+
+    def _inside(self, first: int, last: int) -> list[HeldLayer]:
+        return [layer for layer in self.layers if first <= layer.index < last]
+
+    def partial_gradients(self, first: int, last: int) -> list[torch.Tensor]:
         """Of parameters that all ranks of a cell have alike, where each rank has seen a part of the sequence or of the
         heads (megatron core_v0.16.1 core/distributed/finalize_model_grads.py,
         ``_allreduce_non_tensor_model_parallel_grads``).
         """
         return [
             main_grad(parameter)
-            for layer in self.layers
+            for layer in self._inside(first, last)
             for name, parameter in layer.named_parameters()
             if (layer.config.sequence_parallel and getattr(parameter, "sequence_parallel", False))
             or (layer.config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name))
@@ -403,6 +431,11 @@ class LayerBlock:
 
     def zero_gradients(self) -> None:
         self.model.zero_grad_buffer()
+
+
+def block_with(blocks: Iterable[LayerBlock], first: int, last: int) -> LayerBlock:
+    """The one with the layers ``[first, last)``."""
+    return next(one for one in blocks if one.first <= first and last <= one.last)
 
 
 def lend(chunks: Iterable[LayerBlock], held: Mapping[int, HeldLayer]) -> None:

@@ -25,6 +25,7 @@ from odyssey_megatron.mcore.model.layers import (
     HeldLayer,
     LayerBlock,
     ModelSpec,
+    block_with,
     build_part,
     initial_parts,
     lend,
@@ -33,7 +34,7 @@ from odyssey_megatron.mcore.model.loss_scale import LossScale
 from odyssey_megatron.mcore.model.optimizer import LayerOptimizer, LearningRate
 from odyssey_megatron.mcore.model.place import Place
 from odyssey_megatron.mcore.model.tally import Tally
-from odyssey_megatron.mcore.model.wgrad import Flight, WeightGrads
+from odyssey_megatron.mcore.model.wgrad import Flight, Flights, WeightGrads
 from odyssey_megatron.names import step_name
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.resume import Visit
@@ -80,6 +81,7 @@ class MegatronModel:
         self.loss_scale = LossScale(spec.optimizer_config, ends_job=spec.overflow_ends_job)
         config.grad_scale_func = self.loss_scale.scaled
         self._replicas = replicas if self.loss_scale and not config.calculate_per_token_loss else 1
+        self.share = 1.0 / self._replicas
         self.loss_names, self._spare_on_host = tuple(loss_names), spare_on_host
         self._groups = groups_of_cell or groups.initialize(data_parallel=spec.looks_ahead)
         self._tp_rank, self._cp_rank = self._groups.tp.rank(), self._groups.cp.rank()
@@ -94,7 +96,7 @@ class MegatronModel:
         self._incoming: dict[int, HeldLayer] = {}
         self._incoming_states: dict[int, LayerOptimizer] = {}
         self._blocks: dict[tuple[int, int], LayerBlock] = {}
-        self._flights: dict[tuple[int, int], Flight] = {}
+        self._flights = Flights()
         self._step, self._worker, self._layout = -1, -1, Layout(holders=(), routes=())
         self.future = FutureTokens(config)
         self._tally = Tally(self.loss_names, self.future, self.routing)
@@ -304,7 +306,7 @@ class MegatronModel:
             self._tally.count(microbatch, counted, losses)
         assert tensor is not None
         if self._training:
-            self._flights[microbatch, first] = Flight(activation, tensor, WeightGrads())
+            self._flights[microbatch, first] = Flight(activation, tensor, WeightGrads(), last - first)
         return tensor
 
     def adopt(self, visits: Collection[Visit]) -> None:
@@ -332,20 +334,16 @@ class MegatronModel:
             return compat.backward_step(flight.activation, flight.output, grad, self.spec.config)
 
     def weight_grad(self, microbatch: int, first: int, last: int) -> None:
-        self._flights.pop((self._go_to(microbatch), first)).weight_grads.flush()
+        self._flights.finish(self._go_to(microbatch), first, last, self.layers)
 
     def gradients(self, first: int, last: int) -> Sequence[torch.Tensor]:
-        return self._blocks[first, last].gradients
+        return block_with(self._blocks.values(), first, last).gradients(first, last)
 
     def expert_gradients(self, first: int, last: int) -> Sequence[torch.Tensor]:
-        return self._blocks[first, last].expert_gradients
-
-    @property
-    def share(self) -> float:
-        return 1.0 / self._replicas
+        return block_with(self._blocks.values(), first, last).expert_gradients(first, last)
 
     def partial_gradients(self, first: int, last: int) -> Sequence[torch.Tensor]:
-        return self._blocks[first, last].partial_gradients
+        return block_with(self._blocks.values(), first, last).partial_gradients(first, last)
 
     def empty_message(self) -> torch.Tensor:
         return torch.empty(
@@ -483,7 +481,7 @@ class MegatronModel:
 
     def state_bytes(self) -> int:
         """Of weights, gradients and optimizer state of everything held, without :meth:`host_bytes`."""
-        gradients = sum(buffer.nbytes for block in self._blocks.values() for buffer in block.gradients)
+        gradients = sum(one.nbytes for block in self._blocks.values() for one in block.buffers)
         return gradients + sum(map(self.moved_bytes, self._held)) - self.host_bytes()
 
     def host_bytes(self) -> int:

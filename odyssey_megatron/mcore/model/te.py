@@ -98,7 +98,7 @@ class Later:
             if not self._fused:
                 self._weight.main_grad.add_(gradient)  # type: ignore[attr-defined]
 
-        wgrad.later(add)
+        wgrad.later(self._weight, add)
 
 
 def split(module: torch.nn.Module, config: Any) -> None:

@@ -11,9 +11,9 @@ ranks of a cell run the same program, so they gather in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,11 @@ import torch.distributed as dist
 from odyssey_megatron.upstream import seams
 from odyssey_megatron.upstream.seam_table import LINEAR_BACKWARD
 
+if TYPE_CHECKING:
+    from odyssey_megatron.mcore.model.layers import HeldLayer
+
 _collecting: WeightGrads | None = None
+T = TypeVar("T")
 
 
 class _Pending(NamedTuple):
@@ -43,7 +47,7 @@ class WeightGrads:
 
     def __init__(self) -> None:
         self._pending: list[_Pending] = []
-        self._bound: list[Callable[[], None]] = []
+        self._bound: list[tuple[torch.nn.Parameter, Callable[[], None]]] = []
 
     def __enter__(self) -> WeightGrads:
         global _collecting
@@ -57,19 +61,26 @@ class WeightGrads:
     def add(self, pending: _Pending) -> None:
         self._pending.append(pending)
 
-    def add_bound(self, add: Callable[[], None]) -> None:
-        """``add()`` computes a weight gradient and adds it to the buffer that was there when the backward ran."""
-        self._bound.append(add)
+    def add_bound(self, weight: torch.nn.Parameter, add: Callable[[], None]) -> None:
+        """``add()`` computes a weight's gradient and adds it to the buffer that was there when the backward ran."""
+        self._bound.append((weight, add))
 
     def flush_bound(self) -> None:
         """Computes what would not find another buffer: before a block's are replaced."""
-        while self._bound:
-            self._bound.pop(0)()
+        self._flush_bound(())
 
-    def flush(self) -> None:
-        """Computes what was left behind, and lets go of the activations."""
-        self.flush_bound()
-        for one, total_input in _with_total_inputs(self._pending):
+    def _flush_bound(self, waiting: Collection[int]) -> None:
+        due, self._bound = _parted(self._bound, lambda one: id(one[0]) in waiting)
+        while due:
+            due.pop(0)[1]()
+
+    def flush(self, waiting: Collection[int] = ()) -> None:
+        """Computes what was left behind, and lets go of the activations; but not of the weights, by ``id``, that are
+        ``waiting``.
+        """
+        self._flush_bound(waiting)
+        due, self._pending = _parted(self._pending, lambda one: id(one.weight) in waiting)
+        for one, total_input in _with_total_inputs(due):
             rows = one.grad_output.reshape(-1, one.grad_output.shape[-1])
             columns = total_input.reshape(-1, total_input.shape[-1])
             main_grad = one.weight.main_grad  # type: ignore[attr-defined]
@@ -77,7 +88,6 @@ class WeightGrads:
                 _apex_kernel(main_grad.dtype)(columns, rows, main_grad)
             else:
                 main_grad.add_(rows.t().matmul(columns))
-        self._pending.clear()
 
 
 @dataclass(slots=True)
@@ -87,6 +97,32 @@ class Flight:
     activation: torch.Tensor | None
     output: torch.Tensor
     weight_grads: WeightGrads
+    layers_left: int
+    """Whose weight gradients have not run."""
+
+
+class Flights(dict[tuple[int, int], Flight]):
+    """By microbatch and first layer."""
+
+    def finish(self, microbatch: int, first: int, last: int, layers: Iterable[HeldLayer]) -> None:
+        """The weight gradients of a microbatch in these layers, of one flight; ``layers`` are all of the worker's."""
+        start = max(begin for one, begin in self if one == microbatch and begin <= first)
+        flight = self[microbatch, start]
+        flight.layers_left -= last - first
+        if flight.layers_left:
+            others = (layer for layer in layers if not first <= layer.index < last)
+            return flight.weight_grads.flush({id(weight) for one in others for weight in one.parameters()})
+        del self[microbatch, start]
+        flight.weight_grads.flush()
+
+
+def _parted(found: Sequence[T], stays: Callable[[T], bool]) -> tuple[list[T], list[T]]:
+    """What does not stay, and what does, in order."""
+    kept = [stays(one) for one in found]
+    return (
+        [one for one, keeps in zip(found, kept, strict=True) if not keeps],
+        [one for one, keeps in zip(found, kept, strict=True) if keeps],
+    )
 
 
 def _with_total_inputs(pending: list[_Pending]) -> Iterator[tuple[_Pending, torch.Tensor]]:
@@ -111,12 +147,12 @@ def _gather(one: _Pending) -> tuple[torch.Tensor, Any]:
     return total, dist.all_gather_into_tensor(total, one.input.contiguous(), group=one.cell, async_op=True)
 
 
-def later(add: Callable[[], None]) -> None:
+def later(weight: torch.nn.Parameter, add: Callable[[], None]) -> None:
     """``add()`` runs with the weight gradients of the microbatch whose backward this is, at once if there is none."""
     if _collecting is None:
         add()
     else:
-        _collecting.add_bound(add)
+        _collecting.add_bound(weight, add)
 
 
 def _apex_kernel(dtype: torch.dtype) -> Any:

@@ -1,0 +1,136 @@
+"""When gradients are summed over the holders of their layers: in buckets, beside the weight gradients that are left.
+
+The last of a worker's program are weight gradients, which nobody else waits for. They run bucket by bucket, and each
+bucket's sum starts behind the last of its own. So behind a worker's first sum it neither sends nor needs anything but
+other sums, and whoever waits for a sum waits for what stands before it in some program: what was free of deadlocks
+remains so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from odyssey_megatron.plan.costs import Costs
+from odyssey_megatron.plan.layout import Block, Layout
+from odyssey_megatron.plan.schedule import Op, Schedule
+from odyssey_megatron.plan.visits import WEIGHT_GRAD, Codes, Visits
+
+BUCKET_PARAMETERS, BUCKET_PARAMETERS_PER_HOLDER = 40_000_000, 1_000_000
+"""The least that is summed at once, the larger of the two: less would wait for latency. Source: megatron core_v0.16.1
+core/distributed/distributed_data_parallel.py, default of ``bucket_size``.
+"""
+
+_GRADIENT_BYTES = 4
+"""Of a parameter, in float32."""
+
+
+def buckets(layout: Layout, costs: Costs) -> tuple[Block, ...]:
+    """The blocks of ``layout``, cut such that each bucket has ``costs.bucket_bytes`` of gradients, or a layer more. The
+    lowest layers of a block, which are done last, are what is left.
+    """
+    found = []
+    for block in layout.blocks():
+        ends, least = [block.last], bucket_bytes(costs, len(block.holders))
+        for layer in range(block.last - 1, block.first, -1):
+            if costs.spans.gradient_bytes(layer, ends[-1]) >= least:
+                ends.append(layer)
+        edges = [block.first, *reversed(ends)]
+        found += [Block(first=a, last=b, holders=block.holders) for a, b in pairwise(edges)]
+    return tuple(found)
+
+
+def bucket_bytes(costs: Costs, holders: int) -> int:
+    """The least that so many holders sum at once."""
+    if costs.bucket_bytes is not None:
+        return max(1, costs.bucket_bytes)
+    return _GRADIENT_BYTES * max(BUCKET_PARAMETERS, BUCKET_PARAMETERS_PER_HOLDER * holders)
+
+
+def buckets_of(schedule: Schedule, layout: Layout) -> tuple[Block, ...]:
+    """The blocks of ``layout`` as ``schedule`` sums them."""
+    cuts = {
+        edge
+        for _, program in schedule.programs
+        for instr in program
+        if instr.op is Op.REDUCE_GRAD
+        for edge in (instr.first, instr.last)
+    }
+    found = []
+    for block in layout.blocks():
+        inside = sorted(cut for cut in cuts if block.first < cut < block.last)
+        edges = [block.first, *inside, block.last]
+        found += [Block(first=a, last=b, holders=block.holders) for a, b in pairwise(edges)]
+    return tuple(found)
+
+
+def reduction_order(blocks: Sequence[Block], *, behind: int) -> tuple[Block, ...]:
+    """``blocks`` in the order in which everybody sums them.
+
+    In ragged layouts neighbouring blocks share workers, so going through them in layer order would make one
+    chain of them all. Blocks without a common holder get one colour and are summed at the same time, colour after
+    colour. Source: Chameleon's colouring of the conflict graph (papers.md §1.5); a worker's layers are
+    mostly one span, and on such interval graphs the greedy colouring in layer order is optimal. Last comes what is
+    ``behind`` all layers that routes go through: the tied weight is done with embedding and head.
+    """
+    used: dict[int, set[int]] = {}
+    colours: list[tuple[int, Block]] = []
+    for block in sorted(blocks, key=lambda one: (one.first < behind, one.first), reverse=True):
+        taken = set().union(*(used.get(worker, ()) for worker in block.holders))
+        colour = next(c for c in range(len(taken) + 1) if c not in taken)
+        for worker in block.holders:
+            used.setdefault(worker, set()).add(colour)
+        colours.append((colour, block))
+    return tuple(block for _, block in sorted(colours, key=lambda item: item[0]))
+
+
+def with_reductions(programs: Codes, visits: Visits) -> Codes:
+    """Appends each bucket's sum to the programs of its holders, behind its last weight gradient there; then ``STEP``.
+
+    Also for holders without a microbatch (their gradient is zero) and for single holders. Everybody keeps
+    to one order of all buckets.
+    """
+    order = reduction_order(visits.buckets, behind=visits.layout.num_layers)
+    sums: dict[int, list[int]] = {worker: [] for worker in visits.layout.workers}
+    for block in order:
+        for worker in block.holders:
+            sums[worker].append(visits.bucket_at[block.first])
+    return {
+        worker: [*_with_sums(list(programs.get(worker, ())), own, visits), visits.step]
+        for worker, own in sums.items()
+    }
+
+
+def _with_sums(program: list[int], own: Iterable[int], visits: Visits) -> list[int]:
+    head = len(program) - tail_length(program, visits.reductions)
+    out, tail = program[:head], program[head:]
+    for bucket in own:
+        out += [piece for code in tail if (piece := visits.piece(code >> 3, bucket)) >= 0]
+        out.append(visits.reductions + bucket)
+    return out
+
+
+@dataclass(frozen=True)
+class Tail:
+    """The weight gradients that a worker ends with."""
+
+    spans: tuple[tuple[int, int], ...]
+    """``[first, last)`` of each."""
+    speed: float
+
+    def within_s(self, costs: Costs, first: int, last: int) -> float:
+        """How long their parts in these layers take."""
+        parts = ((max(a, first), min(b, last)) for a, b in self.spans)
+        return sum(costs.spans.weight_grad_s(a, b) for a, b in parts if a < b) / self.speed
+
+
+NO_TAIL = Tail((), 1.0)
+
+
+def tail_length(program: Sequence[int], visits_end: int) -> int:
+    """How many weight gradients it ends with; codes from ``visits_end`` on are no visits'."""
+    at = len(program)
+    while at and program[at - 1] < visits_end and program[at - 1] & 7 == WEIGHT_GRAD:
+        at -= 1
+    return len(program) - at
