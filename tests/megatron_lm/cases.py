@@ -37,13 +37,13 @@ ON_A_CPU = (
     "--distributed-backend gloo --micro-batch-size 1"
 )
 """No Transformer Engine there, and no fused kernels. Without dropout, whose numbers Odyssey draws by the microbatch."""
-NEEDS_A_GPU = {"--fp8-format": "Transformer Engine", "--cross-entropy-loss-fusion": "a fused kernel"}
-NEEDS_A_GPU |= dict.fromkeys(
+NEEDS = {"--fp8-format": "Transformer Engine", "--cross-entropy-loss-fusion": "a fused kernel"}
+NEEDS |= dict.fromkeys(
     ("--moe-grouped-gemm", "--moe-permute-fusion", "--moe-router-fusion"), "Transformer Engine"
 )
-NEEDS_A_GPU |= {"--multi-latent-attention": "Transformer Engine"}
-NEEDS_A_GPU |= {"--defer-embedding-wgrad-compute": "a fused kernel"}
-NEEDS_A_GPU |= {"--overlap-p2p-communication-warmup-flush": "CUDA's streams"}
+NEEDS |= {"--multi-latent-attention": "Transformer Engine", "--fim-data": "a tokenizer of text"}
+NEEDS |= {"--defer-embedding-wgrad-compute": "a fused kernel"}
+NEEDS |= {"--overlap-p2p-communication-warmup-flush": "CUDA's streams"}
 """Flag -> what it needs: cases with it are counted, and not run."""
 
 
@@ -62,6 +62,7 @@ class Case:
 def shrunk(args: Mapping[str, Any]) -> tuple[str, int, int]:
     """(flags, ranks, stages) of a small job with all that the case with ``args`` asks for."""
     stages, tensor = (args.get(f"--{kind}-model-parallel-size", 1) for kind in ("pipeline", "tensor"))
+    tensor *= args.get("--context-parallel-size", 1)
     small = {flag: value for flag, value in args.items() if flag not in ELSEWHERE}
     small |= {flag: min(value, small[flag]) for flag, value in SIZES.items() if flag in small}
     small |= {"--eval-iters": 2, "--log-interval": 1}
@@ -97,7 +98,7 @@ def distinct(path: Path, version: str) -> list[Case]:
         verdict = judged(case_flags(case), version)
         if verdict.refused or verdict.unknown:
             continue
-        needs = next((what for flag, what in NEEDS_A_GPU.items() if flag in case["args"]), "")
+        needs = next((what for flag, what in NEEDS.items() if flag in case["args"]), "")
         found[(*shrunk(case["args"]), needs)].append(case["name"])
     return [
         Case(names=tuple(names), flags=flags, ranks=ranks, stages=stages, needs=needs)
