@@ -114,6 +114,8 @@ class Nccl:
 
     def __init__(self, config: OdysseyConfig):
         self._config = config
+        # Of the thread that trains: others, such as those that build an offered generation, begin with device 0.
+        self._device = torch.device("cuda", torch.cuda.current_device())
         self.spare = Spare()
 
     def new_abort(self) -> Abort:
@@ -121,7 +123,6 @@ class Nccl:
 
     def connector(self, abort: Abort) -> Connect:
         assert isinstance(abort, NcclAbort)
-        device = torch.device("cuda", torch.cuda.current_device())  # each thread has its own
 
         def connect(store: dist.Store, rank: int, size: int) -> Any:
             options = dist.ProcessGroupNCCL.Options()
@@ -130,7 +131,7 @@ class Nccl:
             use = Use()
             abort.adopt(backend, use)
             # Connect now, while the peers do, and not inside the first message of a step.
-            backend.eager_connect_single_device(device)
+            backend.eager_connect_single_device(self._device)
             use.connected = True
             return backend
 
