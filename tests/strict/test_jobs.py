@@ -170,6 +170,17 @@ def test_what_hosts_agree_on_may_lie_on_a_device():
     assert found[0] == found[1] == [[3.0, 3.0], [3.0, 3.0], [6.0, 6.0]]
 
 
+@pytest.mark.parametrize("point", ["reduce", "agreement"])
+def test_what_has_been_summed_is_not_lost(point):
+    """Who has summed all has his own gradients still, and goes on with them."""
+    one = healthy(
+        stages=1, replicas=3, kills=(Kill(rank=1, step=1, point=point),), flags={"policy": "reroute"}
+    )
+    outcomes = {outcome for seed in range(4) for outcome in check(one, seed).outcomes()}
+    assert outcomes <= {"resume", "finish"}
+    assert "resume" in outcomes
+
+
 def test_the_host_waits_for_nothing_before_the_agreement():
     ended = check(healthy(stages=3, replicas=2, steps=3), seed=1)
     assert [rank.syncs for rank in ended.ranks] == [[[], [], []]] * 6
@@ -283,7 +294,8 @@ def test_a_sum_in_place_is_seen(monkeypatch):
                 torch.distributed.all_reduce(buffer, group=group)
                 progress.summed(instr, self._ledger.word(), buffer, None)
 
-    one = healthy(stages=1, replicas=3, kills=(Kill(rank=1, step=1, point="reduce"),))
+    kill = Kill(rank=1, step=1, point="reduce")
+    one = healthy(stages=1, replicas=3, kills=(kill,), flags={"policy": "reroute"})
     assert {outcome for seed in range(4) for outcome in check(one, seed).outcomes()} <= {"resume", "finish"}
     monkeypatch.setattr(Reduction, "start", start)
     with pytest.raises(AssertionError, match="differs"):
