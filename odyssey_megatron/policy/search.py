@@ -81,8 +81,11 @@ class Search:
         *,
         revisits: bool = False,
         legs: int = 1,
+        ample: Search | None = None,
     ) -> None:
-        """``legs``: how often a route goes through its pipeline's workers; ``revisits``: more are looked at, too."""
+        """``legs``: how often a route goes through its pipeline's workers; ``revisits``: more are looked at, too;
+        ``ample``: the search of the same times with all the memory there could be, if there is one.
+        """
         self.costs, self.budget, self.copies, self.legs = costs, budget_bytes, optimizer_copies, legs
         self.last = len(costs.layers)
         self.most_stages = max(1, (self.last - 2) // legs)
@@ -100,6 +103,7 @@ class Search:
             for a in range(self.last)
         ]
         self._limits = sorted({s for row in self._stage_s for s in row if 0.0 < s < inf})
+        self._ample = ample or (Search(costs, legs=legs) if budget_bytes is not None else None)
         self._splits: dict[int, tuple[int, ...] | None] = {}
         self._stages: dict[int, tuple[Stage, ...]] = {}
         self._shared: dict[int, Search] = {}
@@ -121,7 +125,8 @@ class Search:
                 replace(one, optimizer_bytes=round(part * one.optimizer_bytes))
                 for one in self.costs.all_layers
             )
-            self._shared[pipelines] = Search(self.costs.with_layers(layers), self.budget, legs=self.legs)
+            costs = self.costs.with_layers(layers)
+            self._shared[pipelines] = Search(costs, self.budget, legs=self.legs, ample=self._ample)
         return self._shared[pipelines]
 
     def _one_stage_s(self, first: int, last: int) -> float:
@@ -163,18 +168,18 @@ class Search:
         """Of a pipeline of so many that fits."""
         if count not in self._stages:
             ends, spans = self.split(count) or (), self._spans
-            visits = ways.visits(ends, self.legs)
-            found = []
-            for place, (a, b) in enumerate(pairwise((0, *ends))):
-                own = [(hop, *span) for hop, (at, *span) in enumerate(visits) if at == place]
-                found.append(
-                    Stage(
-                        spans=tuple((first, last) for _, first, last in own),
-                        hop=own[0][0],
-                        down_and_up_s=sum(spans.down_and_up_s(first, last) for _, first, last in own),
-                        each_s=self._stage_s[a][b],
-                    )
+            own: list[list[tuple[int, int, int]]] = [[] for _ in ends]
+            for hop, (place, first, last) in enumerate(ways.visits(ends, self.legs)):
+                own[place].append((hop, first, last))
+            found = [
+                Stage(
+                    spans=tuple((first, last) for _, first, last in visits),
+                    hop=visits[0][0],
+                    down_and_up_s=sum(spans.down_and_up_s(first, last) for _, first, last in visits),
+                    each_s=self._stage_s[a][b],
                 )
+                for visits, (a, b) in zip(own, pairwise((0, *ends)), strict=True)
+            ]
             self._stages[count] = tuple(found)
         return self._stages[count]
 
@@ -326,7 +331,14 @@ class Search:
         The slowest stage is one of all spans of layers, so their sorted times are bisected; whether a limit is
         enough is seen by filling stages greedily, which is exact because a longer span is never faster. Few
         stages at the limit leave the scheduler slack. None if nothing fits the memory.
+
+        Memory only ever makes a stage slower, so that what is best without it, and as fast with it, is best.
         """
+        if stages not in self._splits and self._ample:
+            ends = self._ample.split(stages)
+            spans = pairwise((0, *(ends or ())))
+            if all(self._stage_s[a][b] == self._cut.compute_s(a, b) for a, b in spans):
+                self._splits[stages] = ends
         if stages not in self._splits:
             at = bisect_left(self._limits, True, key=lambda limit: self._fits(stages, limit))
             fits = at < len(self._limits)

@@ -36,6 +36,22 @@ def test_layer_split_is_min_max(stages, head):
     assert (max(loads), sum(load**2 for load in loads)) == brute_force_split(times, stages)
 
 
+@pytest.mark.parametrize("legs", [1, 2])
+def test_cuts_that_memory_does_not_bind_are_those_with_ample_memory(legs):
+    """They are taken over from there; found on their own they would be the same, however little memory there is."""
+    costs = uniform_costs(9, ends=True)
+    odd = [replace(one, activation_bytes=1 + i % 3) for i, one in enumerate(costs.layers)]
+    costs = replace(costs, layers=tuple(odd))
+    taken_over = set()
+    for memory in range(12, 60):
+        search, alone = Search(costs, memory, legs=legs), Search(costs, memory, legs=legs)
+        alone._ample = None
+        for stages in range(1, search.most_stages + 1):
+            assert search.split(stages) == alone.split(stages)
+            taken_over.add(search.split(stages) == Search(costs, legs=legs).split(stages))
+    assert taken_over == {True, False}
+
+
 def test_shares_are_min_max():
     rates = [Rate(head_s=1.0, each_s=3.0), Rate(head_s=1.0, each_s=2.0), Rate(head_s=4.0, each_s=5.0)]
     shares = min_max_shares(10, rates)
