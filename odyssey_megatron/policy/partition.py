@@ -96,7 +96,12 @@ def ranked(search: Search, workers: int, microbatches: int) -> tuple[Partition, 
     least_s = _look(found, search, workers, microbatches, looked_at, _TRUST[:1] if many else _TRUST, inf)
     partitions = [*found.values()]
     for turned in search.turned:
-        numbers = [one for one in turned.ranked(workers, microbatches) if one[0] < least_s * WORTH]
+        # Of one worker there is nothing to turn at, and those that have no part in any pipeline would idle.
+        numbers = [
+            (estimate_s, number)
+            for estimate_s, number in turned.ranked(workers, microbatches)
+            if estimate_s < least_s * WORTH and 1 < workers // number <= turned.most_stages
+        ]
         better: dict[int, Partition] = {}
         limit_s = least_s * WORTH
         limit_s = _look(better, turned, workers, microbatches, numbers[:_PROMISING], _TRUST[:1], limit_s)

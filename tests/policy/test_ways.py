@@ -120,6 +120,13 @@ def test_nothing_is_slower_for_having_them(memory, message_s):
         assert min(one.estimate_s for one in both) == both[0].estimate_s
 
 
+def test_nobody_is_left_out_for_them():
+    """Six layers have room for four legs on one worker only, and without the other there would be nothing to sum."""
+    found = replace(uniform_costs(4, ends=True), link_bytes_per_s=0.01)
+    both = ranked(Search(found, revisits=True), 2, 8)
+    assert all(sum(stages for stages, _ in one.shares) == 2 for one in both if one.shares)
+
+
 def test_virtual_stages_ask_for_them():
     spec = job(4, 8, 16, revisits=True)
     assert not initial_plan(spec, STATE, profile(8)).layout.revisits
