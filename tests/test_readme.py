@@ -10,7 +10,8 @@ import pytest
 from odyssey_megatron.config import OdysseyConfig, choices_of, flag_of
 
 DOCS = [
-    f"docs/{name}.md" for name in ("flags", "measurements", "recovery", "running", "threat-model", "versions")
+    f"docs/{name}.md"
+    for name in ("flags", "measurements", "not-yet", "recovery", "running", "threat-model", "versions")
 ]
 BEGIN, END = r"<!-- flags: begin[^>]*-->\n", r"<!-- flags: end -->"
 

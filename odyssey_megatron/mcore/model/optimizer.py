@@ -36,7 +36,7 @@ class LayerOptimizer:
         if config.use_distributed_optimizer:
             raise ConfigError(
                 "--use-distributed-optimizer is not supported yet: a lost rank would take its optimizer shard with "
-                "it. Leave the flag out; see 'Not yet' in the README."
+                "it. Leave the flag out; see docs/not-yet.md."
             )
         with alone():  # Megatron would have all ranks agree on the groups of parameters
             chained = get_megatron_optimizer(
