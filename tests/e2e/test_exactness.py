@@ -46,11 +46,11 @@ CASES = {
     ),
     "in-a-row-auto": (PP2_DP3, "auto", "rank=0,step=1,at=reduce;rank=4,step=3,at=optimizer"),
     "same-step-again": (PP2_DP3, "replan", "rank=5,step=2,at=backward;rank=1,step=2,at=forward,generation=2"),
-    # during the recovery itself
-    "in-abort": (PP4_DP2, "auto", "rank=3,step=2,at=forward;rank=4,step=2,at=abort,generation=1"),
-    "in-groups": (PP2_DP4, "reroute", "rank=3,step=2,at=forward;rank=4,step=2,at=groups,generation=2"),
-    "in-agree": (PP4_DP2, "auto", "rank=6,step=2,at=reduce;rank=1,step=2,at=agree,generation=2"),
-    "in-transfer": (PP4_DP2, "replan", "rank=6,step=2,at=forward;rank=1,step=2,at=transfer,generation=2"),
+    # During the recovery itself; whoever dies then may still be in the step before.
+    "in-abort": (PP4_DP2, "auto", "rank=3,step=2,at=forward;rank=4,step=-1,at=abort,generation=1"),
+    "in-groups": (PP2_DP4, "reroute", "rank=3,step=2,at=forward;rank=4,step=-1,at=groups,generation=2"),
+    "in-agree": (PP4_DP2, "auto", "rank=6,step=2,at=reduce;rank=1,step=-1,at=agree,generation=2"),
+    "in-transfer": (PP4_DP2, "replan", "rank=6,step=2,at=forward;rank=1,step=-1,at=transfer,generation=2"),
     "down-to-one-pipeline": (
         PP2_DP3, "replan",
         "rank=0,step=1,at=forward;rank=1,step=2,at=backward;rank=3,step=3,at=reduce",
