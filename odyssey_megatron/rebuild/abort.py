@@ -16,6 +16,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -30,6 +31,10 @@ class Abort(Protocol):
     """The emergency exit of one generation's groups."""
 
     fired: bool
+
+    @property
+    def patience(self) -> timedelta | None:
+        """How long a wait is told to wait. None: the operation knows."""
 
     @property
     def holds(self) -> torch.Tensor | None:
@@ -77,8 +82,9 @@ class GlooAbort:
 
     holds = None
 
-    def __init__(self) -> None:
-        self.fired = False
+    def __init__(self, patience: timedelta | None = None) -> None:
+        """``patience``: with a message, which gloo would otherwise wait for no longer than it may take to connect."""
+        self.fired, self.patience = False, patience
         self._lock = threading.Lock()
         self._sockets: set[str] = set()
         self._published: list[bytes] = []
@@ -198,6 +204,9 @@ class NcclAbort:
         holds: 1.0, in pinned memory.
     """
 
+    patience = None
+    """A wait with a limit would make the host wait for its device."""
+
     def __init__(self, holds: torch.Tensor) -> None:
         self.fired, self.holds = False, holds
         self.uses: dict[Any, Use] = {}
@@ -294,8 +303,9 @@ def wait_all(works: Sequence[AbortableWork]) -> None:
     """Waits for all of ``works``, of one generation; one hop to a helper thread for all of them."""
     waiting = [work for work in works if not work._waited]
     if waiting:
-        waits = [work._work.wait for work in waiting]
-        waiting[0]._abort.call(lambda: [wait() for wait in waits])
+        abort, waits = waiting[0]._abort, [work._work.wait for work in waiting]
+        limit = () if abort.patience is None else (abort.patience,)
+        abort.call(lambda: [wait(*limit) for wait in waits])
         for work in waiting:
             work._waited = True
 

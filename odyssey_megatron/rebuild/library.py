@@ -64,7 +64,7 @@ class Gloo:
         self._config = config
 
     def new_abort(self) -> Abort:
-        return GlooAbort()
+        return GlooAbort(timedelta(seconds=self._config.op_timeout_s))
 
     def connector(self, abort: Abort) -> Connect:
         # One device (a listening socket and a loop thread) for all groups of the generation.

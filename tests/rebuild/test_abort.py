@@ -8,12 +8,14 @@ import struct
 import threading
 import time
 import weakref
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from odyssey_megatron.errors import PeerFailed, Superseded
-from odyssey_megatron.rebuild.abort import GlooAbort, NcclAbort, Use
+from odyssey_megatron.rebuild.abort import AbortableWork, GlooAbort, NcclAbort, Use
 
 
 def helpers() -> int:
@@ -172,3 +174,33 @@ def test_nccl_aborts_its_backends_once():
     assert not clean.aborted, "whoever has it uses it"
     with pytest.raises(Superseded):
         abort.call(lambda: 7)
+
+
+def test_a_message_may_take_longer_than_connecting():
+    """Gloo waits for a message no longer than its groups may take to connect, unless it is told."""
+    store, messages = dist.HashStore(), {}
+
+    def run(rank):
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=0.5)
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        group = dist.ProcessGroupGloo(store, rank, 2, options)
+        abort, message = GlooAbort(timedelta(seconds=30)), torch.full((4,), float(rank))
+        try:
+            if rank == 0:
+                time.sleep(1.2)
+                AbortableWork(abort, group.send([message], 1, 0)).wait()
+            else:
+                AbortableWork(abort, group.recv([message], 0, 0)).wait()
+        finally:
+            messages[rank] = message.tolist()
+            while len(messages) < 2:  # neither leaves while the other needs it
+                time.sleep(0.01)
+            abort.close()
+
+    ranks = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(30)
+    assert messages == {0: [0.0] * 4, 1: [0.0] * 4}
