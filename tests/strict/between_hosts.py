@@ -22,7 +22,7 @@ T = TypeVar("T")
 class HostAbort:
     """Implements ``rebuild.abort.Abort``."""
 
-    holds = None
+    holds = patience = None
 
     def __init__(self) -> None:
         self.fired = False
