@@ -117,3 +117,10 @@ def toy(server: JobServer, tmp_path: Path) -> Iterator[Callable[..., Job]]:
     for job in jobs:
         if job.process.poll() is None:
             job.kill()
+
+
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> str:
+    """A folder name for the test at hand; those of other files may be called as it is."""
+    test = request.node.name.replace("[", "-").replace("]", "").replace("/", "-")
+    return f"{request.path.stem.removeprefix('test_')}-{test}"

@@ -217,6 +217,11 @@ class ClusterState:
         return tuple(w.worker for w in self.workers if w.alive)
 
     @property
+    def nodes(self) -> dict[int, int]:
+        """Worker -> its node, dead ones too."""
+        return {w.worker: w.node for w in self.workers}
+
+    @property
     def dead(self) -> tuple[int, ...]:
         """Ids of the dead workers, ascending."""
         return tuple(w.worker for w in self.workers if not w.alive)

@@ -146,8 +146,8 @@ class Coordinator:
                 f"[odyssey] one rank or cell alone has {layer_names(alone, layout.num_layers)}: losing it ends the "
                 f"job, exit code {EXIT_LAYERS_LOST}. --odyssey-redundancy state or more data parallelism survives."
             )
-        elif fatal := on_one_node(layout, nodes := {one.worker: one.node for one in cluster.workers}):
-            helps = spread(layout, nodes) is not layout
+        elif fatal := on_one_node(layout, cluster.nodes):
+            helps = spread(layout, cluster.nodes) is not layout
             self._say(
                 f"[odyssey] node(s) {', '.join(map(str, fatal))}: all replicas of some layers are on one. Losing it "
                 f"ends the job, exit code {EXIT_LAYERS_LOST}."

@@ -172,7 +172,7 @@ def _better(own: Layout, job: JobSpec, profile: Profile) -> Iterator[Layout]:
 
 
 def _healthy(layout: Layout, job: JobSpec, state: ClusterState, profile: Profile) -> Plan:
-    nodes = {worker.worker: worker.node for worker in state.workers}
+    nodes = state.nodes
     if job.spreads_replicas:
         layout = spread(layout, nodes)
     layout = with_shadows(layout, None, nodes, job.least_holders, profile.costs, eager=job.eager_forwards)

@@ -64,11 +64,6 @@ class Answer:
         """What the job would go on with."""
         return self.decision.plan if self.decision else self.before
 
-    @property
-    def nodes(self) -> dict[int, int]:
-        """Of each worker."""
-        return {worker.worker: worker.node for worker in self.state.workers}
-
     def timeline(self, plan: Plan) -> Timeline:
         """One step; the slow are slow once they are planned for."""
         speeds = worker_speeds(self.state) if plan is self.plan else None
@@ -77,7 +72,7 @@ class Answer:
     def flags(self) -> list[tuple[str, str]]:
         """(flag, why) that the job is better off with, and has not."""
         config, found = self.scenario.config, [("--odyssey", "to survive at all")]
-        gain, nodes = self.before.step_s / self.best.step_s - 1, self.nodes
+        gain, nodes = self.before.step_s / self.best.step_s - 1, self.state.nodes
         faster = config.layout != "auto" and gain >= _WORTH
         whys = [f"a healthy job has {gain:.1%} more throughput"] if faster else []
         apart = spread((self.best if faster else self.before).layout, nodes)
@@ -344,7 +339,7 @@ def _losses_text(answer: Answer) -> list[str]:
 
 def nodes_text(answer: Answer) -> str:
     """What the loss of a whole node would do."""
-    fatal = on_one_node(answer.plan.layout, answer.nodes)
+    fatal = on_one_node(answer.plan.layout, answer.state.nodes)
     if not fatal:
         return "a whole node: no layer has all its holders on one, unless there is only one"
     node, layers = min(fatal.items())

@@ -27,10 +27,3 @@ def undisturbed(jobs: Jobs) -> Callable[..., Outcome]:
 def reference(undisturbed: Callable[..., Outcome]) -> Outcome:
     """:data:`LONG` steps without failures."""
     return undisturbed(LONG)
-
-
-@pytest.fixture
-def name(request: pytest.FixtureRequest) -> str:
-    """A folder name for the test at hand; those of other files may be called as it is."""
-    test = request.node.name.replace("[", "-").replace("]", "").replace("/", "-")
-    return f"{request.path.stem.removeprefix('test_')}-{test}"

@@ -41,13 +41,6 @@ def other_jobs(other_megatron_lm: Path, tmp_path_factory: pytest.TempPathFactory
     yield from jobs_with(other_megatron_lm, tmp_path_factory.mktemp("other-megatron-lm"))
 
 
-@pytest.fixture
-def name(request: pytest.FixtureRequest) -> str:
-    """A folder name for the test at hand; those of other files may be called as it is."""
-    test = request.node.name.replace("[", "-").replace("]", "").replace("/", "-")
-    return f"{request.path.stem.removeprefix('test_')}-{test}"
-
-
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """The table of ``test_cases.py``."""
     rows = [

@@ -70,7 +70,7 @@ def test_a_job_begins_so_as_fast():
         train_steps=1,
     )
     state, profile = initial_state(nodes=(0, 0, 1, 1)), Profile(costs=uniform_costs(8, ends=True))
-    nodes = {worker.worker: worker.node for worker in state.workers}
+    nodes = state.nodes
     own = initial_plan(job, state, profile)
     apart = initial_plan(replace(job, spreads_replicas=True), state, profile)
     assert on_one_node(own.layout, nodes)
