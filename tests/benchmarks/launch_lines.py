@@ -55,14 +55,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", type=Path, required=True, help="the cases")
+    parser.add_argument("cases", type=Path, help="CASES.json, as above")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--version", help="whose flags to know, as 0.16.1; without it, those of all versions")
     args = parser.parse_args()
-    found = codec.parsed(read_text(args.json))
+    found = codec.parsed(read_text(args.cases))
     result = counted(found["cases"], args.version)
     share = result["start"] / result["cases"]
     return finish(
-        {"source": found["source"], **result}, [at_least("share that starts", share, 0.80)], as_json=False
+        {"source": found["source"], **result},
+        [at_least("share that starts", share, 0.80)],
+        as_json=args.json,
     )
 
 
