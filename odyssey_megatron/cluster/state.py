@@ -31,7 +31,14 @@ class WorkerState:
     other_nodes: tuple[int, ...] = ()
     """Of its other ranks, where a cell is larger than a node."""
     speed: float = 1.0
-    """Relative to a healthy worker; 0.5 needs twice the time."""
+    """Relative to a healthy worker of as many ranks; 0.5 needs twice the time."""
+    share: float = 1.0
+    """Of a whole cell's ranks, those that this one has. Each of them has 1/share times the bytes of a whole cell's."""
+
+    @property
+    def pace(self) -> float:
+        """Relative to a healthy worker that is a whole cell; a smaller one is expected to be slower by its share."""
+        return self.speed * self.share
 
 
 class ParallelSizes(Protocol):
@@ -311,7 +318,7 @@ def next_generation(state: ClusterState) -> ClusterState:
 
 
 def with_speeds(state: ClusterState, speeds: Mapping[int, float]) -> ClusterState:
-    """``state`` with the speeds of these workers as they have been measured."""
+    """``state`` with these speeds (``WorkerState.speed``), as they have been measured."""
     return replace(
         state, workers=tuple(replace(w, speed=speeds.get(w.worker, w.speed)) for w in state.workers)
     )
@@ -364,7 +371,7 @@ def _join(state: ClusterState, event: RankJoined) -> ClusterState:
         joining -= set(worker.ranks)
         fresh |= {worker.worker}
         node = worker.node if worker.other_nodes else event.node
-        back = replace(worker, alive=True, node=node, speed=1.0)
+        back = replace(worker, alive=True, node=node, speed=1.0, share=1.0)
         workers = tuple(back if w is worker else w for w in workers)
     return replace(
         state, workers=workers, joining=joining, fresh=fresh, incarnations=tuple(sorted(known.items()))

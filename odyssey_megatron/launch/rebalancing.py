@@ -115,7 +115,7 @@ class Rebalancing:
     @staticmethod
     def _is_back(state: ClusterState) -> bool:
         """Nobody is slow or dead any more: the first plan is as good as any, and the one that the user has chosen."""
-        return all(worker.alive and worker.speed == 1.0 for worker in state.workers)
+        return all(worker.alive and worker.pace == 1.0 for worker in state.workers)
 
     def _note(
         self, worker: int, speed: float, diagnosis: Diagnosis, state: ClusterState, now_s: float
@@ -184,13 +184,16 @@ def _where(verdict: Verdict, live: Plan) -> str:
 
 
 def changes(state: ClusterState, slow: Mapping[int, float]) -> dict[int, float]:
-    """Worker -> speed, of the living that are to have another one; little is nothing, so that plans do not flap."""
+    """Worker -> speed, of the living that are to have another one; little is nothing, so that plans do not flap.
+
+    ``slow``: beside workers that are whole cells; a smaller one is healthy if it is as fast as its share of one.
+    """
     found = {}
     for worker in state.workers:
-        speed = slow.get(worker.worker, 1.0)
+        speed = slow.get(worker.worker, worker.share) / worker.share
         if not worker.alive or worker.worker in state.fresh:
             continue
-        if speed < 1.0 and 1 / speed < LEAST_SLOWNESS:
+        if speed != 1.0 and max(speed, 1 / speed) < LEAST_SLOWNESS:
             continue  # too little to begin with, or not certainly over
         apart = max(speed / worker.speed, worker.speed / speed)
         if apart >= _ANOTHER_SPEED or (speed != worker.speed and 1.0 in (speed, worker.speed)):

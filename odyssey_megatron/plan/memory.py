@@ -68,14 +68,21 @@ def minimum_bytes(layout: Layout, costs: Costs) -> dict[int, int]:
 
 
 def activation_caps(
-    layout: Layout, costs: Costs, *, extra: int = 0, budget_bytes: int | None = None
+    layout: Layout,
+    costs: Costs,
+    *,
+    extra: int = 0,
+    budget_bytes: int | None = None,
+    shares: Mapping[int, float] | None = None,
 ) -> dict[int, int]:
-    """Worker -> bytes of activations that a schedule may keep there.
+    """Worker -> bytes of activations that a schedule may keep there, counted as a whole cell's rank has them.
 
     Args:
         extra: microbatches above 1F1B's in-flight number.
         budget_bytes: what one worker has for state and activations; then all of it that the state leaves
             may be used, wherever in the pipeline the worker sits, and ``extra`` does not matter.
+        shares: worker -> ``WorkerState.share``, where that is not 1: so much of ``budget_bytes`` is what a whole cell's
+            rank would need for what fills one of this cell's.
 
     Raises:
         PlanInfeasible: ``budget_bytes`` is too small for some worker; says what it needs at the least.
@@ -84,15 +91,19 @@ def activation_caps(
     if budget_bytes is None:
         wanted: Mapping[int, int] = one_f_one_b_bytes(layout, costs, extra)
         return {worker: max(floor[worker], wanted[worker]) for worker in floor}
-    state = state_bytes(layout, costs)
+    state, shares = state_bytes(layout, costs), shares or {}
+    budget = {worker: int(budget_bytes * shares.get(worker, 1.0)) for worker in floor}
     for worker, least in floor.items():
-        if state[worker] + least > budget_bytes:
+        if state[worker] + least > budget[worker]:
+            share = shares.get(worker, 1.0)
+            needs = [size_text(round(size / share)) for size in (state[worker] + least, state[worker], least)]
+            ranks = f", with {share:.0%} of a cell's ranks," if share != 1.0 else ""
             raise PlanInfeasible(
-                f"worker {worker} needs {size_text(state[worker] + least)} ({size_text(state[worker])} of state, "
-                f"{size_text(least)} of activations at the least), and {size_text(budget_bytes)} may be used"
+                f"worker {worker}{ranks} needs {needs[0]} ({needs[1]} of state, {needs[2]} of activations at the "
+                f"least), and {size_text(budget_bytes)} may be used"
             )
     most = _alike(layout, state)
-    return {worker: max(least, budget_bytes - most[worker]) for worker, least in floor.items()}
+    return {worker: max(least, budget[worker] - most[worker]) for worker, least in floor.items()}
 
 
 def _alike(layout: Layout, state: Mapping[int, int]) -> Mapping[int, int]:

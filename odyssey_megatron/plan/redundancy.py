@@ -20,14 +20,16 @@ def with_shadows(
     costs: Costs,
     *,
     eager: bool = False,
+    shares: Mapping[int, float] | None = None,
 ) -> Layout:
     """``layout`` with at least ``least`` holders of each layer, as far as there are workers.
 
     A shadow, a holder without microbatches, takes part in the layers' gradient reduction and step, so that it can take
     over with nothing sent (design section 2). Layers with the same holders get the same shadow: one that has their
     state already (``previous``), on a node that holds none of them (``nodes``: node of each living worker), with the
-    least to hold. ``eager``: before that, if it can be had, the worker before them on a route, which has the input of
-    their forwards; before the first ones the last, which waits longest for its own.
+    least to hold for its ranks (``shares``: worker -> ``WorkerState.share``, where that is not 1). ``eager``: before
+    that, if it can be had, the worker before them on a route, which has the input of their forwards; before the first
+    ones the last, which waits longest for its own.
     """
     before = _workers_before(layout) if eager else {}
     load = dict.fromkeys(nodes, 0)
@@ -49,7 +51,7 @@ def with_shadows(
                     nodes[worker] in there,
                     previous is not None and not all(worker in previous.states[layer] for layer in run),
                     eager and not all(worker in before[layer] for layer in run),
-                    load[worker],
+                    load[worker] / (shares or {}).get(worker, 1.0),
                     (worker - holders[0]) % (max(nodes) + 1),
                 ),
             )
@@ -95,6 +97,7 @@ def with_keepers(
     costs: Costs,
     *,
     joins: bool = True,
+    shares: Mapping[int, float] | None = None,
 ) -> Layout:
     """``layout`` with the optimizer state of each layer on ``copies`` of its holders; 0 leaves it on all.
 
@@ -108,7 +111,7 @@ def with_keepers(
     as_many = [min(copies, len(one)) for one in holders]
     if not copies or as_many == [len(keepers) for keepers in layout.keepers]:
         return layout
-    room = _room_bytes(layout, copies, costs)
+    room = _room_bytes(layout, copies, costs, shares or {})
     keep: list[list[int]] = [[] for _ in holders]
     load, sends = dict.fromkeys(layout.workers, 0), dict.fromkeys(layout.workers, 0)
 
@@ -140,7 +143,7 @@ def with_keepers(
     return replace(layout, keepers=tuple(map(tuple, keep)))
 
 
-def _room_bytes(layout: Layout, copies: int, costs: Costs) -> dict[int, float]:
+def _room_bytes(layout: Layout, copies: int, costs: Costs, shares: Mapping[int, float]) -> dict[int, float]:
     """Worker -> optimizer state that it should have at most: what weights, gradients and 1F1B's activations leave, and
     where that is less, its part of each layer that it holds, in whole layers.
     """
@@ -153,7 +156,8 @@ def _room_bytes(layout: Layout, copies: int, costs: Costs) -> dict[int, float]:
         for worker in holders:
             part[worker] += layer.optimizer_bytes * min(1.0, copies / len(holders))
             largest[worker] = max(largest[worker], layer.optimizer_bytes)
+    budget = {worker: costs.memory_bytes * shares.get(worker, 1.0) for worker in layout.workers}
     return {
-        worker: max(costs.memory_bytes - state[worker] - activations[worker], part[worker] + largest[worker])
+        worker: max(budget[worker] - state[worker] - activations[worker], part[worker] + largest[worker])
         for worker in layout.workers
     }

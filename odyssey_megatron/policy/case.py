@@ -57,6 +57,16 @@ class Case:
         return worker_speeds(self.state)
 
     @cached_property
+    def shares(self) -> dict[int, float]:
+        """Only of workers that are not whole cells."""
+        return worker_shares(self.state)
+
+    @cached_property
+    def whole(self) -> int:
+        """Living workers that are whole cells: what a restart could begin with."""
+        return sum(worker not in self.shares for worker in self.alive)
+
+    @cached_property
     def steady(self) -> tuple[int, ...]:
         """The living that are not slow."""
         return tuple(worker for worker in self.alive if self.speeds.get(worker, 1.0) >= 1.0)
@@ -99,7 +109,7 @@ class Case:
     def left(self) -> float:
         """Of the usual speed, what a restart without one more worker would have."""
         try:
-            return min(1.0, self.usual_step_s / self.restarted_step_s(len(self.alive) - 1))
+            return min(1.0, self.usual_step_s / self.restarted_step_s(self.whole - 1))
         except PlanInfeasible:
             return 0.0
 
@@ -111,19 +121,27 @@ class Case:
         """
         job, stages = self.job, self.job.pipeline_model_parallel_size
         pipelines = min(workers // stages, job.num_microbatches)
-        if pipelines == 0:
-            raise PlanInfeasible(f"a pipeline needs {stages} workers, {workers} are alive")
+        if pipelines <= 0:
+            raise PlanInfeasible(f"a pipeline needs {stages} workers, {workers} are alive and whole")
         step_s = self.search.estimate_s(pipelines * stages, job.num_microbatches, pipelines)
         if step_s is None:
             raise PlanInfeasible(self.search.why_not(stages))
         return step_s + self.profile.costs.optimizer_s
 
     def fatal_share(self, layout: Layout) -> float:
-        """Share of the living workers whose death would leave some layer of ``layout`` without a holder."""
+        """Share of the next losses that would leave some layer of ``layout`` without a holder: any rank may be next."""
         alone = {states[0] for states in layout.states if len(states) == 1}
-        return len(alone) / len(self.alive)
+        ranks, of_all = (
+            sum(self.shares.get(worker, 1.0) for worker in workers) for workers in (alone, self.alive)
+        )
+        return ranks / of_all
 
 
 def worker_speeds(state: ClusterState) -> dict[int, float]:
-    """Worker -> speed, where it differs from a healthy worker's."""
-    return {w.worker: w.speed for w in state.workers if w.speed != 1.0}
+    """Worker -> speed, where it differs from a healthy worker's that is a whole cell."""
+    return {w.worker: w.pace for w in state.workers if w.pace != 1.0}
+
+
+def worker_shares(state: ClusterState) -> dict[int, float]:
+    """Worker -> ``WorkerState.share``, where it is not a whole cell."""
+    return {w.worker: w.share for w in state.workers if w.share != 1.0}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import heapify, heappop, heappush
@@ -26,7 +26,7 @@ from odyssey_megatron.plan.redundancy import with_keepers, with_shadows
 from odyssey_megatron.plan.simulate import computed_before_s, step_end_s
 from odyssey_megatron.plan.spread import spread
 from odyssey_megatron.plan.transfer import living_holders, warm_up
-from odyssey_megatron.policy.case import Case, worker_speeds
+from odyssey_megatron.policy.case import Case, worker_shares, worker_speeds
 from odyssey_megatron.policy.options import (
     LaidOut,
     Option,
@@ -103,7 +103,7 @@ class Decision:
             step_s=best.step_s,
             bound_s=best.option.least_step_s,
             transition_s=best.transition_s,
-            peak_bytes=assembled.peak_bytes,
+            peak_bytes=_per_rank(assembled.peak_bytes, case.shares),
             ahead=assembled.ahead,
         )
 
@@ -190,8 +190,8 @@ def scheduled(
     eager: bool = False,
 ) -> Plan:
     """The verified plan of a layout that needs no choosing. Raises PlanInfeasible if it does not fit."""
-    speeds = worker_speeds(state)
-    caps = caps_for(layout, profile)
+    speeds, shares = worker_speeds(state), worker_shares(state)
+    caps = caps_for(layout, profile, shares)
     order = order_routes(layout, profile.costs, in_flight_cap=caps, speeds=speeds)
     assembled = _assembled(order, layout, profile.costs, caps, speeds, eager)
     return Plan(
@@ -202,7 +202,7 @@ def scheduled(
         step_s=step_end_s(layout, profile.costs, order.done_s, order.tails()),
         bound_s=lower_bound_s(layout, profile.costs, speeds, caps),
         transition_s=0.0,
-        peak_bytes=assembled.peak_bytes,
+        peak_bytes=_per_rank(assembled.peak_bytes, shares),
         ahead=assembled.ahead,
     )
 
@@ -215,6 +215,13 @@ def _assembled(
         return assemble(order, layout, costs)
     whose = heirs(layout, costs, speeds)
     return assemble_eager(order, layout, costs, whose, caps=caps, speeds=speeds)
+
+
+def _per_rank(
+    peak_bytes: tuple[tuple[int, int], ...], shares: Mapping[int, float]
+) -> tuple[tuple[int, int], ...]:
+    """Of each worker, as its own ranks have it: schedules count as if all were whole cells."""
+    return tuple((worker, math.ceil(size / shares.get(worker, 1.0))) for worker, size in peak_bytes)
 
 
 def prepare(job: JobSpec, state: ClusterState, profile: Profile) -> None:

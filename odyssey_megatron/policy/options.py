@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from odyssey_megatron.errors import PlanInfeasible
@@ -170,11 +170,13 @@ def lay_out(
     nodes = {worker.worker: worker.node for worker in case.state.workers if worker.alive}
     if least_holders:
         eager = case.job.eager_forwards
-        layout = with_shadows(layout, case.previous, nodes, least_holders, costs, eager=eager)
+        layout = with_shadows(
+            layout, case.previous, nodes, least_holders, costs, eager=eager, shares=case.shares
+        )
     copies = case.job.optimizer_copies
-    layout = with_keepers(layout, case.previous, nodes, copies, costs, joins=joins)
+    layout = with_keepers(layout, case.previous, nodes, copies, costs, joins=joins, shares=case.shares)
     transfers = plan_transfers(case.previous, layout, case.alive, costs)
-    caps = caps_for(layout, profile)
+    caps = caps_for(layout, profile, case.shares)
     return Option(
         policy=policy,
         name=proposal.name or policy.name,
@@ -186,15 +188,18 @@ def lay_out(
     )
 
 
-def caps_for(layout: Layout, profile: Profile) -> dict[int, int]:
+def caps_for(layout: Layout, profile: Profile, shares: Mapping[int, float] | None = None) -> dict[int, int]:
     """Bytes of activations for each worker. Raises PlanInfeasible if the state alone does not fit.
 
-    Workers are alike, so where memory is not known each may fill what 1F1B's fullest worker needs.
+    GPUs are alike, so where memory is not known each may fill what 1F1B's fullest worker needs; one that is not a whole
+    cell (``shares``: worker -> ``WorkerState.share``) what it needs itself, if there is to be any plan with it.
     """
-    budget = profile.costs.memory_bytes
-    if budget is None:
-        budget = fullest_bytes(layout, profile.costs)
-    return activation_caps(layout, profile.costs, budget_bytes=budget)
+    costs = profile.costs
+    if costs.memory_bytes is not None:
+        return activation_caps(layout, costs, budget_bytes=costs.memory_bytes, shares=shares)
+    caps = activation_caps(layout, costs, budget_bytes=fullest_bytes(layout, costs))
+    own = activation_caps(layout, costs) if shares else {}
+    return caps | {worker: own[worker] for worker in own.keys() & (shares or {}).keys()}
 
 
 def restart(case: Case) -> tuple[float, float] | str:
@@ -203,7 +208,7 @@ def restart(case: Case) -> tuple[float, float] | str:
     As many whole pipelines of the job's size as the living make, the rest of them idle; the transition is the profile's
     ``restart_s``, which counts the steps lost since the checkpoint too. For comparison: a running job cannot choose it.
     """
-    alive, stages = len(case.alive), case.job.pipeline_model_parallel_size
+    alive, stages = case.whole, case.job.pipeline_model_parallel_size
     try:
         step_s = case.restarted_step_s(alive)
     except PlanInfeasible as error:

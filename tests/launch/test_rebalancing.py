@@ -189,6 +189,17 @@ def test_little_is_nothing(job):
     assert changes(state_5, {}) == {5: 1.0}
 
 
+def test_a_smaller_cell_is_slow_beside_its_share(job):
+    """Half a cell that takes twice the time of whole ones is healthy."""
+    one = replace(job.state.workers[5], share=0.5)
+    state = replace(job.state, workers=(*job.state.workers[:5], one, *job.state.workers[6:]))
+    assert changes(state, {5: 0.5}) == changes(state, {}) == changes(state, {5: 0.53}) == {}
+    assert changes(state, {5: 0.25}) == {5: 0.5}
+    assert changes(state, {5: 0.8}) == {5: 1.6}
+    assert with_speeds(state, {5: 1.6}).workers[5].pace == pytest.approx(0.8)
+    assert changes(with_speeds(state, {5: 1.6}), {}) == {5: 1.0}
+
+
 def test_how_long_it_will_last():
     assert remaining_s(0.0) == 600.0
     assert remaining_s(1000.0) > remaining_s(0.0), "the longer it has lasted"

@@ -133,7 +133,7 @@ def test_too_few_workers_for_a_restart():
         job=spec, state=state, previous=first.plan, profile=PROFILE, config=OdysseyConfig(), now_s=1.0
     )
     row = next(row for row in decision.candidates if row.name == "restart")
-    assert (row.score, row.reason) == (None, "a pipeline needs 2 workers, 1 are alive")
+    assert (row.score, row.reason) == (None, "a pipeline needs 2 workers, 1 are alive and whole")
 
 
 def test_transfers_come_from_living_holders_of_what_is_missing():

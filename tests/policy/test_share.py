@@ -1,0 +1,133 @@
+"""Workers that have some of a whole cell's ranks: slower, and each of their ranks with more bytes."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from odyssey_megatron.cluster.events import RankJoined
+from odyssey_megatron.cluster.state import apply, initial_state
+from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.errors import PlanInfeasible
+from odyssey_megatron.plan.memory import activation_caps, fullest_bytes, state_bytes
+from odyssey_megatron.plan.redundancy import with_keepers
+from odyssey_megatron.policy.case import worker_shares, worker_speeds
+from odyssey_megatron.policy.decide import decide, initial_plan
+from odyssey_megatron.policy.options import caps_for
+from odyssey_megatron.policy.profile import Profile
+from tests.plan.samples import uniform_costs
+from tests.policy.test_decide import check, job, kill
+
+COSTS = uniform_costs(12, ends=True)
+SMALL = 4
+
+
+def returned(share, *, memory_bytes=None, speed=1.0):
+    """What is decided once worker 4, of two pipelines of four stages, is back with ``share`` of its ranks."""
+    costs = replace(COSTS, memory_bytes=memory_bytes)
+    spec, state, profile = job(4, 24, 14), initial_state(nodes=(0,) * 8), Profile(costs=costs)
+    home = initial_plan(spec, state, profile)
+    common = {
+        "job": spec,
+        "profile": profile,
+        "config": OdysseyConfig(mtbf_s=1e9, horizon_s=1e9),
+        "now_s": 1.0,
+    }
+    after = decide(state=kill(state, SMALL), previous=home, **common).plan
+    back = apply(kill(state, SMALL), RankJoined(rank=SMALL, node=0, incarnation=1))
+    workers = (replace(one, share=share, speed=speed) if one.worker == SMALL else one for one in back.workers)
+    back = replace(back, workers=tuple(workers))
+    return after, decide(state=back, previous=after, home=home.layout, **common)
+
+
+def computing(plan):
+    return {hop.worker for route in plan.layout.routes for hop in route.hops}
+
+
+def test_it_is_as_fast_as_its_share_unless_it_was_measured():
+    state = initial_state(nodes=(0,) * 3)
+    workers = (state.workers[0], replace(state.workers[1], share=0.5), replace(state.workers[2], speed=0.8))
+    assert worker_speeds(replace(state, workers=workers)) == {1: 0.5, 2: 0.8}
+    assert worker_shares(replace(state, workers=workers)) == {1: 0.5}
+    faster = (workers[0], replace(workers[1], speed=1.4), workers[2])
+    assert worker_speeds(replace(state, workers=faster)) == {1: 0.7, 2: 0.8}
+
+
+def test_a_cell_is_whole_again_when_it_comes_back():
+    state = initial_state(nodes=(0,) * 2)
+    smaller = replace(state, workers=(replace(state.workers[0], share=0.5), state.workers[1]))
+    back = apply(kill(smaller, 0), RankJoined(rank=0, node=0, incarnation=1))
+    assert back.workers[0].share == 1.0
+
+
+def test_bytes_of_each_of_its_ranks():
+    """With half of the ranks, so much fits as in half of the memory."""
+    layout = initial_plan(job(4, 24, 14), initial_state(nodes=(0,) * 8), Profile(costs=COSTS)).layout
+    budget = 2 * fullest_bytes(layout, COSTS) + 1
+    state = state_bytes(layout, COSTS)
+    caps = activation_caps(layout, COSTS, budget_bytes=budget, shares={SMALL: 0.5})
+    assert caps[SMALL] == budget // 2 - state[SMALL]
+    assert caps[0] == budget - state[0]
+    with pytest.raises(
+        PlanInfeasible, match=r"worker 4, with 25% of a cell's ranks, needs 60 bytes \(48 bytes of"
+    ):
+        activation_caps(layout, COSTS, budget_bytes=59, shares={SMALL: 0.25})
+    activation_caps(layout, COSTS, budget_bytes=60, shares={SMALL: 0.25})
+
+
+def test_where_memory_is_not_known_nobody_is_refused():
+    layout = initial_plan(job(4, 24, 14), initial_state(nodes=(0,) * 8), Profile(costs=COSTS)).layout
+    whole, caps = (caps_for(layout, Profile(costs=COSTS), shares) for shares in ({}, {SMALL: 0.25}))
+    assert {worker for worker in caps if caps[worker] != whole[worker]} <= {SMALL}
+    assert caps[SMALL] == activation_caps(layout, COSTS)[SMALL]
+
+
+def test_optimizer_state_stays_where_there_is_room_for_it():
+    """Each layer is on four workers, two of which keep its state; of half a cell no more than its part is asked."""
+    layout = initial_plan(job(2, 12, 14), initial_state(nodes=(0,) * 8), Profile(costs=COSTS)).layout
+    before = replace(layout, keepers=tuple((max(held), min(held)) for held in layout.all_holders))
+    limited = replace(COSTS, memory_bytes=fullest_bytes(layout, COSTS))
+
+    def kept(shares):
+        found = with_keepers(layout, before, dict.fromkeys(range(8), 0), 2, limited, shares=shares)
+        return sum(
+            max(held) in keepers for held, keepers in zip(found.all_holders, found.keepers, strict=True)
+        )
+
+    last = {max(held) for held in layout.all_holders}
+    assert kept({}) == 14
+    assert kept(dict.fromkeys(last, 0.5)) == 8
+
+
+def test_it_is_used_where_that_pays_and_memory_allows():
+    after, decision = returned(0.5)
+    check(decision.plan, range(8), 24)
+    assert decision.plan.step_s < after.step_s * 0.98
+    assert SMALL in computing(decision.plan)
+
+
+def test_where_memory_does_not_allow_it_idles_and_the_table_says_why():
+    """A layer with its state and one activation takes 4 + 1 bytes of each of a whole cell's ranks, 40 of these."""
+    after, decision = returned(0.125, memory_bytes=25)
+    assert SMALL not in computing(decision.plan)
+    assert decision.plan.step_s <= after.step_s * (1 + 1e-9)
+    reasons = " ".join(row.reason for row in decision.candidates)
+    assert "worker 4, with 12% of a cell's ranks, needs" in reasons
+
+
+@pytest.mark.parametrize("memory_bytes", [30, 40, 60])
+def test_no_rank_has_more_than_there_is(memory_bytes):
+    _, decision = returned(0.5, memory_bytes=memory_bytes)
+    plan = decision.plan
+    peaks = dict(plan.peak_bytes)
+    assert max(peaks.values()) <= memory_bytes
+    if SMALL in peaks:
+        assert peaks[SMALL] >= math.ceil(state_bytes(plan.layout, COSTS)[SMALL] / 0.5)
+
+
+def test_whole_cells_only_are_what_a_restart_begins_with():
+    _, decision = returned(0.5)
+    case = decision.case
+    assert case.whole == 7
+    step_s = case.search.estimate_s(4, case.job.num_microbatches, 1)
+    assert case.left == pytest.approx(case.usual_step_s / step_s)
