@@ -1,8 +1,9 @@
-"""Attention with context parallelism on a CPU, for which Transformer Engine has no build.
+"""Attention with context parallelism, and within packed sequences, on a CPU, for which Transformer Engine has no build.
 
 Megatron's own attention computes it, once each rank has all keys and values: they are gathered, and their gradients
 are summed and given back. Each rank has two pieces of the sequence, one from each end, so that all have as much to do
-(megatron core_v0.16.1 core/utils.py, ``get_batch_on_this_cp_rank``).
+(megatron core_v0.16.1 core/utils.py, ``get_batch_on_this_cp_rank``). Packed sequences are one long one to it, with a
+mask: right, and as dear as that.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from odyssey_megatron.upstream import seam_table, seams
 
 
 def install() -> None:
-    """Lets Megatron's own attention be context parallel, which it refuses to be."""
+    """Lets Megatron's own attention be context parallel, or within packed sequences, which it refuses to be."""
     seams.wrap(seam_table.DOT_PRODUCT_ATTENTION, _made)
 
 
@@ -36,6 +37,38 @@ def _made(original: Any, self: Any, config: Any, *args: Any, **kwargs: Any) -> N
         softmax = self.scale_mask_softmax
         window, softmax.window_size = softmax.window_size, None  # it would be put over any mask
         self.forward = functools.partial(_attend, self.forward, self, window)
+    else:
+        self.forward = functools.partial(_attend_within, self.forward, self.scale_mask_softmax)
+
+
+def _attend_within(
+    original: Any,
+    softmax: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    *args: Any,
+    packed_seq_params: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """[tokens, heads, channels] of packed sequences to [tokens, 1, heads * channels]; others as ``original`` has it."""
+    if packed_seq_params is None:
+        return original(query, key, value, *args, **kwargs)
+    ends = packed_seq_params.cu_seqlens_q_padded
+    ends = packed_seq_params.cu_seqlens_q if ends is None else ends
+    places = torch.arange(query.size(0))
+    sequence = torch.bucketize(places, ends.long().flatten(), right=True)  # core_v0.16.1 has a row of it
+    hidden = (sequence[:, None] != sequence) | (places[:, None] < places)
+    if (window := softmax.window_size) is not None:
+        from megatron.core.transformer.utils import get_sliding_window_causal_mask
+
+        hidden |= get_sliding_window_causal_mask(query.size(0), query.size(0), window)
+    kwargs.pop("attention_mask", None)
+    softmax.window_size = None  # it would be put over any mask
+    try:
+        return original(*(one.unsqueeze(1) for one in (query, key, value)), hidden, *args[1:], **kwargs)
+    finally:
+        softmax.window_size = window
 
 
 def _attend(

@@ -59,6 +59,17 @@ def check_pretrain(named: Mapping[str, Any]) -> None:
         )
 
 
+def check_packed(args: Any) -> None:
+    """Raises ConfigError where Megatron itself would end in its first forward: core_v0.16.1 tells no tensor-parallel
+    rank but the first how long the longest sequence is (megatron/training/utils.py, lines 667-676). Goes with 0.16.
+    """
+    if args.sft and args.tensor_model_parallel_size > 1 and check_version().startswith("0.16."):
+        raise ConfigError(
+            f"--sft with --tensor-model-parallel-size {args.tensor_model_parallel_size} does not work in megatron-core "
+            f"{check_version()}, with or without Odyssey. Use core_v0.17.1 or newer, or one tensor-parallel rank."
+        )
+
+
 def setup_arguments(function: Any, *args: Any, **kwargs: Any) -> tuple[Callable[..., Any], Any, Any]:
     """Of a call of ``setup_model_and_optimizer``: the model's provider, its type, the checkpoints' context.
 

@@ -30,7 +30,7 @@ _WORKS = {
     tokenizer_sentencepiece_legacy tokenizer_hf_use_fast tokenizer_hf_include_special_tokens
     tokenizer_hf_no_use_fast tokenizer_hf_no_include_special_tokens
     tokenizer_sentencepiece_ignore_extra_whitespaces null_tokenizer_eod_id null_tokenizer_pad_id
-    merge_file legacy_tokenizer metadata_path special_tokens chat_template trust_remote_code
+    merge_file legacy_tokenizer metadata_path special_tokens chat_template trust_remote_code sft_tokenizer_prompt_format
     """,
     "what Megatron's loop logs of its own numbers": """
     wandb_project wandb_exp_name wandb_save_dir wandb_entity one_logger_project one_logger_run_name
@@ -357,9 +357,6 @@ _MOOT = {
     export_default_te_spec export_force_local_attention export_kd_teacher_ckpt_format export_kd_teacher_model_config
     export_kv_cache_quant export_model_type export_moe_apply_probs_on_input export_qk_l2_norm export_real_quant_cfg
     finetune_data_split finetune_hf_dataset freeze_base_for_mtp qad_train_target
-    """,
-    "read with --sft only": """
-    sft_tokenizer_prompt_format
     """,
     "read with --error-injection-rate only": """
     error_injection_type

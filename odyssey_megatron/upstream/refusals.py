@@ -78,6 +78,9 @@ _GPUS = "It compares GPUs over groups that Odyssey makes anew. Leave it out."
 _MODELOPT = "Model Optimizer changes the model behind its stages. Leave it out."
 _UNTRIED = "Nobody has tried it under failure. Leave it out."
 _ALONE = "Leave out --odyssey."
+_PACKED_ALONE = (
+    "Packed sequences are not tried with --context-parallel-size above 1, --mtp-num-layers or --num-experts."
+)
 
 
 def _not_none(value: Any, args: Any) -> bool:
@@ -95,6 +98,12 @@ def _none_of(*usual: Any) -> Callable[[Any, Any], bool]:
 def _any_but(*usual: str) -> Callable[[Any, Any], bool]:
     """Of a list, or one value alone."""
     return lambda value, args: not {*([value] if isinstance(value, str) else value or ())} <= {*usual}
+
+
+def _packed_with_others(value: Any, args: Any) -> bool:
+    others = "context_parallel_size", "mtp_num_layers", "num_experts"
+    sizes = [getattr(args, name, None) or 0 for name in others]
+    return bool(value) and (sizes[0] > 1 or any(sizes[1:]))
 
 
 def _unlike(other: str) -> Callable[[Any, Any], bool]:
@@ -201,7 +210,7 @@ _ROWS: tuple[tuple[str, str] | tuple[str, str, Callable[[Any, Any], bool]], ...]
     ("check_for_spiky_loss", _RERUN),
     ("decrease_batch_size_if_needed", "Start with a --global-batch-size that all replicas can share."),
     ("eval_micro_batch_size", _TRAINING, _unlike("micro_batch_size")),
-    ("dataloader_inter_document_masking", _LEAVE_OUT),
+    ("dataloader_inter_document_masking", f"{_PACKED_ALONE} Leave these out.", _packed_with_others),
     ("dataloader_type", "Samples are found by their global number. Use single or cyclic.",
      _none_of("single", "cyclic")),
     ("non_persistent_ckpt_type", "Use global.", lambda value, args: value == "local"),
@@ -222,7 +231,11 @@ _ROWS: tuple[tuple[str, str] | tuple[str, str, Callable[[Any, Any], bool]], ...]
     ("lazy_mpu_init", _LEAVE_OUT),
     ("skip_train", "An evaluation alone has nothing to recover. Leave out --odyssey."),
     ("perform_rl_step", _ALONE),
-    ("sft", _ALONE),
+    ("sft", f"{_PACKED_ALONE} Its samples do not make larger batches, and have no masks. Leave these out, use "
+     "--micro-batch-size 1, and add --no-create-attention-mask-in-dataloader.",
+     lambda value, args: bool(value) and (
+         _packed_with_others(value, args) or _above_one(getattr(args, "micro_batch_size", None), args)
+         or getattr(args, "create_attention_mask_in_dataloader", True))),
     ("save_wgrads_interval", _LEAVE_OUT),
     ("save_dgrads_interval", _LEAVE_OUT),
     ("save_params_interval", _LEAVE_OUT),

@@ -77,6 +77,11 @@ DUMMY_TRAIN_STEP = Seam(
     why="an iteration that is skipped is a step, so that all ranks are as far",
     signatures={"0.16": "data_iterator"},
 )
+CONSUME_SEQLEN_STATS = Seam(
+    target="megatron.training.training:consume_seqlen_stats_in_iteration",
+    why="packed sequences are counted once, whoever computed which layers of them",
+    signatures={"0.16": None, "0.18": ""},
+)
 TRAIN = Seam(
     target="megatron.training.training:train",
     why="a process in the place of a dead rank joins here, and goes on at the iteration of the others",

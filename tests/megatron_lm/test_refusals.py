@@ -49,7 +49,7 @@ GIVEN = {
     "--logits-save-dir": "--logits-save-dir there",
     "--logits-load-dir": "--logits-load-dir there",
     "--eval-micro-batch-size": "--eval-micro-batch-size 2",
-    "--dataloader-inter-document-masking": "--dataloader-inter-document-masking",
+    "--dataloader-inter-document-masking": "--dataloader-inter-document-masking --num-experts 4",
     "--ckpt-convert-format": "--ckpt-convert-format torch_dist",
     "--save-params-interval": "--save-params-interval 2",
     "--save-activations-interval": "--save-activations-interval 2",

@@ -150,8 +150,9 @@ def leave_out_moot(args: Any) -> None:
 def adapt(args: Any, config: OdysseyConfig) -> None:
     """What Odyssey does in Megatron's place is switched off there; Megatron has validated ``args``.
 
-    Raises MegatronIncompatible.
+    Raises MegatronIncompatible, and ConfigError.
     """
+    compat.check_packed(args)
     # Layers, not slices of buffers, are shared out (``Layout.keepers``), each to some of its holders.
     _set(args, False, "use_distributed_optimizer", "overlap_param_gather")
     # Reductions are instructions of the schedule.
@@ -253,6 +254,7 @@ def spec_of(
         config_overrides=overrides,
         seed=args.seed,
         is_tied=not args.untie_embeddings_and_output_weights,
+        is_packed=args.sft or getattr(args, "dataloader_inter_document_masking", False),
         ddp_config=ddp_config(args),
         overflow_ends_job=overflow_ends_job,
         stages=split.chunks(),

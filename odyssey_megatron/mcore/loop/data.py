@@ -71,6 +71,8 @@ class MicrobatchSource:
         """Microbatches that evaluations have taken."""
         self.fetched: dict[int, list[int]] = {}
         """Microbatch -> places of the samples that were read for it since :meth:`begin`."""
+        self.sequences: dict[int, tuple[float, float]] = {}
+        """Microbatch -> of its packed sequences the sum of their lengths, and that of the squares; of those read."""
 
     def __len__(self) -> int:
         """As ``--full-validation`` asks."""
@@ -80,7 +82,7 @@ class MicrobatchSource:
     def begin(self, before: int) -> None:
         """From now on microbatches are those of what comes behind so many samples."""
         self._before, self._microbatch, self._batch = before, -1, None
-        self.fetched = {}
+        self.fetched, self.sequences = {}, {}
 
     def go_to(self, microbatch: int) -> None:
         """From now on ``next()`` gives this microbatch."""
@@ -100,5 +102,8 @@ class MicrobatchSource:
             samples = places if self._order is None else self._order(places)
             self._batch = self._collate([self._dataset[sample] for sample in samples])
             self.fetched[self._microbatch] = list(places)
+            if isinstance(self._batch, dict) and "cu_seqlens" in self._batch:
+                lengths = self._batch["cu_seqlens"].diff().double()
+                self.sequences[self._microbatch] = lengths.sum().item(), lengths.square().sum().item()
         # From 0.18 on the first stage's forward step takes the labels out of what it is given.
         return copy.copy(self._batch)

@@ -129,9 +129,8 @@ class Door:
     def _replace(self) -> None:
         """Everything of Megatron's that Odyssey replaces. Raises MegatronIncompatible, and then nothing is."""
         seams.demand_all(seam_table.SEAMS)
-        span.install()
-        wgrad.install()
-        saving.install()
+        for module in (span, wgrad, saving):
+            module.install()
         for seam, replacement in (
             (seam_table.VALIDATE_ARGS, self.validate_args),
             (seam_table.TRANSFORMER_CONFIG, self._stage.transformer_config),
@@ -144,6 +143,7 @@ class Door:
             (seam_table.TRAIN, self.train),
             (seam_table.TRAIN_STEP, self.train_step),
             (seam_table.DUMMY_TRAIN_STEP, self.dummy_train_step),
+            (seam_table.CONSUME_SEQLEN_STATS, lambda original: self._runtime.outcome.sequences),
             (seam_table.TRAINING_LOG, self.training_log),
             (seam_table.GET_FORWARD_BACKWARD_FUNC, self.get_forward_backward_func),
             (seam_table.SAVE_CHECKPOINT, self._saves.save_checkpoint),

@@ -32,16 +32,21 @@ class StepOutcome:
     """None unless Megatron's ``log_num_zeros_in_grad`` asks for it."""
     tokens: int = 0
     num_microbatches: int = 0
+    sequences: tuple[float, float] | tuple[None, None] = (None, None)
+    """Of packed sequences the sum of their lengths, and that of the squares; None where samples are one sequence."""
     aux_losses: dict[str, list[float]] = field(default_factory=dict)
     """Of a mixture of experts: name -> of each transformer layer the sum over all microbatches."""
 
 
-# -- the totals of a step: [squared gradient norm, zeros in the gradient, tokens, microbatches, (loss sum, loss
-#    count) for each name], float64, summed over all ranks with the step's agreement
+# -- the totals of a step: [squared gradient norm, zeros in the gradient, tokens, microbatches, sum of the lengths of
+#    packed sequences, of their squares, (loss sum, loss count) for each name], float64, summed over all ranks with the
+#    step's agreement
+
+_BEFORE_LOSSES = 6
 
 
 def num_totals(loss_names: Sequence[str]) -> int:
-    return 4 + 2 * len(loss_names)
+    return _BEFORE_LOSSES + 2 * len(loss_names)
 
 
 def local_totals(
@@ -50,6 +55,7 @@ def local_totals(
     loss_names: Sequence[str],
     *,
     tokens: Iterable[torch.Tensor | float],
+    sequences: Mapping[int, tuple[float, float]],
     tp_rank: int,
     cp_rank: int,
     with_zeros: bool,
@@ -60,6 +66,7 @@ def local_totals(
         gradients: those that this rank counts.
         losses: of the microbatches whose head this worker ran, or of this rank's part of their sequences.
         tokens: of each of these microbatches.
+        sequences: of each microbatch that was read here, and has packed ones, as :attr:`StepOutcome.sequences`.
         tp_rank: of this rank; what all tensor-parallel ranks have alike counts on the first one.
         cp_rank: of this rank; the first one counts the microbatches.
         with_zeros: count zeros.
@@ -74,11 +81,13 @@ def local_totals(
     for one in tokens:
         totals[2] += one
     totals[3] = 0 if cp_rank else len(losses)
-    for _, reported in sorted(losses.items()):
+    for microbatch, reported in sorted(losses.items()):
+        if not cp_rank and microbatch in sequences:
+            totals[4:_BEFORE_LOSSES] += totals.new_tensor(sequences[microbatch])
         for index, name in enumerate(loss_names):
             value = reported[name].detach().to(torch.float64)
             pair = value if value.numel() == 2 else torch.stack([value, torch.ones_like(value)])
-            totals[4 + 2 * index : 6 + 2 * index] += pair
+            totals[_BEFORE_LOSSES + 2 * index :][:2] += pair
     return totals
 
 

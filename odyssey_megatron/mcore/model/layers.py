@@ -51,6 +51,8 @@ class ModelSpec:
     """
     is_tied: bool = False
     """The provider's models have ``share_embeddings_and_output_weights``."""
+    is_packed: bool = False
+    """A microbatch is one row of packed sequences (Megatron's ``PackedSeqParams``): all layers ask where they end."""
     overflow_ends_job: bool = True
     """Of a loss scale that does not change: False lets a step that overflows be skipped."""
     stages: tuple[tuple[tuple[int, int], ...], ...] = ()
@@ -83,6 +85,19 @@ class ModelSpec:
     def tied(self) -> int:
         """The number of the shared weight (``Layout.tied``)."""
         return self.num_layers
+
+    def activation_shape(self, seq_length: int, micro_batch_size: int, parts: int) -> tuple[int, int, int]:
+        """Of what layers send one another, where each rank has one of so many ``parts`` of the sequence."""
+        rows = 1 if self.is_packed else micro_batch_size
+        return seq_length * micro_batch_size // rows // parts, rows, self.config.hidden_size
+
+    def reads_as(self, *, first: bool, last: bool) -> tuple[int, int]:
+        """The stage, and the number of stages, by which a chunk at these ends of the model reads its microbatch.
+
+        Of packed sequences all of it, wherever the chunk is: up to core_v0.17.1 only the first stage and the last one
+        are told where sequences end (pretrain_gpt.py, ``get_batch``).
+        """
+        return own.place(first=first or self.is_packed, last=last or self.is_packed)
 
 
 class SharedWeight(torch.nn.Module):

@@ -75,7 +75,7 @@ class MegatronModel:
         self.spec, self.source = spec, source
         self.forward_step, self.learning_rate = forward_step, learning_rate
         self._of_step = num_microbatches
-        self._cell = cell
+        self._cell, self._micro_batch_size = cell, micro_batch_size
         self.batches = Batches.constant(num_microbatches * micro_batch_size)
         config = spec.config
         self.loss_scale = LossScale(spec.optimizer_config, ends_job=spec.overflow_ends_job)
@@ -88,7 +88,7 @@ class MegatronModel:
         self._losses_of_one = 1 if config.calculate_per_token_loss else self._groups.cp.size()
         """Of a microbatch: of each part of its sequence the mean, which Megatron averages, or together a sum."""
         parts = self._groups.tp_cp if config.sequence_parallel else self._groups.cp
-        self._message_shape = (seq_length // parts.size(), micro_batch_size, config.hidden_size)
+        self._message_shape = spec.activation_shape(seq_length, micro_batch_size, parts.size())
         rng.initialize(spec.seed, rng.Part.of(self._groups))
         self._seeds = rng.LayerSeeds(spec.seed, rng.Part.of(self._groups))
         self.routing = experts.Routing(config, self._groups, self._seeds)
@@ -244,12 +244,12 @@ class MegatronModel:
     def microbatches_of(self, step: int) -> int:
         """As a plan counts: a cell computes as many at once as it has lanes."""
         size = 0 if step in self.batches.left_out else self.batches.size(step)
-        return size // (self._message_shape[1] * self._cell.lanes)
+        return size // (self._micro_batch_size * self._cell.lanes)
 
     def begin_evaluation(self, first: int, microbatches: int) -> None:
         """As a step, of those ``microbatches`` of the source from ``first`` on; nothing is kept for a backward."""
         lanes = self._cell.lanes
-        self._begin(microbatches * lanes, before=first * lanes * self._message_shape[1], training=False)
+        self._begin(microbatches * lanes, before=first * lanes * self._micro_batch_size, training=False)
 
     def _begin(self, microbatches: int, *, before: int, training: bool) -> None:
         assert self.source is not None, "no data yet"
@@ -285,7 +285,7 @@ class MegatronModel:
         tensor, reported, counted = activation, list[dict[str, torch.Tensor]](), 0
         for block in self._span(first, last):
             is_last_stage = block.last == self.spec.num_layers
-            with groups.in_stage(*groups.place(first=block.first == 0, last=is_last_stage)):
+            with groups.in_stage(*self.spec.reads_as(first=block.first == 0, last=is_last_stage)):
                 tensor, tokens = schedules.forward_step(
                     self.forward_step,
                     self.source,
@@ -373,6 +373,7 @@ class MegatronModel:
             self._tally.losses,
             self._tally.names,
             tokens=self._tally.tokens.values(),
+            sequences=self.source.sequences if self.source is not None else {},
             tp_rank=self._tp_rank,
             cp_rank=self._cp_rank,
             with_zeros=self.spec.optimizer_config.log_num_zeros_in_grad,
@@ -400,7 +401,7 @@ class MegatronModel:
             NotFinite: the same on every rank, before any weight has changed.
         """
         totals, routed = torch.split(totals, [outcome.num_totals(self._tally.names), self.routing.num_totals])
-        squared_norm, zeros, tokens, microbatches, *losses = totals.tolist()
+        squared_norm, zeros, tokens, microbatches, lengths, squares, *losses = totals.tolist()
         if self._step in self.batches.left_out:
             return self._leave_out()
         scale = 1.0 / self.loss_scale.value.item()
@@ -441,6 +442,7 @@ class MegatronModel:
             num_zeros_in_grad=int(zeros) if counted and not skipped else None,
             tokens=int(tokens),
             num_microbatches=int(microbatches),
+            sequences=(lengths, squares) if lengths else (None, None),
             aux_losses=self.routing.losses(routed),
         )
 

@@ -1,0 +1,120 @@
+"""Packed sequences: documents that do not see one another, of any lengths, and conversations (``--sft``)."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from odyssey_megatron.upstream.source import Source
+from tests.megatron_lm.jobs import FLOAT64, assert_same_lines, indexed
+
+pytestmark = pytest.mark.timeout(300)
+
+WORDS = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho sigma tau".split()
+MARKS = ["<SPECIAL_10>", "<SPECIAL_11>", "<SPECIAL_12>", "<SPECIAL_233>"]
+
+
+@pytest.fixture(scope="module")
+def conversations(tmp_path_factory):
+    """Flags of a job that is tuned on 200 samples of one or two conversations each, and the tokenizer for them."""
+    pytest.importorskip("datasets")
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    folder, draw = tmp_path_factory.mktemp("conversations"), random.Random(0)
+    known = ["<unk>", "</s>", *MARKS, "System", "User", "Assistant", *WORDS]
+    words = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: number for number, word in enumerate(known)}, unk_token="<unk>")
+    )
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="<unk>", eos_token="</s>", additional_special_tokens=MARKS
+    ).save_pretrained(folder)
+
+    def said(role):
+        return {"role": role, "content": " ".join(draw.choices(WORDS, k=draw.randint(1, 3)))}
+
+    lines = [
+        {"messages": [said(role) for role in ("system", "user", "assistant") * draw.randint(1, 2)]}
+        for _ in range(200)
+    ]
+    (folder / "chat.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return (
+        f"--sft --data-path {folder / 'chat.jsonl'} --legacy-tokenizer --tokenizer-type SFTTokenizer "
+        f"--tokenizer-model {folder} --no-create-attention-mask-in-dataloader --seq-length 48 "
+        "--max-position-embeddings 48"
+    )
+
+
+WITHOUT = "--position-embedding-type --tokenizer-type --vocab-size --seq-length --max-position-embeddings"
+TWO = {"ranks": 4, "stages": 2}
+
+
+def test_conversations_of_plain_megatron_lm(jobs, name, conversations):
+    """With learned positions: core_v0.16.1 rotates packed sequences by Transformer Engine's kernels alone."""
+    plain = jobs.plain(conversations, **TWO, without=WITHOUT)
+    run = jobs.odyssey(name, conversations, **TWO, without=WITHOUT, inject="rank=2,step=2,at=backward")
+    assert_same_lines(run, plain)
+    assert len(run.killed) == 1
+
+
+def test_conversations_with_tensor_parallelism_are_refused_where_megatron_lm_fails(jobs, name, conversations):
+    how = {"ranks": 4, "stages": 2, "without": WITHOUT}
+    run = jobs.odyssey(name, f"{conversations} --tensor-model-parallel-size 2", **how)
+    assert run.exit_code == 2
+    assert "does not work in megatron-core 0.16.1, with or without Odyssey" in run.log
+
+
+@pytest.mark.matrix
+def test_float64_to_the_last_digits(jobs, name, conversations):
+    """Inner stages are told where conversations end, too: what is an end now may not be one after a failure."""
+    flags = f"{conversations} --odyssey-float64 on --odyssey-policy replan"
+    how = {"ranks": 8, "stages": 4, "without": WITHOUT}
+    whole = jobs.odyssey(f"{name}-whole", flags, **how)
+    inject = "rank=1,step=1,at=weight_grad;rank=7,step=3,at=forward"
+    run = jobs.odyssey(name, flags, inject=inject, **how)
+    assert len(run.killed) == 2
+    assert_same_lines(run, whole, rel=FLOAT64)
+
+
+DOCUMENTS = {
+    "one-row": (4, 2, "", "rank=2,step=2,at=backward"),
+    "two-rows": (3, 1, "--micro-batch-size 2", "rank=0,step=1,at=reduce"),  # plain's second stage reads 16 of 32
+    "cells": (8, 2, "--tensor-model-parallel-size 2 --sequence-parallel", "rank=6,step=2,at=reduce"),
+    "recomputed": (
+        4, 2, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        "rank=3,step=2,at=backward",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("case", DOCUMENTS)
+def test_documents_of_newer_versions(other_jobs, name, case):
+    """Documents of a sample that do not see one another; what is logged of throughput goes by their lengths."""
+    if Source((other_jobs.checkout,)).version() < "0.19":
+        pytest.skip("this Megatron-LM does not know --dataloader-inter-document-masking")
+    ranks, stages, flags, inject = DOCUMENTS[case]
+    data = indexed(other_jobs.folder / "documents" / "text", texts())
+    flags = f"--data-path {data} --dataloader-inter-document-masking --log-throughput {flags}"
+    run = other_jobs.odyssey(name, flags, ranks=ranks, stages=stages, inject=inject)
+    plain = other_jobs.plain(flags, ranks=ranks, stages=stages)
+    assert_same_lines(run, plain)
+    assert len(run.killed) == len(run.named("failure_detected")) * (2 if case == "cells" else 1) > 0
+
+
+def texts():
+    """Documents of 1 to 40 tokens, where a sample has 16."""
+    draw = random.Random(1)
+    return [bytes(draw.choices(range(1, 250), k=draw.randint(1, 40))) for _ in range(400)]
+
+
+@pytest.mark.matrix
+def test_conversations_of_newer_versions(other_jobs, name, conversations):
+    flags = conversations.replace("--legacy-tokenizer ", "")
+    without = WITHOUT.replace("--position-embedding-type ", "")
+    inject = "rank=2,step=2,at=backward"
+    run = other_jobs.odyssey(name, flags, **TWO, without=without, inject=inject)
+    assert_same_lines(run, other_jobs.plain(flags, **TWO, without=without))
+    assert len(run.killed) == 1
