@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import ceil
 
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.names import size_text
@@ -121,3 +122,10 @@ def _alike(layout: Layout, state: Mapping[int, int]) -> Mapping[int, int]:
     for worker, layers in held.items():
         most[tuple(layers)] = max(most.get(tuple(layers), 0), state[worker])
     return {worker: most[tuple(layers)] for worker, layers in held.items()}
+
+
+def per_rank(
+    peak_bytes: tuple[tuple[int, int], ...], shares: Mapping[int, float]
+) -> tuple[tuple[int, int], ...]:
+    """Of each worker, as its own ranks have it: schedules count as if all were whole cells."""
+    return tuple((worker, ceil(size / shares.get(worker, 1.0))) for worker, size in peak_bytes)

@@ -9,6 +9,7 @@ from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import ClusterState
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.layout import Layout
+from odyssey_megatron.policy.kinds import Slow
 from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.rerouting import reroute
 from odyssey_megatron.policy.score import expected_tokens, next_loss_s
@@ -68,8 +69,18 @@ class Case:
 
     @cached_property
     def steady(self) -> tuple[int, ...]:
-        """The living that are not slow."""
-        return tuple(worker for worker in self.alive if self.speeds.get(worker, 1.0) >= 1.0)
+        """The living that are whole cells and not slow."""
+        return tuple(worker for worker in self.alive if worker not in self.slow)
+
+    @cached_property
+    def slow(self) -> dict[int, Slow]:
+        """Of the living that are slow, or not whole cells, their sort."""
+        speeds, shares = self.speeds, self.shares
+        return {
+            worker: Slow.of(min(1.0, speeds.get(worker, 1.0)), shares.get(worker, 1.0))
+            for worker in self.alive
+            if speeds.get(worker, 1.0) < 1.0 or worker in shares
+        }
 
     @cached_property
     def rerouted(self) -> Layout:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import heapify, heappop, heappush
@@ -20,6 +20,7 @@ from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.eager import assemble_eager
 from odyssey_megatron.plan.generation import CandidateRow
 from odyssey_megatron.plan.layout import Layout, megatron_layout
+from odyssey_megatron.plan.memory import per_rank
 from odyssey_megatron.plan.order import Order, order_routes
 from odyssey_megatron.plan.plan import Plan, Transfer
 from odyssey_megatron.plan.redundancy import with_keepers, with_shadows
@@ -42,7 +43,8 @@ from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.proposal import Proposal
 from odyssey_megatron.policy.rerouting import heirs
 from odyssey_megatron.policy.score import mean_time_between_failures_s
-from odyssey_megatron.policy.search import place, search_for
+from odyssey_megatron.policy.search import search_for
+from odyssey_megatron.policy.seating import place
 from odyssey_megatron.policy.shares import SLACK
 
 _FINALISTS = 6
@@ -103,7 +105,7 @@ class Decision:
             step_s=best.step_s,
             bound_s=best.option.least_step_s,
             transition_s=best.transition_s,
-            peak_bytes=_per_rank(assembled.peak_bytes, case.shares),
+            peak_bytes=per_rank(assembled.peak_bytes, case.shares),
             ahead=assembled.ahead,
         )
 
@@ -202,7 +204,7 @@ def scheduled(
         step_s=step_end_s(layout, profile.costs, order.done_s, order.tails()),
         bound_s=lower_bound_s(layout, profile.costs, speeds, caps),
         transition_s=0.0,
-        peak_bytes=_per_rank(assembled.peak_bytes, shares),
+        peak_bytes=per_rank(assembled.peak_bytes, shares),
         ahead=assembled.ahead,
     )
 
@@ -215,13 +217,6 @@ def _assembled(
         return assemble(order, layout, costs)
     whose = heirs(layout, costs, speeds)
     return assemble_eager(order, layout, costs, whose, caps=caps, speeds=speeds)
-
-
-def _per_rank(
-    peak_bytes: tuple[tuple[int, int], ...], shares: Mapping[int, float]
-) -> tuple[tuple[int, int], ...]:
-    """Of each worker, as its own ranks have it: schedules count as if all were whole cells."""
-    return tuple((worker, math.ceil(size / shares.get(worker, 1.0))) for worker, size in peak_bytes)
 
 
 def prepare(job: JobSpec, state: ClusterState, profile: Profile) -> None:

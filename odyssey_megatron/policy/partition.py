@@ -16,26 +16,25 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
+from itertools import compress
 from math import inf
 from typing import TYPE_CHECKING
-
-import numpy as np
-from numpy.typing import NDArray
 
 from odyssey_megatron.plan.layout import Hop, Route, layout_from_routes
 from odyssey_megatron.plan.list_schedule import Shape as Group
 from odyssey_megatron.plan.order import solve
 from odyssey_megatron.plan.simulate import reduce_s, step_end_s
 from odyssey_megatron.policy import ways
+from odyssey_megatron.policy.bounds import Bounds
+from odyssey_megatron.policy.kinds import mixed
+from odyssey_megatron.policy.knapsack import packed
+from odyssey_megatron.policy.shares import SLACK
 
 if TYPE_CHECKING:
     from odyssey_megatron.policy.search import Search
 
 ALIKE = 0.001
 """A shape that could at best be this share better than another one is not worth scheduling."""
-
-_SLACK = 1 + 1e-9
-"""Sums of floats that are equal on paper must compare equal."""
 
 _EXACT = 1e-5
 """Of a step, how far the bisection goes."""
@@ -66,7 +65,9 @@ _TRUST = (1.0, 0.5, 0.0)
 would come to an end that went by them from the beginning."""
 
 Shares = tuple[tuple[int, int], ...]
-"""(stages, microbatches) of each pipeline, the longest first."""
+"""(kind, microbatches) of each pipeline, those with a slow worker and the longest first. The kind of others is how many
+stages they have (:mod:`odyssey_megatron.policy.kinds`).
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,59 +90,94 @@ def ranked(search: Search, workers: int, microbatches: int) -> tuple[Partition, 
     and others may be wanted if it is. Then those whose routes visit workers more than once, of which only the most
     promising numbers are looked at, and which must be better by ``WORTH``.
     """
-    many = workers > MANY_WORKERS
+    look = _Look(search, workers, (), microbatches)
     numbers = sorted(search.ranked(workers, microbatches), key=lambda one: (one[1] == 1, one))
     found = {number: Partition(number=number, estimate_s=estimate_s) for estimate_s, number in numbers}
-    looked_at = numbers[:_PROMISING] if many else numbers
-    least_s = _look(found, search, workers, microbatches, looked_at, _TRUST[:1] if many else _TRUST, inf)
-    partitions = [*found.values()]
-    for turned in search.turned:
-        # Of one worker there is nothing to turn at, and those that have no part in any pipeline would idle.
-        numbers = [
-            (estimate_s, number)
-            for estimate_s, number in turned.ranked(workers, microbatches)
-            if estimate_s < least_s * WORTH and 1 < workers // number <= turned.most_stages
-        ]
-        better: dict[int, Partition] = {}
-        limit_s = least_s * WORTH
-        limit_s = _look(better, turned, workers, microbatches, numbers[:_PROMISING], _TRUST[:1], limit_s)
-        if better:
-            least_s = limit_s
-        partitions += better.values()
+    partitions = look.over(found, numbers, inf)
     return tuple(sorted(partitions, key=lambda one: (one.estimate_s, not one.shares, one.legs, one.number)))
 
 
-def _look(
-    found: dict[int, Partition],
-    search: Search,
-    workers: int,
-    microbatches: int,
-    numbers: Sequence[tuple[float, int]],
-    trusts: Sequence[float],
-    least_s: float,
-) -> float:
-    """Works out the best partition into each of ``numbers``, (estimate, number of pipelines), and puts those into
-    ``found`` that are better than ``least_s``, or that were not there; the least that is found then.
+def ranked_with_slow(
+    search: Search, workers: int, slow: tuple[int, ...], microbatches: int
+) -> tuple[Partition, ...]:
+    """The same with slow workers of these sorts besides: each is one of the workers of a pipeline that is cut for it
+    and has its share of microbatches, where that is better than to leave it out.
     """
-    visits = _VISITS
-    pipelines: dict[int, _Pipelines] = {}
-    for trust in trusts:
-        for estimate_s, number in numbers:
-            sharing = search.sharing(number)
-            own = pipelines.get(id(sharing)) or _Pipelines(sharing, workers, microbatches)
-            pipelines[id(sharing)] = own
-            own.count(number, visits, trust)
-            one, whole = _best(own, [*search.even(workers, number)], estimate_s, least_s)
-            visits = own.visits
-            if whole:
-                least_s = one.estimate_s
-            if one.shares or (number in found and not found[number].shares):
-                found[number] = one
-    return least_s
+    without = search.partitions(workers, microbatches)
+    look = _Look(search, workers, slow, microbatches)
+    # Where memory binds it may take the slow ones, too.
+    numbers = search.ranked(workers, microbatches) or search.ranked(workers + len(slow), microbatches)
+    numbers = tuple(sorted(numbers, key=lambda one: (one[1] == 1, one)))
+    least_s = min((one.estimate_s for one in without if one.shares and one.legs == 1), default=inf)
+    better = [one for one in look.over({}, numbers, least_s, without) if one.shares]
+    return tuple(
+        sorted((*better, *without), key=lambda one: (one.estimate_s, not one.shares, one.legs, one.number))
+    )
+
+
+class _Look:
+    """Over the numbers of pipelines that there may be."""
+
+    def __init__(self, search: Search, workers: int, slow: tuple[int, ...], microbatches: int) -> None:
+        self.search, self.workers, self.slow, self.microbatches = search, workers, slow, microbatches
+        self._trusts = _TRUST if workers <= MANY_WORKERS else _TRUST[:1]
+
+    def over(
+        self,
+        found: dict[int, Partition],
+        numbers: Sequence[tuple[float, int]],
+        least_s: float,
+        known: Sequence[Partition] = (),
+    ) -> list[Partition]:
+        """``found`` with what is better than ``least_s``, and better ways through the workers; ``known``: partitions
+        that have to be beaten.
+        """
+        looked_at = numbers[:_PROMISING] if self.workers > MANY_WORKERS else numbers
+        least_s = self._at(found, self.search, looked_at, self._trusts, least_s)
+        partitions = [*found.values()]
+        for turned in self.search.turned:
+            of_these = (one.estimate_s for one in known if one.shares and one.legs == turned.legs)
+            limit_s = min([least_s * WORTH, *of_these])
+            # Of one worker there is nothing to turn at, and those that have no part in any pipeline would idle.
+            numbers = [
+                (estimate_s, number)
+                for estimate_s, number in turned.ranked(self.workers, self.microbatches)
+                if (estimate_s < limit_s or self.slow) and 1 < self.workers // number <= turned.most_stages
+            ]
+            better: dict[int, Partition] = {}
+            limit_s = self._at(better, turned, numbers[:_PROMISING], _TRUST[:1], limit_s)
+            if better:
+                least_s = limit_s
+            partitions += better.values()
+        return partitions
+
+    def _at(
+        self,
+        found: dict[int, Partition],
+        search: Search,
+        numbers: Sequence[tuple[float, int]],
+        trusts: Sequence[float],
+        least_s: float,
+    ) -> float:
+        """Works out the best partition into each of ``numbers``, (estimate, number of pipelines), and puts those into
+        ``found`` that are better than ``least_s``, or that were not there; the least that is found then.
+        """
+        visits = _VISITS
+        for trust in trusts:
+            for estimate_s, number in numbers:
+                own = search.sharing(number).pipelines(self.workers, self.slow, self.microbatches)
+                own.count(number, visits, trust)
+                one, whole = _best(own, [*search.even(self.workers, number)], estimate_s, least_s)
+                visits = own.visits
+                if whole:
+                    least_s = one.estimate_s
+                if one.shares or (number in found and not found[number].shares):
+                    found[number] = one
+        return least_s
 
 
 def _best(
-    own: _Pipelines, even: Sequence[tuple[int, int]], estimate_s: float, limit_s: float
+    own: Pipelines, even: Sequence[tuple[int, int]], estimate_s: float, limit_s: float
 ) -> tuple[Partition, bool]:
     """The best partition, and whether all of it was scheduled; without shares if it is not better than ``limit_s``.
 
@@ -167,19 +203,31 @@ def _best(
     return Partition(number=own.number, estimate_s=found[0], shares=found[1], legs=legs), true is not None
 
 
-class _Pipelines:
-    """What pipelines of each length can do: by bounds, and where they were scheduled, truly."""
+class Pipelines:
+    """What pipelines of each kind can do: by bounds, and where they were scheduled, truly."""
 
-    def __init__(self, search: Search, workers: int, microbatches: int) -> None:
-        self.search, self.workers, self.microbatches = search, workers, microbatches
+    def __init__(
+        self,
+        search: Search,
+        workers: int,
+        slow: tuple[int, ...],
+        microbatches: int,
+        known: Pipelines | None = None,
+    ) -> None:
+        """``known``: the same without slow workers, with what has been scheduled of them."""
+        self.search, self.workers, self.slow, self.microbatches = search, workers, slow, microbatches
         self.number, self.visits, self._trust = 1, 0, 1.0
         self.lengths = [
             stages
             for stages in range(1, min(workers, search.most_stages) + 1)
             if search.split(stages) is not None
         ]
-        self._bounds = _Bounds(search, self.lengths)
-        self._done_s: dict[tuple[int, int], tuple[float, ...]] = {}
+        """Of those without a slow worker."""
+        stages = range(1, min(workers + 1, search.most_stages) + 1)
+        slower = (mixed(one, sort) for sort in sorted({*slow}) for one in stages)
+        self.kinds = [*self.lengths, *(kind for kind in slower if search.split(kind) is not None)]
+        self._bounds = Bounds(search, self.kinds)
+        self._done_s: dict[tuple[int, int], tuple[float, ...]] = dict(known._done_s) if known else {}
         """Of those that were scheduled: per stage, when it has computed."""
         self._alone_s: dict[tuple[int, int], float] = {}
         """The same with its own reductions, which begin at once."""
@@ -194,19 +242,19 @@ class _Pipelines:
         self._true_s = dict(self._alone_s)
         self._learn()
 
-    def time_s(self, stages: int, microbatches: int) -> float:
+    def time_s(self, kind: int, microbatches: int) -> float:
         """Until such a pipeline has computed and reduced."""
-        true_s = self._true_s.get((stages, microbatches))
-        return self._bounds.estimate_s(stages, microbatches) if true_s is None else true_s
+        true_s = self._true_s.get((kind, microbatches))
+        return self._bounds.estimate_s(kind, microbatches) if true_s is None else true_s
 
     def most(self, time_s: float) -> dict[int, int]:
-        """Stages -> microbatches that such a pipeline can do in ``time_s``; only where that is one at the least."""
+        """Kind -> microbatches that such a pipeline can do in ``time_s``; only where that is one at the least."""
         most = {}
-        for stages, count in zip(self.lengths, self._bounds.most(time_s, self.microbatches), strict=True):
-            while self._true_s.get((stages, count), 0.0) > time_s * _SLACK:
+        for kind, count in zip(self.kinds, self._bounds.most(time_s, self.microbatches), strict=True):
+            while self._true_s.get((kind, count), 0.0) > time_s * SLACK:
                 count -= 1
             if count > 0:
-                most[stages] = count
+                most[kind] = count
         return most
 
     def these(self, lengths: Sequence[tuple[int, int]], time_s: float) -> list[tuple[int, int]] | None:
@@ -235,43 +283,10 @@ class _Pipelines:
         return (time_s, shares) if time_s < below_s else None
 
     def any(self, time_s: float) -> list[tuple[int, int]] | None:
-        """(stages, microbatches) of any pipelines that do all in ``time_s``.
-
-        The knapsack: ``done[n]`` is the most that so many pipelines do with n workers. Workers that could lengthen
-        every pipeline do not idle: where steps are so short that estimates would leave out most of them, each loss
-        would cost more than they save, as fewer workers hold each layer.
-        """
+        """(kind, microbatches) of any pipelines that do all in ``time_s``: a knapsack."""
         most = self.most(time_s)
-        rate = max((count / stages for stages, count in most.items()), default=0.0)
-        spare = self.workers * rate * _SLACK - self.microbatches
-        # Each length does less than it could at the best rate; together they may waste so much, and no more.
-        useful, last = list[tuple[int, int]](), 0
-        for stages, count in most.items():
-            if count > last and stages * rate - count <= spare:
-                useful.append((stages, count))
-                last = count
-        if not useful or spare < 0:
-            return None
-        done = np.full(self.workers + 1, -(2**40), dtype=np.int64)
-        done[0] = 0
-        choices = []
-        for _ in range(self.number):
-            then, choice = np.full_like(done, -(2**40)), np.zeros_like(done)
-            for stages, count in useful:
-                more = done[:-stages] + count
-                better = more > then[stages:]
-                then[stages:][better] = more[better]
-                choice[stages:][better] = stages
-            done = then
-            choices.append(choice)
-        left = int(done.argmax())
-        if done[left] < self.microbatches or self.workers - left >= self.number:
-            return None
-        found = []
-        for choice in reversed(choices):
-            found.append((int(choice[left]), most[int(choice[left])]))
-            left -= found[-1][0]
-        return found
+        found = packed(most, self.number, self.workers, self.slow, self.microbatches)
+        return None if found is None else [(kind, most[kind]) for kind in found]
 
     def least(
         self, done: Callable[[float], list[tuple[int, int]] | None], from_s: float, below_s: float
@@ -308,7 +323,7 @@ class _Pipelines:
         over = sum(count for _, count in most) - self.microbatches
         kept = []
         while over > 0 and heap:
-            _, stages, count = heap[0]
+            _, kind, count = heap[0]
             if count == 1:
                 kept.append(heap[0])
                 heap[0] = heap[-1]
@@ -316,52 +331,54 @@ class _Pipelines:
                 heapify(heap)
                 continue
             over -= 1
-            heapreplace(heap, (-self.time_s(stages, count - 1), stages, count - 1))
+            heapreplace(heap, (-self.time_s(kind, count - 1), kind, count - 1))
         heap += kept
         step_s = -min(heap)[0]
-        return step_s, tuple(sorted(((stages, count) for _, stages, count in heap), reverse=True))
+        return step_s, tuple(sorted(((kind, count) for _, kind, count in heap), reverse=True))
 
     def _learn(self) -> None:
-        """How much later than its bound a length was, whatever it had to do; lengths between two known ones alike."""
+        """How much later than its bound a kind was, whatever it had to do."""
         late_s: dict[int, float] = {}
-        for (stages, microbatches), true_s in self._alone_s.items():
+        for (kind, microbatches), true_s in self._alone_s.items():
             if true_s < inf:
-                one_s = true_s - self._bounds.least_s(stages, microbatches)
-                late_s[stages] = min(one_s, late_s.get(stages, inf))
+                one_s = true_s - self._bounds.least_s(kind, microbatches)
+                late_s[kind] = min(one_s, late_s.get(kind, inf))
         if late_s:
-            known, each_s = zip(*sorted(late_s.items()), strict=True)
-            guess_s = self._trust * np.interp(self.lengths, known, each_s)
-            guess_s[np.searchsorted(self.lengths, known)] = np.array(each_s) * (1 + self._trust) / 2
-            self._bounds.late_s = guess_s
+            self._bounds.learn(late_s, self._trust)
 
-    def schedule(self, stages: int, microbatches: int) -> float:
+    def schedule(self, kind: int, microbatches: int) -> float:
         """The true time; infinite if it does not fit."""
-        if (stages, microbatches) in self._true_s:
-            return self._true_s[stages, microbatches]
+        if (kind, microbatches) in self._true_s:
+            return self._true_s[kind, microbatches]
         search, costs = self.search, self.search.costs
-        hops = self._hops(stages)
+        hops = self._hops(kind)
         state, needs, usual = [], [], []
-        for one in search.stages(stages):
+        for one in search.stages(kind):
             sent = sum((a > 0) + (b < search.last) for a, b in one.spans) if costs.keeps_messages else 0
             each = [costs.spans.activation_bytes(a, b) for a, b in one.spans]
             state.append(search.kept_bytes(one) + sent * microbatches * costs.message_bytes)
             needs.append(sum(each))
             usual.append(state[-1] + min(microbatches, len(hops) - one.hop) * each[0])
         # Where memory is not known, what 1F1B needs on its fullest worker.
-        budget = max(usual) if search.budget is None else search.budget
-        caps = tuple(budget - one for one in state)
+        alike = [one.share == 1.0 for one in search.stages(kind)]
+        budget = max(compress(usual, alike), default=0) if search.budget is None else search.budget
+        rooms = [int(budget * one.share) for one in search.stages(kind)]
+        if search.budget is None:
+            rooms = [budget if whole else own for whole, own in zip(alike, usual, strict=True)]
+        caps = tuple(room - one for room, one in zip(rooms, state, strict=True))
         self.visits -= len(hops) * microbatches
-        done_s: tuple[float, ...] = (inf,) * stages
+        done_s: tuple[float, ...] = (inf,) * len(caps)
         if all(cap >= need for cap, need in zip(caps, needs, strict=True)):
-            group = Group(routes=((tuple(range(microbatches)), hops),), caps=caps, speeds=(1.0,) * stages)
+            speeds = tuple(one.speed for one in search.stages(kind))
+            group = Group(routes=((tuple(range(microbatches)), hops),), caps=caps, speeds=speeds)
             found = solve(group, costs, None, thorough=True)
             if found is not None:
                 done_s = found.done_s
-        self._done_s[stages, microbatches] = done_s
-        alone_s = self._with_reductions_s(stages, done_s)
-        self._alone_s[stages, microbatches] = self._true_s[stages, microbatches] = alone_s
+        self._done_s[kind, microbatches] = done_s
+        alone_s = self._with_reductions_s(kind, done_s)
+        self._alone_s[kind, microbatches] = self._true_s[kind, microbatches] = alone_s
         self._learn()
-        return self._true_s[stages, microbatches]
+        return self._true_s[kind, microbatches]
 
     def join(self, shares: Shares) -> float:
         """The time of these, which are scheduled, together.
@@ -372,87 +389,22 @@ class _Pipelines:
         if self.workers > MANY_WORKERS:
             return alone_s
         routes, done_s = [], dict[int, float]()
-        for at, (stages, microbatches) in enumerate(shares):
+        for at, (kind, microbatches) in enumerate(shares):
             first = len(done_s)
-            hops = (Hop(worker=first + place, first=a, last=b) for place, a, b in self._hops(stages))
+            hops = (Hop(worker=first + place, first=a, last=b) for place, a, b in self._hops(kind))
             routes.append(Route(microbatches=(at,), hops=tuple(hops)))
-            done_s.update(enumerate(self._done_s[stages, microbatches], first))
+            done_s.update(enumerate(self._done_s[kind, microbatches], first))
         costs = self.search.costs
         layout = layout_from_routes(self.search.last, tuple(routes), tied=costs.tied is not None)
         joint_s = max(alone_s, step_end_s(layout, costs, done_s) - costs.optimizer_s)
         self._true_s[shares[-1]] = max(joint_s, self._true_s[shares[-1]])
         return joint_s
 
-    def _with_reductions_s(self, stages: int, done_s: Sequence[float]) -> float:
+    def _with_reductions_s(self, kind: int, done_s: Sequence[float]) -> float:
         return max(
             end_s + sum(reduce_s(self.search.costs, a, b, self.number) for a, b in one.spans)
-            for end_s, one in zip(done_s, self.search.stages(stages), strict=True)
+            for end_s, one in zip(done_s, self.search.stages(kind), strict=True)
         )
 
-    def _hops(self, stages: int) -> tuple[ways.Visit, ...]:
-        return ways.visits(self.search.split(stages) or (), self.search.legs)
-
-
-class _Bounds:
-    """Lower bounds as in :mod:`odyssey_megatron.plan.bound`, of pipelines of all lengths at once.
-
-    Each row is a line: ``head_s + microbatches * each_s``, and the reduction of ``size`` bytes after it. Of each stage
-    there is one for all its work, which memory may stretch, and one for its forwards and input gradients, behind which
-    the last gradient goes up to the first stage.
-    """
-
-    def __init__(self, search: Search, lengths: Sequence[int]) -> None:
-        costs, spans = search.costs, search.costs.spans
-        self._costs, self._at = costs, {stages: i for i, stages in enumerate(lengths)}
-        head, each, size, path = list[float](), list[float](), list[int](), list[float]()
-        starts, fewest = list[int](), list[int]()
-        lag = costs.message_s()
-        for stages in lengths:
-            starts.append(len(head))
-            first = search.stages(stages)[0].spans[0]
-            most = 2**40
-            for one in search.stages(stages):
-                head += [spans.forward_s(0, one.first) + one.hop * lag, search.up_s(stages, one)]
-                each += [one.each_s, one.down_and_up_s]
-                size += [sum(spans.gradient_bytes(a, b) for a, b in one.spans), spans.gradient_bytes(*first)]
-                if costs.keeps_messages and search.budget is not None:
-                    sent = sum((a > 0) + (b < search.last) for a, b in one.spans) * costs.message_bytes
-                    needs = sum(spans.activation_bytes(a, b) for a, b in one.spans)
-                    room = search.budget - search.kept_bytes(one) - needs
-                    most = min(most, room // sent if sent else most)
-            fewest.append(most)
-            path.append(search.path_s(stages))
-        self._head, self._each = np.array(head), np.maximum(np.array(each), 1e-15)
-        self._size, self._starts = np.array(size, dtype=float), np.array(starts, dtype=int)
-        self._fit, self._path = np.array(fewest, dtype=float), np.array(path)
-        self._around = self._head
-        self._rows = np.diff(np.append(self._starts, len(head)))
-        self.late_s = np.zeros(len(lengths))
-        """Of each length: what comes on top of the bound, as far as that is known."""
-        self.scale_s = spans.compute_s(0, search.last)
-        """Of one microbatch."""
-
-    def reduce_among(self, number: int) -> None:
-        """With reductions among so many pipelines: :func:`odyssey_megatron.plan.simulate.reduce_s`."""
-        hops = 2 * (number - 1)
-        bytes_s = hops / number * self._size / self._costs.link_bytes_per_s
-        self._around = self._head + bytes_s + hops * self._costs.link_latency_s
-
-    def most(self, time_s: float, most: int) -> list[int]:
-        """Microbatches that a pipeline of each length can do in ``time_s``, up to ``most``."""
-        within_s = time_s * _SLACK - self.late_s
-        rows: NDArray[np.float64] = (np.repeat(within_s, self._rows) - self._around) / self._each
-        counts = np.minimum(np.minimum.reduceat(rows, self._starts), np.minimum(self._fit, most))
-        counts[self._path > within_s] = 0
-        return [int(one) for one in np.maximum(counts, 0).astype(np.int64)]
-
-    def estimate_s(self, stages: int, microbatches: int) -> float:
-        return self.least_s(stages, microbatches) + float(self.late_s[self._at[stages]])
-
-    def least_s(self, stages: int, microbatches: int) -> float:
-        at = self._at[stages]
-        if microbatches > self._fit[at]:
-            return inf
-        rows = slice(self._starts[at], self._starts[at + 1] if at + 1 < len(self._starts) else None)
-        lines = self._around[rows] + microbatches * self._each[rows]
-        return max(float(lines.max()), float(self._path[at]))
+    def _hops(self, kind: int) -> tuple[ways.Visit, ...]:
+        return ways.visits(self.search.split(kind) or (), self.search.legs)

@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import inf
 
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.costs import Costs, Spans
-from odyssey_megatron.plan.layout import Layout, layout_from_routes
 from odyssey_megatron.plan.simulate import reduce_s
-from odyssey_megatron.plan.transfer import assign_seats
 from odyssey_megatron.policy import partition, ways
-from odyssey_megatron.policy.cuts import recut
-from odyssey_megatron.policy.partition import MANY_WORKERS, Partition
-from odyssey_megatron.policy.shares import SLACK, Rate, deal, finish_s, min_max_shares
+from odyssey_megatron.policy.kinds import Slow, Sorts, sort_of, stages_of
+from odyssey_megatron.policy.partition import MANY_WORKERS, Partition, Pipelines
+from odyssey_megatron.policy.seating import Shape
+from odyssey_megatron.policy.shares import SLACK, Rate, finish_s, min_max_shares
+
+_HEALTHY = Slow(1.0)
 
 _LEGS = {2: " in a V", 4: " in a W"}
 """Of routes that visit workers more than once, and how they look in tables."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """Pipelines without workers: what a replan chooses among."""
-
-    ends: tuple[tuple[int, ...], ...]
-    """Per pipeline, where each stage ends: as :mod:`odyssey_megatron.policy.ways` counts, with so many ``legs``."""
-    shares: tuple[int, ...]
-    """Per pipeline, its number of microbatches."""
-    estimate_s: float
-    legs: int = 1
 
 
 @lru_cache(maxsize=8)
@@ -58,6 +47,9 @@ class Stage:
     down_and_up_s: float
     each_s: float
     """Seconds a microbatch that it can sustain."""
+    speed: float = 1.0
+    share: float = 1.0
+    """See ``Slow``."""
 
     @property
     def first(self) -> int:
@@ -82,15 +74,20 @@ class Search:
         revisits: bool = False,
         legs: int = 1,
         ample: Search | None = None,
+        sorts: Sorts | None = None,
     ) -> None:
         """``legs``: how often a route goes through its pipeline's workers; ``revisits``: more are looked at, too;
-        ``ample``: the search of the same times with all the memory there could be, if there is one.
+        ``ample``: the search of the same times with all the memory there could be, if there is one; ``sorts``: of slow
+        workers, which all searches of a job have in common.
         """
+        self.sorts = sorts or Sorts()
         self.costs, self.budget, self.copies, self.legs = costs, budget_bytes, optimizer_copies, legs
         self.last = len(costs.layers)
         self.most_stages = max(1, (self.last - 2) // legs)
         self.turned = tuple(
-            Search(costs, budget_bytes, optimizer_copies, legs=more) for more in _LEGS if revisits
+            Search(costs, budget_bytes, optimizer_copies, legs=more, sorts=self.sorts)
+            for more in _LEGS
+            if revisits
         )
         """The same with more legs."""
         self._spans = costs.spans
@@ -103,12 +100,17 @@ class Search:
             for a in range(self.last)
         ]
         self._limits = sorted({s for row in self._stage_s for s in row if 0.0 < s < inf})
+        self._slow_stage_s: dict[int, list[list[float]]] = {}
+        """Of each sort of slow workers, as ``_stage_s``."""
+        self._slow_at: dict[int, int] = {}
+        """Kind -> the place of its slow worker."""
         self._ample = ample or (Search(costs, legs=legs) if budget_bytes is not None else None)
         self._splits: dict[int, tuple[int, ...] | None] = {}
         self._stages: dict[int, tuple[Stage, ...]] = {}
         self._shared: dict[int, Search] = {}
         self._ranked: dict[tuple[int, int], tuple[tuple[float, int], ...]] = {}
-        self._partitions: dict[tuple[int, int], tuple[Partition, ...]] = {}
+        self._pipelines: dict[tuple[int, tuple[int, ...], int], Pipelines] = {}
+        self._partitions: dict[tuple[int, int, tuple[int, ...]], tuple[Partition, ...]] = {}
 
     def sharing(self, pipelines: int) -> Search:
         """This search, where each layer's optimizer state is shared out among the holders in so many pipelines.
@@ -126,19 +128,21 @@ class Search:
                 for one in self.costs.all_layers
             )
             costs = self.costs.with_layers(layers)
-            self._shared[pipelines] = Search(costs, self.budget, legs=self.legs, ample=self._ample)
+            self._shared[pipelines] = Search(
+                costs, self.budget, legs=self.legs, ample=self._ample, sorts=self.sorts
+            )
         return self._shared[pipelines]
 
-    def _one_stage_s(self, first: int, last: int) -> float:
+    def _one_stage_s(self, first: int, last: int, slow: Slow = _HEALTHY) -> float:
         """Seconds a microbatch that a stage can sustain, cut as :func:`ways.turns` are; infinite if it does not fit.
 
         Its work, or, with room for k microbatches, a k-th of the time that one stays: down to the head, up
         again, and through its own weight gradient (Little's law). With several legs each layer's stay is its own.
         """
-        work = self._cut.compute_s(first, last)
+        work = self._cut.compute_s(first, last) / slow.speed
         if self.budget is None:
             return work
-        room = self.budget - self._cut.kept_bytes(first, last)
+        room = int(self.budget * slow.share) - self._cut.kept_bytes(first, last)
         if self.legs > 1 and first == 0 and self.costs.tied:
             room -= self.costs.tied.kept_bytes
         each = self._cut.activation_bytes(first, last)
@@ -164,10 +168,15 @@ class Search:
             found.append(found[-1] + self.costs.layers[layer].activation_bytes * stay_s)
         return found
 
-    def stages(self, count: int) -> tuple[Stage, ...]:
-        """Of a pipeline of so many that fits."""
-        if count not in self._stages:
-            ends, spans = self.split(count) or (), self._spans
+    def stages(self, kind: int) -> tuple[Stage, ...]:
+        """Of a pipeline of this kind that fits."""
+        if kind not in self._stages:
+            ends, spans = self.split(kind) or (), self._spans
+            slow, place = self._slow(kind), self.slow_place(kind)
+            of = [
+                (slow, self._slow_rows(kind)) if at == place else (_HEALTHY, self._stage_s)
+                for at in range(len(ends))
+            ]
             own: list[list[tuple[int, int, int]]] = [[] for _ in ends]
             for hop, (place, first, last) in enumerate(ways.visits(ends, self.legs)):
                 own[place].append((hop, first, last))
@@ -175,13 +184,34 @@ class Search:
                 Stage(
                     spans=tuple((first, last) for _, first, last in visits),
                     hop=visits[0][0],
-                    down_and_up_s=sum(spans.down_and_up_s(first, last) for _, first, last in visits),
-                    each_s=self._stage_s[a][b],
+                    down_and_up_s=sum(spans.down_and_up_s(first, last) for _, first, last in visits)
+                    / one.speed,
+                    each_s=rows[a][b],
+                    speed=one.speed,
+                    share=one.share,
                 )
-                for visits, (a, b) in zip(own, pairwise((0, *ends)), strict=True)
+                for visits, (a, b), (one, rows) in zip(own, pairwise((0, *ends)), of, strict=True)
             ]
-            self._stages[count] = tuple(found)
-        return self._stages[count]
+            self._stages[kind] = tuple(found)
+        return self._stages[kind]
+
+    def _slow(self, kind: int) -> Slow:
+        return self.sorts[sort_of(kind)] if sort_of(kind) >= 0 else _HEALTHY
+
+    def _slow_rows(self, kind: int) -> list[list[float]]:
+        """As ``_stage_s``, of the slow worker."""
+        sort, slow = sort_of(kind), self._slow(kind)
+        if sort >= 0 and sort not in self._slow_stage_s:
+            self._slow_stage_s[sort] = [
+                [self._one_stage_s(a, b, slow) if a < b else 0.0 for b in range(self.last + 1)]
+                for a in range(self.last)
+            ]
+        return self._slow_stage_s.get(sort, self._stage_s)
+
+    def slow_place(self, kind: int) -> int:
+        """Which stage of a pipeline of this kind, which fits, has the slow worker; -1: there is none."""
+        self.split(kind)
+        return self._slow_at.get(kind, -1)
 
     def ranked(self, num_workers: int, num_microbatches: int) -> tuple[tuple[float, int], ...]:
         """(estimated step, number of pipelines) of every balanced shape that fits, fastest first.
@@ -199,12 +229,27 @@ class Search:
             self._ranked[num_workers, num_microbatches] = tuple(found)
         return self._ranked[num_workers, num_microbatches]
 
-    def partitions(self, num_workers: int, num_microbatches: int) -> tuple[Partition, ...]:
-        """The best for each number of pipelines, of any lengths, fastest first."""
-        key = (num_workers, num_microbatches)
+    def partitions(
+        self, num_workers: int, num_microbatches: int, slow: Sequence[Slow] = ()
+    ) -> tuple[Partition, ...]:
+        """The best for each number of pipelines, of any lengths, fastest first. ``slow``: besides ``num_workers``."""
+        key = num_workers, num_microbatches, self.sorts.numbers(sorted(slow, reverse=True))
         if key not in self._partitions:
-            self._partitions[key] = partition.ranked(self, num_workers, num_microbatches)
+            workers, microbatches, sorts = key
+            self._partitions[key] = (
+                partition.ranked_with_slow(self, workers, sorts, microbatches)
+                if sorts
+                else partition.ranked(self, workers, microbatches)
+            )
         return self._partitions[key]
+
+    def pipelines(self, num_workers: int, slow: tuple[int, ...], num_microbatches: int) -> Pipelines:
+        """What is known of pipelines of these workers."""
+        key = num_workers, slow, num_microbatches
+        if key not in self._pipelines:
+            known = self.pipelines(num_workers, (), num_microbatches) if slow else None
+            self._pipelines[key] = Pipelines(self, *key, known)
+        return self._pipelines[key]
 
     def shape_of(self, found: Partition, num_workers: int, num_microbatches: int) -> Shape:
         """``found`` with its stages. Raises PlanInfeasible."""
@@ -213,9 +258,17 @@ class Search:
             return turned.shape_of(found, num_workers, num_microbatches)
         if not found.shares:
             return self.shape(num_workers, num_microbatches, found.number)
-        splits = [self.sharing(found.number).split(stages) for stages, _ in found.shares]
+        own = self.sharing(found.number)
+        splits = [own.split(kind) or () for kind, _ in found.shares]
+        starts = [0, *accumulate(map(len, splits))]
+        slow = (
+            (start + own.slow_place(kind), own._slow(kind))
+            for start, (kind, _) in zip(starts, found.shares, strict=False)
+            if sort_of(kind) >= 0
+        )
         return Shape(
-            ends=tuple(split or () for split in splits),
+            ends=tuple(splits),
+            slow=tuple(slow),
             shares=tuple(count for _, count in found.shares),
             estimate_s=found.estimate_s,
             legs=self.legs,
@@ -255,7 +308,7 @@ class Search:
     def lengths(self, found: Partition, num_workers: int) -> str:
         """Stages of each pipeline: ``8+8+7``; ``125x8+3x7`` where there are many; and how routes go through them."""
         way = _LEGS.get(found.legs, "")
-        counts = [*Counter(stages for stages, _ in found.shares).items()] or self.even(
+        counts = [*Counter(stages_of(kind) for kind, _ in found.shares).items()] or self.even(
             num_workers, found.number
         )
         if found.number > 16:
@@ -325,7 +378,7 @@ class Search:
         way_s = self._spans.down_and_up_s(0, self.last) + 2 * (hops - 1) * self.costs.message_s()
         return way_s + self._spans.weight_grad_s(*self.stages(stages)[0].spans[0])
 
-    def split(self, stages: int) -> tuple[int, ...] | None:
+    def split(self, kind: int) -> tuple[int, ...] | None:
         """Stage ends such that the slowest stage is as fast as possible, then the others as equal as possible.
 
         The slowest stage is one of all spans of layers, so their sorted times are bisected; whether a limit is
@@ -333,7 +386,13 @@ class Search:
         stages at the limit leave the scheduler slack. None if nothing fits the memory.
 
         Memory only ever makes a stage slower, so that what is best without it, and as fast with it, is best.
+
+        A slow worker is put where that allows for the fastest of all, and of these places as far back as can be: there
+        the fewest microbatches are in flight.
         """
+        if sort_of(kind) >= 0 and kind not in self._splits:
+            self._splits[kind] = self._split_with_slow(kind)
+        stages = kind
         if stages not in self._splits and self._ample:
             ends = self._ample.split(stages)
             spans = pairwise((0, *(ends or ())))
@@ -344,6 +403,46 @@ class Search:
             fits = at < len(self._limits)
             self._splits[stages] = self._even(stages, self._limits[at] * SLACK) if fits else None
         return self._splits[stages]
+
+    def _split_with_slow(self, kind: int) -> tuple[int, ...] | None:
+        stages, rows = stages_of(kind), self._slow_rows(kind)
+        limits = sorted({*self._limits, *(s for row in rows for s in row if 0.0 < s < inf)})
+        at = bisect_left(limits, True, key=lambda limit: self._place_within(stages, limit * SLACK, rows) >= 0)
+        if at == len(limits):
+            return None
+        limit = limits[at] * SLACK
+        place = self._slow_at[kind] = self._place_within(stages, limit, rows)
+        return self._even(stages, limit, place, rows)
+
+    def _place_within(self, stages: int, limit: float, rows: list[list[float]]) -> int:
+        """The last place for a slow worker such that no stage takes longer than ``limit``; -1 if there is none.
+
+        Stages before it reach as far down as they can, those behind it as far up.
+        """
+        windows = [ways.window(stage, stages, self.last, self.legs) for stage in range(stages)]
+        reach = [0]
+        for low, high in windows[:-1]:
+            times = self._stage_s[reach[-1]]
+            end = min(high, bisect_right(times, limit, lo=reach[-1] + 1) - 1)
+            if end < low:
+                break
+            reach.append(end)
+        start = self.last
+        for place in range(stages - 1, -1, -1):
+            if place < len(reach):
+                begin = min(reach[place], start - 1)
+                if rows[begin][start] <= limit:
+                    return place
+            if place == 0:
+                break
+            low, high = windows[place - 1]
+            end = start
+            start = min(high, start - 1)
+            if self._stage_s[start][end] > limit:
+                break
+            while start > low and self._stage_s[start - 1][end] <= limit:
+                start -= 1
+        return -1
 
     def _fits(self, stages: int, limit: float) -> bool:
         start, limit = 0, limit * SLACK
@@ -357,17 +456,20 @@ class Search:
                 start += 1
         return True
 
-    def _even(self, stages: int, limit: float) -> tuple[int, ...]:
+    def _even(
+        self, stages: int, limit: float, place: int = -1, slow_s: list[list[float]] | None = None
+    ) -> tuple[int, ...]:
         """Least sum of squares among the splits within ``limit``; later stages the longer ones.
 
-        First stages keep the most microbatches in flight, so what is uneven should not burden them.
+        First stages keep the most microbatches in flight, so what is uneven should not burden them. ``slow_s``: as
+        ``_stage_s``, of the worker in ``place``.
         """
         best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
         for stage in range(stages):
             low, high = ways.window(stage, stages, self.last, self.legs)
             reached: dict[int, tuple[float, tuple[int, ...]]] = {}
             for start, (squares, ends) in best.items():
-                times = self._stage_s[start]
+                times = slow_s[start] if slow_s and stage == place else self._stage_s[start]
                 for end in range(max(low, start + 1), high + 1):
                     load = times[end]
                     if load > limit:
@@ -390,66 +492,3 @@ class Search:
         _, _, slowest = max((one.each_s, one.hop, one) for one in self.stages(stages))
         head_s = self._spans.forward_s(0, slowest.first) + slowest.hop * self.costs.message_s()
         return Rate(head_s=head_s, each_s=slowest.each_s)
-
-
-def place(
-    shape: Shape,
-    workers: Collection[int],
-    previous: Layout,
-    costs: Costs,
-    speeds: Mapping[int, float] | None = None,
-) -> Layout:
-    """``shape`` on actual workers, so that the fewest bytes move; microbatches dealt out evenly in order.
-
-    Pipelines that got a slow worker are cut and loaded again, to what it can do.
-
-    Raises:
-        PlanInfeasible: fewer workers than stages.
-    """
-    seats = [
-        previous.with_tied(layer for first, last in spans for layer in range(first, last))
-        for ends in shape.ends
-        for spans in ways.spans(ends, shape.legs)
-    ]
-    if len(seats) > len(workers):
-        raise PlanInfeasible(f"{len(seats)} stages need as many workers, {len(workers)} are alive")
-    held: dict[int, list[int]] = {worker: [] for worker in workers}
-    for layer, holders in enumerate(previous.all_holders):
-        for worker in holders:
-            if worker in held:
-                held[worker].append(layer)
-    seated = iter(assign_seats(seats, sorted(workers), held, costs))
-    pipelines = [tuple(next(seated) for _ in ends) for ends in shape.ends]
-    if speeds:
-        shape = _at_speed(shape, pipelines, costs, speeds)
-    routes = tuple(
-        ways.route(pipeline, ends, shape.legs, microbatches)
-        for pipeline, ends, microbatches in zip(pipelines, shape.ends, deal(shape.shares), strict=True)
-    )
-    return layout_from_routes(len(costs.layers), routes, tied=previous.tied)
-
-
-def _at_speed(
-    shape: Shape, pipelines: Sequence[tuple[int, ...]], costs: Costs, speeds: Mapping[int, float]
-) -> Shape:
-    """``shape`` with boundaries and shares for the speeds of the workers that have its seats."""
-    work = [costs.layers[layer].compute_s for layer in ways.turns(len(costs.layers), shape.legs)]
-    cuts, rates = [], []
-    for pipeline, ends in zip(pipelines, shape.ends, strict=True):
-        capacity = [speeds.get(worker, 1.0) for worker in pipeline]
-        cut = recut(work, capacity, ends, shape.legs) if min(capacity) < 1.0 else ends
-        visits = ways.visits(cut, shape.legs)
-        times = [0.0] * len(pipeline)
-        for place, a, b in visits:
-            times[place] += costs.spans.compute_s(a, b) / capacity[place]
-        at = times.index(max(times))
-        before = visits[: [place for place, _, _ in visits].index(at)]
-        head = sum(costs.spans.forward_s(a, b) / capacity[place] for place, a, b in before)
-        cuts.append(cut)
-        rates.append(Rate(head_s=head, each_s=times[at]))
-    return Shape(
-        ends=tuple(cuts),
-        shares=min_max_shares(sum(shape.shares), rates),
-        estimate_s=shape.estimate_s,
-        legs=shape.legs,
-    )

@@ -11,7 +11,8 @@ from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Layout, layout_from_routes, pipeline_route
 from odyssey_megatron.plan.simulate import reduce_s
 from odyssey_megatron.plan.transfer import plan_transfers, transfer_s
-from odyssey_megatron.policy.search import Shape, place, search_for
+from odyssey_megatron.policy.search import search_for
+from odyssey_megatron.policy.seating import Shape, place
 from odyssey_megatron.policy.shares import deal, finish_s, min_max_shares
 from odyssey_megatron.studies.baselines import Running, System, World, expected_rate, pipelines_fit
 

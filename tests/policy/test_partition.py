@@ -46,7 +46,7 @@ def test_hardly_any_partition_is_better(memory, workers):
     microbatches = 8
     found = uniform_costs(8, ends=True, message_s=0.1)
     search = Search(found, memory)
-    own = partition._Pipelines(search, workers, microbatches)
+    own = partition.Pipelines(search, workers, (), microbatches)
     ways = itertools.chain.from_iterable(
         (
             tuple(zip(lengths, shares, strict=True))

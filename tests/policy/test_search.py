@@ -7,7 +7,8 @@ from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.generate import order_routes
 from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
 from odyssey_megatron.plan.simulate import step_end_s
-from odyssey_megatron.policy.search import Search, place
+from odyssey_megatron.policy.search import Search
+from odyssey_megatron.policy.seating import place
 from odyssey_megatron.policy.shares import Rate, deal, finish_s, min_max_shares
 from tests.plan.samples import layer, uniform_costs
 from tests.plan.test_generate import pipelines

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from odyssey_megatron.errors import PlanInfeasible
+from odyssey_megatron.plan.bound import cluster_bound_s
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.policy.case import Case
+from odyssey_megatron.policy.kinds import MOST_SLOW, Slow, sort_of
 from odyssey_megatron.policy.partition import Partition
 from odyssey_megatron.policy.proposal import Policy, Sketch
-from odyssey_megatron.policy.search import place
+from odyssey_megatron.policy.seating import place
 
 
 class Replan(Policy):
-    """The best shapes over all living workers, or some of them, and, if some are slow, over the others alone."""
+    """The best shapes over all living workers, or some of them: of slow ones each in a place that is cut for it, or
+    left out; where there are many of them, all as if they were alike, and then cut for what they can do.
+    """
 
     name, order, by_flag, many_shapes = "replan", 40, True, True
 
@@ -21,27 +25,43 @@ class Replan(Policy):
         """After a loss, and where workers are slow, have been, or are not used yet."""
         if not (case.lost or case.speeds or case.is_larger or case.rebalances):
             return
-        alive, fits = case.alive, False
-        for workers in sorted(filter(None, {alive, case.steady}), reverse=True):
-            for found in case.search.partitions(len(workers), case.job.num_microbatches):
+        alive, steady, fits, microbatches = case.alive, case.steady, False, case.job.num_microbatches
+        slow = dict(sorted(case.slow.items(), key=lambda one: (-one[1].speed, one[0]))[:MOST_SLOW])
+        if len(slow) != 1 or not steady:
+            for found in case.search.partitions(len(alive), microbatches):
                 fits = True
-                yield _sketch(case, workers, found)
+                yield _sketch(case, alive, found, {})
+        if slow and steady:
+            for found in case.search.partitions(len(steady), microbatches, [*slow.values()]):
+                fits = True
+                yield _sketch(case, steady, found, slow)
         if not fits:
             raise PlanInfeasible(case.search.why_not(len(alive)))
 
 
-def _sketch(case: Case, workers: tuple[int, ...], found: Partition) -> Sketch:
+def _sketch(case: Case, workers: tuple[int, ...], found: Partition, slow: Mapping[int, Slow]) -> Sketch:
+    """``slow``: besides ``workers``, those that a place may be cut for; otherwise all are taken to be alike."""
     costs, search, alive = case.profile.costs, case.search, len(case.alive)
-    without = f" without {alive - len(workers)} slow" if len(workers) < alive else ""
+    used = sum(sort_of(kind) >= 0 for kind, _ in found.shares)
+    note = f"pipelines {search.lengths(found, len(workers))}"
+    if used:
+        note += f" cut for {used} slow"
+    if without := alive - len(workers) - used:
+        note += f" without {without} slow"
+    speeds = None if slow else case.speeds
+    least_s = found.estimate_s + costs.optimizer_s
+    if speeds:
+        bound_s = cluster_bound_s(case.job.num_microbatches, costs, workers, speeds)
+        least_s = max(least_s, bound_s)
 
     def layout() -> Layout:
         shape = search.shape_of(found, len(workers), case.job.num_microbatches)
-        return place(shape, workers, case.previous, costs, case.speeds)
+        return place(shape, workers, case.previous, costs, speeds, slow)
 
     return Sketch(
         make=layout,
-        note=f"pipelines {search.lengths(found, len(workers))}{without}",
-        least_step_s=found.estimate_s + costs.optimizer_s,
+        note=note,
+        least_step_s=least_s,
         fatal_share=min(len(workers), search.most_stages) / alive if found.number == 1 else 0.0,
     )
 

@@ -1,0 +1,101 @@
+"""How many microbatches pipelines can do at the most in a given time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import inf
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from odyssey_megatron.policy.kinds import sort_of, stages_of
+from odyssey_megatron.policy.shares import SLACK
+
+if TYPE_CHECKING:
+    from odyssey_megatron.policy.search import Search
+
+
+class Bounds:
+    """Lower bounds as in :mod:`odyssey_megatron.plan.bound`, of pipelines of all kinds at once.
+
+    Each row is a line: ``head_s + microbatches * each_s``, and the reduction of ``size`` bytes after it. Of each stage
+    there is one for all its work, which memory may stretch, and one for its forwards and input gradients, behind which
+    the last gradient goes up to the first stage.
+    """
+
+    def __init__(self, search: Search, kinds: Sequence[int]) -> None:
+        costs, spans = search.costs, search.costs.spans
+        self._costs, self._at = costs, {kind: i for i, kind in enumerate(kinds)}
+        head, each, size, path = list[float](), list[float](), list[int](), list[float]()
+        starts, fewest = list[int](), list[int]()
+        lag = costs.message_s()
+        for kind in kinds:
+            starts.append(len(head))
+            first = search.stages(kind)[0].spans[0]
+            most = 2**40
+            for one in search.stages(kind):
+                head += [spans.forward_s(0, one.first) + one.hop * lag, search.up_s(kind, one)]
+                each += [one.each_s, one.down_and_up_s]
+                size += [sum(spans.gradient_bytes(a, b) for a, b in one.spans), spans.gradient_bytes(*first)]
+                if costs.keeps_messages and search.budget is not None:
+                    sent = sum((a > 0) + (b < search.last) for a, b in one.spans) * costs.message_bytes
+                    needs = sum(spans.activation_bytes(a, b) for a, b in one.spans)
+                    room = int(search.budget * one.share) - search.kept_bytes(one) - needs
+                    most = min(most, room // sent if sent else most)
+            fewest.append(most)
+            path.append(search.path_s(kind))
+        self._head, self._each = np.array(head), np.maximum(np.array(each), 1e-15)
+        self._size, self._starts = np.array(size, dtype=float), np.array(starts, dtype=int)
+        self._fit, self._path = np.array(fewest, dtype=float), np.array(path)
+        self._around = self._head
+        self._rows = np.diff(np.append(self._starts, len(head)))
+        self.late_s = np.zeros(len(kinds))
+        """Of each kind: what comes on top of the bound, as far as that is known."""
+        self._stages = np.array([stages_of(kind) for kind in kinds])
+        self._sort = np.array([sort_of(kind) for kind in kinds])
+        self.scale_s = spans.compute_s(0, search.last)
+        """Of one microbatch."""
+
+    def reduce_among(self, number: int) -> None:
+        """With reductions among so many pipelines: :func:`odyssey_megatron.plan.simulate.reduce_s`."""
+        hops = 2 * (number - 1)
+        bytes_s = hops / number * self._size / self._costs.link_bytes_per_s
+        self._around = self._head + bytes_s + hops * self._costs.link_latency_s
+
+    def learn(self, known_s: Mapping[int, float], trust: float) -> None:
+        """``known_s``: of some kinds, how much later than its bound one of them was. Lengths between two known ones are
+        alike, and with a slow worker as without it, where nothing else is known.
+        """
+        late_s = np.zeros(len(self._stages))
+        for sort in np.unique(self._sort).tolist():
+            of_sort = sorted((stages_of(kind), s) for kind, s in known_s.items() if sort_of(kind) == sort)
+            of_sort = of_sort or sorted(
+                (stages_of(kind), s) for kind, s in known_s.items() if sort_of(kind) < 0
+            )
+            if of_sort:
+                stages, each_s = zip(*of_sort, strict=True)
+                here = self._sort == sort
+                late_s[here] = trust * np.interp(self._stages[here], stages, each_s)
+        for kind, one_s in known_s.items():
+            late_s[self._at[kind]] = one_s * (1 + trust) / 2
+        self.late_s = late_s
+
+    def most(self, time_s: float, most: int) -> list[int]:
+        """Microbatches that a pipeline of each kind can do in ``time_s``, up to ``most``."""
+        within_s = time_s * SLACK - self.late_s
+        rows: NDArray[np.float64] = (np.repeat(within_s, self._rows) - self._around) / self._each
+        counts = np.minimum(np.minimum.reduceat(rows, self._starts), np.minimum(self._fit, most))
+        counts[self._path > within_s] = 0
+        return [int(one) for one in np.maximum(counts, 0).astype(np.int64)]
+
+    def estimate_s(self, kind: int, microbatches: int) -> float:
+        return self.least_s(kind, microbatches) + float(self.late_s[self._at[kind]])
+
+    def least_s(self, kind: int, microbatches: int) -> float:
+        at = self._at[kind]
+        if microbatches > self._fit[at]:
+            return inf
+        rows = slice(self._starts[at], self._starts[at + 1] if at + 1 < len(self._starts) else None)
+        lines = self._around[rows] + microbatches * self._each[rows]
+        return max(float(lines.max()), float(self._path[at]))

@@ -1,0 +1,118 @@
+"""From pipelines without workers to a layout: who sits where, so that the fewest bytes move."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from odyssey_megatron.errors import PlanInfeasible
+from odyssey_megatron.plan.costs import Costs
+from odyssey_megatron.plan.layout import Layout, layout_from_routes
+from odyssey_megatron.plan.transfer import assign_seats
+from odyssey_megatron.policy import ways
+from odyssey_megatron.policy.cuts import recut
+from odyssey_megatron.policy.kinds import Slow
+from odyssey_megatron.policy.shares import Rate, deal, min_max_shares
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Pipelines without workers: what a replan chooses among."""
+
+    ends: tuple[tuple[int, ...], ...]
+    """Per pipeline, where each stage ends: as :mod:`odyssey_megatron.policy.ways` counts, with so many ``legs``."""
+    shares: tuple[int, ...]
+    """Per pipeline, its number of microbatches."""
+    estimate_s: float
+    legs: int = 1
+    slow: tuple[tuple[int, Slow], ...] = ()
+    """(stage, counted through all pipelines, the sort of slow worker that it is cut for)."""
+
+
+def place(
+    shape: Shape,
+    workers: Collection[int],
+    previous: Layout,
+    costs: Costs,
+    speeds: Mapping[int, float] | None = None,
+    slow: Mapping[int, Slow] | None = None,
+) -> Layout:
+    """``shape`` on actual workers, so that the fewest bytes move; microbatches dealt out evenly in order.
+
+    Pipelines that got a worker of another speed (``speeds``) are cut and loaded again, to what it can do. ``slow``:
+    instead, workers of the sorts that ``shape`` is cut for, beside the others.
+
+    Raises:
+        PlanInfeasible: fewer workers than stages.
+    """
+    seats = [
+        previous.with_tied(layer for first, last in spans for layer in range(first, last))
+        for ends in shape.ends
+        for spans in ways.spans(ends, shape.legs)
+    ]
+    if len(seats) - len(shape.slow) > len(workers):
+        raise PlanInfeasible(f"{len(seats)} stages need as many workers, {len(workers)} are alive")
+    held: dict[int, list[int]] = {worker: [] for worker in workers}
+    for layer, holders in enumerate(previous.all_holders):
+        for worker in holders:
+            if worker in held:
+                held[worker].append(layer)
+    taken = _slow_seats(seats, shape, slow or {}, previous, costs)
+    others = iter(
+        assign_seats(
+            [layers for seat, layers in enumerate(seats) if seat not in taken], sorted(workers), held, costs
+        )
+    )
+    seated = iter(taken[seat] if seat in taken else next(others) for seat in range(len(seats)))
+    pipelines = [tuple(next(seated) for _ in ends) for ends in shape.ends]
+    if speeds:
+        shape = _at_speed(shape, pipelines, costs, speeds)
+    routes = tuple(
+        ways.route(pipeline, ends, shape.legs, microbatches)
+        for pipeline, ends, microbatches in zip(pipelines, shape.ends, deal(shape.shares), strict=True)
+    )
+    return layout_from_routes(len(costs.layers), routes, tied=previous.tied)
+
+
+def _slow_seats(
+    seats: Sequence[Collection[int]], shape: Shape, slow: Mapping[int, Slow], previous: Layout, costs: Costs
+) -> dict[int, int]:
+    """Seat -> the slow worker that sits there: of its sort the one that lacks the fewest bytes."""
+    taken: dict[int, int] = {}
+    for seat, sort in shape.slow:
+        there = [worker for worker, own in slow.items() if own == sort and worker not in taken.values()]
+        if not there:
+            raise PlanInfeasible(f"no worker of {sort.speed:.0%} of the speed is left")
+
+        def lacks(worker: int, layers: Collection[int] = seats[seat]) -> tuple[int, int]:
+            new = (layer for layer in layers if worker not in previous.all_holders[layer])
+            return sum(costs.all_layers[layer].state_bytes for layer in new), worker
+
+        taken[seat] = min(there, key=lacks)
+    return taken
+
+
+def _at_speed(
+    shape: Shape, pipelines: Sequence[tuple[int, ...]], costs: Costs, speeds: Mapping[int, float]
+) -> Shape:
+    """``shape`` with boundaries and shares for the speeds of the workers that have its seats."""
+    work = [costs.layers[layer].compute_s for layer in ways.turns(len(costs.layers), shape.legs)]
+    cuts, rates = [], []
+    for pipeline, ends in zip(pipelines, shape.ends, strict=True):
+        capacity = [speeds.get(worker, 1.0) for worker in pipeline]
+        cut = recut(work, capacity, ends, shape.legs) if min(capacity) < 1.0 else ends
+        visits = ways.visits(cut, shape.legs)
+        times = [0.0] * len(pipeline)
+        for place, a, b in visits:
+            times[place] += costs.spans.compute_s(a, b) / capacity[place]
+        at = times.index(max(times))
+        before = visits[: [place for place, _, _ in visits].index(at)]
+        head = sum(costs.spans.forward_s(a, b) / capacity[place] for place, a, b in before)
+        cuts.append(cut)
+        rates.append(Rate(head_s=head, each_s=times[at]))
+    return Shape(
+        ends=tuple(cuts),
+        shares=min_max_shares(sum(shape.shares), rates),
+        estimate_s=shape.estimate_s,
+        legs=shape.legs,
+    )
