@@ -40,6 +40,7 @@ from odyssey_megatron.launch.member import Member
 from odyssey_megatron.mcore import device
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.metrics.outlet import say
+from odyssey_megatron.policy.block_configs import UnlikeLayers, unlike_layers
 from odyssey_megatron.policy.profile import (
     Attention,
     Experts,
@@ -385,6 +386,20 @@ def _attention(config: Any) -> Attention:
     return Attention.grouped(config.hidden_size, heads, config.num_query_groups or heads, config.kv_channels)
 
 
+def _unlike(config: Any) -> UnlikeLayers:
+    """The layers of a ``HeterogeneousTransformerConfig``; of others nothing."""
+    if not config.heterogeneous_block_specs:
+        return ()
+    return unlike_layers(
+        config.heterogeneous_layers_config_encoded_json,
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        heads=config.num_attention_heads,
+        kv_channels=config.kv_channels,
+        is_gated=config.gated_linear_unit,
+    )
+
+
 def estimate(
     config: Any,
     settings: OdysseyConfig,
@@ -414,6 +429,7 @@ def estimate(
             config.num_layers / config.pipeline_model_parallel_size,
         ),
         experts=_experts(config),
+        unlike=_unlike(config),
         mtp_num_layers=config.mtp_num_layers or 0,
         dtype_bytes=config.params_dtype.itemsize,
         memory_bytes=None if on_cpu else torch.cuda.mem_get_info()[1] * usable_percent // 100,

@@ -210,6 +210,11 @@ class Attention:
         return cls(weights=2 * hidden_size * (width + shared), score_width=width, kept=2 * (width + shared))
 
     @classmethod
+    def linear(cls, hidden_size: int) -> Attention:
+        """One product in its place."""
+        return cls(weights=hidden_size**2, score_width=0, kept=hidden_size)
+
+    @classmethod
     def latent(
         cls,
         hidden_size: int,
@@ -287,43 +292,43 @@ def estimated_profile(
     recomputed_share: float = 0.0,
     experts: Experts | None = None,
     mtp_num_layers: int = 0,
+    unlike: Sequence[tuple[Attention, int]] = (),
 ) -> Profile:
     """Costs of a decoder-only transformer from FLOPs. ``is_gated``: its MLPs have three products, as with SwiGLU, not
-    two; ``recomputed_share``: of layers of which the backward has only the input. A matrix product costs 2 FLOPs per
-    weight and token, its two gradients the same each; attention scores cost ``2 * 2 * seq / 2`` per token and number
-    (causal: half), twice that in the input gradient, nothing in the weight gradient. Activations count what a fused
-    attention keeps. A gradient has ``gradient_bytes``, or those of its weight; Adam has two moments of float32 or
-    longer, and a master copy where weights are shorter. ``flops_per_s`` is the achieved rate of one GPU; a worker has
-    ``tensor_parallel_size`` of them. With ``sequence_parallel`` they share all that is kept; without, each keeps the
-    inputs of norms and of products behind them whole (Korthikanti et al., arXiv 2205.05198, section 4.2).
+    two; ``recomputed_share``: of layers of which the backward has only the input; ``unlike``: attention and units of
+    each layer. A matrix product costs 2 FLOPs per weight and token, its two gradients the same each; attention scores
+    ``2 * 2 * seq / 2`` per token and number (causal: half), twice that in the input gradient, nothing in the weight
+    gradient. Activations count what a fused attention keeps. ``flops_per_s``: achieved by one GPU; a worker has
+    ``tensor_parallel_size`` of them. With ``sequence_parallel`` they share all that is kept; without, each keeps inputs
+    of norms and of products behind them whole (Korthikanti et al., arXiv 2205.05198, section 4.2).
     """
-    tokens = seq_length * micro_batch_size // context_parallel_size  # keys and values: exchanged meanwhile
-    words, products, tp = vocab_size * hidden_size, 3 if is_gated else 2, tensor_parallel_size
-    parts = experts.parts if experts and experts.parts else tp
+    tokens, tp = seq_length * micro_batch_size // context_parallel_size, tensor_parallel_size
+    words, products, parts = vocab_size * hidden_size, 3 if is_gated else 2, (experts and experts.parts) or tp
     rate, whole = flops_per_s * tp, 4 * hidden_size * (1 if sequence_parallel else tp)
-    scores_s = 2 * tokens * seq_length * attention.score_width / rate
     layer = functools.partial(_layer_cost, dtype_bytes=dtype_bytes, gradient_bytes=gradient_bytes, parts=tp)
 
-    def transformer(ffn: int, spread: int, passed: int, routed: int) -> LayerCost:
+    def transformer(attention: Attention, ffn: int, spread: int, passed: int, routed: int) -> LayerCost:
+        scores_s = 2 * tokens * seq_length * attention.score_width / rate
         matmul_s = 2 * tokens * (attention.weights + hidden_size * (products * passed + routed)) / rate
-        forward_s, again = matmul_s + scores_s, recomputed_share
-        times = (forward_s, forward_s + scores_s + again * forward_s, matmul_s)
+        again, forward_s = recomputed_share, matmul_s + scores_s
         kept = again * whole / 4 + (1 - again) * (whole + attention.kept + products * passed)
         held = attention.weights + hidden_size * (products * (ffn + spread * tp // parts) + routed + 2)
-        return layer(times, round(tokens * kept), held)
+        return layer((forward_s, (1 + again) * forward_s + scores_s, matmul_s), round(tokens * kept), held)
 
-    inner = [transformer(*mlp) for mlp in _mlps(num_transformer_layers, ffn_hidden_size, experts)]
+    shapes = _shapes(num_transformer_layers, attention, ffn_hidden_size, experts, unlike)
+    inner = [transformer(*one) for one in shapes]
     copy_s, again = tokens * hidden_size * dtype_bytes / 1e12 / tp, inner[-1:] * mtp_num_layers
     embedding, head, tied = _ends(layer, copy_s, rate, tokens, whole, hidden_size, words, is_tied, again)
-    costs = Costs(
-        layers=(embedding, *inner, head),
-        tied=tied,
-        message_bytes=tokens * hidden_size * dtype_bytes // (tp if sequence_parallel else 1),
-        link_latency_s=link_latency_s,
-        link_bytes_per_s=link_bytes_per_s,
-        memory_bytes=memory_bytes,
+    return Profile(
+        costs=Costs(
+            layers=(embedding, *inner, head),
+            tied=tied,
+            message_bytes=tokens * hidden_size * dtype_bytes // (tp if sequence_parallel else 1),
+            link_latency_s=link_latency_s,
+            link_bytes_per_s=link_bytes_per_s,
+            memory_bytes=memory_bytes,
+        )
     )
-    return Profile(costs=costs)
 
 
 def _ends(
@@ -358,14 +363,22 @@ def _together(*layers: LayerCost) -> LayerCost:
     )
 
 
-def _mlps(num_transformer_layers: int, ffn: int, experts: Experts | None) -> list[tuple[int, int, int, int]]:
-    """Of each transformer layer: hidden units, those of all experts, those that a token passes, and experts to choose
-    from.
+def _shapes(
+    num_transformer_layers: int,
+    attention: Attention,
+    ffn: int,
+    experts: Experts | None,
+    unlike: Sequence[tuple[Attention, int]],
+) -> list[tuple[Attention, int, int, int, int]]:
+    """Of each transformer layer: attention, hidden units, those of all experts, those that a token passes, and experts
+    to choose from.
     """
-    dense = sparse = ffn, 0, ffn, 0
+    if unlike:
+        return [(own, units, 0, units, 0) for own, units in unlike]
+    dense = sparse = attention, ffn, 0, ffn, 0
     if experts is not None:
         each, shared = experts.ffn_hidden_size, experts.shared_ffn_hidden_size
-        sparse = shared, experts.count * each, experts.topk * each + shared, experts.count
+        sparse = attention, shared, experts.count * each, experts.topk * each + shared, experts.count
     found = experts.layers if experts else ()
     return [sparse if layer in found else dense for layer in range(1, num_transformer_layers + 1)]
 
@@ -379,8 +392,9 @@ def _layer_cost(
     gradient_bytes: int,
     parts: int,
 ) -> LayerCost:
-    """A layer that keeps ``kept`` numbers of activations and has ``weights`` parameters, under Adam; of ``parts`` of it
-    one.
+    """A layer that keeps ``kept`` numbers of activations and has ``weights`` parameters; of ``parts`` of it one. A
+    gradient has ``gradient_bytes``, or those of its weight; Adam has two moments of float32 or longer, and a master
+    copy where weights are shorter.
     """
     kept, weights = kept // parts, weights // parts
     long = max(4, dtype_bytes)

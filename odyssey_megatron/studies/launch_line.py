@@ -10,7 +10,8 @@ from typing import Any
 from odyssey_megatron.config import OdysseyConfig, config_from_argv
 from odyssey_megatron.doctor.flags import looked_at
 from odyssey_megatron.errors import ConfigError
-from odyssey_megatron.inputs import Between
+from odyssey_megatron.inputs import Between, read_text
+from odyssey_megatron.policy.block_configs import UnlikeLayers, unlike_layers
 from odyssey_megatron.policy.profile import Attention, Experts, recomputed
 from odyssey_megatron.studies.presets import Model
 from odyssey_megatron.upstream import refusals
@@ -149,6 +150,33 @@ def _model(line: _Line, layers: int, stages: int) -> Model:
         ),
         experts=_experts(line, layers, ffn),
         mtp_num_layers=line.maybe("mtp_num_layers") or 0,
+        unlike=_unlike(line, layers, hidden),
+    )
+
+
+def _unlike(line: _Line, layers: int, hidden: int) -> UnlikeLayers:
+    """As the file says that the launch line names. Raises ConfigError."""
+    path, text = (
+        line.text("heterogeneous_layers_config_path"),
+        line.text("heterogeneous_layers_config_encoded_json"),
+    )
+    if not path and not text:
+        return ()
+    try:
+        text = text or read_text(path)
+    except ValueError as error:
+        raise ConfigError(
+            f"--heterogeneous-layers-config-path {path}: {error}. Give this command a path of the file that it can "
+            "read, too."
+        ) from None
+    heads = line.size("num_attention_heads")
+    return unlike_layers(
+        text,
+        num_layers=layers,
+        hidden_size=hidden,
+        heads=heads,
+        kv_channels=line.size("kv_channels", max(1, hidden // heads)),
+        is_gated=line.has("swiglu"),
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.policy.block_configs import UnlikeLayers
 from odyssey_megatron.policy.profile import Attention, Experts, Profile, estimated_profile
 
 EFFICIENCY = 0.45
@@ -43,6 +44,8 @@ class Model:
     recomputed_share: float = 0.0
     experts: Experts | None = None
     mtp_num_layers: int = 0
+    unlike: UnlikeLayers = ()
+    """Of each layer, where they are not alike."""
 
     def profile(
         self,
@@ -78,6 +81,7 @@ class Model:
             recomputed_share=self.recomputed_share,
             experts=replace(self.experts, parts=expert_parts) if self.experts else None,
             mtp_num_layers=self.mtp_num_layers,
+            unlike=self.unlike,
         )
 
 

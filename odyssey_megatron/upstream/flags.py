@@ -49,7 +49,7 @@ _WORKS = {
     "the shape of the job: tests/megatron_lm, tests/e2e": """
     tensor_model_parallel_size context_parallel_size pipeline_model_parallel_size sequence_parallel
     cp_comm_type
-    untie_embeddings_and_output_weights
+    untie_embeddings_and_output_weights heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json
     decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers pipeline_model_parallel_layout
     micro_batch_size global_batch_size rampup_batch_size step_batch_size_schedule phase_transition_iterations
     iterations_to_skip

@@ -173,8 +173,6 @@ _ROWS: tuple[tuple[str, str] | tuple[str, str, Callable[[Any, Any], bool]], ...]
     ("is_hybrid_model", _ALIKE),
     ("linear_attention_freq", _ALIKE),
     ("experimental_attention_variant", _ALIKE),
-    ("heterogeneous_layers_config_path", _ALIKE),
-    ("heterogeneous_layers_config_encoded_json", _ALIKE),
     ("spec", "Only Megatron's own layers have been tried. Leave it out."),
     ("tensor_parallel_num_weight_shards", "Use that of tensor parallelism.",
      lambda value, args: value is not None and value > args.tensor_model_parallel_size),

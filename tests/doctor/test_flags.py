@@ -22,7 +22,6 @@ SLIPPED = {
     "--hybrid-override-pattern": "M*M*",
     "--is-hybrid-model": "",
     "--linear-attention-freq": "2",
-    "--heterogeneous-layers-config-encoded-json": "{}",
     "--optimizer-cpu-offload": "",
     "--cpu-offloading-num-layers": "2",
     "--fine-grained-activation-offloading": "",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.studies import launch_line
 
 HIDDEN, HEADS, VOCAB, LENGTH = 128, 4, 512, 64
@@ -83,3 +86,58 @@ def test_parameters_are_those_of_the_model(name, megatron, monkeypatch):
     assert [one.activation_bytes for one in read.layers] == [one.activation_bytes for one in planned.layers]
     # The biases of norms are not counted.
     assert sum(one.numel() for one in built.parameters()) == pytest.approx(weights, rel=0.01)
+
+
+def test_layers_that_are_not_alike(megatron, tmp_path):
+    import torch
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import (
+        get_gpt_heterogeneous_layer_spec,
+    )
+    from megatron.core.transformer.heterogeneous.heterogeneous_config import HeterogeneousTransformerConfig
+
+    from odyssey_megatron.config import OdysseyConfig
+    from odyssey_megatron.mcore.plugin import estimate
+    from odyssey_megatron.studies.presets import ACCELERATORS
+
+    path = tmp_path / "layers.json"
+    there = {"no_op": False, "replace_with_linear": False}
+    attentions = [{**there, "n_heads_in_group": 2}, {**there, "no_op": True, "n_heads_in_group": None}]
+    attentions.append({**there, "replace_with_linear": True, "n_heads_in_group": None})
+    mlps = [
+        {**there, "ffn_mult": 2.0},
+        {**there, "ffn_mult": 6.0},
+        {**there, "no_op": True, "ffn_mult": None},
+    ]
+    blocks = [{"attention": own, "ffn": mlp} for own, mlp in zip(attentions, mlps, strict=True)]
+    path.write_text(json.dumps({"block_configs": blocks}))
+    config = HeterogeneousTransformerConfig(
+        num_layers=3, hidden_size=HIDDEN, num_attention_heads=HEADS, num_query_groups=2, add_bias_linear=False,
+        gated_linear_unit=True, use_cpu_initialization=True, pipeline_dtype=torch.float32, normalization="RMSNorm",
+        heterogeneous_layers_config_path=str(path),
+    )  # fmt: skip
+    built = GPTModel(
+        config,
+        get_gpt_heterogeneous_layer_spec(config),
+        vocab_size=VOCAB,
+        max_sequence_length=LENGTH,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=True,
+        pg_collection=megatron,
+    )
+    settings = OdysseyConfig(device="cpu")
+    planned = estimate(
+        config, settings, seq_length=LENGTH, micro_batch_size=2, vocab_size=VOCAB, is_tied=True
+    ).costs
+    parameters = [sum(one.numel() for one in layer.parameters()) for layer in built.decoder.layers]
+    assert [one.weight_bytes // 4 for one in planned.layers[1:-1]] == pytest.approx(parameters, rel=0.01)
+    flags = f"--swiglu --group-query-attention --num-query-groups 2 --heterogeneous-layers-config-path {path}"
+    line = launch_line.read([*SIZES.replace("--num-layers 2", "--num-layers 3").split(), *flags.split()])
+    read = line.model.profile(ACCELERATORS["h100"], micro_batch_size=2).costs
+    assert [one.weight_bytes for one in read.all_layers] == [one.weight_bytes for one in planned.all_layers]
+    path.write_text("{}")
+    with pytest.raises(ConfigError, match="block_configs"):
+        launch_line.read([*SIZES.split(), *flags.split()])
+    path.write_text(json.dumps({"block_configs": blocks}))
+    with pytest.raises(ConfigError, match="has 3 of them, and --num-layers is 2"):
+        launch_line.read([*SIZES.split(), *flags.split()])
