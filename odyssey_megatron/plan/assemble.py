@@ -52,7 +52,7 @@ def assemble(order: Order, layout: Layout, costs: Costs) -> Assembled:
     for group in order.groups:
         kind = kinds.get(id(group.solved))
         if kind is None:
-            kind = kinds[id(group.solved)] = _kind(group.solved, costs)
+            kind = kinds[id(group.solved)] = lowered(group.solved, costs)
         seats = []
         for seat, worker in enumerate(group.workers):
             own = tuple(sums.pop(worker))
@@ -71,7 +71,8 @@ def assemble(order: Order, layout: Layout, costs: Costs) -> Assembled:
     return Assembled(programs=programs, peak_bytes=tuple(peaks.items()))
 
 
-def _kind(solved: Solved, costs: Costs) -> Kind:
+def lowered(solved: Solved, costs: Costs) -> Kind:
+    """Looked up where that is known. Raises ScheduleInvalid."""
     there = known(costs)
     found = there.kinds.get(id(solved))
     if found is not None and found[0] is solved:

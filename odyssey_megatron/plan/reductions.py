@@ -30,15 +30,20 @@ def buckets(layout: Layout, costs: Costs) -> tuple[Block, ...]:
     """The blocks of ``layout``, cut such that each bucket has ``costs.bucket_bytes`` of gradients, or a layer more. The
     lowest layers of a block, which are done last, are what is left.
     """
-    found = []
-    for block in layout.blocks():
-        ends, least = [block.last], bucket_bytes(costs, len(block.holders))
-        for layer in range(block.last - 1, block.first, -1):
-            if costs.spans.gradient_bytes(layer, ends[-1]) >= least:
-                ends.append(layer)
-        edges = [block.first, *reversed(ends)]
-        found += [Block(first=a, last=b, holders=block.holders) for a, b in pairwise(edges)]
-    return tuple(found)
+    return tuple(
+        Block(first=a, last=b, holders=block.holders)
+        for block in layout.blocks()
+        for a, b in cut(block.first, block.last, len(block.holders), costs)
+    )
+
+
+def cut(first: int, last: int, holders: int, costs: Costs) -> list[tuple[int, int]]:
+    """The buckets of layers that so many hold."""
+    ends, least = [last], bucket_bytes(costs, holders)
+    for layer in range(last - 1, first, -1):
+        if costs.spans.gradient_bytes(layer, ends[-1]) >= least:
+            ends.append(layer)
+    return [*pairwise([first, *reversed(ends)])]
 
 
 def bucket_bytes(costs: Costs, holders: int) -> int:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from odyssey_megatron.plan.reductions import bucket_bytes, cut
 from odyssey_megatron.policy.kinds import sort_of, stages_of
 from odyssey_megatron.policy.shares import SLACK
 
@@ -19,15 +20,17 @@ if TYPE_CHECKING:
 class Bounds:
     """Lower bounds as in :mod:`odyssey_megatron.plan.bound`, of pipelines of all kinds at once.
 
-    Each row is a line: ``head_s + microbatches * each_s``, and the reduction of ``size`` bytes after it. Of each stage
-    there is one for all its work, which memory may stretch, and one for its forwards and input gradients, behind which
-    the last gradient goes up to the first stage.
+    Each row is a line: ``head_s + microbatches * each_s``, and sums after it. Of each stage there is one for all its
+    work, which memory may stretch, and the bucket that is summed last; one for its forwards and input gradients, and
+    all that it sums; and one for these, behind which the last gradient goes up to the first stage, and its last bucket.
     """
 
     def __init__(self, search: Search, kinds: Sequence[int]) -> None:
         costs, spans = search.costs, search.costs.spans
         self._costs, self._at = costs, {kind: i for i, kind in enumerate(kinds)}
-        head, each, size, path = list[float](), list[float](), list[int](), list[float]()
+        head, each, path = list[float](), list[float](), list[float]()
+        self._spans = list[tuple[tuple[int, int], ...]]()
+        """Of each row, the layers that are summed behind it: all in the second of a stage's three, else a bucket."""
         starts, fewest = list[int](), list[int]()
         lag = costs.message_s()
         for kind in kinds:
@@ -35,9 +38,10 @@ class Bounds:
             first = search.stages(kind)[0].spans[0]
             most = 2**40
             for one in search.stages(kind):
-                head += [spans.forward_s(0, one.first) + one.hop * lag, search.up_s(kind, one)]
-                each += [one.each_s, one.down_and_up_s]
-                size += [sum(spans.gradient_bytes(a, b) for a, b in one.spans), spans.gradient_bytes(*first)]
+                reached_s = spans.forward_s(0, one.first) + one.hop * lag
+                head += [reached_s, reached_s, search.up_s(kind, one)]
+                each += [one.each_s, one.down_and_up_s, one.down_and_up_s]
+                self._spans += [one.spans[:1], one.spans, (first,)]
                 if costs.keeps_messages and search.budget is not None:
                     sent = sum((a > 0) + (b < search.last) for a, b in one.spans) * costs.message_bytes
                     needs = sum(spans.activation_bytes(a, b) for a, b in one.spans)
@@ -46,7 +50,8 @@ class Bounds:
             fewest.append(most)
             path.append(search.path_s(kind))
         self._head, self._each = np.array(head), np.maximum(np.array(each), 1e-15)
-        self._size, self._starts = np.array(size, dtype=float), np.array(starts, dtype=int)
+        self._starts = np.array(starts, dtype=int)
+        self._sizes: dict[int, NDArray[np.float64]] = {}
         self._fit, self._path = np.array(fewest, dtype=float), np.array(path)
         self._around = self._head
         self._rows = np.diff(np.append(self._starts, len(head)))
@@ -59,9 +64,25 @@ class Bounds:
 
     def reduce_among(self, number: int) -> None:
         """With reductions among so many pipelines: :func:`odyssey_megatron.plan.simulate.reduce_s`."""
-        hops = 2 * (number - 1)
-        bytes_s = hops / number * self._size / self._costs.link_bytes_per_s
+        hops, least = 2 * (number - 1), bucket_bytes(self._costs, number)
+        if least not in self._sizes:
+            self._sizes[least] = np.array(self._summed(number), dtype=float)
+        bytes_s = hops / number * self._sizes[least] / self._costs.link_bytes_per_s
         self._around = self._head + bytes_s + hops * self._costs.link_latency_s
+
+    def _summed(self, number: int) -> list[int]:
+        """Of each row, the bytes that are summed behind it."""
+        known: dict[tuple[int, int], int] = {}
+        found, size = list[int](), self._costs.spans.gradient_bytes
+        for row, layers in enumerate(self._spans):
+            if row % 3 == 1:
+                found.append(sum(size(a, b) for a, b in layers))
+                continue
+            (only,) = layers
+            if only not in known:
+                known[only] = size(*cut(*only, number, self._costs)[0])
+            found.append(known[only])
+        return found
 
     def learn(self, known_s: Mapping[int, float], trust: float) -> None:
         """``known_s``: of some kinds, how much later than its bound one of them was. Lengths between two known ones are

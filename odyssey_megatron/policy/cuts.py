@@ -60,3 +60,38 @@ def _least_limit(sums: Sequence[float], capacity: Sequence[float], ends: tuple[i
         middle = (least + most) / 2
         least, most = (least, middle) if enough(middle) else (middle, most)
     return most * (1 + 1e-9)
+
+
+def place_within(
+    plain_s: Sequence[Sequence[float]],
+    slow_s: Sequence[Sequence[float]],
+    windows: Sequence[tuple[int, int]],
+    limit: float,
+) -> int:
+    """The last stage that a slow worker may have such that none takes longer than ``limit``; -1 if there is none.
+
+    Stages before it reach as far down as they can, those behind it as far up.
+
+    Args:
+        plain_s, slow_s: ``[first][last]``, what a stage of these takes on a healthy worker, and on the slow one.
+        windows: of each stage, where it may end.
+    """
+    reach = [0]
+    for low, high in windows[:-1]:
+        end = min(high, bisect_right(plain_s[reach[-1]], limit, lo=reach[-1] + 1) - 1)
+        if end < low:
+            break
+        reach.append(end)
+    start = windows[-1][1]
+    for place in range(len(windows) - 1, -1, -1):
+        if place < len(reach) and slow_s[min(reach[place], start - 1)][start] <= limit:
+            return place
+        if place == 0:
+            break
+        low, high = windows[place - 1]
+        end, start = start, min(high, start - 1)
+        if plain_s[start][end] > limit:
+            break
+        while start > low and plain_s[start - 1][end] <= limit:
+            start -= 1
+    return -1

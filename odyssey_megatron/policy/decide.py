@@ -14,7 +14,7 @@ from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import ClusterState
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import LayersLost, PlanInfeasible
-from odyssey_megatron.plan.assemble import Assembled, assemble
+from odyssey_megatron.plan.assemble import Assembled, assemble, lowered
 from odyssey_megatron.plan.bound import cluster_bound_s, lower_bound_s
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.eager import assemble_eager
@@ -230,8 +230,9 @@ def prepare(job: JobSpec, state: ClusterState, profile: Profile) -> None:
     alive = len(state.alive)
     node = max(Counter(worker.node for worker in state.workers if worker.alive).values(), default=1)
     for workers in {alive - 1, alive - 2, alive - node}:  # one is lost, or two, or a node
-        if workers > 0:
-            search.partitions(workers, job.num_microbatches)
+        for found in search.partitions(workers, job.num_microbatches)[:1] if workers > 0 else ():
+            for order in search.solved(found, workers, job.num_microbatches):
+                lowered(order, costs)
 
 
 def decide(

@@ -22,8 +22,10 @@ from typing import TYPE_CHECKING
 
 from odyssey_megatron.plan.layout import Hop, Route, layout_from_routes
 from odyssey_megatron.plan.list_schedule import Shape as Group
+from odyssey_megatron.plan.list_schedule import Solved
 from odyssey_megatron.plan.order import solve
-from odyssey_megatron.plan.simulate import reduce_s, step_end_s
+from odyssey_megatron.plan.reductions import NO_TAIL, Tail, bucket_bytes, cut
+from odyssey_megatron.plan.simulate import step_end_s
 from odyssey_megatron.policy import ways
 from odyssey_megatron.policy.bounds import Bounds
 from odyssey_megatron.policy.kinds import mixed
@@ -54,7 +56,10 @@ MANY_WORKERS = 128
 """From here on not every number of pipelines is looked at, and of those only the most promising in full."""
 
 _PROMISING = 4
-"""Numbers of pipelines, of many workers."""
+"""Numbers of pipelines, of many workers; twice as many of few, where routes visit workers more than once."""
+
+_BEHIND = 1.05
+"""Estimates are of lengths that differ by one at most: up to here others may be better, where there are few workers."""
 
 WORTH = 0.99
 """Of the step of the best partition: above that routes that visit workers more than once are not worth it. They have
@@ -63,6 +68,14 @@ more messages and launches, and the runtime's share of these is not in the costs
 _TRUST = (1.0, 0.5, 0.0)
 """How far what is learned of one length is believed of another. Where memory binds bounds are loose, so that nothing
 would come to an end that went by them from the beginning."""
+
+Done = tuple[float, Tail]
+"""When a worker has computed, and the weight gradients that it ends with, beside which it sums."""
+
+End = tuple[float, Sequence[tuple[float, int]]]
+"""When a worker has all but these weight gradients; and of its buckets, in the order in which it sums them, how long
+the weight gradients in it take, and its bytes.
+"""
 
 Shares = tuple[tuple[int, int], ...]
 """(kind, microbatches) of each pipeline, those with a slow worker and the longest first. The kind of others is how many
@@ -135,6 +148,7 @@ class _Look:
         looked_at = numbers[:_PROMISING] if self.workers > MANY_WORKERS else numbers
         least_s = self._at(found, self.search, looked_at, self._trusts, least_s)
         partitions = [*found.values()]
+        promising, behind = (_PROMISING, 1.0) if self.workers > MANY_WORKERS else (2 * _PROMISING, _BEHIND)
         for turned in self.search.turned:
             of_these = (one.estimate_s for one in known if one.shares and one.legs == turned.legs)
             limit_s = min([least_s * WORTH, *of_these])
@@ -142,10 +156,11 @@ class _Look:
             numbers = [
                 (estimate_s, number)
                 for estimate_s, number in turned.ranked(self.workers, self.microbatches)
-                if (estimate_s < limit_s or self.slow) and 1 < self.workers // number <= turned.most_stages
+                if (estimate_s < limit_s * behind or self.slow)
+                and 1 < self.workers // number <= turned.most_stages
             ]
             better: dict[int, Partition] = {}
-            limit_s = self._at(better, turned, numbers[:_PROMISING], _TRUST[:1], limit_s)
+            limit_s = self._at(better, turned, numbers[:promising], _TRUST[:1], limit_s)
             if better:
                 least_s = limit_s
             partitions += better.values()
@@ -162,7 +177,7 @@ class _Look:
         """Works out the best partition into each of ``numbers``, (estimate, number of pipelines), and puts those into
         ``found`` that are better than ``least_s``, or that were not there; the least that is found then.
         """
-        visits = _VISITS
+        visits = _VISITS if search.legs == 1 else _VISITS // 2
         for trust in trusts:
             for estimate_s, number in numbers:
                 own = search.sharing(number).pipelines(self.workers, self.slow, self.microbatches)
@@ -227,10 +242,13 @@ class Pipelines:
         slower = (mixed(one, sort) for sort in sorted({*slow}) for one in stages)
         self.kinds = [*self.lengths, *(kind for kind in slower if search.split(kind) is not None)]
         self._bounds = Bounds(search, self.kinds)
-        self._done_s: dict[tuple[int, int], tuple[float, ...]] = dict(known._done_s) if known else {}
-        """Of those that were scheduled: per stage, when it has computed."""
+        self._done: dict[tuple[int, int], tuple[Done, ...]] = dict(known._done) if known else {}
+        """Of those that were scheduled: per stage, when it has computed, and the weight gradients that it ends with."""
+        self.solved: dict[tuple[int, int], Solved | None] = dict(known.solved) if known else {}
+        """Their orders."""
+        self._known_ends: dict[tuple[int, int, int], Sequence[End]] = {}
         self._alone_s: dict[tuple[int, int], float] = {}
-        """The same with its own reductions, which begin at once."""
+        """The same with its own reductions, for which nobody is waited for."""
         self._true_s: dict[tuple[int, int], float] = {}
         """Beside others, as far as that is known: reductions wait for each other."""
 
@@ -238,7 +256,7 @@ class Pipelines:
         """From here on for so many pipelines, and with so many visits left to schedule."""
         self.number, self.visits, self._trust = number, visits, trust
         self._bounds.reduce_among(number)
-        self._alone_s = {one: self._with_reductions_s(one[0], done) for one, done in self._done_s.items()}
+        self._alone_s = {one: self._with_reductions_s(*one) for one in self._done}
         self._true_s = dict(self._alone_s)
         self._learn()
 
@@ -367,15 +385,15 @@ class Pipelines:
             rooms = [budget if whole else own for whole, own in zip(alike, usual, strict=True)]
         caps = tuple(room - one for room, one in zip(rooms, state, strict=True))
         self.visits -= len(hops) * microbatches
-        done_s: tuple[float, ...] = (inf,) * len(caps)
+        done: tuple[Done, ...] = ((inf, NO_TAIL),) * len(caps)
         if all(cap >= need for cap, need in zip(caps, needs, strict=True)):
             speeds = tuple(one.speed for one in search.stages(kind))
             group = Group(routes=((tuple(range(microbatches)), hops),), caps=caps, speeds=speeds)
-            found = solve(group, costs, None, thorough=True)
+            found = self.solved[kind, microbatches] = solve(group, costs, None, thorough=True)
             if found is not None:
-                done_s = found.done_s
-        self._done_s[kind, microbatches] = done_s
-        alone_s = self._with_reductions_s(kind, done_s)
+                done = tuple(zip(found.done_s, found.tails(), strict=True))
+        self._done[kind, microbatches] = done
+        alone_s = self._with_reductions_s(kind, microbatches)
         self._alone_s[kind, microbatches] = self._true_s[kind, microbatches] = alone_s
         self._learn()
         return self._true_s[kind, microbatches]
@@ -388,23 +406,47 @@ class Pipelines:
         alone_s = max(self.time_s(*one) for one in shares)
         if self.workers > MANY_WORKERS:
             return alone_s
-        routes, done_s = [], dict[int, float]()
+        routes, done_s, tails = [], dict[int, float](), dict[int, Tail]()
         for at, (kind, microbatches) in enumerate(shares):
             first = len(done_s)
             hops = (Hop(worker=first + place, first=a, last=b) for place, a, b in self._hops(kind))
             routes.append(Route(microbatches=(at,), hops=tuple(hops)))
-            done_s.update(enumerate(self._done_s[kind, microbatches], first))
+            done = self._done[kind, microbatches]
+            done_s |= {first + place: end_s for place, (end_s, _) in enumerate(done)}
+            tails |= {first + place: tail for place, (_, tail) in enumerate(done)}
         costs = self.search.costs
         layout = layout_from_routes(self.search.last, tuple(routes), tied=costs.tied is not None)
-        joint_s = max(alone_s, step_end_s(layout, costs, done_s) - costs.optimizer_s)
+        joint_s = step_end_s(layout, costs, done_s, tails) - costs.optimizer_s
         self._true_s[shares[-1]] = max(joint_s, self._true_s[shares[-1]])
         return joint_s
 
-    def _with_reductions_s(self, kind: int, done_s: Sequence[float]) -> float:
-        return max(
-            end_s + sum(reduce_s(self.search.costs, a, b, self.number) for a, b in one.spans)
-            for end_s, one in zip(done_s, self.search.stages(kind), strict=True)
-        )
+    def _with_reductions_s(self, kind: int, microbatches: int) -> float:
+        """Until its workers have computed and summed, each as soon as it can."""
+        costs, longest_s = self.search.costs, 0.0
+        hops = 2 * (self.number - 1)
+        lag_s, byte_s = hops * costs.link_latency_s, hops / self.number / costs.link_bytes_per_s
+        for now_s, buckets in self._ends(kind, microbatches):
+            free_s = 0.0
+            for within_s, size in buckets:
+                now_s += within_s
+                free_s = (now_s if now_s > free_s else free_s) + lag_s + size * byte_s
+            longest_s = max(longest_s, free_s)
+        return longest_s
+
+    def _ends(self, kind: int, microbatches: int) -> Sequence[End]:
+        """Of each worker of what is scheduled."""
+        key = kind, microbatches, bucket_bytes(self.search.costs, self.number)
+        if key not in self._known_ends:
+            costs, found = self.search.costs, list[End]()
+            for (end_s, tail), one in zip(
+                self._done[kind, microbatches], self.search.stages(kind), strict=True
+            ):
+                own = [bucket for a, b in one.spans for bucket in cut(a, b, self.number, costs)]
+                within = [tail.within_s(costs, *bucket) for bucket in reversed(own)]
+                sizes = (costs.spans.gradient_bytes(*bucket) for bucket in reversed(own))
+                found.append((end_s - sum(within), [*zip(within, sizes, strict=True)]))
+            self._known_ends[key] = found
+        return self._known_ends[key]
 
     def _hops(self, kind: int) -> tuple[ways.Visit, ...]:
         return ways.visits(self.search.split(kind) or (), self.search.legs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,8 +12,11 @@ from math import inf
 
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.costs import Costs, Spans
+from odyssey_megatron.plan.list_schedule import Solved
+from odyssey_megatron.plan.reductions import cut
 from odyssey_megatron.plan.simulate import reduce_s
 from odyssey_megatron.policy import partition, ways
+from odyssey_megatron.policy.cuts import place_within
 from odyssey_megatron.policy.kinds import Slow, Sorts, sort_of, stages_of
 from odyssey_megatron.policy.partition import MANY_WORKERS, Partition, Pipelines
 from odyssey_megatron.policy.seating import Shape
@@ -54,6 +57,10 @@ class Stage:
     @property
     def first(self) -> int:
         return self.spans[0][0]
+
+
+def _line(head_s: float, each_s: float, share: float) -> tuple[float, float, float]:
+    return head_s + share * each_s, head_s, each_s
 
 
 class Search:
@@ -251,6 +258,12 @@ class Search:
             self._pipelines[key] = Pipelines(self, *key, known)
         return self._pipelines[key]
 
+    def solved(self, found: Partition, num_workers: int, num_microbatches: int) -> list[Solved]:
+        """The orders of the pipelines of ``found``, as far as they are known, each once."""
+        (own,) = (one for one in (self, *self.turned) if one.legs == found.legs)
+        known = own.sharing(found.number).pipelines(num_workers, (), num_microbatches).solved
+        return [order for one in dict.fromkeys(found.shares) if (order := known.get(one)) is not None]
+
     def shape_of(self, found: Partition, num_workers: int, num_microbatches: int) -> Shape:
         """``found`` with its stages. Raises PlanInfeasible."""
         if found.legs != self.legs:
@@ -296,7 +309,7 @@ class Search:
             split = self.split(length)
             ends += [split] * count if split else []
         share = num_microbatches / pipelines
-        paces = [(self._last_done(length, share, pipelines), count) for length, _, count in rates]
+        paces = [(self._last_done(length, share, pipelines)[0], count) for length, _, count in rates]
         each = [rate for rate, count in paces for _ in range(count)]
         return Shape(
             ends=tuple(ends),
@@ -343,24 +356,34 @@ class Search:
     def _estimate_s(self, rates: list[tuple[int, Rate, int]], microbatches: int, pipelines: int) -> float:
         """The least time in which all pipelines can end.
 
-        Three bounds as in :mod:`odyssey_megatron.plan.bound`: all the work of a stage and then its reduction; the
-        forwards and input gradients of a stage, and then the way up; and one microbatch's way down and up.
+        Bounds as in :mod:`odyssey_megatron.plan.bound`: all the work of a stage and then the bucket that it sums last;
+        the forwards and input gradients of a stage, and then all its sums, or the way up; and one microbatch's way down
+        and up.
         """
-        work, drain, path_s = [], [], 0.0
+        work, sums, drain, path_s = [], [], [], 0.0
         for length, _, count in rates:
-            work.append((self._last_done(length, microbatches / pipelines, pipelines), count))
+            last, whole = self._last_done(length, microbatches / pipelines, pipelines)
+            work.append((last, count))
+            sums.append((whole, count))
             drain.append((self._drain(length), count))
             path_s = max(path_s, self.path_s(length))
-        return max(finish_s(microbatches, work), finish_s(microbatches, drain), path_s)
+        return max(*(finish_s(microbatches, each) for each in (work, sums, drain)), path_s)
 
-    def _last_done(self, stages: int, share: float, pipelines: int) -> Rate:
-        """Work and reduction of the stage that is done last if its pipeline gets ``share`` microbatches."""
-        latest = (-inf, 0.0, 0.0)
+    def _last_done(self, stages: int, share: float, pipelines: int) -> tuple[Rate, Rate]:
+        """Of the stage that is done last if its pipeline gets ``share`` microbatches: all its work and its last bucket;
+        its forwards and input gradients and all its sums.
+        """
+        last, whole = (-inf, 0.0, 0.0), (-inf, 0.0, 0.0)
         for one in self.stages(stages):
-            around_s = self._spans.forward_s(0, one.first) + one.hop * self.costs.message_s()
-            around_s += sum(reduce_s(self.costs, a, b, pipelines) for a, b in one.spans)
-            latest = max(latest, (around_s + share * one.each_s, around_s, one.each_s))
-        return Rate(head_s=latest[1], each_s=latest[2])
+            head_s = self._spans.forward_s(0, one.first) + one.hop * self.costs.message_s()
+            sums_s = [reduce_s(self.costs, *bucket, pipelines) for bucket in self._buckets(one, pipelines)]
+            last = max(last, _line(head_s + sums_s[0], one.each_s, share))
+            whole = max(whole, _line(head_s + sum(sums_s), one.down_and_up_s, share))
+        return Rate(head_s=last[1], each_s=last[2]), Rate(head_s=whole[1], each_s=whole[2])
+
+    def _buckets(self, one: Stage, holders: int) -> list[tuple[int, int]]:
+        """What a stage sums, the last of them first."""
+        return [bucket for a, b in one.spans for bucket in cut(a, b, holders, self.costs)]
 
     def _drain(self, stages: int) -> Rate:
         """Forwards and input gradients of the stage with most of them; before and after it, the way to the first."""
@@ -406,43 +429,17 @@ class Search:
 
     def _split_with_slow(self, kind: int) -> tuple[int, ...] | None:
         stages, rows = stages_of(kind), self._slow_rows(kind)
+        windows = [ways.window(stage, stages, self.last, self.legs) for stage in range(stages)]
         limits = sorted({*self._limits, *(s for row in rows for s in row if 0.0 < s < inf)})
-        at = bisect_left(limits, True, key=lambda limit: self._place_within(stages, limit * SLACK, rows) >= 0)
+
+        def place(limit: float) -> int:
+            return place_within(self._stage_s, rows, windows, limit * SLACK)
+
+        at = bisect_left(limits, True, key=lambda limit: place(limit) >= 0)
         if at == len(limits):
             return None
-        limit = limits[at] * SLACK
-        place = self._slow_at[kind] = self._place_within(stages, limit, rows)
-        return self._even(stages, limit, place, rows)
-
-    def _place_within(self, stages: int, limit: float, rows: list[list[float]]) -> int:
-        """The last place for a slow worker such that no stage takes longer than ``limit``; -1 if there is none.
-
-        Stages before it reach as far down as they can, those behind it as far up.
-        """
-        windows = [ways.window(stage, stages, self.last, self.legs) for stage in range(stages)]
-        reach = [0]
-        for low, high in windows[:-1]:
-            times = self._stage_s[reach[-1]]
-            end = min(high, bisect_right(times, limit, lo=reach[-1] + 1) - 1)
-            if end < low:
-                break
-            reach.append(end)
-        start = self.last
-        for place in range(stages - 1, -1, -1):
-            if place < len(reach):
-                begin = min(reach[place], start - 1)
-                if rows[begin][start] <= limit:
-                    return place
-            if place == 0:
-                break
-            low, high = windows[place - 1]
-            end = start
-            start = min(high, start - 1)
-            if self._stage_s[start][end] > limit:
-                break
-            while start > low and self._stage_s[start - 1][end] <= limit:
-                start -= 1
-        return -1
+        self._slow_at[kind] = place(limits[at])
+        return self._even(stages, limits[at] * SLACK, self._slow_at[kind], rows)
 
     def _fits(self, stages: int, limit: float) -> bool:
         start, limit = 0, limit * SLACK

@@ -62,9 +62,12 @@ def test_a_single_pipeline_is_left_to_those_who_can_afford_a_restart():
 
 
 def test_with_redundancy_auto_a_single_pipeline_may_have_shadows():
-    """Where a restart is dear: the next loss is survived. Where it is cheap they cost more than they save."""
-    config = replace(CONFIG, redundancy="auto")
-    cheap, dear = decided(config, restart_s=10.0), decided(config, restart_s=3600.0)
+    """Where a restart is dear: the next loss is survived. Where it is cheap they cost more than they save.
+
+    With so little memory that more pipelines would be much slower.
+    """
+    config, costs = replace(CONFIG, redundancy="auto"), replace(PROFILE.costs, memory_bytes=36 * 2**30)
+    cheap, dear = (decided(config, costs=costs, restart_s=restart_s) for restart_s in (10.0, 7200.0))
     assert cheap.best.option.note == "pipelines 17"
     assert any("with new shadows" in row.reason for row in cheap.candidates)
     assert dear.best.option.note == "pipelines 17, with new shadows"

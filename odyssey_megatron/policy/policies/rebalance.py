@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from odyssey_megatron.policy.case import Case
+from odyssey_megatron.policy.policies.reroute import around_slow
 from odyssey_megatron.policy.proposal import Policy, Proposal
 
 
@@ -17,6 +18,7 @@ class Rebalance(Policy):
         """Where nobody is lost and some are slow."""
         if case.speeds and not case.lost:
             yield Proposal(layout=case.rerouted, note="microbatches moved off slow workers")
+            yield from around_slow(case, "microbatches moved")
 
 
 POLICY = Rebalance()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 
+from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.policy.case import Case
 from odyssey_megatron.policy.proposal import Policy, Proposal
+from odyssey_megatron.policy.rerouting import reroute
 
 
 class Reroute(Policy):
@@ -19,6 +22,15 @@ class Reroute(Policy):
         if case.lost:
             name = "takeover" if _takes_over(case.previous, case.rerouted) else ""
             yield Proposal(layout=case.rerouted, note="layout kept", name=name)
+            yield from around_slow(case, "layout kept")
+
+
+def around_slow(case: Case, note: str) -> Iterable[Proposal]:
+    """The same without the slow, where others hold all that they hold: whatever goes through them is late."""
+    if case.slow:
+        with contextlib.suppress(PlanInfeasible):
+            layout = reroute(case.previous, case.steady, case.profile.costs)
+            yield Proposal(layout=layout, note=f"{note}, without {len(case.slow)} slow")
 
 
 def _takes_over(previous: Layout, layout: Layout) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from odyssey_megatron.errors import PlanInfeasible
@@ -9,6 +10,7 @@ from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Hop, Layout, Route
 from odyssey_megatron.policy.case import Case
 from odyssey_megatron.policy.cuts import recut
+from odyssey_megatron.policy.partition import MANY_WORKERS
 from odyssey_megatron.policy.proposal import Policy, Proposal
 
 
@@ -25,16 +27,31 @@ class Shift(Policy):
             rerouted = case.rerouted
         except PlanInfeasible:  # as reroute says in the table
             return
-        layout = shift_layers(rerouted, case.profile.costs, case.speeds)
-        yield Proposal(layout=layout, note="rerouted, stage boundaries moved")
+        shifted = dict[Layout, None]()
+        reasons = []
+        few = (
+            len(case.alive) <= MANY_WORKERS
+        )  # of many, microbatches are so many that parts make no difference
+        for in_whole in (False, True) if few else (False,):
+            try:
+                shifted[shift_layers(rerouted, case.profile.costs, case.speeds, in_whole=in_whole)] = None
+            except PlanInfeasible as error:
+                reasons.append(error)
+        if not shifted:
+            raise reasons[0]
+        for layout in shifted:
+            yield Proposal(layout=layout, note="rerouted, stage boundaries moved")
 
 
-def shift_layers(rerouted: Layout, costs: Costs, speeds: Mapping[int, float] | None = None) -> Layout:
+def shift_layers(
+    rerouted: Layout, costs: Costs, speeds: Mapping[int, float] | None = None, *, in_whole: bool = False
+) -> Layout:
     """``rerouted`` with its stage boundaries moved, away from the stages that lost workers.
 
     The routes stay, so only boundary layers are sent, to the workers of the neighbouring stage. Boundaries are
     min-max over stages of work / living speed, then as near as possible to where they are. Source: ResiHP's
-    layer repartition (papers.md §4.2), on top of rerouting.
+    layer repartition (papers.md §4.2), on top of rerouting. ``in_whole``: a stage is as fast as the worker that has
+    most to do, since microbatches are not shared out in parts: two are no faster with three of them than with four.
 
     Raises:
         PlanInfeasible: the stages are not the same on all routes, or the boundaries are where they should be.
@@ -47,6 +64,16 @@ def shift_layers(rerouted: Layout, costs: Costs, speeds: Mapping[int, float] | N
     if len({worker for holders in stages for worker in holders}) < sum(map(len, stages)):
         raise PlanInfeasible("some worker holds several stages")
     capacity = [sum((speeds or {}).get(worker, 1.0) for worker in holders) for holders in stages]
+    if in_whole:
+        load = Counter[int]()
+        for route in rerouted.routes:
+            for hop in route.hops:
+                load[hop.worker] += len(route.microbatches)
+        capacity = [
+            rerouted.num_microbatches
+            / max(load[worker] / (speeds or {}).get(worker, 1.0) for worker in holders)
+            for holders in stages
+        ]
     moved = recut([layer.compute_s for layer in costs.layers], capacity, ends)
     if moved == ends:
         raise PlanInfeasible("no boundary is better elsewhere")
