@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,34 @@ from odyssey_megatron.policy.shares import SLACK
 
 if TYPE_CHECKING:
     from odyssey_megatron.policy.search import Search
+
+
+class Rows(NamedTuple):
+    """Of one kind, whichever pipelines it is beside: see :class:`Bounds`."""
+
+    head_s: list[float]
+    each_s: list[float]
+    spans: list[tuple[tuple[int, int], ...]]
+    fits: float
+    """Microbatches that it has memory for."""
+    path_s: float
+
+    @classmethod
+    def of(cls, search: Search, kind: int) -> Rows:
+        costs, spans, lag = search.costs, search.costs.spans, search.costs.message_s()
+        rows = cls([], [], [], 2.0**40, search.path_s(kind))
+        first = search.stages(kind)[0].spans[0]
+        for one in search.stages(kind):
+            reached_s = spans.forward_s(0, one.first) + one.hop * lag
+            rows.head_s.extend((reached_s, reached_s, search.up_s(kind, one)))
+            rows.each_s.extend((one.each_s, one.down_and_up_s, one.down_and_up_s))
+            rows.spans.extend((one.spans[:1], one.spans, (first,)))
+            if costs.keeps_messages and search.budget is not None:
+                sent = sum((a > 0) + (b < search.last) for a, b in one.spans) * costs.message_bytes
+                needs = sum(spans.activation_bytes(a, b) for a, b in one.spans)
+                room = int(search.budget * one.share) - search.kept_bytes(one) - needs
+                rows = rows._replace(fits=min(rows.fits, room // sent if sent else rows.fits))
+        return rows
 
 
 class Bounds:
@@ -31,24 +59,17 @@ class Bounds:
         head, each, path = list[float](), list[float](), list[float]()
         self._spans = list[tuple[tuple[int, int], ...]]()
         """Of each row, the layers that are summed behind it: all in the second of a stage's three, else a bucket."""
-        starts, fewest = list[int](), list[int]()
-        lag = costs.message_s()
+        starts, fewest = list[int](), list[float]()
         for kind in kinds:
+            if kind not in search.rows:
+                search.rows[kind] = Rows.of(search, kind)
+            one = search.rows[kind]
             starts.append(len(head))
-            first = search.stages(kind)[0].spans[0]
-            most = 2**40
-            for one in search.stages(kind):
-                reached_s = spans.forward_s(0, one.first) + one.hop * lag
-                head += [reached_s, reached_s, search.up_s(kind, one)]
-                each += [one.each_s, one.down_and_up_s, one.down_and_up_s]
-                self._spans += [one.spans[:1], one.spans, (first,)]
-                if costs.keeps_messages and search.budget is not None:
-                    sent = sum((a > 0) + (b < search.last) for a, b in one.spans) * costs.message_bytes
-                    needs = sum(spans.activation_bytes(a, b) for a, b in one.spans)
-                    room = int(search.budget * one.share) - search.kept_bytes(one) - needs
-                    most = min(most, room // sent if sent else most)
-            fewest.append(most)
-            path.append(search.path_s(kind))
+            head += one.head_s
+            each += one.each_s
+            self._spans += one.spans
+            fewest.append(one.fits)
+            path.append(one.path_s)
         self._head, self._each = np.array(head), np.maximum(np.array(each), 1e-15)
         self._starts = np.array(starts, dtype=int)
         self._sizes: dict[int, NDArray[np.float64]] = {}

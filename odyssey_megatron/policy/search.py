@@ -16,6 +16,7 @@ from odyssey_megatron.plan.list_schedule import Solved
 from odyssey_megatron.plan.reductions import cut
 from odyssey_megatron.plan.simulate import reduce_s
 from odyssey_megatron.policy import partition, ways
+from odyssey_megatron.policy.bounds import Rows
 from odyssey_megatron.policy.cuts import place_within
 from odyssey_megatron.policy.kinds import Slow, Sorts, sort_of, stages_of
 from odyssey_megatron.policy.partition import MANY_WORKERS, Partition, Pipelines
@@ -116,6 +117,8 @@ class Search:
         self._stages: dict[int, tuple[Stage, ...]] = {}
         self._shared: dict[int, Search] = {}
         self._ranked: dict[tuple[int, int], tuple[tuple[float, int], ...]] = {}
+        self.rows: dict[int, Rows] = {}
+        """Of each kind that was asked for."""
         self._pipelines: dict[tuple[int, tuple[int, ...], int], Pipelines] = {}
         self._partitions: dict[tuple[int, int, tuple[int, ...]], tuple[Partition, ...]] = {}
 
