@@ -16,6 +16,7 @@ MODES = ("off", "observe", "recover")
 LAYOUTS = ("megatron", "spread", "auto")
 REDUNDANCIES = ("off", "state", "compute", "auto")
 SPARE_STATES = ("device", "host")
+SHRINKS = ("auto", "off")
 REBALANCES = ("off", "auto")
 INTERRUPTED_STEPS = ("resume", "redo")
 DEVICES = ("cuda", "cpu")
@@ -136,6 +137,12 @@ class OdysseyConfig:
         0,
         "start a dead rank again, at most so many times each: it joins the running job (0: never)",
         within=Between(0, 1_000_000, whole=True),
+    )
+    shrink: str = _flag(
+        "auto",
+        "with --odyssey-respawn: what is left of a cell of tensor-parallel ranks, of which one has used up its "
+        "starts, joins as a smaller cell, and trains where that pays. off: it stands by until the cell can be whole",
+        choices=SHRINKS,
     )
     rebalance: str = _flag(
         "off",

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.cluster.events import (
     GenerationLive,
     NodeLost,
@@ -16,7 +17,7 @@ from odyssey_megatron.cluster.events import (
     event_to_jsonable,
 )
 from odyssey_megatron.cluster.job import JobSpec
-from odyssey_megatron.cluster.state import Cell, apply, initial_state, next_generation, offer_generation
+from odyssey_megatron.cluster.state import apply, initial_state, next_generation, offer_generation
 from odyssey_megatron.errors import ConfigError
 
 
@@ -58,11 +59,11 @@ def test_a_cell_is_lost_with_any_of_its_ranks():
 def test_ranks_of_a_cell_talk_to_their_likes():
     cell = Cell(rank=5, size=2)
     assert (cell.worker, cell.index, cell.ranks) == (2, 1, (4, 5))
-    assert cell.peer(0) == 1
-    assert cell.named("block:0:4") != Cell(rank=4, size=2).named("block:0:4"), (
-        "two groups, with an address each"
-    )
-    assert Cell(rank=5).peer(3) == 3
+    ((rank, places),) = cell.links(0)
+    assert (rank, places) == (1, range(1, 2))
+    names = {Cell(rank=one, size=2).named("0>2", Cell(rank=one, size=2).links(0)[0].places) for one in (4, 5)}
+    assert len(names) == 2, "two groups, with an address each"
+    assert [one.rank for one in Cell(rank=5).links(3)] == [3]
 
 
 def test_ranks_of_a_cell_have_shards_and_parts_of_the_sequence():
@@ -70,9 +71,9 @@ def test_ranks_of_a_cell_have_shards_and_parts_of_the_sequence():
     cell = Cell(rank=13, size=8, context=4)
     assert (cell.worker, cell.index, cell.tensor_rank, cell.context_rank) == (1, 5, 1, 2)
     assert (cell.tensor_ranks, cell.context_ranks) == ((12, 13), (9, 11, 13, 15))
-    assert cell.alike(0, cell.tensor) == (1, 3, 5, 7)
+    assert cell.having(0, cell.index % cell.tensor, cell.tensor) == (1, 3, 5, 7)
     twin = Cell(rank=15, size=8, context=4)
-    assert cell.named("forward:0>1") != twin.named("forward:0>1")
+    assert cell.named("0>1", cell.places) != twin.named("0>1", twin.places)
 
 
 def test_ranks_that_share_out_experts_are_a_worker():
@@ -81,10 +82,10 @@ def test_ranks_that_share_out_experts_are_a_worker():
     assert (gang.size, gang.lanes, gang.lane, gang.tensor_rank) == (8, 4, 2, 1)
     assert (gang.lane_ranks, gang.expert_ranks) == ((12, 13), (9, 11, 13, 15))
     assert (gang.expert_tensor_ranks, gang.expert_part_ranks) == ((12, 13), (8, 9, 10, 11, 12, 13, 14, 15))
-    assert gang.alike(0, gang.tensor) == (1, 3, 5, 7), (
+    assert gang.having(0, 1, gang.tensor) == (1, 3, 5, 7), (
         "gradients of what is cut by tensor parallelism are summed here"
     )
-    assert gang.alike(0, gang.expert_parts) == (5,), "and of experts there"
+    assert gang.having(0, gang.index, gang.expert_parts) == (5,), "and of experts there"
 
 
 @pytest.mark.parametrize(
@@ -107,7 +108,9 @@ def test_a_worker_has_the_whole_sequence_and_all_experts(sizes, size, lanes, par
         assert one.rank in one.expert_ranks
         assert set(one.expert_ranks) <= set(one.ranks)
         assert len({other % one.expert_parts for other in one.expert_part_ranks}) == one.expert_parts
-        assert {cells[rank].tensor_rank for rank in one.alike(0, one.parts)} == {one.tensor_rank}
+        assert {cells[rank].tensor_rank for rank in one.having(0, one.index % one.parts, one.parts)} == {
+            one.tensor_rank
+        }
 
 
 def test_a_node_takes_the_gangs_along_that_reach_into_it():

@@ -34,6 +34,7 @@ FROZEN = {
     "redundancy_level": 1,
     "spare_state": "device",
     "respawn": 0,
+    "shrink": "auto",
     "rebalance": "off",
     "page_port": 0,
     "metrics_port": 0,

@@ -270,8 +270,8 @@ def save_weights(folder: Path, model: Any) -> None:
     import torch
 
     folder.mkdir(parents=True, exist_ok=True)
-    for layer, weights in model.weights().items():
-        name = f"layer_{layer:03d}" + (f"_{model.shard}" if model.shard else "")
+    for (layer, shard), weights in model.weights().items():
+        name = f"layer_{layer:03d}" + (f"_{shard}" if shard else "")
         unfinished = folder / f"{name}.unfinished"
         torch.save(weights, unfinished)
         unfinished.rename(folder / f"{name}.pt")

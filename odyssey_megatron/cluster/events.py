@@ -69,6 +69,15 @@ class RankJoined:
     node: int
     incarnation: int
     """How many processes were this rank before it."""
+    each: int = 1
+    """Places of a whole cell that it fills: more than one as a rank of a smaller one (``cluster.cell.Cell``)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReturned:
+    """A process has taken the place of ``rank``, which its worker, a smaller cell, does without."""
+
+    rank: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,10 +99,19 @@ class Ask(enum.IntEnum):
     """The ranks of this node leave behind their step; the others go on."""
 
 
-Event = RankDied | NodeLost | GenerationLive | Retry | RankFinished | RankJoined | OfferFailed
+Event = RankDied | NodeLost | GenerationLive | Retry | RankFinished | RankJoined | RankReturned | OfferFailed
 _KINDS = {
     kind.__name__: kind
-    for kind in (RankDied, NodeLost, GenerationLive, Retry, RankFinished, RankJoined, OfferFailed)
+    for kind in (
+        RankDied,
+        NodeLost,
+        GenerationLive,
+        Retry,
+        RankFinished,
+        RankJoined,
+        RankReturned,
+        OfferFailed,
+    )
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from odyssey_megatron.cluster.state import Cell
+from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.errors import ConfigError
 
 
@@ -44,6 +44,8 @@ class JobSpec:
     context_parallel_size: int = 1
     expert_model_parallel_size: int = 1
     expert_tensor_parallel_size: int | None = None
+    whole_cells_only: str = ""
+    """Why a cell that has lost ranks does not go on with fewer; empty: it may."""
     save_steps: int | None = None
     """Steps between two checkpoints; 0: it saves none; None: not known."""
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from odyssey_megatron.cluster.events import (
     Event,
@@ -15,8 +13,10 @@ from odyssey_megatron.cluster.events import (
     RankDied,
     RankFinished,
     RankJoined,
+    RankReturned,
     Retry,
 )
+from odyssey_megatron.errors import EXIT_FENCED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,161 +34,28 @@ class WorkerState:
     """Relative to a healthy worker of as many ranks; 0.5 needs twice the time."""
     share: float = 1.0
     """Of a whole cell's ranks, those that this one has. Each of them has 1/share times the bytes of a whole cell's."""
+    missing: tuple[int, ...] = ()
+    """The ranks that a smaller cell does without: the last ones of its worker."""
 
     @property
     def pace(self) -> float:
         """Relative to a healthy worker that is a whole cell; a smaller one is expected to be slower by its share."""
         return self.speed * self.share
 
-
-class ParallelSizes(Protocol):
-    """Of a worker, in Megatron's words."""
+    @property
+    def each(self) -> int:
+        """Places of a whole cell that each of its ranks fills (:class:`Cell`)."""
+        return (len(self.ranks) + len(self.missing)) // len(self.ranks)
 
     @property
-    def tensor_model_parallel_size(self) -> int: ...
-    @property
-    def context_parallel_size(self) -> int: ...
-    @property
-    def expert_model_parallel_size(self) -> int: ...
-    @property
-    def expert_tensor_parallel_size(self) -> int | None: ...
+    def whole(self) -> WorkerState:
+        """Itself with all its ranks."""
+        return replace(self, ranks=self.ranks + self.missing, missing=(), share=1.0)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
-    """Which worker a rank belongs to, and its place there: consecutive ranks in Megatron's order, tensor parallelism
-    first, context parallelism second, and third the replicas over which experts are spread (lanes).
-    """
-
-    rank: int
-    size: int = 1
-    """``JobSpec.cell_size``."""
-    context: int = 1
-    """``context_parallel_size``: ranks of a lane that have the same shards, and each a part of the sequence."""
-    lanes: int = 1
-    """Each computes a microbatch of its own, in step with the others."""
-    expert: int = 1
-    """``expert_model_parallel_size``: ranks that have each some of a layer's experts."""
-    expert_tensor: int = 0
-    """``expert_tensor_parallel_size``: ranks that have each a part of the same experts; 0: as ``tensor``."""
-
-    @classmethod
-    def of(
-        cls, rank: int, *, tensor: int, context: int = 1, expert: int = 1, expert_tensor: int | None = None
-    ) -> Cell:
-        """By Megatron's sizes. A worker is as many ranks as have the whole sequence, and all experts."""
-        sequence, experts = tensor * context, expert * (expert_tensor or tensor)
-        # With one expert-parallel rank Megatron cuts experts like other weights.
-        size = math.lcm(sequence, experts) if expert > 1 else sequence
-        return cls(
-            rank=rank,
-            size=size,
-            context=context,
-            lanes=size // max(sequence, 1),
-            expert=expert,
-            expert_tensor=expert_tensor or 0,
-        )
-
-    @classmethod
-    def in_job(cls, rank: int, sizes: ParallelSizes) -> Cell:
-        """As :meth:`of`, by what calls them as Megatron does: its arguments or its config, or a ``JobSpec``."""
-        return cls.of(
-            rank,
-            tensor=sizes.tensor_model_parallel_size,
-            context=sizes.context_parallel_size,
-            expert=sizes.expert_model_parallel_size,
-            expert_tensor=sizes.expert_tensor_parallel_size,
-        )
-
-    @property
-    def worker(self) -> int:
-        return self.rank // self.size
-
-    @property
-    def index(self) -> int:
-        """This rank's place in its cell."""
-        return self.rank % self.size
-
-    @property
-    def tensor(self) -> int:
-        """``tensor_model_parallel_size``: ranks of a lane that have the same part of the sequence."""
-        return self.size // (self.context * self.lanes)
-
-    @property
-    def tensor_rank(self) -> int:
-        """Which shard of its layers this rank has."""
-        return self.index % self.tensor
-
-    @property
-    def context_rank(self) -> int:
-        """Which part of the sequence this rank has."""
-        return self.index // self.tensor % self.context
-
-    @property
-    def lane(self) -> int:
-        """Which of the cell's microbatches this rank computes."""
-        return self.index // (self.tensor * self.context)
-
-    @property
-    def expert_parts(self) -> int:
-        """Parts in which the experts of a layer are: on ranks in a row."""
-        return self.expert * (self.expert_tensor or self.tensor)
-
-    @property
-    def parts(self) -> int:
-        """Different parts of a layer that its ranks have, experts included."""
-        return math.lcm(self.tensor, self.expert_parts)
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """All ranks of the cell."""
-        return self.alike(self.worker, 1)
-
-    def alike(self, worker: int, parts: int) -> tuple[int, ...]:
-        """The ranks of ``worker`` that have the same part as this one of what is in so many ``parts``."""
-        return tuple(range(worker * self.size + self.index % parts, (worker + 1) * self.size, parts))
-
-    @property
-    def tensor_ranks(self) -> tuple[int, ...]:
-        """This rank's tensor-parallel group."""
-        return self._around(self.tensor)
-
-    @property
-    def context_ranks(self) -> tuple[int, ...]:
-        """Its context-parallel group."""
-        return self._around(self.context, self.tensor)
-
-    @property
-    def lane_ranks(self) -> tuple[int, ...]:
-        """All that compute its microbatch."""
-        return self._around(self.tensor * self.context)
-
-    @property
-    def expert_ranks(self) -> tuple[int, ...]:
-        """Its expert-parallel group."""
-        return self._around(self.expert, self.expert_tensor or self.tensor)
-
-    @property
-    def expert_tensor_ranks(self) -> tuple[int, ...]:
-        """Its tensor-parallel group for experts."""
-        return self._around(self.expert_tensor or self.tensor)
-
-    @property
-    def expert_part_ranks(self) -> tuple[int, ...]:
-        """Both together: those that have all experts once."""
-        return self._around(self.expert_parts)
-
-    def _around(self, count: int, step: int = 1) -> tuple[int, ...]:
-        first = self.rank - self.index // step % count * step
-        return tuple(range(first, first + count * step, step))
-
-    def peer(self, worker: int) -> int:
-        """The rank of ``worker`` in the same place: the one to exchange with."""
-        return worker * self.size + self.index
-
-    def named(self, name: str) -> str:
-        """``name`` of a group between workers, of which there is one for each place in a cell."""
-        return name if self.size == 1 else f"{name}.{self.index}"
+    def smaller(self, each: int) -> WorkerState:
+        """Itself, which is whole, with one rank where there were ``each``."""
+        size = len(self.ranks) // each
+        return replace(self, ranks=self.ranks[:size], missing=self.ranks[size:], share=1 / each)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,6 +80,12 @@ class ClusterState:
     offered_live: frozenset[int] = frozenset()
     joining: frozenset[int] = frozenset()
     """New ranks of dead workers, which live again when all their ranks are here."""
+    joining_smaller: tuple[tuple[int, int], ...] = ()
+    """(rank, ``RankJoined.each``) of those of them that wait for a smaller cell, ascending."""
+    returned: frozenset[int] = frozenset()
+    """Ranks whose worker does without them, and that are here again."""
+    leaving: frozenset[int] = frozenset()
+    """Workers that are not in what is offered, for they can be whole again."""
     fresh: frozenset[int] = frozenset()
     """Workers that live again, but hold nothing yet: they have not been in a generation that was live."""
     incarnations: tuple[tuple[int, int], ...] = ()
@@ -232,6 +105,22 @@ class ClusterState:
     def dead(self) -> tuple[int, ...]:
         """Ids of the dead workers, ascending."""
         return tuple(w.worker for w in self.workers if not w.alive)
+
+    @property
+    def cell_size(self) -> int:
+        """Ranks of a whole cell."""
+        return len(self.workers[0].ranks) + len(self.workers[0].missing)
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """(worker, ``WorkerState.each``) of the living that are smaller cells, ascending."""
+        return tuple((w.worker, w.each) for w in self.workers if w.alive and w.missing)
+
+    @property
+    def can_be_whole(self) -> frozenset[int]:
+        """Smaller cells that hold something, and whose other ranks are all here again."""
+        smaller = (w for w in self.workers if w.alive and w.missing and w.worker not in self.fresh)
+        return frozenset(w.worker for w in smaller if set(w.missing) <= self.returned)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -261,7 +150,7 @@ class ClusterState:
     def worker_of(self, rank: int) -> WorkerState:
         """The worker that ``rank`` belongs to. Raises KeyError."""
         for worker in self.workers:
-            if rank in worker.ranks:
+            if rank in worker.ranks or rank in worker.missing:
                 return worker
         raise KeyError(rank)
 
@@ -284,11 +173,13 @@ def initial_state(*, nodes: tuple[int, ...], started_s: float = 0.0, cell_size: 
 def apply(state: ClusterState, event: Event) -> ClusterState:
     """The state after ``event``. Events that say nothing new return ``state`` itself."""
     match event:
-        case RankDied(rank=rank, t_s=t_s):
+        case RankDied(rank=rank, code=code, t_s=t_s):
+            if code == EXIT_FENCED and state.worker_of(rank).worker in state.leaving:
+                return _leave(state, {state.worker_of(rank).worker})  # all have agreed on it by now
             return _kill(state, {rank}, t_s)
         case NodeLost(node=node, t_s=t_s):
             hit = (w for w in state.workers if node in (w.node, *w.other_nodes))
-            return _kill(state, {rank for w in hit for rank in w.ranks}, t_s)
+            return _kill(state, {rank for w in hit for rank in w.ranks + w.missing}, t_s)
         case GenerationLive(rank=rank, generation=generation):
             return _report_live(state, rank, generation)
         case RankFinished(rank=rank, generation=generation):
@@ -297,6 +188,8 @@ def apply(state: ClusterState, event: Event) -> ClusterState:
             return replace(state, finished=state.finished | {rank})
         case RankJoined():
             return _join(state, event)
+        case RankReturned(rank=rank):
+            return replace(state, returned=state.returned | {rank})
         case Retry() | OfferFailed():
             return state
 
@@ -314,6 +207,7 @@ def next_generation(state: ClusterState) -> ClusterState:
         live=frozenset(),
         finished=frozenset(),
         offered=0,
+        leaving=frozenset(),
     )
 
 
@@ -326,18 +220,24 @@ def with_speeds(state: ClusterState, speeds: Mapping[int, float]) -> ClusterStat
 
 def without_fresh(state: ClusterState) -> ClusterState:
     """``state`` as if fresh workers were still dead: what a recovery can count on."""
-    workers = tuple(replace(w, alive=w.alive and w.worker not in state.fresh) for w in state.workers)
-    return replace(state, workers=workers, fresh=frozenset())
+    return without(state, state.fresh)
 
 
-def offer_generation(state: ClusterState) -> ClusterState:
-    """A new generation is offered to the living, in place of any other offer."""
+def without(state: ClusterState, workers: Collection[int]) -> ClusterState:
+    """``state`` as if these ``workers`` were dead."""
+    left = tuple(replace(w, alive=w.alive and w.worker not in workers) for w in state.workers)
+    return replace(state, workers=left, fresh=state.fresh - set(workers))
+
+
+def offer_generation(state: ClusterState, leaving: frozenset[int] = frozenset()) -> ClusterState:
+    """A new generation is offered to the living, but for workers that are ``leaving``, in place of any other offer."""
     return replace(
         state,
         offered=state.newest + 1,
         newest=state.newest + 1,
-        offered_members=frozenset(state.ranks),
+        offered_members=frozenset(without(state, leaving).ranks),
         offered_live=frozenset(),
+        leaving=leaving,
     )
 
 
@@ -350,7 +250,7 @@ def _report_live(state: ClusterState, rank: int, generation: int) -> ClusterStat
     if not state.offered_members <= live:
         return replace(state, offered_live=live)
     settled = {w.worker for w in state.workers if set(w.ranks) <= state.offered_members}
-    return replace(
+    begun = replace(
         state,
         generation=generation,
         members=state.offered_members,
@@ -358,6 +258,13 @@ def _report_live(state: ClusterState, rank: int, generation: int) -> ClusterStat
         offered=0,
         fresh=state.fresh - settled,
     )
+    return _leave(begun, state.leaving)
+
+
+def _leave(state: ClusterState, leaving: Collection[int]) -> ClusterState:
+    """``leaving`` workers are not in the job any more, though nothing was lost: they join again."""
+    workers = tuple(replace(w.whole, alive=False) if w.worker in leaving else w for w in state.workers)
+    return replace(state, workers=workers, leaving=state.leaving - set(leaving))
 
 
 def _join(state: ClusterState, event: RankJoined) -> ClusterState:
@@ -366,28 +273,43 @@ def _join(state: ClusterState, event: RankJoined) -> ClusterState:
         return state
     known = {**dict(state.incarnations), event.rank: event.incarnation}
     joining = state.joining | {event.rank}
+    smaller = {**dict(state.joining_smaller), event.rank: event.each}
     workers, fresh = state.workers, state.fresh
-    if set(worker.ranks) <= joining:
-        joining -= set(worker.ranks)
+    cell = worker.smaller(event.each)
+    if all(rank in joining and smaller.get(rank, 1) == event.each for rank in cell.ranks):
+        joining -= set(cell.ranks)
         fresh |= {worker.worker}
         node = worker.node if worker.other_nodes else event.node
-        back = replace(worker, alive=True, node=node, speed=1.0, share=1.0)
+        back = replace(cell, alive=True, node=node, speed=1.0)
         workers = tuple(back if w is worker else w for w in workers)
     return replace(
-        state, workers=workers, joining=joining, fresh=fresh, incarnations=tuple(sorted(known.items()))
+        state,
+        workers=workers,
+        joining=joining,
+        joining_smaller=_of_smaller(smaller, joining),
+        fresh=fresh,
+        returned=state.returned - {event.rank},
+        incarnations=tuple(sorted(known.items())),
     )
+
+
+def _of_smaller(each: Mapping[int, int], joining: Collection[int]) -> tuple[tuple[int, int], ...]:
+    return tuple(sorted((rank, one) for rank, one in each.items() if one > 1 and rank in joining))
 
 
 def _kill(state: ClusterState, ranks: set[int], t_s: float) -> ClusterState:
     hit = {w.worker for w in state.workers if w.alive and ranks & set(w.ranks)}
     hit -= {w.worker for w in state.workers if set(w.ranks) <= state.finished}
     # Of a cell that holds nothing yet, the rest waits on.
-    rest = {rank for w in state.workers if w.worker in hit & state.fresh for rank in w.ranks}
-    joining = (state.joining | rest) - ranks
+    rest = {rank: w.each for w in state.workers if w.worker in hit & state.fresh for rank in w.ranks}
+    joining = (state.joining | rest.keys()) - ranks
     if joining != state.joining:
-        state = replace(state, joining=joining)
+        smaller = dict(state.joining_smaller) | rest
+        state = replace(state, joining=joining, joining_smaller=_of_smaller(smaller, joining))
+    if ranks & state.returned:
+        state = replace(state, returned=state.returned - ranks)
     if not hit:
         return state
-    workers = tuple(replace(w, alive=False) if w.worker in hit else w for w in state.workers)
+    workers = tuple(replace(w.whole, alive=False) if w.worker in hit else w for w in state.workers)
     times_s = state.failure_times_s + (t_s,) * len(hit)
     return replace(state, workers=workers, fresh=state.fresh - hit, failure_times_s=times_s)

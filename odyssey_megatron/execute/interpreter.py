@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -64,8 +64,10 @@ class Compute(Protocol):
         """Forgets these forwards, and what has been counted of them: they are done anew, here or elsewhere."""
         ...
 
-    def gradients(self, first: int, last: int) -> Sequence[torch.Tensor]:
-        """1-D, those of layers ``[first, last)`` of one block, in place: to be summed over its holders."""
+    def gradients(self, first: int, last: int, part: int) -> Sequence[torch.Tensor]:
+        """1-D, those of layers ``[first, last)`` of one block, to be summed over its holders: of ``part``, one of the
+        rank's ``Cell.held_parts``, as the ranks of whole cells have them, in place; in smaller cells in a copy.
+        """
         ...
 
     def expert_gradients(self, first: int, last: int) -> Sequence[torch.Tensor]:
@@ -77,8 +79,14 @@ class Compute(Protocol):
         """What gradients are multiplied with before they are summed; 1.0: nothing."""
         ...
 
-    def partial_gradients(self, first: int, last: int) -> Sequence[torch.Tensor]:
+    def partial_gradients(self, first: int, last: int, part: int) -> Sequence[torch.Tensor]:
         """Those within :meth:`gradients`, as views, of which each tensor-parallel rank has computed a part only."""
+        ...
+
+    def take_sums(self) -> None:
+        """What is in the copies that :meth:`gradients` has made in this step, under this layout, are the gradients from
+        now on. Called again behind a failure, where the copies hold what the gradients were.
+        """
         ...
 
     def empty_message(self) -> torch.Tensor:
@@ -89,9 +97,9 @@ class Compute(Protocol):
 class Interpreter:
     """Runs programs over ``compute`` and ``channels``.
 
-    ``holder_groups(first, last)`` are the groups of all who have this rank's part of these layers, of one block, and of
-    all who have their experts, None where it is the only one; ``tensor_group`` that of the worker's ranks that have the
-    other parts, None if there are none.
+    ``holder_groups(first, last)`` are, of these layers of one block, by part that this rank has the groups of all who
+    have it, and that of all who have its experts, None where it is the only one; ``tensor_group`` that of the worker's
+    ranks that have the other parts, None if there are none.
     ``checkpoint(point, microbatch)`` is called before each instruction; it raises Superseded when the generation
     has ended, and is where faults are injected. Nothing here waits for a device: what it has really done its
     ``ledger`` knows.
@@ -101,7 +109,9 @@ class Interpreter:
         self,
         compute: Compute,
         channels: Channels,
-        holder_groups: Callable[[int, int], tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]],
+        holder_groups: Callable[
+            [int, int], tuple[Mapping[int, dist.ProcessGroup | None], dist.ProcessGroup | None]
+        ],
         *,
         tensor_group: dist.ProcessGroup | None,
         num_layers: int,
@@ -142,6 +152,7 @@ class Interpreter:
         self._channels.wait_sent()
         for instr in self._reduction.finish(progress):
             trace.until_now(instr)
+        progress.hand_back(self._compute.take_sums)
         if progress.ahead:  # nobody has died
             progress.ahead.clear()
             self._compute.adopt(())
@@ -224,14 +235,18 @@ class Interpreter:
         self._arriving[instr.op, instr.microbatch, instr.first] = pending
 
     def _reduce(self, instr: Instr) -> None:
-        gradients = self._compute.gradients(instr.first, instr.last)
-        of_experts = self._compute.expert_gradients(instr.first, instr.last)
-        group, expert_group = self._holder_groups(instr.first, instr.last)
-        self._progress.add_up(Op.REDUCE_GRAD, -1, instr.first, [*gradients, *of_experts])
-        self._reduction.start(
-            instr,
-            [*((one, group) for one in gradients), *((one, expert_group) for one in of_experts)],
-            self._compute.partial_gradients(instr.first, instr.last),
-            self._compute.share,
-            self._progress,
-        )
+        first, last = instr.first, instr.last
+        groups, expert_group = self._holder_groups(first, last)
+        of_parts = {part: self._compute.gradients(first, last, part) for part in groups}
+        of_experts = [(one, expert_group) for one in self._compute.expert_gradients(first, last)]
+        every = [one for ones in of_parts.values() for one in ones]
+        self._progress.add_up(Op.REDUCE_GRAD, -1, first, [*every, *(one for one, _ in of_experts)])
+        for part, gradients in of_parts.items():
+            self._reduction.start(
+                instr,
+                [*((one, groups[part]) for one in gradients), *of_experts],
+                self._compute.partial_gradients(first, last, part),
+                self._compute.share,
+                self._progress,
+            )
+            of_experts = []

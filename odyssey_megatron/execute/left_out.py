@@ -9,7 +9,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from odyssey_megatron.cluster.state import Cell
+from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.errors import LeftOut, PeerFailed
 from odyssey_megatron.metrics.outlet import say
 from odyssey_megatron.names import step_name
@@ -37,8 +37,8 @@ def leave_out(
         LeftOut: on the ranks of these workers.
         PeerFailed: on all others, to whom a generation without them will come.
     """
-    why = {rank: text for worker, text in wrong.items() for rank in cell.alike(worker, 1)}
     hosts = _hosts(group, cell.rank)
+    why = {rank: text for worker, text in wrong.items() for rank in cell.numbers(worker) if rank in hosts}
     if cell.rank == min(set(hosts) - set(why)):
         for rank, text in sorted(why.items()):
             host = hosts.get(rank, "unknown")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from odyssey_megatron.cluster.state import Cell
+from odyssey_megatron.cluster.cell import NO_SHAPES, Cell, Shapes
 from odyssey_megatron.execute.channels import channel_groups
 from odyssey_megatron.plan.layout import Block
 from odyssey_megatron.plan.plan import Plan
@@ -14,43 +14,55 @@ from odyssey_megatron.rebuild.groups import WORLD
 T = TypeVar("T")
 
 
-def block_group_name(cell: Cell, first: int, last: int, parts: int) -> str:
-    """The group of all who have the same as the rank of what a block has in so many ``parts``."""
-    return f"block:{first}:{last}" if parts == 1 else f"block:{first}:{last}.{cell.index % parts}of{parts}"
+def block_group_name(first: int, last: int, part: int, parts: int) -> str:
+    """The group of all who have ``part`` of what a block has in so many ``parts``."""
+    return f"block:{first}:{last}" if parts == 1 else f"block:{first}:{last}.{part}of{parts}"
 
 
 def holder_groups(
     group: Callable[[str], T], cell: Cell, blocks: Sequence[Block]
-) -> Callable[[int, int], tuple[T, T]]:
-    """Gives, of a first layer and the one behind the last, both of one of the ``blocks``, the ``group`` of all who have
-    the same part of it as the rank, and of all who have the same experts.
+) -> Callable[[int, int], tuple[dict[int, T], T]]:
+    """Gives, of a first layer and the one behind the last, both of one of the ``blocks``, by part that the rank has of
+    it the ``group`` of all who have it, and that of all who have the same experts.
     """
 
-    def of_layers(first: int, last: int) -> tuple[T, T]:
+    def of_layers(first: int, last: int) -> tuple[dict[int, T], T]:
         block = next(one for one in blocks if one.first <= first and last <= one.last)
-        dense, experts = (
-            group(block_group_name(cell, block.first, block.last, one))
-            for one in (cell.tensor, cell.expert_parts)
-        )
-        return dense, experts
+
+        def of_part(part: int, parts: int) -> T:
+            return group(block_group_name(block.first, block.last, part, parts))
+
+        dense = {part: of_part(part, cell.tensor * cell.each) for part in cell.held_parts}
+        return dense, of_part(cell.index % cell.expert_parts, cell.expert_parts)
 
     return of_layers
 
 
 def group_members(
-    plan: Plan, members: tuple[int, ...], cell: Cell, *, tagged: bool
+    plan: Plan, members: tuple[int, ...], cell: Cell, shapes: Shapes = NO_SHAPES, *, tagged: bool
 ) -> dict[str, tuple[int, ...]]:
-    """The groups of ``plan`` that the rank of ``cell`` is in, with their ranks."""
+    """The groups of ``plan`` that the rank of ``cell`` is in, with their ranks; ``shapes`` of all workers."""
     groups = {WORLD: members} | groups_of_cell(cell)
     if not tagged:
         for name, workers in channel_groups(cell.worker, plan.program(cell.worker), plan.transfers).items():
-            groups[cell.named(name)] = tuple(map(cell.peer, workers))
+            other = next(one for one in workers if one != cell.worker)
+            for rank, places in cell.links(other, shapes.get(other, 1)):
+                groups[cell.named(name, places)] = (min(cell.rank, rank), max(cell.rank, rank))
     for block in plan.layout.blocks():
-        # One sum over all who have the same part leaves the same bytes on all of them.
-        for parts in {cell.tensor, cell.expert_parts, cell.parts}:
-            ranks = tuple(rank for worker in block.holders for rank in cell.alike(worker, parts))
-            if cell.worker in block.holders and len(ranks) > 1:
-                groups[block_group_name(cell, block.first, block.last, parts)] = ranks
+        if cell.worker in block.holders:
+            groups |= _groups_of_block(block, cell, shapes)
+    return groups
+
+
+def _groups_of_block(block: Block, cell: Cell, shapes: Shapes) -> dict[str, tuple[int, ...]]:
+    # One sum over all who have the same part leaves the same bytes on all of them.
+    groups = {}
+    for parts in {cell.tensor * cell.each, cell.expert_parts * cell.each, cell.parts}:
+        for part in {place % parts for place in cell.places}:
+            having = (cell.having(one, part, parts, shapes.get(one, 1)) for one in block.holders)
+            ranks = tuple(rank for one in having for rank in one)
+            if len(ranks) > 1:
+                groups[block_group_name(block.first, block.last, part, parts)] = ranks
     return groups
 
 

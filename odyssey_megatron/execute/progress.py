@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -53,6 +53,7 @@ class Progress:
         """The gradients are exactly what the table says, behind :meth:`bring_back`: nothing was cut off half-way."""
         self._own: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Gradients that are sums by now, and what they were."""
+        self._take: Callable[[], None] = lambda: None
         self.keeps = keeps
 
     def leave(self, op: Op, microbatch: int, edge: int, tensor: torch.Tensor, word: Word = None) -> None:
@@ -99,10 +100,19 @@ class Progress:
         elif before is None:
             self.whole = False
 
+    def hand_back(self, take: Callable[[], None]) -> None:
+        """``take`` puts what the summed buffers hold where the gradients are, if those were copies: now, and once more
+        behind :meth:`bring_back`.
+        """
+        take()
+        self._take = take
+
     def bring_back(self) -> None:
         """This worker's own gradients, where they are sums."""
         for gradients, before in self._own:
             gradients.copy_(before)
+        if self._own:
+            self._take()
         self._own.clear()
 
     def agreed(self) -> None:

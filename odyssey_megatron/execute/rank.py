@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.cluster.events import Ask
-from odyssey_megatron.cluster.state import Cell
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import Fenced, PeerFailed, Superseded
 from odyssey_megatron.execute import membership
@@ -19,7 +19,7 @@ from odyssey_megatron.execute.chronicle import Chronicle
 from odyssey_megatron.execute.interpreter import FORWARD_ONLY, Interpreter
 from odyssey_megatron.execute.ledger import Ledger
 from odyssey_megatron.execute.left_out import dispensable, leave_out
-from odyssey_megatron.execute.parts import FaultPoint, GroupBuilder, Groups, Member, Model
+from odyssey_megatron.execute.parts import FaultPoint, GroupBuilder, Groups, Member, Model, NoGroups
 from odyssey_megatron.execute.prepare import Offers, elected
 from odyssey_megatron.execute.progress import Progress
 from odyssey_megatron.execute.suspects import Exchange, examine, renumbered
@@ -141,12 +141,16 @@ class RankRuntime:
 
     def _prepare(self, offered: Generation) -> None:
         """Builds the groups of ``offered`` behind the back of the steps. The watcher's thread."""
+        if self._member.rank not in offered.members:  # its cell leaves, once all others are ready
+            self._offers.prepare(offered.number, NoGroups)
+            return
         mine = self._groups_in(offered)
         self._offers.prepare(offered.number, lambda: self._build(offered.number, mine))
 
     def _groups_in(self, generation: Generation) -> dict[str, tuple[int, ...]]:
         plan, members = generation.plan, generation.members
-        groups = membership.group_members(plan, members, self._cell, tagged=self._tagged)
+        shapes = dict(generation.shapes)
+        groups = membership.group_members(plan, members, self._cell, shapes, tagged=self._tagged)
         if generation.previous is None and not self._tagged:
             groups |= membership.pair(members, self._cell.rank)
         return groups
@@ -244,7 +248,14 @@ class RankRuntime:
             pair = membership.pair(generation.members, self._cell.rank)
             for name in (WORLD,) if self._tagged else pair:
                 self._measured.link = link_times(groups[name], model.empty_message())
-        channels = Channels(groups, cell=cell, num_layers=num_layers, tagged=self._tagged)
+        channels = Channels(
+            groups,
+            cell=cell,
+            num_layers=num_layers,
+            tagged=self._tagged,
+            shapes=dict(generation.shapes),
+            cuts=model.cuts_activations,
+        )
         self._moving = Moving(
             plan.transfers,
             num_layers=num_layers,
@@ -253,6 +264,7 @@ class RankRuntime:
             way=channels.of_transfer,
             tensors_to_send=model.tensors_to_send,
             tensors_to_fill=model.tensors_to_fill,
+            filled=model.filled,
             checkpoint=lambda: self._check(Phase.TRANSFER.value, -1),
         )
         before = None if self._member.rank in generation.fresh else generation.previous
@@ -275,8 +287,11 @@ class RankRuntime:
             plan.layout,
             cell=cell,
             world=self._world,
-            group_of=lambda first, last: groups[membership.block_group_name(cell, first, last, cell.parts)],
+            group_of=lambda first, last, place: groups[
+                membership.block_group_name(first, last, place % cell.parts, cell.parts)
+            ],
             weights_of=model.weights_of,
+            arrived=model.weights_arrived,
         )
         self._spread_weights()  # some may have been cut off from those of the last step
         self.chronicle.started(self.committed)

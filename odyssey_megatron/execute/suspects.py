@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.distributed as dist
 
-from odyssey_megatron.cluster.state import Cell
+from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.execute.progress import MessageKey, Progress
 from odyssey_megatron.plan.layout import Hop, Layout
 from odyssey_megatron.plan.schedule import Op, Program

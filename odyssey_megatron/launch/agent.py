@@ -42,7 +42,7 @@ from odyssey_megatron.launch.leases import FirstAgent, beats
 from odyssey_megatron.launch.lifeline import exit_code
 from odyssey_megatron.launch.onlookers import Onlookers
 from odyssey_megatron.launch.planner import Planner
-from odyssey_megatron.launch.respawn import Respawn
+from odyssey_megatron.launch.respawn import Respawn, forget_smaller
 from odyssey_megatron.launch.signals import Received
 from odyssey_megatron.launch.verdict import Verdict, VerdictWatch
 from odyssey_megatron.launch.zygote import Zygote
@@ -131,6 +131,7 @@ class OdysseyAgent(LocalElasticAgent):
             os.environ["ODYSSEY_INCARNATION"] = str(_RESPAWNS_OF_A_NODE * self._incarnation)
             for worker in worker_group.workers:
                 control.put(keys.here_key(worker.global_rank), "")
+            forget_smaller(control, [worker.global_rank for worker in worker_group.workers])
 
     def _invoke_run(self, role: str = "default") -> RunResult:
         group, launch = self._worker_group, self._launch

@@ -76,8 +76,15 @@ def welcome_key(rank: int, incarnation: int) -> str:
 
 
 def here_key(rank: int) -> str:
-    """Where a process in the place of a dead rank says which incarnation it is; "" once it has died (its agent)."""
+    """Where a process in the place of a dead rank says which incarnation it is, and behind a slash how many places of a
+    whole cell it fills, if it is more than one; "" once it has died (its agent).
+    """
     return f"here/{rank}"
+
+
+def places_key(worker: int) -> str:
+    """Where the agent of a worker's node says how many places of a whole cell each process fills that joins for it."""
+    return f"places/{worker}"
 
 
 def left_key(rank: int) -> str:

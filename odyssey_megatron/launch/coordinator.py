@@ -248,7 +248,10 @@ class Coordinator:
         if proposal is not None:
             decide_s = time.monotonic() - began_s
             self._publish(
-                reactions.offered(self._job, proposal.plan, proposal.why, decide_s=decide_s), proposal.rows
+                reactions.offered(
+                    self._job, proposal.plan, proposal.why, decide_s=decide_s, leaving=proposal.leaving
+                ),
+                proposal.rows,
             )
 
     def _finish(self, finished: Finished) -> Verdict:
@@ -297,13 +300,14 @@ class Coordinator:
             planned=generation.planned,
             schedule=plan.schedule_text,
             layout=to_jsonable(plan.layout),
-            cell_size=len(self._job.cluster.workers[0].ranks),
+            cell_size=self._job.cluster.cell_size,
+            shapes=generation.shapes,
         )
         if rows:
             self._say(candidates_table(rows))
 
     def _send(self, message: Message) -> None:
-        generations.send(message, len(self._job.cluster.workers[0].ranks), self._control)
+        generations.send(message, self._job.cluster.cell_size, self._control)
 
     # -- events ---------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
+from odyssey_megatron.cluster.cell import Cell, ParallelSizes
 from odyssey_megatron.cluster.events import Ask, GenerationLive, OfferFailed, RankFinished, RankJoined, Retry
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import (
@@ -56,10 +57,13 @@ class Member:
         watch: Control,
         config: OdysseyConfig,
         incarnation: int = 0,
+        each: int = 1,
         heartbeat: Heartbeat | None = None,
         journal: Journal | None = None,
     ):
         self.rank, self.world_size, self.incarnation, self.journal = rank, world_size, incarnation, journal
+        self.each = each
+        """Places of a whole cell that it fills, as its agent has it: see ``Cell``."""
         self._control, self._config, self._heartbeat = control, config, heartbeat
         self._on_offer: Callable[[Generation], None] = lambda offered: None
         self._watcher_control = watch
@@ -68,6 +72,7 @@ class Member:
             rank=rank,
             world_size=world_size,
             incarnation=incarnation,
+            each=each,
             control=control,
             watch=self._watch,
             timeout_s=config.store_timeout_s,
@@ -85,6 +90,10 @@ class Member:
         """Whether this process has lost another one of its cell before it held anything."""
         return isinstance(self._watch.lost, Fenced)
 
+    def cell(self, sizes: ParallelSizes) -> Cell:
+        """This rank's, in a job of these sizes: smaller than others if it has lost ranks for good."""
+        return Cell.in_job(self.rank, sizes).smaller(self.each)
+
     @property
     def heard_s(self) -> float:
         """When this rank heard of the newest generation, on its own clock."""
@@ -99,7 +108,9 @@ class Member:
             Fenced: the rank is alive.
         """
         node = int(os.environ.get("GROUP_RANK", "0"))
-        self._control.send(RankJoined(rank=self.rank, node=node, incarnation=self.incarnation))
+        self._control.send(
+            RankJoined(rank=self.rank, node=node, incarnation=self.incarnation, each=self.each)
+        )
         answer = keys.welcome_key(self.rank, self.incarnation)
         self.starting.wait([answer], "been welcomed")
         text = self._control.get(answer)
@@ -114,6 +125,7 @@ class Member:
         environment.die_with(int(env["ODYSSEY_PARENT_PID"]))
         host, port, token = env["MASTER_ADDR"], int(env["MASTER_PORT"]), env["ODYSSEY_TOKEN"]
         rank, incarnation = int(env["RANK"]), int(env.get("ODYSSEY_INCARNATION", "0"))
+        each = int(env.get("ODYSSEY_PLACES", "1"))
         # The first sign of life before the connects: from here on the agent notices a hang.
         heartbeat = Heartbeat(env["ODYSSEY_HEARTBEAT"], int(env["ODYSSEY_SLOT"]), config.heartbeat_s)
         if env.get("ODYSSEY_ON_SIGTERM") in ("save", "leave"):
@@ -137,6 +149,7 @@ class Member:
             watch=watch,
             config=config,
             incarnation=incarnation,
+            each=each,
             heartbeat=heartbeat,
             journal=journal,
         )
@@ -237,7 +250,7 @@ class Member:
     def _hear_offer(self, text: str) -> None:
         """In the watcher's thread."""
         offered = generations.read(text, self.rank, self._watcher_control)
-        if isinstance(offered, Generation) and self._belongs_to(offered):
+        if isinstance(offered, Generation) and (self._belongs_to(offered) or self._leaves(offered)):
             self._on_offer(offered)
 
     def _own(self, message: Generation | Finished) -> Generation:
@@ -252,7 +265,7 @@ class Member:
             self.journal.event("fenced", generation=message.number, why=why)
         raise Fenced(
             f"generation {message.number} goes on without rank {self.rank}, which was declared dead or whose "
-            f"cell has lost a rank{lost}"
+            f"cell has lost a rank{lost}, or is to be whole again"
         )
 
     def _is_this_process(self, generation: Generation) -> bool:
@@ -261,6 +274,11 @@ class Member:
 
     def _belongs_to(self, generation: Generation) -> bool:
         return self.rank in generation.members and self._is_this_process(generation)
+
+    def _leaves(self, offered: Generation) -> bool:
+        """Its cell is to leave between two steps, and comes back as a larger one: it has a say in when, like all."""
+        outside = self.rank not in offered.members and self.rank not in offered.fresh
+        return outside and self._is_this_process(offered)
 
     def _waits_in(self, message: Generation | Finished) -> bool:
         """A recovery goes on without this rank, which holds nothing, and offers it a place afterwards."""

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from odyssey_megatron.cluster.state import without
 from odyssey_megatron.diagnosis.verdicts import Diagnosis
 from odyssey_megatron.errors import OdysseyError
 from odyssey_megatron.launch.planner import Planner
@@ -26,6 +27,8 @@ class Proposal:
     plan: Plan
     why: str
     rows: tuple[CandidateRow, ...] = ()
+    leaving: frozenset[int] = frozenset()
+    """Workers that are to leave, and to come back as whole cells."""
 
 
 class Offers:
@@ -48,16 +51,22 @@ class Offers:
         if live is None or not job.may_offer or job.tries.waits(now_s):
             return job, None
         cluster, better = self._rebalancing.look(diagnosis, job.cluster, live, now_s)
-        job, rows = replace(job, cluster=cluster), tuple[CandidateRow, ...]()
-        if cluster.fresh:
-            why = f"rank(s) {list(cluster.fresh_ranks)} joined"
+        job, rows, leaving = replace(job, cluster=cluster), tuple[CandidateRow, ...](), cluster.can_be_whole
+        if leaving or cluster.fresh:
+            cells = [cluster.workers[one] for one in sorted(leaving)]
+            why = (
+                f"the cell(s) of rank(s) {[list(one.ranks) for one in cells]} can be whole again, and leave for that"
+                if leaving
+                else f"rank(s) {list(cluster.fresh_ranks)} joined"
+            )
+            cluster = without(cluster, leaving)
             try:
                 decided = self._planner.decide(cluster, live, now_s)
             except OdysseyError as error:
-                _log.warning("no plan with the ranks that have joined: %s", error)
+                _log.warning("no plan, though %s: %s", why, error)
                 return replace(job, tries=job.tries.after_failure(now_s, for_now=True)), None
             target, rows = decided.plan, decided.rows
-            self.aim(lambda: target)
+            self.aim(decided.target if leaving else lambda: target)
         elif better is not None:
             target, rows, why = better.decided.plan, better.decided.rows, better.why
             self.aim(lambda: target, why)
@@ -66,4 +75,5 @@ class Offers:
             return job, None
         else:
             why = self._why
-        return job, Proposal(plan=self._planner.towards(cluster, live, target), why=why, rows=rows)
+        plan = target if leaving else self._planner.towards(cluster, live, target)
+        return job, Proposal(plan=plan, why=why, rows=rows, leaving=leaving)

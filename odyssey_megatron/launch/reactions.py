@@ -120,10 +120,12 @@ def react(
     for event in events:
         if isinstance(event, Retry) and event.generation in (before.generation, before.offered):
             wanted = f"rank {event.rank} asked for it: {event.reason}"
-        living = set(job.cluster.ranks)
+        was = job.cluster
         job, more = _after(job, event, now_s)
         actions += more
-        lost |= living - set(job.cluster.ranks)  # also of a rank that is back already
+        if was.leaving and job.cluster.failure_times_s == was.failure_times_s:
+            continue  # whoever has gone was to leave
+        lost |= set(was.ranks) - set(job.cluster.ranks)  # also of a rank that is back already
     if lost:
         actions.append(deaths(job, lost, events))
         if end := _hopeless(job, lost, refused):
@@ -163,7 +165,10 @@ def _after(job: JobState, event: Event, now_s: float) -> tuple[JobState, list[Ac
                 Answer(joined=event, newest=job.cluster.newest)
             ]
         case OfferFailed(generation=number, reason=reason) if number == job.cluster.offered:
-            cluster, tries = replace(job.cluster, offered=0), job.tries.after_failure(now_s)
+            cluster, tries = (
+                replace(job.cluster, offered=0, leaving=frozenset()),
+                job.tries.after_failure(now_s),
+            )
             fields = {"generation": number, "why": reason}
             return replace(job, cluster=cluster, offered=None, tries=tries), [
                 Report(name="offer_failed", fields=fields)
@@ -259,9 +264,13 @@ def published(
     return replace(job, current=generation), generation
 
 
-def offered(job: JobState, plan: Plan, why: str, *, decide_s: float) -> tuple[JobState, Generation]:
-    """All may enter a new generation with ``plan`` between two steps, once they are prepared."""
-    job = replace(job, cluster=offer_generation(job.cluster))
+def offered(
+    job: JobState, plan: Plan, why: str, *, decide_s: float, leaving: frozenset[int] = frozenset()
+) -> tuple[JobState, Generation]:
+    """All may enter a new generation with ``plan`` between two steps, once they are prepared; workers that are
+    ``leaving`` leave the job then.
+    """
+    job = replace(job, cluster=offer_generation(job.cluster, leaving))
     generation = _generation(job, plan, why, decide_s=decide_s)
     return replace(job, offered=generation), generation
 
@@ -283,4 +292,5 @@ def _generation(
         planned=bool(cluster.offered),
         incarnations=cluster.incarnations,
         fresh=cluster.waiting_ranks,
+        shapes=cluster.shapes,
     )

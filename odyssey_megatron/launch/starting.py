@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
+from odyssey_megatron.cluster.events import RankReturned
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.errors import ConfigError, ControlPlaneLost, Fenced, JobStopped
@@ -27,11 +28,14 @@ class Starting:
         rank: int,
         world_size: int,
         incarnation: int,
+        each: int = 1,
         control: Control,
         watch: Watch,
         timeout_s: float,
     ):
+        """``each``: places of a whole cell that this rank fills."""
         self._rank, self._world_size, self._incarnation = rank, world_size, incarnation
+        self._each = each
         self._control, self._watch, self._timeout_s = control, watch, timeout_s
 
     def post_job(self, job: JobSpec, profile_json: str) -> None:
@@ -91,24 +95,36 @@ class Starting:
 
         That may take as long as the job: until then this rank stands by.
 
+        A rank that its worker does without, as what is left of its cell trains, says that it is back.
+
         Raises:
             JobStopped: the job ended first.
+            Fenced: the cell is to have another size.
         """
-        here = [keys.here_key(rank) for rank in ranks]
-        self._control.put(keys.here_key(self._rank), str(self._incarnation))
+        here, full, each = [keys.here_key(rank) for rank in ranks], len(ranks) * self._each, self._each
+        self._control.put(keys.here_key(self._rank), f"{self._incarnation}/{each}".removesuffix("/1"))
+        places, returned = keys.places_key(self._rank // full), False
         while True:
-            if self._control.has(here) and all(incarnations := self._control.read(here)):
+            wanted = int(self._control.peek(places) or 1)
+            if each != (wanted if self._rank % full < full // wanted else 1):
+                raise Fenced(f"the cell of rank {self._rank} is to have another size")
+            said = self._control.read(here) if self._control.has(here) else []
+            found = [(one.partition("/")[0], int(one.partition("/")[2] or 1)) for one in said if one]
+            if len(found) == len(here) and all(one == each for _, one in found):
                 if len(here) > 1:
-                    args = (here, incarnations)
+                    args = (here, said)
                     threading.Thread(
                         target=self._keep_company, args=args, name="odyssey-cell", daemon=True
                     ).start()
-                return tuple(map(int, incarnations))
+                return tuple(int(incarnation) for incarnation, _ in found)
+            if each == 1 and not returned and any(one > 1 for _, one in found):
+                returned = True
+                self._control.send(RankReturned(rank=self._rank))
             if self._control.has([keys.VERDICT]):
                 raise JobStopped("the job finished first", 0)
             time.sleep(_MEETING_S)
 
-    def _keep_company(self, here: Sequence[str], incarnations: Sequence[str]) -> None:
+    def _keep_company(self, here: Sequence[str], said: Sequence[str]) -> None:
         """Until this rank holds something the coordinator does not say that one of its cell has died. Whoever comes in
         its place must meet a process that starts anew, too.
         """
@@ -117,7 +133,7 @@ class Starting:
             if self._watch.settled:
                 continue
             with contextlib.suppress(ControlPlaneLost):  # the main thread will notice
-                if self._control.read(here) != incarnations:
+                if self._control.read(here) != said:
                     break
         self._watch.end(Fenced(f"rank {self._rank} has lost another rank of its cell"))
 

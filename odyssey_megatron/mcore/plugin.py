@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from odyssey_megatron import recover
+from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.cluster.job import JobSpec
-from odyssey_megatron.cluster.state import Cell
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import (
@@ -178,8 +178,11 @@ class Session:
         """
         spec = self._job_spec(job)
         self.post(spec, self._profile(job))
-        cell = self._take_cell(Cell.in_job(self.rank, job.model.config), job.model)
-        model = self._model(job, spec, cell)
+        own = self.member.cell(spec)
+        if self.member.joins and own.full > 1:
+            self.member.starting.meet(own.ranks)
+        cell = self._take_cell(own, job.model)
+        model = self._model(job, own, cell)
         rank = self.enter(
             model, on_commit=job.on_step, on_groups=cell.follow if cell else lambda groups: None
         )
@@ -255,7 +258,7 @@ class Session:
             journal=self._journal,
             on_commit=on_commit,
             on_groups=on_groups,
-            cell=Cell.in_job(self.rank, model.spec.config),
+            cell=model.cell,
             first_step=first_step,
         )
         if self.member.joins:
@@ -265,6 +268,8 @@ class Session:
         return rank
 
     def _job_spec(self, job: TrainingJob) -> JobSpec:
+        from odyssey_megatron.mcore.model.parts import kept_whole
+
         config = job.model.config
         tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
         parts = (tp if config.sequence_parallel else 1) * (2 * cp if cp > 1 else 1)
@@ -302,6 +307,7 @@ class Session:
             tokens_per_step=job.global_batch_size * job.seq_length,
             train_steps=job.train_iters,
             optimizer_copies=job.optimizer_copies,
+            whole_cells_only=kept_whole(config, is_packed=job.model.is_packed),
             least_holders=self.config.least_holders,
             eager_forwards=self.config.eager_forwards,
             save_steps=0,
@@ -332,15 +338,16 @@ class Session:
         own.living.follow(placeholder)
         return own
 
-    def _model(self, job: TrainingJob, spec: JobSpec, cell: OwnCell | None) -> MegatronModel:
+    def _model(self, job: TrainingJob, own: Cell, cell: OwnCell | None) -> MegatronModel:
         from odyssey_megatron.mcore.loop.data import MicrobatchSource
-        from odyssey_megatron.mcore.model import float64, wgrad
+        from odyssey_megatron.mcore.model import float64, parts, wgrad
         from odyssey_megatron.mcore.model.model import MegatronModel
         from odyssey_megatron.mcore.model.optimizer import LearningRate
 
         wgrad.install()
         if job.model.config.params_dtype == torch.float64:
             float64.install()
+        whole = parts.adapt(job.model.config, own)
         return MegatronModel(
             job.model,
             forward_step=job.forward_step,
@@ -352,7 +359,8 @@ class Session:
             loss_names=job.loss_names,
             spare_on_host=self.config.spare_on_host,
             groups_of_cell=cell.groups if cell else None,
-            cell=spec.cell(self.rank),
+            cell=own,
+            cuts_activations=whole.sequence_parallel,
         )
 
 

@@ -126,8 +126,7 @@ def _cell(place: Place | None, dense: bool, num_layers: int) -> str:
         kind = "unknown" if place.slowness is None else f"h{heat(place.slowness)}"
     else:
         kind = place.status
-    ranks = f"rank {place.ranks[0]}" + (f"–{place.ranks[-1]}" if len(place.ranks) > 1 else "")
-    facts = [f"worker {place.worker}", ranks, place.node, place.status]
+    facts = [f"worker {place.worker}", place.ranks_text, place.node, place.status]
     if place.status == TRAINS:
         facts += [spans_text(place.spans, num_layers), f"{place.microbatches} microbatches"]
     if place.slowness is not None:

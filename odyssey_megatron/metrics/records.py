@@ -38,9 +38,11 @@ EVENTS: dict[str, tuple[str, ...]] = {
         "layout",
         "planned",
         "cell_size",
+        "shapes",
     ),
     "rank_joined": ("target",),
     "place_taken": ("target", "spare"),
+    "cell_shrinks": ("ranks", "whole"),
     "offer_failed": ("why",),
     "slowness": ("kind", "slow_ranks", "speed", "why"),
     "measured": ("factors", "costs"),
@@ -97,8 +99,10 @@ clock. ``dead`` is a list of ranks everywhere. ``left_out`` (of a rank that stay
 numbers are wrong. ``slowness``: what makes steps longer, or does no more: ``slow_ranks`` of a slow worker, whose
 ``speed`` is 1 if it is healthy. ``measured``, now and then: ``factors`` are [worker, so many times what its work
 takes elsewhere], ``costs`` [first layer, behind the last one, kind of work, seconds on a healthy worker].
-``cell_size``: ranks of a worker. ``slowed``: the compute of this rank takes ``slow`` times its time from here on, as
-was asked for. ``lines_lost``: so many lines of this process, before this one, could not be written.
+``cell_size``: ranks of a whole worker; ``shapes``: [worker, places that each of its ranks fills] of smaller ones.
+``cell_shrinks``: what is left of a cell of ``whole`` ranks joins as ``ranks``. ``slowed``: the compute of this rank
+takes ``slow`` times its time from here on, as was asked for. ``lines_lost``: so many lines of this process, before this
+one, could not be written.
 """
 
 _Id = Annotated[int, Between(-1, 2**53, whole=True)]
@@ -153,6 +157,9 @@ class Line(_Line, total=False):
     layout: Any
     planned: bool
     cell_size: Annotated[int, Between(1, 2**20, whole=True)]
+    shapes: tuple[tuple[_Id, _Id], ...]
+    ranks: tuple[_Id, ...]
+    whole: _Id
     factors: tuple[tuple[_Id, _Seconds], ...]
     costs: tuple[tuple[_Id, _Id, str, _Seconds], ...]
     verdict: str

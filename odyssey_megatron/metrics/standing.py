@@ -33,6 +33,14 @@ class Place:
     """Layers that it computes."""
     microbatches: int
     """Of a step, that it computes some layers of."""
+    whole: int
+    """Ranks of a whole cell: this one may have fewer, and train on."""
+
+    @property
+    def ranks_text(self) -> str:
+        """Which, and how many of a whole cell's, where some are lost for good."""
+        text = f"rank {self.ranks[0]}" + (f"–{self.ranks[-1]}" if len(self.ranks) > 1 else "")
+        return text if len(self.ranks) == self.whole else f"{text}, {len(self.ranks)} of {self.whole} ranks"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +109,11 @@ def standing(events: Sequence[JournalEvent], world_size: int) -> Standing:
     cell = max(1, decided[first].get("cell_size", 1))
     hosts, (dead, joining) = nodes_of(events), _dead(events)
     workers = range(-(-world_size // cell))
-    ranks = {worker: tuple(range(worker * cell, min((worker + 1) * cell, world_size))) for worker in workers}
+    each = dict(decided[current].get("shapes") or ())
+    ranks = {
+        worker: tuple(range(worker * cell, min(worker * cell + cell // each.get(worker, 1), world_size)))
+        for worker in workers
+    }
     gone = frozenset(worker for worker in workers if dead & set(ranks[worker]))
     waiting = frozenset(worker for worker in workers if joining & set(ranks[worker]))
     nodes = {worker: hosts.get(ranks[worker][0], "") for worker in workers}
@@ -112,7 +124,7 @@ def standing(events: Sequence[JournalEvent], world_size: int) -> Standing:
         is_recovering=bool(dead & set(members.get(current, ())))
         or any(one > current and not decided[one].get("planned") for one in decided),
         dead=frozenset(dead),
-        places=_places(home, layout, ranks, gone, waiting, nodes, _slowness(events)),
+        places=_places(home, layout, ranks, cell, gone, waiting, nodes, _slowness(events)),
         margins=_margins(layout, gone, nodes),
     )
 
@@ -151,6 +163,7 @@ def _places(
     home: Layout,
     layout: Layout,
     ranks: Mapping[int, tuple[int, ...]],
+    cell_size: int,
     gone: frozenset[int],
     waiting: frozenset[int],
     nodes: Mapping[int, str],
@@ -187,6 +200,7 @@ def _places(
                 slowness=None if status == DEAD else slowness.get(worker),
                 spans=tuple(sorted(spans[worker])) if status == TRAINS else (),
                 microbatches=len(visits[worker]) if status == TRAINS else 0,
+                whole=cell_size,
             )
         )
     return tuple(found)

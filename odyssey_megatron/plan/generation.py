@@ -49,6 +49,9 @@ class Generation:
     fresh: tuple[int, ...] = ()
     """Ranks that hold nothing yet. Members begin with this generation; others are to wait for the next offer, or
     for the rest of their cell."""
+    shapes: tuple[tuple[int, int], ...] = ()
+    """(worker, places of a whole cell that each of its ranks fills) of the living ones that are not whole, ascending:
+    cells that have lost ranks, and go on with the first so many (``cluster.cell.Cell``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,6 +59,7 @@ class Head:
     first: bool
     """Nobody holds anything yet."""
     shape: Shape
+    shapes: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +105,7 @@ def to_wire(generation: Generation, cell_size: int) -> Sent:
         fresh=to_runs(generation.fresh),
         first=generation.previous is None,
         shape=_shape(plan, cell_size),
+        shapes=generation.shapes,
     )
     return Sent(
         head=to_json(head),
@@ -137,6 +139,7 @@ def from_wire(head: Head, worker: int, part: Part = NO_PART, template: str = "")
         planned=head.planned,
         incarnations=head.incarnations,
         fresh=from_runs(head.fresh),
+        shapes=head.shapes,
     )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from odyssey_megatron.cluster.state import Cell
+from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.errors import OdysseyError
 from odyssey_megatron.execute.interpreter import Compute
 from odyssey_megatron.execute.progress import Progress
@@ -170,9 +170,9 @@ def what_is_left(
     """
     taken_up = take_up(cell_group, plan.layout, cell.worker, progress, compute, device)
     counted = torch.tensor([taken_up], dtype=torch.int32)
-    total = torch.cat([progress.table.int().flatten(), counted])
+    total = torch.cat([progress.table.int().flatten(), counted]) * cell.each
     dist.all_reduce(total, group=group)
-    *flat, taken_up = (total // cell.size).tolist()
+    *flat, taken_up = (total // cell.full).tolist()
     width = plan.layout.num_layers
     table = [flat[at : at + width] for at in range(0, len(flat), width)]
     cuts = {block.first for block in plan.layout.blocks()}

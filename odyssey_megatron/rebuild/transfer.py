@@ -10,18 +10,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from odyssey_megatron.cluster.state import Cell
+from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.names import layer_name
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.plan import Transfer
 from odyssey_megatron.rebuild.manifest import Tensors, agree
 
-TensorsOf = Callable[[int], Tensors]
-"""Layer -> all its tensors by name, in an order that is the same on every rank."""
+TensorsOf = Callable[[int, int], Tensors]
+"""Layer and part -> all its tensors by name, in an order that is the same on every rank."""
 
 
 class Moving:
-    """Transfers under way: what this worker sends and receives of them; every layer travels as one message.
+    """Transfers under way: what this worker sends and receives of them; every part of a layer travels as one message.
 
     What is sent must not change before :meth:`finish` returns, and what is received is not there before. Methods raise
     what the group raises when the generation ends.
@@ -34,57 +34,62 @@ class Moving:
         num_layers: int,
         cell: Cell,
         world: dist.ProcessGroup,
-        way: Callable[[Transfer, int], dict[str, Any]],
+        way: Callable[[Transfer, int, int], tuple[int, dict[str, Any]]],
         tensors_to_send: TensorsOf,
         tensors_to_fill: TensorsOf,
+        filled: Callable[[int, int, Tensors], None],
         checkpoint: Callable[[], None],
     ):
         """Collective over ``world``, of all members, wherever there are transfers.
 
         Args:
-            way: of a transfer and its number: how ``torch.distributed`` is told where it goes.
+            way: of a transfer, its number and a place in the cell: the rank at the other end, and how
+                ``torch.distributed`` is told where it goes.
+            filled: is called with a layer and a part whose tensors have come, and with these.
             checkpoint: is called between layers.
 
         Raises:
             TensorsDiffer: before anything is sent, on all members alike.
         """
-        self._checkpoint = checkpoint
+        self._checkpoint, self._filled = checkpoint, filled
         self._sends: list[tuple[Any, torch.Tensor]] = []
-        self._receives: list[tuple[Any, torch.Tensor, list[torch.Tensor]]] = []
+        self._receives: list[tuple[Any, torch.Tensor, tuple[int, int, Tensors]]] = []
         self.arriving: set[int] = set()
         """Layers."""
-        ours: dict[int, Tensors] = {}
+        ours: dict[tuple[int, int, int], Tensors] = {}
         for tag, transfer in enumerate(transfers):
             if cell.worker in (transfer.source, transfer.target):
                 checkpoint()
                 of_layer = tensors_to_send if transfer.source == cell.worker else tensors_to_fill
-                ours[tag] = of_layer(transfer.layer)
+                for place, part in zip(cell.places, cell.held_parts, strict=True):
+                    ours[tag, place, part] = of_layer(transfer.layer, part)
         if transfers:
             agree(
-                {tag * cell.size + cell.index: tensors for tag, tensors in ours.items()},
-                len(transfers) * cell.size,
+                {tag * cell.full + place: tensors for (tag, place, _), tensors in ours.items()},
+                len(transfers) * cell.full,
                 world,
                 who=f"rank {cell.rank}",
-                what=lambda place: layer_name(transfers[place // cell.size].layer, num_layers),
+                what=lambda at: layer_name(transfers[at // cell.full].layer, num_layers),
             )
-        for tag, tensors in ours.items():
+        for (tag, place, part), tensors in ours.items():
             if not tensors:  # an embedding whose only weight is the head's, too
                 continue
             checkpoint()
             transfer, flat = transfers[tag], _packed(tensors)
+            rank, where = way(transfer, tag, place)
             if transfer.source == cell.worker:
-                work = dist.isend(flat, cell.peer(transfer.target), **way(transfer, tag))
-                self._sends.append((work, flat))
+                self._sends.append((dist.isend(flat, rank, **where), flat))
             else:
-                work = dist.irecv(flat, cell.peer(transfer.source), **way(transfer, tag))
-                self._receives.append((work, flat, list(tensors.values())))
-                self.arriving.add(transfer.layer)
+                work, layer = dist.irecv(flat, rank, **where), transfer.layer
+                self._receives.append((work, flat, (layer, part, tensors)))
+                self.arriving.add(layer)
 
     def finish(self) -> None:
         """Returns when all has been sent and received."""
-        for work, flat, tensors in self._receives:
+        for work, flat, filled in self._receives:
             work.wait()
-            _unpack(flat, tensors)
+            _unpack(flat, list(filled[-1].values()))
+            self._filled(*filled)
             self._checkpoint()
         for work, _ in self._sends:
             work.wait()
@@ -102,39 +107,43 @@ class Spreading:
         *,
         cell: Cell,
         world: dist.ProcessGroup,
-        group_of: Callable[[int, int], dist.ProcessGroup],
-        weights_of: Callable[[Sequence[int]], Tensors],
+        group_of: Callable[[int, int, int], dist.ProcessGroup],
+        weights_of: Callable[[Sequence[int], int], Tensors],
+        arrived: Callable[[Sequence[int], int, Tensors], None],
     ):
         """Collective over ``world``, of all members, wherever some holders keep no optimizer state.
 
         Args:
             group_of: the group of a block's holders, from its first layer and the one behind its last; of each all
-                ranks that have the same of it as this one.
+                ranks that have the same of it as this one in a place that it fills.
+            weights_of: of layers and a part, in place or in a copy.
+            arrived: is called with layers and a part whose weights have come, and with these.
 
         Raises:
             TensorsDiffer: before anything is sent, on all members alike.
         """
-        self._weights_of = weights_of
-        self._messages: list[tuple[dist.ProcessGroup, int, list[int]]] = []
+        self._weights_of, self._arrived = weights_of, arrived
+        self._messages: list[tuple[dist.ProcessGroup, int, list[int], int]] = []
         ours: dict[int, Tensors] = {}
+        places = list(zip(cell.places, cell.held_parts, strict=True))
         for block in layout.blocks() if layout.keepers else ():
             sources: dict[int, list[int]] = {}
             for layer in range(block.first, block.last):
                 if cell.worker in block.holders and len(layout.keepers[layer]) < len(block.holders):
                     sources.setdefault(layout.keepers[layer][0], []).append(layer)
-                    ours[layer * cell.size + cell.index] = weights_of([layer])
+                    ours |= {layer * cell.full + place: weights_of([layer], part) for place, part in places}
             for keeper, layers in sources.items():
-                group = group_of(block.first, block.last)
-                self._messages.append(
-                    (group, block.holders.index(keeper) * (cell.size // cell.parts), layers)
-                )
+                source = block.holders.index(keeper) * (cell.full // cell.parts)
+                for place, part in places:
+                    group = group_of(block.first, block.last, place)
+                    self._messages.append((group, source, layers, part))
         if layout.keepers:
             agree(
                 ours,
-                len(layout.all_holders) * cell.size,
+                len(layout.all_holders) * cell.full,
                 world,
                 who=f"rank {cell.rank}",
-                what=lambda place: f"the weights of {layer_name(place // cell.size, layout.num_layers)}",
+                what=lambda at: f"the weights of {layer_name(at // cell.full, layout.num_layers)}",
             )
 
     def __len__(self) -> int:
@@ -143,13 +152,14 @@ class Spreading:
 
     def run(self) -> None:
         """Returns when the weights are here; on the keepers, when they may change."""
-        for group, source, layers in self._messages:
-            if not (tensors := self._weights_of(layers)):
+        for group, source, layers, part in self._messages:
+            if not (tensors := self._weights_of(layers, part)):
                 continue
             flat = _packed(tensors)
             dist.broadcast(flat, group=group, group_src=source)
             if group.rank() != source:
                 _unpack(flat, list(tensors.values()))
+                self._arrived(layers, part, tensors)
 
 
 def _packed(tensors: Tensors) -> torch.Tensor:

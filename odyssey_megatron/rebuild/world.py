@@ -154,18 +154,21 @@ def alone() -> Iterator[None]:
 
 
 class _WithinCell(dict[int, int]):
-    """Global rank -> rank in a group within a cell. Cells are consecutive ranks and go as a whole, so a rank's place in
-    its cell follows from its number, whatever that is by now. Of a context-parallel group every ``step``-th is one.
+    """Global rank -> rank in a group within a cell. Cells are consecutive ranks, so where all are of one size a rank's
+    place in its cell follows from its number, whatever that is by now. Of a context-parallel group every ``step``-th is
+    one. What this rank's own number is by now, which others' sizes decide on, too, stands for its ``place``.
     """
 
-    def __init__(self, size: int, step: int = 1):
+    def __init__(self, size: int, step: int = 1, place: int = 0):
         super().__init__({one * step: one for one in range(size)})
-        self._size, self._step = size, step
+        self._size, self._step, self._place = size, step, place
 
     def __contains__(self, rank: object) -> bool:
         return True
 
     def __getitem__(self, rank: int) -> int:
+        if rank == c10d._get_default_group().rank():
+            return self._place
         return rank // self._step % self._size
 
 
@@ -185,8 +188,9 @@ def become_default(rank: int, size: int, device: str) -> LivingWorld:
 
 def group_of_cell(name: str, ranks: tuple[int, ...], rank: int, device: str) -> FollowingGroup:
     """A group of ``ranks`` of this one's cell, for Megatron's modules to keep."""
-    group = FollowingGroup(ranks.index(rank), len(ranks), device)
-    _register(group, f"odyssey-{name}", device, _WithinCell(len(ranks), ranks[1] - ranks[0]))
+    place = ranks.index(rank)
+    group = FollowingGroup(place, len(ranks), device)
+    _register(group, f"odyssey-{name}", device, _WithinCell(len(ranks), ranks[1] - ranks[0], place))
     return group
 
 

@@ -6,8 +6,9 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
+from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.cluster.job import JobSpec, check_world
-from odyssey_megatron.cluster.state import Cell, ClusterState, initial_state
+from odyssey_megatron.cluster.state import ClusterState, initial_state
 from odyssey_megatron.config import OdysseyConfig, config_from_argv
 from odyssey_megatron.doctor.launch_line import read_job
 from odyssey_megatron.errors import ConfigError

@@ -93,7 +93,9 @@ def _heat_map(state: Live, width: int, colours: bool) -> list[str]:
     for head, (_, row) in zip(heads, rows, strict=True):
         cells = "".join(_cell(one, each, colours) for one in row[:shown])
         lines.append(f"{head:<{margin}}{cells}" + ("…" if shown < columns else ""))
-    return [*lines, "✕ dead  + joins  s shadow  – waits  ? not measured", ""]
+    smaller = [one for one in state.standing.places if len(one.ranks) < one.whole and one.status != DEAD]
+    said = [f"goes on with fewer: {'; '.join(one.ranks_text for one in smaller)}"] if smaller else []
+    return [*lines, "✕ dead  + joins  s shadow  – waits  ? not measured", *map(printable, said), ""]
 
 
 def _cell(place: Place | None, width: int, colours: bool) -> str:

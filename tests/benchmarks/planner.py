@@ -31,9 +31,9 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.cluster.events import GenerationLive, RankDied
 from odyssey_megatron.cluster.job import JobSpec
-from odyssey_megatron.cluster.state import Cell
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.execute.membership import group_members

@@ -15,7 +15,9 @@ def undisturbed(jobs: Jobs) -> Callable[..., Outcome]:
     def run(flags: str = "", *, ranks: int = 2, stages: int = 1) -> Outcome:
         job = flags, ranks, stages
         if job not in known:
-            outcome = jobs.run(f"undisturbed-{len(known)}", ranks=ranks, stages=stages, flags=flags)
+            outcome = jobs.run(
+                f"undisturbed-{len(known)}", ranks=ranks, stages=stages, flags=flags, timeout_s=200.0
+            )
             assert outcome.exit_code == 0, outcome.log[-4000:]
             known[job] = outcome
         return known[job]

@@ -19,8 +19,8 @@ def main() -> None:
     def build_with_less(session: Session, *args: Any) -> Any:
         model = build(session, *args)
         room = model.tensors_to_fill
-        model.tensors_to_fill = lambda layer: {
-            name: one for name, one in room(layer).items() if not name.endswith("momentum_buffer")
+        model.tensors_to_fill = lambda layer, part: {
+            name: one for name, one in room(layer, part).items() if not name.endswith("momentum_buffer")
         }
         return model
 

@@ -42,10 +42,10 @@ from odyssey_megatron.plan.simulate import reduce_s
 from odyssey_megatron.policy.measured import LinkTimes
 from odyssey_megatron.rebuild.groups import build_groups, init_default_group
 from tests.execute.emulation import Emulation, Truth, load_emulation, load_truth
-from tests.execute.stack import NoLossScale, Outcome, by_number
+from tests.execute.stack import CellOfOne, NoLossScale, Outcome, by_number
 
 
-class Accelerator:
+class Accelerator(CellOfOne):
     """Implements ``execute.rank.Model``. A layer's state counts the steps that it was updated in."""
 
     share, loss_scale = 1.0, NoLossScale()
@@ -147,7 +147,7 @@ class Accelerator:
         if not self._fused:
             self._compute(("weight_grad_s",), first, last, None)
 
-    def gradients(self, first: int, last: int) -> list[torch.Tensor]:
+    def gradients(self, first: int, last: int, part: int) -> list[torch.Tensor]:
         """One buffer with a place for each rank: after the sum it says when each holder had come."""
         arrived = torch.zeros(self._world_size, dtype=torch.float64)
         arrived[self._rank] = self._done_s
@@ -161,11 +161,6 @@ class Accelerator:
             free_s = max(free_s, float(arrived.max())) + self._reduce_s(first, last)
         self._sums.clear()
         self._until(max(self._done_s, free_s))
-
-    def partial_gradients(self, first: int, last: int) -> list[torch.Tensor]:
-        return []  # its cells are of one rank
-
-    expert_gradients = partial_gradients
 
     def empty_message(self) -> torch.Tensor:
         return torch.empty(1, dtype=torch.float64)
@@ -204,13 +199,13 @@ class Accelerator:
     def moved_bytes(self, layer: int) -> int:
         return sum(tensor.nbytes for tensor in self.held[layer])
 
-    def weights_of(self, layers: Sequence[int]) -> dict[str, torch.Tensor]:
+    def weights_of(self, layers: Sequence[int], part: int) -> dict[str, torch.Tensor]:
         return {str(layer): self.held[layer][0] for layer in layers}
 
-    def tensors_to_send(self, layer: int) -> dict[str, torch.Tensor]:
+    def tensors_to_send(self, layer: int, part: int) -> dict[str, torch.Tensor]:
         return by_number(self.held[layer])
 
-    def tensors_to_fill(self, layer: int) -> dict[str, torch.Tensor]:
+    def tensors_to_fill(self, layer: int, part: int) -> dict[str, torch.Tensor]:
         self._incoming[layer] = self._state(-1)
         return by_number(self._incoming[layer])
 

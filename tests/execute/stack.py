@@ -26,6 +26,7 @@ from odyssey_megatron.launch.member import Member
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.policy.profile import Attention, estimated_profile
 from odyssey_megatron.rebuild.groups import build_groups, init_default_group
+from odyssey_megatron.rebuild.manifest import Tensors
 
 LAYERS, WIDTH, MICROBATCHES, STEPS = 6, 4, 8, 8
 
@@ -72,7 +73,25 @@ class NoLossScale:
         assert not state.numel()
 
 
-class Stack:
+class CellOfOne:
+    """What a model of ``execute.parts.Model`` has to say of cells that are one rank."""
+
+    cuts_activations = False
+
+    def filled(self, layer: int, part: int, tensors: Tensors) -> None: ...
+
+    def weights_arrived(self, layers: Sequence[int], part: int, tensors: Tensors) -> None: ...
+
+    def take_sums(self) -> None: ...
+
+    def partial_gradients(self, first: int, last: int, part: int) -> list[torch.Tensor]:
+        return []
+
+    def expert_gradients(self, first: int, last: int) -> list[torch.Tensor]:
+        return []
+
+
+class Stack(CellOfOne):
     """Implements ``execute.parts.Model``: layer i is x -> tanh(x W_i); the loss is the mean square of the output."""
 
     num_totals = 2
@@ -99,13 +118,13 @@ class Stack:
     def moved_bytes(self, layer: int) -> int:
         return sum(tensor.nbytes for tensor in self.held[layer])
 
-    def weights_of(self, layers: Sequence[int]) -> dict[str, torch.Tensor]:
+    def weights_of(self, layers: Sequence[int], part: int) -> dict[str, torch.Tensor]:
         return {str(layer): self.held[layer][0] for layer in layers}
 
-    def tensors_to_send(self, layer: int) -> dict[str, torch.Tensor]:
+    def tensors_to_send(self, layer: int, part: int) -> dict[str, torch.Tensor]:
         return by_number(self.held[layer])
 
-    def tensors_to_fill(self, layer: int) -> dict[str, torch.Tensor]:
+    def tensors_to_fill(self, layer: int, part: int) -> dict[str, torch.Tensor]:
         self._incoming[layer] = [torch.empty(WIDTH, WIDTH, **self._where) for _ in range(2)]
         return by_number(self._incoming[layer])
 
@@ -207,15 +226,10 @@ class Stack:
         if not any(one is not None for one in weight_grads):
             del self._flights[microbatch, begin]
 
-    def gradients(self, first: int, last: int) -> list[torch.Tensor]:
+    def gradients(self, first: int, last: int, part: int) -> list[torch.Tensor]:
         begin = max(at for at, _ in self._spans if at <= first)
         whole = next(span for (at, _), span in self._spans.items() if at == begin)
         return [whole[(first - begin) * WIDTH**2 : (last - begin) * WIDTH**2]]
-
-    def partial_gradients(self, first: int, last: int) -> list[torch.Tensor]:
-        return []  # its cells are of one rank
-
-    expert_gradients = partial_gradients
 
     def empty_message(self) -> torch.Tensor:
         return torch.empty(2, WIDTH, **self._where)

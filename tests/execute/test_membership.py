@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from odyssey_megatron.cluster.state import Cell
+from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.execute.membership import block_group_name, groups_of_cell
 
 
@@ -18,9 +18,9 @@ def test_groups_of_a_cell():
 
 def test_one_sum_over_all_who_have_the_same_shard():
     """Of a cell of 2 x 2, ranks 1 and 3; of experts, each rank of a gang has others."""
-    names = [block_group_name(Cell(rank=rank, size=4, context=2), 0, 4, 2) for rank in range(8)]
+    names = [block_group_name(0, 4, Cell(rank=rank, size=4, context=2).index % 2, 2) for rank in range(8)]
     assert names[1] == names[3] == names[5] != names[0] == names[2]
     gang = [Cell.of(rank, tensor=2, expert=2) for rank in range(8)]
-    experts = [block_group_name(one, 0, 4, one.expert_parts) for one in gang]
+    experts = [block_group_name(0, 4, one.index % one.expert_parts, one.expert_parts) for one in gang]
     assert experts[:4] == experts[4:]
     assert len(set(experts)) == 4

@@ -14,9 +14,11 @@ from odyssey_megatron.cluster.events import (
     RankDied,
     RankFinished,
     RankJoined,
+    RankReturned,
     Retry,
 )
 from odyssey_megatron.cluster.state import initial_state
+from odyssey_megatron.errors import EXIT_FENCED
 from odyssey_megatron.launch.reactions import (
     Answer,
     Forget,
@@ -141,3 +143,48 @@ def test_an_offer_that_failed_is_not_entered():
     assert (report.name, report.fields) == ("offer_failed", {"generation": 2, "why": "no address"})
     job = all_live(job, generation.number)
     assert (job.live_plan.policy, job.cluster.generation) == ("initial", 1)
+
+
+def smaller_cells() -> JobState:
+    """The second of three cells has lost rank 3 for good; rank 2 trains alone."""
+    job = all_live(begun(cell_size=2)[0], 1)
+    job, _ = react(job, [RankDied(rank=3, code=-9, cause="killed")], now_s=1.0)
+    job = all_live(published(job, PLAN, "failure", dead=(2, 3))[0], 2)
+    job, (answer,) = react(job, [RankJoined(rank=2, node=1, incarnation=1, each=2)], now_s=2.0)
+    assert isinstance(answer, Answer)
+    job, generation = offered(job, PLAN, "joined", decide_s=0.0)
+    assert (generation.members, generation.shapes) == ((0, 1, 2, 4, 5), ((1, 2),))
+    return all_live(job, 3)
+
+
+def test_a_smaller_cell_that_leaves_is_not_lost():
+    job = smaller_cells()
+    job, actions = react(job, [RankReturned(rank=3)], now_s=3.0)
+    assert not actions
+    job, generation = offered(job, PLAN, "whole again", decide_s=0.0, leaving=job.cluster.can_be_whole)
+    assert generation.members == (0, 1, 4, 5)
+    gone = RankDied(rank=2, code=EXIT_FENCED, cause="exit")
+    live = [GenerationLive(rank=rank, generation=4) for rank in (0, 1, 4, 5)]
+    for at in range(5):  # whenever its end is heard of
+        after, actions = react(job, [*live[:at], gone, *live[at:]], now_s=4.0)
+        assert all(isinstance(one, Forget) for one in actions), actions
+        assert after.cluster.generation == 4
+        assert after.cluster.dead == (1,)
+
+
+def test_a_smaller_cell_that_dies_before_it_leaves_is_lost():
+    job = smaller_cells()
+    job, _ = react(job, [RankReturned(rank=3)], now_s=3.0)
+    job, _ = offered(job, PLAN, "whole again", decide_s=0.0, leaving=job.cluster.can_be_whole)
+    _, actions = react(job, [RankDied(rank=2, code=-9, cause="killed")], now_s=4.0)
+    assert [type(one) for one in actions][1:] == [Recover]
+    _, actions = react(job, [RankDied(rank=5, code=-9, cause="killed")], now_s=4.0)
+    assert [type(one) for one in actions][1:] == [Recover]
+
+
+def test_an_offer_without_a_cell_may_fail_and_is_made_again():
+    job = smaller_cells()
+    job, _ = react(job, [RankReturned(rank=3)], now_s=3.0)
+    job, _ = offered(job, PLAN, "whole again", decide_s=0.0, leaving=job.cluster.can_be_whole)
+    job, _ = react(job, [OfferFailed(rank=0, generation=4, reason="slow")], now_s=4.0)
+    assert (job.cluster.leaving, job.cluster.can_be_whole, job.cluster.dead) == (frozenset(), {1}, ())

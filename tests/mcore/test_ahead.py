@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 
 def gradients(model: Any) -> Any:
-    return torch.cat([one.clone() for one in model.gradients(2, 4)])
+    return torch.cat([one.clone() for one in model.gradients(2, 4, 0)])
 
 
 def backward(model: Any) -> None:

@@ -45,7 +45,7 @@ def tensors(model: Any) -> dict[str, Any]:
     return {
         f"{layer}.{name}": tensor.clone()
         for layer in range(4)
-        for name, tensor in model.tensors_to_send(layer).items()
+        for name, tensor in model.tensors_to_send(layer, 0).items()
     }
 
 

@@ -18,8 +18,8 @@ def forward(model: Any) -> None:
 
 def refill(model: Any, layer: int) -> None:
     """As a worker that held only weights gets the optimizer state, too: it is sent the whole layer."""
-    sent = {name: one.clone() for name, one in model.tensors_to_send(layer).items()}
-    for name, room in model.tensors_to_fill(layer).items():
+    sent = {name: one.clone() for name, one in model.tensors_to_send(layer, 0).items()}
+    for name, room in model.tensors_to_fill(layer, 0).items():
         room.copy_(sent[name])
     model.take_layout(model._layout, 0)
 

@@ -6,11 +6,14 @@ import json
 
 import pytest
 
+from odyssey_megatron.codec import to_jsonable
 from odyssey_megatron.metrics import goodput
 from odyssey_megatron.metrics.follow import Follower
 from odyssey_megatron.metrics.journal import read_journal
 from odyssey_megatron.metrics.live import live
+from odyssey_megatron.metrics.standing import standing
 from odyssey_megatron.metrics.timeline import last_job
+from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
 
 from .synthetic_run import SAVE_S, SLOW, SLOWER_S, STEP_S, STEPS
 
@@ -169,3 +172,27 @@ def test_what_all_say_alike_is_kept_once(tmp_path, runs):
     assert len([one for one in kept if one["event"] == "step_committed"]) == STEPS
     assert not [one for one in kept if one["event"] in ("trace", "samples")]
     assert json.dumps(kept, default=str)
+
+
+def test_a_cell_that_has_lost_ranks_trains_with_fewer():
+    """Cells of two ranks; worker 1 has rank 2 alone, as 3 is lost for good."""
+    layout = to_jsonable(layout_from_routes(4, (pipeline_route((0, 1), (2, 4), (0,)),)))
+    common = {"event": "decision", "layout": layout, "cell_size": 2, "planned": True}
+    events = [
+        common | {"generation": 1, "shapes": []},
+        {"event": "generation_started", "generation": 1, "members": [0, 1, 2, 3]},
+        {"event": "failure_detected", "dead": [2, 3]},
+        {"event": "rank_joined", "target": 2},
+        common | {"generation": 2, "shapes": [[1, 2]]},
+    ]
+    assert [one.status for one in standing(events, 4).places] == ["trains", "dead"]
+    events += [
+        {"event": "generation_started", "generation": 2, "members": [0, 1, 2]},
+        {"event": "switched", "rank": 2},
+    ]
+    now = standing(events, 4)
+    assert [(one.status, one.ranks_text) for one in now.places] == [
+        ("trains", "rank 0–1"),
+        ("trains", "rank 2, 1 of 2 ranks"),
+    ]
+    assert now.survives == 0

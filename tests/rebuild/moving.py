@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from odyssey_megatron.cluster.state import Cell
+from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.config import config_from_argv
 from odyssey_megatron.errors import TensorsDiffer
 from odyssey_megatron.launch.member import Member
@@ -37,7 +37,7 @@ def move(groups: GroupSet, rank: int, room: Tensors) -> list[Tensors]:
     """What has arrived here."""
     filled: list[Tensors] = []
 
-    def to_fill(layer: int) -> Tensors:
+    def to_fill(layer: int, part: int) -> Tensors:
         filled.append({name: one * 0 for name, one in (room if layer == 3 else WHOLE).items()})
         return filled[-1]
 
@@ -46,9 +46,13 @@ def move(groups: GroupSet, rank: int, room: Tensors) -> list[Tensors]:
         num_layers=5,
         cell=Cell(rank=rank),
         world=groups["world"],
-        way=lambda transfer, tag: {"group": groups["world"], "tag": tag},
-        tensors_to_send=lambda layer: {name: one * (rank + 7) for name, one in WHOLE.items()},
+        way=lambda transfer, tag, place: (
+            transfer.target if transfer.source == rank else transfer.source,
+            {"group": groups["world"], "tag": tag},
+        ),
+        tensors_to_send=lambda layer, part: {name: one * (rank + 7) for name, one in WHOLE.items()},
         tensors_to_fill=to_fill,
+        filled=lambda layer, part, tensors: None,
         checkpoint=lambda: None,
     )
     moving.finish()
@@ -62,8 +66,11 @@ def give_weights(groups: GroupSet, rank: int, mine: Tensors) -> None:
         layout,
         cell=Cell(rank=rank),
         world=groups["world"],
-        group_of=lambda first, last: groups["world"],
-        weights_of=lambda layers: {f"{layer}.{name}": one for layer in layers for name, one in mine.items()},
+        group_of=lambda first, last, place: groups["world"],
+        weights_of=lambda layers, part: {
+            f"{layer}.{name}": one for layer in layers for name, one in mine.items()
+        },
+        arrived=lambda layers, part, tensors: None,
     ).run()
 
 

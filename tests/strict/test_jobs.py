@@ -249,7 +249,11 @@ def test_a_message_that_is_used_before_its_event_is_seen(monkeypatch):
     from odyssey_megatron.execute.channels import Pending
     from tests.strict.device import Race
 
-    monkeypatch.setattr(Pending, "wait", lambda self: (self.tensor, self.word))
+    def wait(self):
+        ((_, arrives, room),) = self.pieces
+        return arrives[:-1].view(room.shape), arrives[-1]  # it waits for nothing
+
+    monkeypatch.setattr(Pending, "wait", wait)
     with pytest.raises(Race, match="may still be using"):
         check(healthy(), seed=1)
 
@@ -267,15 +271,16 @@ def test_a_send_before_its_producers_event_is_seen(monkeypatch):
 
 
 def test_a_reused_buffer_is_seen(monkeypatch):
-    from odyssey_megatron.execute.channels import Channels, Pending
+    from odyssey_megatron.execute.channels import Channels, Pending, Piece
     from tests.strict.device import Race
 
     rooms = {}
 
     def receive(self, instr, room, *, with_word):
         message = rooms.setdefault(id(self), room.new_empty(room.numel() + 1))
-        work = torch.distributed.irecv(message, self._cell.peer(instr.peer), **self._where(instr))
-        return Pending(work, message[:-1].view(room.shape), message[-1])
+        ((peer, places),) = self._cell.links(instr.peer)
+        work = torch.distributed.irecv(message, peer, **self._where(instr, places))
+        return Pending([Piece(work, message, room)], room, with_word)
 
     monkeypatch.setattr(Channels, "receive", receive)
     with pytest.raises(Race, match="may still be using"):

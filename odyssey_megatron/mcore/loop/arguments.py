@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
+from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.cluster.job import JobSpec
-from odyssey_megatron.cluster.state import Cell
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import ConfigError, MegatronIncompatible
 from odyssey_megatron.mcore.loop.batches import Batches
-from odyssey_megatron.mcore.model import groups, span
+from odyssey_megatron.mcore.model import groups, parts, span
 from odyssey_megatron.mcore.model.layers import ModelSpec
 from odyssey_megatron.mcore.plugin import estimate
 from odyssey_megatron.policy.profile import Profile, load_profile
@@ -78,8 +78,19 @@ def split_of(args: Any) -> Callable[[Any], span.Split]:
     )
 
 
+def is_packed(args: Any) -> bool:
+    """See ``ModelSpec``."""
+    return bool(args.sft or getattr(args, "dataloader_inter_document_masking", False))
+
+
 def job_of(
-    args: Any, config: OdysseyConfig, split: span.Split, *, batch_size: int, optimizer_copies: int
+    args: Any,
+    transformer_config: Any,
+    config: OdysseyConfig,
+    split: span.Split,
+    *,
+    batch_size: int,
+    optimizer_copies: int,
 ) -> JobSpec:
     """What the coordinator plans for; ``batch_size``: samples of the largest step."""
     return JobSpec(
@@ -96,6 +107,7 @@ def job_of(
         num_microbatches=batch_size // (args.micro_batch_size * Cell.in_job(0, args).lanes),
         tokens_per_step=batch_size * args.seq_length,
         train_steps=args.train_iters,
+        whole_cells_only=parts.kept_whole(transformer_config, is_packed=is_packed(args)),
         least_holders=config.least_holders,
         eager_forwards=config.eager_forwards,
         optimizer_copies=optimizer_copies,
@@ -254,7 +266,7 @@ def spec_of(
         config_overrides=overrides,
         seed=args.seed,
         is_tied=not args.untie_embeddings_and_output_weights,
-        is_packed=args.sft or getattr(args, "dataloader_inter_document_masking", False),
+        is_packed=is_packed(args),
         ddp_config=ddp_config(args),
         overflow_ends_job=overflow_ends_job,
         stages=split.chunks(),

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.mapping import ShardedBase
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -24,6 +26,7 @@ from odyssey_megatron.mcore.model.experts import is_spread
 from odyssey_megatron.mcore.model.layers import HeldLayer, LayerBlock
 from odyssey_megatron.mcore.model.model import MegatronModel
 from odyssey_megatron.mcore.model.optimizer import LayerOptimizer, pairs, settings_of, take_over
+from odyssey_megatron.mcore.model.parts import Cut
 
 
 def prepare(model: MegatronModel, block: LayerBlock) -> None:
@@ -52,9 +55,48 @@ def prepare(model: MegatronModel, block: LayerBlock) -> None:
         for shard in _shards(state):  # only the first of the holders writes
             place = experts if ".mlp.experts." in shard.key else others  # of what is no parameter
             shard.replica_id = (*shard.replica_id[:-1], places.get(id(shard.data), place))
+        if model.cell.each > 1:
+            dict_list_map_inplace(lambda shard: _in_parts(shard, model.cell.each), state)
         return state
 
     chunk.sharded_state_dict = sharded_state_dict
+
+
+def _in_parts(shard: Any, each: int) -> Any:
+    """``shard`` of a rank that has ``each`` parts, as those of whole cells' ranks, which have one. Megatron wants all
+    shards of a tensor to be of one shape, and a tensor may be that of many layers, on cells of either kind.
+    """
+    cut = Cut.of(shard.data, each) if isinstance(shard, ShardedTensor | ShardedTensorFactory) else Cut()
+    if cut.dim is None:
+        return shard
+    dim = cut.dim
+
+    def build(key: str, data: torch.Tensor, replica_id: Any, flattened_range: Any) -> list[ShardedTensor]:
+        if isinstance(shard, ShardedTensorFactory):
+            built = shard.build_fn(key, data, replica_id, flattened_range)
+        else:
+            built = [replace(shard, key=key, data=data, dtype=data.dtype, replica_id=replica_id)]
+        return [piece for one in built for piece in pieces(one)]
+
+    def pieces(one: ShardedTensor) -> Iterator[ShardedTensor]:
+        axis, length = one.prepend_axis_num + dim, one.local_shape[dim] // each
+        for number, data in enumerate(torch.split(one.data.detach(), length, dim)):
+            offset, cuts = [*one.global_offset], [*one.axis_fragmentations]
+            offset[axis] += number * length
+            cuts[axis] *= each
+            yield replace(
+                one,
+                data=data,
+                local_shape=tuple(data.shape),
+                global_offset=tuple(offset),
+                axis_fragmentations=tuple(cuts),
+            )
+
+    def merge(loaded: list[torch.Tensor]) -> Any:
+        whole = [torch.cat(loaded[at : at + each], dim) for at in range(0, len(loaded), each)]
+        return shard.merge_fn(whole) if isinstance(shard, ShardedTensorFactory) else whole[0]
+
+    return ShardedTensorFactory(shard.key, shard.data, build, merge, shard.replica_id)
 
 
 @contextlib.contextmanager

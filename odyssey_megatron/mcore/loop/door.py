@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.cluster.job import check_world
-from odyssey_megatron.cluster.state import Cell
 from odyssey_megatron.config import OdysseyConfig, add_arguments
 from odyssey_megatron.errors import EXIT_NOT_SAVED, ConfigError, OdysseyError, Superseded
 from odyssey_megatron.launch.inject import Injector
@@ -39,7 +39,7 @@ from odyssey_megatron.mcore.loop.console import SurvivingLines
 from odyssey_megatron.mcore.loop.feed import Feed
 from odyssey_megatron.mcore.loop.joining import Start, starting_groups
 from odyssey_megatron.mcore.loop.progress_log import ProgressLog
-from odyssey_megatron.mcore.model import experts, float64, groups, span, wgrad
+from odyssey_megatron.mcore.model import experts, float64, groups, parts, span, wgrad
 from odyssey_megatron.mcore.model.layers import empty_chunk
 from odyssey_megatron.mcore.model.model import MegatronModel
 from odyssey_megatron.mcore.model.optimizer import LearningRate, schedule_refused
@@ -199,8 +199,8 @@ class Door:
         from megatron.training import get_args
 
         args, session = get_args(), self._session
-        cell = Cell.in_job(session.rank, args)
-        check_world(session.world_size, args.pipeline_model_parallel_size, cell)
+        check_world(session.world_size, args.pipeline_model_parallel_size, Cell.in_job(session.rank, args))
+        cell = session.member.cell(args)
         # Megatron waits that long for others, e.g. while the first rank builds an index.
         patience_s = max(self._config.op_timeout_s, 60.0 * args.distributed_timeout_minutes)
         self._config = session.config = replace(self._config, op_timeout_s=patience_s)
@@ -225,6 +225,7 @@ class Door:
             float64.install()
         split, self._batches = self._split_of(config), arguments.batches_of(args)
         arguments.check_batches(args, self._batches, self._feed.replicas)
+        whole = parts.adapt(config, self._cell.cell)
         self._model = MegatronModel(
             arguments.spec_of(args, config, split, model_provider, overflow_ends_job=self._checks),
             num_microbatches=self._batches.largest // args.micro_batch_size,
@@ -234,6 +235,7 @@ class Door:
             spare_on_host=self._config.spare_on_host,
             groups_of_cell=self._cell.groups,
             cell=self._cell.cell,
+            cuts_activations=args.sequence_parallel,
         )
         optimizer = checkpoint.OptimizerView(
             self._model, self._cell.groups, self._saved, committed=lambda: self._runtime.committed
@@ -242,7 +244,9 @@ class Door:
         with schedule_refused():
             scheduler = training.get_optimizer_param_scheduler(optimizer)
         schedule = arguments.schedule_of(scheduler)
-        self._post(args, config, split)
+        largest, copies = self._batches.largest, self._optimizer_copies
+        job = arguments.job_of(args, whole, self._config, split, batch_size=largest, optimizer_copies=copies)
+        self._session.post(job, arguments.profile_of(args, whole, self._config))
         self._enter()
         self._refresh()
         args.iteration = args.num_floating_point_operations_so_far = 0
@@ -264,11 +268,6 @@ class Door:
         )
         self._runtime.committed = args.iteration
         return self._chunks, optimizer, scheduler
-
-    def _post(self, args: Any, config: Any, split: span.Split) -> None:
-        largest, copies = self._batches.largest, self._optimizer_copies
-        job = arguments.job_of(args, self._config, split, batch_size=largest, optimizer_copies=copies)
-        self._session.post(job, arguments.profile_of(args, config, self._config))
 
     def _enter(self) -> None:
         """The first generation; the groups of the start are not needed any more."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
-from odyssey_megatron.cluster.state import Cell
+from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.execute.membership import groups_of_cell
 from odyssey_megatron.launch.member import Member

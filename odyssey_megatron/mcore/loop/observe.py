@@ -72,6 +72,7 @@ class Observer:
         config = core_transformer_config_from_args(args)
         job = arguments.job_of(
             args,
+            config,
             self._config,
             arguments.split_of(args)(config),
             batch_size=arguments.batches_of(args).largest,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from odyssey_megatron.cluster.state import Cell
+from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.mcore.model import experts
 from odyssey_megatron.mcore.model.layers import HeldLayer, LayerBlock, main_grad

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from odyssey_megatron.errors import HoldersDiffer
 from odyssey_megatron.execute.left_out import dispensable
 from odyssey_megatron.mcore.model.layers import HeldLayer
+from odyssey_megatron.mcore.model.parts import Parts
 from odyssey_megatron.names import layer_name
 from odyssey_megatron.plan.layout import Layout
 
@@ -52,40 +53,47 @@ def digest(tensors: Iterable[torch.Tensor]) -> bytes:
     return result.digest()
 
 
-def digests(layers: Iterable[HeldLayer]) -> dict[tuple[int, int], bytes]:
-    """Of the weights of each layer, and of its optimizer state where it is kept."""
-    result = {}
+def digests(layers: Iterable[HeldLayer], parts: Parts) -> list[dict[tuple[int, int], bytes]]:
+    """For each of ``parts``: of the weights of each layer, and of its optimizer state where it is kept."""
+    found: list[dict[tuple[int, int], bytes]] = [{} for _ in parts]
     for layer in layers:
-        result[layer.index, 0] = digest(layer.weights().values())
+        for part, result in zip(parts, found, strict=True):
+            result[layer.index, 0] = digest(parts.of(layer, layer.weights(), part).values())
         if layer.optimizer is not None:
             with layer.optimizer.parking.at_hand():
-                result[layer.index, 1] = digest(layer.optimizer.state_tensors().values())
-    return result
+                state = layer.optimizer.state_tensors()
+                for part, result in zip(parts, found, strict=True):
+                    result[layer.index, 1] = digest(parts.of(layer, state, part).values())
+    return found
 
 
 def odd_ones(
-    mine: Digests, group: dist.ProcessGroup, *, rank: int, shard: int, cell_size: int, layout: Layout
+    mine: Mapping[int, Digests], group: dist.ProcessGroup, *, rank: int, cell_size: int, layout: Layout
 ) -> dict[int, str]:
     """Worker -> what it has otherwise than the others; empty if all holders of each layer have the same.
 
     Collective over ``group``, all ranks of the job.
 
     Args:
+        mine: by the number of a part of its layers: holders have the same one if their tensor-parallel rank is the
+            same, and one of a smaller cell has several.
         rank: this one, in the job.
-        shard: of its layers: holders have the same one if their tensor-parallel rank is the same.
-        cell_size: ranks of a worker.
+        cell_size: ranks of a whole worker.
 
     Raises:
         HoldersDiffer: on every rank alike, if it is not clear who is right.
     """
     num_layers = layout.num_layers
-    row = torch.full((2 + len(layout.all_holders) * len(KINDS),), NOTHING, dtype=torch.int64)
-    row[:2] = torch.tensor([rank, shard])
-    for (layer, kind), value in mine.items():
-        row[2 + layer * len(KINDS) + kind] = int.from_bytes(value[:8], "big", signed=True)
-    rows = [torch.empty_like(row) for _ in range(group.size())]
-    dist.all_gather(rows, row, group=group)
-    found = differences([one.tolist() for one in rows])
+    most = torch.tensor(len(mine))
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    table = torch.full((int(most), 2 + len(layout.all_holders) * len(KINDS)), NOTHING, dtype=torch.int64)
+    for row, (part, digests_of_it) in zip(table, mine.items(), strict=False):
+        row[:2] = torch.tensor([rank, part])
+        for (layer, kind), value in digests_of_it.items():
+            row[2 + layer * len(KINDS) + kind] = int.from_bytes(value[:8], "big", signed=True)
+    tables = [torch.empty_like(table) for _ in range(group.size())]
+    dist.all_gather(tables, table, group=group)
+    found = differences([row for one in tables for row in one.tolist()])
     odd = decided(found, layout, cell_size)
     if odd is None:
         said = [one.said(num_layers) for one in found]

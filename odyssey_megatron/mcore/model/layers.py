@@ -155,11 +155,10 @@ class HeldLayer(torch.nn.Module):
         """Everything that a new holder needs, in an order that is the same on every rank."""
         return self.weights() | (self.optimizer.state_tensors() if self.optimizer else {})
 
-    @property
-    def moved_bytes(self) -> int:
-        """Of :meth:`moved_tensors`, wherever they lie."""
-        state_bytes = self.optimizer.state_bytes if self.optimizer else 0
-        return sum(weight.nbytes for weight in self.weights().values()) + state_bytes
+    def moved_bytes(self) -> dict[str, int]:
+        """Of each of :meth:`moved_tensors`, wherever they lie."""
+        state = self.optimizer.state_bytes() if self.optimizer else {}
+        return {name: weight.nbytes for name, weight in self.weights().items()} | state
 
     def gradients(self) -> list[torch.Tensor]:
         """Of each parameter what microbatches have added up to."""
@@ -428,16 +427,27 @@ class LayerBlock:
             found += [buffer[low - buffer.storage_offset() : high - buffer.storage_offset()]] * bool(own)
         return found
 
+    def buffered(self, first: int, last: int) -> list[list[torch.nn.Parameter]]:
+        """The parameters of layers ``[first, last)`` of this block: of each of :meth:`gradients`, in their order."""
+        mine = [parameter for layer in self._inside(first, last) for parameter in layer.parameters()]
+        found = []
+        for buffer in self.buffers:
+            start = buffer.untyped_storage().data_ptr()
+            inside = [one for one in mine if main_grad(one).untyped_storage().data_ptr() == start]
+            if inside:
+                found.append(sorted(inside, key=lambda one: main_grad(one).storage_offset()))
+        return found
+
     def _inside(self, first: int, last: int) -> list[HeldLayer]:
         return [layer for layer in self.layers if first <= layer.index < last]
 
-    def partial_gradients(self, first: int, last: int) -> list[torch.Tensor]:
-        """Of parameters that all ranks of a cell have alike, where each rank has seen a part of the sequence or of the
-        heads (megatron core_v0.16.1 core/distributed/finalize_model_grads.py,
+    def partial_parameters(self, first: int, last: int) -> list[torch.nn.Parameter]:
+        """Those that all ranks of a cell have alike, where each rank has seen a part of the sequence or of the heads
+        (megatron core_v0.16.1 core/distributed/finalize_model_grads.py,
         ``_allreduce_non_tensor_model_parallel_grads``).
         """
         return [
-            main_grad(parameter)
+            parameter
             for layer in self._inside(first, last)
             for name, parameter in layer.named_parameters()
             if (layer.config.sequence_parallel and getattr(parameter, "sequence_parallel", False))

@@ -7,32 +7,29 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from odyssey_megatron.cluster.state import Cell
+from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.errors import NotFinite, TransferIncomplete
 from odyssey_megatron.execute.ledger import Word
 from odyssey_megatron.mcore.loop import outcome
 from odyssey_megatron.mcore.loop.batches import Batches
 from odyssey_megatron.mcore.loop.data import MicrobatchSource
 from odyssey_megatron.mcore.loop.outcome import StepOutcome
-from odyssey_megatron.mcore.model import experts, groups, rng, span, te
+from odyssey_megatron.mcore.model import groups, span, te
 from odyssey_megatron.mcore.model.future import FutureTokens
-from odyssey_megatron.mcore.model.holders import digests, odd_ones
+from odyssey_megatron.mcore.model.holdings import Holdings
 from odyssey_megatron.mcore.model.layers import (
-    HeldLayer,
     LayerBlock,
     ModelSpec,
     block_with,
     build_part,
-    initial_parts,
     lend,
+    main_grad,
 )
 from odyssey_megatron.mcore.model.loss_scale import LossScale
-from odyssey_megatron.mcore.model.optimizer import LayerOptimizer, LearningRate
-from odyssey_megatron.mcore.model.place import Place
+from odyssey_megatron.mcore.model.optimizer import LearningRate
 from odyssey_megatron.mcore.model.tally import Tally
 from odyssey_megatron.mcore.model.wgrad import Flight, Flights, WeightGrads
 from odyssey_megatron.names import step_name
@@ -45,7 +42,7 @@ ForwardStep = Callable[[Any, Any], tuple[torch.Tensor, Callable[..., Any] | None
 """Megatron's: (data_iterator, model) -> (output, loss_func)."""
 
 
-class MegatronModel:
+class MegatronModel(Holdings):
     """Held layers, the blocks made of them, and the step's state. Implements ``execute.interpreter.Compute``."""
 
     def __init__(
@@ -63,8 +60,12 @@ class MegatronModel:
         spare_on_host: bool = False,
         groups_of_cell: ProcessGroupCollection | None = None,
         cell: Cell = _ALONE,
+        cuts_activations: bool | None = None,
     ):
         """``groups_of_cell``: those of the ``cell`` that this rank has a place in.
+
+        ``cuts_activations``: ranks of a whole cell have each a piece of an activation (sequence parallelism); None: as
+        the config says, which is for this cell, be it a smaller one.
 
         ``spare_on_host``: optimizer state that is kept for a failure only lies in host memory between steps.
 
@@ -72,10 +73,11 @@ class MegatronModel:
         """
         te.prepare(spec.config)
         span.install()
-        self.spec, self.source = spec, source
+        super().__init__(spec, cell, groups_of_cell or groups.initialize(data_parallel=spec.looks_ahead))
+        self.source = source
         self.forward_step, self.learning_rate = forward_step, learning_rate
         self._of_step = num_microbatches
-        self._cell, self._micro_batch_size = cell, micro_batch_size
+        self._micro_batch_size = micro_batch_size
         self.batches = Batches.constant(num_microbatches * micro_batch_size)
         config = spec.config
         self.loss_scale = LossScale(spec.optimizer_config, ends_job=spec.overflow_ends_job)
@@ -83,21 +85,14 @@ class MegatronModel:
         self._replicas = replicas if self.loss_scale and not config.calculate_per_token_loss else 1
         self.share = 1.0 / self._replicas
         self.loss_names, self._spare_on_host = tuple(loss_names), spare_on_host
-        self._groups = groups_of_cell or groups.initialize(data_parallel=spec.looks_ahead)
         self._tp_rank, self._cp_rank = self._groups.tp.rank(), self._groups.cp.rank()
         self._losses_of_one = 1 if config.calculate_per_token_loss else self._groups.cp.size()
         """Of a microbatch: of each part of its sequence the mean, which Megatron averages, or together a sum."""
+        self.cuts_activations = config.sequence_parallel if cuts_activations is None else cuts_activations
         parts = self._groups.tp_cp if config.sequence_parallel else self._groups.cp
         self._message_shape = spec.activation_shape(seq_length, micro_batch_size, parts.size())
-        rng.initialize(spec.seed, rng.Part.of(self._groups))
-        self._seeds = rng.LayerSeeds(spec.seed, rng.Part.of(self._groups))
-        self.routing = experts.Routing(config, self._groups, self._seeds)
-        self._held: dict[int, HeldLayer] = {}
-        self._incoming: dict[int, HeldLayer] = {}
-        self._incoming_states: dict[int, LayerOptimizer] = {}
-        self._blocks: dict[tuple[int, int], LayerBlock] = {}
         self._flights = Flights()
-        self._step, self._worker, self._layout = -1, -1, Layout(holders=(), routes=())
+        self._step = -1
         self.future = FutureTokens(config)
         self._tally = Tally(self.loss_names, self.future, self.routing)
         self._training = True
@@ -107,62 +102,14 @@ class MegatronModel:
         """This worker's chunks of Megatron's model, in the order of their layers."""
         return [self._blocks[span] for span in sorted(self._blocks) if self._blocks[span].is_chunk]
 
-    @property
-    def layers(self) -> list[HeldLayer]:
-        """This worker's under the layout at hand, in their order."""
-        return [layer for span in sorted(self._blocks) for layer in self._blocks[span].layers]
-
-    @property
-    def place(self) -> Place:
-        """This rank's, under the layout at hand."""
-        return Place(self._layout, self._worker, self._cell)
-
     # -- layout ---------------------------------------------------------------------------------------------------
-
-    def create_layers(self, layers: Sequence[int], kept: Collection[int]) -> None:
-        """Initial weights of ``layers``, with an optimizer for those ``kept``; those held already stay."""
-        missing = [layer for layer in layers if layer not in self._held]
-        for layer, parts in initial_parts(self.spec, missing, self._groups).items():
-            self._held[layer] = self._hold(layer, parts, kept=layer in kept)
-
-    def _hold(self, layer: int, parts: torch.nn.ModuleDict, *, kept: bool) -> HeldLayer:
-        self.routing.attach(layer, parts)
-        return HeldLayer(self.spec, layer, parts, self._groups, self._seeds, kept=kept)
-
-    def weights_of(self, layers: Sequence[int]) -> dict[str, torch.Tensor]:
-        """The parameters of held layers, in place, in an order that is the same on every rank."""
-        return {
-            f"{layer}.{name}": weight
-            for layer in layers
-            for name, weight in self._held[layer].weights().items()
-        }
-
-    def moved_bytes(self, layer: int) -> int:
-        """What :meth:`tensors_to_send` sends."""
-        return self._held[layer].moved_bytes
-
-    def tensors_to_send(self, layer: int) -> dict[str, torch.Tensor]:
-        """The current state of a held layer."""
-        return self._held[layer].moved_tensors()
-
-    def tensors_to_fill(self, layer: int) -> dict[str, torch.Tensor]:
-        """Room for the state of ``layer``; it counts as held only from :meth:`take_layout` on.
-
-        A layer that is held already stays, and gets an optimizer: microbatches may be in flight on it, and what is sent
-        of its weights is what they are.
-        """
-        held = self._held.get(layer)
-        if held is None:
-            parts = build_part(self.spec, layer, self._groups)
-            held = self._incoming[layer] = self._hold(layer, parts, kept=False)
-        optimizer = self._incoming_states[layer] = LayerOptimizer(held, self.spec, self._groups)
-        return held.weights() | optimizer.state_tensors()
 
     def stand_in(self) -> None:
         """One block of one transformer layer that nobody uses, before this rank has joined: code that expects a model
         has one, and building the layers that will be sent takes no first-time cost while the others wait.
         """
-        self.tensors_to_fill(1)
+        for part in self._parts:
+            self.tensors_to_fill(1, part)
         nobody: tuple[int, ...] = ()
         holders = tuple((0,) if layer == 1 else nobody for layer in range(self.spec.num_layers))
         self.take_layout(Layout(holders=holders, routes=()), worker=0)
@@ -183,23 +130,13 @@ class MegatronModel:
         self._flights.clear()
         self._layout = Layout(holders=(), routes=())
 
-    def discard_incoming(self) -> None:
-        """Forgets half-received layers of a generation that has ended, and buffers that its operations write to."""
-        self._incoming.clear()
-        self._incoming_states.clear()
-        groups.renew_buffers()
-
     def take_layout(self, layout: Layout, worker: int) -> None:
         """Assembles this worker's blocks; blocks whose span stays the same are kept, gradients in any case.
 
         Raises:
             TransferIncomplete: a layer is neither held nor received.
         """
-        self._held.update(self._incoming)
-        for layer, optimizer in self._incoming_states.items():
-            self._held[layer].optimizer = optimizer
-        self._incoming.clear()
-        self._incoming_states.clear()
+        self._take_incoming()
         missing = [layer for layer in layout.held_by(worker) if layer not in self._held]
         unsent = [
             layer
@@ -228,6 +165,7 @@ class MegatronModel:
             for held in layers:
                 if of_interrupted_step := sums.get(held.index):  # they go on
                     torch._foreach_copy_(held.gradients(), of_interrupted_step)
+        self._parts.forget()
         self._layout, self._worker = layout, worker
         lend(self.blocks, self._held)
 
@@ -236,19 +174,20 @@ class MegatronModel:
     def begin_step(self, step: int) -> None:
         """Forgets whatever an earlier attempt left, and zeroes the gradients."""
         self._step = self._seeds.step = step
-        microbatches = self.microbatches_of(step) * self._cell.lanes
+        microbatches = self.microbatches_of(step) * self.cell.lanes
         self._begin(microbatches, before=self.batches.before(step), training=True)
+        self._parts.forget()
         for block in self._blocks.values():
             block.zero_gradients()
 
     def microbatches_of(self, step: int) -> int:
         """As a plan counts: a cell computes as many at once as it has lanes."""
         size = 0 if step in self.batches.left_out else self.batches.size(step)
-        return size // (self._micro_batch_size * self._cell.lanes)
+        return size // (self._micro_batch_size * self.cell.lanes)
 
     def begin_evaluation(self, first: int, microbatches: int) -> None:
         """As a step, of those ``microbatches`` of the source from ``first`` on; nothing is kept for a backward."""
-        lanes = self._cell.lanes
+        lanes = self.cell.lanes
         self._begin(microbatches * lanes, before=first * lanes * self._micro_batch_size, training=False)
 
     def _begin(self, microbatches: int, *, before: int, training: bool) -> None:
@@ -263,7 +202,7 @@ class MegatronModel:
 
     def _go_to(self, microbatch: int) -> int:
         """To this lane's of a plan's ``microbatch``; gives its number in the step, by which all here know it."""
-        microbatch = microbatch * self._cell.lanes + self._cell.lane
+        microbatch = microbatch * self.cell.lanes + self.cell.lane
         self._seeds.microbatch = microbatch
         assert self.source is not None
         self.source.go_to(microbatch)
@@ -336,14 +275,23 @@ class MegatronModel:
     def weight_grad(self, microbatch: int, first: int, last: int) -> None:
         self._flights.finish(self._go_to(microbatch), first, last, self.layers)
 
-    def gradients(self, first: int, last: int) -> Sequence[torch.Tensor]:
-        return block_with(self._blocks.values(), first, last).gradients(first, last)
+    def gradients(self, first: int, last: int, part: int) -> Sequence[torch.Tensor]:
+        block = block_with(self._blocks.values(), first, last)
+        if self._parts.is_one:
+            return block.gradients(first, last)
+        return self._parts.stage(block, first, last, part).buffers
 
     def expert_gradients(self, first: int, last: int) -> Sequence[torch.Tensor]:
         return block_with(self._blocks.values(), first, last).expert_gradients(first, last)
 
-    def partial_gradients(self, first: int, last: int) -> Sequence[torch.Tensor]:
-        return block_with(self._blocks.values(), first, last).partial_gradients(first, last)
+    def partial_gradients(self, first: int, last: int, part: int) -> Sequence[torch.Tensor]:
+        partial = block_with(self._blocks.values(), first, last).partial_parameters(first, last)
+        if self._parts.is_one:
+            return [main_grad(one) for one in partial]
+        return self._parts.staged(first, last, part).of_parameters(partial)
+
+    def take_sums(self) -> None:
+        self._parts.take_sums()
 
     def empty_message(self) -> torch.Tensor:
         return torch.empty(
@@ -369,7 +317,7 @@ class MegatronModel:
         firsts = [block for block in self._layout.blocks() if block.holders[0] == self._worker]
         blocks = [self._blocks[block.first, block.last] for block in firsts]
         totals = outcome.local_totals(
-            [one for block in blocks for one in outcome.counted_gradients(block, self._cell)],
+            [one for block in blocks for one in outcome.counted_gradients(block, self.cell)],
             self._tally.losses,
             self._tally.names,
             tokens=self._tally.tokens.values(),
@@ -385,7 +333,7 @@ class MegatronModel:
         optimizer state counts it.
         """
         first = [layer for layer in self.layers if self._layout.states[layer.index][0] == self._worker]
-        return outcome.squared_weights(first, self._cell)
+        return outcome.squared_weights(first, self.cell)
 
     def local_losses(self) -> torch.Tensor:
         """What this rank's share of the evaluated microbatches reported; sums to a table of all."""
@@ -458,43 +406,3 @@ class MegatronModel:
         assert self.source is not None
         fetched, ours = self.source.fetched, () if self._groups.tp_cp.rank() else sorted(self._tally.losses)
         return {microbatch: fetched[microbatch] for microbatch in ours if microbatch in fetched}
-
-    def _current(self) -> list[HeldLayer]:
-        """Others have not got the last step, and go with the next."""
-        return [self._held[layer] for layer in self._layout.held_by(self._worker)]
-
-    def digests(self) -> dict[str, str]:
-        """Held layer (and shard) -> SHA-256 of its weights, and ``N.optimizer`` of the state kept: equal everywhere."""
-        shard, kinds = f".{self.shard}" if self.shard else "", ("", ".optimizer")
-        return {
-            f"{layer}{shard}{kinds[kind]}": value.hex()[:16]
-            for (layer, kind), value in digests(self._current()).items()
-        }
-
-    def odd_holders(self, world: dist.ProcessGroup, *, rank: int) -> dict[int, str]:
-        """Worker -> what it has otherwise than the other holders of a layer; empty if all have the same bytes.
-
-        Collective; this is ``rank`` of the job. Raises HoldersDiffer on all ranks alike if nobody can say who is right.
-        """
-        held, place = digests(self._current()), self.place
-        return odd_ones(
-            held, world, rank=rank, shard=place.part, cell_size=self._cell.size, layout=self._layout
-        )
-
-    def state_bytes(self) -> int:
-        """Of weights, gradients and optimizer state of everything held, without :meth:`host_bytes`."""
-        gradients = sum(one.nbytes for block in self._blocks.values() for one in block.buffers)
-        return gradients + sum(map(self.moved_bytes, self._held)) - self.host_bytes()
-
-    def host_bytes(self) -> int:
-        """Of what lies in host memory between steps."""
-        return sum(layer.optimizer.parking.host_bytes for layer in self._held.values() if layer.optimizer)
-
-    @property
-    def shard(self) -> str:
-        """See :class:`Place`."""
-        return self.place.shard
-
-    def weights(self) -> dict[int, dict[str, torch.Tensor]]:
-        """See :class:`Place`."""
-        return self.place.weights(self._held)

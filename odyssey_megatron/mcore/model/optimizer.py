@@ -88,10 +88,9 @@ class LayerOptimizer:
         self.parking.fetch()
         return self._state_tensors()
 
-    @property
-    def state_bytes(self) -> int:
-        """Of :meth:`state_tensors`, wherever they lie."""
-        return sum(tensor.nbytes for tensor in self._state_tensors().values())
+    def state_bytes(self) -> dict[str, int]:
+        """Of each of :meth:`state_tensors`, wherever they lie."""
+        return {name: tensor.nbytes for name, tensor in self._state_tensors().items()}
 
     def _state_tensors(self) -> dict[str, torch.Tensor]:
         tensors = {}

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-
-from odyssey_megatron.cluster.state import Cell
+from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.mcore.model.experts import is_spread
 from odyssey_megatron.mcore.model.layers import HeldLayer
 from odyssey_megatron.plan.layout import Layout
@@ -31,25 +28,18 @@ class Place:
         return order.index(self.worker) * (self.cell.size // parts) + self.cell.index // parts
 
     @property
-    def part(self) -> int:
-        """Of the different parts of a layer that ranks of a cell have, this one's number."""
-        return self.cell.index % self.cell.parts
+    def parts(self) -> tuple[int, ...]:
+        """Of the different parts of a layer that ranks of a cell have, this one's numbers."""
+        cell = self.cell
+        return tuple(cell.held_parts) if cell.each > 1 else (cell.index % cell.parts,)
 
     @property
-    def shard(self) -> str:
-        """Its name: ``tp0``, ``tp1``, ..., with experts that are spread over ranks ``part0``, ...; empty: all of it."""
-        if self.cell.expert > 1:
-            return f"part{self.part}"
-        return f"tp{self.part}" if self.cell.parts > 1 else ""
+    def shards(self) -> tuple[str, ...]:
+        """Their names: ``tp0``, ..., with experts that are spread over ranks ``part0``, ...; empty: all of it."""
+        kind = "part" if self.cell.expert > 1 else "tp" if self.cell.parts > 1 else ""
+        return tuple(f"{kind}{part}" if kind else "" for part in self.parts)
 
-    def weights(self, held: Mapping[int, HeldLayer]) -> dict[int, dict[str, torch.Tensor]]:
-        """Layer -> its weights by name, of those that this rank is the first to have."""
-        found = {}
-        for index, layer in sorted(held.items()):
-            spread = {name for name, one in layer.named_parameters() if is_spread(one)}
-            found[index] = {
-                name: weight.cpu()
-                for name, weight in layer.weights().items()
-                if self.among(index, spread=name in spread) == 0
-            }
-        return {index: weights for index, weights in found.items() if weights}
+    def first_of(self, layer: HeldLayer) -> set[str]:
+        """The names of the weights of ``layer`` of whose holders this rank is the first."""
+        spread = {name for name, one in layer.named_parameters() if is_spread(one)}
+        return {name for name in layer.weights() if self.among(layer.index, spread=name in spread) == 0}

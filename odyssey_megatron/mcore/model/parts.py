@@ -1,0 +1,229 @@
+"""What a rank of a smaller cell has, as the parts of the job's tensor parallelism.
+
+A job with tensor parallelism T cuts a layer into T parts. A cell that has lost ranks goes on with t of them, each with
+``each`` = T/t consecutive parts, and its modules are Megatron's own for tensor parallelism t: a tensor of theirs is
+what those parts' tensors are together. Whatever leaves such a rank, or arrives there, goes part by part, as a whole
+cell's rank has it: names, shapes, order and flat buffers.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from odyssey_megatron.cluster.cell import Cell
+from odyssey_megatron.mcore.model.layers import HeldLayer, LayerBlock, main_grad
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a tensor of several parts is put together from theirs."""
+
+    each: int = 1
+    """Parts."""
+    dim: int | None = None
+    """Along which one comes behind the other; None: all of them have it alike."""
+    stride: int = 1
+    """Pieces of a part that lie apart, such as the gate and what it lets through: the first pieces of all parts come
+    before the second ones (Megatron's ``partition_stride``).
+    """
+
+    @classmethod
+    def of(cls, parameter: torch.Tensor, each: int) -> Cut:
+        """Of a parameter of a layer of Megatron's, or a tensor of its shape.
+
+        Megatron marks what it cuts: core_v0.16.1 core/tensor_parallel/layers.py,
+        ``set_tensor_model_parallel_attributes``.
+        """
+        if not getattr(parameter, "tensor_model_parallel", False):
+            return cls(each)
+        return cls(each, dim=parameter.partition_dim, stride=parameter.partition_stride)  # type: ignore[attr-defined]
+
+    def _pieces(self, merged: torch.Tensor, number: int) -> torch.Tensor:
+        """A view of the pieces of part ``number``: [..., stride, length of a piece, ...]."""
+        assert self.dim is not None
+        return torch.unflatten(merged, self.dim, (self.stride, self.each, -1)).select(self.dim + 1, number)
+
+    def part(self, merged: torch.Tensor, number: int) -> torch.Tensor:
+        """Part ``number`` of those in ``merged``, in the shape that it has in a whole cell: a view, or a copy where its
+        pieces lie apart.
+        """
+        if self.dim is None or self.each == 1:
+            return merged
+        return self._pieces(merged, number).flatten(self.dim, self.dim + 1)
+
+    def put(self, merged: torch.Tensor, number: int, part: torch.Tensor) -> None:
+        """Part ``number`` of ``merged`` is ``part`` from now on. What all parts have alike is that of the first."""
+        if self.dim is None or self.each == 1:
+            if number == 0 and part.data_ptr() != merged.data_ptr():
+                merged.copy_(part)
+            return
+        if part.untyped_storage().data_ptr() != merged.untyped_storage().data_ptr():  # else it is a view
+            self._pieces(merged, number).copy_(torch.unflatten(part, self.dim, (self.stride, -1)))
+
+
+class Parts:
+    """Those that the ranks of ``cell`` have of each layer."""
+
+    def __init__(self, cell: Cell):
+        self._each, self._numbers = cell.each, cell.held_parts
+        self._staged: dict[tuple[int, int, int], _Staged] = {}
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._numbers)
+
+    @property
+    def is_one(self) -> bool:
+        """As in whole cells: it is the tensors themselves, and nothing here does anything."""
+        return self._each == 1
+
+    def of(self, layer: HeldLayer, tensors: Tensors, part: int) -> dict[str, torch.Tensor]:
+        """Of ``tensors`` of ``layer``, weights and state alike, those of ``part``."""
+        if self.is_one:
+            return dict(tensors)
+        cuts, number = self._cuts(layer, tensors), self._numbers.index(part)
+        return {name: cuts[name].part(one.detach(), number) for name, one in tensors.items()}
+
+    @torch.no_grad()
+    def arrived(self, layer: HeldLayer, tensors: Tensors, part: int, sent: Tensors) -> None:
+        """What was received in ``sent``, which :meth:`of` has given, is that ``part`` of ``tensors`` from now on."""
+        if not self.is_one:
+            cuts, number = self._cuts(layer, tensors), self._numbers.index(part)
+            for name, one in sent.items():
+                cuts[name].put(tensors[name], number, one)
+
+    def bytes_of_one(self, layer: HeldLayer) -> int:
+        """Of all that moves of ``layer``, of one part."""
+        sizes = layer.moved_bytes()
+        cuts = self._cuts(layer, sizes) if not self.is_one else {}
+        return sum(
+            size // (self._each if name in cuts and cuts[name].dim is not None else 1)
+            for name, size in sizes.items()
+        )
+
+    def _cuts(self, layer: HeldLayer, names: Iterable[str]) -> dict[str, Cut]:
+        """Of a parameter, or what an optimizer keeps of it: it is cut in the same way, if it has numbers of its own."""
+        parameters = dict(layer.named_parameters())
+        found = {}
+        for name in names:
+            if (parameter := parameters.get(name)) is None:
+                parameter = parameters[name.rpartition(".")[0]]
+            alike = name.endswith(".step")
+            found[name] = Cut(self._each) if alike else Cut.of(parameter, self._each)
+        return found
+
+    # -- gradients ------------------------------------------------------------------------------------------------
+
+    def stage(self, block: LayerBlock, first: int, last: int, part: int) -> _Staged:
+        """The gradients of layers ``[first, last)`` of ``block``, copied into buffers like a whole cell's."""
+        number = self._numbers.index(part)
+        found = self._staged[first, last, part] = _Staged.of(block, first, last, self._each, number)
+        return found
+
+    def staged(self, first: int, last: int, part: int) -> _Staged:
+        """As :meth:`stage` has given it last."""
+        return self._staged[first, last, part]
+
+    def take_sums(self) -> None:
+        """What has become of the staged gradients is what the layers' gradients are from now on."""
+        for one in self._staged.values():
+            one.put_back()
+
+    def forget(self) -> None:
+        """Nothing is staged any more."""
+        self._staged.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class _Staged:
+    """Gradients of one part."""
+
+    buffers: list[torch.Tensor]
+    """1-D; in each what a buffer of Megatron's has of the part in a whole cell, one parameter behind the other."""
+    views: list[tuple[torch.nn.Parameter, torch.Tensor]]
+    """Into them, of each parameter."""
+    each: int
+    number: int
+    """Of the part, among those of the rank."""
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, block: LayerBlock, first: int, last: int, each: int, number: int) -> _Staged:
+        made: _Staged = cls([], [], each, number)
+        for parameters in block.buffered(first, last):
+            pieces = [Cut.of(one, each).part(main_grad(one), number) for one in parameters]
+            buffer = torch.cat([one.reshape(-1) for one in pieces])
+            made.buffers.append(buffer)
+            cut = torch.split(buffer, [one.numel() for one in pieces])
+            for parameter, piece, view in zip(parameters, pieces, cut, strict=True):
+                made.views.append((parameter, view.view(piece.shape)))
+        return made
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        for parameter, view in self.views:
+            Cut.of(parameter, self.each).put(main_grad(parameter), self.number, view)
+
+    def of_parameters(self, wanted: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
+        """The views of these, in their order."""
+        views = {id(parameter): view for parameter, view in self.views}
+        return [views[id(one)] for one in wanted]
+
+
+# -- which cells can be made smaller -----------------------------------------------------------------------------------
+
+
+def adapt(config: Any, cell: Cell) -> Any:
+    """Makes the ``config`` of the job's model that of the tensor parallelism in ``cell``; returns what it was."""
+    if cell.each == 1:
+        return config
+    whole = copy.copy(config)
+    config.tensor_model_parallel_size = cell.tensor
+    config.sequence_parallel = config.sequence_parallel and cell.tensor > 1
+    return whole
+
+
+def _may_be_te(config: Any) -> bool:
+    """Megatron's own layer specs do not look at it, and its default is Transformer Engine, be it there or not."""
+    return config.transformer_impl != "local" and importlib.util.find_spec("transformer_engine") is not None
+
+
+_KEPT_WHOLE: tuple[tuple[str, Callable[[Any], object]], ...] = (
+    ("it has no tensor parallelism", lambda config: config.tensor_model_parallel_size == 1),
+    ("it has context parallelism", lambda config: config.context_parallel_size > 1),
+    ("its layers have experts", lambda config: config.num_moe_experts),
+    ("it predicts several tokens (--mtp-num-layers)", lambda config: config.mtp_num_layers),
+    ("its forward draws numbers (dropout)", lambda config: config.attention_dropout or config.hidden_dropout),
+    ("it computes in 8 bits", lambda config: getattr(config, "fp8", None)),
+    (
+        "its layers may be Transformer Engine's (transformer_impl is not local)",
+        lambda config: _may_be_te(config),
+    ),
+    ("it has multi-latent attention", lambda config: getattr(config, "multi_latent_attention", False)),
+    (
+        "its softmax has an offset for each head",
+        lambda config: getattr(config, "softmax_type", "vanilla") != "vanilla",
+    ),
+    (
+        "its layers are not all alike (heterogeneous_block_specs)",
+        lambda config: getattr(config, "heterogeneous_block_specs", False),
+    ),
+    ("Megatron is told not to initialize weights", lambda config: not config.perform_initialization),
+)
+
+
+def kept_whole(config: Any, *, is_packed: bool = False) -> str:
+    """Why a cell of this model, of Megatron's ``config``, does not go on with fewer ranks; empty: it does.
+
+    ``is_packed``: see ``ModelSpec``.
+    """
+    if is_packed:
+        return "its sequences are packed"
+    return next((why for why, holds in _KEPT_WHOLE if holds(config)), "")

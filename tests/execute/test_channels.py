@@ -1,0 +1,75 @@
+"""What of an activation goes from which rank to which, between cells of any two sizes: all of it, once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from odyssey_megatron.cluster.cell import Cell
+from odyssey_megatron.execute import channels
+from odyssey_megatron.execute.channels import Channels
+from odyssey_megatron.plan.schedule import Instr, Op
+
+SIZE = 6
+WHOLE = torch.arange(2.0 * SIZE * 3).view(2 * SIZE, 1, 3)
+
+
+class Post:
+    """Carries messages within this process: sizes are tried that no job of the tests has."""
+
+    def __init__(self, rank: int, messages: dict):
+        self._rank, self._messages = rank, messages
+
+    def isend(self, message, rank, **where):
+        key = self._rank, rank, where["tag"]
+        assert key not in self._messages, "sent twice"
+        self._messages[key] = message.clone()
+        return self
+
+    def irecv(self, room, rank, **where):
+        room.copy_(self._messages.pop((rank, self._rank, where["tag"])))
+        return self
+
+    def wait(self) -> None: ...
+
+
+@pytest.mark.parametrize("cuts", [False, True])
+@pytest.mark.parametrize("word", [None, torch.tensor(1.0)])
+@pytest.mark.parametrize("theirs", [1, 2, 3, 6])
+@pytest.mark.parametrize("ours", [1, 2, 3, 6])
+def test_each_rank_gets_its_piece(monkeypatch, ours, theirs, word, cuts):
+    shapes, messages = {0: ours, 1: theirs}, {}
+    ends = {}
+    for worker, each in shapes.items():
+        for rank in range(worker * SIZE, worker * SIZE + SIZE // each):
+            cell = Cell.of(rank, tensor=SIZE).smaller(each)
+            made = Channels({"world": None}, cell=cell, num_layers=4, tagged=True, shapes=shapes, cuts=cuts)
+            piece = WHOLE.unflatten(0, (SIZE, -1))[cell.places].flatten(0, 1) if cuts else WHOLE
+            ends[rank] = worker, made, piece
+    for rank, (worker, made, piece) in ends.items():
+        monkeypatch.setattr(channels, "dist", Post(rank, messages))
+        if worker == 0:
+            made.send(Instr(Op.SEND_FORWARD, 3, 2, peer=1), piece, word)
+    for rank, (worker, made, piece) in ends.items():
+        monkeypatch.setattr(channels, "dist", Post(rank, messages))
+        if worker == 1:
+            room = torch.full_like(piece, torch.nan)
+            pending = made.receive(Instr(Op.RECV_FORWARD, 3, 2, peer=0), room, with_word=word is not None)
+            tensor, said = pending.wait()
+            assert torch.equal(tensor, piece)
+            assert said is None if word is None else said.item() == 1.0
+    assert not messages, "all that was sent is received"
+
+
+def test_what_counts_for_nothing_anywhere_does_not_count(monkeypatch):
+    messages = {}
+    for rank in (0, 1):
+        cell = Cell.of(rank, tensor=2)
+        made = Channels({"world": None}, cell=cell, num_layers=4, tagged=True, shapes={1: 2}, cuts=True)
+        monkeypatch.setattr(channels, "dist", Post(rank, messages))
+        made.send(Instr(Op.SEND_FORWARD, 0, 2, peer=1), torch.ones(2, 1), torch.tensor(float(rank)))
+    monkeypatch.setattr(channels, "dist", Post(2, messages))
+    cell = Cell.of(2, tensor=2).smaller(2)
+    made = Channels({"world": None}, cell=cell, num_layers=4, tagged=True, shapes={1: 2}, cuts=True)
+    pending = made.receive(Instr(Op.RECV_FORWARD, 0, 2, peer=0), torch.zeros(4, 1), with_word=True)
+    assert pending.wait()[1].item() == 0.0

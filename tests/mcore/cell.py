@@ -1,0 +1,313 @@
+"""Cells of one job train, and what they have come to is compared: ``python -m tests.mcore.cell FOLDER CASES``.
+
+A whole cell (t = T) takes a step, and writes down part by part the state that it has then, and what a second step is. A
+smaller one, whose ranks have several parts each, is filled with that state, does the second step itself, and must have
+come to the same; with the same gradients it must come to the same bytes.
+
+``CASES``, as JSON: name -> the sizes T, t, ... of cells, and changes of the example's flags and of Megatron's config
+(``config.NAME``). Prints a line ``NAME: ok`` for each that is right on all ranks, which are forked, so that Megatron is
+imported once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import sys
+from pathlib import Path
+from typing import Any
+
+from odyssey_megatron.mcore import cpu_preload  # isort: skip  # noqa: F401 - the device comes first
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import apply_factories
+
+from odyssey_megatron.cluster.cell import Cell
+from odyssey_megatron.execute.membership import cell_group_name, groups_of_cell
+from odyssey_megatron.mcore.loop import checkpoint
+from odyssey_megatron.mcore.loop.data import MicrobatchSource
+from odyssey_megatron.mcore.loop.shards import Saved
+from odyssey_megatron.mcore.model import float64, groups, parts, wgrad
+from odyssey_megatron.mcore.model.model import MegatronModel
+from odyssey_megatron.mcore.model.optimizer import LearningRate
+from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
+from tests.launch.jobserver import CHECKOUT
+from tests.mcore.conftest import MODEL, SCHEDULE
+
+LAYERS = 4
+ALMOST = 1e-12
+"""Relative, float64: sums over the ranks of a cell and within one of its ranks are rounded in another order."""
+
+
+def group_of(name: str, store: Any, rank: int, size: int) -> dist.ProcessGroup:
+    """One of gloo's, that ``torch.distributed`` does not know."""
+    store, kind = dist.PrefixStore(name, store), dist.ProcessGroup.BackendType.GLOO
+    group = dist.ProcessGroup(store, rank, size)
+    group._set_default_backend(kind)
+    group._register_backend(torch.device("cpu"), kind, dist.ProcessGroupGloo(store, rank, size))
+    return group
+
+
+class Rank:
+    """Of a cell of ``size`` in a job with tensor parallelism ``tensor``."""
+
+    def __init__(self, folder: Path, tensor: int, size: int, rank: int, changes: dict[str, Any]):
+        self.folder = folder
+        cell = Cell.of(rank, tensor=tensor).smaller(tensor // size)
+        own = groups.OwnCell(cell, size, "cpu", data_parallel=True)  # as in a job of unmodified Megatron-LM
+        store = dist.FileStore(str(folder / f"store-{size}"), size)
+        self.group = group_of("all", store, rank, size)
+        own.living.follow(self.group)
+        self.groups, self.living = own.groups, own.living
+        own.follow(
+            {
+                name: group_of(name, store, ranks.index(rank), len(ranks))
+                for name, ranks in groups_of_cell(cell).items()
+            }
+        )
+        wgrad.install()
+        self.model = self._model(cell, own.groups, tensor, changes)
+        tied = self.model.spec.shares_embedding
+        layout = layout_from_routes(LAYERS, (pipeline_route((0,), (LAYERS,), (0, 1)),), tied=tied)
+        self.layout, self.cell, self.of_layers = layout, cell, range(len(layout.all_holders))
+        self.tensor_group = own.groups.tp if cell_group_name(cell.tensor_ranks) and size > 1 else None
+
+    def _model(self, cell: Cell, of_cell: Any, tensor: int, changes: dict[str, Any]) -> MegatronModel:
+        sys.path.insert(0, str(CHECKOUT / "examples" / "llama"))
+        import corpus
+        import pretrain_llama
+
+        flags = {name: value for name, value in changes.items() if "." not in name}
+        flags = {**MODEL, "tensor_model_parallel_size": tensor, **flags}
+        corpus.VOCAB_SIZE = 256
+        spec = pretrain_llama.model_spec(argparse.Namespace(**flags), float64=not flags["bf16"])
+        for name, value in changes.items():
+            if "." in name:
+                setattr(spec.config, name.partition(".")[2], value)
+        if spec.config.params_dtype == torch.float64:
+            float64.install()
+        assert parts.kept_whole(spec.config) == ""
+        parts.adapt(spec.config, cell)
+        samples = [
+            {"tokens": torch.arange(i, i + 16) * 7 % 251, "labels": torch.arange(i, i + 16) * 5 % 241}
+            for i in range(8)
+        ]
+        for one in samples:
+            one |= {"loss_mask": torch.ones(16), "position_ids": torch.arange(16)}
+        return MegatronModel(
+            spec,
+            forward_step=pretrain_llama.forward_step,
+            source=MicrobatchSource(samples, micro_batch_size=1),
+            learning_rate=LearningRate(**SCHEDULE),
+            num_microbatches=2,
+            seq_length=16,
+            micro_batch_size=1,
+            groups_of_cell=of_cell,
+            cell=cell,
+            cuts_activations=flags["sequence_parallel"],
+        )
+
+    def gradients(self, step: int) -> dict[int, list[torch.Tensor]]:
+        """Part -> those of ``step``, all that ranks of the cell have a share of summed over them."""
+        model = self.model
+        model.begin_step(step)
+        for microbatch in (0, 1):
+            model.forward(microbatch, 0, LAYERS, None)
+            model.input_grad(microbatch, 0, LAYERS, None)
+            model.weight_grad(microbatch, 0, LAYERS)
+        found, sums = {}, list[torch.Tensor]()
+        for part in self.cell.held_parts:
+            found[part] = [
+                one
+                for block in self.layout.blocks()
+                for one in model.gradients(block.first, block.last, part)
+            ]
+            shared = [
+                one
+                for block in self.layout.blocks()
+                for one in model.partial_gradients(block.first, block.last, part)
+            ]
+            if not sums:
+                sums = [one.clone() for one in shared]
+                for one in sums if self.tensor_group is not None else ():
+                    dist.all_reduce(one, group=self.tensor_group)
+            for view, value in zip(shared, sums, strict=True):
+                view.copy_(value)
+        model.take_sums()
+        return found
+
+    def totals(self) -> torch.Tensor:
+        totals = self.model.local_totals()
+        dist.all_reduce(totals, group=self.group)
+        return totals
+
+    def state(self) -> dict[int, dict[int, dict[str, torch.Tensor]]]:
+        """Part -> layer -> all of it."""
+        return {
+            part: {
+                layer: {name: one.clone() for name, one in self.model.tensors_to_send(layer, part).items()}
+                for layer in self.of_layers
+            }
+            for part in self.cell.held_parts
+        }
+
+    def shards(self) -> dict[Any, Any]:
+        """(key, where it lies) -> what a checkpoint says of it, and its numbers."""
+        (block,) = self.model.blocks
+        checkpoint.prepare(self.model, block)
+        metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+        state = block.model.module.sharded_state_dict(prefix="", metadata=metadata)
+        view = checkpoint.OptimizerView(self.model, self.groups, Saved())
+        found = {"model": state, "optimizer": view.sharded_state_dict(state, metadata=metadata)}
+        apply_factories(found)
+        tensors = [one for one in nested_values(found) if isinstance(one, ShardedTensor)]
+        return {
+            (one.key, one.global_offset): (
+                (one.local_shape, one.global_shape, one.axis_fragmentations),
+                one.data.detach().clone(),
+            )
+            for one in tensors
+        }
+
+    def squares(self) -> torch.Tensor:
+        total = self.model.squared_weights()
+        dist.all_reduce(total, group=self.group)
+        return total
+
+    def write(self) -> None:
+        """Of a whole cell."""
+        self.model.create_layers(self.of_layers, self.of_layers)
+        self.model.take_layout(self.layout, 0)
+        self.gradients(0)
+        self.model.apply(self.totals(), lambda: None)
+        before = self.state()
+        gradients = self.gradients(1)
+        (part,) = self.cell.held_parts
+        made = {
+            "before": before[part],
+            "gradients": [one.clone() for one in gradients[part]],
+            "totals": self.totals(),
+            "bytes": {layer: self.model.moved_bytes(layer) for layer in self.of_layers},
+        }
+        outcome = self.model.apply(made["totals"], lambda: None)
+        made |= {"after": self.state()[part], "squares": self.squares(), "norm": outcome.grad_norm}
+        made |= {"digests": self.model.digests(), "shards": self.shards()}
+        torch.save(made, self.folder / f"part{part}.pt")
+
+    def knows_its_place(self) -> None:
+        """Whatever number it has among the living: smaller cells before it in the job make that any."""
+        living, own = self.living, self.living.rank()
+        for number in range(3) if self.tensor_group is not None else ():
+            living._rank = number
+            assert dist.get_rank(self.tensor_group) == self.cell.tensor_rank
+        living._rank = own
+
+    def compare(self) -> None:
+        """Of a smaller cell."""
+        self.knows_its_place()
+        model = self.model
+        made = {
+            part: torch.load(self.folder / f"part{part}.pt", weights_only=True)
+            for part in self.cell.held_parts
+        }
+        model.stand_in()
+        for part, one in made.items():
+            for layer in self.of_layers:
+                room = model.tensors_to_fill(layer, part)
+                assert [*room] == [*one["before"][layer]], "in the same order"
+                for name, tensor in one["before"][layer].items():
+                    assert room[name].shape == tensor.shape, name
+                    room[name].copy_(tensor)
+                model.filled(layer, part, room)
+        model.take_layout(self.layout, 0)
+        self.same(self.state(), made, "before")
+        gradients = self.gradients(1)
+        exact = model.spec.config.params_dtype == torch.float64
+        for part, one in made.items():
+            assert [len(buffer) for buffer in gradients[part]] == [len(buffer) for buffer in one["gradients"]]
+            for own, theirs in zip(gradients[part], one["gradients"], strict=True):
+                assert not exact or (own - theirs).abs().max() <= ALMOST * theirs.abs().max()
+        totals = self.totals()
+        theirs = next(iter(made.values()))
+        assert not exact or torch.allclose(totals, theirs["totals"], rtol=ALMOST, atol=0.0), (totals, theirs)
+        self.same_sums(made)
+        outcome = model.apply(theirs["totals"], lambda: None)
+        assert outcome.grad_norm == theirs["norm"]
+        self.same(self.state(), made, "after")
+        assert torch.allclose(self.squares(), theirs["squares"], rtol=ALMOST, atol=0.0)
+        for one in made.values():
+            assert one["digests"].items() <= model.digests().items()
+            assert one["bytes"] == {layer: model.moved_bytes(layer) for layer in self.of_layers}
+        shards: dict[Any, Any] = {}
+        for one in made.values():
+            shards |= one["shards"]
+        own = self.shards()
+        assert own.keys() == shards.keys()
+        for key, (shapes, tensor) in own.items():
+            assert shapes == shards[key][0]
+            assert torch.equal(tensor, shards[key][1]), key
+        self.weights_of_others(made)
+
+    def same_sums(self, made: dict[int, Any]) -> None:
+        """The gradients are those of the whole cell, as if they had been summed with its."""
+        for part in self.cell.held_parts:
+            staged = [
+                one
+                for block in self.layout.blocks()
+                for one in self.model.gradients(block.first, block.last, part)
+            ]
+            for own, theirs in zip(staged, made[part]["gradients"], strict=True):
+                own.copy_(theirs)
+        self.model.take_sums()
+
+    def weights_of_others(self, made: dict[int, Any]) -> None:
+        """As a holder without optimizer state is sent them behind each step."""
+        for part, one in made.items():
+            weights = self.model.weights_of(self.of_layers, part)
+            for name, tensor in weights.items():
+                layer, _, inner = name.partition(".")
+                tensor.copy_(one["before"][int(layer)][inner])
+            self.model.weights_arrived(self.of_layers, part, weights)
+        for part, one in made.items():
+            for name, tensor in self.model.weights_of(self.of_layers, part).items():
+                layer, _, inner = name.partition(".")
+                assert torch.equal(tensor, one["before"][int(layer)][inner])
+
+    @staticmethod
+    def same(state: dict[int, Any], made: dict[int, Any], when: str) -> None:
+        for part, layers in state.items():
+            for layer, tensors in layers.items():
+                theirs = made[part][when][layer]
+                assert [*tensors] == [*theirs]
+                odd = [name for name, one in tensors.items() if not torch.equal(one, theirs[name])]
+                assert not odd, (when, part, layer, odd)
+
+
+def run(folder: Path, tensor: int, size: int, rank: int, changes: dict[str, Any]) -> None:
+    one = Rank(folder, tensor, size, rank, changes)
+    one.write() if tensor == size else one.compare()
+
+
+def main(folder: Path, cases: dict[str, tuple[list[int], dict[str, Any]]]) -> None:
+    fork = multiprocessing.get_context("fork")
+    for name, (sizes, changes) in cases.items():
+        where = folder / name.replace(" ", "-")
+        where.mkdir()
+        for size in sizes:
+            given = [(where, sizes[0], size, rank, changes) for rank in range(size)]
+            ranks = [fork.Process(target=run, args=one) for one in given]
+            for one in ranks:
+                one.start()
+            for one in ranks:
+                one.join()
+            if any(one.exitcode for one in ranks):
+                break
+        else:
+            print(f"{name}: ok", flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))

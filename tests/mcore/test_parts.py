@@ -1,0 +1,71 @@
+"""A smaller cell, whose ranks have several parts of each layer, is the whole cell: real Megatron modules, real sums."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.launch.jobserver import CHECKOUT
+from tests.mcore.conftest import MODEL
+
+torch = pytest.importorskip("torch")
+
+FOUR = [4, 2, 1]
+WIDE = {"num_attention_heads": 8, "num_query_groups": 4}
+CASES: dict[str, tuple[list[int], dict[str, Any]]] = {
+    "grouped": (FOUR, WIDE),
+    "fewer groups than ranks": (FOUR, WIDE | {"num_query_groups": 2}),
+    "as many groups as heads": (FOUR, WIDE | {"num_query_groups": 8}),
+    "biases": (FOUR, WIDE | {"config.add_bias_linear": True}),
+    "sequence parallel": (FOUR, WIDE | {"sequence_parallel": True, "qk_layernorm": True}),
+    "tied": (FOUR, WIDE | {"share_embeddings_and_output_weights": True}),
+    "16 bits": (FOUR, WIDE | {"bf16": True}),
+    "plain MLP, SGD": (FOUR, WIDE | {"config.gated_linear_unit": False, "optimizer": "sgd"}),
+    "two ranks": ([2, 1], {}),
+}
+"""Sizes of cells, and changes of the example's flags."""
+
+
+@pytest.fixture(scope="module")
+def passed(tmp_path_factory: Any) -> str:
+    """What ``tests/mcore/cell.py`` prints."""
+    folder = tmp_path_factory.mktemp("cells")
+    command = [sys.executable, "-m", "tests.mcore.cell", str(folder), json.dumps(CASES)]
+    ran = subprocess.run(command, cwd=CHECKOUT, stdout=subprocess.PIPE, text=True, timeout=300, check=True)
+    return ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({}, ""),
+        ({"num_query_groups": 1, "qk_layernorm": True, "sequence_parallel": True}, ""),
+        ({"tensor_model_parallel_size": 1}, "no tensor parallelism"),
+        ({"context_parallel_size": 2}, "context parallelism"),
+        ({"num_experts": 4, "moe_router_enable_expert_bias": False}, "experts"),
+        ({"mtp_num_layers": 1}, "several tokens"),
+        ({"attention_dropout": 0.1}, "draws numbers"),
+        ({"hidden_dropout": 0.1}, "draws numbers"),
+    ],
+)
+def test_why_cells_are_kept_whole(megatron, changes, why):
+    import pretrain_llama
+
+    from odyssey_megatron.mcore.model.parts import kept_whole
+
+    flags = {**MODEL, "tensor_model_parallel_size": 2, **changes}
+    config = pretrain_llama.transformer_config(argparse.Namespace(**flags), torch.float64)
+    found = kept_whole(config)
+    assert why in found
+    assert bool(found) == bool(why)
+    assert "packed" in kept_whole(config, is_packed=True)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_several_ranks_are_one(passed, case):
+    assert f"{case}: ok" in passed.splitlines()

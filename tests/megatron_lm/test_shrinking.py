@@ -1,0 +1,62 @@
+"""What is left of a tensor-parallel cell of an unmodified Megatron-LM job goes on as a smaller cell: same numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.megatron_lm.jobs import FLOAT64, MOCK, assert_equal_checkpoints, assert_same_lines
+
+pytestmark = pytest.mark.timeout(500)
+CELLS = f"{MOCK} --train-iters 90 --eval-interval 45 --tensor-model-parallel-size 2"
+STEPS = f"{CELLS} --odyssey-float64 on --save-interval 30 --log-params-norm --log-num-zeros-in-grad"
+WAYS = {"activations": "", "pieces": "--sequence-parallel"}
+LOST = "rank=5,step=2,at=backward;rank=5,step=-1,at=groups,incarnation=1"
+"""Rank 5 dies until it is not started any more, and rank 4 goes on without it."""
+THEN = "rank=6,step=50,at=backward"
+"""By then rank 4 computes, beside ranks 6 and 7, which come back, and are filled by it."""
+
+
+@pytest.fixture(scope="module", params=WAYS.values(), ids=[*WAYS])
+def flags(request):
+    return f"{STEPS} {request.param}"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(jobs, flags):
+    name = f"undisturbed-shrinking-{len(flags)}"
+    saved = jobs.folder / f"{name}-saved"
+    return jobs.odyssey(name, f"{flags} --save {saved}", ranks=8, stages=2), saved
+
+
+def test_a_cell_goes_on_with_half_of_its_ranks(jobs, flags, undisturbed, name):
+    saved = jobs.folder / f"{name}-saved"
+    ours = f"{flags} --odyssey-respawn 1 --odyssey-policy reroute --save {saved}"
+    run = jobs.odyssey(name, ours, ranks=8, stages=2, inject=f"{LOST};{THEN}")
+    whole, theirs = undisturbed
+    assert_same_lines(run, whole, rel=FLOAT64)
+    (shrunk,) = run.named("cell_shrinks")
+    assert (shrunk["ranks"], shrunk["whole"]) == ([4], 2)
+    begun = {event["generation"]: event for event in run.named("generation_started")}
+    assert begun[max(begun)]["members"] == [0, 1, 2, 3, 4, 6, 7]
+    alone = [e["step"] for e in begun.values() if e["members"] == [0, 1, 2, 3, 4]]
+    assert alone == [50], "it is the only one that has the second stage then"
+    ended = {event["rank"]: event["digest"] for event in run.named("weights")}
+    assert ended[4].items() == (ended[6] | ended[7]).items(), "both parts, each to the last bit"
+    for iteration in (30, 60, 90):
+        assert_equal_checkpoints(saved, theirs, iteration)
+
+
+def test_plain_megatron_goes_on_with_what_a_smaller_cell_has_saved(jobs, name):
+    saved = jobs.folder / f"{name}-saved"
+    save = f"--save {saved} --save-interval 80 --exit-interval 80"
+    ours = f"{CELLS} --odyssey-respawn 1 --odyssey-policy reroute {save}"
+    run = jobs.odyssey(
+        name, ours, ranks=8, stages=2, inject=f"{LOST};{THEN};rank=7,step=-1,at=groups,incarnation=1"
+    )
+    assert run.exit_code == 0, run.log[-4000:]
+    last = run.named("decision")[-1]
+    assert [2, 2] in last["shapes"]
+    assert last["layout"]["holders"][-1][0] == 2, "the first holder of the head has written it"
+    load = f"{CELLS} --load {saved} --exit-interval 84"
+    with_ours = jobs.odyssey(f"{name}-whole", load, ranks=8, stages=2)
+    assert_same_lines(with_ours, jobs.plain(load, ranks=8, stages=2), first=81)

@@ -1,0 +1,221 @@
+"""Workers that go on with fewer ranks: who is in, who has what, and who exchanges with whom. Pure."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from odyssey_megatron.cluster.cell import Cell
+from odyssey_megatron.cluster.events import Event, GenerationLive, RankDied, RankJoined, RankReturned
+from odyssey_megatron.cluster.state import (
+    ClusterState,
+    apply,
+    initial_state,
+    next_generation,
+    offer_generation,
+    without_fresh,
+)
+from odyssey_megatron.errors import EXIT_FENCED
+from odyssey_megatron.execute.membership import group_members
+from odyssey_megatron.plan.generate import build_schedule
+from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
+from odyssey_megatron.plan.plan import Plan, Transfer
+from odyssey_megatron.plan.programs import Programs
+from tests.plan.samples import uniform_costs
+
+SIZE, WORKERS = 4, 3
+NOBODY = frozenset[int]()
+
+
+def died(rank: int, code: int = -9) -> RankDied:
+    return RankDied(rank=rank, code=code, cause="killed", t_s=1.0)
+
+
+def joined(rank: int, each: int = 1, incarnation: int = 1) -> RankJoined:
+    return RankJoined(rank=rank, node=0, incarnation=incarnation, each=each)
+
+
+def live(state: ClusterState, number: int) -> ClusterState:
+    for rank in sorted(state.offered_members if number == state.offered else state.members):
+        state = apply(state, GenerationLive(rank=rank, generation=number))
+    return state
+
+
+def trained() -> ClusterState:
+    state = next_generation(initial_state(nodes=(0,) * SIZE * WORKERS, cell_size=SIZE))
+    return live(state, state.generation)
+
+
+def smaller(state: ClusterState, worker: int, each: int) -> ClusterState:
+    """``worker`` has lost its last rank for good, and what is left of it has joined and trains."""
+    state = next_generation(apply(state, died(worker * SIZE + SIZE - 1)))
+    state = live(state, state.generation)
+    for rank in range(worker * SIZE, worker * SIZE + SIZE // each):
+        state = apply(state, joined(rank, each))
+    assert worker in state.fresh
+    state = offer_generation(state)
+    return live(state, state.offered)
+
+
+def test_what_is_left_of_a_cell_is_a_fresh_worker_with_a_share():
+    state = smaller(trained(), 1, 2)
+    assert not state.fresh
+    worker = state.workers[1]
+    assert (worker.ranks, worker.missing, worker.share, worker.each) == ((4, 5), (6, 7), 0.5, 2)
+    assert state.shapes == ((1, 2),)
+    assert state.members == {0, 1, 2, 3, 4, 5, 8, 9, 10, 11}
+    assert state.cell_size == SIZE
+    assert apply(state, died(6)) is state, "of the ranks that it does without none can be lost"
+
+
+def test_it_is_lost_as_a_whole_and_may_come_back_in_any_size():
+    lost = apply(smaller(trained(), 0, 2), died(1))
+    assert lost.dead == (0,)
+    assert lost.workers[0].ranks == (0, 1, 2, 3), "it may be whole again, or smaller still"
+    assert apply(lost, joined(0, 4)).shapes == ((0, 4),)
+    whole = lost
+    for rank in range(4):
+        assert 0 not in whole.fresh
+        whole = apply(whole, joined(rank))
+    assert whole.fresh == {0}
+    assert whole.shapes == ()
+
+
+def test_cells_of_two_sizes_do_not_mix():
+    state = apply(apply(trained(), died(3)), joined(0, 2))
+    state = apply(state, joined(1))
+    assert not state.fresh, "the other one waits for all four"
+
+
+def test_once_its_other_ranks_are_back_it_leaves_between_two_steps_and_nothing_is_lost():
+    state = smaller(trained(), 1, 2)
+    before = state.failure_times_s
+    state = apply(state, RankReturned(rank=6))
+    assert not state.can_be_whole
+    state = apply(state, RankReturned(rank=7))
+    assert state.can_be_whole == {1}
+    state = offer_generation(state, state.can_be_whole)
+    assert state.offered_members.isdisjoint({4, 5})
+    gone = apply(state, died(4, EXIT_FENCED))
+    assert 1 not in gone.alive, "it has left before all others have said that they are in the next generation"
+    back = gone
+    for rank in range(4, 8):
+        back = apply(apply(back, died(rank, EXIT_FENCED)), joined(rank, incarnation=2))
+    begun = live(back, back.offered)
+    assert begun.fresh == {1}, "it has come back before they have said so"
+    assert 1 in begun.alive
+    for way in (gone, state):
+        begun = live(way, way.offered)
+        assert (begun.dead, begun.failure_times_s, begun.leaving) == ((1,), before, NOBODY)
+        for rank in range(4, 8):
+            begun = apply(apply(begun, died(rank, EXIT_FENCED)), joined(rank, incarnation=2))
+        assert begun.fresh == {1}
+        assert begun.shapes == ()
+        assert not begun.returned
+    killed = apply(state, died(4))
+    assert killed.failure_times_s == (*before, 1.0), "a real death is one"
+
+
+def test_a_returned_rank_that_dies_is_waited_for_again():
+    state = smaller(trained(), 1, 2)
+    for rank in (6, 7):
+        state = apply(state, RankReturned(rank=rank))
+    assert not apply(state, died(7)).can_be_whole
+
+
+events = st.one_of(
+    st.builds(died, st.integers(0, SIZE * WORKERS - 1), st.sampled_from([-9, EXIT_FENCED])),
+    st.builds(joined, st.integers(0, SIZE * WORKERS - 1), st.sampled_from([1, 2, 4]), st.integers(1, 3)),
+    st.builds(lambda rank: RankReturned(rank=rank), st.integers(0, SIZE * WORKERS - 1)),
+    st.sampled_from(["live", "offer", "leave", "recover"]),
+)
+
+
+def after(state: ClusterState, event: Event | str) -> ClusterState:
+    if event == "live":
+        return live(state, state.offered or state.generation)
+    if event in ("offer", "leave") and state.is_live and not state.offered:
+        return offer_generation(state, state.can_be_whole if event == "leave" else NOBODY)
+    if event == "recover" and without_fresh(state).alive:
+        return next_generation(state)
+    return state if isinstance(event, str) else apply(state, event)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(events, max_size=40))
+def test_whatever_happens_each_worker_has_its_ranks_once(story):
+    state = trained()
+    for event in story:
+        state = after(state, event)
+        for worker in state.workers:
+            first = worker.worker * SIZE
+            assert worker.ranks + worker.missing == tuple(range(first, first + SIZE))
+            assert SIZE % len(worker.ranks) == 0
+            assert worker.share == len(worker.ranks) / SIZE
+            assert worker.alive or not worker.missing
+        assert state.fresh <= set(state.alive)
+        assert state.can_be_whole <= set(state.alive)
+        assert state.joining.isdisjoint(state.ranks)
+        assert {rank for rank, _ in state.joining_smaller} <= state.joining
+        assert dict(state.shapes).keys() <= set(state.alive)
+
+
+SHAPES = [{}, {1: 2}, {0: 3, 2: 2}, {0: 6, 1: 3}, {0: 2, 1: 2, 2: 6}]
+
+
+def cell_of(rank: int, size: int, shapes: dict[int, int]) -> Cell:
+    return Cell.of(rank, tensor=size, expert_tensor=size).smaller(shapes.get(rank // size, 1))
+
+
+def members_of(size: int, shapes: dict[int, int]) -> list[int]:
+    return [w * size + index for w in range(WORKERS) for index in range(size // shapes.get(w, 1))]
+
+
+@pytest.mark.parametrize("shapes", SHAPES)
+def test_two_ranks_agree_on_what_they_have_in_common(shapes):
+    """Of six places, in any two divisions: each of a rank's is at one rank of the other worker."""
+    for rank in members_of(6, shapes):
+        cell = cell_of(rank, 6, shapes)
+        for other in set(range(WORKERS)) - {cell.worker}:
+            links = cell.links(other, shapes.get(other, 1))
+            assert [place for _, places in links for place in places] == list(cell.places)
+            for peer, places in links:
+                back = cell_of(peer, 6, shapes).links(cell.worker, cell.each)
+                assert (rank, places) in back
+                assert cell.named("a", places) == cell_of(peer, 6, shapes).named("a", places)
+
+
+@pytest.mark.parametrize(("shapes", "tagged"), list(product(SHAPES, [False, True])))
+def test_all_of_a_group_know_the_same_of_it(shapes, tagged):
+    routes = (pipeline_route((0, 1), (2, 4), (0, 1)), pipeline_route((2, 1), (2, 4), (2, 3)))
+    layout = layout_from_routes(4, routes)
+    plan = Plan(
+        policy="",
+        layout=layout,
+        programs=Programs.from_text(build_schedule(layout, uniform_costs(4)).to_text()),
+        transfers=(Transfer(layer=0, source=0, target=1), Transfer(layer=2, source=2, target=0)),
+        step_s=0.0,
+        bound_s=0.0,
+        transition_s=0.0,
+        peak_bytes=(),
+    )
+    everyone = tuple(members_of(6, shapes))
+    known: dict[str, tuple[int, ...]] = {}
+    for rank in everyone:
+        for name, ranks in group_members(
+            plan, everyone, cell_of(rank, 6, shapes), shapes, tagged=tagged
+        ).items():
+            assert rank in ranks
+            assert len(set(ranks)) == len(ranks)
+            assert known.setdefault(name, ranks) == ranks, name
+    for name, ranks in known.items():
+        for rank in ranks:
+            assert name in group_members(plan, everyone, cell_of(rank, 6, shapes), shapes, tagged=tagged)
+    blocks = {name: ranks for name, ranks in known.items() if name.startswith("block:0:")}
+    assert len(blocks) == 6, "a sum for each part"
+    for name, ranks in blocks.items():
+        part = int(name.rpartition(".")[2].partition("of")[0])
+        assert all(part in cell_of(rank, 6, shapes).held_parts for rank in ranks)
