@@ -38,7 +38,6 @@ from odyssey_megatron.metrics.outlet import say
 _AFTER_S, _AT_MOST_S = 0.5, 8.0
 """Before a rank is started again; twice as long after each short life, up to a limit."""
 _SHORT_LIFE_S = 10.0
-_SHARED_OUT = "optimizer state is shared out over holders (--use-distributed-optimizer)"
 _ANEW = 3
 """So often a rank is started anew before the job begins: what kills it each time is to be seen by the user."""
 
@@ -231,14 +230,13 @@ class Respawn:
         """What is left of ``worker`` goes on as a smaller cell, if it has to be another one than it is."""
         numbers = _numbers(worker, job.cell_size)
         each, moves = shrunk(self._slots, worker, job.cell_size)
-        why_not = job.whole_cells_only or _SHARED_OUT * bool(job.optimizer_copies)
-        if not self._shrinks or not each or each == self._smaller.get(worker, 1):
+        if not self._shrinks or not each or each == self._smaller.get(worker, 1) or job.whole_cells_only:
+            if each and self._shrinks and job.whole_cells_only:
+                say(
+                    f"[odyssey] what is left of ranks {list(numbers)} stands by, and does not go on as a smaller "
+                    f"cell: {job.whole_cells_only}"
+                )
             return
-        if why_not:
-            return say(
-                f"[odyssey] what is left of ranks {list(numbers)} stands by, and does not go on as a smaller cell: "
-                f"{why_not}"
-            )
         if not self._began_with.issuperset(numbers):
             return  # on several nodes, whose agents know of their own ranks only
         self._smaller[worker] = each

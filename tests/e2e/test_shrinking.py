@@ -128,3 +128,19 @@ def test_holders_in_cells_of_unlike_size_have_the_same_bytes(jobs, undisturbed, 
         assert_equal_runs(shot, undisturbed(job), kills=2)
     assert trained(shot) == [[[1, 2]]]
     assert not shot.named("left_out")
+
+
+@matrix
+def test_a_smaller_cell_keeps_optimizer_state_for_whole_ones(jobs, undisturbed, name):
+    """Of four replicas two keep the state of a layer; the others are sent its weights."""
+    job = f"{CELLS} {LONG} --global-batch-size 14"
+    inject = f"{lost(3, 1)};rank=5,step=20,at=backward"
+    shot = jobs.run(
+        name,
+        ranks=RANKS,
+        stages=1,
+        flags=f"{job} --use-distributed-optimizer {SPENT} {inject}".replace("reroute", "auto"),
+        timeout_s=200.0,
+    )
+    assert_equal_runs(shot, undisturbed(job), kills=3)
+    assert trained(shot)
