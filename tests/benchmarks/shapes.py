@@ -1,0 +1,141 @@
+"""What cells are worth that go on with fewer ranks: SIMULATED, by this planner's clock.
+
+    python tests/benchmarks/shapes.py --json
+
+Single GPUs die in jobs of published models, whose workers are cells of eight or four of them. Without shrinking a cell
+is lost with any of its GPUs. With it the cell goes on with the largest part of its size that its living ranks allow, 4
+of 8, or 2, or 1, if that pays and memory allows. A smaller cell is taken to do its share of what a whole one does: no
+GPU has been asked. Layouts, schedules and step times on both sides are ``decide()``'s; a gain is throughput with
+shrinking beside that without.
+
+``gain_of_one``: one GPU is lost, so a cell without shrinking, and half of one with it. ``gain_of_many``: an eighth of
+all GPUs has died, one by one, wherever chance puts them: the median of those of four draws that a job survives without
+shrinking. ``jobs_ended``: of how many of the four it does not, without and with. ResiHP (arXiv 2605.06374, its
+ablation) has 2.0 to 2.8 times ReCycle's throughput for keeping the rest of a cell, at up to half of all GPUs lost,
+where no whole cell is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from odyssey_megatron.cluster.job import JobSpec
+from odyssey_megatron.cluster.state import ClusterState, initial_state
+from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.errors import LayersLost, PlanInfeasible
+from odyssey_megatron.plan.plan import Plan
+from odyssey_megatron.policy.decide import decide, initial_plan
+from odyssey_megatron.policy.profile import Profile
+from odyssey_megatron.studies.presets import preset_profile
+from tests.benchmarks.bars import at_least, finish
+
+SETTINGS = (
+    ("llama2-13b", "a100", 8, 4, 2, 32),
+    ("llama2-13b", "a100", 4, 2, 4, 32),
+    ("llama2-70b", "h100", 8, 2, 8, 32),
+    ("llama2-70b", "h100", 8, 4, 8, 32),
+)
+"""(model, GPU, tensor parallel, data parallel, pipeline parallel, microbatches a pipeline)."""
+DRAWS = 4
+
+
+def throughput(job: JobSpec, profile: Profile, healthy: Plan, dead: Sequence[int], *, shrinks: bool) -> float:
+    """Beside the healthy job's, after the GPUs ``dead`` have died one by one; 0.0 if that has ended the job."""
+    config, size = OdysseyConfig(horizon_s=1e9, mtbf_s=1e9), job.tensor_model_parallel_size
+    workers = initial_state(
+        nodes=tuple(gpu // 8 for gpu in range(size * len(healthy.layout.workers))), cell_size=size
+    )
+    state, plan, lost = workers, healthy, Counter[int]()
+    for gpu in dead:
+        worker = gpu // size
+        lost[worker] += 1
+        steps = [with_worker(state, worker, alive=False, share=1.0)]
+        if shrinks and (share := left(size, lost[worker])):
+            steps.append(with_worker(state, worker, alive=True, share=share))
+        for state in steps:
+            try:
+                plan = decide(
+                    job=job,
+                    state=state,
+                    previous=plan,
+                    profile=profile,
+                    config=config,
+                    now_s=0.0,
+                    home=healthy.layout,
+                ).plan
+            except (LayersLost, PlanInfeasible):
+                return 0.0
+    return healthy.step_s / plan.step_s
+
+
+def left(size: int, dead: int) -> float:
+    """The share of a cell that goes on without so many of its ranks."""
+    ranks = size
+    while ranks > size - dead:
+        ranks //= 2
+    return ranks / size
+
+
+def with_worker(state: ClusterState, worker: int, *, alive: bool, share: float) -> ClusterState:
+    """``state`` in which ``worker`` is that."""
+    changed = (replace(w, alive=alive, share=share) if w.worker == worker else w for w in state.workers)
+    return replace(state, workers=tuple(changed))
+
+
+def measured(model: str, accelerator: str, tp: int, dp: int, pp: int, microbatches: int) -> dict[str, Any]:
+    """Of one job."""
+    profile = preset_profile(model, accelerator, tensor_parallel_size=tp)
+    job = JobSpec(
+        num_layers=len(profile.costs.layers),
+        pipeline_model_parallel_size=pp,
+        tensor_model_parallel_size=tp,
+        num_microbatches=dp * microbatches,
+        tokens_per_step=dp * microbatches,
+        train_steps=1,
+    )
+    gpus, rng = tp * dp * pp, random.Random(0)
+    state = initial_state(nodes=tuple(gpu // 8 for gpu in range(gpus)), cell_size=tp)
+    healthy = initial_plan(job, state, profile)
+    draws = [(tp + 1,), *(tuple(rng.sample(range(gpus), gpus // 8)) for _ in range(DRAWS))]
+    both = [
+        [throughput(job, profile, healthy, dead, shrinks=shrinks) for shrinks in (False, True)]
+        for dead in draws
+    ]
+    gains = [smaller / without for without, smaller in both[1:] if without]
+    return {
+        "setting": f"{model} {accelerator} TP{tp} DP{dp} PP{pp}",
+        "one_lost": both[0],
+        "gain_of_one": both[0][1] / both[0][0],
+        "gain_of_many": statistics.median(gains) if gains else None,
+        "jobs_ended": [sum(not one[which] for one in both[1:]) for which in (0, 1)],
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    rows = [measured(*setting) for setting in SETTINGS]
+    bars = []
+    for kind in ("gain_of_one", "gain_of_many"):
+        values = [row[kind] for row in rows if row[kind] is not None]
+        bars.append(at_least(f"{kind} (least)", min(values, default=math.nan), 1.0))
+    return finish({"simulated": True, "settings": rows}, bars, as_json=args.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
