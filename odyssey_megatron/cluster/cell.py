@@ -35,6 +35,11 @@ Shapes = Mapping[int, int]
 NO_SHAPES: Shapes = MappingProxyType({})
 
 
+def ranks_that_go_on(size: int, living: int) -> int:
+    """Of a cell of ``size`` ranks that has so many ``living``: the most that divide a whole one; 0 if none lives."""
+    return max((one for one in range(1, living + 1) if size % one == 0), default=0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
     """Which worker a rank belongs to, and its place there: consecutive ranks in Megatron's order, tensor parallelism

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing import api as multiprocessing_api
 
-from odyssey_megatron.cluster.cell import NO_SHAPES, Cell
+from odyssey_megatron.cluster.cell import NO_SHAPES, Cell, ranks_that_go_on
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.codec import from_json
 from odyssey_megatron.config import OdysseyConfig
@@ -87,7 +87,7 @@ def shrunk(slots: Mapping[int, int], worker: int, cell_size: int) -> tuple[int, 
     """
     numbers = _numbers(worker, cell_size)
     left = [rank for rank in numbers if rank in slots]
-    size = max((one for one in range(1, len(left) + 1) if cell_size % one == 0), default=0)
+    size = ranks_that_go_on(cell_size, len(left))
     if not size:
         return 0, {}
     lacking = [rank for rank in numbers[:size] if rank not in slots]

@@ -285,7 +285,7 @@ def estimated_profile(
     link_bytes_per_s: float = 2.5e10,
     memory_bytes: int | None = None,
     tensor_parallel_size: int = 1,
-    context_parallel_size: int = 1,
+    context_parallel_size: int = 1,  # keys and values: exchanged meanwhile
     sequence_parallel: bool = True,
     is_tied: bool = False,
     is_gated: bool = True,

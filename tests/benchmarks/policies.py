@@ -38,6 +38,7 @@ from odyssey_megatron.plan.costs import Costs, LayerCost
 from odyssey_megatron.policy.decide import Decision, decide, initial_plan
 from odyssey_megatron.policy.profile import Profile
 from tests.benchmarks.bars import Bar, at_least, at_most, finish
+from tests.plan.samples import FREE
 
 WORKERS, LAYERS = 32, 32
 SETTINGS = ((4, 8, 16), (4, 8, 32), (8, 4, 16), (2, 16, 32))
@@ -59,18 +60,8 @@ def costs(memory_bytes: int, state_bytes: int) -> Costs:
         optimizer_bytes=state_bytes,
         state_bytes=1,
     )
-    free = LayerCost(
-        forward_s=0.0,
-        input_grad_s=0.0,
-        weight_grad_s=0.0,
-        activation_bytes=0,
-        weight_bytes=0,
-        gradient_bytes=0,
-        optimizer_bytes=0,
-        state_bytes=0,
-    )
     return Costs(
-        layers=(free, *(middle,) * LAYERS, free),
+        layers=(FREE, *(middle,) * LAYERS, FREE),
         message_bytes=0,
         link_latency_s=0.0,
         link_bytes_per_s=1e12,

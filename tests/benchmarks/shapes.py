@@ -31,6 +31,7 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from odyssey_megatron.cluster.cell import ranks_that_go_on
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import ClusterState, initial_state
 from odyssey_megatron.config import OdysseyConfig
@@ -51,18 +52,17 @@ SETTINGS = (
 DRAWS = 4
 
 
-def throughput(job: JobSpec, profile: Profile, healthy: Plan, dead: Sequence[int], *, shrinks: bool) -> float:
+def throughput(
+    job: JobSpec, profile: Profile, state: ClusterState, healthy: Plan, dead: Sequence[int], *, shrinks: bool
+) -> float:
     """Beside the healthy job's, after the GPUs ``dead`` have died one by one; 0.0 if that has ended the job."""
     config, size = OdysseyConfig(horizon_s=1e9, mtbf_s=1e9), job.tensor_model_parallel_size
-    workers = initial_state(
-        nodes=tuple(gpu // 8 for gpu in range(size * len(healthy.layout.workers))), cell_size=size
-    )
-    state, plan, lost = workers, healthy, Counter[int]()
+    plan, lost = healthy, Counter[int]()
     for gpu in dead:
         worker = gpu // size
         lost[worker] += 1
         steps = [with_worker(state, worker, alive=False, share=1.0)]
-        if shrinks and (share := left(size, lost[worker])):
+        if shrinks and (share := ranks_that_go_on(size, size - lost[worker]) / size):
             steps.append(with_worker(state, worker, alive=True, share=share))
         for state in steps:
             try:
@@ -78,14 +78,6 @@ def throughput(job: JobSpec, profile: Profile, healthy: Plan, dead: Sequence[int
             except (LayersLost, PlanInfeasible):
                 return 0.0
     return healthy.step_s / plan.step_s
-
-
-def left(size: int, dead: int) -> float:
-    """The share of a cell that goes on without so many of its ranks."""
-    ranks = size
-    while ranks > size - dead:
-        ranks //= 2
-    return ranks / size
 
 
 def with_worker(state: ClusterState, worker: int, *, alive: bool, share: float) -> ClusterState:
@@ -110,7 +102,7 @@ def measured(model: str, accelerator: str, tp: int, dp: int, pp: int, microbatch
     healthy = initial_plan(job, state, profile)
     draws = [(tp + 1,), *(tuple(rng.sample(range(gpus), gpus // 8)) for _ in range(DRAWS))]
     both = [
-        [throughput(job, profile, healthy, dead, shrinks=shrinks) for shrinks in (False, True)]
+        [throughput(job, profile, state, healthy, dead, shrinks=shrinks) for shrinks in (False, True)]
         for dead in draws
     ]
     gains = [smaller / without for without, smaller in both[1:] if without]

@@ -22,6 +22,19 @@ def layer(forward_s=1.0, input_grad_s=1.0, weight_grad_s=1.0, activation_bytes=1
     )
 
 
+FREE = LayerCost(
+    forward_s=0.0,
+    input_grad_s=0.0,
+    weight_grad_s=0.0,
+    activation_bytes=0,
+    weight_bytes=0,
+    gradient_bytes=0,
+    optimizer_bytes=0,
+    state_bytes=0,
+)
+"""An embedding or a head that costs nothing, neither time nor memory."""
+
+
 def uniform_costs(num_layers, *, ends=False, message_s=0.0, **times):
     """``num_layers`` equal layers; with ``ends`` an embedding and a head that cost nothing come on top."""
     middle = (layer(**times),) * num_layers

@@ -19,20 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from odyssey_megatron.plan.costs import Costs, LayerCost
+from tests.plan import samples
 
 OPTIMA = Path(__file__).with_name("exact_layouts.json")
 KINDS = "forward_s", "input_grad_s", "weight_grad_s"
-END = LayerCost(
-    forward_s=0.0,
-    input_grad_s=0.0,
-    weight_grad_s=0.0,
-    activation_bytes=0,
-    weight_bytes=0,
-    gradient_bytes=0,
-    optimizer_bytes=0,
-    state_bytes=0,
-)
-"""An embedding or a head that costs nothing, where the first transformer layer is, or the last one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,21 +53,9 @@ def case(
     speeds: tuple[float, ...] = (),
 ) -> Case:
     """``times``: of each layer; it takes 4 bytes of state, and of each microbatch as many as its forward takes."""
-    layers = tuple(
-        LayerCost(
-            forward_s=float(forward),
-            input_grad_s=float(input_grad),
-            weight_grad_s=float(weight_grad),
-            activation_bytes=forward,
-            weight_bytes=1,
-            gradient_bytes=1,
-            optimizer_bytes=2,
-            state_bytes=3,
-        )
-        for forward, input_grad, weight_grad in times
-    )
+    layers = tuple(samples.layer(*one, activation_bytes=one[0], state_bytes=3) for one in times)
     costs = Costs(
-        layers=(END, *layers, END),
+        layers=(samples.FREE, *layers, samples.FREE),
         message_bytes=0,
         link_latency_s=0.0,
         link_bytes_per_s=float("inf"),

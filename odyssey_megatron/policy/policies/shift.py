@@ -29,9 +29,8 @@ class Shift(Policy):
             return
         shifted = dict[Layout, None]()
         reasons = []
-        few = (
-            len(case.alive) <= MANY_WORKERS
-        )  # of many, microbatches are so many that parts make no difference
+        # Of many workers microbatches are so many that parts make no difference.
+        few = len(case.alive) <= MANY_WORKERS
         for in_whole in (False, True) if few else (False,):
             try:
                 shifted[shift_layers(rerouted, case.profile.costs, case.speeds, in_whole=in_whole)] = None
