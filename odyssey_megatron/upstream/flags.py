@@ -289,6 +289,15 @@ _MOOT = {
     "its buffers would be of the ranks that the job started with": """
     tp_comm_overlap
     """,
+    "flex has buffers of the ranks that the job started with: alltoall sends the same tokens to the same experts": """
+    moe_token_dispatcher_type moe_enable_deepep
+    """,
+    "weights that move are kept in 16 bits, and each product has them in fp8, as without it": """
+    fp8_param_gather
+    """,
+    "Transformer Engine's modules are used one by one, so that their weight gradients run apart": """
+    use_transformer_engine_op_fuser
+    """,
     "a graph would be of the layers that it was captured with": """
     cuda_graph_impl enable_cuda_graph external_cuda_graph optimizer_cuda_graph
     """,
@@ -386,5 +395,6 @@ AS_ODYSSEY_DOES = {
     "cuda_graph_impl": ("none",),
     "rerun_mode": ("disabled", "validate_results"),
     "num_distributed_optimizer_instances": (1,),
+    "moe_token_dispatcher_type": ("allgather", "alltoall"),
 }
 """Of what is moot, the values that leave nothing undone."""

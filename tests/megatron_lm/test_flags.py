@@ -49,6 +49,10 @@ LEFT_OUT = {
         "--enable-cuda-graph --external-cuda-graph --overlap-param-gather-with-optimizer-step",
     ),
     "buffers": ("--tensor-model-parallel-size 2 --sequence-parallel", "--tp-comm-overlap"),
+    "experts": (
+        "--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall",
+        "--moe-token-dispatcher-type flex --moe-enable-deepep --fp8-param-gather",
+    ),
 }
 """What plain Megatron-LM has, too, and what it cannot do on a CPU, or not as these jobs are."""
 
@@ -108,7 +112,7 @@ def test_messages_that_overlap_with_virtual_stages(jobs, name):
 @pytest.mark.parametrize("case", first_of(LEFT_OUT))
 def test_what_is_ignored_is_named_and_changes_nothing(jobs, name, case):
     usual, ignored = LEFT_OUT[case]
-    ranks = 8 if "tensor" in usual else 4
+    ranks = 8 if "-parallel-size 2" in usual else 4
     flags = f"{MOCK} {usual} {ignored}"
     run = jobs.odyssey(name, flags, ranks=ranks, stages=2, inject="rank=2,step=2,at=backward")
     assert_same_lines(run, jobs.plain(f"{MOCK} {usual}", ranks=ranks, stages=2))

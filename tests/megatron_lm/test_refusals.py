@@ -15,7 +15,6 @@ from tests.megatron_lm.jobs import MOCK, MODEL
 
 GIVEN = {
     "--fp8-recipe": "--fp8-format hybrid",
-    "--fp8-param-gather": "--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather",
     "--fp8-output-proj": "--fp8-format hybrid --fp8-recipe mxfp8 --fp8-output-proj",
     "--fp8-quantizer-factory": "--fp8-quantizer-factory mine.factory",
     "--fp4-format": "--fp4-format e2m1",
@@ -54,7 +53,6 @@ GIVEN = {
     "--save-activations-interval": "--save-activations-interval 2",
     "--use-kitchen-attention": "--use-kitchen-attention",
     "--symmetric-ar-type": "--symmetric-ar-type two_shot",
-    "--use-transformer-engine-op-fuser": "--use-transformer-engine-op-fuser",
     "--use-grouped-gemm-for-dense-mlp": "--use-grouped-gemm-for-dense-mlp",
     "--mla-down-proj-fusion": "--mla-down-proj-fusion",
     "--fused-residual-rmsnorm": "--fused-residual-rmsnorm",
@@ -108,7 +106,6 @@ GIVEN = {
     "--run-workload-inspector-server": "--run-workload-inspector-server",
     "--expert-tensor-parallel-num-weight-shards": "--expert-tensor-parallel-num-weight-shards 2 --num-experts 4",
     "--expert-tensor-parallel-size": "--expert-tensor-parallel-size 2 --num-experts 4",
-    "--moe-enable-deepep": "--moe-enable-deepep --num-experts 4",
     "--moe-enable-routing-replay": "--moe-enable-routing-replay --num-experts 4",
     "--moe-expert-rank-capacity-factor": "--moe-expert-rank-capacity-factor 2.0 --num-experts 4",
     "--moe-latent-size": "--moe-latent-size 16 --num-experts 4",
@@ -121,7 +118,6 @@ GIVEN = {
     "--moe-shared-expert-glu-interleave-size": "--moe-shared-expert-glu-interleave-size 4 --num-experts 4",
     "--moe-single-grouped-bias": "--moe-single-grouped-bias --num-experts 4",
     "--moe-single-grouped-weight": "--moe-single-grouped-weight --num-experts 4",
-    "--moe-token-dispatcher-type": "--moe-token-dispatcher-type flex --num-experts 4",
     "--moe-use-legacy-grouped-gemm": "--moe-use-legacy-grouped-gemm --num-experts 4",
     "--moe-use-upcycling": "--moe-use-upcycling --num-experts 4",
     "--save-tokens-per-expert-interval": "--save-tokens-per-expert-interval 2 --num-experts 4",

@@ -145,6 +145,11 @@ _LEFT_OUT: dict[str, Any] = {
     "num_distributed_optimizer_instances": 1,
     "rerun_mode": "disabled",
     "error_injection_rate": 0,
+    "moe_enable_deepep": False,
+    "moe_flex_dispatcher_backend": "deepep",
+    "fp8_param_gather": False,
+    "reuse_grad_buf_for_mxfp8_param_ag": False,
+    "use_transformer_engine_op_fuser": False,
     "ckpt_format": "torch_dist",
     # Odyssey writes in threads of the rank. Megatron would want a package for its processes.
     "async_save": False,
@@ -157,6 +162,8 @@ def leave_out_moot(args: Any) -> None:
     for name, value in _LEFT_OUT.items():
         if hasattr(args, name):  # a version that does not know it has not been given it
             setattr(args, name, value)
+    if args.moe_token_dispatcher_type == "flex":
+        args.moe_token_dispatcher_type = "alltoall"
 
 
 def adapt(args: Any, config: OdysseyConfig) -> None:
