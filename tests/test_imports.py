@@ -57,7 +57,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "launch": PURE | {"recover", "watch", ".torch"},
     "patch": {"errors", "inputs", "upstream"},
-    "doctor": {"errors", "config", "codec", "inputs", "upstream", "patch", "launch"},
+    "doctor": {"errors", "config", "codec", "inputs", "upstream", "patch", "launch", "cluster", "plan"},
     "cli": PURE | {"studies", "watch", "recover", "launch", "rebuild", "execute", "mcore", "patch", "doctor"},
 }
 """Design section 3 as a table: package or module -> what it may import besides itself."""

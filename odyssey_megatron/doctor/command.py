@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 
 from odyssey_megatron.config import config_from_argv
-from odyssey_megatron.doctor import environment, flags, launch_line, megatron, packages
+from odyssey_megatron.doctor import communicators, environment, flags, launch_line, megatron, packages
 from odyssey_megatron.doctor.rows import OK, PROBLEM, WARNING, Host, Job, Package, Row
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.inputs import printable
@@ -37,6 +37,7 @@ Looks for what would keep a job from running, or from surviving. Exit code 0: a 
   --json    print JSON
   --clean   only remove what killed jobs have left in shared memory; living ones keep theirs"""
 _MAY_BE_EMPTY = ("transformer-engine",)
+_ALWAYS_SHOWN = ("flags", communicators.AREA)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -106,6 +107,7 @@ def diagnose(checkout: Path | None, job: Job, host: Host) -> list[Row]:
         needed = source.needed_packages(training)
     found += packages.rows(host, job, needed)
     found += environment.rows(host, job, patched=megatron.is_patched(checkout))
+    found += communicators.rows(host, job)
     found += flags.rows(job, source.version())
     return found
 
@@ -117,7 +119,7 @@ def render(rows: Sequence[Row], *, everything: bool = False) -> str:
     order = (PROBLEM, WARNING, OK)
     areas = list(dict.fromkeys(row.area for row in rows))
     fine = [row for row in rows if row.state == OK]
-    shown = rows if everything else [row for row in rows if row.state != OK or row.area == "flags"]
+    shown = rows if everything else [row for row in rows if row.state != OK or row.area in _ALWAYS_SHOWN]
     for row in sorted(shown, key=lambda row: (areas.index(row.area), order.index(row.state))):
         if row.area != area:
             area = row.area

@@ -7,7 +7,7 @@ first-out, which is the order ``verify()`` has checked. Layers that move go the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -17,26 +17,10 @@ import torch.distributed as dist
 from odyssey_megatron.cluster.cell import NO_SHAPES, Cell, Shapes
 from odyssey_megatron.errors import PeerFailed
 from odyssey_megatron.execute.ledger import Word
+from odyssey_megatron.plan.groups import WORLD, channel_name
 from odyssey_megatron.plan.plan import Transfer
-from odyssey_megatron.plan.schedule import MESSAGE, SEND, Instr, Op, Program
+from odyssey_megatron.plan.schedule import SEND, Instr, Op
 from odyssey_megatron.rebuild.abort import wait_all
-from odyssey_megatron.rebuild.groups import WORLD
-
-
-def channel_name(source: int, target: int) -> str:
-    """Of what worker ``source`` sends to ``target``."""
-    return f"{source}>{target}"
-
-
-def channel_groups(
-    worker: int, program: Program, transfers: Iterable[Transfer]
-) -> dict[str, tuple[int, ...]]:
-    """Every channel that ``worker`` is at an end of, with its two workers."""
-    ends = {
-        (worker, one.peer) if one.op in SEND else (one.peer, worker) for one in program if one.op in MESSAGE
-    }
-    ends |= {(one.source, one.target) for one in transfers if worker in (one.source, one.target)}
-    return {channel_name(*one): (min(one), max(one)) for one in ends}
 
 
 class Piece(NamedTuple):
@@ -76,7 +60,7 @@ class NamedGroups(Protocol):
 
 
 class Channels:
-    """The messages of one worker in one generation. ``groups`` as built for it (see :func:`channel_groups`).
+    """The messages of one worker in one generation. ``groups`` as built for it (``plan/groups.py``).
 
     Between cells of unlike size there are several ranks on one side or the other. Where each rank has the whole of an
     activation, one receives it from the first of its counterparts, which all have the same. Where each has a piece

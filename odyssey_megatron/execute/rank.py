@@ -13,7 +13,6 @@ from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.cluster.events import Ask
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import Fenced, PeerFailed, Superseded
-from odyssey_megatron.execute import membership
 from odyssey_megatron.execute.channels import Channels
 from odyssey_megatron.execute.chronicle import Chronicle
 from odyssey_megatron.execute.interpreter import FORWARD_ONLY, Interpreter
@@ -26,13 +25,14 @@ from odyssey_megatron.execute.suspects import Exchange, examine, renumbered
 from odyssey_megatron.execute.timing import DeviceTime, Measurements, OwnTime, Stopwatch, Trace, link_times
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.names import step_name
+from odyssey_megatron.plan import groups as membership
 from odyssey_megatron.plan.generation import Generation
+from odyssey_megatron.plan.groups import WORLD
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.schedule import Program
 from odyssey_megatron.plan.smaller import StepPlan, smaller
 from odyssey_megatron.plan.transfer import needed_at_once
 from odyssey_megatron.rebuild import agree
-from odyssey_megatron.rebuild.groups import WORLD
 from odyssey_megatron.rebuild.transfer import Moving, Spreading
 from odyssey_megatron.recover import Phase
 

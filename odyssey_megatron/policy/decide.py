@@ -16,6 +16,7 @@ from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import LayersLost, PlanInfeasible
 from odyssey_megatron.plan.assemble import Assembled, assemble, lowered
 from odyssey_megatron.plan.bound import cluster_bound_s, lower_bound_s
+from odyssey_megatron.plan.communicators import communicators
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.eager import assemble_eager
 from odyssey_megatron.plan.generation import CandidateRow
@@ -303,6 +304,9 @@ def _decided(case: Case, proposed: Options, config: OdysseyConfig, kept_policy: 
     if job.eager_forwards:
         ahead = _assembled(best.order, best.layout, profile.costs, best.found.caps, case.speeds, True)
     why = _why(best.option, config.policy, rows) + ("; " + ahead.ahead if ahead and ahead.ahead else "")
+    if config.device != "cpu":
+        anew = communicators(best.layout, best.transfers, job.cell(0), case.previous)
+        why += f"; at least {anew.connected}" if anew.anew else f"; {anew.connected}"
     rows.append(_row(case, best, True, why))
     rows += [_restart_row(case, best.score)] if case.state.dead else []
     rows.sort(key=lambda row: (not row.chosen, row.score is None, -(row.score or 0.0), row.name))

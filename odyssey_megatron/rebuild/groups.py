@@ -21,13 +21,11 @@ from torch.distributed import distributed_c10d as c10d
 
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import Superseded
+from odyssey_megatron.plan.groups import WORLD
 from odyssey_megatron.rebuild.abort import Abort, AbortableGroup
 from odyssey_megatron.rebuild.hosts import StagedGroup
 from odyssey_megatron.rebuild.kept import Communicator
 from odyssey_megatron.rebuild.library import Gloo, Hosts, Library, Nccl
-
-WORLD = "world"
-"""The group of all members. It lies between hosts, whatever connects devices: see ``rebuild/hosts.py``."""
 
 
 class MemberLike(Protocol):

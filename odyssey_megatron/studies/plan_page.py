@@ -67,7 +67,12 @@ def html(answer: whatif.Answer) -> str:
             "What this rests on",
             "",
             "".join(
-                f"<p>{escape(sentence(note))}</p>" for note in (whatif.costs_note(scenario), *scenario.notes)
+                f"<p>{escape(sentence(note))}</p>"
+                for note in (
+                    whatif.communicators_text(answer, answer.plan),
+                    whatif.costs_note(scenario),
+                    *scenario.notes,
+                )
             ),
         ),
     ]

@@ -38,6 +38,8 @@ class Scenario:
     profile: Profile
     config: OdysseyConfig
     gpus_per_node: int
+    cell: Cell
+    """Of every worker: the planner of ``job`` sees workers only."""
     notes: tuple[str, ...] = ()
     """Sentences on what the answer leaves out."""
 
@@ -135,6 +137,7 @@ def scenario_from(options: argparse.Namespace, more: Sequence[str] = ()) -> Scen
         profile=replace(profile, costs=replace(profile.costs, keeps_messages=resumes)),
         config=line.config,
         gpus_per_node=gpus,
+        cell=cell,
         notes=line.notes,
     )
 

@@ -19,6 +19,7 @@ from odyssey_megatron.errors import EXIT_LAYERS_LOST, ConfigError, LayersLost, P
 from odyssey_megatron.inputs import Between, Parser
 from odyssey_megatron.metrics.run import text_table
 from odyssey_megatron.names import layer_names
+from odyssey_megatron.plan.communicators import Communicators, communicators
 from odyssey_megatron.plan.generation import CandidateRow
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.render import render
@@ -63,6 +64,11 @@ class Answer:
     def plan(self) -> Plan:
         """What the job would go on with."""
         return self.decision.plan if self.decision else self.before
+
+    def communicators(self, plan: Plan) -> Communicators:
+        """Of all ranks, their cells' own included."""
+        previous = None if plan is self.before else self.before.layout
+        return communicators(plan.layout, plan.transfers, self.scenario.cell, previous)
 
     def timeline(self, plan: Plan) -> Timeline:
         """One step; the slow are slow once they are planned for."""
@@ -223,7 +229,8 @@ def _as_json(answer: Answer) -> str:
     bound_s = decision.bound_s if decision else answer.plan.bound_s
     return (
         f'{{"before":{to_json(answer.before)},"candidates":[{candidates}],"decide_s":{answer.decide_s:.6f},'
-        f'"cluster_bound_s":{bound_s!r},"next_losses":[{losses}],"after":{to_json(answer.plan)}}}\n'
+        f'"cluster_bound_s":{bound_s!r},"next_losses":[{losses}],"after":{to_json(answer.plan)},'
+        f'"communicators":{to_json(answer.communicators(answer.plan))}}}\n'
     )
 
 
@@ -235,6 +242,7 @@ def _as_text(answer: Answer, width: int) -> str:
         *(f"note: {one}" for one in (*scenario.notes, costs_note(scenario))),
         "",
         summary("before", before, scenario),
+        communicators_text(answer, before),
         *([candidates_table(answer.start)] if answer.start else []),
         best_layout(answer),
         *_grid(answer, before, width),
@@ -247,6 +255,7 @@ def _as_text(answer: Answer, width: int) -> str:
             candidates_table(answer.decision.candidates),
             "",
             summary("after", after, scenario),
+            communicators_text(answer, after),
             f"no layout over the living workers can have a step below {bound_s * 1e3:.1f} ms, "
             f"{1 - bound_s / after.step_s:.1%} less",
             *_grid(answer, after, width),
@@ -279,6 +288,12 @@ def summary(name: str, plan: Plan, scenario: Scenario) -> str:
         f"{name}: {plan.policy}, step {plan.step_s * 1e3:.1f} ms ({above:.1%} above its layout's bound), "
         f"{scenario.job.tokens_per_step / plan.step_s:,.0f} tokens/s, fullest worker {fullest:.1f} GiB"
     )
+
+
+def communicators_text(answer: Answer, plan: Plan) -> str:
+    """How many a plan has, and what they are expected to take, in a line."""
+    found = answer.communicators(plan)
+    return f"{found.held}; {'at the start' if plan is answer.before else 'at least'} {found.connected}"
 
 
 def best_layout(answer: Answer) -> str:

@@ -15,8 +15,10 @@ is made.
 ``outlived``: under the same rules as ``host_waits``, of the communicators without the dead rank how many were kept
 (1), and how many had to be connected again (2), after a death behind the last step, and in the middle of one.
 
-``model_s``: MODELLED, not measured: how long connecting them would take, side by side, by published times of NCCL
-(pytorch/pytorch's #3334 of nccl: 1.13 s + 2.6 ms a rank).
+``model_s``: MODELLED, not measured: how long connecting them would take, side by side, by published times of NCCL;
+``model_gib``: what they would take of a GPU's memory at most, also by published figures
+(``odyssey_megatron/plan/communicators.py``, which the doctor, ``odyssey plan`` and decisions ask, too: what it counts
+from a layout is what ranks find in their programs).
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,23 +38,19 @@ from odyssey_megatron.cluster.events import RankDied
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import apply, initial_state
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.execute.membership import group_members
+from odyssey_megatron.plan.communicators import communicators, connect_s
+from odyssey_megatron.plan.groups import WORLD, group_members
+from odyssey_megatron.plan.layout import Route
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.schedule import MESSAGE
 from odyssey_megatron.policy.decide import decide, initial_plan
 from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.rebuild import hosts
-from odyssey_megatron.rebuild.groups import WORLD
 from tests.benchmarks.bars import Bar, at_most, exactly, finish
 from tests.benchmarks.planner import job_of
 from tests.benchmarks.policies import LAYERS, SETTINGS, WORKERS, costs
 
 Groups = dict[str, tuple[int, ...]]
-
-
-def connecting_s(group: tuple[int, ...]) -> float:
-    """MODELLED: see above."""
-    return 1.13 + 0.0026 * len(group)
 
 
 def groups_of(plan: Plan, worker: int, size: int, members: tuple[int, ...]) -> Groups:
@@ -75,6 +74,12 @@ def neighbours_of(plan: Plan, worker: int) -> set[int]:
     return (messages | moves) - {worker}
 
 
+def _around(route: Route, worker: int) -> list[int]:
+    """Those next to ``worker`` on the route: whatever takes its place, they have it for a neighbour."""
+    pairs = [(a.worker, b.worker) for a, b in pairwise(route.hops)]
+    return [a if b == worker else b for a, b in pairs if worker in (a, b)]
+
+
 def counted(name: str, job: JobSpec, profile: Profile, workers: int) -> tuple[dict[str, Any], list[Bar]]:
     """Of one job, before and after the death of worker 5."""
     size = job.tensor_model_parallel_size
@@ -90,7 +95,8 @@ def counted(name: str, job: JobSpec, profile: Profile, workers: int) -> tuple[di
         tuple(w * size + at for w in alive for at in range(size)),
     )
     rows = []
-    for worker in alive[:: max(1, len(alive) // 256)]:
+    around = [one for route in healthy.layout.routes for one in _around(route, 5)]
+    for worker in sorted({*alive[:: max(1, len(alive) // 256)], *around}):
         first, second = groups_of(healthy, worker, size, everyone), groups_of(after, worker, size, survivors)
         alike = sum((Counter(first.values()) & Counter(second.values())).values())
         neighbours = neighbours_of(after, worker)
@@ -105,13 +111,21 @@ def counted(name: str, job: JobSpec, profile: Profile, workers: int) -> tuple[di
                 "channels_built": len(channels(second) - channels(first)),
                 "added_neighbours": len(neighbours - neighbours_of(healthy, worker)),
                 "host_groups": len(hosts.groups_of(survivors.index(worker * size), len(survivors))),
-                "model_s": max(map(connecting_s, second.values()), default=0.0),
+                "model_s": max((connect_s(len(ranks)) for ranks in second.values()), default=0.0),
             }
         )
     most = max(rows, key=lambda row: row["communicators"])
     worst_s = max(row["model_s"] for row in rows)
-    row = most | {"setting": name, "built": max(one["built"] for one in rows), "model_s": round(worst_s, 1)}
+    told = communicators(after.layout, after.transfers, Cell(rank=0, size=size), healthy.layout)
+    row = most | {
+        "setting": name,
+        "built": max(one["built"] for one in rows),
+        "told_built": told.anew,
+        "model_s": round(worst_s, 1),
+        "model_gib": round(told.num_bytes / 2**30, 1),
+    }
     return row, [
+        exactly(f"{name}_communicators_told", told.count, most["communicators"]),
         at_most(f"{name}_more_than_two_a_neighbour_and_one_a_block", max(one["over"] for one in rows), 0),
         at_most(
             f"{name}_channels_built_more_than_two_a_neighbour_that_is_new",

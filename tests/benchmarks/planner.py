@@ -36,7 +36,6 @@ from odyssey_megatron.cluster.events import GenerationLive, RankDied
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.execute.membership import group_members
 from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch import generations
 from odyssey_megatron.launch.control import Control, EventReader
@@ -44,6 +43,7 @@ from odyssey_megatron.launch.coordinator import Coordinator
 from odyssey_megatron.launch.local_rendezvous import LocalRendezvous
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.plan.generation import Generation
+from odyssey_megatron.plan.groups import group_members
 from odyssey_megatron.plan.layout import megatron_layout
 from odyssey_megatron.policy.measured import LinkTimes, Measured
 from odyssey_megatron.policy.planner import PolicyPlanner

@@ -11,7 +11,7 @@ import pytest
 
 from odyssey_megatron.cli import main
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.doctor import command, environment, flags, megatron, packages
+from odyssey_megatron.doctor import command, communicators, environment, flags, megatron, packages
 from odyssey_megatron.doctor.rows import Host, Job, Package, Row
 from odyssey_megatron.upstream import compat
 from odyssey_megatron.upstream.seam_table import SEAMS
@@ -58,6 +58,29 @@ def checked(rows):
     rows = list(rows)
     assert all(row.remedy for row in rows if row.state != "ok")
     return not_ok(rows)
+
+
+def test_how_many_communicators_there_will_be():
+    """Of a middle stage: two neighbours, both ways, and one sum; with tensor parallelism one more."""
+
+    def said(*words, host=HOST, **settings):
+        job = Job(config=OdysseyConfig(**settings), flags=words)
+        return [f"{row.name}: {row.found}" for row in communicators.rows(host, job)]
+
+    stages = ("--pipeline-model-parallel-size", "4")
+    (found,) = said(*stages)
+    assert found.startswith("pipelines of 4: 5 communicators a rank at most")
+    (found,) = said(*stages, "--tensor-model-parallel-size", "2")
+    assert " 6 communicators" in found
+    (found,) = said(*stages, host=with_(WORLD_SIZE="1024"))
+    assert found.startswith("256 pipelines of 4: 5 communicators")
+    assert "in 2.5 s" in found, "512 sum the tied weight"
+    (alone,) = said(*stages, "--untie-embeddings-and-output-weights", host=with_(WORLD_SIZE="4"))
+    (shadowed,) = said(
+        *stages, "--untie-embeddings-and-output-weights", host=with_(WORLD_SIZE="4"), redundancy="state"
+    )
+    assert (" 4 communicators" in alone, " 6 communicators" in shadowed) == (True, True)
+    assert said(*stages, device="cpu") == said("--pipeline-model-parallel-size", "many") == []
 
 
 def test_nothing_is_wrong_with_a_healthy_machine():

@@ -26,13 +26,13 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import apply_factories
 
 from odyssey_megatron.cluster.cell import Cell
-from odyssey_megatron.execute.membership import cell_group_name, groups_of_cell
 from odyssey_megatron.mcore.loop import checkpoint
 from odyssey_megatron.mcore.loop.data import MicrobatchSource
 from odyssey_megatron.mcore.loop.shards import Saved
 from odyssey_megatron.mcore.model import float64, groups, parts, wgrad
 from odyssey_megatron.mcore.model.model import MegatronModel
 from odyssey_megatron.mcore.model.optimizer import LearningRate
+from odyssey_megatron.plan.groups import cell_group_name, groups_of_cell
 from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
 from tests.launch.jobserver import CHECKOUT
 from tests.mcore.conftest import MODEL, SCHEDULE

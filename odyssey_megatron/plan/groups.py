@@ -2,16 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import TypeVar
 
 from odyssey_megatron.cluster.cell import NO_SHAPES, Cell, Shapes
-from odyssey_megatron.execute.channels import channel_groups
-from odyssey_megatron.plan.layout import Block
-from odyssey_megatron.plan.plan import Plan
-from odyssey_megatron.rebuild.groups import WORLD
+from odyssey_megatron.plan.layout import Block, Layout
+from odyssey_megatron.plan.plan import Plan, Transfer
+from odyssey_megatron.plan.schedule import MESSAGE, SEND, Program
 
 T = TypeVar("T")
+
+WORLD = "world"
+"""The group of all members. It lies between hosts, whatever connects devices: see ``rebuild/hosts.py``."""
+
+Channel = tuple[int, int]
+"""(sender, receiver), workers."""
+
+
+def channel_name(source: int, target: int) -> str:
+    """Of what worker ``source`` sends to ``target``."""
+    return f"{source}>{target}"
+
+
+def channels(layout: Layout, transfers: Iterable[Transfer]) -> set[Channel]:
+    """All of a plan: forwards go along routes, gradients back, and layers as they move."""
+    steps = {(a.worker, b.worker) for route in layout.routes for a, b in pairwise(route.hops)}
+    return steps | {(b, a) for a, b in steps} | {(one.source, one.target) for one in transfers}
+
+
+def _channels_of(worker: int, program: Program, transfers: Iterable[Transfer]) -> set[Channel]:
+    """Those that ``worker`` is at an end of, by its program: it does not know others' part of its routes."""
+    ends = {
+        (worker, one.peer) if one.op in SEND else (one.peer, worker) for one in program if one.op in MESSAGE
+    }
+    return ends | {(one.source, one.target) for one in transfers if worker in (one.source, one.target)}
 
 
 def block_group_name(first: int, last: int, part: int, parts: int) -> str:
@@ -44,17 +69,19 @@ def group_members(
     """The groups of ``plan`` that the rank of ``cell`` is in, with their ranks; ``shapes`` of all workers."""
     groups = {WORLD: members} | groups_of_cell(cell)
     if not tagged:
-        for name, workers in channel_groups(cell.worker, plan.program(cell.worker), plan.transfers).items():
-            other = next(one for one in workers if one != cell.worker)
+        for ends in _channels_of(cell.worker, plan.program(cell.worker), plan.transfers):
+            other = ends[ends[0] == cell.worker]
             for rank, places in cell.links(other, shapes.get(other, 1)):
-                groups[cell.named(name, places)] = (min(cell.rank, rank), max(cell.rank, rank))
+                name = cell.named(channel_name(*ends), places)
+                groups[name] = (min(cell.rank, rank), max(cell.rank, rank))
     for block in plan.layout.blocks():
         if cell.worker in block.holders:
-            groups |= _groups_of_block(block, cell, shapes)
+            groups |= groups_of_block(block, cell, shapes)
     return groups
 
 
-def _groups_of_block(block: Block, cell: Cell, shapes: Shapes) -> dict[str, tuple[int, ...]]:
+def groups_of_block(block: Block, cell: Cell, shapes: Shapes = NO_SHAPES) -> dict[str, tuple[int, ...]]:
+    """Those that a rank of one of its holders sums its gradients in."""
     # One sum over all who have the same part leaves the same bytes on all of them.
     groups = {}
     for parts in {cell.tensor * cell.each, cell.expert_parts * cell.each, cell.parts}:

@@ -1,0 +1,67 @@
+"""How many communicators each rank will have, as far as the flags say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from odyssey_megatron.cluster.cell import Cell
+from odyssey_megatron.doctor.rows import OK, Host, Job, Row
+from odyssey_megatron.inputs import Between
+from odyssey_megatron.plan.communicators import communicators
+from odyssey_megatron.plan.costs import Costs, LayerCost
+from odyssey_megatron.plan.layout import megatron_layout
+from odyssey_megatron.plan.redundancy import with_shadows
+
+AREA = "communicators"
+_SIZE = Between(1, 100_000, whole=True)
+_WORLD = ("WORLD_SIZE", "SLURM_NTASKS")
+_NO_COSTS = LayerCost(
+    forward_s=0, input_grad_s=0, weight_grad_s=0, activation_bytes=0, weight_bytes=0, gradient_bytes=0,
+    optimizer_bytes=0, state_bytes=0,
+)  # fmt: skip
+
+
+def rows(host: Host, job: Job) -> Iterator[Row]:
+    """Of a job on GPUs: those of the launch line's layout, healthy. How many layers a stage has makes no difference, so
+    it has one.
+    """
+    if job.config.device == "cpu":
+        return
+    try:
+        stages = _size(job, "--pipeline-model-parallel-size")
+        cell = Cell.of(
+            0,
+            tensor=_size(job, "--tensor-model-parallel-size"),
+            context=_size(job, "--context-parallel-size"),
+            expert=_size(job, "--expert-model-parallel-size"),
+            expert_tensor=_size(job, "--expert-tensor-parallel-size", 0) or None,
+        )
+    except ValueError:
+        return  # a job says which one is wrong
+    ranks = next((int(host.environ[one]) for one in _WORLD if host.environ.get(one, "").isdecimal()), 0)
+    known = ranks // (stages * cell.size)
+    pipelines = known or 2  # more take 2.6 ms each
+    layout = megatron_layout(
+        num_layers=stages + 2,
+        pipeline_size=stages,
+        num_workers=stages * pipelines,
+        num_microbatches=pipelines,
+        tied="--untie-embeddings-and-output-weights" not in job.flags,
+    )
+    nothing = Costs(
+        layers=(_NO_COSTS,) * layout.num_layers,
+        tied=_NO_COSTS if layout.tied else None,
+        message_bytes=0,
+        link_latency_s=0,
+        link_bytes_per_s=1,
+    )
+    nodes = dict.fromkeys(layout.workers, 0)
+    found = communicators(with_shadows(layout, None, nodes, job.config.least_holders, nothing), (), cell)
+    told = f"{found.held}; at the start {found.connected}"
+    yield Row(area=AREA, name=f"{known or ''} pipelines of {stages}".strip(), state=OK, found=told)
+
+
+def _size(job: Job, flag: str, default: int = 1) -> int:
+    """Raises ValueError."""
+    text = job.value_of(flag)
+    return int(_SIZE.read(text)) if text else default

@@ -1,0 +1,109 @@
+"""What NCCL's communicators of a plan take: how many a rank is in, their memory, and the time to connect them.
+
+No GPU of this project's has measured any of it: all figures are published ones, and what follows is an expectation.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from odyssey_megatron.cluster.cell import Cell
+from odyssey_megatron.plan.groups import channels, groups_of_block, groups_of_cell
+from odyssey_megatron.plan.layout import Block, Layout
+from odyssey_megatron.plan.plan import Transfer
+
+CONNECT_S, CONNECT_S_PER_RANK = 1.13, 0.0026
+"""Of one communicator, fitted to what NVIDIA-NeMo/RL's pull request 3334 gives for shrinking one to 32 to 1,024 ranks.
+Its pull request 3186, with another network, gives 1.46 s and 0.66 ms.
+"""
+
+FIRST_USE_S = 1.9
+"""So much longer took the first operation behind it, in both."""
+
+PAIR_BYTES, GROUP_BYTES = 544 * 2**20, 688 * 2**20
+"""Of a GPU, for a communicator of two ranks, and of more, once it has summed: NVIDIA/nccl's issue 964, four A100 with
+NVLink. Newer versions reserve less for what is only sent and received; ten together have been seen to take 10 GB (Si et
+al., arXiv 2510.20171).
+"""
+
+
+def connect_s(size: int) -> float:
+    """How long a communicator of ``size`` ranks takes. All that a rank connects are connected side by side."""
+    return CONNECT_S + CONNECT_S_PER_RANK * size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Communicators:
+    """Of one plan; each number is that of the rank where it is largest."""
+
+    count: int
+    anew: int
+    """Of them, those that the plan before has not."""
+    num_bytes: int
+    """Of all, at most."""
+    connect_s: float
+    """The slowest of those that are connected anew; 0.0: there are none."""
+
+    @property
+    def held(self) -> str:
+        """For people."""
+        return f"{self.count} communicators a rank at most, with NCCL up to {self.num_bytes / 2**30:.1f} GiB of its GPU"
+
+    @property
+    def connected(self) -> str:
+        """For people: what a change to this plan has to wait for."""
+        if not self.anew:
+            return "no communicator to connect"
+        return (
+            f"{self.anew} communicators of a rank to connect, with NCCL in {self.connect_s:.1f} s, and "
+            f"{FIRST_USE_S} s when they are first used"
+        )
+
+
+def communicators(
+    layout: Layout, transfers: Iterable[Transfer], cell: Cell, previous: Layout | None = None
+) -> Communicators:
+    """Those of ``layout``, all of whose workers are whole cells like ``cell``.
+
+    Args:
+        previous: what the job goes on from: communicators with the same members outlive a failure if nothing is
+            outstanding on them. None: nothing is connected yet.
+    """
+    within = [len(ranks) for ranks in groups_of_cell(cell).values()]
+    sizes = defaultdict[int, list[int]](lambda: [*within])  # who only sends a layer has communicators, too
+    anew = defaultdict[int, list[int]](lambda: [] if previous else [*within])
+
+    def add(workers: Iterable[int], each: list[int], is_new: bool) -> None:
+        for worker in workers:
+            sizes[worker] += each
+            anew[worker] += each if is_new else []
+
+    there = channels(previous, ()) if previous else set()
+    for ends in channels(layout, transfers):
+        add(ends, [2], ends not in there)
+    known = Counter(block.holders for block in previous.blocks()) if previous else Counter[tuple[int, ...]]()
+    alike: dict[int, list[int]] = {}
+    for block in layout.blocks():
+        number = len(block.holders)
+        if number not in alike:
+            alike[number] = _of_block(block, cell)
+        add(block.holders, alike[number], not known[block.holders])
+        known[block.holders] -= known[block.holders] > 0
+    return Communicators(
+        count=max(map(len, sizes.values()), default=0),
+        anew=max(map(len, anew.values()), default=0),
+        num_bytes=max((sum(map(_bytes, own)) for own in sizes.values()), default=0),
+        connect_s=max((connect_s(size) for own in anew.values() for size in own), default=0.0),
+    )
+
+
+def _of_block(block: Block, cell: Cell) -> list[int]:
+    """How many ranks are in each group of a rank that sums its gradients."""
+    first = replace(cell, rank=block.holders[0] * cell.full)
+    return [len(ranks) for ranks in groups_of_block(block, first).values()]
+
+
+def _bytes(size: int) -> int:
+    return PAIR_BYTES if size == 2 else GROUP_BYTES
