@@ -44,6 +44,7 @@ from odyssey_megatron.policy.block_configs import UnlikeLayers, unlike_layers
 from odyssey_megatron.policy.profile import (
     Attention,
     Experts,
+    Precision,
     Profile,
     estimated_profile,
     load_profile,
@@ -416,6 +417,7 @@ def estimate(
     micro_batch_size: int,
     vocab_size: int,
     is_tied: bool = False,
+    precision: Precision | None = None,
 ) -> Profile:
     """The profile of a model of Megatron's ``config`` until the job has measured itself."""
     on_cpu = settings.device == "cpu"
@@ -439,7 +441,7 @@ def estimate(
         experts=_experts(config),
         unlike=_unlike(config),
         mtp_num_layers=config.mtp_num_layers or 0,
-        dtype_bytes=config.params_dtype.itemsize,
+        precision=precision or Precision(dtype_bytes=config.params_dtype.itemsize),
         memory_bytes=None if on_cpu else torch.cuda.mem_get_info()[1] * usable_percent // 100,
         tensor_parallel_size=config.tensor_model_parallel_size,
         context_parallel_size=config.context_parallel_size,

@@ -269,6 +269,24 @@ def recomputed(
     return min(1.0, (num_layers or 1) / layers_of_stage) if method == "block" else 1.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """Bytes of a number."""
+
+    dtype_bytes: int = 2
+    """Of a weight, and in activations and messages."""
+    gradient_bytes: int = 4
+    """At least; never fewer than those of its weight."""
+    moments_bytes: int | None = None
+    """Of both of Adam's moments of a weight; None: each is of float32, or longer."""
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Adam's of a weight: its moments, and a master copy where it is shorter than float32."""
+        long = max(4, self.dtype_bytes)
+        return (self.moments_bytes or 2 * long) + (long if self.dtype_bytes < long else 0)
+
+
 def estimated_profile(
     *,
     num_transformer_layers: int,
@@ -278,8 +296,7 @@ def estimated_profile(
     seq_length: int,
     micro_batch_size: int,
     vocab_size: int,
-    dtype_bytes: int = 2,
-    gradient_bytes: int = 4,
+    precision: Precision = Precision(),  # frozen
     flops_per_s: float = 2e14,
     link_latency_s: float = 2e-5,
     link_bytes_per_s: float = 2.5e10,
@@ -305,7 +322,7 @@ def estimated_profile(
     tokens, tp = seq_length * micro_batch_size // context_parallel_size, tensor_parallel_size
     words, products, parts = vocab_size * hidden_size, 3 if is_gated else 2, (experts and experts.parts) or tp
     rate, whole = flops_per_s * tp, 4 * hidden_size * (1 if sequence_parallel else tp)
-    layer = functools.partial(_layer_cost, dtype_bytes=dtype_bytes, gradient_bytes=gradient_bytes, parts=tp)
+    layer = functools.partial(_layer_cost, precision=precision, parts=tp)
 
     def transformer(attention: Attention, ffn: int, spread: int, passed: int, routed: int) -> LayerCost:
         scores_s = 2 * tokens * seq_length * attention.score_width / rate
@@ -317,13 +334,13 @@ def estimated_profile(
 
     shapes = _shapes(num_transformer_layers, attention, ffn_hidden_size, experts, unlike)
     inner = [transformer(*one) for one in shapes]
-    copy_s, again = tokens * hidden_size * dtype_bytes / 1e12 / tp, inner[-1:] * mtp_num_layers
+    copy_s, again = tokens * hidden_size * precision.dtype_bytes / 1e12 / tp, inner[-1:] * mtp_num_layers
     embedding, head, tied = _ends(layer, copy_s, rate, tokens, whole, hidden_size, words, is_tied, again)
     return Profile(
         costs=Costs(
             layers=(embedding, *inner, head),
             tied=tied,
-            message_bytes=tokens * hidden_size * dtype_bytes // (tp if sequence_parallel else 1),
+            message_bytes=tokens * hidden_size * precision.dtype_bytes // (tp if sequence_parallel else 1),
             link_latency_s=link_latency_s,
             link_bytes_per_s=link_bytes_per_s,
             memory_bytes=memory_bytes,
@@ -388,17 +405,12 @@ def _layer_cost(
     kept: int,
     weights: int,
     *,
-    dtype_bytes: int,
-    gradient_bytes: int,
+    precision: Precision,
     parts: int,
 ) -> LayerCost:
-    """A layer that keeps ``kept`` numbers of activations and has ``weights`` parameters; of ``parts`` of it one. A
-    gradient has ``gradient_bytes``, or those of its weight; Adam has two moments of float32 or longer, and a master
-    copy where weights are shorter.
-    """
+    """A layer that keeps ``kept`` numbers of activations and has ``weights`` parameters; of ``parts`` of it one."""
     kept, weights = kept // parts, weights // parts
-    long = max(4, dtype_bytes)
-    optimizer = 2 * long + (long if dtype_bytes < long else 0)
+    dtype_bytes, optimizer = precision.dtype_bytes, precision.optimizer_bytes
     forward_s, input_grad_s, weight_grad_s = times
     return LayerCost(
         forward_s=forward_s,
@@ -406,7 +418,7 @@ def _layer_cost(
         weight_grad_s=weight_grad_s,
         activation_bytes=kept * dtype_bytes,
         weight_bytes=dtype_bytes * weights,
-        gradient_bytes=max(gradient_bytes, dtype_bytes) * weights,
+        gradient_bytes=max(precision.gradient_bytes, dtype_bytes) * weights,
         optimizer_bytes=optimizer * weights,
         state_bytes=(dtype_bytes + optimizer) * weights,
     )

@@ -12,7 +12,7 @@ from odyssey_megatron.doctor.flags import looked_at
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.inputs import Between, read_text
 from odyssey_megatron.policy.block_configs import UnlikeLayers, unlike_layers
-from odyssey_megatron.policy.profile import Attention, Experts, recomputed
+from odyssey_megatron.policy.profile import Attention, Experts, Precision, recomputed
 from odyssey_megatron.studies.presets import Model
 from odyssey_megatron.upstream import refusals
 
@@ -138,8 +138,7 @@ def _model(line: _Line, layers: int, stages: int) -> Model:
         attention=_attention(line, hidden),
         vocab_size=_vocab_size(line),
         seq_length=line.size("seq_length"),
-        dtype_bytes=2 if line.has("bf16") or line.has("fp16") else 4,
-        gradient_bytes=2 if line.has("grad_reduce_in_bf16") else 4,
+        precision=_precision(line),
         is_gated=is_gated,
         is_tied=not line.has("untie_embeddings_and_output_weights"),
         recomputed_share=recomputed(
@@ -151,6 +150,16 @@ def _model(line: _Line, layers: int, stages: int) -> Model:
         experts=_experts(line, layers, ffn),
         mtp_num_layers=line.maybe("mtp_num_layers") or 0,
         unlike=_unlike(line, layers, hidden),
+    )
+
+
+def _precision(line: _Line) -> Precision:
+    kept = [line.text(name) for name in ("exp_avg_dtype", "exp_avg_sq_dtype")]
+    is_aware = line.has("use_precision_aware_optimizer")
+    return Precision(
+        dtype_bytes=2 if line.has("bf16") or line.has("fp16") else 4,
+        gradient_bytes=2 if line.has("grad_reduce_in_bf16") or line.text("main_grads_dtype") == "bf16" else 4,
+        moments_bytes=sum(2 if one == "bf16" else 4 for one in kept) if is_aware else None,
     )
 
 

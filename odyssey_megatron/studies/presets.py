@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.policy.block_configs import UnlikeLayers
-from odyssey_megatron.policy.profile import Attention, Experts, Profile, estimated_profile
+from odyssey_megatron.policy.profile import Attention, Experts, Precision, Profile, estimated_profile
 
 EFFICIENCY = 0.45
 """Share of the peak that a well-tuned Megatron job reaches inside a layer (model FLOPs utilisation)."""
@@ -37,8 +37,7 @@ class Model:
     attention: Attention
     vocab_size: int
     seq_length: int
-    dtype_bytes: int = 2
-    gradient_bytes: int = 4
+    precision: Precision = Precision()  # noqa: RUF009 # frozen
     is_gated: bool = True
     is_tied: bool = False
     recomputed_share: float = 0.0
@@ -68,8 +67,7 @@ class Model:
             seq_length=self.seq_length,
             micro_batch_size=micro_batch_size,
             vocab_size=self.vocab_size,
-            dtype_bytes=self.dtype_bytes,
-            gradient_bytes=self.gradient_bytes,
+            precision=self.precision,
             flops_per_s=device.peak_flops_per_s * EFFICIENCY,
             link_bytes_per_s=device.link_bytes_per_s * tensor_parallel_size,
             memory_bytes=device.memory_bytes * _USABLE_PERCENT // 100,

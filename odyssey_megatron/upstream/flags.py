@@ -18,6 +18,9 @@ _WORKS = {
     use_mup mup_width_mult mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim
     mup_attn_scale_power
     """,
+    "the types in which gradients and Adam's moments are kept: tests/megatron_lm/test_moments.py": """
+    main_grads_dtype
+    """,
     "of the training loop, and of this process alone": """
     profile profile_step_start profile_step_end profile_ranks pytorch_profiler_collect_shapes
     pytorch_profiler_collect_callstack pytorch_profiler_collect_chakra use_pytorch_profiler record_shapes
@@ -351,9 +354,6 @@ _MOOT = {
     fine_grained_offloading_max_inflight_offloads delay_offload_until_cuda_graph
     delta_offload_bytes_across_pp_ranks activation_offload_fraction optimizer_offload_fraction
     use_torch_optimizer_for_cpu_offload overlap_cpu_optimizer_d2h_h2d pin_cpu_grads pin_cpu_params
-    """,
-    "read with --use-precision-aware-optimizer only": """
-    main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype
     """,
     "a save beside training is written by threads of the ranks": """
     use_persistent_ckpt_worker async_strategy async_ckpt_cpu_priority async_ckpt_io_priority

@@ -67,6 +67,8 @@ class Refusal:
 
 STATELESS = "tensorwise", "blockwise", "mxfp8"
 """The recipes of fp8 by which a tensor is scaled by what is in it, and nothing is kept for the next one."""
+_SCALED = "fp16", "torch.float16", "fp8", "torch.uint8"
+"""As flags, and as Megatron's validation leaves them."""
 _LEAVE_OUT = "Leave it out."
 _QUANTIZED = "The scales of quantized tensors would not move with a layer. Use --bf16 alone."
 _ALIKE = "Only layers that are alike are planned for."
@@ -195,7 +197,15 @@ _ROWS: tuple[tuple[str, str] | tuple[str, str, Callable[[Any, Any], bool]], ...]
     ("optimizer_cpu_offload", _HOST),
     ("optimizer", "Use adam or sgd.", _none_of("adam", "sgd")),
     ("use_precision_aware_optimizer",
-     "Its states are those of Megatron's distributed optimizer, whose place Odyssey takes. Leave it out."),
+     "As in Megatron-LM it is for --optimizer adam with --use-distributed-optimizer. Use these, or leave it out.",
+     lambda value, args: bool(value) and not (
+         getattr(args, "optimizer", "adam") == "adam" and getattr(args, "use_distributed_optimizer", False))),
+    ("main_params_dtype", "Its scales, one for each tensor, would not move with a layer. Use fp32.",
+     lambda value, args: str(value) in _SCALED),
+    ("exp_avg_dtype", "Its scales, one for each tensor, would not move with a layer. Use fp32 or bf16.",
+     lambda value, args: str(value) in _SCALED),
+    ("exp_avg_sq_dtype", "Its scales, one for each tensor, would not move with a layer. Use fp32 or bf16.",
+     lambda value, args: str(value) in _SCALED),
     ("ddp_param_name_patterns_for_fp32_local_accumulation", _UNTRIED),
     ("dump_param_to_param_group_map", _ONE_RANK),
     ("check_for_large_grads", "Its check is of Megatron's own reduction. Leave it out."),

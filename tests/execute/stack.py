@@ -24,7 +24,7 @@ from odyssey_megatron.launch.environment import journal_of
 from odyssey_megatron.launch.inject import Injector
 from odyssey_megatron.launch.member import Member
 from odyssey_megatron.plan.layout import Layout
-from odyssey_megatron.policy.profile import Attention, estimated_profile
+from odyssey_megatron.policy.profile import Attention, Precision, estimated_profile
 from odyssey_megatron.rebuild.groups import build_groups, init_default_group
 from odyssey_megatron.rebuild.manifest import Tensors
 
@@ -292,7 +292,7 @@ def main() -> None:
     profile = estimated_profile(
         num_transformer_layers=LAYERS - 2, hidden_size=WIDTH, ffn_hidden_size=WIDTH,
         attention=Attention.grouped(WIDTH, 1, 1, WIDTH), seq_length=2, micro_batch_size=1, vocab_size=WIDTH,
-        dtype_bytes=8, flops_per_s=1e9,
+        precision=Precision(dtype_bytes=8), flops_per_s=1e9,
     )  # fmt: skip
     member.starting.post_job(job, to_json(profile))
     model = Stack()

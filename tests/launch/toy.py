@@ -26,7 +26,7 @@ from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch.environment import journal_of
 from odyssey_megatron.launch.inject import Injector
 from odyssey_megatron.launch.member import Member
-from odyssey_megatron.policy.profile import Attention, estimated_profile
+from odyssey_megatron.policy.profile import Attention, Precision, estimated_profile
 from odyssey_megatron.rebuild.groups import build_groups, graveyard_size, init_default_group
 
 MESSAGE = 4096
@@ -78,7 +78,7 @@ def posted_job(*, pipeline: int, steps: int) -> tuple[JobSpec, str]:
         seq_length=16,
         micro_batch_size=1,
         vocab_size=64,
-        dtype_bytes=4,
+        precision=Precision(dtype_bytes=4),
     )
     return job, to_json(profile)
 

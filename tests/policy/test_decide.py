@@ -16,7 +16,7 @@ from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.verify import verify
 from odyssey_megatron.policy.decide import decide, initial_plan
-from odyssey_megatron.policy.profile import Attention, Profile, estimated_profile
+from odyssey_megatron.policy.profile import Attention, Precision, Profile, estimated_profile
 from odyssey_megatron.policy.table import candidates_table
 from tests.plan.samples import uniform_costs
 
@@ -28,7 +28,7 @@ PROFILE = estimated_profile(
     seq_length=128,
     micro_batch_size=2,
     vocab_size=256,
-    dtype_bytes=4,
+    precision=Precision(dtype_bytes=4),
     flops_per_s=2e10,
     link_bytes_per_s=1e9,
 )

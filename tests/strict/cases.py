@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from odyssey_megatron.policy.profile import Attention, Profile, estimated_profile
+from odyssey_megatron.policy.profile import Attention, Precision, Profile, estimated_profile
 from tests.execute.stack import LAYERS, WIDTH
 from tests.strict.job import Case, Kill
 
@@ -22,7 +22,7 @@ def profile(draw: random.Random | None = None) -> Profile:
     same = estimated_profile(
         num_transformer_layers=LAYERS - 2, hidden_size=WIDTH, ffn_hidden_size=WIDTH,
         attention=Attention.grouped(WIDTH, 1, 1, WIDTH), seq_length=2, micro_batch_size=1, vocab_size=WIDTH,
-        dtype_bytes=8, flops_per_s=1e9,
+        precision=Precision(dtype_bytes=8), flops_per_s=1e9,
     )  # fmt: skip
     same = replace(same, costs=replace(same.costs, bucket_bytes=0))
     if draw is None:

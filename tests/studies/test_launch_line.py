@@ -18,7 +18,12 @@ def test_defaults_are_megatrons():
         None,
     )
     model = found.model
-    assert (model.ffn_hidden_size, model.is_gated, model.is_tied, model.dtype_bytes) == (1024, False, True, 4)
+    assert (model.ffn_hidden_size, model.is_gated, model.is_tied, model.precision.dtype_bytes) == (
+        1024,
+        False,
+        True,
+        4,
+    )
     assert model.vocab_size == 1024, "in whole 128s"
     assert line("--swiglu").model.ffn_hidden_size == 640
     assert line("--tensor-model-parallel-size 4").model.vocab_size == 1024

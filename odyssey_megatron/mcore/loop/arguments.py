@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import logging
@@ -22,7 +23,7 @@ from odyssey_megatron.mcore.loop.batches import Batches
 from odyssey_megatron.mcore.model import groups, parts, span
 from odyssey_megatron.mcore.model.layers import ModelSpec
 from odyssey_megatron.mcore.plugin import estimate
-from odyssey_megatron.policy.profile import Profile, load_profile
+from odyssey_megatron.policy.profile import Precision, Profile, load_profile
 from odyssey_megatron.upstream import compat, refusals
 
 
@@ -115,6 +116,12 @@ def job_of(
     )
 
 
+def moments_of(args: Any) -> dict[str, torch.dtype]:
+    """In which types Adam's moments are kept with --use-precision-aware-optimizer; ``args``: as validated."""
+    kept = {"exp_avg": args.exp_avg_dtype, "exp_avg_sq": args.exp_avg_sq_dtype}
+    return kept if args.use_precision_aware_optimizer else {}
+
+
 def profile_of(args: Any, transformer_config: Any, config: OdysseyConfig) -> Profile:
     """What a step is expected to cost, until the job has measured itself. Raises ConfigError."""
     if config.profile:
@@ -126,6 +133,11 @@ def profile_of(args: Any, transformer_config: Any, config: OdysseyConfig) -> Pro
         micro_batch_size=args.micro_batch_size,
         vocab_size=args.padded_vocab_size,
         is_tied=not args.untie_embeddings_and_output_weights,
+        precision=Precision(
+            dtype_bytes=transformer_config.params_dtype.itemsize,
+            gradient_bytes=4 if args.accumulate_allreduce_grads_in_fp32 else 2,
+            moments_bytes=sum(one.itemsize for one in moments_of(args).values()) or None,
+        ),
     )
 
 
@@ -246,13 +258,22 @@ def schedule_of(scheduler: Any) -> dict[str, Any]:
     return {name: getattr(scheduler, name) for name in names}
 
 
+_WHOLE_MOMENTS = dict.fromkeys(
+    ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"), torch.float32
+)
+
+
 def spec_of(
     args: Any, config: Any, split: span.Split, model_provider: Any, *, overflow_ends_job: bool
 ) -> ModelSpec:
     """The model of ``args``, of Megatron's own stages: each is seeded as Megatron seeds it."""
     from megatron.training import initialize
 
-    optimizer_config, overrides = compat.optimizer_settings(args, config)
+    # It is Megatron's name for an optimizer that is Transformer Engine's and distributed, too.
+    whole_moments = argparse.Namespace(
+        **vars(args) | {"use_precision_aware_optimizer": False} | _WHOLE_MOMENTS
+    )
+    optimizer_config, overrides = compat.optimizer_settings(whole_moments, config)
 
     def seed_stage(stage: int) -> None:
         with groups.in_stage(stage, args.pipeline_model_parallel_size):
@@ -271,6 +292,7 @@ def spec_of(
         model_provider=functools.partial(model_provider, config=config),
         optimizer_config=optimizer_config,
         config_overrides=overrides,
+        moments=moments_of(args),
         seed=args.seed,
         is_tied=not args.untie_embeddings_and_output_weights,
         is_packed=is_packed(args),

@@ -87,10 +87,6 @@ class Saved:
         """Which of the types it is of; empty: its optimizer was not a distributed one. Raises ConfigError."""
         found = (metadata or {}).get(TYPE, "")
         distributed = getattr(self.args, "use_distributed_optimizer", False)
-        if getattr(self.args, "use_precision_aware_optimizer", False):
-            raise self._refused(
-                "with --use-precision-aware-optimizer, whose states have types of their own", "that flag"
-            )
         if found not in ("", BY_PARAMETER, BY_BUCKET) or (distributed and not found):
             kind = f"of the type {found}" if found else "without a type"
             raise self._refused(f"by an older Megatron-LM, with optimizer states {kind}", "an older version")
@@ -255,12 +251,17 @@ def _states(whole: Any) -> dict[int, dict[str, torch.Tensor]]:
     }
 
 
-def _by_parameter(whole: Any, model_state: Any) -> dict[int, dict[str, Any]]:
-    """:func:`_states` for a checkpoint, each tensor under its parameter's name."""
+def _by_parameter(whole: Any, model_state: Any, *, rounded: bool) -> dict[int, dict[str, Any]]:
+    """:func:`_states` for a checkpoint, each tensor under its parameter's name. Not ``rounded``: all in the type of the
+    parameter that is optimized, as Megatron saves moments that are kept in shorter ones (core_v0.16.1
+    core/optimizer/distrib_optimizer.py, ``_get_main_param_and_optimizer_states``).
+    """
     named = get_param_id_to_sharded_param_map(model_state, [shown for shown, _ in pairs(whole)])
     return {
         place: {
-            name: make_sharded_optimizer_tensor(named[place], one, f"optimizer.state.{name}")
+            name: make_sharded_optimizer_tensor(
+                named[place], one if rounded else one.to(tensors["param"].dtype), f"optimizer.state.{name}"
+            )
             for name, one in tensors.items()
         }
         for place, tensors in _states(whole).items()
@@ -276,7 +277,7 @@ def to_write(whole: Any, model_state: Any, step: float | None) -> dict[str, Any]
     scale = {"grad_scaler": whole.grad_scaler.state_dict()} if whole.grad_scaler else {}
     return scale | {
         "optimizer": {"param_groups": [settings_of(group) | counted for group in whole.param_groups]},
-        "param_state": _by_parameter(whole, model_state),
+        "param_state": _by_parameter(whole, model_state, rounded=False),
         "param_state_sharding_type": BY_PARAMETER,
     }
 
@@ -291,7 +292,7 @@ def to_read(
         slices: of each parameter of the model, by its id, where it lies in a bucket; None: it has its name.
     """
     if slices is None:
-        return {"states": _by_parameter(whole, model_state)}
+        return {"states": _by_parameter(whole, model_state, rounded=True)}
     lying = [slices[id(shown)] for shown, _ in pairs(whole)]
     rank = dist.get_rank()
     states = {

@@ -45,6 +45,10 @@ class ModelSpec:
     )
     config_overrides: Any = None
     """Megatron's, for its optimizer."""
+    moments: Mapping[str, torch.dtype] = field(default_factory=dict)
+    """In which type Adam's moments are kept from one step to the next, where it is not that of the parameters
+    (``--use-precision-aware-optimizer``).
+    """
     loaded_groups: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
     """Of groups of parameters: what the flags say, and what a checkpoint has said in its place, which Megatron
     believes. Filled once, before the first step.

@@ -55,7 +55,8 @@ class LayerOptimizer:
         for one in self._megatron:
             one.grad_scaler = None  # there is one for all layers (``model/loss_scale.py``)
             if one.optimizer is not None:  # there are parameters
-                _create_state(one.optimizer)
+                _create_state(one.optimizer, spec.moments)
+        self._moments = spec.moments
         self.parking = Parking([tensor for tensor in self._state_tensors().values() if tensor.dim()])
 
     @property
@@ -109,12 +110,29 @@ class LayerOptimizer:
             gradients = [p.grad for group in one.param_groups for p in group["params"]]
             if gradients:  # an embedding whose only weight is the head's, too, has none
                 torch._foreach_mul_(gradients, scale)
-            one.step_with_ready_grads()
+            with _in_full(one.optimizer, self._moments):
+                one.step_with_ready_grads()
             one.zero_grad()
 
 
-def _create_state(inner: torch.optim.Optimizer) -> None:
-    """The state of each parameter, which ``inner`` would create in its first step: a layer may have to move before.
+@contextlib.contextmanager
+def _in_full(inner: torch.optim.Optimizer | None, moments: Mapping[str, torch.dtype]) -> Iterator[None]:
+    """In the body ``inner`` has its ``moments`` in the type of its parameters, and steps as without them; behind it
+    they are rounded to the type in which they are kept, as Transformer Engine's FusedAdam does it
+    (``transformer_engine/pytorch/optimizers/fused_adam.py``, ``get_unscaled_state`` and ``_apply_scale``).
+    """
+    states = inner.state.items() if inner is not None and moments else ()
+    kept = [(parameter, state, name, state[name]) for parameter, state in states for name in moments]
+    for parameter, state, name, rounded in kept:
+        state[name] = rounded.to(parameter.dtype)
+    yield
+    for _, state, name, rounded in kept:
+        state[name] = rounded.copy_(state[name])
+
+
+def _create_state(inner: torch.optim.Optimizer, moments: Mapping[str, torch.dtype]) -> None:
+    """The state of each parameter, which ``inner`` would create in its first step: a layer may have to move before. Its
+    ``moments`` are kept in types of their own.
 
     Which tensors those are is found by a step of the same optimizer with a parameter of two numbers. All of them start
     at zero; a momentum whose first value is the gradient itself (SGD) is then what it would have been, as Megatron
@@ -136,7 +154,7 @@ def _create_state(inner: torch.optim.Optimizer) -> None:
             for one in group["params"]:
                 if (one.dtype, one.device) == (dtype, device):
                     inner.state[one] = {
-                        name: torch.zeros_like(one, dtype=value.dtype)
+                        name: torch.zeros_like(one, dtype=moments.get(name, value.dtype))
                         if value.shape == parameter.shape
                         else torch.zeros_like(value)
                         for name, value in kept.items()
