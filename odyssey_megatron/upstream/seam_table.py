@@ -9,9 +9,7 @@ from odyssey_megatron.upstream.seams import Seam
 
 _ALONE = "the groups span ranks, which come and go, so Odyssey makes them"
 _WHOLE = "a save is complete or it is not there, whoever dies in it"
-_CONTEXT = (
-    "context-parallel groups have the ranks of a cell, and no group of Megatron's is across contexts besides"
-)
+_CONTEXT = "context-parallel groups have the ranks of a cell, and no other of Megatron's is across contexts"
 _ATTENTION = "--odyssey-device cpu has no attention that knows context parallelism"
 _GLOBAL = "a data-parallel collective of Megatron's own must fail loudly where gradients are reduced by the schedule"
 
@@ -95,6 +93,11 @@ TRAINING_LOG = Seam(
     why="the first iteration of a process that has joined is not the job's first",
     signatures={"0.16": "is_first_iteration"},
     open=True,
+)
+REDUCE_MAX_STAT = Seam(
+    target="megatron.training.training:reduce_max_stat_across_model_parallel_group",
+    why="all ranks know a step's numbers; behind it a message within a cell would be cut short by any failure",
+    signatures={"0.16": "stat", "0.19": "stat group"},
 )
 NUM_FLOATING_POINT_OPERATIONS = Seam(
     target="megatron.training.training:num_floating_point_operations",

@@ -61,10 +61,7 @@ def test_the_scripts_of_megatron_lm(megatron_lm):
     }
     gpt3, llama = found.values()
     assert gpt3.starts
-    assert set(llama.refused) == {
-        "--fp8-recipe",
-        "--fp8-param-gather",
-    }  # delayed scaling, which is the default
+    assert set(llama.refused) == {"--fp8-recipe"}  # delayed scaling, which is the default
     assert "--overlap-grad-reduce" in llama.ignored
     assert not gpt3.unknown
     assert not llama.unknown

@@ -130,6 +130,16 @@ def test_tensor_parallel_cells(jobs, name, case):
     assert run.killed == [6, 7]
 
 
+def test_cells_die_behind_a_step(jobs, name):
+    """While others are in what Megatron's loop does between two: a message within their cell would end them, too."""
+    flags = f"{MOCK} --tensor-model-parallel-size 2"
+    kills = "rank=7,step=1,at=commit;rank=1,step=2,at=commit;rank=4,step=4,at=commit"
+    run = jobs.odyssey(name, flags, ranks=12, stages=2, inject=kills)
+    assert_same_lines(run, jobs.plain(flags, ranks=12, stages=2))
+    assert run.killed == [0, 1, 4, 5, 6, 7]
+    assert_holders_agree(run)
+
+
 def test_dropout_is_that_of_the_same_job_without_a_failure(jobs, name):
     """Plain Megatron-LM draws by rank, which no survivor could repeat; Odyssey by microbatch and layer."""
     flags = f"{MOCK} --odyssey-float64 on --attention-dropout 0.1 --hidden-dropout 0.1"

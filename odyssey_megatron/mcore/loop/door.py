@@ -145,6 +145,7 @@ class Door:
             (seam_table.DUMMY_TRAIN_STEP, self.dummy_train_step),
             (seam_table.CONSUME_SEQLEN_STATS, lambda original: self._runtime.outcome.sequences),
             (seam_table.TRAINING_LOG, self.training_log),
+            (seam_table.REDUCE_MAX_STAT, outcome.known_to_all),
             (seam_table.GET_FORWARD_BACKWARD_FUNC, self.get_forward_backward_func),
             (seam_table.SAVE_CHECKPOINT, self._saves.save_checkpoint),
             (seam_table.SCHEDULE_ASYNC_SAVE, self._saves.schedule),

@@ -38,6 +38,13 @@ class StepOutcome:
     """Of a mixture of experts: name -> of each transformer layer the sum over all microbatches."""
 
 
+def known_to_all(original: object, stat: float | None, group: object = None) -> float | None:
+    """In the place of Megatron's ``reduce_max_stat_across_model_parallel_group``, for a number of a step: all ranks
+    have the same one already, be it that they hold no layer. It is logged in float32, as what messages bring.
+    """
+    return None if stat is None else torch.tensor(stat, dtype=torch.float32).item()
+
+
 # -- the totals of a step: [squared gradient norm, zeros in the gradient, tokens, microbatches, sum of the lengths of
 #    packed sequences, of their squares, (loss sum, loss count) for each name], float64, summed over all ranks with the
 #    step's agreement
