@@ -11,7 +11,16 @@ from odyssey_megatron.config import OdysseyConfig, choices_of, flag_of
 
 DOCS = [
     f"docs/{name}.md"
-    for name in ("flags", "measurements", "not-yet", "recovery", "running", "threat-model", "versions")
+    for name in (
+        "devices",
+        "flags",
+        "measurements",
+        "not-yet",
+        "recovery",
+        "running",
+        "threat-model",
+        "versions",
+    )
 ]
 BEGIN, END = r"<!-- flags: begin[^>]*-->\n", r"<!-- flags: end -->"
 
