@@ -80,6 +80,9 @@ class Wire:
     name: str
     size: int
     ends: dict[int, End] = field(default_factory=dict)
+    left: dict[int, tuple[bool, int]] = field(default_factory=dict)
+    """Of each rank, whether its side was clean, and how much it had been given, at the first failure that it heard of.
+    """
 
     @property
     def connected(self) -> bool:
@@ -246,6 +249,11 @@ class _Abort(NcclAbort):
     def __init__(self, memory: DeviceMemory):
         super().__init__(memory.pin(torch.ones(())))
         self._device = memory.device
+
+    def fire(self) -> None:
+        for end, use in self.uses.items() if not self.fired else ():
+            end.wire.left.setdefault(end.rank(), (use.is_clean, use.given))
+        super().fire()
 
     def drain(self) -> None:
         self._device.synchronize("drain")

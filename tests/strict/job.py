@@ -7,6 +7,7 @@ each rank's line to it.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -340,6 +341,23 @@ class Ended:
         """The names of the groups that were connected for it."""
         parted = [name.split("/", 2) for name, wire in self.wires.items() if wire.connected]
         return {name for _, number, name in parted if int(number) == generation}
+
+    def outlived(self) -> Counter[str]:
+        """What became of the channels between living ranks at the first failure, and why."""
+        again, living, found = self.connected(2), {one.rank for one in self.alive}, Counter[str]()
+        for name in self.connected(1):
+            if ">" in name and {*map(int, name.split(">"))} <= living:
+                wire = next(one for one in self.wires.values() if one.name.endswith(f"/1/{name}"))
+                quiet, given = zip(*wire.left.values(), strict=True)
+                if name not in again:
+                    found["kept"] += 1
+                elif not all(quiet):
+                    found[
+                        "outstanding, " + ("as much on both ends" if len({*given}) == 1 else "on one end")
+                    ] += 1
+                else:
+                    found["clean, and given unlike" if len({*given}) > 1 else "clean"] += 1
+        return found
 
     def outcomes(self) -> list[str]:
         """How recoveries went on: ``resume``, ``redo`` or ``finish``."""
