@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import takewhile
 from typing import Protocol
 
 import torch
@@ -16,6 +18,9 @@ from odyssey_megatron.execute.reduction import Reduction
 from odyssey_megatron.execute.timing import Trace
 from odyssey_megatron.plan.resume import Visit
 from odyssey_megatron.plan.schedule import Instr, Op
+
+Passed = Callable[[int], None]
+"""Called with a layer."""
 
 FORWARD_ONLY = frozenset({Op.FORWARD, Op.SEND_FORWARD, Op.RECV_FORWARD})
 """What is left of a program in an evaluation. Taking the rest away cannot deadlock: it only removes waits."""
@@ -48,11 +53,20 @@ class Compute(Protocol):
         ...
 
     def input_grad(
-        self, microbatch: int, first: int, last: int, grad: torch.Tensor | None, *, word: Word = None
+        self,
+        microbatch: int,
+        first: int,
+        last: int,
+        grad: torch.Tensor | None,
+        *,
+        word: Word = None,
+        passed: Passed | None = None,
     ) -> torch.Tensor | None:
         """Gradient of the input; ``grad`` (of the output) is None where ``last`` is behind the head.
 
-        Multiplied by ``word`` is what the model adds to gradients by itself: its loss, those of routers.
+        Multiplied by ``word`` is what the model adds to gradients by itself: its loss, those of routers. ``passed`` may
+        be called on the way, ever lower down: from that layer on all that it adds to gradients has been added, and
+        weight gradients can run.
         """
         ...
 
@@ -123,6 +137,8 @@ class Interpreter:
         self._reduction = Reduction(ledger, tensor_group)
         self._arriving: dict[tuple[Op, int, int], Pending] = {}
         self._progress, self._trace = Progress(0, 0, keeps=False), Trace()
+        self._left: deque[Instr] = deque()
+        """Of the program at hand, what has not begun."""
         self._handlers: dict[Op, tuple[str, Callable[[Instr], None]]] = {
             Op.FORWARD: ("forward", self._forward),
             Op.EAGER_FORWARD: ("", self._eager_forward),
@@ -142,13 +158,9 @@ class Interpreter:
         ``progress`` says what has been done of the step before, and afterwards what has.
         """
         self._progress, self._trace = progress, trace
-        for instr in program:
-            if instr.op is Op.STEP:
-                break
-            point, handler = self._handlers[instr.op]
-            self._checkpoint(point, instr.microbatch)
-            with trace.span(instr):
-                handler(instr)
+        self._left = deque(takewhile(lambda instr: instr.op is not Op.STEP, program))
+        while self._left:
+            self._next()
         self._channels.wait_sent()
         for instr in self._reduction.finish(progress):
             trace.until_now(instr)
@@ -161,6 +173,19 @@ class Interpreter:
                 f"unused messages at the end of the program: {[*self._arriving]}. The schedule was not verified; "
                 "please report it with the journal."
             )
+
+    def _next(self) -> None:
+        instr = self._left.popleft()
+        point, handler = self._handlers[instr.op]
+        self._checkpoint(point, instr.microbatch)
+        with self._trace.span(instr):
+            handler(instr)
+
+    def _run_on(self, layer: int) -> None:
+        """An input gradient has passed ``layer``: what stands behind it and is above runs beside the rest of it."""
+        while self._left and _may_begin(self._left[0], layer, self._num_layers):
+            with self._trace.apart():
+                self._next()
 
     def abandon(self) -> None:
         """Lets go of messages that will not come any more: they would keep their group's threads until a collection."""
@@ -193,7 +218,15 @@ class Interpreter:
         grad, word = self._input(instr, Op.RECV_BACKWARD, instr.last, none=at_end)
         # It adds to gradients, too: those of weights that are not deferred.
         with self._trace.computing(instr), self._progress.adding():
-            input_grad = self._compute.input_grad(instr.microbatch, instr.first, instr.last, grad, word=word)
+            sums_beside = any(one.op is Op.REDUCE_GRAD for one in takewhile(_is_last, self._left))
+            input_grad = self._compute.input_grad(
+                instr.microbatch,
+                instr.first,
+                instr.last,
+                grad,
+                word=word,
+                passed=self._run_on if sums_beside else None,
+            )
         if instr.first:
             if input_grad is None:
                 raise ScheduleInvalid(f"{instr} gave no input gradient")
@@ -250,3 +283,15 @@ class Interpreter:
                 self._progress,
             )
             of_experts = []
+
+
+def _is_last(instr: Instr) -> bool:
+    """Of what a worker ends with (``plan/reductions.py``): nobody waits for what is before it."""
+    return instr.op is Op.WEIGHT_GRAD or instr.op is Op.REDUCE_GRAD
+
+
+def _may_begin(instr: Instr, layer: int, num_layers: int) -> bool:
+    """Whether the gradients that ``instr`` adds to, or sums, are those from ``layer`` on. The weight that embedding and
+    head share counts as behind all layers, but is done with the embedding.
+    """
+    return _is_last(instr) and layer <= instr.first and instr.last <= num_layers

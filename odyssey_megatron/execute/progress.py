@@ -11,6 +11,7 @@ import torch
 from odyssey_megatron.execute.ledger import Word
 from odyssey_megatron.plan.resume import BEGINS, REACHES, Visit
 from odyssey_megatron.plan.schedule import Instr, Op
+from odyssey_megatron.plan.visits import BACKED
 
 MessageKey = tuple[Op, int, int]
 """(the send's op, microbatch, boundary)."""
@@ -49,12 +50,20 @@ class Progress:
         """
         self.ahead: dict[Visit, torch.Tensor] = {}
         """What leaves the visits of other workers that this one has run ahead."""
-        self.whole = True
-        """The gradients are exactly what the table says, behind :meth:`bring_back`: nothing was cut off half-way."""
+        self._whole, self._adding = True, 0
         self._own: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Gradients that are sums by now, and what they were."""
         self._take: Callable[[], None] = lambda: None
         self.keeps = keeps
+
+    @property
+    def whole(self) -> bool:
+        """The gradients are exactly what the table says, behind :meth:`bring_back`: nothing was cut off half-way."""
+        return self._whole and not self._adding
+
+    @whole.setter
+    def whole(self, whole: bool) -> None:
+        self._whole = whole
 
     def leave(self, op: Op, microbatch: int, edge: int, tensor: torch.Tensor, word: Word = None) -> None:
         """Notes a result. An alias, since Megatron takes the storage away from its output tensors."""
@@ -87,9 +96,12 @@ class Progress:
             self._noted.append(_Noted(instr, op, began, ended))
 
     def _mark(self, instr: Instr, level: int) -> None:
-        row = self.table[instr.microbatch]
-        row[instr.first : instr.last] = level
-        row[instr.first] += BEGINS * (level > 0)
+        row = self.table[instr.microbatch][instr.first : instr.last]
+        if level != BACKED:
+            row[:] = level
+        else:  # beside an input gradient the first weight gradients of its microbatch may have run
+            row[row % BEGINS < BACKED] = BACKED
+        row[0] = row[0] % BEGINS + BEGINS * (level > 0)
 
     def summed(self, instr: Instr, word: Word, gradients: torch.Tensor, before: torch.Tensor | None) -> None:
         """``gradients`` of ``instr`` become sums over their holders now; ``before``: what they are, if that is kept."""
@@ -174,6 +186,6 @@ class Progress:
     @contextlib.contextmanager
     def adding(self) -> Iterator[None]:
         """The body adds to gradients: if it is cut off, nobody knows what it has added."""
-        before, self.whole = self.whole, False
+        self._adding += 1
         yield
-        self.whole = before
+        self._adding -= 1

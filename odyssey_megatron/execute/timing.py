@@ -75,11 +75,15 @@ class Trace:
     entries: list[tuple[Instr, float, float]] = field(default_factory=list)
     marks: list[tuple[Instr, Any, Any]] = field(default_factory=list)
 
+    _open: tuple[Instr, Any] | None = None
+    """What computes, and since which mark."""
+
     @contextlib.contextmanager
     def span(self, instr: Instr) -> Iterator[None]:
-        start_s = time.monotonic()
+        at, start_s = len(self.entries), time.monotonic()
+        self.entries.append((instr, start_s, start_s))  # what runs within it stands behind it
         yield
-        self.entries.append((instr, start_s, time.monotonic()))
+        self.entries[at] = (instr, start_s, time.monotonic())
 
     def until_now(self, instr: Instr) -> None:
         """``instr`` has gone on beside others, and ends now."""
@@ -92,9 +96,23 @@ class Trace:
         if instr.op not in COMPUTE or not (self.measured or self.slowness > 1.0):
             yield
             return
-        began = self.stopwatch.mark()
+        self._open = instr, self.stopwatch.mark()
         yield
+        self._close()
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """The body does not belong to what computes, in the middle of which it runs."""
+        instr = self._close()
+        yield
+        self._open = (instr, self.stopwatch.mark()) if instr else None
+
+    def _close(self) -> Instr | None:
+        if self._open is None:
+            return None
+        (instr, began), self._open = self._open, None
         self.marks.append((instr, began, self.end_of(began)))
+        return instr
 
     def end_of(self, began: Any) -> Any:
         """The mark behind what began with one, when it has been made as slow as it is to be: on a CPU only."""

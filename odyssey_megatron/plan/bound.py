@@ -23,10 +23,10 @@ def lower_bound_s(
     reach it, and has all its forwards, input and weight gradients to do. *Drain*: all its forwards and
     input gradients come before the last gradient leaves it, which then goes up to the first stage.
     *Path*: a microbatch goes down, up again and ends with a weight gradient. *Sums*: a worker sums its buckets one
-    after the other behind all its forwards and input gradients, and one of them behind all that it computes. Then all
-    step. *Memory*, if ``in_flight_cap`` (worker -> bytes of activations) is given: each microbatch keeps its bytes on a
-    worker at least while it goes down to the head and up again, and bytes times seconds fit into the cap times the
-    step (Little's law).
+    after the other behind all its forwards and input gradients, of which on a first stage the last one may run on
+    beside, and one of them behind all that it computes. Then all step. *Memory*, if ``in_flight_cap`` (worker -> bytes
+    of activations) is given: each microbatch keeps its bytes on a worker at least while it goes down to the head and up
+    again, and bytes times seconds fit into the cap times the step (Little's law).
     """
     work = _Work(layout, costs, speeds or {}, in_flight_cap or {})
     sums = _sums_s(layout, costs)
@@ -75,6 +75,8 @@ class _Work:
         self.head: dict[int, float] = {}
         self.tail: dict[int, float] = {}
         self.until_drain: dict[int, float] = {}
+        self.beside: dict[int, float] = {}
+        """The longest input gradient that nobody waits for."""
         self.weight_grads: dict[int, float] = {}
         self.path_s = 0.0
         """Of one microbatch, down and up and to its last weight gradient."""
@@ -98,6 +100,8 @@ class _Work:
         self.path_s = max(self.path_s, down_and_up + times[0][2])
         for hop, (forward, input_grad, weight_grad) in zip(route.hops, times, strict=True):
             worker = hop.worker
+            if not hop.first:
+                self.beside[worker] = max(self.beside.get(worker, 0.0), input_grad)
             early = self.costs.spans.early_bytes(hop.first, hop.last)
             late = self.costs.spans.activation_bytes(hop.first, hop.last) - early
             self.byte_s[worker] = self.byte_s.get(worker, 0.0) + count * (
@@ -123,4 +127,5 @@ class _Work:
         cap -= cap % portion if portion else cap
         memory_s = self.head[worker] + self.byte_s[worker] / cap if cap else 0.0
         computed_s = max(done + self.weight_grads[worker], memory_s)
-        return max(computed_s + min(sums_s), done + sum(sums_s), done + self.tail[worker])
+        sums = done - self.beside.get(worker, 0.0) + sum(sums_s)
+        return max(computed_s + min(sums_s), sums, done + self.tail[worker])

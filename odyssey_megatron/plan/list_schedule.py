@@ -20,6 +20,7 @@ from typing import NamedTuple
 from odyssey_megatron.errors import LayoutInvalid, PlanInfeasible
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.reductions import Tail, tail_length
+from odyssey_megatron.plan.visits import INPUT_GRAD
 
 TICKS_PER_S = 10**9
 """Scheduling counts in whole nanoseconds, so that equal times compare equal on every machine."""
@@ -61,8 +62,11 @@ class Solved:
         """Per worker, the weight gradients that it ends with."""
         visits, found = self.shape.visits(), []
         for queue, speed in zip(self.queues, self.shape.speeds, strict=True):
-            last = queue[len(queue) - tail_length(queue, 8 * len(visits)) :]
-            found.append(Tail(tuple(visits[code >> 3][1:] for code in last), speed))
+            at = len(queue) - tail_length(queue, 8 * len(visits))
+            before, lead = queue[at - 1] if at else 0, None
+            if before & 7 == INPUT_GRAD and visits[before >> 3][1] == 0:
+                lead = visits[before >> 3][1:]
+            found.append(Tail(tuple(visits[code >> 3][1:] for code in queue[at:]), speed, lead))
         return tuple(found)
 
 

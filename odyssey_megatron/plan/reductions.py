@@ -4,6 +4,9 @@ The last of a worker's program are weight gradients, which nobody else waits for
 bucket's sum starts behind the last of its own. So behind a worker's first sum it neither sends nor needs anything but
 other sums, and whoever waits for a sum waits for what stands before it in some program: what was free of deadlocks
 remains so.
+
+Where the last input gradient before them is that of a first stage, nobody waits for it either. What stands behind it
+then begins within it, as soon as it has passed the layers of a bucket and one more (:class:`Tail`).
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from itertools import pairwise
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Block, Layout
 from odyssey_megatron.plan.schedule import Op, Schedule
-from odyssey_megatron.plan.visits import WEIGHT_GRAD, Codes, Visits
+from odyssey_megatron.plan.visits import INPUT_GRAD, WEIGHT_GRAD, Codes, Visits
 
 BUCKET_PARAMETERS, BUCKET_PARAMETERS_PER_HOLDER = 40_000_000, 1_000_000
 """The least that is summed at once, the larger of the two: less would wait for latency. Source: megatron core_v0.16.1
@@ -123,6 +126,14 @@ class Tail:
     spans: tuple[tuple[int, int], ...]
     """``[first, last)`` of each."""
     speed: float
+    lead: tuple[int, int] | None = None
+    """The layers of the input gradient before them, if nobody waits for that."""
+
+    def left_s(self, costs: Costs, first: int) -> float:
+        """How long the input gradient before them still takes when those from layer ``first`` on can run."""
+        if self.lead is None or first >= len(costs.layers):  # the tied weight's is done with the embedding's
+            return 0.0
+        return costs.spans.input_grad_s(self.lead[0], until_passed(self.lead, first)) / self.speed
 
     def within_s(self, costs: Costs, first: int, last: int) -> float:
         """How long their parts in these layers take."""
@@ -133,9 +144,27 @@ class Tail:
 NO_TAIL = Tail((), 1.0)
 
 
+def until_passed(lead: tuple[int, int], first: int) -> int:
+    """Of an input gradient's layers, down to which one it must have come for those from ``first`` on to be whole: to
+    one below them, as what a layer adds to gradients beside its input gradient may come a little later.
+    """
+    return lead[1] if first >= lead[1] else max(lead[0], first - 1)
+
+
 def tail_length(program: Sequence[int], visits_end: int) -> int:
     """How many weight gradients it ends with; codes from ``visits_end`` on are no visits'."""
     at = len(program)
     while at and program[at - 1] < visits_end and program[at - 1] & 7 == WEIGHT_GRAD:
         at -= 1
     return len(program) - at
+
+
+def lead_of(program: Sequence[int], visits: Visits) -> tuple[int, int] | None:
+    """The layers of the input gradient before the weight gradients and sums at its end, if nobody waits for that."""
+    for code in reversed(program):
+        if code < visits.reductions and code & 7 != WEIGHT_GRAD:
+            visit, leads = code >> 3, code & 7 == INPUT_GRAD and visits.before[code >> 3] < 0
+            return (visits.first[visit], visits.last[visit]) if leads else None
+        if visits.eager <= code < visits.pieces:
+            return None
+    return None

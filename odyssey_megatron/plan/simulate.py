@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from odyssey_megatron.errors import ScheduleInvalid
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Block, Layout
 from odyssey_megatron.plan.memory import state_bytes
-from odyssey_megatron.plan.reductions import NO_TAIL, Tail, buckets, buckets_of, reduction_order
+from odyssey_megatron.plan.reductions import (
+    NO_TAIL,
+    Tail,
+    buckets,
+    buckets_of,
+    lead_of,
+    reduction_order,
+)
 from odyssey_megatron.plan.schedule import Schedule
 from odyssey_megatron.plan.visits import (
     FORWARD,
@@ -70,9 +77,13 @@ def step_end_s(
     cut = buckets(layout, costs) if tails else layout.blocks()
     ready_s, free_s, known_s = dict(done_s), dict.fromkeys(done_s, 0.0), dict[tuple[int, int], float]()
     starts: list[tuple[Block, float]] = []
+    order = reduction_order(cut, behind=layout.num_layers)
+    left_s = _left_s(order, costs, tails or {})
     # Backwards: a worker is through with a bucket when it has what is left of its tail before it.
-    for bucket in reversed(reduction_order(cut, behind=layout.num_layers)):
-        starts.append((bucket, max(ready_s[worker] for worker in bucket.holders)))
+    for bucket in reversed(order):
+        starts.append(
+            (bucket, max(ready_s[one] - left_s.get((one, bucket.first), 0.0) for one in bucket.holders))
+        )
         for worker in bucket.holders if tails else ():
             tail = tails[worker] if tails else NO_TAIL
             key = (id(tail), bucket.first)
@@ -86,6 +97,22 @@ def step_end_s(
     return max(*done_s.values(), *free_s.values()) + costs.optimizer_s
 
 
+def _left_s(order: Sequence[Block], costs: Costs, tails: Mapping[int, Tail]) -> dict[tuple[int, int], float]:
+    """(worker, first layer of a bucket) -> how much earlier it comes to that than its program says, since the last
+    input gradient runs on beside it (:class:`odyssey_megatron.plan.reductions.Tail`); what is not earlier is left out.
+    """
+    least_s = {worker: math.inf for worker, tail in tails.items() if tail.lead is not None}
+    known_s, found = dict[tuple[int, int], float](), dict[tuple[int, int], float]()
+    for bucket in order if least_s else ():
+        for worker in bucket.holders:
+            if least_s.get(worker, 0.0):
+                key = (id(tails[worker]), bucket.first)
+                if key not in known_s:
+                    known_s[key] = tails[worker].left_s(costs, bucket.first)
+                least_s[worker] = found[worker, bucket.first] = min(least_s[worker], known_s[key])
+    return found
+
+
 def simulate(
     schedule: Schedule,
     layout: Layout,
@@ -96,8 +123,8 @@ def simulate(
 
     A send takes the sender no time and arrives ``costs.message_s()`` later; a receive is only posted, and
     the forward or input gradient that needs it waits; an eager forward waits for nothing; a sum starts when
-    all holders have come to it and are through with those before, and ends for all at once, beside what they compute;
-    ``STEP`` waits for all.
+    all holders have come to it and are through with those before, and ends for all at once, beside what they compute,
+    and beside what is left of the last input gradient where nobody waits for that; ``STEP`` waits for all.
 
     Raises:
         ScheduleInvalid: some workers wait for ever; names one, its position and what it waits for.
@@ -143,6 +170,12 @@ class _Clock:
         """When the last sum of each has ended."""
         self.ready: set[int] = set()
         """Who waits at ``STEP``."""
+        leads = {worker: lead_of(program, visits) for worker, program in programs.items()}
+        self.ends = {
+            worker: Tail((), speeds.get(worker, 1.0), lead) for worker, lead in leads.items() if lead
+        }
+        self.left = dict.fromkeys(self.ends, math.inf)
+        """How much earlier than its program says a worker comes to its next sum, at most."""
         alike: dict[tuple[int, int, int], tuple[Effect, ...]] = {}
         places = list(zip(visits.worker, visits.first, visits.last, strict=True))
         for worker, first, last in set(places):
@@ -223,7 +256,12 @@ class _Clock:
 
     def _sum(self, worker: int, code: int) -> list[int]:
         """``worker`` has come to a sum, and goes on beside it. Sums start in the order of each of their holders."""
-        self.summing[worker].append((code, self.now[worker], self.position[worker]))
+        here = self.now[worker]
+        if worker in self.ends:
+            first = self.visits.buckets[code - self.visits.reductions].first
+            self.left[worker] = min(self.left[worker], self.ends[worker].left_s(self.costs, first))
+            here -= self.left[worker]
+        self.summing[worker].append((code, here, self.position[worker]))
         self.spans[worker].append((self.now[worker], self.now[worker]))  # until it is known
         self.position[worker] += 1
         found, woken = [code], list[int]()

@@ -34,7 +34,7 @@ class Rows(NamedTuple):
         first = search.stages(kind)[0].spans[0]
         for one in search.stages(kind):
             reached_s = spans.forward_s(0, one.first) + one.hop * lag
-            rows.head_s.extend((reached_s, reached_s, search.up_s(kind, one)))
+            rows.head_s.extend((reached_s, reached_s - search.beside_s(one), search.up_s(kind, one)))
             rows.each_s.extend((one.each_s, one.down_and_up_s, one.down_and_up_s))
             rows.spans.extend((one.spans[:1], one.spans, (first,)))
             if costs.keeps_messages and search.budget is not None:
@@ -49,8 +49,9 @@ class Bounds:
     """Lower bounds as in :mod:`odyssey_megatron.plan.bound`, of pipelines of all kinds at once.
 
     Each row is a line: ``head_s + microbatches * each_s``, and sums after it. Of each stage there is one for all its
-    work, which memory may stretch, and the bucket that is summed last; one for its forwards and input gradients, and
-    all that it sums; and one for these, behind which the last gradient goes up to the first stage, and its last bucket.
+    work, which memory may stretch, and the bucket that is summed last; one for its forwards and input gradients, of
+    which on a first stage the last one may run on beside, and all that it sums; and one for these, behind which the
+    last gradient goes up to the first stage, and its last bucket.
     """
 
     def __init__(self, search: Search, kinds: Sequence[int]) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
-from itertools import compress
+from itertools import accumulate, compress
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -72,9 +72,9 @@ would come to an end that went by them from the beginning."""
 Done = tuple[float, Tail]
 """When a worker has computed, and the weight gradients that it ends with, beside which it sums."""
 
-End = tuple[float, Sequence[tuple[float, int]]]
+End = tuple[float, Sequence[tuple[float, float, int]]]
 """When a worker has all but these weight gradients; and of its buckets, in the order in which it sums them, how long
-the weight gradients in it take, and its bytes.
+the weight gradients in it take, how much of its last input gradient runs on beside, and its bytes.
 """
 
 Shares = tuple[tuple[int, int], ...]
@@ -427,9 +427,10 @@ class Pipelines:
         lag_s, byte_s = hops * costs.link_latency_s, hops / self.number / costs.link_bytes_per_s
         for now_s, buckets in self._ends(kind, microbatches):
             free_s = 0.0
-            for within_s, size in buckets:
+            for within_s, left_s, size in buckets:
                 now_s += within_s
-                free_s = (now_s if now_s > free_s else free_s) + lag_s + size * byte_s
+                come_s = now_s - left_s
+                free_s = (come_s if come_s > free_s else free_s) + lag_s + size * byte_s
             longest_s = max(longest_s, free_s)
         return longest_s
 
@@ -443,8 +444,9 @@ class Pipelines:
             ):
                 own = [bucket for a, b in one.spans for bucket in cut(a, b, self.number, costs)]
                 within = [tail.within_s(costs, *bucket) for bucket in reversed(own)]
+                left = accumulate((tail.left_s(costs, first) for first, _ in reversed(own)), min)
                 sizes = (costs.spans.gradient_bytes(*bucket) for bucket in reversed(own))
-                found.append((end_s - sum(within), [*zip(within, sizes, strict=True)]))
+                found.append((end_s - sum(within), [*zip(within, left, sizes, strict=True)]))
             self._known_ends[key] = found
         return self._known_ends[key]
 

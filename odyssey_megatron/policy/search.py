@@ -374,15 +374,19 @@ class Search:
 
     def _last_done(self, stages: int, share: float, pipelines: int) -> tuple[Rate, Rate]:
         """Of the stage that is done last if its pipeline gets ``share`` microbatches: all its work and its last bucket;
-        its forwards and input gradients and all its sums.
+        its forwards and input gradients, of which the last one may run on beside, and all its sums.
         """
         last, whole = (-inf, 0.0, 0.0), (-inf, 0.0, 0.0)
         for one in self.stages(stages):
             head_s = self._spans.forward_s(0, one.first) + one.hop * self.costs.message_s()
             sums_s = [reduce_s(self.costs, *bucket, pipelines) for bucket in self._buckets(one, pipelines)]
             last = max(last, _line(head_s + sums_s[0], one.each_s, share))
-            whole = max(whole, _line(head_s + sum(sums_s), one.down_and_up_s, share))
+            whole = max(whole, _line(head_s - self.beside_s(one) + sum(sums_s), one.down_and_up_s, share))
         return Rate(head_s=last[1], each_s=last[2]), Rate(head_s=whole[1], each_s=whole[2])
+
+    def beside_s(self, one: Stage) -> float:
+        """The input gradient beside which a stage may sum: see ``plan/reductions.py``."""
+        return sum(self._spans.input_grad_s(a, b) for a, b in one.spans if not a) / one.speed
 
     def _buckets(self, one: Stage, holders: int) -> list[tuple[int, int]]:
         """What a stage sums, the last of them first."""

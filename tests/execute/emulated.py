@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -137,11 +137,24 @@ class Accelerator(CellOfOne):
     def undo(self, visits: Any) -> None: ...
 
     def input_grad(
-        self, microbatch: int, first: int, last: int, grad: torch.Tensor | None, *, word: Any = None
+        self,
+        microbatch: int,
+        first: int,
+        last: int,
+        grad: torch.Tensor | None,
+        *,
+        word: Any = None,
+        passed: Callable[[int], None] | None = None,
     ) -> torch.Tensor:
         # A fused backward sends its gradient when all of it is done, so that is the time in the message.
         kinds = ("input_grad_s", "weight_grad_s") if self._fused else ("input_grad_s",)
-        return self._compute(kinds, first, last, grad)
+        if passed is None:
+            return self._compute(kinds, first, last, grad)
+        passed(last)
+        for layer in reversed(range(first, last)):
+            done = self._compute(kinds, layer, layer + 1, grad if layer == last - 1 else None)
+            passed(layer + 1)
+        return done
 
     def weight_grad(self, microbatch: int, first: int, last: int) -> None:
         if not self._fused:

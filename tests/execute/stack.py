@@ -209,12 +209,23 @@ class Stack(CellOfOne):
                 self._losses.pop(microbatch, None)
 
     def input_grad(
-        self, microbatch: int, first: int, last: int, grad: torch.Tensor | None, *, word: Any = None
+        self,
+        microbatch: int,
+        first: int,
+        last: int,
+        grad: torch.Tensor | None,
+        *,
+        word: Any = None,
+        passed: Callable[[int], None] | None = None,
     ) -> torch.Tensor | None:
+        passed = passed or (lambda layer: None)
+        passed(last)
         x, weights, out = self._flights[microbatch, first]
         grad = word if grad is None else grad
         input_grad, *weight_grads = torch.autograd.grad(out, [x, *weights], grad)
         self._flights[microbatch, first] = (None, weight_grads, None)
+        for layer in reversed(range(first + 1, last)):
+            passed(layer)
         return input_grad
 
     def weight_grad(self, microbatch: int, first: int, last: int) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -66,7 +67,9 @@ def spec(megatron: Any) -> Callable[..., Any]:
 
 @pytest.fixture
 def make_model(spec: Any, megatron: Any) -> Callable[..., Any]:
-    """Worker 0 of two, which holds the other one's layers, the head among them, too; arguments as of ``spec``."""
+    """Worker 0 of two, which holds the other one's layers, the head among them, too; or ``alone``, which computes all.
+    ``config``: changes of Megatron's; other arguments as of ``spec``.
+    """
     import pretrain_llama
     import torch
 
@@ -81,9 +84,13 @@ def make_model(spec: Any, megatron: Any) -> Callable[..., Any]:
     for one in samples:
         one |= {"loss_mask": torch.ones(16), "position_ids": torch.arange(16)}
 
-    def make(**changes: Any) -> Any:
+    def make(*, alone: bool = False, config: Mapping[str, Any] = MappingProxyType({}), **changes: Any) -> Any:
+        wanted = spec(**changes)
+        for name, value in config.items():
+            setattr(wanted.config, name, value)
+        last, tied = wanted.num_layers, wanted.shares_embedding
         made = MegatronModel(
-            spec(**changes),
+            wanted,
             forward_step=pretrain_llama.forward_step,
             source=MicrobatchSource(samples, micro_batch_size=1),
             learning_rate=LearningRate(**SCHEDULE),
@@ -92,9 +99,12 @@ def make_model(spec: Any, megatron: Any) -> Callable[..., Any]:
             micro_batch_size=1,
             groups_of_cell=megatron,
         )
-        layout = layout_from_routes(4, (pipeline_route((0, 1), (2, 4), (0, 1)),))
-        layout = replace(layout, holders=((0,), (0,), (0, 1), (0, 1)))
-        made.create_layers(range(4), range(4))
+        if alone:
+            layout = layout_from_routes(last, (pipeline_route((0,), (last,), (0, 1)),), tied=tied)
+        else:
+            layout = layout_from_routes(4, (pipeline_route((0, 1), (2, 4), (0, 1)),))
+            layout = replace(layout, holders=((0,), (0,), (0, 1), (0, 1)))
+        made.create_layers(range(last + tied), range(last + tied))
         made.take_layout(layout, 0)
         made.begin_step(0)
         return made

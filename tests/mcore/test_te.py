@@ -95,7 +95,7 @@ def test_what_is_put_waits_with_its_microbatch(fused):
 
     flights = [WeightGrads() for _ in range(3)]
     for microbatch, flight in enumerate(flights):
-        with flight:
+        with flight.collecting():
             put(microbatch)
     assert not weight.main_grad.any()
     flights[1].flush()

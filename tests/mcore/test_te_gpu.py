@@ -58,7 +58,7 @@ def backward(model: Any, microbatch: int, later: Any) -> None:
     torch.manual_seed(100 + microbatch)
     columns = torch.randn(16, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     loss = model(columns).float().square().sum()
-    with later:
+    with later.collecting():
         loss.backward()
     for weight in model.parameters():  # Megatron's DDP hook
         if weight.grad is not None:
@@ -194,7 +194,7 @@ def test_a_block_of_megatron_s_te_layers(te_spec, fused):
             hidden = torch.randn(16, 1, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
             block.model.module.set_input_tensor([hidden])
             loss = block.model(None, None, None).float().square().sum()
-            with flight:
+            with flight.collecting():
                 loss.backward()
             if not apart:
                 flight.flush()

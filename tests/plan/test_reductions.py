@@ -11,7 +11,12 @@ from odyssey_megatron.plan.bound import lower_bound_s
 from odyssey_megatron.plan.generate import build_schedule
 from odyssey_megatron.plan.layout import layout_from_routes, megatron_layout, pipeline_route
 from odyssey_megatron.plan.order import order_routes
-from odyssey_megatron.plan.reductions import BUCKET_PARAMETERS, BUCKET_PARAMETERS_PER_HOLDER, buckets
+from odyssey_megatron.plan.reductions import (
+    BUCKET_PARAMETERS,
+    BUCKET_PARAMETERS_PER_HOLDER,
+    Tail,
+    buckets,
+)
 from odyssey_megatron.plan.schedule import Op, schedule_from_text
 from odyssey_megatron.plan.simulate import reduce_s, simulate, step_end_s
 from odyssey_megatron.plan.verify import verify
@@ -81,6 +86,30 @@ def test_sums_start_when_their_last_weight_gradient_has_run():
         computed_s = max(end for instr, (_, end) in timed if instr.op is Op.WEIGHT_GRAD)
         assert [instr.first for instr, _ in sums] == sorted((i.first for i, _ in sums), reverse=True)
         assert sum(start < computed_s for _, (start, _) in sums) == len(sums) - 1, "all but the last one"
+
+
+def test_on_a_first_stage_sums_start_beside_the_last_input_gradient():
+    """Nobody waits for that: they start when it has passed their layers, and one more. Others' is waited for."""
+    given = costs(PP2_DP2, bucket_bytes=0)
+    schedule = build_schedule(PP2_DP2, given)
+    spans_of = dict(simulate(schedule, PP2_DP2, given).spans)
+    for worker, program in schedule.programs:
+        timed = [*zip(program, spans_of[worker], strict=True)]
+        begun, done = next(span for instr, span in reversed(timed) if instr.op is Op.INPUT_GRAD)
+        starts = {instr.first: start for instr, (start, _) in timed if instr.op is Op.REDUCE_GRAD}
+        assert done - begun == 4.0
+        if worker < 2:  # layers 3 and 2 are passed; then a second for each weight gradient
+            assert starts == {3: begun + 3.0, 2: begun + 5.0, 1: begun + 7.0, 0: begun + 8.0}
+        else:
+            assert starts == {at: done + 8.0 - at for at in (7, 6, 5, 4)}
+
+
+def test_of_several_visits_the_upper_layers_are_whole_before_the_last_input_gradient():
+    """A worker that has both ends: nothing of the upper one is waited for when the lower one's begins."""
+    tail = Tail(spans=((0, 4), (12, 16)), speed=2.0, lead=(0, 4))
+    given = costs(megatron_layout(num_layers=16, pipeline_size=2, num_workers=2, num_microbatches=4))
+    assert [tail.left_s(given, first) for first in (12, 3, 1, 0, 16)] == [2.0, 1.0, 0.0, 0.0, 0.0]
+    assert replace(tail, lead=None).left_s(given, 12) == 0.0
 
 
 def test_sums_of_64_holders_are_hidden_where_there_is_room():

@@ -12,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tests.execute.stack import LAYERS  # noqa: E402
+from tests.execute.stack import LAYERS, Stack  # noqa: E402
 from tests.strict.cases import POINTS, case, profile  # noqa: E402
 from tests.strict.communicators import OrdersDiffer  # noqa: E402
 from tests.strict.job import Case, Kill, run  # noqa: E402
@@ -179,6 +179,30 @@ def test_what_has_been_summed_is_not_lost(point):
     outcomes = {outcome for seed in range(4) for outcome in check(one, seed).outcomes()}
     assert outcomes <= {"resume", "finish"}
     assert "resume" in outcomes
+
+
+def test_sums_begin_within_the_last_input_gradient(monkeypatch):
+    """Of a first stage, whose nobody waits for; the others' are behind theirs."""
+    from odyssey_megatron.execute.reduction import Reduction
+
+    begun, start, input_grad = {}, Reduction.start, Stack.input_grad
+    inside = []
+
+    def starts(self, instr, *args, **others):
+        begun.setdefault(bool(inside), set()).add(instr.first)
+        start(self, instr, *args, **others)
+
+    def goes_back(self, *args, **others):
+        inside.append(args)
+        try:
+            return input_grad(self, *args, **others)
+        finally:
+            inside.clear()
+
+    monkeypatch.setattr(Reduction, "start", starts)
+    monkeypatch.setattr(Stack, "input_grad", goes_back)
+    check(healthy(stages=2, replicas=2, steps=1), seed=1)
+    assert begun == {True: {1, 2}, False: {0, 3, 4, 5}}
 
 
 def test_the_host_waits_for_nothing_before_the_agreement():

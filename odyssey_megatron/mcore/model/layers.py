@@ -21,7 +21,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 
 from odyssey_megatron.errors import ConfigError
-from odyssey_megatron.mcore.model import experts, rng, span, te
+from odyssey_megatron.mcore.model import experts, rng, span, te, wgrad
 from odyssey_megatron.mcore.model import groups as own
 from odyssey_megatron.mcore.model.optimizer import LayerOptimizer
 from odyssey_megatron.upstream import compat
@@ -146,6 +146,8 @@ class HeldLayer(torch.nn.Module):
                 seeds.attach(self.parts["mtp_embedding"], 0)  # the embedding is there, too, if both ends are
                 for number, one in enumerate(compat.blocks_ahead(self.parts["mtp"]), start=index):
                     seeds.attach(one, number)
+        if "layer" in self.parts:
+            wgrad.watch(self.parts["layer"], index)
         self.optimizer = LayerOptimizer(self, spec, groups) if kept else None
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:

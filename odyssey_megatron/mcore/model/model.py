@@ -12,6 +12,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.errors import NotFinite, TransferIncomplete
+from odyssey_megatron.execute.interpreter import Passed
 from odyssey_megatron.execute.ledger import Word
 from odyssey_megatron.mcore.loop import outcome
 from odyssey_megatron.mcore.loop.batches import Batches
@@ -266,10 +267,24 @@ class MegatronModel(Holdings):
             self._tally.undo(microbatch, first, last, with_losses=last == self.spec.num_layers)
 
     def input_grad(
-        self, microbatch: int, first: int, last: int, grad: torch.Tensor | None, *, word: Word = None
+        self,
+        microbatch: int,
+        first: int,
+        last: int,
+        grad: torch.Tensor | None,
+        *,
+        word: Word = None,
+        passed: Passed | None = None,
     ) -> torch.Tensor | None:
+        def on_the_way(layer: int) -> None:
+            assert passed is not None
+            passed(layer)
+            self._go_to(microbatch)  # back to it: what is recomputed draws numbers
+
+        if passed is not None:
+            passed(last)
         flight = self._flights[self._go_to(microbatch), first]
-        with flight.weight_grads, self.loss_scale.only_if(word):
+        with flight.weight_grads.collecting(on_the_way if passed else None), self.loss_scale.only_if(word):
             return compat.backward_step(flight.activation, flight.output, grad, self.spec.config)
 
     def weight_grad(self, microbatch: int, first: int, last: int) -> None:

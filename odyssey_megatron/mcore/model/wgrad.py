@@ -11,6 +11,7 @@ ranks of a cell run the same program, so they gather in the same order.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from odyssey_megatron.mcore.model.layers import HeldLayer
 
 _collecting: WeightGrads | None = None
+_passed: Callable[[int], None] | None = None
 T = TypeVar("T")
 
 
@@ -43,20 +45,21 @@ class _Pending(NamedTuple):
 
 
 class WeightGrads:
-    """The deferred weight gradients of one microbatch on one worker. Use as a context around its backward."""
+    """The deferred weight gradients of one microbatch on one worker."""
 
     def __init__(self) -> None:
         self._pending: list[_Pending] = []
         self._bound: list[tuple[torch.nn.Parameter, Callable[[], None]]] = []
 
-    def __enter__(self) -> WeightGrads:
-        global _collecting
-        _collecting = self
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        global _collecting
-        _collecting = None
+    @contextlib.contextmanager
+    def collecting(self, passed: Callable[[int], None] | None = None) -> Iterator[None]:
+        """The body is its backward; ``passed``: see ``execute.interpreter.Compute.input_grad``."""
+        global _collecting, _passed
+        _collecting, _passed = self, passed
+        try:
+            yield
+        finally:
+            _collecting = _passed = None
 
     def add(self, pending: _Pending) -> None:
         self._pending.append(pending)
@@ -153,6 +156,26 @@ def later(weight: torch.nn.Parameter, add: Callable[[], None]) -> None:
         add()
     else:
         _collecting.add_bound(weight, add)
+
+
+def watch(module: torch.nn.Module, layer: int) -> None:
+    """Says, in the backward of the transformer layer ``module``, that all above it has been passed.
+
+    When the gradient of its input is complete, all that the layers above add to gradients themselves (norms, biases,
+    whole backwards) has been added: autograd runs what adds up before all else. Of ``layer`` itself something may still
+    be due, where its input is a leaf, as in what is recomputed.
+    """
+
+    def forward_begins(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        hidden = args[0] if args else kwargs.get("hidden_states")
+        if isinstance(hidden, torch.Tensor) and hidden.requires_grad and torch.is_grad_enabled():
+            hidden.register_hook(backward_came)  # type: ignore[no-untyped-call]
+
+    def backward_came(grad: torch.Tensor) -> None:
+        if _passed is not None:
+            _passed(layer + 1)
+
+    module.register_forward_pre_hook(forward_begins, with_kwargs=True)
 
 
 def _apex_kernel(dtype: torch.dtype) -> Any:
