@@ -90,6 +90,40 @@ def test_gradients_that_were_cut_off_half_way_do_not_stay():
     assert not can_resume(None, layout, 0, progress, torch.device("cpu"))
 
 
+def test_weight_gradients_that_ran_beside_their_input_gradient_are_done():
+    """The input gradient is noted behind them, and makes nothing undone."""
+    from odyssey_megatron.plan.resume import rest
+    from odyssey_megatron.plan.schedule import parse_instr
+
+    layout = layout_from_routes(4, (pipeline_route((0,), (4,), (0,)),))
+    progress = progress_of(layout, "F0[0:4]")
+    upper, whole = parse_instr("W0[2:4]"), parse_instr("I0[0:4]")
+    with progress.adding():
+        with progress.adding():
+            progress.reached(upper, upper.op)
+        assert not progress.whole
+        progress.reached(whole, whole.op)
+    assert progress.whole
+    assert progress.table.tolist() == [[6, 2, 7, 3]]
+    program = tuple(
+        map(parse_instr, "I0[0:4] W0[2:4] REDUCE_GRAD[2:4] W0[0:2] REDUCE_GRAD[0:2] STEP".split())
+    )
+    left = rest(program, progress.table.tolist(), {0, 2})
+    assert left is not None
+    assert " ".join(map(str, left)) == "REDUCE_GRAD[2:4] W0[0:2] REDUCE_GRAD[0:2] STEP"
+
+
+def test_what_became_a_sum_for_good_beside_an_input_gradient_is_not_forgotten():
+    """There was no room for copies."""
+    from odyssey_megatron.plan.schedule import parse_instr
+
+    layout = layout_from_routes(4, (pipeline_route((0,), (4,), (0,)),))
+    progress = progress_of(layout, "F0[0:4]")
+    with progress.adding():
+        progress.summed(parse_instr("REDUCE_GRAD[2:4]"), None, torch.ones(1), None)
+    assert not progress.whole
+
+
 def test_results_stay_until_the_step_ends_or_until_they_are_sent():
     from odyssey_megatron.execute.progress import Progress
     from odyssey_megatron.plan.schedule import Op
