@@ -56,8 +56,9 @@ class Communicators:
         """For people: what a change to this plan has to wait for."""
         if not self.anew:
             return "no communicator to connect"
+        several = "s" if self.anew > 1 else ""
         return (
-            f"{self.anew} communicators of a rank to connect, with NCCL in {self.connect_s:.1f} s, and "
+            f"{self.anew} communicator{several} of a rank to connect, with NCCL in {self.connect_s:.1f} s, and "
             f"{FIRST_USE_S} s when they are first used"
         )
 

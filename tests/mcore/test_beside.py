@@ -8,6 +8,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from odyssey_megatron.errors import Superseded  # noqa: E402
+
 
 def step(model: Any, microbatches: int, on_the_way: bool) -> tuple[list[int], Any, list[Any]]:
     """A worker's end of a step: of the last microbatch the layers that were passed, and what was summed by then."""
@@ -62,4 +64,23 @@ def test_gradients_that_are_summed_on_the_way_are_whole(make_model, megatron, mo
     assert passed[0] == model.spec.num_layers
     assert begun >= 3, "all but the lowest layers"
     for ours, theirs in zip(summed, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("changes", [{}, {"config": RECOMPUTED}], ids=["plain", "recomputed"])
+def test_a_failure_on_the_way_ends_the_backward(make_model, changes):
+    """As it is raised there; and nothing goes on collecting."""
+    model = make_model(alone=True, num_layers=4, **changes)
+    _, _, expected = step(model, 2, on_the_way=True)
+
+    def fails(layer: int) -> None:
+        if layer < 4:
+            raise Superseded("a newer generation exists")
+
+    model.begin_step(0)
+    model.forward(0, 0, 6, None)
+    with pytest.raises(Superseded, match="a newer generation exists"):
+        model.input_grad(0, 0, 6, None, passed=fails)
+    _, _, again = step(model, 2, on_the_way=True)
+    for ours, theirs in zip(again, expected, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
