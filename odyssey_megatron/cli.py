@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from odyssey_megatron.config import SIGNALS
 from odyssey_megatron.errors import EXIT_BAD_INPUT, ConfigError
+from odyssey_megatron.faults import SIGNALS
 from odyssey_megatron.inputs import Between, Parser, printable
 
 

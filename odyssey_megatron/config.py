@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from itertools import pairwise
 from typing import Any
 
 from odyssey_megatron.errors import ConfigError
-from odyssey_megatron.inputs import COUNT, WHOLE, Between, Parser
+from odyssey_megatron.faults import INJECTION_POINTS, Fault, Slowdown, SlowLink, parse_injections
+from odyssey_megatron.inputs import Between, Parser
 
 MODES = ("off", "observe", "recover")
 LAYOUTS = ("megatron", "spread", "auto")
@@ -21,24 +22,6 @@ REBALANCES = ("off", "auto")
 INTERRUPTED_STEPS = ("resume", "redo")
 DEVICES = ("cuda", "cpu")
 ON_SIGTERM = ("auto", "save", "leave", "stop")
-INJECTION_POINTS = (
-    "forward",
-    "backward",
-    "weight_grad",
-    "reduce",
-    "agreement",
-    "optimizer",
-    "commit",
-    "param_gather",
-    "abort",
-    "groups",
-    "agree",
-    "transfer",
-    "evaluate",
-    "checkpoint",
-)
-"""Of a step; of a recovery, named as its phases in ``recover.py``; of the rest."""
-SIGNALS = ("KILL", "STOP")
 
 
 def policies() -> tuple[str, ...]:
@@ -93,7 +76,9 @@ class OdysseyConfig:
         "faults to inject, ';'-separated: 'rank=5,step=7,at=backward[,signal=STOP][,microbatch=3]"
         "[,generation=2]'; steps and microbatches count from 0, so that step 7 is Megatron's iteration 8; at is one of "
         + ", ".join(INJECTION_POINTS)
-        + ". 'rank=5,step=20,slow=2.0,until=60': in steps 20 to 59 its layers take twice the time (on the CPU device)",
+        + ". 'rank=5,step=20,slow=2.0,until=60': in steps 20 to 59 its layers take twice the time; "
+        "'link=3>5,step=20,slow=4,until=60': messages from rank 3 to rank 5 take four times theirs (both on the CPU "
+        "device)",
     )
     accept: str = _flag(
         "",
@@ -149,6 +134,12 @@ class OdysseyConfig:
         "workers that are slow, by what the ranks measure: auto gives them less to do, between two steps, where that "
         "pays, and what they had once they have recovered. off only says what that would gain",
         choices=REBALANCES,
+    )
+    time_links: str = _flag(
+        "off",
+        "before each measured step (--odyssey-profile-steps) workers exchange messages with those next to them in "
+        "pipelines, for their times alone, so that slow links are found as well",
+        choices=("off", "on"),
     )
     page_port: int = _flag(
         0,
@@ -243,93 +234,9 @@ class OdysseyConfig:
         return frozenset(one.strip().removeprefix("--") for one in self.accept.split(",") if one.strip())
 
     @property
-    def injections(self) -> tuple[Injection | Slowdown, ...]:
+    def injections(self) -> tuple[Fault, ...]:
         """The parsed ``inject``."""
         return parse_injections(self.inject)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Injection:
-    """Send ``signal`` to ``rank`` when it reaches point ``at`` of ``step``."""
-
-    rank: int
-    step: int
-    """-1: any."""
-    at: str
-    signal: str = "KILL"
-    microbatch: int = -1
-    """-1: the first one that comes by."""
-    generation: int = -1
-    """-1: any; 2 means only in the second generation, e.g. while the interrupted step is finished."""
-    incarnation: int = 0
-    """Which of the processes that are this rank one after another; 0 is the first."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slowdown:
-    """The layers of ``rank`` take ``slow`` times their time from ``step`` on."""
-
-    rank: int
-    step: int
-    slow: float
-    until: int = -1
-    """The first step that is as it was before; -1: none."""
-    incarnation: int = 0
-    """As above."""
-
-
-_SLOWER = Between(1.0, 1000.0)
-
-
-def parse_injections(text: str) -> tuple[Injection | Slowdown, ...]:
-    """Parses the value of ``--odyssey-inject``. Raises ConfigError."""
-    return tuple(_parse_injection(one.strip()) for one in text.split(";") if one.strip())
-
-
-def _parse_injection(text: str) -> Injection | Slowdown:
-    kind = Slowdown if "slow" in {item.partition("=")[0].strip() for item in text.split(",")} else Injection
-    known = {f.name for f in fields(kind)}
-    values: dict[str, Any] = {}
-    for item in text.split(","):
-        key, equals, value = (part.strip() for part in item.partition("="))
-        if not equals or key not in known or key in values:
-            example = "rank=5,step=20,slow=2.0,until=60" if kind is Slowdown else "rank=5,step=7,at=backward"
-            raise ConfigError(
-                f"--odyssey-inject {text!r}: cannot read {item!r}. Write {example!r}; the keys are "
-                + ", ".join(sorted(known))
-                + "."
-            )
-        try:
-            values[key] = _READ[key].read(value) if key in _READ else value
-        except ValueError as error:
-            raise ConfigError(f"--odyssey-inject {text!r}: {key}: {error}.") from None
-    missing = {f.name for f in fields(kind) if f.default is MISSING} - set(values)
-    if missing:
-        raise ConfigError(f"--odyssey-inject {text!r}: {', '.join(sorted(missing))} is missing.")
-    for key, allowed in (("at", INJECTION_POINTS), ("signal", SIGNALS)):
-        if values.get(key, allowed[0]) not in allowed:
-            raise ConfigError(
-                f"--odyssey-inject {text!r}: {key}={values[key]} is unknown; use one of "
-                + ", ".join(allowed)
-                + "."
-            )
-    if 0 <= values.get("until", -1) <= values["step"]:
-        raise ConfigError(
-            f"--odyssey-inject {text!r}: until={values['until']} is not behind step={values['step']}. It is the first "
-            "step that is as it was before."
-        )
-    return kind(**values)
-
-
-_READ = {
-    "rank": COUNT,
-    "incarnation": COUNT,
-    "step": WHOLE,
-    "microbatch": WHOLE,
-    "generation": WHOLE,
-    "until": COUNT,
-    "slow": _SLOWER,
-}
 
 
 def flag_of(setting: Field[Any]) -> str:
@@ -368,10 +275,11 @@ def _check(config: OdysseyConfig) -> None:
             "--odyssey observe injects no faults: --odyssey-inject would do nothing. Leave it out, and kill a rank of "
             "the running job with 'odyssey inject RUN_DIR --rank N'."
         )
-    if config.device != "cpu" and any(isinstance(one, Slowdown) for one in config.injections):
+    if config.device != "cpu" and any(isinstance(one, (Slowdown, SlowLink)) for one in config.injections):
         raise ConfigError(
-            "--odyssey-inject slow=... takes up the time of a CPU; on a GPU the layers would not take longer by it. "
-            "Use --odyssey-device cpu, or lower the clock of the GPU (nvidia-smi --lock-gpu-clocks)."
+            "--odyssey-inject slow=... takes up the time of a CPU, or holds messages back there; on a GPU nothing "
+            "would take longer by it. Use --odyssey-device cpu, or lower the clock of the GPU (nvidia-smi "
+            "--lock-gpu-clocks), or the rate of the network (tc qdisc)."
         )
     # The order of the limits: each must be able to expire before the one that would hide it.
     chain = ("heartbeat_s", "hang_s", "op_timeout_s")

@@ -6,18 +6,9 @@ from dataclasses import fields
 import pytest
 
 from odyssey_megatron import errors
-from odyssey_megatron.config import (
-    INJECTION_POINTS,
-    Injection,
-    OdysseyConfig,
-    Slowdown,
-    add_arguments,
-    config_from,
-    config_from_argv,
-    flag_of,
-    parse_injections,
-)
+from odyssey_megatron.config import OdysseyConfig, add_arguments, config_from, config_from_argv, flag_of
 from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.faults import INJECTION_POINTS, Injection, Slowdown, SlowLink, parse_injections
 
 FROZEN = {
     "mode": "off",
@@ -36,6 +27,7 @@ FROZEN = {
     "respawn": 0,
     "shrink": "auto",
     "rebalance": "off",
+    "time_links": "off",
     "page_port": 0,
     "metrics_port": 0,
     "page_bind": "127.0.0.1",
@@ -152,6 +144,10 @@ def test_injections_are_parsed():
         Slowdown(rank=5, step=20, slow=2.5, until=60),
         Slowdown(rank=1, step=0, slow=3.0, incarnation=1),
     )
+    assert parse_injections("link=3>5,step=20,slow=4,until=60;link= 0 > 1 ,step=0,slow=2") == (
+        SlowLink(link="3>5", step=20, slow=4.0, until=60),
+        SlowLink(link="0 > 1", step=0, slow=2.0),
+    )
     assert parse_injections("") == ()
     for point in INJECTION_POINTS:
         assert parse_injections(f"rank=0,step=0,at={point}")[0].at == point
@@ -174,6 +170,12 @@ def test_injections_are_parsed():
             "rank=5,step=7,slow=2,at=forward",
             "cannot read 'at=forward'. Write 'rank=5,step=20,slow=2.0,until=60'",
         ),
+        ("link=3,step=7,slow=2", "link: two ranks as in '3>5' are expected, found '3'"),
+        ("link=3>3,step=7,slow=2", "link: two ranks as in '3>5' are expected"),
+        ("link=a>3,step=7,slow=2", "link: two ranks as in '3>5' are expected"),
+        ("link=3>5,slow=2", "step is missing"),
+        ("link=3>5,step=7,slow=2,rank=3", "Write 'link=3>5,step=20,slow=4,until=60'"),
+        ("link=3>5,step=7,slow=2", "or the rate of the network"),
         ("rank=5,step=7,slow=2", "Use --odyssey-device cpu, or lower the clock of the GPU"),
     ],
 )

@@ -26,20 +26,10 @@ from hypothesis import strategies as st
 from odyssey_megatron import cli
 from odyssey_megatron.cluster.state import initial_state
 from odyssey_megatron.codec import from_json, to_json, to_jsonable
-from odyssey_megatron.config import (
-    INJECTION_POINTS,
-    Injection,
-    OdysseyConfig,
-    Slowdown,
-    config_from,
-    config_from_argv,
-    fields,
-    flag_of,
-    parse_injections,
-    variable_of,
-)
+from odyssey_megatron.config import OdysseyConfig, config_from, config_from_argv, fields, flag_of, variable_of
 from odyssey_megatron.doctor.launch_line import judged, read_job
 from odyssey_megatron.errors import ConfigError, LayoutInvalid, ScheduleInvalid
+from odyssey_megatron.faults import INJECTION_POINTS, Injection, Slowdown, SlowLink, parse_injections
 from odyssey_megatron.metrics import page
 from odyssey_megatron.metrics.plots import Picture
 from odyssey_megatron.metrics.run import read_run, summary, text_summary
@@ -399,7 +389,7 @@ def test_injections(examples):
 
     def test(text: str) -> None:
         with contextlib.suppress(ConfigError):
-            assert all(isinstance(one, Injection | Slowdown) for one in parse_injections(text))
+            assert all(isinstance(one, Injection | Slowdown | SlowLink) for one in parse_injections(text))
 
     fuzz(examples, texts.map(";".join), test)
 

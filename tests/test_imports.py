@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "odyssey_megatron"
 
-BASE = {"errors", "config", "codec", "inputs", "names"}
+BASE = {"errors", "config", "codec", "faults", "inputs", "names"}
 PURE = BASE | {"cluster", "plan", "policy", "metrics", "diagnosis"}
 
 ALLOWED: dict[str, set[str]] = {
@@ -24,7 +24,8 @@ ALLOWED: dict[str, set[str]] = {
     "names": set(),
     "errors": {"names"},
     "inputs": {"errors"},
-    "config": {"errors", "inputs", "policy"},  # the names of the policies
+    "faults": {"errors", "inputs"},
+    "config": {"errors", "faults", "inputs", "policy"},  # the names of the policies
     "codec": {"errors"},
     "cluster": BASE,
     "plan": BASE | {"cluster", ".numpy", ".scipy"},

@@ -90,6 +90,8 @@ class ClusterState:
     """Workers that live again, but hold nothing yet: they have not been in a generation that was live."""
     incarnations: tuple[tuple[int, int], ...] = ()
     """(rank, incarnation) of those that are not their rank's first process, ascending."""
+    slow_links: tuple[tuple[int, int, float], ...] = ()
+    """(sender, receiver, seconds): a message between these workers takes so much longer than others."""
 
     @property
     def alive(self) -> tuple[int, ...]:
@@ -216,6 +218,11 @@ def with_speeds(state: ClusterState, speeds: Mapping[int, float]) -> ClusterStat
     return replace(
         state, workers=tuple(replace(w, speed=speeds.get(w.worker, w.speed)) for w in state.workers)
     )
+
+
+def with_slow_links(state: ClusterState, longer_s: Mapping[tuple[int, int], float]) -> ClusterState:
+    """``state`` with these links slow, and no others. ``longer_s``: (sender, receiver) -> see ``slow_links``."""
+    return replace(state, slow_links=tuple((*link, seconds) for link, seconds in sorted(longer_s.items())))
 
 
 def without_fresh(state: ClusterState) -> ClusterState:

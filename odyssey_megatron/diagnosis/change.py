@@ -26,7 +26,7 @@ RECENT = 5
 
 @dataclass(frozen=True, slots=True)
 class Shift:
-    """A level that has risen by more than :data:`LEAST` / 2, and is still up at the end."""
+    """A level that has risen by more than half of what is looked for, and is still up at the end."""
 
     since: int
     """Where it began: a place in the series."""
@@ -42,15 +42,15 @@ def noise(series: list[Floats]) -> float:
     return max(_LEAST_NOISE, float(np.median(each)) if each else 0.0)
 
 
-def raised(values: Floats, noise: float) -> Shift | None:
-    """Whether ``values``, around zero, end at a raised level. One that has come down again is none."""
+def raised(values: Floats, noise: float, least: float = LEAST) -> Shift | None:
+    """Whether ``values``, around zero, end at a level raised by ``least``. One that has come down again is none."""
     enough = math.log(FALSE_ALARM_STEPS)
     total, since, shift_at, found = 0.0, 0, 0, -1
     for at, value in enumerate(values):
-        towards = value - LEAST / 2 if found < 0 else LEAST / 2 - value
+        towards = value - least / 2 if found < 0 else least / 2 - value
         if total <= 0.0:
             since = at
-        total = max(0.0, total + min(enough / 3, LEAST / noise**2 * towards))
+        total = max(0.0, total + min(enough / 3, least / noise**2 * towards))
         if total >= enough:  # up, or down again
             found, shift_at = (at, since) if found < 0 else (-1, at)
             total = 0.0

@@ -13,6 +13,7 @@ import numpy as np
 
 from odyssey_megatron.diagnosis.change import FALSE_ALARM_STEPS, RECENT, noise, raised
 from odyssey_megatron.diagnosis.fit import Fit, fit
+from odyssey_megatron.diagnosis.links import Links
 from odyssey_megatron.diagnosis.timings import Floats, Piece, Timings, medians, within
 
 SLOW_WORKER, UNEVEN_STAGE = "slow worker", "uneven stage"
@@ -58,6 +59,9 @@ class Diagnosis:
     """As above, by the newest step alone."""
     newest: int = -1
     """That step."""
+    links: Links = field(default_factory=Links)
+    sums: Links = field(default_factory=Links)
+    """Of gradients, over those who hold the same layers."""
 
     @property
     def slow(self) -> dict[int, float]:

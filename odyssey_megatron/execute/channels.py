@@ -16,11 +16,15 @@ import torch.distributed as dist
 
 from odyssey_megatron.cluster.cell import NO_SHAPES, Cell, Shapes
 from odyssey_megatron.errors import PeerFailed
+from odyssey_megatron.execute.held import Held, SlowLinks
 from odyssey_megatron.execute.ledger import Word
 from odyssey_megatron.plan.groups import WORLD, channel_name
 from odyssey_megatron.plan.plan import Transfer
 from odyssey_megatron.plan.schedule import SEND, Instr, Op
 from odyssey_megatron.rebuild.abort import wait_all
+
+_BESIDE = 2**30
+"""A tag that no message of a program has."""
 
 
 class Piece(NamedTuple):
@@ -76,9 +80,11 @@ class Channels:
         tagged: bool,
         shapes: Shapes = NO_SHAPES,
         cuts: bool = False,
+        slow: SlowLinks | None = None,
     ):
         self._groups, self._cell, self._num_layers, self._tagged = groups, cell, num_layers, tagged
         self._shapes, self._cuts = shapes, cuts
+        self._slow = slow or SlowLinks()
         self._sent: list[Any] = []
 
     def send(self, instr: Instr, tensor: torch.Tensor, word: Word) -> None:
@@ -91,7 +97,7 @@ class Channels:
             if word is not None:
                 # One message: a second one would wait for this one, and whatever is behind it, too.
                 message = torch.cat([message.reshape(-1), word.to(message.dtype).reshape(1)])
-            self._sent.append(self._checked(dist.isend(message, rank, **self._where(instr, places)), instr))
+            self._sent.append(self._checked(self._post(message, rank, self._where(instr, places)), instr))
 
     def receive(self, instr: Instr, room: torch.Tensor, *, with_word: bool) -> Pending:
         """Starts receiving what has the shape of ``room``, into it unless a word comes along."""
@@ -114,13 +120,37 @@ class Channels:
             return rank, {"group": self._groups[WORLD], "tag": tag}
         return rank, {"group": self._between(transfer.source, transfer.target, places)}
 
+    def alike(self, worker: int) -> bool:
+        """Whether ``worker`` has as many ranks as this one, so that each has one counterpart there."""
+        return self._shapes.get(worker, 1) == self._cell.each
+
+    def send_beside(self, peer: int, tensor: torch.Tensor) -> Any:
+        """A message to worker ``peer``, which is :meth:`alike`, that is none of a program. Returns its work."""
+        rank, where = self._beside(peer, self._cell.worker, peer)
+        return self._post(tensor, rank, where)
+
+    def receive_beside(self, peer: int, room: torch.Tensor) -> Any:
+        """One from worker ``peer``, into ``room``."""
+        rank, where = self._beside(peer, peer, self._cell.worker)
+        return dist.irecv(room, rank, **where)
+
+    def _beside(self, peer: int, source: int, target: int) -> tuple[int, dict[str, Any]]:
+        ((rank, places),) = self._cell.links(peer, self._cell.each)
+        if self._tagged:
+            return rank, {"group": self._groups[WORLD], "tag": _BESIDE}
+        return rank, {"group": self._between(source, target, places)}
+
+    def _post(self, message: torch.Tensor, rank: int, where: dict[str, Any]) -> Any:
+        return self._slow.post(rank, message.nbytes, lambda: dist.isend(message, rank, **where))
+
     def wait_sent(self) -> None:
         """Returns when every message sent so far has left."""
-        wait_all(self._sent)
+        wait_all([one.sent if isinstance(one, Held) else one for one in self._sent])
         self._sent.clear()
 
     def abandon(self) -> None:
         """Lets go of what is still being sent."""
+        self._slow.abandon()
         self._sent.clear()
 
     def _piece(self, tensor: torch.Tensor, places: range) -> torch.Tensor:

@@ -39,7 +39,8 @@ class Chronicle:
         self.stalled_s = 0.0
         """What recoveries have cost: from their detection until this rank trained again. Whoever logs it resets it."""
         self._generation: Generation | None = None
-        self._step, self._outcome, self._is_told, self._steps_here = -1, None, True, 0
+        self._step, self._outcome, self._is_told, self.steps_here = -1, None, True, 0
+        """Of this generation."""
         self._in_groups_s = self._agreed_s = 0.0
         self._recovered_by, self._taken_up = "", 0
         self._resume: dict[str, Any] | None = None
@@ -50,7 +51,7 @@ class Chronicle:
         """This rank enters it."""
         if generation.previous is not None and not generation.planned:
             self.clock.note_abort(self._member.heard_s)
-        self._generation, self._steps_here, self.speaks = generation, 0, False
+        self._generation, self.steps_here, self.speaks = generation, 0, False
 
     def in_groups(self, *, speaks: bool) -> None:
         self._in_groups_s, self.speaks = time.monotonic(), speaks
@@ -154,12 +155,12 @@ class Chronicle:
         """``step`` is over; ``state_bytes`` of each layer whose state is here."""
         generation = self._generation
         assert generation is not None
-        self._steps_here += 1
+        self.steps_here += 1
         if self.speaks:
             self.speak(step_s)
-        if generation.number > 1 and self._steps_here == 1 and not generation.planned:
+        if generation.number > 1 and self.steps_here == 1 and not generation.planned:
             self.event("redone", step, redo_s=step_s)
-        if self._steps_here <= self._trace_steps:
+        if self.steps_here <= self._trace_steps:
             self.event("trace", step, instructions=trace.to_jsonable())
         if trace.measured:
             self._member.publish_observations(self._measured.with_step(step, trace, state_bytes()))

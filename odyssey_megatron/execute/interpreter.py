@@ -132,7 +132,7 @@ class Interpreter:
         checkpoint: Callable[[str, int], None],
         ledger: Ledger,
     ):
-        self._compute, self._channels, self._holder_groups = compute, channels, holder_groups
+        self._compute, self.channels, self.holder_groups = compute, channels, holder_groups
         self._num_layers, self._checkpoint, self._ledger = num_layers, checkpoint, ledger
         self._reduction = Reduction(ledger, tensor_group)
         self._arriving: dict[tuple[Op, int, int], Pending] = {}
@@ -161,7 +161,7 @@ class Interpreter:
         self._left = deque(takewhile(lambda instr: instr.op is not Op.STEP, program))
         while self._left:
             self._next()
-        self._channels.wait_sent()
+        self.channels.wait_sent()
         for instr in self._reduction.finish(progress):
             trace.until_now(instr)
         progress.hand_back(self._compute.take_sums)
@@ -190,7 +190,7 @@ class Interpreter:
     def abandon(self) -> None:
         """Lets go of messages that will not come any more: they would keep their group's threads until a collection."""
         self._arriving.clear()
-        self._channels.abandon()
+        self.channels.abandon()
         self._reduction.abandon()
 
     def _forward(self, instr: Instr) -> None:
@@ -260,16 +260,16 @@ class Interpreter:
 
     def _send(self, instr: Instr) -> None:
         tensor, word = self._progress.take(instr.op, instr.microbatch, instr.first)
-        self._channels.send(instr, tensor, word)
+        self.channels.send(instr, tensor, word)
 
     def _receive(self, instr: Instr) -> None:
         room = self._compute.empty_message()
-        pending = self._channels.receive(instr, room, with_word=bool(self._ledger))
+        pending = self.channels.receive(instr, room, with_word=bool(self._ledger))
         self._arriving[instr.op, instr.microbatch, instr.first] = pending
 
     def _reduce(self, instr: Instr) -> None:
         first, last = instr.first, instr.last
-        groups, expert_group = self._holder_groups(first, last)
+        groups, expert_group = self.holder_groups(first, last)
         of_parts = {part: self._compute.gradients(first, last, part) for part in groups}
         of_experts = [(one, expert_group) for one in self._compute.expert_gradients(first, last)]
         every = [one for ones in of_parts.values() for one in ones]

@@ -15,9 +15,11 @@ from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import Fenced, PeerFailed, Superseded
 from odyssey_megatron.execute.channels import Channels
 from odyssey_megatron.execute.chronicle import Chronicle
+from odyssey_megatron.execute.held import SlowLinks
 from odyssey_megatron.execute.interpreter import FORWARD_ONLY, Interpreter
 from odyssey_megatron.execute.ledger import Ledger
 from odyssey_megatron.execute.left_out import dispensable, leave_out
+from odyssey_megatron.execute.neighbours import Neighbours
 from odyssey_megatron.execute.parts import FaultPoint, GroupBuilder, Groups, Member, Model, NoGroups
 from odyssey_megatron.execute.prepare import Offers, elected
 from odyssey_megatron.execute.progress import Progress
@@ -70,6 +72,7 @@ class RankRuntime:
         on_commit: Callable[[int, Any], None],
         on_groups: Callable[[Groups], None] = lambda groups: None,
         slowness: Callable[[int], float] = lambda step: 1.0,
+        slow_links: Callable[[int], Mapping[int, float]] = lambda step: {},
         stopwatch: Stopwatch | None = None,
         cell: Cell | None = None,
         first_step: int = 0,
@@ -106,14 +109,14 @@ class RankRuntime:
         self._live: Callable[[], None] = lambda: None
         member.on_offer(self._prepare)
         self._interpreter: Interpreter | None = None
+        self._slow = SlowLinks(slow_links)
         self._program: Program = ()
         self._progress: Progress | None = None
         """Of the step at hand; None where it has not begun, or must begin anew."""
         self._rest: Program | None = None
         """What is left to do of an interrupted step, if it goes on."""
-        self.boundary = 0
+        self.boundary = self.generation = 0
         self._plan: Plan | None = None
-        self.generation = 0
         self._cell = cell or Cell(rank=member.rank)
         self._worker = self._cell.worker
 
@@ -248,6 +251,7 @@ class RankRuntime:
             pair = membership.pair(generation.members, self._cell.rank)
             for name in (WORLD,) if self._tagged else pair:
                 self._measured.link = link_times(groups[name], model.empty_message())
+        self._slow.times = self._measured.link or self._slow.times
         channels = Channels(
             groups,
             cell=cell,
@@ -255,6 +259,7 @@ class RankRuntime:
             tagged=self._tagged,
             shapes=dict(generation.shapes),
             cuts=model.cuts_activations,
+            slow=self._slow,
         )
         self._moving = Moving(
             plan.transfers,
@@ -310,6 +315,15 @@ class RankRuntime:
 
     def run_step(self, generation: Generation) -> None:
         step = self.committed
+        self._slow.begin(step)
+        timed = (
+            self._config.time_links == "on" and self._measured.measures(step) and self.chronicle.steps_here
+        )
+        if timed and self._interpreter is not None:
+            self._fault("exchange", step)
+            ways = self._interpreter.channels, self._interpreter.holder_groups
+            neighbours = Neighbours(self._program, self.plan.layout, self._cell, *ways)
+            self._measured.exchange(step, neighbours, self._model.empty_message())
         began_s, self._ready, self._in_step = time.monotonic(), False, True
         trace = self._measured.trace(step)
         if self._progress is None:

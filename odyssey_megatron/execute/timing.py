@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 
 from odyssey_megatron.codec import to_json
+from odyssey_megatron.execute.neighbours import Exchanged, Neighbours, Summed
+from odyssey_megatron.plan.runs import to_runs
 from odyssey_megatron.plan.schedule import COMPUTE, Instr, Op
-from odyssey_megatron.policy.measured import LinkTimes, Measured
+from odyssey_megatron.policy.measured import LinkSeen, LinkTimes, Measured, SumSeen
 from odyssey_megatron.policy.profile import Observation
 
 
@@ -28,8 +30,12 @@ class Stopwatch(Protocol):
         """A place in the order of what has been asked for."""
         ...
 
+    def now(self) -> Any:
+        """The same for what is waited for: the time between two of these is that on the wall."""
+        ...
+
     def between_s(self, began: Any, ended: Any) -> float:
-        """Asked once the step is over, when all of it has run."""
+        """Of two marks of one kind. Asked once the step is over, when all of it has run."""
         ...
 
 
@@ -40,6 +46,9 @@ class OwnTime:
 
     def mark(self) -> float:
         return time.thread_time()
+
+    def now(self) -> float:
+        return time.monotonic()
 
     def between_s(self, began: float, ended: float) -> float:
         return ended - began
@@ -54,6 +63,8 @@ class DeviceTime:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
+
+    now = mark
 
     def between_s(self, began: Any, ended: Any) -> float:
         ended.synchronize()
@@ -159,20 +170,37 @@ class Measurements:
         self.regroup_s: float | None = None
         """How long the last recovery took until it was known what to move."""
         self._steps: deque[tuple[Observation, ...]] = deque(maxlen=_KEPT)
+        self._links: deque[tuple[LinkSeen, ...]] = deque(maxlen=_KEPT)
+        self._sums: deque[tuple[SumSeen, ...]] = deque(maxlen=_KEPT)
+        self._exchanged: tuple[int, Exchanged, Summed] = (-1, {}, {})
+
+    def measures(self, step: int) -> bool:
+        """Whether ``step`` is one of those; the same on all ranks."""
+        return step == 1 or step % self._every == 0
 
     def trace(self, step: int) -> Trace:
         """For the instructions of ``step``."""
-        measured = step == 1 or step % self._every == 0
-        return Trace(measured=measured, stopwatch=self._stopwatch, slowness=self._slowness(step))
+        return Trace(measured=self.measures(step), stopwatch=self._stopwatch, slowness=self._slowness(step))
+
+    def exchange(self, step: int, neighbours: Neighbours, message: torch.Tensor) -> None:
+        """Times messages to those that this worker exchanges some with, and sums, before ``step``."""
+        now = self._stopwatch.now
+        self._exchanged = step, neighbours.exchange(message, now), neighbours.sums(message, now)
 
     def with_step(self, step: int, trace: Trace, state_bytes: Mapping[int, int]) -> str:
         """What is known after ``step``, which was measured, as it is published; ``state_bytes``: of each layer whose
         state is here.
         """
         self._steps.append((*_medians(step, trace), _probe(step, trace)))
+        if self._exchanged[0] == step:
+            _, exchanged, summed = self._exchanged
+            self._links.append(tuple(_links(step, exchanged, self._stopwatch)))
+            self._sums.append(tuple(_sums(step, summed, self._stopwatch)))
         known = Measured(
             spans=tuple(one for of_step in self._steps for one in of_step),
             link=self.link,
+            links=tuple(one for of_step in self._links for one in of_step),
+            sums=tuple(one for of_step in self._sums for one in of_step),
             state_bytes=tuple(sorted(state_bytes.items())),
             regroup_s=self.regroup_s,
             incarnation=self._incarnation,
@@ -224,6 +252,20 @@ def _probe(step: int, trace: Trace) -> Observation:
     return Observation(
         first=0, last=0, samples=1, forward_s=probe_s, input_grad_s=0.0, weight_grad_s=0.0, step=step
     )
+
+
+def _links(step: int, exchanged: Exchanged, stopwatch: Stopwatch) -> Iterator[LinkSeen]:
+    for worker, rounds in exchanged.items():
+        empty_s, both_s = (min(stopwatch.between_s(*one[kind]) for one in rounds) for kind in (0, 1))
+        yield LinkSeen(
+            step=step, worker=worker, empty_s=empty_s / 2, message_s=max(both_s - empty_s / 2, empty_s / 2)
+        )
+
+
+def _sums(step: int, summed: Summed, stopwatch: Stopwatch) -> Iterator[SumSeen]:
+    for workers, rounds in summed.items():
+        seconds = min(stopwatch.between_s(*one) for one in rounds)
+        yield SumSeen(step=step, workers=to_runs(workers), seconds=seconds)
 
 
 def link_times(group: dist.ProcessGroup, message: torch.Tensor, *, round_trips: int = 5) -> LinkTimes | None:

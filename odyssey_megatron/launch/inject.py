@@ -6,7 +6,7 @@ import math
 import os
 import signal
 
-from odyssey_megatron.config import Injection, Slowdown
+from odyssey_megatron.faults import Fault, Injection, Slowdown, SlowLink
 from odyssey_megatron.metrics.journal import Journal
 
 _FLUSH_S = 5.0
@@ -18,15 +18,19 @@ class Injector:
 
     def __init__(
         self,
-        injections: tuple[Injection | Slowdown, ...],
+        injections: tuple[Fault, ...],
         rank: int,
         journal: Journal | None = None,
         incarnation: int = 0,
     ):
-        mine = [one for one in injections if (one.rank, one.incarnation) == (rank, incarnation)]
+        who = rank, incarnation
+        faults = [one for one in injections if not isinstance(one, SlowLink)]
+        mine = [one for one in faults if (one.rank, one.incarnation) == who]
         self._armed = [one for one in mine if isinstance(one, Injection)]
         self._slowdowns = [one for one in mine if isinstance(one, Slowdown)]
+        self._links = [one for one in injections if isinstance(one, SlowLink) and one.ranks[0] == rank]
         self._slowness = 1.0
+        self._slow_links: dict[int, float] = {}
         self._journal = journal
 
     def at(self, point: str, *, step: int, generation: int, microbatch: int = -1) -> None:
@@ -51,6 +55,19 @@ class Injector:
             self._slowness = slow
             if self._journal:
                 self._journal.event("slowed", step=step, echo=True, slow=slow)
+        return slow
+
+    def slow_links(self, step: int) -> dict[int, float]:
+        """Receiver -> how many times their time messages of this rank take in ``step``. Changes are written down."""
+        slow: dict[int, float] = {}
+        for one in self._links:
+            if one.step <= step and not 0 <= one.until <= step:
+                slow[one.ranks[1]] = slow.get(one.ranks[1], 1.0) * one.slow
+        for receiver in sorted(slow.keys() | self._slow_links.keys()):
+            factor = slow.get(receiver, 1.0)
+            if factor != self._slow_links.get(receiver, 1.0) and self._journal:
+                self._journal.event("link_slowed", step=step, echo=True, receiver=receiver, slow=factor)
+        self._slow_links = slow
         return slow
 
     def _fire(self, one: Injection, generation: int) -> None:

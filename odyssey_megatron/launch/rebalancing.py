@@ -1,14 +1,17 @@
-"""What the coordinator does about slow workers: it knows their speeds, and changes the plan where that pays."""
+"""What the coordinator does about slow workers and links: it knows them, and changes the plan where that pays."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+import statistics
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from itertools import product
 
-from odyssey_megatron.cluster.state import ClusterState, with_speeds
-from odyssey_megatron.diagnosis.lasting import remaining_s
+from odyssey_megatron.cluster.state import ClusterState, with_slow_links, with_speeds
+from odyssey_megatron.diagnosis.lasting import COMPUTE_S, LINK_S, remaining_s
+from odyssey_megatron.diagnosis.links import LEAST_FACTOR, SLOW_LINK, Links, LinkVerdict
 from odyssey_megatron.diagnosis.verdicts import SLOW_WORKER, UNEVEN_STAGE, Diagnosis, Verdict, slow_nodes
 from odyssey_megatron.errors import OdysseyError
 from odyssey_megatron.launch.planner import Planner
@@ -47,8 +50,12 @@ class Rebalancing:
         self._said: set[tuple[str, tuple[int, int], int, tuple[int, ...]]] = set()
         self._known: dict[int, float] = {}
         """Slow worker -> its speed."""
-        self._began_s: dict[int, float] = {}
-        """Slow worker -> since when that has been known."""
+        self._sums: list[LinkVerdict] = []
+        """Slow sums that have been said."""
+        self._links: dict[LinkVerdict, dict[tuple[int, int], float]] = {}
+        """What makes links slow -> those, and what a message takes longer: also of links that nobody has measured."""
+        self._began_s: dict[int | LinkVerdict, float] = {}
+        """Slow worker, or what makes links slow -> since when that has been known."""
         self._written: dict[int, float] = {}
         self._written_s = -math.inf
         self._lasted_s: list[float] = []
@@ -70,8 +77,38 @@ class Rebalancing:
         state = with_speeds(state, changed)
         self._known = {worker.worker: worker.speed for worker in state.workers if worker.speed < 1.0}
         why += [self._note(worker, speed, diagnosis, state, now_s) for worker, speed in changed.items()]
-        better = self._compare("; ".join(why), state, live, now_s, is_new=bool(changed)) if why else None
+        of_links = self._look_at_links(diagnosis.links, state, now_s)
+        self._note_sums(diagnosis.sums, state)
+        slow_links: dict[tuple[int, int], float] = {}
+        for links in self._links.values():
+            slow_links |= {link: max(longer_s, slow_links.get(link, 0.0)) for link, longer_s in links.items()}
+        state = with_slow_links(state, slow_links)
+        is_new, why = bool(changed or of_links), why + of_links
+        better = self._compare("; ".join(why), state, live, now_s, is_new=is_new) if why else None
         return (state, better) if self._acts else (before, None)
+
+    def _look_at_links(self, links: Links, state: ClusterState, now_s: float) -> list[str]:
+        """What has changed of them. What no message takes any more stays as it was when it was measured last."""
+        why = []
+        for one in [known for known in self._links if _is_over(known, links)]:
+            del self._links[one]
+            self._lasted_s.append(now_s - self._began_s.pop(one))
+            ranks = _ranks_of(state, one.workers)
+            self._event(one.kind, ranks, 1.0, "messages take no longer than others of the kind")
+            why.append(f"{_whose(one, ranks)} as fast as others again")
+        for one in links.verdicts:
+            known = {link for of in self._links.values() for link in of}
+            if known >= set(one.links) or not _borne_out(one, links):
+                continue
+            for less in [less for less in self._links if set(less.links) <= set(one.links)]:
+                del self._links[less], self._began_s[less]  # part of something larger
+            longer_s = max(links.longer_s[link] for link in one.links)
+            self._links[one] = {link: links.longer_s.get(link, longer_s) for link in _reach(one, state)}
+            self._began_s[one] = now_s
+            ranks = _ranks_of(state, one.workers)
+            self._event(one.kind, ranks, 1 / one.factor, one.evidence)
+            why.append(f"{_whose(one, ranks)} slow, {one.factor:.2f} times the time")
+        return why
 
     def _confirmed(self, diagnosis: Diagnosis) -> dict[int, float]:
         """The slow whose slowness a second look bears out: a step that was measured after the verdict, by itself."""
@@ -85,15 +122,27 @@ class Rebalancing:
             )
         }
 
+    def _note_sums(self, sums: Links, state: ClusterState) -> None:
+        """Nothing is done about them: whoever has a layer sums its gradients."""
+        for one in [known for known in self._sums if _is_over(known, sums)]:
+            self._sums.remove(one)
+            self._event(one.kind, _ranks_of(state, one.workers), 1.0, "sums take no longer than they did")
+        for one in sums.verdicts:
+            known = {workers for of in self._sums for workers in of.links}
+            if not known >= set(one.links) and _borne_out(one, sums):
+                self._sums.append(one)
+                self._event(one.kind, _ranks_of(state, one.workers), 1 / one.factor, one.evidence)
+
     def _compare(
         self, why: str, state: ClusterState, live: Plan, now_s: float, *, is_new: bool
     ) -> Better | None:
         """``is_new``: some worker has another speed than before."""
         self._began_s = {
-            worker: since_s for worker, since_s in self._began_s.items() if worker in self._known
+            one: since_s for one, since_s in self._began_s.items() if one in self._known or one in self._links
         }
         ages_s = [now_s - since_s for since_s in self._began_s.values()]
-        lasts_s = remaining_s(min(ages_s), self._lasted_s) if ages_s else math.inf
+        mean_s = COMPUTE_S if self._known else LINK_S
+        lasts_s = remaining_s(min(ages_s), self._lasted_s, mean_s) if ages_s else math.inf
         try:
             found = self._planner.rebalance(state, live, now_s, lasts_s, anew=not is_new)
         except OdysseyError as error:
@@ -115,7 +164,8 @@ class Rebalancing:
     @staticmethod
     def _is_back(state: ClusterState) -> bool:
         """Nobody is slow or dead any more: the first plan is as good as any, and the one that the user has chosen."""
-        return all(worker.alive and worker.pace == 1.0 for worker in state.workers)
+        whole = all(worker.alive and worker.pace == 1.0 for worker in state.workers)
+        return whole and not state.slow_links
 
     def _note(
         self, worker: int, speed: float, diagnosis: Diagnosis, state: ClusterState, now_s: float
@@ -176,6 +226,40 @@ class Rebalancing:
 
 def _ranks_on(state: ClusterState, node: int) -> list[int]:
     return [rank for worker in state.workers if worker.node == node for rank in worker.ranks]
+
+
+def _ranks_of(state: ClusterState, workers: Collection[int]) -> list[int]:
+    return [rank for worker in workers for rank in state.workers[worker].ranks]
+
+
+def _whose(one: LinkVerdict, ranks: list[int]) -> str:
+    if one.kind == SLOW_LINK:
+        return f"link between ranks {ranks}"
+    if len(one.nodes) == 1:
+        return f"network of node {one.nodes[0]}"
+    return f"network between nodes {[*one.nodes]}" if one.nodes else f"network of rank(s) {ranks}"
+
+
+def _reach(one: LinkVerdict, state: ClusterState) -> set[tuple[int, int]]:
+    """All links that are slow by it, between those who live; of a network between many nodes only what was measured."""
+    if len(one.nodes) > 2:
+        return {(sender, receiver) for sender, receiver in one.links}
+    ends = {*one.workers, *(worker for worker, node in state.nodes.items() if node in one.nodes)}
+    ways = {way for a, b in product(ends, state.alive) if a != b for way in ((a, b), (b, a))}
+    return {link for link in ways if one.concerns(link, state.nodes)}
+
+
+def _borne_out(one: LinkVerdict, links: Links) -> bool:
+    """By a second look: steps that were measured after it was certain, by themselves."""
+    looks = [links.latest[link] for link in one.links if link in links.latest]
+    behind = links.newest > max(links.found[link] for link in one.links)
+    return behind and bool(looks) and statistics.median(looks) >= LEAST_FACTOR
+
+
+def _is_over(one: LinkVerdict, links: Links) -> bool:
+    """Not where its links are not measured any more, since no route goes by them."""
+    now = [link for link in one.links if link in links.latest]
+    return bool(now) and not any(link in links.slow for link in now)
 
 
 def _where(verdict: Verdict, live: Plan) -> str:

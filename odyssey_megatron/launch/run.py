@@ -182,10 +182,10 @@ def _check_injections(config: OdysseyConfig, nodes: int, per_node: str) -> None:
     if not per_node.isdecimal():
         return  # "gpu", "auto": torchrun counts devices
     world_size = nodes * int(per_node)
-    for one in config.injections:
-        if not 0 <= one.rank < world_size:
+    for rank in (rank for one in config.injections for rank in one.ranks):
+        if not 0 <= rank < world_size:
             raise ConfigError(
-                f"--odyssey-inject names rank {one.rank}, but the job has ranks 0 to {world_size - 1} "
+                f"--odyssey-inject names rank {rank}, but the job has ranks 0 to {world_size - 1} "
                 f"({nodes} node(s) of {per_node}). Name one of those."
             )
 

@@ -256,6 +256,7 @@ class Session:
             tagged_messages=self.config.device == "cpu",
             fault_point=injector.at,
             slowness=injector.slowness,
+            slow_links=injector.slow_links,
             journal=self._journal,
             on_commit=on_commit,
             on_groups=on_groups,

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from odyssey_megatron.metrics.records import LINK_KINDS
 from odyssey_megatron.metrics.recoveries import Recovery, median, named
 from odyssey_megatron.metrics.steps import CommittedStep
 from odyssey_megatron.metrics.switches import Switch
@@ -208,21 +209,22 @@ def stalls(
 
 
 def _slownesses(events: Sequence[JournalEvent]) -> list[_Slowness]:
-    began: dict[tuple[int, ...], float] = {}
+    began: dict[tuple[str, tuple[int, ...]], float] = {}
     found = []
     for event in named(events, "slowness"):
-        ranks = tuple(event.get("slow_ranks", ()))
-        if not ranks:
+        whose = event["kind"], tuple(event.get("slow_ranks", ()))
+        if not whose[1]:
             continue
         if event["speed"] < 1.0:
-            began.setdefault(ranks, event["at_s"])
-        elif ranks in began:
-            found.append(_Slowness(began.pop(ranks), event["at_s"], _ranks(ranks)))
-    return found + [_Slowness(since_s, float("inf"), _ranks(ranks)) for ranks, since_s in began.items()]
+            began.setdefault(whose, event["at_s"])
+        elif whose in began:
+            found.append(_Slowness(began.pop(whose), event["at_s"], _ranks(*whose)))
+    return found + [_Slowness(since_s, float("inf"), _ranks(*whose)) for whose, since_s in began.items()]
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank(s) {', '.join(map(str, ranks))} slow"
+def _ranks(kind: str, ranks: Sequence[int]) -> str:
+    listed = f"rank(s) {', '.join(map(str, ranks))}"
+    return f"{kind} of {listed}" if kind in LINK_KINDS else f"{listed} slow"
 
 
 def by_bucket(lost: Iterable[Lost]) -> Mapping[str, float]:

@@ -22,6 +22,13 @@ CLOCK_READINGS = ("agreed_s", "in_groups_s", "resumed_s")
 STALLS = {"recovered": ("decide_s", "abort_s", "groups_s", "agree_s", "transfer_s")}
 """Event -> its durations in which this rank did not train, one after the other."""
 
+SLOW_LINK = "slow link"
+SLOW_SUMS = "slow sums"
+LINK_KINDS = (SLOW_LINK, "slow network", SLOW_SUMS)
+"""Kinds of ``slowness`` that are of messages: their ``slow_ranks`` are the ends of a link, whose network it is, or who
+sums.
+"""
+
 EVENTS: dict[str, tuple[str, ...]] = {
     # -- agents and coordinator
     "job_started": ("world_size", "nodes"),
@@ -51,6 +58,7 @@ EVENTS: dict[str, tuple[str, ...]] = {
     # -- ranks
     "injected": ("at", "signal", "microbatch"),
     "slowed": ("slow",),
+    "link_slowed": ("receiver", "slow"),
     "generation_started": ("members", "plan_hash", "policy", "agreed_s"),
     "recovered": (
         "dead",
@@ -101,8 +109,8 @@ numbers are wrong. ``slowness``: what makes steps longer, or does no more: ``slo
 takes elsewhere], ``costs`` [first layer, behind the last one, kind of work, seconds on a healthy worker].
 ``cell_size``: ranks of a whole worker; ``shapes``: [worker, places that each of its ranks fills] of smaller ones.
 ``cell_shrinks``: what is left of a cell of ``whole`` ranks joins as ``ranks``. ``slowed``: the compute of this rank
-takes ``slow`` times its time from here on, as was asked for. ``lines_lost``: so many lines of this process, before this
-one, could not be written.
+takes ``slow`` times its time from here on, as was asked for; ``link_slowed``: messages from it to rank ``receiver`` do.
+``lines_lost``: so many lines of this process, before this one, could not be written.
 """
 
 _Id = Annotated[int, Between(-1, 2**53, whole=True)]
@@ -171,6 +179,7 @@ class Line(_Line, total=False):
     slow_ranks: tuple[_Id, ...]
     speed: _Seconds
     slow: Annotated[float, Between(1, 1e6)]
+    receiver: _Id
     members: tuple[_Id, ...]
     agreed_s: _Seconds | None
     detected_s: _Seconds | None

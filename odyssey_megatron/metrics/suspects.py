@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from odyssey_megatron.metrics.records import LINK_KINDS, SLOW_LINK, SLOW_SUMS
 from odyssey_megatron.metrics.recoveries import named, ranks_of
 from odyssey_megatron.metrics.standing import nodes_of
 from odyssey_megatron.metrics.timeline import JournalEvent
@@ -25,8 +26,8 @@ class Suspect:
 
 
 def suspects(events: Sequence[JournalEvent]) -> tuple[Suspect, ...]:
-    """Those to exclude first. A node is to be excluded that was lost, computed wrong numbers, has a slow rank now, or
-    had ranks die in two incidents.
+    """Those to exclude first. A node is to be excluded that was lost, computed wrong numbers, has a slow rank or
+    network now, or had ranks die in two incidents.
     """
     nodes = nodes_of(events)
     against: dict[str, list[str]] = {}
@@ -57,6 +58,13 @@ def suspects(events: Sequence[JournalEvent]) -> tuple[Suspect, ...]:
         node = nodes.get(rank, "?")
         certain.add(node)
         against.setdefault(node, []).append(f"rank {rank} is slow: it {why}")
+    for kind, whose, why in slow_links(events):
+        ends = {nodes.get(rank, "?") for rank in whose}
+        if kind != SLOW_LINK and len(ends) == 1:  # of two ends either may be at fault
+            certain |= ends
+        for node in ends if kind != SLOW_SUMS or len(ends) == 1 else ():
+            listed = ", ".join(map(str, whose))
+            against.setdefault(node, []).append(f"{kind} of rank(s) {listed}: {why}")
     found = [
         Suspect(
             node=node,
@@ -72,12 +80,24 @@ def slow_ranks(events: Sequence[JournalEvent]) -> dict[int, str]:
     """Those that are slow now, with the evidence."""
     found: dict[int, str] = {}
     for event in named(events, "slowness"):
-        for rank in event.get("slow_ranks", ()):
+        for rank in event.get("slow_ranks", ()) if event["kind"] not in LINK_KINDS else ():
             if event["speed"] < 1.0:
                 found[rank] = event.get("why", "")
             else:
                 found.pop(rank, None)
     return found
+
+
+def slow_links(events: Sequence[JournalEvent]) -> list[tuple[str, tuple[int, ...], str]]:
+    """(kind, ranks, evidence) of those that are slow now."""
+    found: dict[tuple[str, tuple[int, ...]], str] = {}
+    for event in named(events, "slowness"):
+        key = event["kind"], tuple(event.get("slow_ranks", ()))
+        if event["kind"] in LINK_KINDS:
+            found.pop(key, None)
+            if event["speed"] < 1.0:
+                found[key] = event.get("why", "")
+    return [(*key, why) for key, why in found.items()]
 
 
 def _once_each(events: Sequence[JournalEvent]) -> list[JournalEvent]:

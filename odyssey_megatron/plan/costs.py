@@ -103,6 +103,8 @@ class Costs:
     """What a worker sends stays there until the step's end, so that an interrupted step can go on."""
     optimizer_s: COST_S = 0.0
     """The step's end: agreement and optimizer, on the worker that takes longest."""
+    slow_links: tuple[tuple[int, int, float], ...] = ()
+    """(sender, receiver, seconds): activations between these two workers take so much longer than others."""
 
     @cached_property
     def spans(self) -> Spans:
@@ -123,3 +125,13 @@ class Costs:
     def message_s(self) -> float:
         """Time of one activation message."""
         return self.link_latency_s + self.message_bytes / self.link_bytes_per_s
+
+    @cached_property
+    def lags_s(self) -> dict[tuple[int, int], float]:
+        """(sender, receiver) -> what a message between them takes longer than :meth:`message_s`."""
+        return {(sender, receiver): longer_s for sender, receiver, longer_s in self.slow_links}
+
+    @cached_property
+    def without_slow_links(self) -> Costs:
+        """What is the same wherever the workers are: itself where no link is slow."""
+        return replace(self, slow_links=()) if self.slow_links else self

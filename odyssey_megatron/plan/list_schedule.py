@@ -41,6 +41,8 @@ class Shape:
     routes: tuple[tuple[tuple[int, ...], tuple[tuple[int, int, int], ...]], ...]
     caps: tuple[int, ...]
     speeds: tuple[float, ...]
+    lags_s: tuple[tuple[int, int, float], ...] = ()
+    """(sender, receiver, what a message between them takes longer than others), of slow links."""
 
     def visits(self) -> list[tuple[int, int, int]]:
         """(microbatch, first layer, last) of each, as :mod:`odyssey_megatron.plan.visits` numbers them."""
@@ -89,6 +91,9 @@ class Row(NamedTuple):
     scaled: int
     """``behind``, scaled down by what fits where the route starts over what 1F1B would keep there."""
     starts: bool
+    down: int
+    """Of the message to the next hop, and of its gradient's to the one before: how long it takes."""
+    up: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -126,14 +131,14 @@ def best_order(shape: Shape, costs: Costs, before_s: Sequence[float] | None = No
     flight cannot be kept; then a number in proportion, and none (input gradients always first), are tried too.
     """
     by_number, abreast = _by_number(shape), _abreast(shape)
-    rows, lag = _rows(shape, costs), round(costs.message_s() * TICKS_PER_S)
-    work, least = _least(shape, rows, lag)
+    rows = _rows(shape, costs)
+    work, least = _least(shape, rows)
     # Large groups get one try: deciding has to be quick, and many routes average out.
     alone = abreast == by_number or len(by_number) > _LARGE
     best: tuple[Tasks, list[int], list[list[int]]] | None = None
     ends = [inf if before_s is None else before_s[seat] * TICKS_PER_S for seat in range(len(work))]
     for urgency in (by_number,) if alone else (by_number, abreast):
-        tasks = _tasks(shape, rows, urgency, lag)
+        tasks = _tasks(shape, rows, urgency)
         # A worker that is visited again soonest gives back what it keeps if deeper forwards go first.
         targets = [tasks.behind] if tasks.deeper == tasks.behind else [tasks.deeper, tasks.behind]
         if tasks.scaled != tasks.behind:
@@ -157,7 +162,7 @@ def best_order(shape: Shape, costs: Costs, before_s: Sequence[float] | None = No
     )
 
 
-def _least(shape: Shape, rows: list[list[Row]], lag: int) -> tuple[list[int], int]:
+def _least(shape: Shape, rows: list[list[Row]]) -> tuple[list[int], int]:
     """All work of each worker; and no order is shorter than that, from when the first activation can reach it."""
     head: dict[int, int] = {}
     work = [0] * len(shape.caps)
@@ -166,7 +171,7 @@ def _least(shape: Shape, rows: list[list[Row]], lag: int) -> tuple[list[int], in
         for row in hops if ids else ():
             head[row.worker] = min(head.get(row.worker, reached), reached)
             work[row.worker] += len(ids) * (row.forward + row.input_grad + row.weight_grad)
-            reached += row.forward + lag
+            reached += row.forward + row.down
     return work, max((head[worker] + work[worker] for worker in head), default=0)
 
 
@@ -195,7 +200,7 @@ def _rows(shape: Shape, costs: Costs) -> list[list[Row]]:
         for worker, first, last in hops:
             span = spans[worker, first, last] = _span(costs, first, last, shape.speeds[worker])
             depths[worker][first] = max(depths[worker].get(first, 0), span[3])
-    rows = []
+    rows, lag_s, late_s = [], costs.message_s(), {(a, b): longer_s for a, b, longer_s in shape.lags_s}
     for _, hops in shape.routes:
         row, share = list[Row](), 1.0
         for at, (worker, first, last) in enumerate(hops):
@@ -209,17 +214,18 @@ def _rows(shape: Shape, costs: Costs) -> list[list[Row]]:
                 share = min(1.0, ((room + need) // need) / (behind + 1))
             scaled = min(behind, max(0, round((behind + 1) * share) - 1))
             deeper = _ALWAYS if worker in (before for before, *_ in hops[:at]) else behind
-            row.append(Row(worker, *span, room, behind, deeper, scaled, at == 0))
+            to = (hops[at + 1][0] if behind else -1, hops[at - 1][0] if at else -1)
+            ways = (round((lag_s + late_s.get((worker, one), 0.0)) * TICKS_PER_S) for one in to)
+            row.append(Row(worker, *span, room, behind, deeper, scaled, at == 0, *ways))
         rows.append(row)
     return rows
 
 
-def _tasks(shape: Shape, rows: list[list[Row]], urgency: list[tuple[int, int]], lag: int) -> Tasks:
+def _tasks(shape: Shape, rows: list[list[Row]], urgency: list[tuple[int, int]]) -> Tasks:
     first = [0, *accumulate(len(rows[route]) for _, route in _by_number(shape))]
     values = [row for _, route in urgency for row in rows[route]]
     count = len(values)
     bits = (2 * count + len(shape.caps)).bit_length()
-    delay = lag << bits
     return Tasks(
         visits=[first[m] + at for m, route in urgency for at in range(len(rows[route]))],
         room=[row.room for row in values],
@@ -238,8 +244,11 @@ def _tasks(shape: Shape, rows: list[list[Row]], urgency: list[tuple[int, int]], 
             *(row.early - row.need for row in values),
         ],
         then=[
-            *(delay + visit + 1 if row.behind else count + visit for visit, row in enumerate(values)),
-            *(0 if row.starts else delay + count + visit - 1 for visit, row in enumerate(values)),
+            *(
+                (row.down << bits) + visit + 1 if row.behind else count + visit
+                for visit, row in enumerate(values)
+            ),
+            *(0 if row.starts else (row.up << bits) + count + visit - 1 for visit, row in enumerate(values)),
             *(0 for _ in values),
         ],
         bits=bits,

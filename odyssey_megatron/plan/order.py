@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.costs import Costs
@@ -85,7 +86,7 @@ def order_routes(
         routes.sort(key=lambda route: _looks(route, caps, speeds or {}))
         workers = tuple(dict.fromkeys(hop.worker for route in routes for hop in route.hops))
         microbatches = _by_turn(routes)
-        shape = _shape(routes, workers, microbatches, caps, speeds or {})
+        shape = _shape(routes, workers, microbatches, caps, speeds or {}, costs)
         if shape not in here:
             try:
                 solved = solve(
@@ -109,7 +110,7 @@ def solve(shape: Shape, costs: Costs, before_s: list[float] | None, thorough: bo
     An order that is best without a limit, and within it, is what ``best_order`` finds with the limit, too: each one
     that it takes is shorter than those before, and a limit takes some of these away.
     """
-    orders = known(costs).orders
+    orders = known(costs.without_slow_links).orders  # those that matter are in the shape
     best = orders.get(shape)
     if best is None and (thorough or before_s is None):
         best = best_order(shape, costs)
@@ -175,8 +176,11 @@ def _shape(
     microbatches: tuple[int, ...],
     caps: Mapping[int, int],
     speeds: Mapping[int, float],
+    costs: Costs,
 ) -> Shape:
     seat = {worker: i for i, worker in enumerate(workers)}
+    used = {pair for route in routes for pair in _links(route)} if costs.slow_links else set()
+    lags_s = costs.lags_s
     number = {microbatch: i for i, microbatch in enumerate(microbatches)}
     return Shape(
         routes=tuple(
@@ -188,7 +192,15 @@ def _shape(
         ),
         caps=tuple(caps[worker] for worker in workers),
         speeds=tuple(speeds.get(worker, 1.0) for worker in workers),
+        lags_s=tuple(sorted((seat[a], seat[b], lags_s[a, b]) for a, b in used & lags_s.keys())),
     )
+
+
+def _links(route: Route) -> Iterator[tuple[int, int]]:
+    """(sender, receiver) of its messages."""
+    for one, other in pairwise(route.hops):
+        yield one.worker, other.worker
+        yield other.worker, one.worker
 
 
 def _check_caps(layout: Layout, costs: Costs, caps: Mapping[int, int]) -> None:

@@ -121,10 +121,10 @@ def simulate(
 ) -> Timeline:
     """Runs ``schedule`` with the interpreter's semantics.
 
-    A send takes the sender no time and arrives ``costs.message_s()`` later; a receive is only posted, and
-    the forward or input gradient that needs it waits; an eager forward waits for nothing; a sum starts when
-    all holders have come to it and are through with those before, and ends for all at once, beside what they compute,
-    and beside what is left of the last input gradient where nobody waits for that; ``STEP`` waits for all.
+    A send takes the sender no time and arrives ``costs.message_s()`` later, by a slow link later still; a receive is
+    only posted, and the forward or input gradient that needs it waits; an eager forward waits for nothing; a sum starts
+    when all holders have come to it and are through with those before, and ends for all at once, beside what they
+    compute, and beside what is left of the last input gradient where nobody waits for that; ``STEP`` waits for all.
 
     Raises:
         ScheduleInvalid: some workers wait for ever; names one, its position and what it waits for.
@@ -162,6 +162,11 @@ class _Clock:
                 self.arrival[visit * 8 + RECV_FORWARD] = -1.0
             if behind >= 0:
                 self.arrival[visit * 8 + RECV_BACKWARD] = -1.0
+        self.late: dict[int, float] = {}
+        """Receive -> what its message takes longer than others; empty where no link is slow."""
+        for visit, worker in enumerate(visits.worker) if costs.slow_links else ():
+            self.late[visit * 8 + RECV_FORWARD] = costs.lags_s.get((visits.before[visit], worker), 0.0)
+            self.late[visit * 8 + RECV_BACKWARD] = costs.lags_s.get((visits.behind[visit], worker), 0.0)
         self.sleeping: dict[int, int] = {}
         """Receive -> who waits for its message."""
         self.summing: dict[int, deque[tuple[int, float, int]]] = {worker: deque() for worker in programs}
@@ -228,7 +233,7 @@ class _Clock:
         """The instructions that carry out routes, up to one that is something else or must wait."""
         program, spans, woken = self.programs[worker], self.spans[worker], list[int]()
         at, now, live, peak = self.position[worker], self.now[worker], self.live[worker], self.peak[worker]
-        arrival, sleeping, lag = self.arrival, self.sleeping, self.lag
+        arrival, sleeping, lag, late = self.arrival, self.sleeping, self.lag, self.late
         reductions = self.visits.reductions
         while at < len(program) and (code := program[at]) < reductions:
             kind, start = code & 7, now
@@ -246,7 +251,7 @@ class _Clock:
                     peak = live
             elif kind == SEND_FORWARD or kind == SEND_BACKWARD:
                 received = code + (_TO_NEXT if kind == SEND_FORWARD else _TO_PREVIOUS)
-                arrival[received] = now + lag
+                arrival[received] = now + lag + late[received] if late else now + lag
                 if received in sleeping:
                     woken.append(sleeping.pop(received))
             spans.append((start, now))

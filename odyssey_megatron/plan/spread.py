@@ -40,7 +40,7 @@ def spread(layout: Layout, nodes: Mapping[int, int]) -> Layout:
         before[nodes[worker]] += 1
     standing = sorted(layout.workers, key=lambda worker: (first.get(worker, (layout.num_layers, 0)), worker))
     places = dict(zip(standing, sorted(layout.workers, key=turn.__getitem__), strict=True))
-    found = _with_places(layout, places)
+    found = with_places(layout, places)
 
     def alone(one: Layout) -> int:
         return sum(map(len, on_one_node(one, nodes).values()))
@@ -48,7 +48,7 @@ def spread(layout: Layout, nodes: Mapping[int, int]) -> Layout:
     return found if alone(found) < alone(layout) else layout
 
 
-def _with_places(layout: Layout, places: Mapping[int, int]) -> Layout:
+def with_places(layout: Layout, places: Mapping[int, int]) -> Layout:
     """``layout`` with another worker in the place of each."""
 
     def moved(rows: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:

@@ -135,10 +135,11 @@ class Bounds:
     def estimate_s(self, kind: int, microbatches: int) -> float:
         return self.least_s(kind, microbatches) + float(self.late_s[self._at[kind]])
 
-    def least_s(self, kind: int, microbatches: int) -> float:
+    def least_s(self, kind: int, microbatches: int, *, sums: bool = True) -> float:
+        """``sums``: with them, as they are cut where all pipelines are alike."""
         at = self._at[kind]
         if microbatches > self._fit[at]:
             return inf
         rows = slice(self._starts[at], self._starts[at + 1] if at + 1 < len(self._starts) else None)
-        lines = self._around[rows] + microbatches * self._each[rows]
+        lines = (self._around if sums else self._head)[rows] + microbatches * self._each[rows]
         return max(float(lines.max()), float(self._path[at]))

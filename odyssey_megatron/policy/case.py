@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from odyssey_megatron.cluster.job import JobSpec
@@ -94,7 +94,7 @@ class Case:
     @property
     def search(self) -> Search:
         """For ragged pipelines, with what earlier decisions have worked out."""
-        costs = self.profile.costs
+        costs = self.profile.costs.without_slow_links
         return search_for(costs, costs.memory_bytes, self.job.optimizer_copies, revisits=self.job.revisits)
 
     def score(self, step_s: float, transition_s: float, fatal_share: float = 0.0) -> float:
@@ -146,6 +146,13 @@ class Case:
             sum(self.shares.get(worker, 1.0) for worker in workers) for workers in (alone, self.alive)
         )
         return ranks / of_all
+
+
+def with_links(profile: Profile, state: ClusterState) -> Profile:
+    """``profile`` with the links that are slow now."""
+    if profile.costs.slow_links == state.slow_links:
+        return profile
+    return replace(profile, costs=replace(profile.costs, slow_links=state.slow_links))
 
 
 def worker_speeds(state: ClusterState) -> dict[int, float]:

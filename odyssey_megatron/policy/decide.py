@@ -28,7 +28,7 @@ from odyssey_megatron.plan.redundancy import with_keepers, with_shadows
 from odyssey_megatron.plan.simulate import computed_before_s, step_end_s
 from odyssey_megatron.plan.spread import spread
 from odyssey_megatron.plan.transfer import living_holders, warm_up
-from odyssey_megatron.policy.case import Case, worker_shares, worker_speeds
+from odyssey_megatron.policy.case import Case, with_links, worker_shares, worker_speeds
 from odyssey_megatron.policy.options import (
     LaidOut,
     Option,
@@ -193,7 +193,7 @@ def scheduled(
     eager: bool = False,
 ) -> Plan:
     """The verified plan of a layout that needs no choosing. Raises PlanInfeasible if it does not fit."""
-    speeds, shares = worker_speeds(state), worker_shares(state)
+    speeds, shares, profile = worker_speeds(state), worker_shares(state), with_links(profile, state)
     caps = caps_for(layout, profile, shares)
     order = order_routes(layout, profile.costs, in_flight_cap=caps, speeds=speeds)
     assembled = _assembled(order, layout, profile.costs, caps, speeds, eager)
@@ -268,7 +268,7 @@ def decide(
         state=state,
         previous=previous.layout,
         usual_step_s=previous.step_s,
-        profile=profile,
+        profile=with_links(profile, state),
         horizon_s=config.horizon_s,
         mtbf_s=mean_time_between_failures_s(state, config.mtbf_s, now_s),
         home=home,

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, TypeVar
 
+from odyssey_megatron.diagnosis.links import LinkTiming, SumTiming, diagnose_links, diagnose_sums
 from odyssey_megatron.diagnosis.timings import Piece, Timing, Timings
 from odyssey_megatron.diagnosis.verdicts import Diagnosis, diagnose
 from odyssey_megatron.plan.costs import Costs
-from odyssey_megatron.policy.measured import Measured
+from odyssey_megatron.plan.runs import from_runs
+from odyssey_megatron.policy.measured import LinkSeen, Measured, SumSeen
 from odyssey_megatron.policy.profile import Observation
 
+T = TypeVar("T")
 _STEPS = 48
 """Measured ones that are kept, the newest; so long may a worker be slow until nothing from before is left."""
 _ROWS = 300_000
 """As above, but no more than so many times in all, and three steps at the least."""
 _KINDS = {"forward_s": "forward", "input_grad_s": "input gradient", "weight_grad_s": "weight gradient"}
+
+
+_DELAYS = 0.01
+"""Of a microbatch's time in a stage: a link that takes less than that longer than others makes no step 2 % longer,
+since a pipeline waits for a message at most twice a microbatch, down and up.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +36,8 @@ class _Seen:
 
     incarnation: int
     steps: Mapping[int, tuple[Observation, ...]]
+    links: Mapping[int, tuple[LinkSeen, ...]] = field(default_factory=dict)
+    sums: Mapping[int, tuple[SumSeen, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -41,10 +54,16 @@ class History:
         seen = dict(self.seen)
         for rank, measured in published.items():
             before = seen.get(rank, _Seen(measured.incarnation, {}))
-            steps = dict(before.steps) if before.incarnation == measured.incarnation else {}
+            if before.incarnation != measured.incarnation:
+                before = _Seen(measured.incarnation, {})
+            steps, links, sums = dict(before.steps), dict(before.links), dict(before.sums)
             for step in {one.step for one in measured.spans}:
                 steps[step] = tuple(one for one in measured.spans if one.step == step and one.samples > 0)
-            seen[rank] = _Seen(measured.incarnation, steps)
+            for step in {one.step for one in measured.links}:
+                links[step] = tuple(one for one in measured.links if one.step == step)
+            for step in {one.step for one in measured.sums}:
+                sums[step] = tuple(one for one in measured.sums if one.step == step)
+            seen[rank] = _Seen(measured.incarnation, steps, links, sums)
         for rank, incarnation in incarnations.items():
             if rank in seen and seen[rank].incarnation != incarnation:
                 del seen[rank]
@@ -52,7 +71,12 @@ class History:
         in_each = len(_KINDS) * max(1, len(seen))
         oldest = known[-min(len(known), max(3, min(_STEPS, _ROWS // in_each))) :][:1]
         kept = {
-            rank: _Seen(one.incarnation, {step: of for step, of in one.steps.items() if [step] >= oldest})
+            rank: _Seen(
+                one.incarnation,
+                _since(one.steps, oldest),
+                _since(one.links, oldest),
+                _since(one.sums, oldest),
+            )
             for rank, one in seen.items()
         }
         return History(self.cell_size, kept)
@@ -66,18 +90,49 @@ class History:
                 longest[key] = max(longest.get(key, 0.0), getattr(one, field_name))
         return Timings.of(Timing(*key, seconds) for key, seconds in longest.items())
 
-    def diagnosis(self, slow: Collection[int], costs: Costs) -> Diagnosis:
+    def link_timings(self) -> list[LinkTiming]:
+        """By worker: between two cells the slowest link of their ranks counts."""
+        longest: dict[tuple[int, int, int], float] = {}
+        for rank, of_rank in self.seen.items():
+            for step, links in of_rank.links.items():
+                for one in links:
+                    key = step, rank // self.cell_size, one.worker
+                    longest[key] = max(longest.get(key, 0.0), one.message_s)
+        return [LinkTiming(*key, seconds) for key, seconds in sorted(longest.items())]
+
+    def sum_timings(self) -> list[SumTiming]:
+        """As above."""
+        longest: dict[tuple[int, str], float] = {}
+        for of_rank in self.seen.values():
+            for step, sums in of_rank.sums.items():
+                for one in sums:
+                    longest[step, one.workers] = max(longest.get((step, one.workers), 0.0), one.seconds)
+        return [SumTiming(step, from_runs(of), seconds) for (step, of), seconds in sorted(longest.items())]
+
+    def diagnosis(
+        self, slow: Collection[int], costs: Costs, nodes: Mapping[int, int] = MappingProxyType({})
+    ) -> Diagnosis:
         """What the history says. Pieces that only ``slow`` workers have computed cost what ``costs`` says, which was
-        measured on others, or before.
+        measured on others, or before. ``nodes``: of each worker; without, nothing is said of links.
         """
         timings = self.timings()
         holders: dict[int, set[int]] = {}
         for piece, worker in set(zip(timings.piece.tolist(), timings.worker.tolist(), strict=True)):
             holders.setdefault(piece, set()).add(timings.workers[worker])
         only_slow = [timings.pieces[piece] for piece, workers in holders.items() if workers <= set(slow)]
-        return diagnose(
+        found = diagnose(
             timings,
             {piece: (_cost_s(costs, piece), 0.0) for piece in only_slow if piece.last > piece.first},
+        )
+        times_s: dict[tuple[int, int], float] = {}
+        for piece, (cost_s, _) in found.costs.items():
+            times_s[piece.first, piece.last] = times_s.get((piece.first, piece.last), 0.0) + cost_s
+        stages_s = [time_s for (first, last), time_s in times_s.items() if last > first]
+        least_s = _DELAYS * statistics.median(stages_s) if stages_s else 0.0
+        return replace(
+            found,
+            links=diagnose_links(self.link_timings(), nodes, least_s),
+            sums=diagnose_sums(self.sum_timings(), nodes, least_s),
         )
 
     def healthy(self, diagnosis: Diagnosis) -> tuple[Observation, ...]:
@@ -95,6 +150,10 @@ class History:
             for step, spans in of_rank.steps.items():
                 for one in spans:
                     yield rank, step, one
+
+
+def _since(steps: Mapping[int, T], oldest: list[int]) -> dict[int, T]:
+    return {step: of for step, of in steps.items() if [step] >= oldest}
 
 
 def _times_s(diagnosis: Diagnosis, first: int, last: int) -> dict[str, Any]:

@@ -21,12 +21,37 @@ class LinkTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LinkSeen:
+    """Messages to a worker with which this one exchanges activations, once both were there: the fastest of a few."""
+
+    step: int
+    worker: int
+    empty_s: float
+    message_s: float
+    """Of one activation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SumSeen:
+    """A sum as large as one activation over those who hold the same layers, once all were there."""
+
+    step: int
+    workers: str
+    """As :func:`odyssey_megatron.plan.runs.to_runs` has them."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
     """What one rank publishes. Fields that it has not measured are None or empty."""
 
     spans: tuple[Observation, ...] = ()
     """Of the last few steps that were measured."""
     link: LinkTimes | None = None
+    links: tuple[LinkSeen, ...] = ()
+    """Of the same steps."""
+    sums: tuple[SumSeen, ...] = ()
+    """Of the same; only those of which this is the first worker."""
     state_bytes: tuple[tuple[int, int], ...] = ()
     """(layer, bytes that a new holder must be sent) of the layers held."""
     regroup_s: float | None = None
@@ -51,9 +76,11 @@ def with_measured(
     )
     links = [one.link for one in published if one.link is not None]
     if links:
-        latency_s = statistics.median(link.empty_s for link in links)
-        message_s = statistics.median(link.message_s for link in links)
+        latency_s, message_s = _medians_s(links)
         size = max(link.message_bytes for link in links)
+        seen = _medians_s([link for one in published for link in one.links] or links)
+        if not 1 / _FAR <= seen[1] / max(message_s, 1e-12) <= _FAR:
+            latency_s, message_s = seen
         costs = replace(
             costs,
             message_bytes=size,
@@ -67,6 +94,14 @@ def with_measured(
     return replace(profile, costs=costs, group_build_s=max(regroups) if regroups else profile.group_build_s)
 
 
+def _medians_s(links: Sequence[LinkTimes | LinkSeen]) -> tuple[float, float]:
+    return statistics.median(one.empty_s for one in links), statistics.median(one.message_s for one in links)
+
+
+_FAR = 1.5
+"""Links between neighbours in a pipeline count, where they take so many times more or less than those between
+consecutive ranks, which were timed once, before the job began: by less it may be noise, and plans stay as they are.
+"""
 _NOISE = 0.01
 """Of a transformer layer: costs that have moved by less make no other plan worth its while."""
 

@@ -14,6 +14,7 @@ from odyssey_megatron.plan.plan import Transfer
 from odyssey_megatron.plan.redundancy import with_keepers, with_shadows
 from odyssey_megatron.plan.transfer import plan_transfers, transfer_s
 from odyssey_megatron.policy.case import Case
+from odyssey_megatron.policy.links import around
 from odyssey_megatron.policy.policies import POLICIES
 from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.proposal import Policy, Proposal, Sketch
@@ -168,6 +169,8 @@ def lay_out(
     """
     profile, costs, layout = case.profile, case.profile.costs, proposal.layout
     nodes = {worker.worker: worker.node for worker in case.state.workers if worker.alive}
+    if not policy.stays:
+        layout = around(layout, costs)
     if least_holders:
         eager = case.job.eager_forwards
         layout = with_shadows(

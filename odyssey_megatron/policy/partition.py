@@ -90,6 +90,8 @@ class Partition:
     number: int
     estimate_s: float
     """Its step but for the optimizer's; a bound, where not all of it was scheduled."""
+    least_s: float
+    """No schedule of its pipelines is shorter, whatever memory those have that compute, and however sums are cut."""
     shares: Shares = ()
     """Empty: not worked out, as it cannot be better than others."""
     legs: int = 1
@@ -105,7 +107,12 @@ def ranked(search: Search, workers: int, microbatches: int) -> tuple[Partition, 
     """
     look = _Look(search, workers, (), microbatches)
     numbers = sorted(search.ranked(workers, microbatches), key=lambda one: (one[1] == 1, one))
-    found = {number: Partition(number=number, estimate_s=estimate_s) for estimate_s, number in numbers}
+    found = {
+        number: Partition(
+            number=number, estimate_s=estimate_s, least_s=search.without_sums_s(estimate_s, number)
+        )
+        for estimate_s, number in numbers
+    }
     partitions = look.over(found, numbers, inf)
     return tuple(sorted(partitions, key=lambda one: (one.estimate_s, not one.shares, one.legs, one.number)))
 
@@ -213,9 +220,18 @@ def _best(
         true = alike
     found = true or (best if limit_s == inf else None)
     if found is None:
-        return Partition(number=own.number, estimate_s=max(estimate_s, min(limit_s, 1e30))), False
-    legs = own.search.legs
-    return Partition(number=own.number, estimate_s=found[0], shares=found[1], legs=legs), true is not None
+        no_better_s = max(estimate_s, min(limit_s, 1e30))
+        least_s = own.search.without_sums_s(estimate_s, own.number)
+        return Partition(number=own.number, estimate_s=no_better_s, least_s=least_s), False
+    best_s, shares = found
+    one = Partition(
+        number=own.number,
+        estimate_s=best_s,
+        least_s=max(own.least_s(*each) for each in dict.fromkeys(shares)),
+        shares=shares,
+        legs=own.search.legs,
+    )
+    return one, true is not None
 
 
 class Pipelines:
@@ -264,6 +280,10 @@ class Pipelines:
         """Until such a pipeline has computed and reduced."""
         true_s = self._true_s.get((kind, microbatches))
         return self._bounds.estimate_s(kind, microbatches) if true_s is None else true_s
+
+    def least_s(self, kind: int, microbatches: int) -> float:
+        """Until it has computed, at the least."""
+        return self._bounds.least_s(kind, microbatches, sums=False)
 
     def most(self, time_s: float) -> dict[int, int]:
         """Kind -> microbatches that such a pipeline can do in ``time_s``; only where that is one at the least."""

@@ -22,7 +22,7 @@ from odyssey_megatron.metrics.outlet import Outlet
 from odyssey_megatron.plan.generation import CandidateRow
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.policy import redundancy
-from odyssey_megatron.policy.decide import decide, initial_plan, prepare
+from odyssey_megatron.policy.decide import decide, initial_plan, prepare, scheduled
 from odyssey_megatron.policy.history import History
 from odyssey_megatron.policy.measured import Measured, alike, with_measured
 from odyssey_megatron.policy.profile import Profile
@@ -152,7 +152,7 @@ class PolicyPlanner:
         if self._start_s is None and any(observations):
             steps_s = self._config.profile_steps * current.step_s
             self._start_s = max(0.0, now_s - state.started_s - steps_s)
-        found, diagnosis = self._taken_in(observations, dict(state.incarnations))
+        found, diagnosis = self._taken_in(observations, dict(state.incarnations), state.nodes)
         profile = replace(self._learned, group_build_s=found.group_build_s)
         if not alike(found.costs, profile.costs):
             profile = found
@@ -185,9 +185,13 @@ class PolicyPlanner:
             rebalances=True,
         )
         chosen = next(row for row in decided.rows if row.chosen)
-        kept = [row.step_s for row in decided.rows if row.name == "keep" and row.step_s]
-        gain = kept[0] / chosen.step_s - 1 if kept and chosen.step_s else 0.0
-        return Rebalanced(decided=decided, gain=gain)
+        kept = next((row for row in decided.rows if row.name == "keep"), None)
+        if kept is None or not kept.step_s or not chosen.step_s:
+            return Rebalanced(decided=decided, gain=0.0)
+        kept_s = kept.step_s
+        if state.slow_links and kept.score is None:  # a bound, which knows nothing of these
+            kept_s = scheduled("keep", current.layout, (), state, self._learned).step_s
+        return Rebalanced(decided=decided, gain=kept_s / chosen.step_s - 1)
 
     def decide(self, state: ClusterState, previous: Plan, now_s: float) -> Decided:
         before = self._job
@@ -251,7 +255,10 @@ class PolicyPlanner:
         outlet.close()
 
     def _taken_in(
-        self, published: Sequence[str], incarnations: Mapping[int, int] = MappingProxyType({})
+        self,
+        published: Sequence[str],
+        incarnations: Mapping[int, int] = MappingProxyType({}),
+        nodes: Mapping[int, int] = MappingProxyType({}),
     ) -> tuple[Profile, Diagnosis]:
         """``published``: by rank; "" where nothing yet. What was not measured by ``incarnations`` is forgotten."""
         found: dict[int, Measured] = {}
@@ -261,7 +268,7 @@ class PolicyPlanner:
             except ValueError as error:
                 _log.warning("a rank's measurements are left out: %s", error)
         history = self._history.with_published(found, incarnations)
-        diagnosis = history.diagnosis(self._slow, self._learned.costs)
+        diagnosis = history.diagnosis(self._slow, self._learned.costs, nodes)
         self._history, self._slow = history, frozenset(diagnosis.slow)
         return with_measured(self._profile, found.values(), history.healthy(diagnosis)), diagnosis
 

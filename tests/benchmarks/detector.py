@@ -13,6 +13,11 @@ microbatches of 8K, 16K or 32K tokens, and the jitter of the healthy workers in 
 alarm), and after three steps of it (the verdict must be there, and name the worker). ``predicted`` is the mean absolute
 error of a microbatch's time on healthy workers by costs fitted to half of the steps, for the other half; the jitter
 alone is 1.2 %.
+
+``links`` are jobs of 2 to 4 replicas of 5 to 8 stages on nodes of four workers, whose messages jitter by 6 %, one of
+twenty by up to three times; of three the fastest counts. A link, all links of a worker, or those of a node with others
+become slower by twice to ten times, and are looked at in the same way: alone these links must be called slow, and the
+one cause named.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ from __future__ import annotations
 import argparse
 import random
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +34,11 @@ import numpy as np
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from odyssey_megatron.diagnosis.links import LinkVerdict, diagnose_links
 from odyssey_megatron.diagnosis.timings import Piece, Timing, Timings
 from odyssey_megatron.diagnosis.verdicts import diagnose
 from tests.benchmarks.bars import Bar, at_least, at_most, exactly, finish
-from tests.diagnosis.simulated import Simulated, until
+from tests.diagnosis.simulated import Simulated, SimulatedLinks, until
 
 _SIZES = (8192, 16384, 32768)
 _STEPS = 24
@@ -131,6 +138,60 @@ def of_jobs(count: int, seed: int) -> tuple[dict[str, Any], list[Bar]]:
     return said, bars
 
 
+def of_links(count: int, seed: int) -> tuple[dict[str, Any], list[Bar]]:
+    """Jobs in which a link, or the network of a worker or of a node, becomes slow."""
+    rng, bars = random.Random(seed), []
+    alarms = healthy_steps = 0
+    found, named, factors_off = dict[str, int](), dict[str, int](), list[float]()
+    causes = ("link", "worker", "node")
+    for number in range(count):
+        cause, begins = causes[number % 3], rng.randint(10, _STEPS - 3)
+        factor = rng.choice((2.0, 3.0, 5.0, 10.0))
+        size = {"replicas": rng.randint(2, 4), "stages": rng.randint(5, 8), "per_node": 4}
+        job = SimulatedLinks(**size)
+        inner = [worker for worker in job.nodes if len(job.of(worker=worker)) > 2]
+        whose = {"link": {}, "worker": {"worker": rng.choice(inner)}, "node": {"node": 1}}[cause]
+        links = job.of(**whose) if whose else [rng.choice(job.links)]
+        slow, seeded = dict.fromkeys(links, factor), rng.randrange(2**32)
+        job = SimulatedLinks(**size, slow=slow, first=begins, steps=begins + 3, seed=seeded)
+        timings = job.timings()
+        before = diagnose_links([one for one in timings if one.step < begins], job.nodes)
+        alarms += len(before.verdicts)
+        healthy_steps += begins
+        after = diagnose_links(timings, job.nodes)
+        found[cause] = found.get(cause, 0) + (after.slow.keys() >= set(links))
+        named[cause] = named.get(cause, 0) + _is_right(after.verdicts, cause, links, whose)
+        factors_off += [abs(after.slow[link] / factor - 1) for link in links if link in after.slow]
+    said = {
+        "jobs": count,
+        "healthy steps": healthy_steps,
+        "false alarms": alarms,
+        "found within 3 steps": {cause: 3 * found[cause] / count for cause in causes},
+        "named": {cause: 3 * named[cause] / count for cause in causes},
+        "error of the factor, median": float(np.median(factors_off)),
+    }
+    bars.append(exactly(f"links: false alarms in {healthy_steps} steps", alarms, 0))
+    for cause in causes:
+        bars += [
+            at_least(
+                f"links: all slow ones of a {cause} found within 3 steps", 3 * found[cause] / count, 0.99
+            ),
+            at_least(f"links: the right {cause} named", 3 * named[cause] / count, 0.99),
+        ]
+    return said, bars
+
+
+def _is_right(
+    verdicts: Sequence[LinkVerdict], cause: str, links: Sequence[tuple[int, int]], whose: Mapping[str, int]
+) -> bool:
+    """That one cause, and no other."""
+    if len(verdicts) != 1 or set(verdicts[0].links) != set(links):
+        return False
+    if cause == "node":
+        return verdicts[0].nodes == (whose["node"],)
+    return set(verdicts[0].workers) == ({whose["worker"]} if cause == "worker" else set(links[0]))
+
+
 def _prediction_error(timings: Timings, begins: int) -> float:
     """Of microbatches through a stage, forward and backward, in the second half of the healthy steps; the jitter that
     nobody can predict is in it.
@@ -160,7 +221,9 @@ def main() -> int:
     args = parser.parse_args()
     traces, bars = of_traces(args.traces) if args.traces else ({}, [])
     jobs, more = of_jobs(args.jobs, args.seed) if args.jobs else ({}, [])
-    return finish({"seed": args.seed, "traces": traces, "jobs": jobs}, [*bars, *more], as_json=args.json)
+    links, of_them = of_links(3 * args.jobs, args.seed) if args.jobs else ({}, [])
+    measured = {"seed": args.seed, "traces": traces, "jobs": jobs, "links": links}
+    return finish(measured, [*bars, *more, *of_them], as_json=args.json)
 
 
 if __name__ == "__main__":

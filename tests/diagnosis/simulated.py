@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from odyssey_megatron.diagnosis.links import LinkTiming
 from odyssey_megatron.diagnosis.timings import Piece, Timings
 
 JITTER = (0.015, 0.021)
@@ -88,3 +89,70 @@ def until(timings: Timings, step: int) -> Timings:
         for name in ("step", "worker", "piece", "seconds", "tokens", "squares", "microbatch")
     }
     return Timings(steps=timings.steps[: step + 1], workers=timings.workers, pieces=timings.pieces, **columns)
+
+
+LINK_JITTER = 0.06
+"""Of a message, relative; one of twenty meets others on its way, and takes up to three times. Of three the fastest
+counts.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedLinks:
+    """A data-parallel pipeline on nodes of ``per_node`` workers, as Megatron places it: worker = stage * replicas +
+    replica. Within a node a message takes a twentieth of what it does between nodes.
+    """
+
+    replicas: int = 4
+    stages: int = 4
+    per_node: int = 8
+    steps: int = 24
+    slow: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    """(sender, receiver) -> factor."""
+    first: int = 0
+    """The first step in which these are slow."""
+    until: int = 10**9
+    everybody: tuple[float, int] = (1.0, 0)
+    """(factor, from that step on)."""
+    seed: int = 0
+
+    @property
+    def nodes(self) -> dict[int, int]:
+        return {worker: worker // self.per_node for worker in range(self.replicas * self.stages)}
+
+    @property
+    def links(self) -> list[tuple[int, int]]:
+        down = [
+            (stage * self.replicas + replica, (stage + 1) * self.replicas + replica)
+            for stage in range(self.stages - 1)
+            for replica in range(self.replicas)
+        ]
+        return down + [(below, above) for above, below in down]
+
+    def timings(self) -> list[LinkTiming]:
+        rng = np.random.default_rng(self.seed)
+        shape, nodes = (self.steps, len(self.links)), self.nodes
+        usual_s = np.array([5e-5 if nodes[a] == nodes[b] else 1e-3 for a, b in self.links])
+        # No two links are alike: other switches, other lengths of cable.
+        usual_s = usual_s * np.exp(rng.normal(0.0, 0.04, len(self.links)))
+        messages = np.exp(rng.normal(0.0, LINK_JITTER, (3, *shape)))
+        messages *= np.where(rng.random((3, *shape)) < 0.05, rng.uniform(1.0, 3.0, (3, *shape)), 1.0)
+        seconds = usual_s * messages.min(axis=0)
+        for at, link in enumerate(self.links):
+            seconds[self.first : self.until, at] *= self.slow.get(link, 1.0)
+        seconds[self.everybody[1] :] *= self.everybody[0]
+        return [
+            LinkTiming(step, *link, float(seconds[step, at]))
+            for step in range(self.steps)
+            for at, link in enumerate(self.links)
+        ]
+
+    def of(self, *, worker: int = -1, node: int = -1) -> list[tuple[int, int]]:
+        """All links of a worker; or of a node with other nodes."""
+        nodes = self.nodes
+        return [
+            link
+            for link in self.links
+            if worker in link
+            or (nodes[link[0]] != nodes[link[1]] and node in (nodes[link[0]], nodes[link[1]]))
+        ]

@@ -1,4 +1,4 @@
-"""A rank becomes slow: it is found, gets less to do, and gets it back. The losses stay the same.
+"""A rank, or a link, becomes slow: it is found, gets less to do, and gets it back. The losses stay the same.
 
 What is found goes by measured times, so these want a machine with nothing else to do, and are run by hand.
 """
@@ -87,3 +87,43 @@ def test_a_rank_dies_while_another_one_is_slow(jobs, undisturbed, name, kill):
     shot = jobs.run(name, ranks=4, stages=2, flags=f"--train-iters 100 {SLOW};{kill}", timeout_s=150)
     assert_equal_runs(shot, undisturbed("--train-iters 100"), kills=1)
     assert found(shot)
+
+
+LINK = (
+    "--train-iters 100 --odyssey-profile-steps 2 --odyssey-policy reroute --odyssey-rebalance auto "
+    "--odyssey-time-links on --odyssey-inject link=0>3,step=10,slow=400"
+)
+
+
+def test_a_slow_link_is_found_and_no_message_takes_it_any_more(jobs, undisturbed, name):
+    """Three pipelines of two stages, 0 to 3, 1 to 4 and 2 to 5."""
+    shot = jobs.run(name, ranks=6, stages=2, flags=LINK, timeout_s=180)
+    assert_equal_runs(shot, undisturbed("--train-iters 100"), kills=0)
+    (event,) = [event for event in shot.named("slowness") if event["kind"] == "slow link"]
+    assert event["slow_ranks"] == [0, 3]
+    assert event["speed"] < 1 / 4
+    layouts = [event["layout"] for event in shot.named("decision")]
+    assert [goes_by(one, 0, 3) for one in layouts] == [True, False]
+    assert layouts[0]["holders"] == layouts[1]["holders"], "nothing moves"
+    assert not shot.run.recoveries, "nothing was interrupted"
+    assert any("link between ranks [0, 3] slow" in one.why for one in shot.run.switches), (
+        "the report shows it"
+    )
+
+
+def test_without_leave_to_act_a_slow_link_is_only_said(jobs, undisturbed, name):
+    flags = f"{LINK},until=60 --odyssey-rebalance off"
+    shot = jobs.run(name, ranks=6, stages=2, flags=flags, timeout_s=180)
+    assert_equal_runs(shot, undisturbed("--train-iters 100"), kills=0)
+    events = [event for event in shot.named("slowness") if event["kind"] == "slow link"]
+    assert [(event["slow_ranks"], event["speed"] < 1) for event in events] == [
+        ([0, 3], True),
+        ([0, 3], False),
+    ]
+    assert len(shot.named("decision")) == 1
+    assert "with --odyssey-rebalance auto, relink would make" in shot.log
+
+
+def goes_by(layout, sender: int, receiver: int) -> bool:
+    ways = [[hop["worker"] for hop in route["hops"]] for route in layout["routes"]]
+    return any([sender, receiver] == way[at : at + 2] for way in ways for at in range(len(way)))

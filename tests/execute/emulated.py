@@ -33,6 +33,7 @@ from odyssey_megatron.config import add_arguments, config_from
 from odyssey_megatron.errors import JobStopped
 from odyssey_megatron.execute import rank as product_rank
 from odyssey_megatron.execute import timing
+from odyssey_megatron.execute.neighbours import Exchanged, Neighbours
 from odyssey_megatron.execute.rank import RankRuntime
 from odyssey_megatron.launch.environment import journal_of
 from odyssey_megatron.launch.inject import Injector
@@ -249,6 +250,14 @@ def measure_the_accelerator(model: Accelerator) -> None:
         size = model.bytes_of_a_message
         return LinkTimes(message_bytes=size, empty_s=times_s[0.0], message_s=times_s[1.0])
 
+    def exchange(neighbours: Neighbours, message: torch.Tensor, now: Any) -> Exchanged:
+        return {
+            peer: [((0.0, 2 * model.message_s(0.0)), (0.0, model.message_s(0.0) + model.message_s()))] * 3
+            for peer in neighbours.order
+        }
+
+    product_rank.Neighbours.exchange = exchange
+    product_rank.Neighbours.sums = lambda neighbours, message, now: {}
     timing.time = SimpleNamespace(monotonic=time.monotonic, thread_time=lambda: model.busy_s)
     product_rank.link_times = ping_pong
 

@@ -306,14 +306,15 @@ def main() -> None:
         precision=Precision(dtype_bytes=8), flops_per_s=1e9,
     )  # fmt: skip
     member.starting.post_job(job, to_json(profile))
-    model = Stack()
+    model, injector = Stack(), Injector(config.injections, member.rank, journal, member.incarnation)
     rank = RankRuntime(
         config=config,
         member=member,
         model=model,
         build=lambda generation, named: build_groups(member, generation, named, config),
         tagged_messages=args.messages == "tags",
-        fault_point=Injector(config.injections, member.rank, journal, member.incarnation).at,
+        fault_point=injector.at,
+        slow_links=injector.slow_links,
         journal=journal,
         on_commit=lambda step, outcome: None,
     )

@@ -32,6 +32,20 @@ def test_equal_to_one_process(server, tmp_path, messages, faults):
 
 
 @pytest.mark.parametrize("messages", ["tags", "pairs"])
+@pytest.mark.parametrize("victim", [0, 3, 6])
+def test_a_death_while_messages_are_timed(server, tmp_path, messages, victim):
+    job = server.run(
+        ["--nproc-per-node", 8, CHECKOUT / "tests/execute/stack.py", "--messages", messages, "--stages", 4,
+         "--out", tmp_path / "weights", "--odyssey-device", "cpu", "--odyssey-run-dir", tmp_path / "run",
+         "--odyssey-profile-steps", 2, "--odyssey-policy", "reroute", "--odyssey-time-links", "on",
+         "--odyssey-inject", f"rank={victim},step=2,at=exchange;link=1>3,step=1,slow=3,until=6"],
+        log=tmp_path / "log",
+    )  # fmt: skip
+    assert job.wait(60) == 0, job.log()
+    assert len(check(tmp_path).recoveries) == 1
+
+
+@pytest.mark.parametrize("messages", ["tags", "pairs"])
 @pytest.mark.parametrize("victim", range(4))
 def test_one_pipeline_goes_on_in_mid_step(server, tmp_path, messages, victim):
     """No neighbour can be through with its gradients when it hears of the death, since the last microbatches have not

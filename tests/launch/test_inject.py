@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-from odyssey_megatron.config import parse_injections
 from odyssey_megatron.execute.timing import Measurements
+from odyssey_megatron.faults import parse_injections
 from odyssey_megatron.launch import inject
 from odyssey_megatron.launch.inject import Injector
 from odyssey_megatron.metrics.journal import Journal, read_journal

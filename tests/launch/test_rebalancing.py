@@ -10,11 +10,14 @@ import pytest
 
 from odyssey_megatron.cluster.state import initial_state, with_speeds
 from odyssey_megatron.codec import to_json
-from odyssey_megatron.diagnosis.lasting import remaining_s
+from odyssey_megatron.diagnosis.lasting import LINK_S, remaining_s
+from odyssey_megatron.diagnosis.links import Links, LinkVerdict
 from odyssey_megatron.diagnosis.timings import Timings
 from odyssey_megatron.diagnosis.verdicts import Diagnosis, Verdict, diagnose
 from odyssey_megatron.launch.rebalancing import Rebalancing, changes
 from odyssey_megatron.metrics.journal import Journal, read_journal
+from odyssey_megatron.policy.case import with_links
+from odyssey_megatron.policy.links import waits_s
 from odyssey_megatron.policy.measured import Measured
 from odyssey_megatron.policy.profile import Observation
 from tests.diagnosis.simulated import Simulated
@@ -56,6 +59,98 @@ def test_found_mended_and_back(job):
     assert state == job.state
     assert back.decided.plan.layout == job.plan.layout
     assert [(e["slow_ranks"], e["speed"]) for e in read_journal(job.folder)] == [([5], 0.5), ([5], 1.0)]
+
+
+def with_link(step, factor, *, longer_s=0.5, network=False, latest=None, link=(0, 2)) -> Diagnosis:
+    """The link takes ``factor`` times its time, which was certain in step 4."""
+    kind, workers = ("slow network", link[:1]) if network else ("slow link", link)
+    verdict = LinkVerdict(kind=kind, links=(link,), workers=workers, factor=factor, evidence="by the test")
+    now = {link: factor if latest is None else latest}
+    links = Links(
+        verdicts=(verdict,) if factor > 1.5 else (),
+        factors=now,
+        slow=now if factor > 1.5 else {},
+        longer_s={link: longer_s},
+        found={link: 4},
+        latest=now,
+        newest=step,
+    )
+    return Diagnosis(costs={}, newest=step, links=links)
+
+
+def test_a_slow_link_is_found_done_without_and_taken_again(job):
+    rebalancing = job(acts=True)
+    assert rebalancing.look(with_link(4, 9.0), job.state, job.plan, 9.0) == (job.state, None), (
+        "not before a second look"
+    )
+    state, better = rebalancing.look(with_link(5, 9.0), job.state, job.plan, 10.0)
+    assert state.slow_links == ((0, 2, 0.5),)
+    assert "link between ranks [0, 2] slow, 9.00 times the time: steps" in better.why
+    mended = better.decided.plan
+    assert waits_s(mended.layout, with_links(job.planner._profile, state).costs) == 0
+    unseen = replace(with_link(6, 9.0), links=Links(newest=6))
+    assert rebalancing.look(unseen, state, mended, 15.0) == (state, None), "no message goes there any more"
+    state, back = rebalancing.look(with_link(7, 1.0), state, mended, 20.0)
+    assert state == job.state
+    assert back.decided.plan.layout == job.plan.layout
+    assert [(e["kind"], e["slow_ranks"], e["speed"]) for e in read_journal(job.folder)] == [
+        ("slow link", [0, 2], pytest.approx(1 / 9)),
+        ("slow link", [0, 2], 1.0),
+    ]
+
+
+def test_a_slow_link_that_a_second_look_does_not_bear_out_costs_nothing(job):
+    rebalancing = job(acts=True)
+    for step in (4, 5, 6):
+        found = with_link(step, 9.0, latest=1.1)
+        assert rebalancing.look(found, job.state, job.plan, float(step)) == (job.state, None)
+    assert not list(read_journal(job.folder))
+
+
+def test_a_slow_link_that_delays_nothing_is_said_and_nothing_else(job):
+    planner, plan, state = planner_of(policy="reroute")
+    rebalancing = Rebalancing(planner, Journal(job.folder, source="agent0"), job.said.append, acts=True)
+    state, better = rebalancing.look(with_link(5, 9.0, longer_s=1e-6), state, plan, 10.0)
+    assert better is None
+    (said,) = job.said
+    assert "the plan stays" in said
+    assert rebalancing.look(with_link(6, 9.1, longer_s=1e-6), state, plan, 11.0) == (state, None)
+    assert len(job.said) == 1
+
+
+def test_off_only_says_so_of_links(job):
+    rebalancing = job(acts=False)
+    for step in (5, 6):
+        assert rebalancing.look(with_link(step, 9.0), job.state, job.plan, 10.0) == (job.state, None)
+    (said,) = job.said
+    assert "with --odyssey-rebalance auto, " in said
+
+
+def test_a_worker_with_a_slow_network_has_no_fast_link(job):
+    rebalancing = job(acts=True)
+    state, _ = rebalancing.look(with_link(5, 9.0, network=True), job.state, job.plan, 10.0)
+    assert {(sender, receiver) for sender, receiver, _ in state.slow_links} == {
+        link for other in range(1, 8) for link in ((0, other), (other, 0))
+    }
+
+
+def test_slow_sums_are_said_once_and_when_they_are_over(job):
+    rebalancing = job(acts=True)
+
+    def with_sums(step: int, factor: float) -> Diagnosis:
+        who = (0, 1)
+        one = LinkVerdict(kind="slow sums", links=(who,), workers=who, factor=factor, evidence="by the test")
+        slow, now = ({who: factor}, (one,)) if factor > 1.5 else ({}, ()), {who: factor}
+        sums = Links(verdicts=slow[1], slow=slow[0], found={who: 4}, latest=now, newest=step)
+        return Diagnosis(costs={}, newest=step, sums=sums)
+
+    for step, factor in ((4, 3.0), (5, 3.0), (6, 3.1), (7, 1.0), (8, 1.0)):
+        found = with_sums(step, factor)
+        assert rebalancing.look(found, job.state, job.plan, float(step)) == (job.state, None)
+    assert [(e["kind"], e["slow_ranks"], e["speed"]) for e in read_journal(job.folder)] == [
+        ("slow sums", [0, 1], pytest.approx(1 / 3)),
+        ("slow sums", [0, 1], 1.0),
+    ]
 
 
 def test_what_a_second_look_does_not_bear_out_costs_nothing(job):
@@ -202,5 +297,6 @@ def test_a_smaller_cell_is_slow_beside_its_share(job):
 
 def test_how_long_it_will_last():
     assert remaining_s(0.0) == 600.0
+    assert remaining_s(0.0, mean_s=LINK_S) == 1440.0
     assert remaining_s(1000.0) > remaining_s(0.0), "the longer it has lasted"
     assert remaining_s(0.0, [1.0] * 10) < 60.0, "where it is always over soon"

@@ -12,6 +12,7 @@ from odyssey_megatron.metrics.follow import Follower
 from odyssey_megatron.metrics.journal import read_journal
 from odyssey_megatron.metrics.live import live
 from odyssey_megatron.metrics.standing import standing
+from odyssey_megatron.metrics.suspects import suspects
 from odyssey_megatron.metrics.timeline import last_job
 from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
 
@@ -126,6 +127,32 @@ def test_who_is_slow_now_with_the_evidence(runs):
     assert "rank 6 is slow: it takes twice the time" in state.suspects[1].evidence
     first = state.costs[0]
     assert (first.first, first.last, first.kind) == (0, 4, "forward")
+
+
+def test_the_ends_of_a_slow_link_are_not_excluded_but_a_node_with_a_slow_network_is(runs):
+    events = [one for one in events_of(runs["shot_at"]) if one["event"] in ("rank_started", "job_started")]
+    (last,) = events[-1:]
+
+    def slowness(kind, ranks, speed):
+        return {
+            **last,
+            "event": "slowness",
+            "kind": kind,
+            "slow_ranks": ranks,
+            "speed": speed,
+            "why": "it lasts",
+        }
+
+    link = slowness("slow link", [0, 6], 0.25)
+    assert [(one.node, one.is_to_exclude) for one in suspects([*events, link])] == [
+        ("host0", False), ("host1", False)
+    ]  # fmt: skip
+    (network,) = suspects([*events, slowness("slow network", [5, 6], 0.25)])
+    assert (network.node, network.is_to_exclude) == ("host1", True)
+    assert "slow network of rank(s) 5, 6: it lasts" in network.evidence
+    assert suspects([*events, link, slowness("slow link", [0, 6], 1.0)]) == ()
+    assert suspects([*events, slowness("slow sums", [0, 6], 0.25)]) == (), "either node may be at fault"
+    assert suspects([*events, slowness("slow sums", [5, 6], 0.25)])[0].is_to_exclude, "named alone"
 
 
 def test_a_node_is_excluded_for_two_incidents_and_watched_for_one(shot):

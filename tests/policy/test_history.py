@@ -10,7 +10,7 @@ from odyssey_megatron.cluster.state import initial_state, with_speeds
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.policy.history import History
-from odyssey_megatron.policy.measured import Measured
+from odyssey_megatron.policy.measured import LinkSeen, Measured, SumSeen
 from odyssey_megatron.policy.planner import PolicyPlanner
 from odyssey_megatron.policy.profile import Observation
 from tests.policy.test_decide import PROFILE, job
@@ -144,3 +144,84 @@ def test_what_will_be_over_at_once_changes_nothing():
     planner, plan, state = planner_of()
     found = planner.rebalance(with_speeds(state, {5: 0.7}), plan, 0.0, 1e-3)
     assert (found.decided.plan.layout, found.gain) == (plan.layout, 0.0)
+
+
+def exchanged(*steps, slow=(), factor=4.0):
+    """Three pipelines of two stages: each rank with the one below or above, a message in 10 ms."""
+    found = {}
+    for rank in range(6):
+        peer = (rank + 3) % 6
+        message_s = 0.01 * (factor if (rank, peer) in slow else 1.0)
+        seen_of = (
+            LinkSeen(step=step, worker=peer, empty_s=1e-4, message_s=message_s * (1 + 0.01 * (step % 3)))
+            for step in steps
+        )
+        spans = tuple(seen(step, *((0, 5), (5, 10))[rank // 3]) for step in steps)
+        found[rank] = Measured(spans=spans, links=tuple(seen_of))
+    return found
+
+
+NODES = {worker: worker // 3 for worker in range(6)}
+
+
+def test_a_slow_link_and_how_much_longer_it_takes():
+    both = History(1).with_published(exchanged(*range(6)), {})
+    both = both.with_published(exchanged(*range(6, 10), slow={(1, 4)}), {})
+    links = both.diagnosis((), PROFILE.costs, NODES).links
+    (verdict,) = links.verdicts
+    assert (verdict.links, verdict.workers) == (((1, 4),), (1, 4))
+    assert links.longer_s == {(1, 4): pytest.approx(0.03, rel=0.05)}
+    assert both.diagnosis((), PROFILE.costs).links.verdicts == (), "nobody says where the workers are"
+
+
+def test_a_link_that_costs_a_hundredth_of_a_stage_is_not_slow():
+    small = {
+        rank: replace(one, links=tuple(replace(link, message_s=link.message_s / 30) for link in one.links))
+        for rank, one in exchanged(*range(10), slow={(1, 4)}).items()
+    }
+    assert not History(1).with_published(small, {}).diagnosis((), PROFILE.costs, NODES).links.verdicts
+
+
+def test_what_another_process_has_seen_of_links_is_forgotten():
+    once = History(1).with_published(exchanged(*range(10), slow={(1, 4)}), {})
+    again = replace(exchanged(10)[1], incarnation=1)
+    assert once.diagnosis((), PROFILE.costs, NODES).links.verdicts
+    links = once.with_published({1: again}, {1: 1}).diagnosis((), PROFILE.costs, NODES).links
+    assert not links.verdicts
+
+
+def test_between_cells_the_slowest_of_their_links_counts():
+    of_two = History(2).with_published(
+        {
+            rank: Measured(links=(LinkSeen(step=0, worker=1 - rank // 2, empty_s=0.0, message_s=1.0 + rank),))
+            for rank in range(4)
+        },
+        {},
+    )
+    assert [(one.sender, one.receiver, one.seconds) for one in of_two.link_timings()] == [
+        (0, 1, 2.0),
+        (1, 0, 4.0),
+    ]
+
+
+def test_slow_sums():
+    """Two stages of three workers on three nodes: a sum of each takes three times as long from step 6 on."""
+
+    def published(step: int) -> dict[int, Measured]:
+        seconds = 0.03 if step >= 6 else 0.01
+        return {
+            first: Measured(
+                spans=(seen(step, 0, 5),),
+                sums=(
+                    SumSeen(step=step, workers=f"{first}-{first + 2}", seconds=seconds * (1 + step % 2 / 99)),
+                ),
+            )
+            for first in (0, 3)
+        }
+
+    found = History(1)
+    for step in range(12):
+        found = found.with_published(published(step), {})
+    sums = found.diagnosis((), PROFILE.costs, {worker: worker % 3 for worker in range(6)}).sums
+    assert [one.workers for one in sums.verdicts] == [(0, 1, 2), (3, 4, 5)]
+    assert sums.longer_s[0, 1, 2] == pytest.approx(0.02, rel=0.05)

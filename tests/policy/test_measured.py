@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from odyssey_megatron.codec import from_json, to_json
-from odyssey_megatron.policy.measured import LinkTimes, Measured, with_measured
+from odyssey_megatron.policy.measured import LinkSeen, LinkTimes, Measured, with_measured
 from odyssey_megatron.policy.profile import Attention, Observation, estimated_profile
 
 PROFILE = estimated_profile(
@@ -57,3 +57,17 @@ def test_round_trip():
         state_bytes=((1, 5),),
     )
     assert from_json(Measured, to_json(one)) == one
+
+
+def test_links_between_neighbours_count_where_they_are_far_from_those_at_the_start():
+    at_start = LinkTimes(message_bytes=4096, empty_s=1e-5, message_s=1e-4)
+
+    def with_neighbours(message_s: float) -> float:
+        times_s = (message_s, message_s, message_s, 1.0)
+        links = tuple(
+            LinkSeen(step=1, worker=one, empty_s=1e-5, message_s=time_s) for one, time_s in enumerate(times_s)
+        )
+        return with_measured(PROFILE, [Measured(link=at_start, links=links)]).costs.message_s()
+
+    assert with_neighbours(1.2e-4) == pytest.approx(1e-4), "noise"
+    assert with_neighbours(8e-4) == pytest.approx(8e-4), "other nodes; a slow one among them changes nothing"

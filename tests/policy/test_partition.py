@@ -1,21 +1,27 @@
 """Pipelines of any lengths: beside every partition there is, and beside fewer workers."""
 
 import itertools
+import random
 from dataclasses import replace
 
 import pytest
 
+from odyssey_megatron.cluster.events import RankDied
 from odyssey_megatron.cluster.job import JobSpec
-from odyssey_megatron.cluster.state import initial_state
+from odyssey_megatron.cluster.state import apply, initial_state, with_slow_links
 from odyssey_megatron.plan.layout import megatron_layout
 from odyssey_megatron.plan.memory import fullest_bytes
 from odyssey_megatron.policy import partition
-from odyssey_megatron.policy.decide import initial_plan
+from odyssey_megatron.policy.case import Case, with_links
+from odyssey_megatron.policy.decide import initial_plan, scheduled
+from odyssey_megatron.policy.links import around
 from odyssey_megatron.policy.partition import ALIKE
+from odyssey_megatron.policy.policies import replan
+from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.search import Search
 from odyssey_megatron.studies.presets import preset_profile
 from tests.benchmarks.policies import LAYERS, costs
-from tests.plan.samples import uniform_costs
+from tests.plan.samples import layer, uniform_costs
 
 
 def preset(model, accelerator, pp, microbatches, tight, workers=32):
@@ -108,3 +114,48 @@ def test_a_healthy_job_may_start_with_the_best_layout():
     best = initial_plan(replace(job, best_layout=True), state, profile)
     assert own.step_s > 1.4 * best.step_s
     assert min(map(len, best.layout.holders)) >= 2, "one may be lost, as with the launch line's layout"
+
+
+@pytest.mark.parametrize("memory_is_known", [False, True])
+def test_a_sketch_promises_no_more_than_its_layout_keeps(memory_is_known):
+    """Where other pipelines leave it more memory than it would have alone, and where links are slow."""
+    rng, shorter = random.Random(5), 0
+    for _ in range(25):
+        kinds = [
+            layer(rng.uniform(0.2, 2.0), rng.uniform(0.2, 2.0), rng.uniform(0.2, 2.0), 3) for _ in range(6)
+        ]
+        found = replace(uniform_costs(4), layers=tuple(kinds), link_latency_s=0.1, link_bytes_per_s=20.0)
+        pipelines = rng.choice((3, 4))
+        home = megatron_layout(
+            num_layers=6, pipeline_size=3, num_workers=3 * pipelines, num_microbatches=4 * pipelines
+        )
+        if memory_is_known:
+            found = replace(found, memory_bytes=2 * fullest_bytes(home, found))
+        state = initial_state(nodes=(0,) * 3 * pipelines)
+        for rank in rng.sample(range(3 * pipelines), 2):
+            state = apply(state, RankDied(rank=rank, code=-9, cause="killed", t_s=0.0))
+        if memory_is_known:
+            links = {(one, other): 0.3 for one in state.alive[:2] for other in state.alive if other != one}
+            state = with_slow_links(state, links)
+        case = Case(
+            job=JobSpec(
+                num_layers=6,
+                pipeline_model_parallel_size=3,
+                tensor_model_parallel_size=1,
+                num_microbatches=4 * pipelines,
+                tokens_per_step=1000,
+                train_steps=10,
+            ),
+            state=state,
+            previous=home,
+            usual_step_s=1.0,
+            profile=with_links(Profile(costs=found), state),
+            horizon_s=3600.0,
+            mtbf_s=86400.0,
+        )
+        for sketch in replan.POLICY.propose(case):
+            made = around(sketch.make(), case.profile.costs)
+            step_s = scheduled("test", made, (), state, case.profile).step_s
+            assert sketch.least_step_s <= step_s * (1 + 1e-9), sketch.note
+            shorter += made.lengths != home.lengths
+    assert shorter

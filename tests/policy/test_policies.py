@@ -7,10 +7,10 @@ from itertools import islice
 import pytest
 
 from odyssey_megatron.cluster.job import JobSpec
-from odyssey_megatron.cluster.state import initial_state
+from odyssey_megatron.cluster.state import initial_state, with_slow_links
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.layout import megatron_layout
-from odyssey_megatron.policy.case import Case
+from odyssey_megatron.policy.case import Case, with_links
 from odyssey_megatron.policy.policies import POLICIES
 from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.proposal import Sketch
@@ -18,7 +18,8 @@ from tests.plan.samples import uniform_costs
 
 
 def random_case(rng: random.Random) -> Case:
-    """A job that has lost workers, or has some back, or neither; perhaps with slow ones among the rest."""
+    """A job that has lost workers, or has some back, or neither; perhaps with slow ones, or slow links, among
+    the rest."""
     stages, pipelines = rng.randint(1, 4), rng.randint(1, 4)
     layers, microbatches = 2 + 2 * stages, 2 * pipelines
     job = JobSpec(
@@ -46,13 +47,17 @@ def random_case(rng: random.Random) -> Case:
             num_workers=stages * (pipelines - 1),
             num_microbatches=microbatches,
         )
+    state = replace(state, workers=tuple(workers))
+    if len(previous.routes[0].hops) > 1 and rng.random() < 0.3:
+        one, other = rng.choice(previous.routes).hops[:2]
+        state = with_slow_links(state, {(one.worker, other.worker): 5.0})
     return Case(
         job=job,
-        state=replace(state, workers=tuple(workers)),
+        state=state,
         previous=previous,
         home=home,
         usual_step_s=1.0,
-        profile=Profile(costs=uniform_costs(layers - 2, ends=True)),
+        profile=with_links(Profile(costs=uniform_costs(layers - 2, ends=True)), state),
         horizon_s=3600.0,
         mtbf_s=86400.0,
     )

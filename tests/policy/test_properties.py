@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 from odyssey_megatron.cluster.events import RankDied
 from odyssey_megatron.cluster.job import JobSpec
-from odyssey_megatron.cluster.state import apply, initial_state
+from odyssey_megatron.cluster.state import apply, initial_state, with_slow_links
 from odyssey_megatron.config import OdysseyConfig, policies
 from odyssey_megatron.errors import LayersLost, PlanInfeasible
 from odyssey_megatron.plan.costs import Costs, LayerCost
 from odyssey_megatron.plan.memory import state_bytes
 from odyssey_megatron.plan.verify import verify
+from odyssey_megatron.policy.case import with_links
 from odyssey_megatron.policy.decide import decide, initial_plan
 from odyssey_megatron.policy.profile import Profile
 
@@ -67,7 +68,7 @@ def costs_of(draw, blocks):
 
 @st.composite
 def jobs(draw):
-    """(job, profile, state, config) of a healthy cluster, perhaps with a slow worker."""
+    """(job, profile, state, config) of a healthy cluster, perhaps with a slow worker, or slow links."""
     pp, dp = draw(st.integers(1, 5)), draw(st.integers(1, 4))
     blocks = draw(st.integers(pp, 3 * pp))
     profile = Profile(costs=draw(costs_of(blocks)), group_build_s=draw(st.sampled_from((0.0, 0.1, 5.0))))
@@ -87,6 +88,11 @@ def jobs(draw):
     if slow:
         workers = (replace(w, speed=slow[1]) if w.worker == slow[0] else w for w in state.workers)
         state = replace(state, workers=tuple(workers))
+    if pp > 1 and draw(st.booleans()):
+        ends = st.sampled_from(state.ranks)
+        longer_s = draw(st.sampled_from((0.01, 1.0, 20.0)))
+        links = draw(st.lists(st.tuples(ends, ends).filter(lambda link: link[0] != link[1]), max_size=6))
+        state = with_slow_links(state, dict.fromkeys(links, longer_s))
     config = OdysseyConfig(
         horizon_s=draw(st.sampled_from((3600.0, 10.0))), mtbf_s=draw(st.sampled_from((86400.0, 60.0)))
     )
@@ -99,7 +105,7 @@ def check_plan(plan, job, profile, state):
     assert layout.num_microbatches == job.num_microbatches
     assert set(layout.workers) <= set(state.alive)
     speeds = {w.worker: w.speed for w in state.workers}
-    timeline = verify(layout, plan.schedule, profile.costs, speeds=speeds)
+    timeline = verify(layout, plan.schedule, with_links(profile, state).costs, speeds=speeds)
     assert timeline.step_s == pytest.approx(plan.step_s, rel=1e-6)
     assert plan.bound_s <= plan.step_s * (1 + 1e-6)
     assert timeline.peak_bytes == plan.peak_bytes
@@ -157,4 +163,4 @@ def test_up_to_three_failures_in_a_row(data, of):
         plan = decision.plan
         assert decision.bound_s <= plan.bound_s * (1 + 1e-6)
         check_plan(plan, job, profile, state)
-    assert all(set(plan.layout.holders[layer]) <= set(state.dead) for layer in lost)
+    assert all(set(plan.layout.all_holders[layer]) <= set(state.dead) for layer in lost)

@@ -252,6 +252,8 @@ class _Stopwatch:
         self._device.main.give("mark", pass_by)
         return at
 
+    now = mark
+
     def between_s(self, began: dict[str, int], ended: dict[str, int]) -> float:
         if "move" not in ended:
             self._device.synchronize("stopwatch")

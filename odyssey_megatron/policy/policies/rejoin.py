@@ -24,7 +24,8 @@ class Rejoin(Policy):
         else:
             note = "the first layout without the dead"
             layout = reroute(home, alive, case.profile.costs, case.speeds)
-        yield Proposal(layout=layout, note=note, settles=not case.state.dead and not case.speeds)
+        is_whole = not (case.state.dead or case.speeds or case.state.slow_links)
+        yield Proposal(layout=layout, note=note, settles=is_whole)
 
 
 POLICY = Rejoin()

@@ -49,9 +49,11 @@ def _sketch(case: Case, workers: tuple[int, ...], found: Partition, slow: Mappin
     if without := alive - len(workers) - used:
         note += f" without {without} slow"
     speeds = None if slow else case.speeds
-    least_s = found.estimate_s + costs.optimizer_s
-    if speeds:
-        bound_s = cluster_bound_s(case.job.num_microbatches, costs, workers, speeds)
+    # An estimate knows neither what the fullest worker of other pipelines leaves to these, nor slow links.
+    is_exact = costs.memory_bytes is not None and not costs.slow_links
+    least_s = (found.estimate_s if is_exact else found.least_s) + costs.optimizer_s
+    if speeds or not is_exact:
+        bound_s = cluster_bound_s(case.job.num_microbatches, costs, case.alive, case.speeds)
         least_s = max(least_s, bound_s)
 
     def layout() -> Layout:

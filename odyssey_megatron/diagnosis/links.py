@@ -1,0 +1,298 @@
+"""Slow links, and whose they are: one between two workers, all of one worker, all of one node, all between two nodes.
+
+A link's time is what a message takes once both its ends are there. It is compared with links of its kind, within a node
+or between nodes; with itself where there are too few of these, or where most of those between nodes have become slower
+at once. What is the same for all within a node is nobody's: others may use it. Sums over holders are looked at
+likewise. History in, verdicts out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from odyssey_megatron.diagnosis.change import FALSE_ALARM_STEPS, RECENT, noise, raised
+from odyssey_megatron.diagnosis.timings import Floats
+
+SLOW_LINK, SLOW_NETWORK, SLOW_SUMS = "slow link", "slow network", "slow sums"
+LEAST_FACTOR = 1.5
+"""What takes less than so many times what others take is not slow: no two links are quite alike. Of several with one
+cause the median counts.
+"""
+_LEAST = math.log(LEAST_FACTOR)
+_KIN = 3
+"""With fewer links of a kind, between different pairs of workers, each is compared with itself."""
+_LEAST_STEPS = 3
+
+Link = tuple[int, ...]
+"""(sender, receiver): workers; of a sum all who have a part in it."""
+_Pair = frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class LinkTiming:
+    """One message of a measured step, the fastest of a few."""
+
+    step: int
+    sender: int
+    receiver: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class SumTiming:
+    """The same of a sum as large as a message."""
+
+    step: int
+    workers: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkVerdict:
+    """What one cause makes slow."""
+
+    kind: str
+    """``slow link``, ``slow network`` or ``slow sums``."""
+    links: tuple[Link, ...]
+    workers: tuple[int, ...]
+    """Whose they are: the two ends, or all whose network it is."""
+    nodes: tuple[int, ...] = ()
+    """One whose network is slow, or those between which it is; none where it is a link's, or a worker's."""
+    factor: float
+    """The median of the links'."""
+    evidence: str
+
+    def concerns(self, link: Link, nodes: Mapping[int, int]) -> bool:
+        """Whether ``link`` is slow by it, be it measured or not. ``nodes``: of each worker."""
+        if self.kind == SLOW_LINK:
+            return link in self.links
+        ends = {nodes[link[0]], nodes[link[1]]}
+        if not self.nodes:
+            return self.workers[0] in link
+        return len(ends) == 2 and (ends <= {*self.nodes} or (len(self.nodes) == 1 and self.nodes[0] in ends))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Links:
+    """What a window of steps says of them."""
+
+    verdicts: tuple[LinkVerdict, ...] = ()
+    factors: Mapping[Link, float] = field(default_factory=dict)
+    """So many times what others of the kind take, by the last measured steps; of all links that were measured."""
+    slow: Mapping[Link, float] = field(default_factory=dict)
+    """Of those that are slow now."""
+    longer_s: Mapping[Link, float] = field(default_factory=dict)
+    """Of the same, what a message takes longer than others."""
+    found: Mapping[Link, int] = field(default_factory=dict)
+    """The step that made it certain."""
+    latest: Mapping[Link, float] = field(default_factory=dict)
+    """As ``factors``, by the newest step alone: of links that were measured in it."""
+    newest: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class _Series:
+    """Of one link: its measured steps, and the logs of its times over the usual one."""
+
+    steps: tuple[int, ...]
+    values: Floats
+    usual_s: float
+
+
+def diagnose_links(timings: Iterable[LinkTiming], nodes: Mapping[int, int], least_s: float = 0.0) -> Links:
+    """Which links are slow.
+
+    Args:
+        nodes: of each worker.
+        least_s: a link that takes less than so much longer than others delays nobody.
+    """
+    rows: dict[Link, dict[int, float]] = {}
+    for one in timings:
+        rows.setdefault((one.sender, one.receiver), {})[one.step] = one.seconds
+    return _diagnosed(rows, nodes, least_s, _causes)
+
+
+def diagnose_sums(timings: Iterable[SumTiming], nodes: Mapping[int, int], least_s: float = 0.0) -> Links:
+    """Which sums are, of those between nodes; those over equally many workers are of one kind. As above."""
+    rows: dict[Link, dict[int, float]] = {}
+    for one in (one for one in timings if len({nodes.get(worker) for worker in one.workers}) > 1):
+        rows.setdefault(one.workers, {})[one.step] = one.seconds
+    return _diagnosed(rows, nodes, least_s, _causes_of_sums)
+
+
+def _diagnosed(
+    rows: Mapping[Link, Mapping[int, float]],
+    nodes: Mapping[int, int],
+    least_s: float,
+    causes: Callable[[Mapping[Link, float], Collection[Link], Mapping[int, int]], list[LinkVerdict]],
+) -> Links:
+    """``rows``: step -> seconds."""
+    series = _apart({link: of for link, of in rows.items() if {*link} <= nodes.keys()}, nodes)
+    if not series:
+        return Links()
+    newest = max(one.steps[-1] for one in series.values())
+    usual = noise([one.values for one in series.values()])
+    slow, since, found = dict[Link, float](), dict[Link, int](), dict[Link, int]()
+    for link, one in series.items():
+        if len(one.steps) < _LEAST_STEPS:
+            continue
+        shift = raised(one.values, max(usual, noise([one.values])), _LEAST)
+        if shift is not None and shift.log_ratio >= _LEAST / 2:
+            slow[link], since[link] = math.exp(shift.log_ratio), one.steps[shift.since]
+            found[link] = one.steps[shift.found]
+    verdicts = [
+        _with_evidence(one, since, series)
+        for one in causes(slow, series.keys(), nodes)
+        if one.factor >= LEAST_FACTOR
+        and max(series[link].usual_s * (slow[link] - 1) for link in one.links) >= least_s
+    ]
+    accused = {link for one in verdicts for link in one.links}
+    slow = {link: factor for link, factor in slow.items() if link in accused}
+    return Links(
+        verdicts=tuple(verdicts),
+        longer_s={link: series[link].usual_s * (factor - 1) for link, factor in slow.items()},
+        factors={link: math.exp(float(np.median(one.values[-RECENT:]))) for link, one in series.items()},
+        slow=slow,
+        found=found,
+        latest={
+            link: math.exp(float(one.values[-1])) for link, one in series.items() if one.steps[-1] == newest
+        },
+        newest=newest,
+    )
+
+
+def _apart(rows: Mapping[Link, Mapping[int, float]], nodes: Mapping[int, int]) -> dict[Link, _Series]:
+    """Of each link how far it is, step by step, from what its kind has in common."""
+    logs = {
+        link: {step: math.log(max(s, 1e-9)) for step, s in sorted(of.items())} for link, of in rows.items()
+    }
+    kinds: dict[tuple[bool, int], list[Link]] = {}
+    for link in logs:
+        kinds.setdefault((len({nodes[worker] for worker in link}) > 1, len(link)), []).append(link)
+    found, all_slower = {}, False
+    for (is_between, _), links in sorted(kinds.items()):
+        count = len({frozenset(link) for link in links})
+        if count == 1 and not is_between:
+            continue  # whoever else uses the node would look like it
+        own = {link: float(np.quantile([*logs[link].values()], 0.25)) for link in links}
+        if count >= _KIN:
+            # Nothing makes a link faster than healthy: of a few the faster half says what is usual.
+            own = dict.fromkeys(links, _lower(float(np.median([*logs[link].values()])) for link in links))
+        common = _common(logs, own) if count >= _KIN or not is_between else {}
+        if common and _has_risen(np.array([*common.values()])):
+            all_slower |= not is_between  # whatever it is, it is no network
+            if not all_slower:
+                own = {link: float(np.quantile([*logs[link].values()], 0.25)) for link in links}
+                common = {}
+        for link in links:
+            values = [value - own[link] - common.get(step, 0.0) for step, value in logs[link].items()]
+            found[link] = _Series(tuple(logs[link]), np.array(values), math.exp(own[link]))
+    return dict(sorted(found.items()))
+
+
+def _common(logs: Mapping[Link, Mapping[int, float]], own: Mapping[Link, float]) -> dict[int, float]:
+    """Step -> the lower median of how far links are from their ``own`` level."""
+    steps = sorted({step for link in own for step in logs[link]})
+    return {
+        step: _lower(logs[link][step] - level for link, level in own.items() if step in logs[link])
+        for step in steps
+    }
+
+
+def _has_risen(common: Floats) -> bool:
+    return raised(common - np.quantile(common, 0.25), noise([common]), _LEAST) is not None
+
+
+def _lower(values: Iterable[float]) -> float:
+    """The lower median."""
+    there = sorted(values)
+    return there[(len(there) - 1) // 2]
+
+
+def _causes(
+    slow: Mapping[Link, float], measured: Collection[Link], nodes: Mapping[int, int]
+) -> list[LinkVerdict]:
+    """The fewest that explain all that is ``slow``, largest first. Of what has several links each one must be."""
+    left, found = set(slow), list[LinkVerdict]()
+    slow_pairs = {frozenset(link) for link in slow}
+    for kind, pairs, workers, its_nodes in _suspects({frozenset(link) for link in measured}, nodes):
+        links = tuple(sorted(link for link in left if frozenset(link) in pairs))
+        if pairs <= slow_pairs and len({frozenset(link) for link in links}) > (kind == SLOW_NETWORK):
+            factor = float(np.median([slow[link] for link in links]))
+            whose = tuple(sorted(workers or set().union(*pairs)))
+            found.append(
+                LinkVerdict(
+                    kind=kind, links=links, workers=whose, nodes=its_nodes, factor=factor, evidence=""
+                )
+            )
+            left.difference_update(links)
+    return found
+
+
+def _suspects(
+    pairs: Collection[_Pair], nodes: Mapping[int, int]
+) -> Iterator[tuple[str, set[_Pair], Collection[int], tuple[int, ...]]]:
+    """(kind, links, their worker or workers, nodes): all between nodes, where no node is at an end of each; those of a
+    node with several others; of a worker; between two nodes, of which neither can be told from the other; and each.
+    """
+    on = {pair: {nodes[worker] for worker in pair} for pair in sorted(pairs, key=sorted)}
+    between = {pair for pair in on if len(on[pair]) == 2}
+    if between and not set.intersection(*(on[pair] for pair in between)):
+        yield SLOW_NETWORK, between, (), tuple(sorted(set().union(*(on[pair] for pair in between))))
+    for node in sorted(set().union(*(on[pair] for pair in between))):
+        own = {pair for pair in between if node in on[pair]}
+        ends = {worker for pair in own for worker in pair if nodes[worker] == node}
+        if len(set().union(*(on[pair] for pair in own))) > 2 and len(ends) > 1:
+            yield SLOW_NETWORK, own, ends, (node,)
+    for worker in sorted(set().union(*pairs)):
+        yield SLOW_NETWORK, {pair for pair in on if worker in pair}, (worker,), ()
+    for both in sorted({tuple(sorted(on[pair])) for pair in between}):
+        yield SLOW_NETWORK, {pair for pair in between if tuple(sorted(on[pair])) == both}, (), both
+    for pair in on:
+        yield SLOW_LINK, {pair}, (), ()
+
+
+def _causes_of_sums(
+    slow: Mapping[Link, float], measured: Collection[Link], nodes: Mapping[int, int]
+) -> list[LinkVerdict]:
+    """The one node that has a part in all that are slow, and in no other; or each sum by itself."""
+    on = {workers: {nodes[worker] for worker in workers} for workers in measured}
+    elsewhere = set().union(*(on[workers] for workers in measured if workers not in slow))
+    shared = set.intersection(*(on[workers] for workers in slow)) - elsewhere if slow else set()
+    groups, its_nodes = [[workers] for workers in slow], tuple[int, ...]()
+    if len(slow) > 1 and len(shared) == 1:
+        groups, its_nodes = [[*slow]], (*shared,)
+    return [
+        LinkVerdict(
+            kind=SLOW_SUMS,
+            links=tuple(sorted(links)),
+            workers=tuple(
+                sorted({one for of in links for one in of if not its_nodes or nodes[one] in its_nodes})
+            ),
+            nodes=its_nodes,
+            factor=float(np.median([slow[workers] for workers in links])),
+            evidence="",
+        )
+        for links in groups
+    ]
+
+
+def _with_evidence(
+    verdict: LinkVerdict, since: Mapping[Link, int], series: Mapping[Link, _Series]
+) -> LinkVerdict:
+    usual_s = float(np.median([series[link].usual_s for link in verdict.links]))
+    count, is_sum = len(verdict.links), verdict.kind == SLOW_SUMS
+    of_sums = "a sum takes" if count == 1 else f"{count} sums take"
+    which = of_sums if is_sum else "a message takes" if count < 3 else f"{count} of its links take"
+    return replace(
+        verdict,
+        evidence=(
+            f"{which} {verdict.factor:.2f} times as long as others of the kind ({1e3 * usual_s:.3g} ms), since step "
+            f"{min(since[link] for link in verdict.links)}; false alarms are at least {FALSE_ALARM_STEPS:.0e} measured "
+            "steps apart"
+        ),
+    )

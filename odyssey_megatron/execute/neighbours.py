@@ -1,0 +1,115 @@
+"""Messages and sums that are made for their times, between steps: with whom this worker exchanges activations, and with
+whom it holds layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from odyssey_megatron.cluster.cell import Cell
+from odyssey_megatron.execute.channels import Channels
+from odyssey_megatron.plan.layout import Block, Layout
+from odyssey_megatron.plan.schedule import MESSAGE, SEND, Program
+
+HolderGroups = Callable[[int, int], tuple[Mapping[int, dist.ProcessGroup | None], dist.ProcessGroup | None]]
+_ROUNDS = 3
+"""The fastest counts: the first also waits until the other is there."""
+
+Exchanged = dict[int, list[tuple[tuple[Any, Any], tuple[Any, Any]]]]
+"""Worker -> of each round, when an empty message to it and one back began and were over; and the same where the first
+is as large as an activation.
+"""
+
+
+Summed = dict[tuple[int, ...], list[tuple[Any, Any]]]
+"""Workers -> of each round, when a sum over them began, all of them being there, and was over."""
+
+
+class Neighbours:
+    """Of one worker in one generation: whom it exchanges messages with, in both directions."""
+
+    def __init__(
+        self,
+        program: Program,
+        layout: Layout,
+        cell: Cell,
+        channels: Channels,
+        holder_groups: HolderGroups,
+    ):
+        """``layout``: as this worker knows it; ``holder_groups``: see :class:`Interpreter`. Workers with another number
+        of ranks are left out.
+        """
+        self._worker, self._channels = cell.worker, channels
+        self._holder_groups, self._blocks = holder_groups, dict[tuple[int, ...], Block]()
+        for block in layout.blocks():
+            if (
+                cell.worker in block.holders
+                and len(block.holders) > 1
+                and all(map(channels.alike, block.holders))
+            ):
+                self._blocks.setdefault(block.holders, block)
+        blocks = [block.first for block in layout.blocks()]
+        seen: dict[int, dict[bool, set[int]]] = {}
+        for one in program:
+            if one.op in MESSAGE and channels.alike(one.peer):
+                seen.setdefault(one.peer, {}).setdefault(one.op in SEND, set()).add(one.first)
+        order = []
+        for peer, ways in seen.items():
+            if len(ways) == 2:
+                edge = min(blocks.index(first) for both in ways.values() for first in both)
+                order.append((edge % 2, edge, *sorted((cell.worker, peer)), peer))
+        self.order = tuple(peer for *_, peer in sorted(order))
+        """All workers take links in one order, so that nobody waits in a circle; of a pipeline every other one first,
+        which do not wait for one another.
+        """
+
+    def exchange(self, message: torch.Tensor, now: Callable[[], Any]) -> Exchanged:
+        """With each of them, who do the same. ``message``: of the size of an activation. Nothing is waited for on a
+        device; ``now`` takes a mark.
+        """
+        empty, found = message.new_zeros(1), Exchanged()
+        for peer in self.order:
+            found[peer] = []
+            for _ in range(_ROUNDS):
+                for begins in (self._worker < peer, self._worker > peer):
+                    if begins:
+                        short = self._to_and_back(peer, empty, empty, now)
+                        found[peer].append((short, self._to_and_back(peer, message, empty, now)))
+                    else:
+                        for room in (empty, message):
+                            self._pass(peer, torch.empty_like(room), sends=False)
+                            self._pass(peer, empty, sends=True)
+        return found
+
+    def sums(self, message: torch.Tensor, now: Callable[[], Any]) -> Summed:
+        """Over those who hold the same layers, who do the same, in the order of the layers. Of each it is known to the
+        first of them.
+        """
+        found = Summed()
+        for holders, block in self._blocks.items():
+            groups, _ = self._holder_groups(block.first, block.last)
+            group, rounds = groups[min(groups)], []
+            for _ in range(_ROUNDS):
+                dist.all_reduce(message.new_zeros(1), group=group)
+                began = now()
+                dist.all_reduce(torch.zeros_like(message), group=group)
+                rounds.append((began, now()))
+            if holders[0] == self._worker:
+                found[holders] = rounds
+        return found
+
+    def _to_and_back(
+        self, peer: int, there: torch.Tensor, back: torch.Tensor, now: Callable[[], Any]
+    ) -> tuple[Any, Any]:
+        began = now()
+        self._pass(peer, there, sends=True)
+        self._pass(peer, torch.empty_like(back), sends=False)
+        return began, now()
+
+    def _pass(self, peer: int, tensor: torch.Tensor, *, sends: bool) -> None:
+        post = self._channels.send_beside if sends else self._channels.receive_beside
+        post(peer, tensor).wait()

@@ -1,0 +1,166 @@
+"""Faults that ``--odyssey-inject`` asks for."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
+
+from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.inputs import COUNT, WHOLE, Between
+
+INJECTION_POINTS = (
+    "forward",
+    "backward",
+    "weight_grad",
+    "reduce",
+    "agreement",
+    "optimizer",
+    "commit",
+    "param_gather",
+    "abort",
+    "groups",
+    "agree",
+    "transfer",
+    "evaluate",
+    "checkpoint",
+    "exchange",
+)
+"""Of a step; of a recovery, named as its phases in ``recover.py``; of the rest: before some steps messages are
+exchanged for their times.
+"""
+SIGNALS = ("KILL", "STOP")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Injection:
+    """Send ``signal`` to ``rank`` when it reaches point ``at`` of ``step``."""
+
+    rank: int
+    step: int
+    """-1: any."""
+    at: str
+    signal: str = "KILL"
+    microbatch: int = -1
+    """-1: the first one that comes by."""
+    generation: int = -1
+    """-1: any; 2 means only in the second generation, e.g. while the interrupted step is finished."""
+    incarnation: int = 0
+    """Which of the processes that are this rank one after another; 0 is the first."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return (self.rank,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slowdown:
+    """The layers of ``rank`` take ``slow`` times their time from ``step`` on."""
+
+    rank: int
+    step: int
+    slow: float
+    until: int = -1
+    """The first step that is as it was before; -1: none."""
+    incarnation: int = 0
+    """As above."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return (self.rank,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowLink:
+    """Messages from one rank to another take ``slow`` times their time from ``step`` on."""
+
+    link: str
+    """``3>5``: from rank 3 to rank 5."""
+    step: int
+    slow: float
+    until: int = -1
+    """The first step that is as it was before; -1: none."""
+
+    @property
+    def ranks(self) -> tuple[int, int]:
+        """Sender and receiver."""
+        return _ends(self.link)
+
+
+def _ends(link: str) -> tuple[int, int]:
+    """Raises ValueError."""
+    ends = [one.strip() for one in link.split(">")]
+    if len(ends) != 2 or not all(map(str.isdecimal, ends)) or int(ends[0]) == int(ends[1]):
+        raise ValueError(f"two ranks as in '3>5' are expected, found {link!r}")
+    return int(ends[0]), int(ends[1])
+
+
+class _Link:
+    """Reads the name of a link."""
+
+    @staticmethod
+    def read(text: str) -> str:
+        _ends(text)
+        return text
+
+
+Fault = Injection | Slowdown | SlowLink
+_SLOWER = Between(1.0, 1000.0)
+
+
+def parse_injections(text: str) -> tuple[Fault, ...]:
+    """Parses the value of ``--odyssey-inject``. Raises ConfigError."""
+    return tuple(_parse_injection(one.strip()) for one in text.split(";") if one.strip())
+
+
+_EXAMPLES: dict[type[Fault], str] = {
+    Injection: "rank=5,step=7,at=backward",
+    Slowdown: "rank=5,step=20,slow=2.0,until=60",
+    SlowLink: "link=3>5,step=20,slow=4,until=60",
+}
+
+
+def _parse_injection(text: str) -> Fault:
+    given = {item.partition("=")[0].strip() for item in text.split(",")}
+    kind = SlowLink if "link" in given else Slowdown if "slow" in given else Injection
+    known = {f.name for f in fields(kind)}
+    values: dict[str, Any] = {}
+    for item in text.split(","):
+        key, equals, value = (part.strip() for part in item.partition("="))
+        if not equals or key not in known or key in values:
+            raise ConfigError(
+                f"--odyssey-inject {text!r}: cannot read {item!r}. Write {_EXAMPLES[kind]!r}; the keys are "
+                + ", ".join(sorted(known))
+                + "."
+            )
+        try:
+            values[key] = _READ[key].read(value) if key in _READ else value
+        except ValueError as error:
+            raise ConfigError(f"--odyssey-inject {text!r}: {key}: {error}.") from None
+    missing = {f.name for f in fields(kind) if f.default is MISSING} - set(values)
+    if missing:
+        raise ConfigError(f"--odyssey-inject {text!r}: {', '.join(sorted(missing))} is missing.")
+    for key, allowed in (("at", INJECTION_POINTS), ("signal", SIGNALS)):
+        if values.get(key, allowed[0]) not in allowed:
+            raise ConfigError(
+                f"--odyssey-inject {text!r}: {key}={values[key]} is unknown; use one of "
+                + ", ".join(allowed)
+                + "."
+            )
+    if 0 <= values.get("until", -1) <= values["step"]:
+        raise ConfigError(
+            f"--odyssey-inject {text!r}: until={values['until']} is not behind step={values['step']}. It is the first "
+            "step that is as it was before."
+        )
+    return kind(**values)
+
+
+_READ: dict[str, Between | type[_Link]] = {
+    "rank": COUNT,
+    "incarnation": COUNT,
+    "step": WHOLE,
+    "microbatch": WHOLE,
+    "generation": WHOLE,
+    "until": COUNT,
+    "slow": _SLOWER,
+    "link": _Link,
+}

@@ -1,0 +1,154 @@
+"""Layouts whose routes do without slow links."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from odyssey_megatron.plan.costs import Costs
+from odyssey_megatron.plan.layout import Hop, Layout
+from odyssey_megatron.plan.spread import with_places
+from odyssey_megatron.plan.transfer import cheapest_assignment
+from odyssey_megatron.policy.paths import group_routes
+
+_WORKERS = 256
+"""In larger jobs nobody changes places: trying all pairs takes too long."""
+_EXCHANGES = 8
+
+_Hops = tuple[Hop, ...]
+_Path = tuple[tuple[int, ...], _Hops]
+"""Microbatches, and how they go."""
+
+
+def waits_s(layout: Layout, costs: Costs) -> float:
+    """What the messages of a step take longer than without slow links, all added up."""
+    if not costs.slow_links:
+        return 0.0
+    return sum(
+        len(route.microbatches) * _longer_s(one.worker, other.worker, costs.lags_s)
+        for route in layout.routes
+        for one, other in pairwise(route.hops)
+    )
+
+
+def _longer_s(above: int, below: int, lags_s: Mapping[tuple[int, int], float]) -> float:
+    """Of an activation down and its gradient up."""
+    return lags_s.get((above, below), 0.0) + lags_s.get((below, above), 0.0)
+
+
+def around(layout: Layout, costs: Costs) -> Layout:
+    """``layout`` with routes that go on, where one stage ends and another begins, by another worker of the next stage:
+    so that slow links have fewer messages. Nobody gets more or other work, and nothing moves.
+
+    At each boundary of routes that are cut alike two of them exchange what is below, for as many microbatches as both
+    have, as long as that helps. Layouts whose routes visit a worker more than once stay as they are.
+    """
+    if not waits_s(layout, costs) or layout.revisits:
+        return layout
+    alike: dict[tuple[int, ...], list[_Path]] = {}
+    for route in layout.routes:
+        alike.setdefault(tuple(hop.last for hop in route.hops), []).append((route.microbatches, route.hops))
+    for ends, paths in alike.items():
+        for at in range(1, len(ends)):
+            _join_anew(paths, at, costs)
+    routes = group_routes(
+        {microbatch: hops for paths in alike.values() for ids, hops in paths for microbatch in ids}
+    )
+    return replace(layout, routes=routes).check()
+
+
+def _join_anew(paths: list[_Path], at: int, costs: Costs) -> None:
+    """What is below hop ``at`` is exchanged among ``paths``."""
+
+    def price(above: _Hops, below: _Hops) -> int:
+        """In picoseconds, whose sums are exact."""
+        one, other = above[at - 1].worker, below[at].worker
+        # Two hops in a row on one worker would have to be one.
+        return round(1e12 * _longer_s(one, other, costs.lags_s)) if one != other else 10**18
+
+    place = 0
+    while place < len(paths):
+        ids, hops = paths[place]
+        now, best, partner = price(hops, hops), 0, place
+        for other, (_, theirs) in enumerate(paths) if now else ():
+            gain = now + price(theirs, theirs) - price(hops, theirs) - price(theirs, hops)
+            if gain > best:
+                best, partner = gain, other
+        if not best:
+            place += 1
+            continue
+        other_ids, theirs = paths[partner]
+        both = min(len(ids), len(other_ids))
+        paths[place] = ids[:both], hops[:at] + theirs[at:]
+        paths[partner] = other_ids[:both], theirs[:at] + hops[at:]
+        paths += [path for path in ((ids[both:], hops), (other_ids[both:], theirs)) if path[0]]
+        place = 0
+
+
+def exchanged(layout: Layout, costs: Costs) -> Layout:
+    """``layout`` with workers in each other's places, so that slow links have fewer messages: what they hold moves.
+
+    Workers that no fast link joins with the others, as those of a node whose network is slow, are put next to one
+    another along the pipelines. Then one pair after the other changes places, as long as that helps.
+    """
+    if len(layout.workers) > _WORKERS or layout.revisits:
+        return layout
+    best = min((layout, around(_gathered(layout, costs), costs)), key=lambda one: waits_s(one, costs))
+    for _ in range(_EXCHANGES):
+        tried = (around(one, costs) for one in _exchanges(best, costs))
+        found = min(tried, key=lambda one: waits_s(one, costs), default=best)
+        if waits_s(found, costs) >= waits_s(best, costs):
+            break
+        best = found
+    return best
+
+
+def _exchanges(layout: Layout, costs: Costs) -> Iterator[Layout]:
+    used = {
+        worker
+        for route in layout.routes
+        for one, other in pairwise(route.hops)
+        if _longer_s(one.worker, other.worker, costs.lags_s)
+        for worker in (one.worker, other.worker)
+    }
+    workers, holds = layout.workers, {worker: layout.held_by(worker) for worker in layout.workers}
+    for worker in sorted(used):
+        for other in workers:
+            if holds[other] != holds[worker]:  # with others nothing is new
+                yield with_places(layout, _places(workers, {worker: other, other: worker}))
+
+
+def _gathered(layout: Layout, costs: Costs) -> Layout:
+    """Of the parts into which slow links cut the workers the smallest on the first seats, pipeline by pipeline; whoever
+    was there takes the seats that they leave, of the same layers where there are some.
+    """
+    seats = [*dict.fromkeys(hop.worker for route in layout.routes for hop in route.hops)]
+    parts = _parts(seats, costs)
+    if len(parts) == 1:
+        return layout
+    part = min(parts, key=lambda one: (len(one), min(one)))
+    holds = {worker: layout.held_by(worker) for worker in seats}
+    first = seats[: len(part)]
+    come = sorted(part - set(first))
+    go = [worker for worker in first if worker not in part]
+    # ``go[i]`` is whose seat ``come[column]`` takes, and the other way round.
+    rows = [[float(holds[one] != holds[other]) for other in come] for one in go]
+    pairs = [(go[row], come[column]) for row, column in enumerate(cheapest_assignment(rows))]
+    return with_places(layout, _places(layout.workers, dict(pairs) | {b: a for a, b in pairs}))
+
+
+def _places(workers: Collection[int], changed: Mapping[int, int]) -> dict[int, int]:
+    return {worker: changed.get(worker, worker) for worker in workers}
+
+
+def _parts(workers: Sequence[int], costs: Costs) -> list[set[int]]:
+    """Workers that fast links join, be it by others."""
+    left, found = set(workers), list[set[int]]()
+    while left:
+        part, new = set[int](), {min(left)}
+        while new:
+            part, left = part | new, left - new
+            new = {other for other in left if any(not _longer_s(one, other, costs.lags_s) for one in new)}
+        found.append(part)
+    return found

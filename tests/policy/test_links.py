@@ -1,0 +1,132 @@
+"""Routes that do without slow links."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from odyssey_megatron.cluster.events import RankDied
+from odyssey_megatron.cluster.state import apply, initial_state, with_slow_links
+from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.plan.layout import megatron_layout
+from odyssey_megatron.plan.schedule import Schedule
+from odyssey_megatron.plan.simulate import simulate
+from odyssey_megatron.policy.decide import decide, initial_plan, scheduled
+from odyssey_megatron.policy.links import around, exchanged, waits_s
+from tests.policy.test_decide import PROFILE, job
+from tests.policy.test_history import FOREVER, planner_of
+
+COSTS = PROFILE.costs
+
+
+def layout(stages=4, workers=12, microbatches=12):
+    return megatron_layout(
+        num_layers=10, pipeline_size=stages, num_workers=workers, num_microbatches=microbatches
+    )
+
+
+def slow(*links, longer_s=0.05):
+    both_ways = sorted({*links, *((b, a) for a, b in links)})
+    return replace(COSTS, slow_links=tuple((a, b, longer_s) for a, b in both_ways))
+
+
+def test_the_clock_and_the_order_agree_on_slow_links():
+    costs = slow((0, 3), (7, 10))
+    plan = scheduled("keep", layout(), (), with_links(costs), PROFILE)
+    programs = tuple((worker, plan.program(worker)) for worker in layout().workers)
+    by_clock = simulate(Schedule(programs=programs), layout(), costs).step_s
+    assert plan.step_s == pytest.approx(by_clock), "the first by the order, the second by what it became"
+    healthy = scheduled("keep", layout(), (), with_links(COSTS), PROFILE)
+    assert plan.step_s > healthy.step_s
+    assert waits_s(layout(), costs) == pytest.approx(2 * 2 * 4 * 0.05)
+
+
+def with_links(costs, workers=12):
+    return replace(initial_state(nodes=(0,) * workers), slow_links=costs.slow_links)
+
+
+def test_one_slow_link_is_done_without_and_nothing_moves():
+    costs = slow((0, 3))
+    found = around(layout(), costs)
+    assert waits_s(found, costs) == 0
+    assert found.holders == layout().holders
+    moved = [one for one in found.routes if one not in layout().routes]
+    assert len(moved) == 2, "two pipelines exchange what is below the link"
+    before, after = (
+        Counter((hop, len(route.microbatches)) for route in one.routes for hop in route.hops)
+        for one in (layout(), found)
+    )
+    assert before == after, "everybody has as much to do as before"
+
+
+def test_healthy_links_change_nothing():
+    assert around(layout(), COSTS) == layout()
+    assert around(layout(), slow((0, 4))) == layout(), "no message goes that way"
+
+
+def test_several_at_once_and_pipelines_with_unlike_shares():
+    uneven = replace(
+        layout(),
+        routes=tuple(
+            replace(route, microbatches=ids)
+            for route, ids in zip(layout().routes, ((0, 1), (2, 3, 4, 5), (6, 7, 8, 9, 10, 11)), strict=True)
+        ),
+    ).check()
+    costs = slow((0, 3), (4, 7), (5, 8), (9, 6))
+    found = around(uneven, costs)
+    assert waits_s(found, costs) == 0
+    assert found.num_microbatches == 12
+
+
+def test_a_worker_all_of_whose_links_are_slow_cannot_be_done_without():
+    costs = slow(*((4, other) for other in range(12) if other != 4))
+    assert waits_s(around(layout(), costs), costs) == waits_s(layout(), costs)
+
+
+def test_without_replicas_workers_change_places():
+    one = layout(stages=4, workers=4)
+    costs = slow((1, 2))
+    assert around(one, costs) == one
+    found = exchanged(one, costs)
+    assert waits_s(found, costs) == 0
+    assert sorted(found.workers) == [0, 1, 2, 3]
+
+
+def test_a_node_with_a_slow_network_has_pipelines_of_its_own():
+    nodes = [worker // 4 for worker in range(12)]
+    links = [(a, b) for a in range(12) for b in range(12) if (nodes[a] == 0) != (nodes[b] == 0)]
+    costs = slow(*links)
+    found = exchanged(layout(), costs)
+    assert waits_s(found, costs) == 0
+    assert {0, 1, 2, 3} in [{hop.worker for hop in route.hops} for route in found.routes]
+
+
+def test_the_plan_changes_where_that_pays_and_not_where_it_does_not():
+    planner, plan, state = planner_of(policy="reroute")
+    hops = plan.layout.routes[0].hops
+    link = hops[0].worker, hops[1].worker
+    found = planner.rebalance(with_slow_links(state, {link: 0.5}), plan, 0.0, FOREVER)
+    chosen = next(row for row in found.decided.rows if row.chosen)
+    assert (chosen.name, found.decided.plan.transfers) == ("relink", ())
+    assert found.decided.plan.step_s == pytest.approx(plan.step_s)
+    assert found.gain > 0.3
+    little = planner.rebalance(with_slow_links(state, {link: 1e-7}), plan, 0.0, FOREVER)
+    assert little.gain < 1e-3
+    back = planner.rebalance(state, found.decided.plan, 0.0, FOREVER).decided.plan
+    assert (back.layout, back.programs) == (plan.layout, plan.programs), "exactly the first plan"
+
+
+def test_after_a_loss_slow_links_are_done_without_too():
+    state = initial_state(nodes=(0,) * 8)
+    plan = initial_plan(job(4), state, PROFILE)
+    hops = plan.layout.routes[0].hops
+    links = {(hops[0].worker, hops[1].worker): 0.5}
+    died = apply(state, RankDied(rank=7, code=-9, cause="killed", t_s=0.0))
+    config = OdysseyConfig(policy="reroute", horizon_s=1e9, mtbf_s=1e9)
+    known = {"job": job(4), "previous": plan, "profile": PROFILE, "config": config, "now_s": 0.0}
+    found = decide(state=with_slow_links(died, links), **known)
+    costs = replace(COSTS, slow_links=found.case.profile.costs.slow_links)
+    assert waits_s(decide(state=died, **known).plan.layout, costs) > 0
+    assert waits_s(found.plan.layout, costs) == 0
