@@ -25,7 +25,7 @@ from odyssey_megatron.plan.list_schedule import Shape as Group
 from odyssey_megatron.plan.list_schedule import Solved
 from odyssey_megatron.plan.order import solve
 from odyssey_megatron.plan.reductions import NO_TAIL, Tail, bucket_bytes, cut
-from odyssey_megatron.plan.simulate import step_end_s
+from odyssey_megatron.plan.simulate import reduce_s, step_end_s
 from odyssey_megatron.policy import ways
 from odyssey_megatron.policy.bounds import Bounds
 from odyssey_megatron.policy.kinds import mixed
@@ -109,12 +109,17 @@ def ranked(search: Search, workers: int, microbatches: int) -> tuple[Partition, 
     numbers = sorted(search.ranked(workers, microbatches), key=lambda one: (one[1] == 1, one))
     found = {
         number: Partition(
-            number=number, estimate_s=estimate_s, least_s=search.without_sums_s(estimate_s, number)
+            number=number, estimate_s=estimate_s, least_s=_without_sums_s(search, estimate_s, number)
         )
         for estimate_s, number in numbers
     }
     partitions = look.over(found, numbers, inf)
     return tuple(sorted(partitions, key=lambda one: (one.estimate_s, not one.shares, one.legs, one.number)))
+
+
+def _without_sums_s(search: Search, estimate_s: float, pipelines: int) -> float:
+    """What is left of it at the least."""
+    return max(0.0, estimate_s - reduce_s(search.costs, 0, search.last, pipelines))
 
 
 def ranked_with_slow(
@@ -221,7 +226,7 @@ def _best(
     found = true or (best if limit_s == inf else None)
     if found is None:
         no_better_s = max(estimate_s, min(limit_s, 1e30))
-        least_s = own.search.without_sums_s(estimate_s, own.number)
+        least_s = _without_sums_s(own.search, estimate_s, own.number)
         return Partition(number=own.number, estimate_s=no_better_s, least_s=least_s), False
     best_s, shares = found
     one = Partition(

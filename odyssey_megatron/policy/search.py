@@ -296,10 +296,6 @@ class Search:
         rates = own._rates(num_workers, pipelines)
         return None if rates is None else own._estimate_s(rates, num_microbatches, pipelines)
 
-    def without_sums_s(self, estimate_s: float, pipelines: int) -> float:
-        """What is left of it at the least."""
-        return max(0.0, estimate_s - reduce_s(self.costs, 0, self.last, pipelines))
-
     def shape(self, num_workers: int, num_microbatches: int, pipelines: int) -> Shape:
         """The balanced shape of so many pipelines.
 
