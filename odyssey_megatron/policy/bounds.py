@@ -34,7 +34,7 @@ class Rows(NamedTuple):
         first = search.stages(kind)[0].spans[0]
         for one in search.stages(kind):
             reached_s = spans.forward_s(0, one.first) + one.hop * lag
-            rows.head_s.extend((reached_s, reached_s - search.beside_s(one), search.up_s(kind, one)))
+            rows.head_s.extend((reached_s, reached_s - one.beside_s(costs), search.up_s(kind, one)))
             rows.each_s.extend((one.each_s, one.down_and_up_s, one.down_and_up_s))
             rows.spans.extend((one.spans[:1], one.spans, (first,)))
             if costs.keeps_messages and search.budget is not None:

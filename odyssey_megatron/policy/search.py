@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import inf
@@ -22,6 +22,7 @@ from odyssey_megatron.policy.kinds import Slow, Sorts, sort_of, stages_of
 from odyssey_megatron.policy.partition import MANY_WORKERS, Partition, Pipelines
 from odyssey_megatron.policy.seating import Shape
 from odyssey_megatron.policy.shares import SLACK, Rate, finish_s, min_max_shares
+from odyssey_megatron.policy.stages import Stage
 
 _HEALTHY = Slow(1.0)
 
@@ -38,26 +39,6 @@ def search_for(
     ``revisits``: routes may visit a worker more than once.
     """
     return Search(costs, budget_bytes, optimizer_copies, revisits=revisits)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
-    """A worker of a pipeline."""
-
-    spans: tuple[tuple[int, int], ...]
-    """The layers of each of its visits."""
-    hop: int
-    """The number of the first of them on the route."""
-    down_and_up_s: float
-    each_s: float
-    """Seconds a microbatch that it can sustain."""
-    speed: float = 1.0
-    share: float = 1.0
-    """See ``Slow``."""
-
-    @property
-    def first(self) -> int:
-        return self.spans[0][0]
 
 
 def _line(head_s: float, each_s: float, share: float) -> tuple[float, float, float]:
@@ -381,12 +362,10 @@ class Search:
             head_s = self._spans.forward_s(0, one.first) + one.hop * self.costs.message_s()
             sums_s = [reduce_s(self.costs, *bucket, pipelines) for bucket in self._buckets(one, pipelines)]
             last = max(last, _line(head_s + sums_s[0], one.each_s, share))
-            whole = max(whole, _line(head_s - self.beside_s(one) + sum(sums_s), one.down_and_up_s, share))
+            whole = max(
+                whole, _line(head_s - one.beside_s(self.costs) + sum(sums_s), one.down_and_up_s, share)
+            )
         return Rate(head_s=last[1], each_s=last[2]), Rate(head_s=whole[1], each_s=whole[2])
-
-    def beside_s(self, one: Stage) -> float:
-        """The input gradient beside which a stage may sum: see ``plan/reductions.py``."""
-        return sum(self._spans.input_grad_s(a, b) for a, b in one.spans if not a) / one.speed
 
     def _buckets(self, one: Stage, holders: int) -> list[tuple[int, int]]:
         """What a stage sums, the last of them first."""
