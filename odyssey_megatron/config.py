@@ -114,7 +114,7 @@ class OdysseyConfig:
     )
     spare_state: str = _flag(
         "device",
-        "where optimizer state lies between steps that is kept for a failure only: the second copy of a layer's with "
+        "where optimizer state lies between steps that is kept for a failure only: the second copy of a slice's with "
         "--use-distributed-optimizer, and that of shadows. host: it comes to the device for the step, layer by layer",
         choices=SPARE_STATES,
     )

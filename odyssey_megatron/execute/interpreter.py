@@ -14,7 +14,8 @@ from odyssey_megatron.errors import ScheduleInvalid
 from odyssey_megatron.execute.channels import Channels, Pending
 from odyssey_megatron.execute.ledger import Ledger, Word, only_if
 from odyssey_megatron.execute.progress import Progress
-from odyssey_megatron.execute.reduction import Reduction
+from odyssey_megatron.execute.reduction import Reduction, Summed
+from odyssey_megatron.execute.scatter import Slices
 from odyssey_megatron.execute.timing import Trace
 from odyssey_megatron.plan.resume import Visit
 from odyssey_megatron.plan.schedule import Instr, Op
@@ -86,6 +87,12 @@ class Compute(Protocol):
 
     def expert_gradients(self, first: int, last: int) -> Sequence[torch.Tensor]:
         """Of experts that are spread over ranks, which only those sum who have the same ones."""
+        ...
+
+    def slices(self, first: int, last: int, part: int) -> tuple[int, Sequence[Slices], Sequence[Slices]]:
+        """How many hold these layers; and where not all of them need all sums, who needs what of :meth:`gradients`, and
+        of :meth:`expert_gradients`.
+        """
         ...
 
     @property
@@ -271,18 +278,22 @@ class Interpreter:
         first, last = instr.first, instr.last
         groups, expert_group = self.holder_groups(first, last)
         of_parts = {part: self._compute.gradients(first, last, part) for part in groups}
-        of_experts = [(one, expert_group) for one in self._compute.expert_gradients(first, last)]
+        of_experts = self._compute.expert_gradients(first, last)
         every = [one for ones in of_parts.values() for one in ones]
-        self._progress.add_up(Op.REDUCE_GRAD, -1, first, [*every, *(one for one, _ in of_experts)])
+        self._progress.add_up(Op.REDUCE_GRAD, -1, first, [*every, *of_experts])
         for part, gradients in of_parts.items():
+            holders, slices, expert_slices = self._compute.slices(first, last, part)
             self._reduction.start(
                 instr,
-                [*((one, groups[part]) for one in gradients), *of_experts],
+                [
+                    Summed(gradients, groups[part], slices, holders),
+                    Summed(of_experts, expert_group, expert_slices, holders),
+                ],
                 self._compute.partial_gradients(first, last, part),
                 self._compute.share,
                 self._progress,
             )
-            of_experts = []
+            of_experts, expert_group = (), None
 
 
 def _is_last(instr: Instr) -> bool:

@@ -55,7 +55,7 @@ def leave_out(
 
 def dispensable(layout: Layout, workers: Collection[int]) -> bool:
     """Whether others have the state of each layer that ``workers`` have."""
-    return not any(set(keepers) <= set(workers) for keepers in layout.states)
+    return not any(set(one) <= set(workers) for owners in layout.owners for one in owners)
 
 
 def _hosts(group: dist.ProcessGroup, rank: int) -> dict[int, str]:

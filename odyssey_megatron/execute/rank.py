@@ -243,11 +243,12 @@ class RankRuntime:
 
     def transfer(self, generation: Generation, live: Callable[[], None]) -> None:
         plan, model, self._live = self.plan, self._model, live
+        kept = plan.layout.spans_kept_by(self._worker)
         self._program = plan.program(self._worker)
         groups, cell, num_layers = self._groups, self._cell, plan.layout.num_layers
         assert groups is not None
         if generation.previous is None:
-            model.create_layers(plan.layout.held_by(self._worker), plan.layout.kept_by(self._worker))
+            model.create_layers(plan.layout.held_by(self._worker), kept)
             pair = membership.pair(generation.members, self._cell.rank)
             for name in (WORLD,) if self._tagged else pair:
                 self._measured.link = link_times(groups[name], model.empty_message())
@@ -261,6 +262,7 @@ class RankRuntime:
             cuts=model.cuts_activations,
             slow=self._slow,
         )
+        model.expect(kept)
         self._moving = Moving(
             plan.transfers,
             num_layers=num_layers,
@@ -292,14 +294,20 @@ class RankRuntime:
             plan.layout,
             cell=cell,
             world=self._world,
-            group_of=lambda first, last, place: groups[
-                membership.block_group_name(first, last, place % cell.parts, cell.parts)
-            ],
+            group_of=self.holders_of,
             weights_of=model.weights_of,
             arrived=model.weights_arrived,
         )
         self._spread_weights()  # some may have been cut off from those of the last step
         self.chronicle.started(self.committed)
+
+    def holders_of(self, first: int, last: int, place: int) -> dist.ProcessGroup:
+        """The group of the holders of a block ``[first, last)``; of each all ranks that have the same of it as this one
+        in a ``place`` that it fills.
+        """
+        assert self._groups is not None
+        parts = self._cell.parts
+        return self._groups[membership.block_group_name(first, last, place % parts, parts)]
 
     def _settle(self) -> None:
         """All state of the plan is here. Before anything that changes weights, or needs those that were sent."""
@@ -309,6 +317,7 @@ class RankRuntime:
         self._moving.finish()
         assert self._groups is not None
         self._groups.settle()
+        self._model.settled()
         self._moving = None
         self._live()
         self.chronicle.filled(self.committed, time.monotonic() - began_s)
@@ -463,7 +472,7 @@ class RankRuntime:
         self._fault("commit", step)
 
     def _spread_weights(self) -> None:
-        """From the first keeper of each layer to the holders that do not keep its optimizer state.
+        """From the first keeper of each slice to the holders that do not keep its optimizer state.
 
         Whoever is cut off here by a failure is committed all the same: the keepers have what it lacks, and the next
         generation begins with this.

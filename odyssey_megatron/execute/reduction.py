@@ -17,6 +17,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from odyssey_megatron.execute.ledger import Ledger
 from odyssey_megatron.execute.progress import Progress
+from odyssey_megatron.execute.scatter import Rows, Slices
 from odyssey_megatron.plan.schedule import Instr
 
 PIECE = 2**25
@@ -30,9 +31,24 @@ class _Piece(NamedTuple):
     """Of the gradients of ``instr``, on its way."""
 
     instr: Instr
-    gradients: torch.Tensor
-    total: torch.Tensor
+    gradients: Sequence[torch.Tensor]
+    totals: Sequence[torch.Tensor]
+    """What becomes of each."""
     work: Any
+    num_bytes: int
+    """Of all that is kept for it."""
+
+
+class Summed(NamedTuple):
+    """Gradients that are summed."""
+
+    buffers: Sequence[torch.Tensor]
+    """1-D."""
+    group: dist.ProcessGroup | None
+    """Of their holders; None where there is one."""
+    slices: Sequence[Slices] = ()
+    """Where no holder needs all of the sums: all of ``buffers``."""
+    holders: int = 1
 
 
 class Reduction:
@@ -41,55 +57,102 @@ class Reduction:
     def __init__(self, ledger: Ledger, tensor_group: dist.ProcessGroup | None):
         self._ledger, self._tensor_group = ledger, tensor_group
         self._under_way: deque[_Piece] = deque()
+        self._scattered: list[tuple[Instr, Rows]] = []
+        """Whose sums others need, too."""
         self._bytes = 0
 
     def start(
         self,
         instr: Instr,
-        gradients: Sequence[tuple[torch.Tensor, dist.ProcessGroup | None]],
+        gradients: Sequence[Summed],
         partial: Sequence[torch.Tensor],
         share: float,
         progress: Progress,
     ) -> None:
-        """``gradients`` come with the group of their holders, None where there is one; they are multiplied with
-        ``share`` before they are summed. Those of ``partial`` are views of them.
-        """
+        """``gradients`` are multiplied with ``share`` before they are summed. ``partial`` are views of them."""
         in_cell = self._summed_in_cell(partial, share) if self._tensor_group is not None else []
-        for buffer, group in gradients:
-            if group is None and share == 1.0 and not in_cell:
+        for one in gradients:
+            if one.group is None and share == 1.0 and not in_cell:
                 continue
-            for piece in torch.split(buffer, PIECE):
-                while self._under_way and self._bytes + piece.nbytes > ROOM_BYTES:
-                    self._end(self._under_way.popleft(), progress, keeps=False)
+            known = [*zip(partial, in_cell, strict=False)]
+            if one.group is not None and any(each.views for each in one.slices):
+                self._scatter(instr, Rows(one.slices, one.holders, one.group), known, share, progress)
+                continue
+            for piece in (piece for buffer in one.buffers for piece in torch.split(buffer, PIECE)):
+                self._make_room(piece.nbytes, progress)
                 total = piece * share
-                for view, values in zip(partial, in_cell, strict=False):
+                for view, values in known:
                     _overwrite(piece, total, view, values)
-                work = dist.all_reduce(total, group=group, async_op=True) if group is not None else None
-                self._under_way.append(_Piece(instr, piece, total, work))
+                work = (
+                    dist.all_reduce(total, group=one.group, async_op=True) if one.group is not None else None
+                )
+                self._under_way.append(_Piece(instr, [piece], [total], work, total.nbytes))
                 self._bytes += total.nbytes
 
+    def _scatter(
+        self,
+        instr: Instr,
+        rows: Rows,
+        in_cell: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        share: float,
+        progress: Progress,
+    ) -> None:
+        each = max(1, PIECE // rows.group.size())
+        for low in range(0, rows.width, each):
+            high = min(low + each, rows.width)
+            self._make_room((high - low) * rows.group.size() * rows.element_bytes, progress)
+            packed = rows.packed(low, high, share)
+            for piece, total in rows.views(packed, low, high) if in_cell else ():
+                for view, values in in_cell:
+                    _overwrite(piece, total, view, values)
+            sums, work = rows.sum(packed)
+            own = rows.own(low, high)
+            totals = [sums[at : at + view.numel()] for at, view in own]
+            self._under_way.append(_Piece(instr, [view for _, view in own], totals, work, packed.nbytes))
+            self._bytes += packed.nbytes
+        self._scattered.append((instr, rows))
+
+    def _make_room(self, num_bytes: int, progress: Progress) -> None:
+        while self._under_way and self._bytes + num_bytes > ROOM_BYTES:
+            self._end(self._under_way.popleft(), progress, keeps=False)
+
     def finish(self, progress: Progress) -> list[Instr]:
-        """Behind it the gradients are the sums. Returns those that were still under way, each once."""
-        found = dict.fromkeys(one.instr for one in self._under_way)
+        """Behind it the gradients are the sums, where this rank needs them. Returns what was still under way, once."""
+        scattered, self._scattered = self._scattered, []
+        found = dict.fromkeys([one.instr for one in self._under_way] + [instr for instr, _ in scattered])
         while self._under_way:
             self._end(self._under_way.popleft(), progress, keeps=True)
+        for instr, rows in scattered:  # in one order of all buckets
+            pairs = rows.exchange()
+            self._put(instr, [one for one, _ in pairs], [total for _, total in pairs], progress, keeps=True)
         return [*found]
 
     def abandon(self) -> None:
         """Lets go of sums that will not become whole."""
         self._under_way.clear()
+        self._scattered.clear()
         self._bytes = 0
 
     def _end(self, piece: _Piece, progress: Progress, *, keeps: bool) -> None:
         if piece.work is not None:
             piece.work.wait()
+        self._put(piece.instr, piece.gradients, piece.totals, progress, keeps=keeps)
+        self._bytes -= piece.num_bytes
+
+    def _put(
+        self,
+        instr: Instr,
+        gradients: Sequence[torch.Tensor],
+        totals: Sequence[torch.Tensor],
+        progress: Progress,
+        *,
+        keeps: bool,
+    ) -> None:
         word = self._ledger.word()
-        before = piece.gradients.clone() if keeps and progress.keeps else None
-        progress.summed(piece.instr, word, piece.gradients, before)
-        piece.gradients.copy_(
-            piece.total if word is None else torch.where(word > 0, piece.total, piece.gradients)
-        )
-        self._bytes -= piece.total.nbytes
+        for one, total in zip(gradients, totals, strict=True):
+            before = one.clone() if keeps and progress.keeps else None
+            progress.summed(instr, word, one, before)
+            one.copy_(total if word is None else torch.where(word > 0, total, one))
 
     def _summed_in_cell(self, partial: Sequence[torch.Tensor], share: float) -> list[torch.Tensor]:
         """First within each cell: then the sum over the holders leaves the same bytes on all of them."""

@@ -141,7 +141,7 @@ class Coordinator:
                 stop(self._job, str(error), EXIT_BAD_INPUT if isinstance(error, ConfigError) else 1)
             )
         layout = decided.plan.layout
-        if alone := [layer for layer, states in enumerate(layout.states) if len(states) == 1]:
+        if alone := sorted({layer for layers in layout.alone().values() for layer in layers}):
             self._say(
                 f"[odyssey] one rank or cell alone has {layer_names(alone, layout.num_layers)}: losing it ends the "
                 f"job, exit code {EXIT_LAYERS_LOST}. --odyssey-redundancy state or more data parallelism survives."

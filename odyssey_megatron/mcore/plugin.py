@@ -208,7 +208,11 @@ class Session:
     def note_end(self, rank: RankRuntime, model: MegatronModel) -> None:
         """Writes down the last step and what the weights are."""
         rank.chronicle.log_last_step()
-        sizes: dict[str, Any] = {"state_bytes": model.state_bytes(), "host_bytes": model.host_bytes()}
+        sizes: dict[str, Any] = {
+            "state_bytes": model.state_bytes(),
+            "optimizer_bytes": model.optimizer_bytes(),
+            "host_bytes": model.host_bytes(),
+        }
         self._journal.event("weights", step=rank.committed, **sizes, digest=model.digests())
 
     def note_save(self, step: int, save_s: float) -> None:

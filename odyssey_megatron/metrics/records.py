@@ -79,7 +79,7 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "step_committed": ("loss", "grad_norm", "lr", "skipped", "step_s", "tokens", "num_microbatches"),
     "samples": ("microbatches", "samples"),
     "trace": ("instructions",),
-    "weights": ("digest", "state_bytes", "host_bytes"),
+    "weights": ("digest", "state_bytes", "optimizer_bytes", "host_bytes"),
     "saved": ("save_s",),
     "not_saved": ("why",),
     "left_out": ("target", "host", "why"),
@@ -208,4 +208,5 @@ class Line(_Line, total=False):
     digest: Any
     count: _Id
     state_bytes: Any
+    optimizer_bytes: Any
     host_bytes: Any

@@ -207,15 +207,15 @@ def _places(
 
 
 def _margins(layout: Layout, gone: frozenset[int], nodes: Mapping[int, str]) -> tuple[Margin, ...]:
-    """Runs of layers whose whole state the same workers have."""
+    """Runs of layers whose state the same workers have: of its slices what the one with the fewest has."""
     found: list[Margin] = []
-    before: tuple[int, ...] | None = None
-    for layer, workers in enumerate(layout.states):
-        if workers == before:
+    before: frozenset[tuple[int, ...]] | None = None
+    for layer, owners in enumerate(layout.owners):
+        if owners == before:
             found[-1] = replace(found[-1], last=layer + 1)
         else:
-            living = [worker for worker in workers if worker not in gone]
-            on = len({nodes.get(worker, "") for worker in living})
-            found.append(Margin(first=layer, last=layer + 1, holders=len(living), nodes=on))
-        before = workers
+            living = [[worker for worker in one if worker not in gone] for one in owners]
+            on = min(len({nodes.get(worker, "") for worker in one}) for one in living)
+            found.append(Margin(first=layer, last=layer + 1, holders=min(map(len, living)), nodes=on))
+        before = owners
     return tuple(found)

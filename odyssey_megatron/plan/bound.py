@@ -54,7 +54,7 @@ def _sums_s(layout: Layout, costs: Costs) -> dict[int, list[float]]:
     """Of each worker, how long each of its buckets takes."""
     found: dict[int, list[float]] = {worker: [] for worker in layout.workers}
     for bucket in buckets(layout, costs):
-        seconds = reduce_s(costs, bucket.first, bucket.last, len(bucket.holders))
+        seconds = reduce_s(costs, bucket.first, bucket.last, len(bucket.holders), layout.copies)
         for worker in bucket.holders:
             found[worker].append(seconds)
     return found

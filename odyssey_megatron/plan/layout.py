@@ -10,6 +10,17 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from odyssey_megatron.errors import LayoutInvalid
+from odyssey_megatron.plan.slices import (
+    EVERYTHING,
+    NOBODY,
+    Slice,
+    Span,
+    firsts,
+    kept,
+    owners_of,
+    slices,
+    without,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +57,10 @@ class Layout:
     """``holders[layer]``: worker ids, ascending."""
     routes: tuple[Route, ...]
     keepers: tuple[tuple[int, ...], ...] = ()
-    """``keepers[layer]``: the holders that have its optimizer state and make its step; the others get the new weights
-    from the first of them. Empty: every holder keeps it."""
+    """``keepers[layer]``: the ring of places over which its optimizer state is cut (``plan/slices.py``). Who keeps a
+    slice makes its step; the others get its new weights from the first who does. Empty: every holder keeps all."""
+    copies: int = 0
+    """Of each slice, where there are ``keepers``."""
     cuts: tuple[int, ...] = ()
     """Where blocks end besides, so that what was two model chunks can go on in an interrupted step."""
     step_microbatches: int = 0
@@ -69,14 +82,36 @@ class Layout:
         return (*self.holders, tuple(sorted({*self.holders[0], *self.holders[-1]})))
 
     @property
-    def states(self) -> tuple[tuple[int, ...], ...]:
-        """Per layer, the workers with all its state, whose loss would lose it."""
-        return self.keepers or self.all_holders
+    def states(self) -> tuple[tuple[Slice, ...], ...]:
+        """Per layer, the slices of its state: the loss of all owners of one would lose it."""
+        if self.keepers:
+            return tuple(slices(ring, self.copies) for ring in self.keepers)
+        return tuple((Slice(EVERYTHING, holders),) for holders in self.all_holders)
+
+    @property
+    def owners(self) -> tuple[frozenset[tuple[int, ...]], ...]:
+        """Per layer, the workers of whom one must live, for each slice of its state."""
+        return tuple(map(owners_of, self.states))
+
+    def speaker(self, layer: int) -> int:
+        """Who saves it: the first holder, or where its state is cut, the first owner of one of its slices, of another
+        one for each layer.
+        """
+        found = self.states[layer]
+        return found[layer % len(found)].owners[0]
+
+    def alone(self) -> dict[int, list[int]]:
+        """Worker -> the layers of which it alone has some state."""
+        found: dict[int, list[int]] = {}
+        for layer, owners in enumerate(self.owners):
+            for worker in sorted({one[0] for one in owners if len(one) == 1}):
+                found.setdefault(worker, []).append(layer)
+        return found
 
     @property
     def losses_survived(self) -> int:
         """So many of its workers may be lost at once, whichever they are."""
-        return min(map(len, self.states)) - 1
+        return min(len(one) for owners in self.owners for one in owners) - 1
 
     @property
     def revisits(self) -> bool:
@@ -117,12 +152,17 @@ class Layout:
         return tuple(i for i, holders in enumerate(self.all_holders) if worker in holders)
 
     def kept_by(self, worker: int) -> tuple[int, ...]:
-        """The layers whose optimizer state ``worker`` keeps, ascending."""
-        return tuple(i for i, keepers in enumerate(self.states) if worker in keepers)
+        """The layers of whose optimizer state ``worker`` keeps some, ascending."""
+        return tuple(i for i, found in enumerate(self.states) if worker in kept(found))
 
-    def spare_states(self, worker: int) -> frozenset[int]:
-        """The layers whose optimizer state ``worker`` has for a failure only: as a keeper that sends no weights, or,
-        where every holder is one, as a shadow.
+    def spans_kept_by(self, worker: int) -> dict[int, tuple[Span, ...]]:
+        """Of each layer, what ``worker`` keeps of its optimizer state."""
+        found = {layer: kept(of_layer).get(worker, ()) for layer, of_layer in enumerate(self.states)}
+        return {layer: spans for layer, spans in found.items() if spans}
+
+    def spare_states(self, worker: int) -> dict[int, tuple[Span, ...]]:
+        """Layer -> what ``worker`` has of its optimizer state for a failure only: where others send the weights, or,
+        where every holder keeps all, as a shadow.
         """
         computed = self.with_tied(
             layer
@@ -131,11 +171,14 @@ class Layout:
             if hop.worker == worker
             for layer in range(hop.first, hop.last)
         )
-        return frozenset(
-            layer
-            for layer, workers in enumerate(self.states)
-            if worker in workers and (workers[0] != worker if self.keepers else layer not in computed)
-        )
+        spare: dict[int, tuple[Span, ...]] = {}
+        for layer, found in enumerate(self.states):
+            own = kept(found).get(worker, ())
+            if self.keepers:
+                spare[layer] = tuple(without(own, firsts(found).get(worker, ())))
+            elif layer not in computed:
+                spare[layer] = own
+        return {layer: spans for layer, spans in spare.items() if spans}
 
     def check(self) -> Layout:
         """Returns self if every microbatch 0..M-1 has exactly one route, through every layer once, in order,
@@ -147,8 +190,12 @@ class Layout:
         for layer, holders in enumerate(self.all_holders):
             if not holders or list(holders) != sorted(set(holders)):
                 raise LayoutInvalid(f"layer {layer}: holders {holders} must be non-empty, ascending")
-            if not self.states[layer] or not set(self.states[layer]) <= set(holders):
-                raise LayoutInvalid(f"layer {layer}: keepers {self.states[layer]} must be some of {holders}")
+        for layer, ring in enumerate(self.keepers):
+            holders, there = self.all_holders[layer], [worker for worker in ring if worker != NOBODY]
+            if not set(there) <= set(holders) or len(set(there)) < len(there):
+                raise LayoutInvalid(f"layer {layer}: keepers {ring} must be some of {holders}, each once")
+            if not all(one.owners for one in slices(ring, self.copies)):
+                raise LayoutInvalid(f"layer {layer}: some of its state has no keeper in {ring}")
         seen = sorted(m for route in self.routes for m in route.microbatches)
         if seen != list(range(len(seen))):
             raise LayoutInvalid(f"microbatches {seen} are not 0..{len(seen) - 1}, each once")

@@ -9,18 +9,19 @@ from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.names import size_text
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Layout
+from odyssey_megatron.plan.slices import WHOLE, kept, size
 
 
 def state_bytes(layout: Layout, costs: Costs) -> dict[int, int]:
-    """Worker -> bytes that stay: weights and gradients of all that it holds, optimizer state where it is a keeper, and
+    """Worker -> bytes that stay: weights and gradients of all that it holds, its slices of optimizer state, and
     messages that are kept.
     """
     total = dict.fromkeys(layout.workers, 0)
-    for holders, keepers, layer in zip(layout.all_holders, layout.states, costs.all_layers, strict=True):
+    for holders, found, layer in zip(layout.all_holders, layout.states, costs.all_layers, strict=True):
         for worker in holders:
             total[worker] += layer.weight_bytes + layer.gradient_bytes
-        for worker in keepers:
-            total[worker] += layer.optimizer_bytes
+        for worker, spans in kept(found).items():
+            total[worker] += ceil(layer.optimizer_bytes * size(spans) / WHOLE)
     for route in layout.routes if costs.keeps_messages else ():
         for hop in route.hops:
             sent = (hop.last < layout.num_layers) + (hop.first > 0)  # an activation, an input gradient

@@ -9,15 +9,22 @@ from odyssey_megatron.codec import to_json
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.programs import Programs
 from odyssey_megatron.plan.schedule import Program, Schedule, schedule_from_text
+from odyssey_megatron.plan.slices import EVERYTHING, WHOLE, Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """``source`` sends the whole state (weights, optimizer) of ``layer`` to ``target``."""
+    """``source`` sends the state (weights, optimizer) of ``layer`` to ``target``."""
 
     layer: int
     source: int
     target: int
+    span: Span = EVERYTHING
+    """What of it."""
+
+    def bytes_of(self, state_bytes: int) -> int:
+        """Of a layer with so many."""
+        return -(-state_bytes * (self.span[1] - self.span[0]) // WHOLE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

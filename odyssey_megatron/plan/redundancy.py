@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import groupby
-from math import inf
 
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Layout
-from odyssey_megatron.plan.memory import one_f_one_b_bytes, state_bytes
+from odyssey_megatron.plan.slices import ring_of
 
 
 def with_shadows(
@@ -32,6 +31,7 @@ def with_shadows(
     ones the last, which waits longest for its own.
     """
     before = _workers_before(layout) if eager else {}
+    before_holders = previous.holders if previous is not None else ()
     load = dict.fromkeys(nodes, 0)
     for layer, holders in enumerate(layout.holders):
         for worker in holders:
@@ -49,7 +49,7 @@ def with_shadows(
                 (worker for worker in nodes if worker not in holders),
                 key=lambda worker: (
                     nodes[worker] in there,
-                    previous is not None and not all(worker in previous.states[layer] for layer in run),
+                    bool(before_holders) and not all(worker in before_holders[layer] for layer in run),
                     eager and not all(worker in before[layer] for layer in run),
                     load[worker] / (shares or {}).get(worker, 1.0),
                     (worker - holders[0]) % (max(nodes) + 1),
@@ -75,89 +75,33 @@ def filling(current: Layout, target: Layout) -> Layout:
     """``current``, where the holders of ``target`` hold their layers already, without microbatches.
 
     They get the layers' state while a step computes, which does not change it, take part in that step's gradient
-    reduction, and can be routed to from the next one on (design section 2, two-speed recovery).
+    reduction, and can be routed to from the next one on (design section 2, two-speed recovery). Where state is cut into
+    slices they get weights alone: those who keep it stay, so that nobody waits for what moves.
     """
     pairs = list(zip(current.holders, target.holders, strict=True))
     holders = tuple(tuple(sorted({*now, *then})) for now, then in pairs)
-    # Those who have the state already come first: the others get the weights from the first one.
-    states = tuple(
-        (*now, *(worker for worker in then if worker not in now))
-        for now, then in zip(current.states, target.states, strict=True)
-    )
-    filled = Layout(holders=holders, routes=current.routes, tied=current.tied)
-    all_keep = all(set(keep) == set(held) for keep, held in zip(states, filled.all_holders, strict=True))
-    return replace(filled, keepers=() if all_keep else states)
+    return replace(current, holders=holders, cuts=())
 
 
 def with_keepers(
-    layout: Layout,
-    previous: Layout | None,
-    nodes: Mapping[int, int],
-    copies: int,
-    costs: Costs,
-    *,
-    joins: bool = True,
-    shares: Mapping[int, float] | None = None,
+    layout: Layout, previous: Layout | None, nodes: Mapping[int, int], copies: int, *, joins: bool = True
 ) -> Layout:
-    """``layout`` with the optimizer state of each layer on ``copies`` of its holders; 0 leaves it on all.
+    """``layout`` with ``copies`` of the optimizer state of each layer, cut over its holders; 0 leaves all of it on all.
 
-    A layout that has its keepers, as the first one of a job to which it comes back, stays as it is. Otherwise whoever
-    kept a layer before, and still holds it, goes on while it has room: only what must move moves. Whoever keeps least
-    joins, on another node than the rest where that can be had (``nodes``: node of each worker). The first keeper sends
-    the weights, and the others' state is spare (:meth:`Layout.spare_states`): of those who have it already, so that
-    nobody waits for what moves, the one who is first of least. Without ``joins`` nobody joins where one is left.
+    A layout that has its keepers, as the first one of a job to which it comes back, stays as it is, as long as all of
+    them are there. See :func:`odyssey_megatron.plan.slices.ring_of`; ``nodes``: node of each living worker.
     """
-    holders, size_bytes = layout.all_holders, [one.optimizer_bytes for one in costs.all_layers]
-    as_many = [min(copies, len(one)) for one in holders]
-    if not copies or as_many == [len(keepers) for keepers in layout.keepers]:
+    if not copies:
         return layout
-    room = _room_bytes(layout, copies, costs, shares or {})
-    keep: list[list[int]] = [[] for _ in holders]
-    load, sends = dict.fromkeys(layout.workers, 0), dict.fromkeys(layout.workers, 0)
-
-    def fits(worker: int, layer: int) -> bool:
-        return load[worker] + size_bytes[layer] <= room[worker]
-
-    def add(worker: int, layer: int) -> None:
-        keep[layer].append(worker)
-        load[worker] += size_bytes[layer]
-
-    largest_first = sorted(range(len(holders)), key=lambda layer: (-size_bytes[layer], layer))
-    for layer in largest_first:
-        for worker in previous.states[layer] if previous else ():
-            if worker in holders[layer] and len(keep[layer]) < copies and fits(worker, layer):
-                add(worker, layer)
-    for layer in largest_first:
-        kept = len(keep[layer])
-        while len(keep[layer]) < (as_many[layer] if joins else 1):
-            there = {nodes[worker] for worker in keep[layer]}
-            new = min(
-                (worker for worker in holders[layer] if worker not in keep[layer]),
-                key=lambda worker: (not fits(worker, layer), nodes[worker] in there, load[worker], worker),
-            )
-            add(new, layer)
-        first = min(keep[layer][: kept or copies], key=lambda worker: (sends[worker], worker))
-        keep[layer].remove(first)
-        keep[layer].insert(0, first)
-        sends[first] += size_bytes[layer]
-    return replace(layout, keepers=tuple(map(tuple, keep)))
-
-
-def _room_bytes(layout: Layout, copies: int, costs: Costs, shares: Mapping[int, float]) -> dict[int, float]:
-    """Worker -> optimizer state that it should have at most: what weights, gradients and 1F1B's activations leave, and
-    where that is less, its part of each layer that it holds, in whole layers.
-    """
-    if costs.memory_bytes is None:
-        return dict.fromkeys(layout.workers, inf)
-    nobody_keeps = replace(layout, keepers=((),) * len(layout.all_holders))
-    state, activations = state_bytes(nobody_keeps, costs), one_f_one_b_bytes(layout, costs)
-    part, largest = dict.fromkeys(layout.workers, 0.0), dict.fromkeys(layout.workers, 0)
-    for layer, holders in zip(costs.all_layers, layout.all_holders, strict=True):
-        for worker in holders:
-            part[worker] += layer.optimizer_bytes * min(1.0, copies / len(holders))
-            largest[worker] = max(largest[worker], layer.optimizer_bytes)
-    budget = {worker: costs.memory_bytes * shares.get(worker, 1.0) for worker in layout.workers}
-    return {
-        worker: max(budget[worker] - state[worker] - activations[worker], part[worker] + largest[worker])
-        for worker in layout.workers
-    }
+    before = (
+        layout.keepers
+        or (previous.keepers if previous is not None else ())
+        or ((),) * len(layout.all_holders)
+    )
+    known: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, ...]] = {}
+    rings = []
+    for kind in zip(layout.all_holders, before, strict=True):
+        if kind not in known:
+            known[kind] = ring_of(*kind, nodes, copies, joins=joins)
+        rings.append(known[kind])
+    return replace(layout, keepers=tuple(rings), copies=copies)

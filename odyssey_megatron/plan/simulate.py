@@ -46,12 +46,15 @@ class Timeline:
     """The same and the state of all that the worker holds."""
 
 
-def reduce_s(costs: Costs, first: int, last: int, holders: int) -> float:
-    """Ring all-reduce of a block's gradients: 2 (k - 1) / k of its bytes. Source: papers.md §8.5."""
+def reduce_s(costs: Costs, first: int, last: int, holders: int, copies: int = 0) -> float:
+    """Ring all-reduce of a block's gradients: 2 (k - 1) / k of its bytes. Source: papers.md §8.5. With ``copies`` of
+    optimizer state, as ``Layout``, on fewer than all: reduce-scatter, the first half of that, and a k-th of the bytes
+    to each other owner of a slice.
+    """
     if holders < 2:
         return 0.0
     size = costs.spans.gradient_bytes(first, last)
-    hops = 2 * (holders - 1)
+    hops = holders - 1 + (min(copies, holders) or holders) - 1
     return hops * costs.link_latency_s + hops / holders * size / costs.link_bytes_per_s
 
 
@@ -61,7 +64,7 @@ def computed_before_s(layout: Layout, costs: Costs, end_s: float) -> dict[int, f
     """
     least_s = dict.fromkeys(layout.workers, math.inf)
     for bucket in buckets(layout, costs):
-        seconds = reduce_s(costs, bucket.first, bucket.last, len(bucket.holders))
+        seconds = reduce_s(costs, bucket.first, bucket.last, len(bucket.holders), layout.copies)
         for worker in bucket.holders:
             least_s[worker] = min(least_s[worker], seconds)
     return {worker: end_s - costs.optimizer_s - own_s for worker, own_s in least_s.items()}
@@ -92,7 +95,7 @@ def step_end_s(
             ready_s[worker] -= known_s[key]
     for bucket, start_s in reversed(starts):
         start_s = max(start_s, *(free_s[worker] for worker in bucket.holders))
-        end_s = start_s + reduce_s(costs, bucket.first, bucket.last, len(bucket.holders))
+        end_s = start_s + reduce_s(costs, bucket.first, bucket.last, len(bucket.holders), layout.copies)
         free_s.update(dict.fromkeys(bucket.holders, end_s))
     return max(*done_s.values(), *free_s.values()) + costs.optimizer_s
 
@@ -276,7 +279,8 @@ class _Clock:
             if not all(self.summing[one] and self.summing[one][0][0] == code for one in bucket.holders):
                 continue
             start = max(max(self.summing[one][0][1], self.free[one]) for one in bucket.holders)
-            end = start + reduce_s(self.costs, bucket.first, bucket.last, len(bucket.holders))
+            holders, copies = len(bucket.holders), self.visits.layout.copies
+            end = start + reduce_s(self.costs, bucket.first, bucket.last, holders, copies)
             for one in bucket.holders:
                 _, _, at = self.summing[one].popleft()
                 self.spans[one][at], self.free[one] = (start, end), end

@@ -15,10 +15,10 @@ def on_one_node(layout: Layout, nodes: Mapping[int, int]) -> dict[int, list[int]
     """
     found: dict[int, list[int]] = {}
     if len({nodes[worker] for worker in layout.workers}) > 1:
-        for layer, holders in enumerate(layout.states):
-            on = {nodes[worker] for worker in holders}
-            if len(on) == 1:
-                found.setdefault(on.pop(), []).append(layer)
+        for layer, owners in enumerate(layout.owners):
+            for on in {frozenset(nodes[worker] for worker in one) for one in owners}:
+                if len(on) == 1:
+                    found.setdefault(min(on), []).append(layer)
     return dict(sorted(found.items()))
 
 
@@ -58,6 +58,5 @@ def with_places(layout: Layout, places: Mapping[int, int]) -> Layout:
         replace(route, hops=tuple(replace(hop, worker=places[hop.worker]) for hop in route.hops))
         for route in layout.routes
     )
-    return replace(
-        layout, holders=moved(layout.holders), routes=routes, keepers=moved(layout.keepers)
-    ).check()
+    keepers = tuple(tuple(places.get(worker, worker) for worker in ring) for ring in layout.keepers)
+    return replace(layout, holders=moved(layout.holders), routes=routes, keepers=keepers).check()

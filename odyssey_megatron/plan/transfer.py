@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import lru_cache
 from heapq import heapreplace
 from typing import Any
 
@@ -11,29 +13,28 @@ from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.plan import Transfer
 from odyssey_megatron.plan.schedule import Program, computed_layers
+from odyssey_megatron.plan.slices import EVERYTHING, Slice, Span, firsts, joined, kept, without
 
 
-def living_holders(previous: Layout, alive: Collection[int]) -> tuple[tuple[int, ...], ...]:
-    """Per layer, the workers that still have all its state.
+def check_living(previous: Layout, alive: Collection[int]) -> None:
+    """All state of ``previous`` is somewhere.
 
     Raises:
-        LayersLost: some layer has none; names the layers and the workers that held them.
+        LayersLost: that of some layer is not; names the layers and the workers that held them.
     """
     there = set(alive)
-    left = tuple(tuple(filter(there.__contains__, states)) for states in previous.states)
-    lost = tuple(layer for layer, holders in enumerate(left) if not holders)
+    gone = [[one for one in owners if there.isdisjoint(one)] for owners in previous.owners]
+    lost = tuple(layer for layer, one in enumerate(gone) if one)
     if lost:
-        had = tuple(sorted({w for layer in lost for w in previous.states[layer]}))
+        had = tuple(sorted({worker for layer in lost for one in gone[layer] for worker in one}))
         held = all(there.intersection(previous.all_holders[layer]) for layer in lost)
-        copies = max(len(previous.states[layer]) for layer in lost) if held else 0
-        raise LayersLost(lost, had, num_layers=previous.num_layers, copies=copies)
-    return left
+        raise LayersLost(lost, had, num_layers=previous.num_layers, copies=previous.copies if held else 0)
 
 
 def plan_transfers(
     previous: Layout, target: Layout, alive: Collection[int], costs: Costs
 ) -> tuple[Transfer, ...]:
-    """Every layer whose state a worker of ``target`` lacks, from the living one of ``previous`` that sends least.
+    """All state that a worker of ``target`` lacks, from the living ones of ``previous`` that send least.
 
     A holder that keeps no optimizer state is sent nothing here: it gets the weights like after every step.
 
@@ -41,39 +42,71 @@ def plan_transfers(
     optimum: Graham 1969).
 
     Raises:
-        LayersLost: see :func:`living_holders`.
+        LayersLost: see :func:`check_living`.
     """
-    sources = living_holders(previous, alive)
+    check_living(previous, alive)
+    there = frozenset(alive)
     missing = [
-        (layer, worker)
+        (layer, worker, span, sources)
         for layer, (before, after) in enumerate(zip(previous.states, target.states, strict=True))
-        for worker in sorted(set(after).difference(before))
+        if before != after
+        for worker, span, sources in _missing(before, after, there)
     ]
     if not missing:
         return ()
-    missing.sort(key=lambda item: (-costs.all_layers[item[0]].state_bytes, item))
-    sent = dict.fromkeys((worker for holders in sources for worker in holders), 0)
+    sizes = [one.state_bytes for one in costs.all_layers]
+    missing.sort(key=lambda item: _in_order(sizes[item[0]], *item))
+    sent = dict.fromkeys((worker for _, _, _, sources in missing for worker in sources), 0)
     # (bytes when last looked at, worker): bytes only grow, so an entry that is still true is the least.
-    least = [[(0, worker) for worker in holders] for holders in sources]
+    least: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     transfers = []
-    for layer, worker in missing:
-        heap = least[layer]
+    for layer, worker, span, sources in missing:
+        heap = least.setdefault(sources, [(0, one) for one in sources])
         while sent[heap[0][1]] != heap[0][0]:
             heapreplace(heap, (sent[heap[0][1]], heap[0][1]))
         source = heap[0][1]
-        sent[source] += costs.all_layers[layer].state_bytes
-        transfers.append(Transfer(layer=layer, source=source, target=worker))
+        one = Transfer(layer=layer, source=source, target=worker, span=span)
+        sent[source] += one.bytes_of(sizes[layer])
+        transfers.append(one)
     return tuple(transfers)
+
+
+def _in_order(state_bytes: int, layer: int, worker: int, span: Span, _: tuple[int, ...]) -> tuple[Any, ...]:
+    """Of slices those that one worker is sent of many layers follow upon each other: the wire names them together."""
+    if span == EVERYTHING:
+        return -state_bytes, 0, layer, worker
+    return -state_bytes, 1, worker, span, layer
+
+
+@lru_cache(maxsize=256)
+def _missing(
+    before: tuple[Slice, ...], after: tuple[Slice, ...], alive: frozenset[int]
+) -> tuple[tuple[int, Span, tuple[int, ...]], ...]:
+    """What the workers of ``after`` lack that have been those of ``before``, in as few spans as can be: each with those
+    living who have all of it, ascending.
+    """
+    found = []
+    had, starts = kept(before), [one.span[0] for one in before]
+    for worker, spans in sorted(kept(after).items()):
+        for start, stop in without(joined(spans), had.get(worker, ())):
+            while start < stop:
+                place = bisect_right(starts, start) - 1
+                sources, end = alive.intersection(before[place].owners), before[place].span[1]
+                while end < stop and (further := sources.intersection(before[place + 1].owners)):
+                    sources, place, end = further, place + 1, before[place + 1].span[1]
+                found.append((worker, (start, min(end, stop)), tuple(sorted(sources))))
+                start = end
+    return tuple(found)
 
 
 def needed_at_once(layout: Layout, worker: int, program: Program, held: Collection[int]) -> set[int]:
     """The layers that cannot reach ``worker`` behind a step of ``layout``, of which it runs ``program``.
 
-    Those whose weights it sends before the step, and those that it computes; what it has ``held`` so far it can
-    compute, since it lacks optimizer state only.
+    Those some of whose weights it sends before the step, and those that it computes. What it has ``held`` so far it can
+    send and compute: it lacks optimizer state only.
     """
-    sends = {layer for layer, keepers in enumerate(layout.keepers) if keepers[0] == worker}
-    return sends | layout.with_tied(computed_layers(program)).difference(held)
+    sends = {layer for layer, found in enumerate(layout.states) if layout.keepers and worker in firsts(found)}
+    return (sends | layout.with_tied(computed_layers(program))).difference(held)
 
 
 def transfer_s(transfers: Sequence[Transfer], costs: Costs) -> float:
@@ -81,7 +114,10 @@ def transfer_s(transfers: Sequence[Transfer], costs: Costs) -> float:
     sent: dict[int, float] = {}
     received: dict[int, float] = {}
     for one in transfers:
-        seconds = costs.link_latency_s + costs.all_layers[one.layer].state_bytes / costs.link_bytes_per_s
+        seconds = (
+            costs.link_latency_s
+            + one.bytes_of(costs.all_layers[one.layer].state_bytes) / costs.link_bytes_per_s
+        )
         sent[one.source] = sent.get(one.source, 0.0) + seconds
         received[one.target] = received.get(one.target, 0.0) + seconds
     return max((*sent.values(), *received.values()), default=0.0)

@@ -8,7 +8,7 @@ which way microbatches of others went: when numbers are not finite.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -18,6 +18,7 @@ from odyssey_megatron.plan.layout import Hop, Layout, Route
 from odyssey_megatron.plan.plan import Plan, Transfer
 from odyssey_megatron.plan.programs import Programs
 from odyssey_megatron.plan.runs import from_runs, to_runs
+from odyssey_megatron.plan.slices import EVERYTHING
 
 Holders = tuple[tuple[int, str], ...]
 """For so many layers in a row: their holders."""
@@ -31,12 +32,16 @@ class Shape:
     policy: str
     holders: Holders
     keepers: Holders
+    """With one more for each place: those of nobody are 0."""
+    copies: int
     tied: bool
     blocks: str
     """Where they begin."""
     num_microbatches: int
-    transfers: tuple[str, str, str]
-    """Their layers, sources and targets. All of them, as all ranks agree on what is sent before anything is."""
+    transfers: tuple[str, str, str, str, str, str]
+    """Their layers, sources and targets, of which shares they are, from where and up to where, and of how many layers
+    in a row. All of them, as all ranks agree on what is sent before anything is. Empty: each is of all of a layer.
+    """
     step_s: float
     bound_s: float
     transition_s: float
@@ -165,19 +170,52 @@ def _shape(plan: Plan, cell_size: int) -> Shape:
         cell_size=cell_size,
         policy=plan.policy,
         holders=_packed(layout.holders),
-        keepers=_packed(layout.keepers),
+        keepers=_packed(tuple(tuple(one + 1 for one in ring) for ring in layout.keepers)),
+        copies=layout.copies,
         tied=layout.tied,
         blocks=to_runs([block.first for block in layout.blocks()]),
         num_microbatches=layout.num_microbatches,
-        transfers=(
-            to_runs([one.layer for one in plan.transfers]),
-            to_runs([one.source for one in plan.transfers]),
-            to_runs([one.target for one in plan.transfers]),
-        ),
+        transfers=_sent(plan.transfers),
         step_s=plan.step_s,
         bound_s=plan.bound_s,
         transition_s=plan.transition_s,
         ahead=plan.ahead,
+    )
+
+
+def _sent(transfers: Sequence[Transfer]) -> tuple[str, str, str, str, str, str]:
+    cut, groups = any(one.span != EVERYTHING for one in transfers), list[list[Transfer]]()
+    for one in transfers:
+        if cut and groups and replace(groups[-1][-1], layer=groups[-1][-1].layer + 1) == one:
+            groups[-1].append(one)
+        else:
+            groups.append([one])
+    first = [group[0] for group in groups]
+    return (
+        to_runs([one.layer for one in first]),
+        to_runs([one.source for one in first]),
+        to_runs([one.target for one in first]),
+        to_runs([one.span[0] for one in first if cut]),
+        to_runs([one.span[1] for one in first if cut]),
+        to_runs([len(group) for group in groups if cut]),
+    )
+
+
+def _moving(
+    layers: Sequence[int],
+    sources: Sequence[int],
+    targets: Sequence[int],
+    starts: Sequence[int],
+    stops: Sequence[int],
+    counts: Sequence[int],
+) -> tuple[Transfer, ...]:
+    """Inverse of :func:`_sent`."""
+    spans = [*zip(starts, stops, strict=True)] or [EVERYTHING] * len(layers)
+    rows = zip(layers, sources, targets, spans, counts or [1] * len(layers), strict=True)
+    return tuple(
+        Transfer(layer=layer + more, source=source, target=target, span=span)
+        for layer, source, target, span, count in rows
+        for more in range(count)
     )
 
 
@@ -228,7 +266,8 @@ def _own_plan(shape: Shape, worker: int, part: Part, template: str) -> Plan:
     layout = Layout(
         holders=_unpacked(shape.holders),
         routes=routes,
-        keepers=_unpacked(shape.keepers),
+        keepers=tuple(tuple(one - 1 for one in ring) for ring in _unpacked(shape.keepers)),
+        copies=shape.copies,
         cuts=from_runs(shape.blocks),
         step_microbatches=shape.num_microbatches,
         tied=shape.tied,
@@ -237,10 +276,7 @@ def _own_plan(shape: Shape, worker: int, part: Part, template: str) -> Plan:
         policy=shape.policy,
         layout=layout,
         programs=Programs(templates=(template,), groups=((from_runs(part.numbers), ((worker, 0),)),)),
-        transfers=tuple(
-            Transfer(layer=layer, source=source, target=target)
-            for layer, source, target in zip(*map(from_runs, shape.transfers), strict=True)
-        ),
+        transfers=_moving(*map(from_runs, shape.transfers)),
         step_s=shape.step_s,
         bound_s=shape.bound_s,
         transition_s=shape.transition_s,

@@ -141,7 +141,7 @@ class Case:
 
     def fatal_share(self, layout: Layout) -> float:
         """Share of the next losses that would leave some layer of ``layout`` without a holder: any rank may be next."""
-        alone = {states[0] for states in layout.states if len(states) == 1}
+        alone = set(layout.alone())
         ranks, of_all = (
             sum(self.shares.get(worker, 1.0) for worker in workers) for workers in (alone, self.alive)
         )

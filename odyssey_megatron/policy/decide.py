@@ -27,7 +27,7 @@ from odyssey_megatron.plan.plan import Plan, Transfer
 from odyssey_megatron.plan.redundancy import with_keepers, with_shadows
 from odyssey_megatron.plan.simulate import computed_before_s, step_end_s
 from odyssey_megatron.plan.spread import spread
-from odyssey_megatron.plan.transfer import living_holders, warm_up
+from odyssey_megatron.plan.transfer import check_living, warm_up
 from odyssey_megatron.policy.case import Case, with_links, worker_shares, worker_speeds
 from odyssey_megatron.policy.options import (
     LaidOut,
@@ -179,7 +179,7 @@ def _healthy(layout: Layout, job: JobSpec, state: ClusterState, profile: Profile
     if job.spreads_replicas:
         layout = spread(layout, nodes)
     layout = with_shadows(layout, None, nodes, job.least_holders, profile.costs, eager=job.eager_forwards)
-    layout = with_keepers(layout, None, nodes, job.optimizer_copies, profile.costs)
+    layout = with_keepers(layout, None, nodes, job.optimizer_copies)
     return scheduled("initial", layout, (), state, profile, eager=job.eager_forwards)
 
 
@@ -329,7 +329,7 @@ def _no_plan(case: Case, rows: list[CandidateRow]) -> PlanInfeasible:
 def _check_holders(case: Case) -> None:
     """Raises LayersLost in terms of ranks, which is what people can look for."""
     try:
-        living_holders(case.previous, case.alive)
+        check_living(case.previous, case.alive)
     except LayersLost as lost:
         ranks = {w.worker: w.ranks for w in case.state.workers}
         named = tuple(sorted(rank for worker in lost.ranks for rank in ranks.get(worker, (worker,))))

@@ -177,7 +177,7 @@ def lay_out(
             layout, case.previous, nodes, least_holders, costs, eager=eager, shares=case.shares
         )
     copies = case.job.optimizer_copies
-    layout = with_keepers(layout, case.previous, nodes, copies, costs, joins=joins, shares=case.shares)
+    layout = with_keepers(layout, case.previous, nodes, copies, joins=joins)
     transfers = plan_transfers(case.previous, layout, case.alive, costs)
     caps = caps_for(layout, profile, case.shares)
     return Option(

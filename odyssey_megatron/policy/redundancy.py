@@ -60,7 +60,7 @@ def standing(mode: str, job: JobSpec, state: ClusterState, profile: Profile, *, 
     wanted = with_mode(job, mode)
     plan = initial_plan(wanted, state, profile)
     workers = plan.layout.workers
-    alone = {states[0] for states in plan.layout.states if len(states) == 1}
+    alone = set(plan.layout.alone())
     again_s = _again_s(plan, profile.costs)
     others = [again_s[worker] if resumes else plan.step_s / 2 for worker in workers if worker not in alone]
     return Standing(

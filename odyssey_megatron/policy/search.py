@@ -64,13 +64,16 @@ class Search:
         legs: int = 1,
         ample: Search | None = None,
         sorts: Sorts | None = None,
+        sums: int | None = None,
     ) -> None:
         """``legs``: how often a route goes through its pipeline's workers; ``revisits``: more are looked at, too;
+        ``sums``: the copies of optimizer state to whose owners gradients go, if ``costs`` know of them already;
         ``ample``: the search of the same times with all the memory there could be, if there is one; ``sorts``: of slow
         workers, which all searches of a job have in common.
         """
         self.sorts = sorts or Sorts()
         self.costs, self.budget, self.copies, self.legs = costs, budget_bytes, optimizer_copies, legs
+        self.sums = optimizer_copies if sums is None else sums
         self.last = len(costs.layers)
         self.most_stages = max(1, (self.last - 2) // legs)
         self.turned = tuple(
@@ -93,7 +96,9 @@ class Search:
         """Of each sort of slow workers, as ``_stage_s``."""
         self._slow_at: dict[int, int] = {}
         """Kind -> the place of its slow worker."""
-        self._ample = ample or (Search(costs, legs=legs) if budget_bytes is not None else None)
+        self._ample = ample or (
+            Search(costs, legs=legs, sums=self.sums) if budget_bytes is not None else None
+        )
         self._splits: dict[int, tuple[int, ...] | None] = {}
         self._stages: dict[int, tuple[Stage, ...]] = {}
         self._shared: dict[int, Search] = {}
@@ -120,7 +125,7 @@ class Search:
             )
             costs = self.costs.with_layers(layers)
             self._shared[pipelines] = Search(
-                costs, self.budget, legs=self.legs, ample=self._ample, sorts=self.sorts
+                costs, self.budget, legs=self.legs, ample=self._ample, sorts=self.sorts, sums=self.sums
             )
         return self._shared[pipelines]
 
@@ -360,7 +365,8 @@ class Search:
         last, whole = (-inf, 0.0, 0.0), (-inf, 0.0, 0.0)
         for one in self.stages(stages):
             head_s = self._spans.forward_s(0, one.first) + one.hop * self.costs.message_s()
-            sums_s = [reduce_s(self.costs, *bucket, pipelines) for bucket in self._buckets(one, pipelines)]
+            buckets = self._buckets(one, pipelines)
+            sums_s = [reduce_s(self.costs, *bucket, pipelines, self.sums) for bucket in buckets]
             last = max(last, _line(head_s + sums_s[0], one.each_s, share))
             whole = max(
                 whole, _line(head_s - one.beside_s(self.costs) + sum(sums_s), one.down_and_up_s, share)

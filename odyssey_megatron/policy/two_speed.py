@@ -94,17 +94,14 @@ def rows(both: TwoSpeed, direct: tuple[CandidateRow, ...]) -> tuple[CandidateRow
 def towards(target: Plan, *, current: Plan, state: ClusterState, profile: Profile) -> Plan:
     """The next plan on the way from ``current`` to ``target``, each entered between two steps and stopping nothing.
 
-    First the new holders are filled behind a step of the current routes; then ``target`` needs no transfers. Where only
-    optimizer state moves, which a step needs at its end, ``target`` at once; and where both layouts' state does not fit
-    memory: then its workers wait for what they lack.
+    First the new holders are filled behind a step of the current routes. Where only optimizer state moves, which a step
+    needs at its end, ``target`` at once; and where both layouts' state does not fit memory: then its workers wait for
+    what they lack.
     """
     alive, costs = state.alive, profile.costs
     transfers = plan_transfers(current.layout, target.layout, alive, costs)
-    if transfers and (current.layout.holders, current.layout.routes) != (
-        target.layout.holders,
-        target.layout.routes,
-    ):
-        both = filling(current.layout, target.layout)
+    both = filling(current.layout, target.layout)
+    if transfers and both.holders != current.layout.holders:
         try:
             return scheduled("fill", both, plan_transfers(current.layout, both, alive, costs), state, profile)
         except PlanInfeasible:

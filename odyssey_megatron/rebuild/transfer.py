@@ -4,8 +4,8 @@ committed in the new generation, so an interrupted transfer loses nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,10 +14,11 @@ from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.names import layer_name
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.plan import Transfer
+from odyssey_megatron.plan.slices import EVERYTHING, Span, firsts, kept
 from odyssey_megatron.rebuild.manifest import Tensors, agree
 
-TensorsOf = Callable[[int, int], Tensors]
-"""Layer and part -> all its tensors by name, in an order that is the same on every rank."""
+TensorsOf = Callable[[int, int, Span], Tensors]
+"""Layer, part, and what of it -> all its tensors by name, in an order that is the same on every rank."""
 
 
 class Moving:
@@ -37,7 +38,7 @@ class Moving:
         way: Callable[[Transfer, int, int], tuple[int, dict[str, Any]]],
         tensors_to_send: TensorsOf,
         tensors_to_fill: TensorsOf,
-        filled: Callable[[int, int, Tensors], None],
+        filled: Callable[[int, int, Span, Tensors], None],
         checkpoint: Callable[[], None],
     ):
         """Collective over ``world``, of all members, wherever there are transfers.
@@ -45,7 +46,7 @@ class Moving:
         Args:
             way: of a transfer, its number and a place in the cell: the rank at the other end, and how
                 ``torch.distributed`` is told where it goes.
-            filled: is called with a layer and a part whose tensors have come, and with these.
+            filled: is called with a layer, a part and a span of it whose tensors have come, and with these.
             checkpoint: is called between layers.
 
         Raises:
@@ -53,7 +54,7 @@ class Moving:
         """
         self._checkpoint, self._filled = checkpoint, filled
         self._sends: list[tuple[Any, torch.Tensor]] = []
-        self._receives: list[tuple[Any, torch.Tensor, tuple[int, int, Tensors]]] = []
+        self._receives: list[tuple[Any, torch.Tensor, tuple[int, int, Span, Tensors]]] = []
         self.arriving: set[int] = set()
         """Layers."""
         ours: dict[tuple[int, int, int], Tensors] = {}
@@ -62,7 +63,7 @@ class Moving:
                 checkpoint()
                 of_layer = tensors_to_send if transfer.source == cell.worker else tensors_to_fill
                 for place, part in zip(cell.places, cell.held_parts, strict=True):
-                    ours[tag, place, part] = of_layer(transfer.layer, part)
+                    ours[tag, place, part] = of_layer(transfer.layer, part, transfer.span)
         if transfers:
             agree(
                 {tag * cell.full + place: tensors for (tag, place, _), tensors in ours.items()},
@@ -75,20 +76,20 @@ class Moving:
             if not tensors:  # an embedding whose only weight is the head's, too
                 continue
             checkpoint()
-            transfer, flat = transfers[tag], _packed(tensors)
+            transfer, flat = transfers[tag], packed(tensors.values())
             rank, where = way(transfer, tag, place)
             if transfer.source == cell.worker:
                 self._sends.append((dist.isend(flat, rank, **where), flat))
             else:
                 work, layer = dist.irecv(flat, rank, **where), transfer.layer
-                self._receives.append((work, flat, (layer, part, tensors)))
+                self._receives.append((work, flat, (layer, part, transfer.span, tensors)))
                 self.arriving.add(layer)
 
     def finish(self) -> None:
         """Returns when all has been sent and received."""
         for work, flat, filled in self._receives:
             work.wait()
-            _unpack(flat, list(filled[-1].values()))
+            unpack(flat, list(filled[-1].values()))
             self._filled(*filled)
             self._checkpoint()
         for work, _ in self._sends:
@@ -97,8 +98,8 @@ class Moving:
 
 
 class Spreading:
-    """Weights under way behind every step, from the first keeper of each layer to the holders that do not keep its
-    optimizer state; those of one keeper and block travel as one message.
+    """Weights under way behind every step: the holders of a block, each of which has stepped some slices of its layers
+    first, gather all of them. Those who keep a slice, too, have stepped it themselves.
     """
 
     def __init__(
@@ -108,35 +109,42 @@ class Spreading:
         cell: Cell,
         world: dist.ProcessGroup,
         group_of: Callable[[int, int, int], dist.ProcessGroup],
-        weights_of: Callable[[Sequence[int], int], Tensors],
-        arrived: Callable[[Sequence[int], int, Tensors], None],
+        weights_of: Callable[[int, int, Sequence[Span]], Tensors],
+        arrived: Callable[[int, int, Sequence[Span], Tensors], None],
     ):
-        """Collective over ``world``, of all members, wherever some holders keep no optimizer state.
+        """Collective over ``world``, of all members, wherever some holders do not keep all optimizer state.
 
         Args:
             group_of: the group of a block's holders, from its first layer and the one behind its last; of each all
                 ranks that have the same of it as this one in a place that it fills.
-            weights_of: of layers and a part, in place or in a copy.
-            arrived: is called with layers and a part whose weights have come, and with these.
+            weights_of: of a layer, a part and spans of it, in place or in a copy.
+            arrived: is called with a layer, a part and spans whose weights have come, and with these.
 
         Raises:
             TensorsDiffer: before anything is sent, on all members alike.
         """
         self._weights_of, self._arrived = weights_of, arrived
-        self._messages: list[tuple[dist.ProcessGroup, int, list[int], int]] = []
+        self._messages: list[_Message] = []
         ours: dict[int, Tensors] = {}
-        places = list(zip(cell.places, cell.held_parts, strict=True))
+        states = layout.states
         for block in layout.blocks() if layout.keepers else ():
-            sources: dict[int, list[int]] = {}
-            for layer in range(block.first, block.last):
-                if cell.worker in block.holders and len(layout.keepers[layer]) < len(block.holders):
-                    sources.setdefault(layout.keepers[layer][0], []).append(layer)
-                    ours |= {layer * cell.full + place: weights_of([layer], part) for place, part in places}
-            for keeper, layers in sources.items():
-                source = block.holders.index(keeper) * (cell.full // cell.parts)
-                for place, part in places:
-                    group = group_of(block.first, block.last, place)
-                    self._messages.append((group, source, layers, part))
+            slices = {
+                layer: states[layer]
+                for layer in range(block.first, block.last)
+                if any(len(one.owners) < len(block.holders) for one in states[layer])
+            }
+            if not slices or cell.worker not in block.holders:
+                continue
+            stepped = [
+                [(layer, span) for layer, found in slices.items() for span in firsts(found).get(worker, ())]
+                for worker in block.holders
+            ]
+            own = {
+                (layer, span) for layer, found in slices.items() for span in kept(found).get(cell.worker, ())
+            }
+            for place, part in zip(cell.places, cell.held_parts, strict=True):
+                ours |= {layer * cell.full + place: weights_of(layer, part, [EVERYTHING]) for layer in slices}
+                self._messages.append(_Message(group_of(block.first, block.last, place), part, stepped, own))
         if layout.keepers:
             agree(
                 ours,
@@ -147,27 +155,53 @@ class Spreading:
             )
 
     def __len__(self) -> int:
-        """Messages, of which each is sent or received here."""
+        """Messages, in which each holder has a part."""
         return len(self._messages)
 
     def run(self) -> None:
-        """Returns when the weights are here; on the keepers, when they may change."""
-        for group, source, layers, part in self._messages:
-            if not (tensors := self._weights_of(layers, part)):
+        """Returns when the weights are here, and those of this rank may change."""
+        for group, part, stepped, keeps in self._messages:
+            every = [[(one, self._weights_of(one[0], part, [one[1]])) for one in own] for own in stepped]
+            sizes = [sum(one.nbytes for _, own in each for one in own.values()) for each in every]
+            pieces = group.size() // len(every)  # from as many ranks of a cell, which have the same
+            if not (length := -(-max(sizes) // pieces)):
                 continue
-            flat = _packed(tensors)
-            dist.broadcast(flat, group=group, group_src=source)
-            if group.rank() != source:
-                _unpack(flat, list(tensors.values()))
-                self._arrived(layers, part, tensors)
+            index, piece = divmod(group.rank(), pieces)
+            some = next(one for each in every for _, own in each for one in own.values())
+            gathered = some.new_empty((len(every), length * pieces), dtype=torch.uint8)
+            mine = torch.zeros_like(gathered[index])
+            if sizes[index]:
+                mine[: sizes[index]] = packed([one for _, own in every[index] for one in own.values()])
+            dist.all_gather(
+                [*gathered.view(-1, length)], mine[piece * length : (piece + 1) * length], group=group
+            )
+            for each, flat in zip(every, gathered, strict=True):
+                at = 0
+                for (layer, span), own in each:
+                    size = sum(one.nbytes for one in own.values())
+                    if (layer, span) not in keeps:
+                        unpack(flat[at : at + size], list(own.values()))
+                        self._arrived(layer, part, [span], own)
+                    at += size
 
 
-def _packed(tensors: Tensors) -> torch.Tensor:
+class _Message(NamedTuple):
+    """Of one block."""
+
+    group: dist.ProcessGroup
+    part: int
+    stepped: list[list[tuple[int, Span]]]
+    """Of each holder, the slices of which it is the first owner."""
+    keeps: set[tuple[int, Span]]
+    """What this worker has stepped itself."""
+
+
+def packed(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """All bytes of ``tensors`` in one 1-D uint8 tensor."""
-    return torch.cat([one.detach().contiguous().reshape(-1).view(torch.uint8) for one in tensors.values()])
+    return torch.cat([one.detach().contiguous().reshape(-1).view(torch.uint8) for one in tensors])
 
 
-def _unpack(flat: torch.Tensor, tensors: list[torch.Tensor]) -> None:
+def unpack(flat: torch.Tensor, tensors: list[torch.Tensor]) -> None:
     """Copies ``flat`` back into ``tensors``; they may start at any byte, hence the clone (alignment)."""
     at = 0
     with torch.no_grad():

@@ -52,8 +52,8 @@ def next_losses(
 
 
 def alone(layout: Layout) -> list[int]:
-    """The layers that one worker alone has."""
-    return [layer for layer, holders in enumerate(layout.states) if len(holders) == 1]
+    """The layers of which one worker alone has some state."""
+    return sorted({layer for layers in layout.alone().values() for layer in layers})
 
 
 def _spans(layout: Layout, worker: int) -> tuple[tuple[int, int], ...]:

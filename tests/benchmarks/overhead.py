@@ -36,11 +36,12 @@ RANKS, BAR = 8, 1.03
 PRELOAD = "odyssey_megatron.mcore.cpu_preload"
 
 
-def flags(steps: int, run_dir: Path) -> list[str]:
+def flags(steps: int, run_dir: Path, more: str) -> list[str]:
+    """``more`` counts where it says otherwise."""
     return (
         f"--pipeline-model-parallel-size 4 --num-layers 8 --hidden-size 128 --ffn-hidden-size 384 "
         f"--num-attention-heads 8 --num-query-groups 4 --seq-length 128 --micro-batch-size 1 --global-batch-size 16 "
-        f"--train-iters {steps} --odyssey-device cpu --odyssey-run-dir {run_dir}"
+        f"--train-iters {steps} --odyssey-device cpu --odyssey-run-dir {run_dir} {more}"
     ).split()
 
 
@@ -60,21 +61,21 @@ def carry_out(command: list[str], folder: Path) -> None:
         raise RuntimeError(f"{command} ended with exit code {code}:\n{log.read_text()[-3000:]}")
 
 
-def odyssey(steps: int, folder: Path) -> tuple[list[float], list[float]]:
+def odyssey(steps: int, folder: Path, more: str = "") -> tuple[list[float], list[float]]:
     """(when each step was committed, losses) under ``odyssey run``, with its defaults."""
     script = CHECKOUT / "examples" / "llama" / "pretrain_llama.py"
     command = [sys.executable, "-m", "odyssey_megatron", "run", "--nproc-per-node", str(RANKS)]
-    command += ["--preload", PRELOAD, str(script), *flags(steps, folder / "run")]
+    command += ["--preload", PRELOAD, str(script), *flags(steps, folder / "run", more)]
     carry_out(command, folder)
     committed = read_run(folder / "run").steps
     return [one.committed_wall_s for one in committed], [one.loss for one in committed]
 
 
-def stock(steps: int, folder: Path) -> tuple[list[float], list[float]]:
+def stock(steps: int, folder: Path, more: str = "") -> tuple[list[float], list[float]]:
     """The same under Megatron-Core alone."""
     out = folder / "stock.json"
     command = [sys.executable, str(Path(__file__).parent / "stock_megatron.py")]
-    command += ["--world-size", str(RANKS), "--out", str(out), *flags(steps, folder / "stock")]
+    command += ["--world-size", str(RANKS), "--out", str(out), *flags(steps, folder / "stock", more)]
     carry_out(command, folder)
     result = json.loads(out.read_text())
     return result["committed_s"], result["loss"]

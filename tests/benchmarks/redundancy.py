@@ -1,8 +1,8 @@
 """What it costs to have nothing to lose, and what it saves when something is lost.
 
-The example's Llama on 8 CPU ranks, PP2 x DP4: optimizer state on every holder, and on two of four
-(``--use-distributed-optimizer``), there with the second copy in host memory, too. On 4 ranks, one pipeline: without and
-with shadows (``--odyssey-redundancy state``).
+The example's Llama on 8 CPU ranks, PP2 x DP4: optimizer state on every holder, and cut over them, each slice on two of
+four (``--use-distributed-optimizer``), there with the second copies in host memory, too. On 4 ranks, one pipeline:
+without and with shadows (``--odyssey-redundancy state``).
 Runs alternate. Bytes are counted (weights, gradients, optimizer state of the fullest rank), step times and stalls are
 measured on gloo and two cores: they show what is sent, not what it would take on a GPU's links.
 

@@ -5,7 +5,8 @@ processes:
 
     stock_megatron.py --world-size 8 --out steps.json [flags of pretrain_llama.py]
 
-Writes {"loss": [...], "grad_norm": [...], "committed_s": [...]} of the steps: when each was done.
+Writes {"loss": [...], "grad_norm": [...], "committed_s": [...]} of the steps: when each was done; and "optimizer_bytes"
+of the fullest rank.
 """
 
 from __future__ import annotations
@@ -83,6 +84,9 @@ class StockTrainer:
 
     def __init__(self, args: Any, dataset: Any):
         spec = pretrain_llama.model_spec(args, float64=False)
+        if args.use_distributed_optimizer:  # Odyssey does without Megatron's
+            spec.ddp_config.use_distributed_optimizer = True
+            spec.optimizer_config.use_distributed_optimizer = True
         rng.initialize(args.seed, rng.Part.of(ProcessGroupCollection.use_mpu_process_groups()))
         span.install()
         self._args, self._model = args, build_model(args, spec)
@@ -110,6 +114,15 @@ class StockTrainer:
         dist.all_reduce(total)
         return float(total[0] / total[1]), float(grad_norm)
 
+    def optimizer_bytes(self) -> int:
+        """Of what the optimizer keeps on this rank, and of weights that it keeps beside the model's."""
+        (one,) = self._optimizer.chained_optimizers
+        model = {parameter.untyped_storage().data_ptr() for parameter in self._model.parameters()}
+        optimized = [parameter for group in one.optimizer.param_groups for parameter in group["params"]]
+        kept = [value for parameter in optimized for value in one.optimizer.state[parameter].values()]
+        kept += [parameter for parameter in optimized if parameter.untyped_storage().data_ptr() not in model]
+        return sum(value.nbytes for value in kept)
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint of this rank holds."""
         (inner,) = self._optimizer.chained_optimizers
@@ -128,7 +141,7 @@ class StockTrainer:
         self._batches.consumed = state["microbatches"]
 
 
-def train(args: Any, dataset: Any) -> dict[str, list[float]]:
+def train(args: Any, dataset: Any) -> dict[str, Any]:
     trainer = StockTrainer(args, dataset)
     result: dict[str, list[float]] = {"loss": [], "grad_norm": [], "committed_s": []}
     for _ in range(args.train_iters):
@@ -136,7 +149,9 @@ def train(args: Any, dataset: Any) -> dict[str, list[float]]:
         result["loss"].append(loss)
         result["grad_norm"].append(grad_norm)
         result["committed_s"].append(time.monotonic())
-    return result
+    most = torch.tensor(trainer.optimizer_bytes())
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return result | {"optimizer_bytes": int(most)}
 
 
 def run_rank(rank: int, world_size: int, port: int, args: Any, dataset: Any, out: Path) -> None:

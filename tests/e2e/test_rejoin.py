@@ -86,7 +86,9 @@ def test_with_a_distributed_optimizer_its_states_go_back_too(jobs, reference, na
     shot = jobs.run(name, ranks=8, stages=2, flags=f"{flags} --odyssey-inject {inject}")
     assert_equal_runs(shot, reference, kills=inject.count("rank="))
     assert members(shot)[0] == members(shot)[-1] == 8
-    assert plans(shot)[0] == plans(shot)[-1]
+    decided = shot.named("decision")
+    for what in ("layout", "schedule"):  # slices move behind the first step of the last plan
+        assert decided[0][what] == decided[-1][what]
 
 
 @pytest.mark.matrix
@@ -119,7 +121,7 @@ def test_without_memory_for_both_layouts_it_goes_there_at_once(
     decided = shot.named("decision")
     assert [event["policy"] for event in decided[:3]] == ["initial", "replan", "initial"]
     before, back = (event["layout"]["keepers"] for event in decided[1:3])
-    assert any(keepers[0] not in had for had, keepers in zip(before, back, strict=True))
+    assert any(set(keepers) > set(had) for had, keepers in zip(before, back, strict=True))
     for what in ("layout", "schedule"):
         assert decided[0][what] == decided[-1][what]
 

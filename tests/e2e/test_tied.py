@@ -55,7 +55,7 @@ def test_tied_no_rank_takes_optimizer_state_with_it(jobs, undisturbed, name, cas
     first = shot.named("decision")[0]["layout"]
     assert first["tied"]
     assert len(first["keepers"]) == len(first["holders"]) + 1
-    assert all(len(keepers) == 2 for keepers in first["keepers"])
+    assert first["copies"] == 2
 
 
 @pytest.mark.parametrize("case", [pytest.param(one, marks=pytest.mark.matrix) for one in MORE])

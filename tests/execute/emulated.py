@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +40,7 @@ from odyssey_megatron.launch.inject import Injector
 from odyssey_megatron.launch.member import Member
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.simulate import reduce_s
+from odyssey_megatron.plan.slices import Span
 from odyssey_megatron.policy.measured import LinkTimes
 from odyssey_megatron.rebuild.groups import build_groups, init_default_group
 from tests.execute.emulation import Emulation, Truth, load_emulation, load_truth
@@ -203,7 +204,7 @@ class Accelerator(CellOfOne):
 
     # -- state ------------------------------------------------------------------------------------------------------
 
-    def create_layers(self, layers: tuple[int, ...], kept: set[int]) -> None:
+    def create_layers(self, layers: tuple[int, ...], kept: Mapping[int, tuple[Span, ...]]) -> None:
         for layer in layers:
             self.held.setdefault(layer, self._state(0))
 
@@ -213,13 +214,13 @@ class Accelerator(CellOfOne):
     def moved_bytes(self, layer: int) -> int:
         return sum(tensor.nbytes for tensor in self.held[layer])
 
-    def weights_of(self, layers: Sequence[int], part: int) -> dict[str, torch.Tensor]:
-        return {str(layer): self.held[layer][0] for layer in layers}
+    def weights_of(self, layer: int, part: int, spans: Sequence[Span]) -> dict[str, torch.Tensor]:
+        return {str(layer): self.held[layer][0]}
 
-    def tensors_to_send(self, layer: int, part: int) -> dict[str, torch.Tensor]:
+    def tensors_to_send(self, layer: int, part: int, span: Span) -> dict[str, torch.Tensor]:
         return by_number(self.held[layer])
 
-    def tensors_to_fill(self, layer: int, part: int) -> dict[str, torch.Tensor]:
+    def tensors_to_fill(self, layer: int, part: int, span: Span) -> dict[str, torch.Tensor]:
         self._incoming[layer] = self._state(-1)
         return by_number(self._incoming[layer])
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from odyssey_megatron.launch.environment import journal_of
 from odyssey_megatron.launch.inject import Injector
 from odyssey_megatron.launch.member import Member
 from odyssey_megatron.plan.layout import Layout
+from odyssey_megatron.plan.slices import Span
 from odyssey_megatron.policy.profile import Attention, Precision, estimated_profile
 from odyssey_megatron.rebuild.groups import build_groups, init_default_group
 from odyssey_megatron.rebuild.manifest import Tensors
@@ -78,9 +79,13 @@ class CellOfOne:
 
     cuts_activations = False
 
-    def filled(self, layer: int, part: int, tensors: Tensors) -> None: ...
+    def expect(self, kept: Mapping[int, tuple[Span, ...]]) -> None: ...
 
-    def weights_arrived(self, layers: Sequence[int], part: int, tensors: Tensors) -> None: ...
+    def filled(self, layer: int, part: int, span: Span, tensors: Tensors) -> None: ...
+
+    def settled(self) -> None: ...
+
+    def weights_arrived(self, layer: int, part: int, spans: Sequence[Span], tensors: Tensors) -> None: ...
 
     def take_sums(self) -> None: ...
 
@@ -89,6 +94,9 @@ class CellOfOne:
 
     def expert_gradients(self, first: int, last: int) -> list[torch.Tensor]:
         return []
+
+    def slices(self, first: int, last: int, part: int) -> tuple[int, list[Any], list[Any]]:
+        return 1, [], []
 
 
 class Stack(CellOfOne):
@@ -110,7 +118,7 @@ class Stack(CellOfOne):
         self._step = 0
         self.room: Callable[[], bool] = lambda: True
 
-    def create_layers(self, layers: tuple[int, ...], kept: set[int]) -> None:
+    def create_layers(self, layers: tuple[int, ...], kept: Mapping[int, tuple[Span, ...]]) -> None:
         for layer in layers:
             momentum = torch.zeros(WIDTH, WIDTH, **self._where)
             self.held.setdefault(layer, [initial(layer).to(momentum.device), momentum])
@@ -118,13 +126,13 @@ class Stack(CellOfOne):
     def moved_bytes(self, layer: int) -> int:
         return sum(tensor.nbytes for tensor in self.held[layer])
 
-    def weights_of(self, layers: Sequence[int], part: int) -> dict[str, torch.Tensor]:
-        return {str(layer): self.held[layer][0] for layer in layers}
+    def weights_of(self, layer: int, part: int, spans: Sequence[Span]) -> dict[str, torch.Tensor]:
+        return {str(layer): self.held[layer][0]}
 
-    def tensors_to_send(self, layer: int, part: int) -> dict[str, torch.Tensor]:
+    def tensors_to_send(self, layer: int, part: int, span: Span) -> dict[str, torch.Tensor]:
         return by_number(self.held[layer])
 
-    def tensors_to_fill(self, layer: int, part: int) -> dict[str, torch.Tensor]:
+    def tensors_to_fill(self, layer: int, part: int, span: Span) -> dict[str, torch.Tensor]:
         self._incoming[layer] = [torch.empty(WIDTH, WIDTH, **self._where) for _ in range(2)]
         return by_number(self._incoming[layer])
 

@@ -18,6 +18,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from odyssey_megatron.plan.slices import EVERYTHING, WHOLE
+
 from odyssey_megatron.mcore import cpu_preload  # isort: skip  # noqa: F401 - the device comes first
 import torch
 import torch.distributed as dist
@@ -49,6 +51,17 @@ def group_of(name: str, store: Any, rank: int, size: int) -> dist.ProcessGroup:
     group._set_default_backend(kind)
     group._register_backend(torch.device("cpu"), kind, dist.ProcessGroupGloo(store, rank, size))
     return group
+
+
+THIRDS = ((0, WHOLE // 3), (WHOLE // 3, 2 * WHOLE // 3), (2 * WHOLE // 3, WHOLE))
+HALVES = ((0, WHOLE // 2), (WHOLE // 2, WHOLE))
+
+
+def numbers(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    """Of those that a whole cell's rank has, what is called ``parameter[start:stop]``."""
+    inner, _, cut = name.partition("[")
+    start, stop = map(int, cut[:-1].split(":"))
+    return tensors[inner].reshape(-1)[start:stop]
 
 
 class Rank:
@@ -179,12 +192,13 @@ class Rank:
 
     def write(self) -> None:
         """Of a whole cell."""
-        self.model.create_layers(self.of_layers, self.of_layers)
+        self.model.create_layers(self.of_layers, dict.fromkeys(self.of_layers, (EVERYTHING,)))
         self.model.take_layout(self.layout, 0)
         self.gradients(0)
         self.model.apply(self.totals(), lambda: None)
         before = self.state()
         gradients = self.gradients(1)
+        self.slices_are_stepped_alike()
         (part,) = self.cell.held_parts
         made = {
             "before": before[part],
@@ -214,6 +228,7 @@ class Rank:
             for part in self.cell.held_parts
         }
         model.stand_in()
+        model.expect(dict.fromkeys(self.of_layers, (EVERYTHING,)))
         for part, one in made.items():
             for layer in self.of_layers:
                 room = model.tensors_to_fill(layer, part)
@@ -221,7 +236,8 @@ class Rank:
                 for name, tensor in one["before"][layer].items():
                     assert room[name].shape == tensor.shape, name
                     room[name].copy_(tensor)
-                model.filled(layer, part, room)
+                model.filled(layer, part, EVERYTHING, room)
+        model.settled()
         model.take_layout(self.layout, 0)
         self.same(self.state(), made, "before")
         gradients = self.gradients(1)
@@ -234,6 +250,7 @@ class Rank:
         theirs = next(iter(made.values()))
         assert not exact or torch.allclose(totals, theirs["totals"], rtol=ALMOST, atol=0.0), (totals, theirs)
         self.same_sums(made)
+        self.slices_are_stepped_alike()
         outcome = model.apply(theirs["totals"], lambda: None)
         assert outcome.grad_norm == theirs["norm"]
         self.same(self.state(), made, "after")
@@ -251,6 +268,31 @@ class Rank:
             assert torch.equal(tensor, shards[key][1]), key
         self.weights_of_others(made)
 
+    def slices_are_stepped_alike(self) -> None:
+        """As the whole layer, with the gradients that there are: three of them together, and numbers of each part."""
+        model = self.model
+        for layer in model.layers:
+            weights = {name: one.clone() for name, one in layer.weights().items()}
+            found = []
+            for spans in ((EVERYTHING,), THIRDS):
+                one = model.optimizer_of(layer, spans)
+                for part in self.cell.held_parts:
+                    number = part - self.cell.held_parts[0]
+                    for span in spans:
+                        one.put(number, span, layer.optimizer.numbers(number, span))
+                model.learning_rate.set([one], 1, model.batches, model.loss_scale)
+                one.apply(1.0)
+                after = [one.clone() for one in layer.weights().values()]
+                for part in self.cell.held_parts:
+                    number = part - self.cell.held_parts[0]
+                    for span in (*THIRDS, *HALVES):
+                        after += [x.clone() for x in one.numbers(number, span).values()]
+                found.append(after)
+                for name, weight in layer.weights().items():
+                    weight.copy_(weights[name])
+            assert len(found[0]) == len(found[1])
+            assert all(torch.allclose(a, b, rtol=ALMOST, atol=0.0) for a, b in zip(*found, strict=True))
+
     def same_sums(self, made: dict[int, Any]) -> None:
         """The gradients are those of the whole cell, as if they had been summed with its."""
         for part in self.cell.held_parts:
@@ -266,15 +308,16 @@ class Rank:
     def weights_of_others(self, made: dict[int, Any]) -> None:
         """As a holder without optimizer state is sent them behind each step."""
         for part, one in made.items():
-            weights = self.model.weights_of(self.of_layers, part)
-            for name, tensor in weights.items():
-                layer, _, inner = name.partition(".")
-                tensor.copy_(one["before"][int(layer)][inner])
-            self.model.weights_arrived(self.of_layers, part, weights)
+            for layer in self.of_layers:
+                for span in HALVES:
+                    weights = self.model.weights_of(layer, part, [span])
+                    for name, tensor in weights.items():
+                        tensor.copy_(numbers(one["before"][layer], name))
+                    self.model.weights_arrived(layer, part, [span], weights)
         for part, one in made.items():
-            for name, tensor in self.model.weights_of(self.of_layers, part).items():
-                layer, _, inner = name.partition(".")
-                assert torch.equal(tensor, one["before"][int(layer)][inner])
+            for layer in self.of_layers:
+                for name, tensor in self.model.weights_of(layer, part, [EVERYTHING]).items():
+                    assert torch.equal(tensor, numbers(one["before"][layer], name))
 
     @staticmethod
     def same(state: dict[int, Any], made: dict[int, Any], when: str) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from odyssey_megatron.plan.slices import EVERYTHING
+
 torch = pytest.importorskip("torch")
 
 EXPERTS, TOPK, TOKENS, LAYERS = 4, 2, 16, 2
@@ -74,7 +76,9 @@ def test_biases_move_as_megatrons(model, monkeypatch):
     model.forward(0, 0, 2, None)
     tokens = counted(model)[0].to(torch.float32)
     before = torch.tensor([0.25, -0.5, 0.0, 1.0])
-    (bias,) = (one for name, one in model.weights_of([1], 0).items() if name.endswith("expert_bias"))
+    (bias,) = (
+        one for name, one in model.weights_of(1, 0, [EVERYTHING]).items() if name.endswith("expert_bias")
+    )
     assert bias.dtype == torch.float32, "in a model of float64, and of 16 bits"
     bias.copy_(before)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *args, **kwargs: None)

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from odyssey_megatron.plan.slices import EVERYTHING
+
 torch = pytest.importorskip("torch")
 
 
@@ -30,14 +32,14 @@ def test_parked_between_steps_or_not_the_steps_are_the_same(spec, megatron, bf16
     for _ in range(3):
         for layer in (there, here):
             layer.optimizer.apply(0.5)
-        there.optimizer.parking.park()
-        there.optimizer.parking.park()  # a second time does nothing
-    assert there.optimizer.parking.parked
-    assert not here.optimizer.parking.parked
+        there.optimizer.park([EVERYTHING])
+        there.optimizer.park([EVERYTHING])  # a second time does nothing
+    assert there.optimizer.host_bytes
+    assert not here.optimizer.host_bytes
     ours, theirs = there.moved_tensors(), here.moved_tensors()
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(one, theirs[name]) for name, one in ours.items())
-    assert not there.optimizer.parking.parked, "whoever moves it needs it on the device"
+    assert not there.optimizer.host_bytes, "whoever moves it needs it on the device"
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -47,9 +49,9 @@ def test_the_memory_is_given_back(spec, megatron, bf16):
     state = [one for one in layer.optimizer.state_tensors().values() if one.dim()]
     size = sum(one.nbytes for one in state)
     weights = [one.clone() for one in layer.weights().values()]
-    parking = layer.optimizer.parking
+    parking = layer.optimizer
     assert parking.host_bytes == 0
-    parking.park()
+    parking.park([EVERYTHING])
     assert sum(one.untyped_storage().nbytes() for one in state) == 0
     assert parking.host_bytes == size > 0
     assert all(map(torch.equal, layer.weights().values(), weights)), "weights stay where they are"

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from odyssey_megatron.plan.slices import EVERYTHING
 from tests.mcore.test_ahead import backward, gradients
 
 torch = pytest.importorskip("torch")
@@ -19,9 +20,14 @@ def forward(model: Any) -> None:
 def refill(model: Any, layer: int) -> None:
     """As a worker that held only weights gets the optimizer state, too: it is sent the whole layer."""
     sent = {name: one.clone() for name, one in model.tensors_to_send(layer, 0).items()}
-    for name, room in model.tensors_to_fill(layer, 0).items():
+    model._held[layer].optimizer = None
+    model.expect({layer: (EVERYTHING,)})
+    rooms = model.tensors_to_fill(layer, 0)
+    for name, room in rooms.items():
         room.copy_(sent[name])
     model.take_layout(model._layout, 0)
+    model.filled(layer, 0, EVERYTHING, rooms)
+    model.settled()
 
 
 @pytest.mark.parametrize("times", [1, 2, 3])

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from odyssey_megatron.plan.slices import EVERYTHING
+
 torch = pytest.importorskip("torch")
 
 PUT = ("tensor_list", "func")
@@ -131,7 +133,7 @@ def test_what_waits_is_not_lost_when_its_block_is_cut_anew(spec, megatron):
             spec(), forward_step=pretrain_llama.forward_step, num_microbatches=1, seq_length=16, micro_batch_size=1,
             groups_of_cell=megatron, source=MicrobatchSource([sample], micro_batch_size=1),
         )  # fmt: skip
-        model.create_layers(range(4), range(4))
+        model.create_layers(range(4), dict.fromkeys(range(4), (EVERYTHING,)))
         model.take_layout(Layout(holders=((0,),) * 4, routes=()), 0)
         layer = model.blocks[0].layers[1].parts["layer"]
         weight = layer.mlp.linear_fc1.weight

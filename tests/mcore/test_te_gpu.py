@@ -184,7 +184,7 @@ def test_a_block_of_megatron_s_te_layers(te_spec, fused):
 
     def run(*, apart: bool) -> dict[str, Any]:
         parts = initial_parts(model, [1], groups)
-        layer = HeldLayer(model, 1, parts[1], groups, LayerSeeds(7), kept=False)
+        layer = HeldLayer(model, 1, parts[1], groups, LayerSeeds(7), kept=())
         block = LayerBlock(model, [layer], groups)
         for weight in layer.parameters():
             weight.main_grad.fill_(1.0)
@@ -232,7 +232,7 @@ def test_fp8_is_a_function_of_weights_and_input(te_spec, recipe):
 
     def run(*microbatches: int) -> tuple[Any, dict[str, Any]]:
         parts = initial_parts(model, [1], groups)
-        layer = HeldLayer(model, 1, parts[1], groups, LayerSeeds(7), kept=False)
+        layer = HeldLayer(model, 1, parts[1], groups, LayerSeeds(7), kept=())
         block = LayerBlock(model, [layer], groups)
         for microbatch in microbatches:
             block.zero_gradients()

@@ -5,21 +5,28 @@ from __future__ import annotations
 from dataclasses import replace
 
 from odyssey_megatron.plan.layout import layout_from_routes, megatron_layout, pipeline_route
+from odyssey_megatron.plan.slices import EVERYTHING, NOBODY, WHOLE
 
 ROUTED = layout_from_routes(4, (pipeline_route((0, 1), (2, 4), (0, 1)),))
 
 
 def test_where_every_holder_keeps_its_state_only_shadows_have_spare_state():
     layout = replace(ROUTED, holders=((0, 1), (0, 1), (1,), (0, 1)))
-    assert layout.spare_states(0) == {3}
-    assert layout.spare_states(1) == {0, 1}
+    assert layout.spare_states(0) == {3: (EVERYTHING,)}
+    assert layout.spare_states(1) == {0: (EVERYTHING,), 1: (EVERYTHING,)}
 
 
-def test_of_the_keepers_all_but_the_first_have_spare_state():
-    layout = replace(ROUTED, holders=((0, 1, 2),) * 4, keepers=((0, 1), (1, 0), (2, 0), (2,)))
-    assert layout.spare_states(0) == {1, 2}
-    assert layout.spare_states(1) == {0}
-    assert layout.spare_states(2) == frozenset()
+def test_of_a_slice_s_keepers_all_but_the_first_have_spare_state():
+    third = WHOLE // 3
+    rings = ((0, 1, 2), (1, 2, 0), (2, 0), (2, NOBODY, 0))
+    layout = replace(ROUTED, holders=((0, 1, 2),) * 4, keepers=rings, copies=2).check()
+    assert layout.spare_states(0) == {
+        0: ((2 * third, WHOLE),), 1: ((third, 2 * third),), 2: (EVERYTHING,),
+    }  # fmt: skip
+    assert layout.spans_kept_by(0)[3] == ((third, 2 * third), (2 * third, WHOLE)), "and it sends both"
+    assert layout.spare_states(2)[3] == ((2 * third, WHOLE),)
+    assert layout.losses_survived == 0
+    assert layout.alone() == {0: [3], 2: [3]}
 
 
 def test_stages_have_as_many_layers_as_megatron_gives_them():

@@ -53,10 +53,10 @@ def test_what_keepers_have_counts():
     """Every node computes all layers, but the optimizer state is on two of four holders, of one node."""
     layout = megatron_layout(num_layers=4, pipeline_size=1, num_workers=4, num_microbatches=4)
     nodes = {0: 0, 1: 0, 2: 1, 3: 1}
-    kept = replace(layout, keepers=((0, 1),) * 4)
+    kept = replace(layout, keepers=((0, 1, 2, 3),) * 4, copies=2)
     assert on_one_node(layout, nodes) == {}
-    assert on_one_node(kept, nodes) == {0: [0, 1, 2, 3]}
-    chosen = with_keepers(layout, None, nodes, 2, uniform_costs(4))
+    assert on_one_node(kept, nodes) == {0: [0, 1, 2, 3], 1: [0, 1, 2, 3]}
+    chosen = with_keepers(layout, None, nodes, 2)
     assert on_one_node(chosen, nodes) == {}
 
 

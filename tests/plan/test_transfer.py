@@ -72,7 +72,7 @@ def test_lost_layers_are_named():
 def test_lost_optimizer_state_has_another_remedy_than_lost_layers():
     """The holders that are left have the weights alone: more data parallelism would change nothing."""
     holders = layout((0, 1, 2, 3), (0, 1, 2, 3), (0, 1, 2, 3))
-    shared = replace(holders, keepers=((0, 1), (2, 3), (3, 2)))
+    shared = replace(holders, keepers=((0, 2, 1, 3), (2, 3, 0, 1), (3, 2, 1, 0)), copies=2)
     with pytest.raises(LayersLost) as caught:
         plan_transfers(shared, layout((0,), (0,), (0,)), [0, 1], uniform_costs(3))
     assert (caught.value.layers, caught.value.ranks) == ((1, 2), (2, 3))

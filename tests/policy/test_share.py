@@ -10,7 +10,6 @@ from odyssey_megatron.cluster.state import apply, initial_state
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.memory import activation_caps, fullest_bytes, state_bytes
-from odyssey_megatron.plan.redundancy import with_keepers
 from odyssey_megatron.policy.case import worker_shares, worker_speeds
 from odyssey_megatron.policy.decide import decide, initial_plan
 from odyssey_megatron.policy.options import caps_for
@@ -80,23 +79,6 @@ def test_where_memory_is_not_known_nobody_is_refused():
     whole, caps = (caps_for(layout, Profile(costs=COSTS), shares) for shares in ({}, {SMALL: 0.25}))
     assert {worker for worker in caps if caps[worker] != whole[worker]} <= {SMALL}
     assert caps[SMALL] == activation_caps(layout, COSTS)[SMALL]
-
-
-def test_optimizer_state_stays_where_there_is_room_for_it():
-    """Each layer is on four workers, two of which keep its state; of half a cell no more than its part is asked."""
-    layout = initial_plan(job(2, 12, 14), initial_state(nodes=(0,) * 8), Profile(costs=COSTS)).layout
-    before = replace(layout, keepers=tuple((max(held), min(held)) for held in layout.all_holders))
-    limited = replace(COSTS, memory_bytes=fullest_bytes(layout, COSTS))
-
-    def kept(shares):
-        found = with_keepers(layout, before, dict.fromkeys(range(8), 0), 2, limited, shares=shares)
-        return sum(
-            max(held) in keepers for held, keepers in zip(found.all_holders, found.keepers, strict=True)
-        )
-
-    last = {max(held) for held in layout.all_holders}
-    assert kept({}) == 14
-    assert kept(dict.fromkeys(last, 0.5)) == 8
 
 
 def test_it_is_used_where_that_pays_and_memory_allows():

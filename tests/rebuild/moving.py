@@ -15,6 +15,7 @@ from odyssey_megatron.errors import TensorsDiffer
 from odyssey_megatron.launch.member import Member
 from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
 from odyssey_megatron.plan.plan import Transfer
+from odyssey_megatron.plan.slices import Span, elements
 from odyssey_megatron.rebuild.groups import GroupSet, build_groups, init_default_group
 from odyssey_megatron.rebuild.manifest import Tensors
 from odyssey_megatron.rebuild.transfer import Moving, Spreading
@@ -37,7 +38,7 @@ def move(groups: GroupSet, rank: int, room: Tensors) -> list[Tensors]:
     """What has arrived here."""
     filled: list[Tensors] = []
 
-    def to_fill(layer: int, part: int) -> Tensors:
+    def to_fill(layer: int, part: int, span: Span) -> Tensors:
         filled.append({name: one * 0 for name, one in (room if layer == 3 else WHOLE).items()})
         return filled[-1]
 
@@ -50,27 +51,28 @@ def move(groups: GroupSet, rank: int, room: Tensors) -> list[Tensors]:
             transfer.target if transfer.source == rank else transfer.source,
             {"group": groups["world"], "tag": tag},
         ),
-        tensors_to_send=lambda layer, part: {name: one * (rank + 7) for name, one in WHOLE.items()},
+        tensors_to_send=lambda layer, part, span: {name: one * (rank + 7) for name, one in WHOLE.items()},
         tensors_to_fill=to_fill,
-        filled=lambda layer, part, tensors: None,
+        filled=lambda layer, part, span, tensors: None,
         checkpoint=lambda: None,
     )
     moving.finish()
     return filled
 
 
-def give_weights(groups: GroupSet, rank: int, mine: Tensors) -> None:
+def give_weights(groups: GroupSet, rank: int, mine: torch.Tensor) -> None:
+    """Of each of three layers; each slice is kept by two of the three."""
     layout = layout_from_routes(3, tuple(pipeline_route((one,), (3,), (one,)) for one in range(3)))
-    layout = replace(layout, keepers=((0, 1), (0, 2), (0, 1, 2)))
+    layout = replace(layout, keepers=((0, 1, 2), (1, 0, 2), (2, 1, 0)), copies=2)
     Spreading(
         layout,
         cell=Cell(rank=rank),
         world=groups["world"],
         group_of=lambda first, last, place: groups["world"],
-        weights_of=lambda layers, part: {
-            f"{layer}.{name}": one for layer in layers for name, one in mine.items()
+        weights_of=lambda layer, part, spans: {
+            "weight": mine[layer][slice(*elements(spans[0], mine.shape[1]))]
         },
-        arrived=lambda layers, part, tensors: None,
+        arrived=lambda layer, part, spans, tensors: None,
     ).run()
 
 
@@ -92,16 +94,25 @@ def main() -> None:
     member.report_live(generation.number)
     rank = member.rank
     found = {case: refusal(move, groups, rank, room) for case, room in OTHERS.items()}
-    mine = {"weight": torch.full((2,) if rank == 2 else (3,), float(rank))}
-    found["weights"] = refusal(give_weights, groups, rank, mine)
+    found["weights"] = refusal(
+        give_weights, groups, rank, torch.full((3, 2 if rank == 2 else 3), float(rank))
+    )
     # The groups are as good as before: nothing was left half sent.
     arrived = move(groups, rank, WHOLE)
     assert [float(one.sum()) for tensors in arrived for one in tensors.values()] == {
         0: [9.0 * 15, 9.0 * 3, 9.0 * 15], 1: [7.0 * 15, 7.0 * 3, 7.0 * 15], 2: [],
     }[rank]  # fmt: skip
-    mine = {"weight": torch.full((3,), rank + 5.0)}
+    mine = torch.full((3, 3), float(rank))
     give_weights(groups, rank, mine)
-    assert mine["weight"].tolist() == [5.0] * 3
+    # A row has a number of each of its slices: what this rank keeps it has stepped itself.
+    assert (
+        mine.tolist()
+        == {
+            0: [[0.0, 1.0, 0.0], [0.0, 0.0, 2.0], [2.0, 0.0, 0.0]],
+            1: [[1.0, 1.0, 2.0], [1.0, 0.0, 1.0], [1.0, 1.0, 0.0]],
+            2: [[0.0, 2.0, 2.0], [1.0, 2.0, 2.0], [2.0, 1.0, 2.0]],
+        }[rank]
+    )
     (Path(config.run_dir) / f"found{rank}.json").write_text(json.dumps(found))
     member.finish(generation.number)
 

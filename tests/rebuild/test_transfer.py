@@ -22,7 +22,7 @@ SAID = {
         "weight float32 [3, 5]; bias float32 [3]; ",
         "weight.momentum float32 [3, 5]; bias float32 [3]; ",
     ),
-    "weights": ("rank 0, rank 1: 0.weight float32 [3]", "rank 2: 0.weight float32 [2]"),
+    "weights": ("rank 0, rank 1: weight float32 [3]", "rank 2: weight float32 [2]"),
 }
 
 

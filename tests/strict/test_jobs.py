@@ -318,7 +318,7 @@ def test_a_sum_in_place_is_seen(monkeypatch):
     from odyssey_megatron.execute.reduction import Reduction
 
     def start(self, instr, gradients, partial, share, progress):
-        for buffer, group in gradients:
+        for buffer, group in ((buffer, one.group) for one in gradients for buffer in one.buffers):
             if group is not None:
                 torch.distributed.all_reduce(buffer, group=group)
                 progress.summed(instr, self._ledger.word(), buffer, None)

@@ -184,7 +184,7 @@ def adapt(args: Any, config: OdysseyConfig) -> None:
     Raises MegatronIncompatible, and ConfigError.
     """
     compat.check_packed(args)
-    # Layers, not slices of buffers, are shared out (``Layout.keepers``), each to some of its holders.
+    # Each layer's state is cut over its holders (``plan/slices.py``), not that of a stage's buffers.
     _set(args, False, "use_distributed_optimizer", "overlap_param_gather")
     # Reductions are instructions of the schedule.
     _set(args, False, "overlap_grad_reduce", "align_grad_reduce")

@@ -8,7 +8,7 @@ writes it, and shows the optimizers of the layers as the one optimizer that Mega
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,13 +20,16 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from odyssey_megatron.errors import MegatronIncompatible
+from odyssey_megatron.execute.rank import RankRuntime
 from odyssey_megatron.mcore.loop import shards
+from odyssey_megatron.mcore.loop.whole import Whole
 from odyssey_megatron.mcore.model import span
 from odyssey_megatron.mcore.model.experts import is_spread
-from odyssey_megatron.mcore.model.layers import HeldLayer, LayerBlock
+from odyssey_megatron.mcore.model.flat import Cut
+from odyssey_megatron.mcore.model.layers import LayerBlock
 from odyssey_megatron.mcore.model.model import MegatronModel
 from odyssey_megatron.mcore.model.optimizer import LayerOptimizer, pairs, settings_of, take_over
-from odyssey_megatron.mcore.model.parts import Cut
+from odyssey_megatron.plan.slices import EVERYTHING
 
 
 def prepare(model: MegatronModel, block: LayerBlock) -> None:
@@ -132,10 +135,14 @@ class OptimizerView:
         model: MegatronModel,
         cell: ProcessGroupCollection,
         saved: shards.Saved,
-        committed: Callable[[], int] = lambda: 0,
+        runtime: Callable[[], RankRuntime] | None = None,
     ):
-        """``saved``: the checkpoint to load; ``committed``: how many steps are."""
-        self._committed, self._saved = committed, saved
+        """``saved``: the checkpoint to load; ``runtime``: of the job, if it has begun one."""
+        self._saved = saved
+        self._committed: Callable[[], int] = (
+            (lambda: runtime().committed) if runtime is not None else lambda: 0
+        )
+        self._whole = Whole(model, lambda *block: runtime().holders_of(*block) if runtime else _nobody())
         self._model, self._cell = model, cell
         self.loaded: list[tuple[dict[str, Any], dict[str, Any]]] = []
         """What a checkpoint has said of groups of parameters here."""
@@ -154,7 +161,7 @@ class OptimizerView:
         """A step zeroes its gradients itself."""
 
     def reload_model_params(self, state_dict: Any = None) -> None:
-        for _, optimizer in self._kept():
+        for optimizer in self._own():
             optimizer.reload()
 
     def sharded_state_dict(
@@ -170,7 +177,7 @@ class OptimizerView:
         kind = self._saved.type_of(metadata) if is_loading else (metadata or {}).get(shards.TYPE)
         if is_loading:
             self._saved.check_experts(self._cell.ep.size())
-        whole = self._assembled()
+        whole = self._assembled(self._whole.new() if is_loading else self._whole.gathered())
         parts = whole.chained_optimizers
         if is_loading and kind:
             slices = self._slices() if kind == shards.BY_BUCKET else None
@@ -200,7 +207,8 @@ class OptimizerView:
         }
 
     def load_state_dict(self, state_dict: Any) -> None:
-        whole = self._assembled()
+        brought_together = self._whole.new()
+        whole = self._assembled(brought_together)
         given = [settings_of(group) for group in whole.param_groups]
         parts = whole.chained_optimizers
         for one, saved in zip(parts, _each(state_dict, len(parts)), strict=True):
@@ -212,12 +220,13 @@ class OptimizerView:
             for parameter, loaded in one.optimizer.state.items():
                 for name, value in before[id(parameter)].items():
                     value.copy_(torch.as_tensor(loaded[name]))
+        self._whole.give_back(brought_together)
         self.loaded = list(zip(given, map(settings_of, whole.param_groups), strict=True))
 
     def take_over(self, loaded: list[tuple[Any, Any]]) -> None:
         """What was loaded of groups of parameters holds for all of the model's, now and later."""
         self._model.spec.loaded_groups.extend(loaded)
-        for _, optimizer in self._kept():
+        for optimizer in self._own():
             take_over(optimizer.param_groups, loaded)
         for _, instead in loaded:
             if instead.get("default_config"):
@@ -225,19 +234,18 @@ class OptimizerView:
                 self.param_groups[0] |= {name: instead[name] for name in ("max_lr", "min_lr")}
                 break
 
-    def _kept(self) -> list[tuple[HeldLayer, LayerOptimizer]]:
-        layers = self._model.layers
-        return [(layer, layer.optimizer) for layer in layers if layer.optimizer is not None]
+    def _own(self) -> list[LayerOptimizer]:
+        return [layer.optimizer for layer in self._model.layers if layer.optimizer is not None]
 
-    def _assembled(self) -> Any:
-        """Megatron's optimizer for the kept layers of this rank, whose state is that of their optimizers: a chain of
-        one, and of another one for experts that are spread over ranks.
+    def _assembled(self, brought_together: Mapping[int, LayerOptimizer]) -> Any:
+        """Megatron's optimizer for the layers of this rank whose state is kept as a whole, or is ``brought_together``,
+        whose state is that of their optimizers: a chain of one, and of another one for experts that are spread over
+        ranks.
         """
-        spec, kept = self._model.spec, self._kept()
+        spec = self._model.spec
+        kept = [one for one in self._own() if one.spans == (EVERYTHING,)] + [*brought_together.values()]
         chunks = [block.model for block in self._model.blocks] or [self._model.idle_block().model]
-        own = {
-            id(shown): (main, state) for _, optimizer in kept for shown, main, state in optimizer.entries()
-        }
+        own = {id(shown): (main, state) for optimizer in kept for shown, main, state in optimizer.entries()}
         left_out = [one for chunk in chunks for one in chunk.parameters() if id(one) not in own]
         with _frozen(left_out):  # Megatron has all ranks agree on the groups of parameters, and their order
             whole: Any = get_megatron_optimizer(
@@ -266,6 +274,10 @@ class OptimizerView:
                 if shown is not main:
                     shown.main_param = own[id(shown)][0]  # type: ignore[attr-defined] # Megatron puts it there
         return whole
+
+
+def _nobody() -> dist.ProcessGroup:
+    raise AssertionError("without a job there are no other holders")
 
 
 def _numbered(states: list[Any]) -> Any:

@@ -239,7 +239,7 @@ class Door:
             cuts_activations=args.sequence_parallel,
         )
         optimizer = checkpoint.OptimizerView(
-            self._model, self._cell.groups, self._saved, committed=lambda: self._runtime.committed
+            self._model, self._cell.groups, self._saved, lambda: self._runtime
         )
         # It sets train_iters where samples were given, and what was given decides on the schedule.
         with schedule_refused():

@@ -12,7 +12,9 @@ import torch.distributed as dist
 from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.mcore.model import experts
+from odyssey_megatron.mcore.model.flat import ranges
 from odyssey_megatron.mcore.model.layers import HeldLayer, LayerBlock, main_grad
+from odyssey_megatron.plan.slices import Span
 
 Losses = Mapping[int, Mapping[str, torch.Tensor]]
 """Microbatch -> what its forward step reported: under each name a value, or a sum and a count."""
@@ -133,6 +135,15 @@ def counted_gradients(block: LayerBlock, cell: Cell) -> list[torch.Tensor]:
     return [main_grad(parameter) for parameter in parameters if _counts(parameter, cell)]
 
 
+def counted_numbers(layer: HeldLayer, spans: Sequence[Span], cell: Cell) -> list[torch.Tensor]:
+    """The gradients of slices of ``layer`` that this rank of their first owner counts."""
+    return [
+        one.together(main_grad(one.parameter))
+        for one in ranges(layer, cell.each, spans)
+        if cell.index == 0 or _counts(one.parameter, cell)
+    ]
+
+
 def _counts(parameter: torch.Tensor, cell: Cell) -> bool:
     """Whether this rank counts ``parameter``: not if another one of its cell has it, too, and does (megatron
     core_v0.16.1 tensor_parallel/layers.py, ``param_is_not_tensor_parallel_duplicate``).
@@ -143,15 +154,15 @@ def _counts(parameter: torch.Tensor, cell: Cell) -> bool:
     return cell.index < parts and (is_first or getattr(parameter, "tensor_model_parallel", False))
 
 
-def squared_weights(layers: Iterable[HeldLayer], cell: Cell) -> torch.Tensor:
-    """The sum of all squared parameters of ``layers`` that this rank of their first holder counts, in the precision
-    that is optimized, or, as Megatron has it, in fp16 of the model's: [1], float64.
+def squared_weights(layers: Iterable[tuple[HeldLayer, Sequence[Span]]], cell: Cell) -> torch.Tensor:
+    """The sum of all squared parameters that this rank counts, which are those slices of ``layers``, in the
+    precision that is optimized, or, as Megatron has it, in fp16 of the model's: [1], float64.
     """
     total = torch.zeros(1, dtype=torch.float64, device=torch.cuda.current_device())
-    for layer in layers:
-        for shown, main, _ in layer.optimizer.entries() if layer.optimizer is not None else ():
-            if _counts(shown, cell):
-                weight = shown if layer.config.fp16 else main
+    for layer, spans in layers:
+        for one in layer.optimizer.kept() if layer.optimizer is not None else ():
+            if one.of.span in spans and _counts(one.of.parameter, cell):
+                weight = one.shown if layer.config.fp16 else one.main
                 total += torch.linalg.vector_norm(weight.detach(), dtype=torch.float64).square()
     return total
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from odyssey_megatron.cluster.cell import Cell
+from odyssey_megatron.errors import TransferIncomplete
 from odyssey_megatron.mcore.model import experts, groups, rng
+from odyssey_megatron.mcore.model.flat import ranges
 from odyssey_megatron.mcore.model.holders import digests, odd_ones
 from odyssey_megatron.mcore.model.layers import HeldLayer, LayerBlock, ModelSpec, build_part, initial_parts
 from odyssey_megatron.mcore.model.optimizer import LayerOptimizer
 from odyssey_megatron.mcore.model.parts import Parts, Tensors
 from odyssey_megatron.mcore.model.place import Place
 from odyssey_megatron.plan.layout import Layout
+from odyssey_megatron.plan.slices import EVERYTHING, Span, within, without
 
 
 class Holdings:
@@ -34,6 +37,8 @@ class Holdings:
         self._held: dict[int, HeldLayer] = {}
         self._incoming: dict[int, HeldLayer] = {}
         self._incoming_states: dict[int, LayerOptimizer] = {}
+        self._lacking: dict[int, list[Span]] = {}
+        """Of those, what has not come."""
         self._blocks: dict[tuple[int, int], LayerBlock] = {}
         self._worker, self._layout = -1, Layout(holders=(), routes=())
 
@@ -47,87 +52,129 @@ class Holdings:
         """This rank's, under the layout at hand."""
         return Place(self._layout, self._worker, self.cell)
 
-    def create_layers(self, layers: Sequence[int], kept: Collection[int]) -> None:
-        """Initial weights of ``layers``, with an optimizer for those ``kept``; those held already stay."""
+    def create_layers(self, layers: Sequence[int], kept: Mapping[int, tuple[Span, ...]]) -> None:
+        """Initial weights of ``layers``, with an optimizer for what is ``kept`` of each; those held already stay."""
         missing = [layer for layer in layers if layer not in self._held]
         for layer, parts in initial_parts(self.spec, missing, self._groups).items():
-            self._held[layer] = self._hold(layer, parts, kept=layer in kept)
+            self._held[layer] = self._hold(layer, parts, kept=kept.get(layer, ()))
 
-    def _hold(self, layer: int, parts: torch.nn.ModuleDict, *, kept: bool) -> HeldLayer:
+    def _hold(self, layer: int, parts: torch.nn.ModuleDict, *, kept: tuple[Span, ...] = ()) -> HeldLayer:
         self.routing.attach(layer, parts)
-        return HeldLayer(self.spec, layer, parts, self._groups, self._seeds, kept=kept)
+        each = self.cell.each
+        return HeldLayer(self.spec, layer, parts, self._groups, self._seeds, kept=kept, each=each)
 
     # -- what moves -----------------------------------------------------------------------------------------------
 
-    def weights_of(self, layers: Sequence[int], part: int) -> dict[str, torch.Tensor]:
-        """The parameters of held layers, in place, in an order that is the same on every rank; what arrives in them
-        :meth:`weights_arrived` is told of.
+    def weights_of(self, layer: int, part: int, spans: Sequence[Span]) -> dict[str, torch.Tensor]:
+        """What ``spans`` of a held layer are of its parameters: 1-D, in place or in a copy, in an order that is the
+        same on every rank. :meth:`weights_arrived` is told when others have come in them.
         """
-        held = [self._held[layer] for layer in layers]
-        return {
-            f"{one.index}.{name}": weight
-            for one in held
-            for name, weight in self._parts.of(one, one.weights(), part).items()
-        }
+        return self._weights_in(self._held[layer], part, spans)
 
-    def weights_arrived(self, layers: Sequence[int], part: int, weights: Tensors) -> None:
+    def _weights_in(self, held: HeldLayer, part: int, spans: Sequence[Span]) -> dict[str, torch.Tensor]:
+        number = self._parts.number(part)
+        found = {one.text: one.of_part(one.parameter, number) for one in ranges(held, self.cell.each, spans)}
+        # Of no parameter, and no optimizer's.
+        return found | (experts.biases(held) if any(span[0] == 0 for span in spans) else {})
+
+    def weights_arrived(self, layer: int, part: int, spans: Sequence[Span], weights: Tensors) -> None:
         """``weights``, which :meth:`weights_of` has given, have been received."""
-        for layer in () if self._parts.is_one else layers:
-            held, prefix = self._held[layer], f"{layer}."
-            sent = {
-                name.removeprefix(prefix): one for name, one in weights.items() if name.startswith(prefix)
-            }
-            self._parts.arrived(held, held.weights(), part, sent)
+        self._put_weights(self._held[layer], part, spans, weights)
+
+    def _put_weights(self, held: HeldLayer, part: int, spans: Sequence[Span], weights: Tensors) -> None:
+        for one in () if self._parts.is_one else ranges(held, self.cell.each, spans):
+            one.put(one.parameter, self._parts.number(part), weights[one.text])
 
     def moved_bytes(self, layer: int) -> int:
-        """What :meth:`tensors_to_send` gives of one part, be the tensors wherever they are."""
+        """Of all state of a layer, of one part, be the tensors wherever they are."""
         return self._parts.bytes_of_one(self._held[layer])
 
-    def tensors_to_send(self, layer: int, part: int) -> dict[str, torch.Tensor]:
-        """The current state of a held layer."""
-        held = self._held[layer]
-        return self._parts.of(held, held.moved_tensors(), part)
-
-    def tensors_to_fill(self, layer: int, part: int) -> dict[str, torch.Tensor]:
-        """Room for the state of ``layer``; :meth:`filled` is told when it has arrived. It counts as held only from
-        ``take_layout`` on.
-
-        A layer that is held already stays, and gets an optimizer: microbatches may be in flight on it, and what is sent
-        of its weights is what they are.
+    def expect(self, kept: Mapping[int, tuple[Span, ...]]) -> None:
+        """What is ``kept`` of each layer when all has arrived that others send. Until :meth:`settled` what is held
+        already stays as it is: microbatches may be in flight on it, and others may go back to it.
         """
-        if layer not in self._incoming_states:
+        for layer, spans in kept.items():
             held = self._held.get(layer)
+            having = held.states if held is not None else []
+            if having and having[0].spans == spans:
+                continue
             if held is None:
-                parts = build_part(self.spec, layer, self._groups)
-                held = self._incoming[layer] = self._hold(layer, parts, kept=False)
-            self._incoming_states[layer] = LayerOptimizer(held, self.spec, self._groups)
-        return self._parts.of(*self._arriving(layer), part)
+                held = self._incoming[layer] = self._hold(layer, build_part(self.spec, layer, self._groups))
+            made = self.optimizer_of(held, spans)
+            lacking = [*spans]
+            for one in having:
+                for span in (both for wanted in lacking for both in within(wanted, one.spans)):
+                    for part in self._parts:
+                        number = self._parts.number(part)
+                        made.put(number, span, one.numbers(number, span))
+                lacking = [*without(lacking, one.spans)]
+            self._incoming_states[layer], self._lacking[layer] = made, lacking
 
-    def filled(self, layer: int, part: int, sent: Tensors) -> None:
+    def optimizer_of(self, held: HeldLayer, spans: tuple[Span, ...]) -> LayerOptimizer:
+        """A new one, of ``spans`` of a layer."""
+        return LayerOptimizer(held, self.spec, self._groups, spans, self.cell.each)
+
+    def tensors_to_send(self, layer: int, part: int, span: Span = EVERYTHING) -> dict[str, torch.Tensor]:
+        """The current state of a held layer, or that of a ``span`` of it, which is kept here."""
+        held = self._held[layer]
+        if span == EVERYTHING:
+            return self._parts.of(held, held.moved_tensors(), part)
+        kept = next(one for one in held.states if not [*without([span], one.spans)])
+        return self._weights_in(held, part, [span]) | kept.numbers(self._parts.number(part), span)
+
+    def tensors_to_fill(self, layer: int, part: int, span: Span = EVERYTHING) -> dict[str, torch.Tensor]:
+        """Room for the state of ``layer``, which was expected; :meth:`filled` is told when it has arrived. It counts as
+        held only from ``take_layout`` on. What is sent of the weights of one that is held already is what they are.
+        """
+        held, optimizer = self._arriving(layer)
+        if span == EVERYTHING:
+            return self._parts.of(held, held.weights() | optimizer.state_tensors(), part)
+        state = optimizer.numbers(self._parts.number(part), span)
+        room = {name: torch.empty_like(one) for name, one in state.items()}
+        return self._weights_in(held, part, [span]) | room
+
+    def filled(self, layer: int, part: int, span: Span, sent: Tensors) -> None:
         """``sent``, which :meth:`tensors_to_fill` has given, has been received."""
-        if not self._parts.is_one:
-            self._parts.arrived(*self._arriving(layer), part, sent)
+        held, optimizer = self._arriving(layer)
+        if layer in self._lacking:
+            self._lacking[layer] = [*without(self._lacking[layer], [span])]
+        if span != EVERYTHING:
+            self._put_weights(held, part, [span], sent)
+            optimizer.put(self._parts.number(part), span, sent)
+        elif not self._parts.is_one:
+            self._parts.arrived(held, held.weights() | optimizer.state_tensors(), part, sent)
 
-    def _arriving(self, layer: int) -> tuple[HeldLayer, dict[str, torch.Tensor]]:
-        """A layer, and its tensors, that arrives; it may be taken into a layout before it has."""
+    def _arriving(self, layer: int) -> tuple[HeldLayer, LayerOptimizer]:
+        """A layer, and its state, that arrives; it may be taken into a layout before it has."""
         held = self._incoming.get(layer) or self._held[layer]
         optimizer = self._incoming_states.get(layer) or held.optimizer
         assert optimizer is not None
-        return held, held.weights() | optimizer.state_tensors()
+        return held, optimizer
+
+    def settled(self) -> None:
+        """All that was expected has arrived.
+
+        Raises:
+            TransferIncomplete: that was not all.
+        """
+        if unsent := [layer for layer, spans in self._lacking.items() if spans]:
+            raise TransferIncomplete(f"worker {self.cell.worker} was not sent state of layer(s) {unsent}")
+        self._held.update(self._incoming)
+        for layer, optimizer in self._incoming_states.items():
+            held = self._held[layer]
+            held.former, held.optimizer = held.states, optimizer
+            optimizer.take_over()
+        self._forget_incoming()
 
     def discard_incoming(self) -> None:
         """Forgets half-received layers of a generation that has ended, and buffers that its operations write to."""
-        self._incoming.clear()
-        self._incoming_states.clear()
+        self._forget_incoming()
         groups.renew_buffers()
 
-    def _take_incoming(self) -> None:
-        """They are held from now on."""
-        self._held.update(self._incoming)
-        for layer, optimizer in self._incoming_states.items():
-            self._held[layer].optimizer = optimizer
+    def _forget_incoming(self) -> None:
         self._incoming.clear()
         self._incoming_states.clear()
+        self._lacking.clear()
 
     # -- what it comes to -----------------------------------------------------------------------------------------
 
@@ -137,10 +184,12 @@ class Holdings:
 
     def digests(self) -> dict[str, str]:
         """Held layer (and shard) -> SHA-256 of its weights, and ``N.optimizer`` of the state kept: equal everywhere."""
-        kinds, found = ("", ".optimizer"), {}
+        found = {}
         for shard, of_part in zip(self.place.shards, digests(self._current(), self._parts), strict=True):
-            for (layer, kind), value in of_part.items():
-                found[f"{layer}{'.' * bool(shard)}{shard}{kinds[kind]}"] = value.hex()[:16]
+            for (layer, span), value in of_part.items():
+                kind = "" if span is None else ".optimizer"
+                kind += f":{span[0]}-{span[1]}" if span not in (None, EVERYTHING) else ""
+                found[f"{layer}{'.' * bool(shard)}{shard}{kind}"] = value.hex()[:16]
         return found
 
     def odd_holders(self, world: dist.ProcessGroup, *, rank: int) -> dict[int, str]:
@@ -156,13 +205,18 @@ class Holdings:
         gradients = sum(one.nbytes for block in self._blocks.values() for one in block.buffers)
         return (
             gradients
-            + sum(sum(one.moved_bytes().values()) for one in self._held.values())
+            + sum(one.nbytes for held in self._held.values() for one in held.weights().values())
+            + self.optimizer_bytes()
             - self.host_bytes()
         )
 
+    def optimizer_bytes(self) -> int:
+        """Of optimizer state alone, wherever it lies."""
+        return sum(one.state_bytes() for held in self._held.values() for one in held.states)
+
     def host_bytes(self) -> int:
         """Of what lies in host memory between steps."""
-        return sum(layer.optimizer.parking.host_bytes for layer in self._held.values() if layer.optimizer)
+        return sum(one.host_bytes for held in self._held.values() for one in held.states)
 
     def weights(self) -> dict[tuple[int, str], dict[str, torch.Tensor]]:
         """(layer, name of a shard) -> its weights by name, of those that this rank is the first to have."""

@@ -24,6 +24,7 @@ from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.mcore.model import experts, rng, span, te, wgrad
 from odyssey_megatron.mcore.model import groups as own
 from odyssey_megatron.mcore.model.optimizer import LayerOptimizer
+from odyssey_megatron.plan.slices import EVERYTHING, Span
 from odyssey_megatron.upstream import compat
 
 ModelProvider = Callable[..., Any]
@@ -133,9 +134,10 @@ class HeldLayer(torch.nn.Module):
         groups: ProcessGroupCollection,
         seeds: rng.LayerSeeds,
         *,
-        kept: bool = True,
+        kept: tuple[Span, ...] = (EVERYTHING,),
+        each: int = 1,
     ):
-        """``kept``: with the optimizer and its state."""
+        """``kept``: with the optimizer of these, and its state. ``each``: parts of it that this rank has."""
         super().__init__()
         self.index, self.config, self.ddp_config, self.parts = index, spec.config, spec.ddp_config, parts
         if _is_random(spec.config):
@@ -148,7 +150,9 @@ class HeldLayer(torch.nn.Module):
                     seeds.attach(one, number)
         if "layer" in self.parts:
             wgrad.watch(self.parts["layer"], index)
-        self.optimizer = LayerOptimizer(self, spec, groups) if kept else None
+        self.optimizer = LayerOptimizer(self, spec, groups, kept, each) if kept else None
+        self.former: list[LayerOptimizer] = []
+        """Those of layouts of which nobody may have taken a step yet: others may go back to them."""
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Of an embedding or head without what they share, be it lent to them."""
@@ -158,13 +162,13 @@ class HeldLayer(torch.nn.Module):
                 yield name, parameter
 
     def moved_tensors(self) -> dict[str, torch.Tensor]:
-        """Everything that a new holder needs, in an order that is the same on every rank."""
+        """Everything that a new holder of all of it needs, in an order that is the same on every rank."""
         return self.weights() | (self.optimizer.state_tensors() if self.optimizer else {})
 
-    def moved_bytes(self) -> dict[str, int]:
-        """Of each of :meth:`moved_tensors`, wherever they lie."""
-        state = self.optimizer.state_bytes() if self.optimizer else {}
-        return {name: weight.nbytes for name, weight in self.weights().items()} | state
+    @property
+    def states(self) -> list[LayerOptimizer]:
+        """That are current, the one that is stepped first."""
+        return [*filter(None, [self.optimizer]), *self.former]
 
     def gradients(self) -> list[torch.Tensor]:
         """Of each parameter what microbatches have added up to."""
@@ -419,7 +423,7 @@ class LayerBlock:
         """DDP lays a block's parameters one behind the other, in the order of its layers or against it."""
         if (first, last) == (self.first, self.last):
             return buffers
-        views = [view for layer in self._inside(first, last) for view in layer.gradients()]
+        views = [view for layer in self.inside(first, last) for view in layer.gradients()]
         found = []
         for buffer in buffers:
             own = [
@@ -435,7 +439,7 @@ class LayerBlock:
 
     def buffered(self, first: int, last: int) -> list[list[torch.nn.Parameter]]:
         """The parameters of layers ``[first, last)`` of this block: of each of :meth:`gradients`, in their order."""
-        mine = [parameter for layer in self._inside(first, last) for parameter in layer.parameters()]
+        mine = [parameter for layer in self.inside(first, last) for parameter in layer.parameters()]
         found = []
         for buffer in self.buffers:
             start = buffer.untyped_storage().data_ptr()
@@ -444,7 +448,8 @@ class LayerBlock:
                 found.append(sorted(inside, key=lambda one: main_grad(one).storage_offset()))
         return found
 
-    def _inside(self, first: int, last: int) -> list[HeldLayer]:
+    def inside(self, first: int, last: int) -> list[HeldLayer]:
+        """Those of the layers ``[first, last)`` that are in it."""
         return [layer for layer in self.layers if first <= layer.index < last]
 
     def partial_parameters(self, first: int, last: int) -> list[torch.nn.Parameter]:
@@ -454,7 +459,7 @@ class LayerBlock:
         """
         return [
             parameter
-            for layer in self._inside(first, last)
+            for layer in self.inside(first, last)
             for name, parameter in layer.named_parameters()
             if (layer.config.sequence_parallel and getattr(parameter, "sequence_parallel", False))
             or (layer.config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name))

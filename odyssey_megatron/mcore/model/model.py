@@ -14,11 +14,14 @@ from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.errors import NotFinite, TransferIncomplete
 from odyssey_megatron.execute.interpreter import Passed
 from odyssey_megatron.execute.ledger import Word
+from odyssey_megatron.execute.scatter import Slices
 from odyssey_megatron.mcore.loop import outcome
 from odyssey_megatron.mcore.loop.batches import Batches
 from odyssey_megatron.mcore.loop.data import MicrobatchSource
 from odyssey_megatron.mcore.loop.outcome import StepOutcome
 from odyssey_megatron.mcore.model import groups, span, te
+from odyssey_megatron.mcore.model.experts import is_spread
+from odyssey_megatron.mcore.model.flat import Range, ranges
 from odyssey_megatron.mcore.model.future import FutureTokens
 from odyssey_megatron.mcore.model.holdings import Holdings
 from odyssey_megatron.mcore.model.layers import (
@@ -36,6 +39,7 @@ from odyssey_megatron.mcore.model.wgrad import Flight, Flights, WeightGrads
 from odyssey_megatron.names import step_name
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.resume import Visit
+from odyssey_megatron.plan.slices import EVERYTHING, firsts
 from odyssey_megatron.upstream import compat
 
 _ALONE = Cell(rank=0)
@@ -109,8 +113,7 @@ class MegatronModel(Holdings):
         """One block of one transformer layer that nobody uses, before this rank has joined: code that expects a model
         has one, and building the layers that will be sent takes no first-time cost while the others wait.
         """
-        for part in self._parts:
-            self.tensors_to_fill(1, part)
+        self.expect({1: (EVERYTHING,)})
         nobody: tuple[int, ...] = ()
         holders = tuple((0,) if layer == 1 else nobody for layer in range(self.spec.num_layers))
         self.take_layout(Layout(holders=holders, routes=()), worker=0)
@@ -121,7 +124,7 @@ class MegatronModel(Holdings):
     def idle_block(self) -> LayerBlock:
         """A block of one transformer layer that this worker does not hold, for Megatron's code to look at."""
         parts = build_part(self.spec, 1, self._groups)
-        return LayerBlock(self.spec, [self._hold(1, parts, kept=False)], self._groups)
+        return LayerBlock(self.spec, [self._hold(1, parts)], self._groups)
 
     def forget(self) -> None:
         """This rank holds nothing: what it was sent in a generation that came to nothing is out of date."""
@@ -137,18 +140,20 @@ class MegatronModel(Holdings):
         Raises:
             TransferIncomplete: a layer is neither held nor received.
         """
-        self._take_incoming()
+        self._held.update(self._incoming)
+        self._incoming.clear()
         missing = [layer for layer in layout.held_by(worker) if layer not in self._held]
         unsent = [
             layer
-            for layer in layout.kept_by(worker)
-            if layer in missing or self._held[layer].optimizer is None
+            for layer, spans in layout.spans_kept_by(worker).items()
+            if layer not in self._incoming_states
+            and (layer in missing or not any(one.spans == spans for one in self._held[layer].states[:1]))
         ]
         if unsent:
             raise TransferIncomplete(f"worker {worker} was not sent layer(s) {unsent}")
         for layer in missing:  # only weights, which come like after every step
             parts = build_part(self.spec, layer, self._groups)
-            self._held[layer] = self._hold(layer, parts, kept=False)
+            self._held[layer] = self._hold(layer, parts)
         kept, self._blocks = self._blocks, {}
         sums = {layer.index: layer.gradients() for block in kept.values() for layer in block.layers}
         for block in layout.blocks():
@@ -299,6 +304,28 @@ class MegatronModel(Holdings):
     def expert_gradients(self, first: int, last: int) -> Sequence[torch.Tensor]:
         return block_with(self._blocks.values(), first, last).expert_gradients(first, last)
 
+    def slices(self, first: int, last: int, part: int) -> tuple[int, Sequence[Slices], Sequence[Slices]]:
+        block = block_with(self._blocks.values(), first, last)
+        holders, states = self._layout.all_holders[first], self._layout.states
+        found: tuple[list[Slices], list[Slices]] = ([], [])
+        if all(len(one.owners) == len(holders) for layer in range(first, last) for one in states[layer]):
+            return len(holders), *found
+        for layer in block.inside(first, last):
+            for of_layer, owners in states[layer.index]:
+                views: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+                for one in ranges(layer, self.cell.each, [of_layer]):
+                    views[is_spread(one.parameter)].append(self._numbers(one, first, last, part))
+                for kind, own in zip(found, views, strict=True):
+                    kind.append(Slices(tuple(map(holders.index, owners)), own))
+        return len(holders), *found
+
+    def _numbers(self, one: Range, first: int, last: int, part: int) -> torch.Tensor:
+        """Of :meth:`gradients`, as a view."""
+        if self._parts.is_one:
+            return one.of_part(main_grad(one.parameter), 0)
+        (staged,) = self._parts.staged(first, last, part).of_parameters([one.parameter])
+        return staged.reshape(-1)[one.start : one.stop]
+
     def partial_gradients(self, first: int, last: int, part: int) -> Sequence[torch.Tensor]:
         partial = block_with(self._blocks.values(), first, last).partial_parameters(first, last)
         if self._parts.is_one:
@@ -326,13 +353,24 @@ class MegatronModel(Holdings):
         return outcome.num_totals(self._tally.names) + self.routing.num_totals
 
     def local_totals(self) -> torch.Tensor:
-        """This rank's share of the step's totals: each block's gradient is counted by its first holder only, each
-        microbatch by those that ran its head.
+        """This rank's share of the step's totals: each block's gradient is counted by its first holder only, or, where
+        its state is cut, each slice by its first owner; each microbatch by those that ran its head.
         """
-        firsts = [block for block in self._layout.blocks() if block.holders[0] == self._worker]
-        blocks = [self._blocks[block.first, block.last] for block in firsts]
+        layout, worker = self._layout, self._worker
+        if layout.keepers:
+            counted = [
+                one
+                for layer in self.layers
+                for one in outcome.counted_numbers(
+                    layer, firsts(layout.states[layer.index]).get(worker, ()), self.cell
+                )
+            ]
+        else:
+            own = [block for block in layout.blocks() if block.holders[0] == worker]
+            blocks = [self._blocks[block.first, block.last] for block in own]
+            counted = [one for block in blocks for one in outcome.counted_gradients(block, self.cell)]
         totals = outcome.local_totals(
-            [one for block in blocks for one in outcome.counted_gradients(block, self.cell)],
+            counted,
             self._tally.losses,
             self._tally.names,
             tokens=self._tally.tokens.values(),
@@ -344,11 +382,11 @@ class MegatronModel(Holdings):
         return torch.cat([totals, self.routing.local_totals()])
 
     def squared_weights(self) -> torch.Tensor:
-        """This rank's share of the sum of all squared parameters: of each layer the first of those that keep its
+        """This rank's share of the sum of all squared parameters: of each slice the first of those that keep its
         optimizer state counts it.
         """
-        first = [layer for layer in self.layers if self._layout.states[layer.index][0] == self._worker]
-        return outcome.squared_weights(first, self.cell)
+        counted = ((one, firsts(self._layout.states[one.index]).get(self._worker, ())) for one in self.layers)
+        return outcome.squared_weights(counted, self.cell)
 
     def local_losses(self) -> torch.Tensor:
         """What this rank's share of the evaluated microbatches reported; sums to a table of all."""
@@ -380,19 +418,19 @@ class MegatronModel(Holdings):
         clip, counted = self.spec.optimizer_config.clip_grad, self.spec.optimizer_config.log_num_zeros_in_grad
         if clip > 0.0 and grad_norm > 0.0:
             scale *= min(1.0, clip / (grad_norm + 1.0e-6))
-        layers = self.layers
+        layers, keeps = self.layers, self._layout.kept_by(self._worker)
         assert self.learning_rate is not None
         for layer in layers:
-            if self._worker not in self._layout.states[layer.index]:
-                layer.optimizer = None  # the keepers' is current from now on, and this one would not be
+            layer.former.clear()  # others' is current from now on, and this one would not be
+            if layer.index not in keeps:
+                layer.optimizer = None
         kept = {layer.index: layer.optimizer for layer in layers if layer.optimizer is not None}
         lr = self.learning_rate.set(list(kept.values()), self._step, self.batches, self.loss_scale)
-        spare = self._layout.spare_states(self._worker) if self._spare_on_host else ()
+        spare = self._layout.spare_states(self._worker) if self._spare_on_host else {}
         for index, optimizer in kept.items():
             if not skipped:
                 optimizer.apply(scale)
-            if index in spare:
-                optimizer.parking.park()
+            optimizer.park(spare.get(index, ()))
             checkpoint()
         self._held = {layer.index: layer for layer in layers}
         self.routing.balance(self._held, routed)  # of a step that is skipped, too

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,9 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.mcore.model.flat import Range, ranges
 from odyssey_megatron.mcore.model.parking import Parking
+from odyssey_megatron.plan.slices import EVERYTHING, Span
 from odyssey_megatron.rebuild.world import alone
 
 if TYPE_CHECKING:
@@ -28,10 +30,75 @@ if TYPE_CHECKING:
     from odyssey_megatron.mcore.model.loss_scale import LossScale
 
 
-class LayerOptimizer:
-    """The optimizer of one layer; its state moves with the layer."""
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """Of a parameter the numbers whose state is kept."""
 
-    def __init__(self, module: Any, spec: ModelSpec, groups: ProcessGroupCollection):
+    of: Range
+    is_all: bool
+    """These are the parameter's own tensors, in its shape; else rows of numbers, one part behind the other."""
+    shown: torch.Tensor
+    main: torch.Tensor
+    """That is optimized, be it the same."""
+    inner: Any
+    """torch's optimizer."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By what is kept."""
+        mains = {} if self.main is self.shown else {"main": self.main.data}
+        return mains | {kept: one for kept, one in sorted(self.inner.state[self.main].items())}
+
+    def of_part(self, tensor: torch.Tensor, number: int) -> torch.Tensor:
+        """One of :meth:`tensors`, as part ``number`` has it."""
+        if not tensor.dim():
+            return tensor.reshape(1)
+        if self.is_all:
+            return self.of.of_part(tensor, number)
+        return tensor.view(self.of.parts, -1)[number if self.of.parts > 1 else 0]
+
+    def put(self, tensor: torch.Tensor, number: int, numbers: torch.Tensor, start: int, stop: int) -> None:
+        """``numbers`` are those in ``[start, stop)`` of the parameter from now on."""
+        if not tensor.dim():
+            tensor.copy_(numbers[0])
+        elif self.is_all:
+            self.of._replace(start=start, stop=stop).put(tensor, number, numbers)
+        else:
+            self.of_part(tensor, number)[start - self.of.start : stop - self.of.start].copy_(numbers)
+
+    def show(self) -> None:
+        """Megatron is to optimize what the model has now, with the gradient that it has."""
+        if self.is_all:
+            return
+        gradient = self.of.together(self.of.parameter.main_grad)  # type: ignore[attr-defined]
+        self.shown.main_grad = gradient  # type: ignore[attr-defined]
+        if self.of.parts == 1:
+            self.shown.data = self.of.together(self.of.parameter)
+
+    def take_over(self) -> None:
+        """The model has new weights."""
+        if not self.is_all:
+            self.shown.data.copy_(self.of.together(self.of.parameter))
+
+    @torch.no_grad()
+    def give(self) -> None:
+        """They are the model's; of one part they are a view."""
+        if not self.is_all and self.of.parts > 1:
+            for number in range(self.of.parts):
+                self.of.put(self.of.parameter, number, self.of_part(self.shown.data, number))
+
+
+class LayerOptimizer:
+    """The optimizer of one layer, or of ``spans`` of its numbers; its state moves with them."""
+
+    def __init__(
+        self,
+        module: Any,
+        spec: ModelSpec,
+        groups: ProcessGroupCollection,
+        spans: tuple[Span, ...] = (EVERYTHING,),
+        each: int = 1,
+    ):
+        """``each``: parts of the layer that this rank has."""
         config = spec.optimizer_config
         if config.use_distributed_optimizer:
             raise ConfigError(
@@ -48,71 +115,189 @@ class LayerOptimizer:
             )
         self._megatron: list[Any] = chained.chained_optimizers
         """One, and another one for experts that are spread over ranks."""
+        self.spans, self._module, self._each = spans, module, each
+        self._kept: dict[str, list[_Kept]] = defaultdict(list)
+        is_all = spans == (EVERYTHING,)
+        of_each: dict[str, list[Range]] = defaultdict(list)
+        for one in ranges(module, each, spans):
+            of_each[one.name].append(one)
         names = {id(parameter): name for name, parameter in module.named_parameters()}
-        self._names = {id(main): names[id(shown)] for one in self._megatron for shown, main in pairs(one)}
-        self._model_parameters = set(module.parameters())
+        for megatron in self._megatron:
+            instead: dict[int, list[_Kept]] = {}
+            for shown, main in pairs(megatron):
+                name = names[id(shown)]
+                instead[id(main)] = [
+                    _Kept(
+                        one,
+                        is_all,
+                        *((shown, main) if is_all else _cut(one, shown, main)),
+                        megatron.optimizer,
+                    )
+                    for one in of_each[name]
+                ]
+                self._kept[name] += instead[id(main)]
+            if not is_all and megatron.optimizer is not None:
+                _optimize(megatron, instead)
         take_over(self.param_groups, spec.loaded_groups)
-        for one in self._megatron:
-            one.grad_scaler = None  # there is one for all layers (``model/loss_scale.py``)
-            if one.optimizer is not None:  # there are parameters
-                _create_state(one.optimizer, spec.moments)
+        for megatron in self._megatron:
+            megatron.grad_scaler = None  # there is one for all layers (``model/loss_scale.py``)
+            if megatron.optimizer is not None:  # there are parameters
+                _create_state(megatron.optimizer, spec.moments)
         self._moments = spec.moments
-        self.parking = Parking([tensor for tensor in self._state_tensors().values() if tensor.dim()])
+        self._parkings = {
+            span: Parking([tensor for _, tensor in self._of_span(span) if tensor.dim()]) for span in spans
+        }
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         return [group for one in self._megatron for group in one.param_groups]
 
-    def _states(self) -> list[tuple[torch.Tensor, dict[str, Any]]]:
-        return [
-            (p, one.optimizer.state[p])
-            for one in self._megatron
-            for group in one.param_groups
-            for p in group["params"]
-        ]
+    def kept(self) -> Iterator[_Kept]:
+        """Of all parameters, by name, the numbers whose state is kept."""
+        self.fetch()
+        yield from self._each_kept()
 
     def entries(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, dict[str, Any]]]:
-        """(model parameter, the parameter that is optimized, its state); the two are one unless in 16 bits."""
-        self.parking.fetch()
-        for one in self._megatron:
-            for shown, main in pairs(one):
-                yield shown, main, one.optimizer.state[main]
+        """(model parameter, the parameter that is optimized, its state), of all of a layer; the first two are one
+        unless in 16 bits.
+        """
+        for one in self.kept():
+            yield one.shown, one.main, one.inner.state[one.main]
 
     def reload(self) -> None:
         """Takes the model's parameters, which were loaded, as those to optimize."""
-        self.parking.fetch()
-        for one in self._megatron:
-            one.reload_model_params()
+        self.take_over()
+        for megatron in self._megatron:
+            megatron.reload_model_params()
+
+    def take_over(self) -> None:
+        """The model has new weights, whose main parameters are here."""
+        for one in self.kept():
+            one.take_over()
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        """What the optimizer keeps, and the main parameters where they are not the model's own (16-bit training)."""
-        self.parking.fetch()
-        return self._state_tensors()
+        """What the optimizer keeps of all of a layer, and the main parameters where they are not the model's own
+        (16-bit training).
+        """
+        self.fetch()
+        return {name: tensor for span in self.spans for name, tensor in self._of_span(span)}
 
-    def state_bytes(self) -> dict[str, int]:
-        """Of each of :meth:`state_tensors`, wherever they lie."""
-        return {name: tensor.nbytes for name, tensor in self._state_tensors().items()}
+    def state_bytes(self) -> int:
+        """Wherever they lie."""
+        return sum(one.nbytes for span in self.spans for _, one in self._of_span(span))
 
-    def _state_tensors(self) -> dict[str, torch.Tensor]:
-        tensors = {}
-        for parameter, state in self._states():
-            name = self._names[id(parameter)]
-            if parameter not in self._model_parameters:
-                tensors[f"{name}.main"] = parameter.data
-            tensors |= {f"{name}.{kept}": state[kept] for kept in sorted(state)}
-        return tensors
+    def part_bytes(self) -> int:
+        """Of the state of one part of the whole layer, if all of it is like what is kept here."""
+        numbers = {span: 0 for span in (EVERYTHING, *self.spans)}
+        for one in ranges(self._module, self._each, numbers):
+            numbers[one.span] += one.stop - one.start
+        here = sum(numbers[span] for span in self.spans)
+        kept = sum(
+            one.nbytes // (each.of.parts if one.dim() else 1)
+            for each in self._each_kept()
+            for one in each.tensors().values()
+        )
+        return round(kept * numbers[EVERYTHING] / here) if here else 0
+
+    def _each_kept(self) -> Iterator[_Kept]:
+        for _, own in sorted(self._kept.items()):
+            yield from own
+
+    def _of_span(self, span: Span) -> Iterator[tuple[str, torch.Tensor]]:
+        for one in self._each_kept():
+            if one.of.span == span:
+                yield from ((f"{one.of.name}.{kept}", tensor) for kept, tensor in one.tensors().items())
+
+    # -- slices ---------------------------------------------------------------------------------------------------
+
+    def numbers(self, number: int, span: Span) -> dict[str, torch.Tensor]:
+        """What is kept of ``span`` of part ``number``: each 1-D, with its parameter's name; in place, or a copy."""
+        self.fetch()
+        found: dict[str, torch.Tensor] = {}
+        for wanted in ranges(self._module, self._each, [span]):
+            pieces: dict[str, list[torch.Tensor]] = defaultdict(list)
+            for one in self._kept.get(wanted.name, ()):
+                start, stop = max(one.of.start, wanted.start), min(one.of.stop, wanted.stop)
+                if start < stop:
+                    for kept, tensor in one.tensors().items():
+                        part, at = one.of_part(tensor, number), one.of.start
+                        pieces[kept].append(part[start - at : stop - at] if tensor.dim() else part)
+            for kept, own in pieces.items():
+                counts = kept == "step"  # alike in all of them
+                found[f"{wanted.name}.{kept}"] = own[0] if counts or len(own) == 1 else torch.cat(own)
+        return found
+
+    @torch.no_grad()
+    def put(self, number: int, span: Span, given: Mapping[str, torch.Tensor]) -> None:
+        """What :meth:`numbers` has given of ``span``, here or elsewhere, is kept from now on."""
+        self.fetch()
+        for wanted in ranges(self._module, self._each, [span]):
+            for one in self._kept.get(wanted.name, ()):
+                start, stop = max(one.of.start, wanted.start), min(one.of.stop, wanted.stop)
+                if start < stop:
+                    for kept, tensor in one.tensors().items():
+                        numbers = given[f"{wanted.name}.{kept}"]
+                        cut = numbers[start - wanted.start : stop - wanted.start] if tensor.dim() else numbers
+                        one.put(tensor, number, cut, start, stop)
+
+    # -- where it lies --------------------------------------------------------------------------------------------
+
+    def park(self, spans: Iterable[Span]) -> None:
+        """What is kept of ``spans`` lies on the host until it is needed."""
+        for span in spans:
+            self._parkings[span].park()
+
+    def fetch(self) -> None:
+        """All of it lies on the device."""
+        for one in self._parkings.values():
+            one.fetch()
+
+    @contextlib.contextmanager
+    def at_hand(self) -> Iterator[None]:
+        """In the body all of it is on the device; then it lies where it lay."""
+        with contextlib.ExitStack() as stack:
+            for one in self._parkings.values():
+                stack.enter_context(one.at_hand())
+            yield
+
+    @property
+    def host_bytes(self) -> int:
+        """What lies on the host now."""
+        return sum(one.host_bytes for one in self._parkings.values())
 
     def apply(self, scale: float) -> None:
         """One step with the gradients in ``main_grad`` times ``scale``. Local: no message is sent."""
-        self.parking.fetch()
-        for one in self._megatron:
-            one.prepare_grads()
-            gradients = [p.grad for group in one.param_groups for p in group["params"]]
+        for one in self.kept():
+            one.show()
+        for megatron in self._megatron:
+            megatron.prepare_grads()
+            gradients = [p.grad for group in megatron.param_groups for p in group["params"]]
             if gradients:  # an embedding whose only weight is the head's, too, has none
                 torch._foreach_mul_(gradients, scale)
-            with _in_full(one.optimizer, self._moments):
-                one.step_with_ready_grads()
-            one.zero_grad()
+            with _in_full(megatron.optimizer, self._moments):
+                megatron.step_with_ready_grads()
+            megatron.zero_grad()
+        for one in self.kept():
+            one.give()
+
+
+def _cut(of: Range, shown: torch.Tensor, main: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """These numbers of a parameter as one of their own, and of what is optimized in its place."""
+    own = torch.nn.Parameter(of.together(shown))
+    return own, own if shown is main else torch.nn.Parameter(of.together(main).clone())
+
+
+def _optimize(megatron: Any, instead: Mapping[int, Sequence[_Kept]]) -> None:
+    """Has one of Megatron's optimizers, which has made no step, optimize these ``instead`` of its parameters, which
+    they replace by their ids.
+    """
+    names = ("float16_groups", "fp32_from_float16_groups", "fp32_from_fp32_groups")
+    shown, mains, others = (getattr(megatron, name, []) for name in names)
+    for model, optimized in zip(shown, mains, strict=True):
+        model[:] = [one.shown for main in optimized for one in instead[id(main)]]
+        optimized[:] = [one.main for main in optimized for one in instead[id(main)]]
+    for group in (*others, *(group["params"] for group in megatron.optimizer.param_groups)):
+        group[:] = [one.main for main in group for one in instead[id(main)]]
 
 
 @contextlib.contextmanager

@@ -17,56 +17,10 @@ from typing import Any
 import torch
 
 from odyssey_megatron.cluster.cell import Cell
+from odyssey_megatron.mcore.model.flat import Cut
 from odyssey_megatron.mcore.model.layers import HeldLayer, LayerBlock, main_grad
 
 Tensors = Mapping[str, torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """How a tensor of several parts is put together from theirs."""
-
-    each: int = 1
-    """Parts."""
-    dim: int | None = None
-    """Along which one comes behind the other; None: all of them have it alike."""
-    stride: int = 1
-    """Pieces of a part that lie apart, such as the gate and what it lets through: the first pieces of all parts come
-    before the second ones (Megatron's ``partition_stride``).
-    """
-
-    @classmethod
-    def of(cls, parameter: torch.Tensor, each: int) -> Cut:
-        """Of a parameter of a layer of Megatron's, or a tensor of its shape.
-
-        Megatron marks what it cuts: core_v0.16.1 core/tensor_parallel/layers.py,
-        ``set_tensor_model_parallel_attributes``.
-        """
-        if not getattr(parameter, "tensor_model_parallel", False):
-            return cls(each)
-        return cls(each, dim=parameter.partition_dim, stride=parameter.partition_stride)  # type: ignore[attr-defined]
-
-    def _pieces(self, merged: torch.Tensor, number: int) -> torch.Tensor:
-        """A view of the pieces of part ``number``: [..., stride, length of a piece, ...]."""
-        assert self.dim is not None
-        return torch.unflatten(merged, self.dim, (self.stride, self.each, -1)).select(self.dim + 1, number)
-
-    def part(self, merged: torch.Tensor, number: int) -> torch.Tensor:
-        """Part ``number`` of those in ``merged``, in the shape that it has in a whole cell: a view, or a copy where its
-        pieces lie apart.
-        """
-        if self.dim is None or self.each == 1:
-            return merged
-        return self._pieces(merged, number).flatten(self.dim, self.dim + 1)
-
-    def put(self, merged: torch.Tensor, number: int, part: torch.Tensor) -> None:
-        """Part ``number`` of ``merged`` is ``part`` from now on. What all parts have alike is that of the first."""
-        if self.dim is None or self.each == 1:
-            if number == 0 and part.data_ptr() != merged.data_ptr():
-                merged.copy_(part)
-            return
-        if part.untyped_storage().data_ptr() != merged.untyped_storage().data_ptr():  # else it is a view
-            self._pieces(merged, number).copy_(torch.unflatten(part, self.dim, (self.stride, -1)))
 
 
 class Parts:
@@ -78,6 +32,10 @@ class Parts:
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._numbers)
+
+    def number(self, part: int) -> int:
+        """Of ``part``, among those of this rank."""
+        return self._numbers.index(part)
 
     @property
     def is_one(self) -> bool:
@@ -100,13 +58,14 @@ class Parts:
                 cuts[name].put(tensors[name], number, one)
 
     def bytes_of_one(self, layer: HeldLayer) -> int:
-        """Of all that moves of ``layer``, of one part."""
-        sizes = layer.moved_bytes()
-        cuts = self._cuts(layer, sizes) if not self.is_one else {}
-        return sum(
-            size // (self._each if name in cuts and cuts[name].dim is not None else 1)
-            for name, size in sizes.items()
+        """Of all that moves of ``layer``, of one part: what is kept here of its optimizer state is a share of that."""
+        weights = layer.weights()
+        cuts = self._cuts(layer, weights) if not self.is_one else {}
+        of_weights = sum(
+            one.nbytes // (self._each if name in cuts and cuts[name].dim is not None else 1)
+            for name, one in weights.items()
         )
+        return of_weights + (layer.optimizer.part_bytes() if layer.optimizer else 0)
 
     def _cuts(self, layer: HeldLayer, names: Iterable[str]) -> dict[str, Cut]:
         """Of a parameter, or what an optimizer keeps of it: it is cut in the same way, if it has numbers of its own."""

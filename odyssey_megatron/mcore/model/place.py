@@ -19,11 +19,11 @@ class Place:
     cell: Cell
 
     def among(self, layer: int, *, spread: bool = False) -> int:
-        """Those that hold this rank's part of ``layer``, those that keep its optimizer state first; of the experts of
-        it, if they are ``spread`` over ranks.
+        """Those that hold this rank's part of ``layer``, the one that speaks for it first; of the experts of it, if
+        they are ``spread`` over ranks.
         """
-        keepers, holders = self.layout.states[layer], self.layout.all_holders[layer]
-        order = [*keepers, *(worker for worker in holders if worker not in keepers)]
+        holders, speaker = self.layout.all_holders[layer], self.layout.speaker(layer)
+        order = [speaker, *(worker for worker in holders if worker != speaker)]
         parts = self.cell.expert_parts if spread else self.cell.tensor
         return order.index(self.worker) * (self.cell.size // parts) + self.cell.index // parts
 

@@ -1,0 +1,112 @@
+"""Gradients of which each of their holders needs some slices only: where they lie, and who sends whom which sums.
+
+The slices of a bucket's layers are put one behind the other, those of the first owner first. So each holder has a row,
+as long as the longest; where a holder has several ranks with the same gradients (context parallelism), each of them has
+a piece of its row. A reduce-scatter of the rows sums them, and each rank has the sums of its piece. Then it sends them
+to the others who keep them. All who keep a slice have one rank's sums of it, and so the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Slices(NamedTuple):
+    """Of gradients: in the same order on all holders."""
+
+    owners: tuple[int, ...]
+    """Numbers of holders, the first one first."""
+    views: Sequence[torch.Tensor]
+    """1-D, of this rank's gradients."""
+
+
+class _Piece(NamedTuple):
+    start: int
+    """In its row."""
+    owners: tuple[int, ...]
+    view: torch.Tensor
+
+
+class Rows:
+    """The gradients of one bucket in their rows, for one ``group`` of their ``holders``."""
+
+    def __init__(self, slices: Sequence[Slices], holders: int, group: dist.ProcessGroup):
+        self.group = group
+        self._each = group.size() // holders
+        """Ranks of a holder."""
+        self._rows: list[list[_Piece]] = [[] for _ in range(holders)]
+        lengths = [0] * holders
+        for one in slices:
+            row = one.owners[0]
+            for view in one.views:
+                self._rows[row].append(_Piece(lengths[row], one.owners, view))
+                lengths[row] += view.numel()
+        self.width = -(-max(lengths) // self._each)
+        """Of what a rank sums."""
+        self._me = group.rank()
+
+    @property
+    def element_bytes(self) -> int:
+        return next(piece.view.element_size() for row in self._rows for piece in row)
+
+    def _within(self, rank: int, low: int, high: int, keeper: int = -1) -> Iterator[tuple[int, torch.Tensor]]:
+        """(where, view) of what is in ``[low, high)`` of the piece of ``rank``, and is kept by ``keeper``, if any."""
+        row, number = divmod(rank, self._each)
+        before = number * self.width
+        for piece in self._rows[row]:
+            if keeper < 0 or keeper in piece.owners:
+                start = max(piece.start, before + low)
+                stop = min(piece.start + piece.view.numel(), before + high)
+                if start < stop:
+                    yield start - before - low, piece.view[start - piece.start : stop - piece.start]
+
+    def packed(self, low: int, high: int, share: float) -> torch.Tensor:
+        """What is in ``[low, high)`` of the piece of each rank, times ``share``: [ranks, high - low]."""
+        some = next(piece.view for row in self._rows for piece in row)
+        rows = some.new_zeros(self.group.size(), high - low)
+        for rank, row in enumerate(rows):
+            for at, view in self._within(rank, low, high):
+                torch.mul(view, share, out=row[at : at + view.numel()])
+        return rows
+
+    def own(self, low: int, high: int) -> list[tuple[int, torch.Tensor]]:
+        """(where, view) of what this rank sums in ``[low, high)`` of its piece."""
+        return [*self._within(self._me, low, high)]
+
+    def views(self, rows: torch.Tensor, low: int, high: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Of what :meth:`packed` has given, pairs of a gradient and what it has become."""
+        for rank, row in enumerate(rows):
+            for at, view in self._within(rank, low, high):
+                yield view, row[at : at + view.numel()]
+
+    def sum(self, rows: torch.Tensor) -> tuple[torch.Tensor, dist.Work]:
+        """This rank's sums of what :meth:`packed` has given, when the second has been waited for."""
+        found = rows.new_empty(rows.shape[1])
+        return found, _reduce_scatter(found, rows.view(-1), group=self.group, async_op=True)
+
+    def exchange(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Sends the sums that this rank has to the others who keep them; collective. Gives pairs of a gradient and the
+        sum that has come from another rank. Nobody has changed anything yet.
+        """
+        size = self.group.size()
+        sent = [self._between(self._me, other) for other in range(size)]
+        come = [self._between(other, self._me) for other in range(size)]
+        flat = [view for views in sent for view in views]
+        some = next(piece.view for row in self._rows for piece in row)
+        given = torch.cat(flat) if flat else some.new_empty(0)
+        to_come, to_send = ([sum(view.numel() for view in views) for views in each] for each in (come, sent))
+        taken = given.new_empty(sum(to_come))
+        dist.all_to_all_single(taken, given, to_come, to_send, group=self.group)
+        views = [view for views in come for view in views]
+        return [*zip(views, torch.split(taken, [view.numel() for view in views]), strict=True)]
+
+    def _between(self, source: int, target: int) -> list[torch.Tensor]:
+        if source == target:
+            return []
+        return [view for _, view in self._within(source, 0, self.width, target // self._each)]

@@ -1,0 +1,139 @@
+"""A layer's optimizer state in one place, for checkpoints: its slices come from their owners, and go back to them.
+
+Each layer is brought together by another worker (``Layout.speaker``), so that nobody has more than its share of layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from odyssey_megatron.mcore.model.model import MegatronModel
+from odyssey_megatron.mcore.model.optimizer import LayerOptimizer
+from odyssey_megatron.plan.slices import EVERYTHING, Slice, Span, firsts, kept
+from odyssey_megatron.rebuild.transfer import packed, unpack
+
+GroupOf = Callable[[int, int, int], dist.ProcessGroup]
+"""That of a block's holders, from its first layer and the one behind its last; of each all ranks that have the same of
+it as this one in a place that it fills.
+"""
+
+
+class _Part(NamedTuple):
+    """Of a layer whose state is cut, what this rank has to do with it."""
+
+    layer: int
+    number: int
+    """Of the part, among those of this rank."""
+    group: dist.ProcessGroup
+    holders: tuple[int, ...]
+    speaker: int
+    slices: tuple[Slice, ...]
+
+    @property
+    def root(self) -> int:
+        """In the group, the first rank of the one who speaks."""
+        return self.holders.index(self.speaker) * self._each
+
+    @property
+    def _each(self) -> int:
+        return self.group.size() // len(self.holders)
+
+    @property
+    def workers(self) -> list[int]:
+        """Of each rank of the group."""
+        return [self.holders[rank // self._each] for rank in range(self.group.size())]
+
+    @property
+    def is_here(self) -> bool:
+        return self.group.rank() == self.root
+
+
+class Whole:
+    """The cut layers of a rank."""
+
+    def __init__(self, model: MegatronModel, group_of: GroupOf):
+        self._model, self._group_of = model, group_of
+
+    def _parts(self) -> Iterator[_Part]:
+        place, states = self._model.place, self._model.place.layout.states
+        cell, layout = place.cell, place.layout
+        for block in layout.blocks() if layout.keepers else ():
+            for layer in range(block.first, block.last) if place.worker in block.holders else ():
+                if not is_cut(states[layer]):
+                    continue
+                for number, at in enumerate(cell.places):
+                    group = self._group_of(block.first, block.last, at)
+                    yield _Part(layer, number, group, block.holders, layout.speaker(layer), states[layer])
+
+    def new(self) -> dict[int, LayerOptimizer]:
+        """Of the layers that are brought together here, with a state that nothing has been done with."""
+        layers = {one.index: one for one in self._model.layers}
+        made: dict[int, LayerOptimizer] = {}
+        for one in self._parts():
+            if one.is_here and one.layer not in made:
+                made[one.layer] = self._model.optimizer_of(layers[one.layer], (EVERYTHING,))
+        return made
+
+    @torch.no_grad()
+    def gathered(self) -> dict[int, LayerOptimizer]:
+        """Of the layers that are brought together here, as all ranks have them now. Collective."""
+        made, own = self.new(), {one.index: one.optimizer for one in self._model.layers}
+        for one in self._parts():
+            flat = self._padded(own[one.layer], one, firsts(one.slices))
+            rooms = [torch.empty_like(flat) for _ in one.workers] if one.is_here else None
+            dist.gather(flat, rooms, group=one.group, group_dst=one.root)
+            for worker, room in zip(one.workers, rooms or (), strict=False):
+                _fill(made[one.layer], one.number, firsts(one.slices).get(worker, ()), room)
+        return made
+
+    @torch.no_grad()
+    def give_back(self, made: dict[int, LayerOptimizer]) -> None:
+        """All owners have what was loaded into those that :meth:`new` has ``made``. Collective."""
+        own = {one.index: one.optimizer for one in self._model.layers}
+        for one in self._parts():
+            mine, spans, rooms = own[one.layer], kept(one.slices), None
+            flat = self._padded(mine, one, spans)
+            if one.is_here:
+                rooms = [torch.zeros_like(flat) for _ in one.workers]
+                for worker, room in zip(one.workers, rooms, strict=True):
+                    sent = _bytes(made[one.layer], one.number, spans.get(worker, ()))
+                    room[: sent.numel()] = sent
+            dist.scatter(flat, rooms, group=one.group, group_src=one.root)
+            if mine is not None:
+                _fill(mine, one.number, spans.get(self._model.place.worker, ()), flat)
+                mine.take_over()
+
+    def _padded(
+        self, own: LayerOptimizer | None, one: _Part, spans: Mapping[int, Sequence[Span]]
+    ) -> torch.Tensor:
+        """What this rank has of its own of these, and nothing behind it, as long as anybody's."""
+        mine = spans.get(self._model.place.worker, ())
+        flat = _bytes(own, one.number, mine if own is not None else ())
+        length = torch.tensor(flat.numel(), device=flat.device)
+        dist.all_reduce(length, op=dist.ReduceOp.MAX, group=one.group)
+        return torch.cat([flat, flat.new_zeros(int(length) - flat.numel())])
+
+
+def _bytes(optimizer: LayerOptimizer | None, number: int, spans: Sequence[Span]) -> torch.Tensor:
+    tensors = [x for span in spans if optimizer for x in optimizer.numbers(number, span).values()]
+    nothing = torch.empty(0, dtype=torch.uint8, device=torch.cuda.current_device())
+    return packed(tensors) if tensors else nothing
+
+
+def is_cut(slices: tuple[Slice, ...]) -> bool:
+    """Nobody keeps all of the layer."""
+    return slices[0].span != EVERYTHING
+
+
+def _fill(optimizer: LayerOptimizer, number: int, spans: Sequence[Span], flat: torch.Tensor) -> None:
+    at = 0
+    for span in spans:
+        room = {name: torch.empty_like(one) for name, one in optimizer.numbers(number, span).items()}
+        size = sum(one.nbytes for one in room.values())
+        unpack(flat[at : at + size], list(room.values()))
+        optimizer.put(number, span, room)
+        at += size

@@ -1,0 +1,182 @@
+"""How a layer's optimizer state is cut over its holders: flat slices, each with as many owners as there are copies.
+
+The places of a layer's ring cut its state into as many slices as there are places, all of one size. Slice i is kept by
+the workers in the places i, i + 1, ..., around: so each worker has ``copies`` slices that follow upon each other, and
+``copies`` / places of the state. The first of a slice's owners that there is *sums* its gradient and sends its weights;
+what the others have of it is spare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from types import MappingProxyType
+from typing import NamedTuple
+
+WHOLE = 720_720
+"""Into so many shares a layer's state is divided, whatever its size: a slice begins and ends at one. All numbers of
+places up to 16 divide it.
+"""
+
+NOBODY = -1
+"""In the place of a worker that is lost: its slices stay where they are."""
+
+Span = tuple[int, int]
+"""Shares ``[first, last)`` of a layer."""
+
+EVERYTHING: Span = (0, WHOLE)
+
+
+class Slice(NamedTuple):
+    """Of a layer's state."""
+
+    span: Span
+    owners: tuple[int, ...]
+    """Those who keep it; the first one sends its weights."""
+
+
+@lru_cache(maxsize=4096)
+def slices(ring: tuple[int, ...], copies: int) -> tuple[Slice, ...]:
+    """Those of a layer with the places ``ring``, in order; one where all of its workers keep all of it."""
+    count = len(ring)
+    if count <= copies:
+        return (Slice(EVERYTHING, tuple(worker for worker in ring if worker != NOBODY)),)
+    edges = [WHOLE * place // count for place in range(count + 1)]
+    return tuple(
+        Slice(
+            (edges[place], edges[place + 1]),
+            tuple(worker for behind in range(copies) if (worker := ring[(place + behind) % count]) != NOBODY),
+        )
+        for place in range(count)
+    )
+
+
+@lru_cache(maxsize=4096)
+def owners_of(found: tuple[Slice, ...]) -> frozenset[tuple[int, ...]]:
+    """Of each slice those who keep it, each set once."""
+    return frozenset(one.owners for one in found)
+
+
+@lru_cache(maxsize=4096)
+def kept(found: tuple[Slice, ...]) -> Mapping[int, tuple[Span, ...]]:
+    """Worker -> the slices that it keeps."""
+    return _spans_of((owner, one.span) for one in found for owner in one.owners)
+
+
+@lru_cache(maxsize=4096)
+def firsts(found: tuple[Slice, ...]) -> Mapping[int, tuple[Span, ...]]:
+    """Worker -> the slices of which it is the first owner."""
+    return _spans_of((one.owners[0], one.span) for one in found if one.owners)
+
+
+def _spans_of(pairs: Iterable[tuple[int, Span]]) -> Mapping[int, tuple[Span, ...]]:
+    spans: dict[int, list[Span]] = {}
+    for owner, span in pairs:
+        spans.setdefault(owner, []).append(span)
+    return MappingProxyType({owner: tuple(own) for owner, own in spans.items()})
+
+
+def size(spans: Iterable[Span]) -> int:
+    """In shares."""
+    return sum(last - first for first, last in spans)
+
+
+def joined(spans: Iterable[Span]) -> list[Span]:
+    """``spans``, which ascend; those that follow upon each other are one."""
+    found: list[Span] = []
+    for one in spans:
+        if found and found[-1][1] == one[0]:
+            found[-1] = (found[-1][0], one[1])
+        else:
+            found.append(one)
+    return found
+
+
+def within(span: Span, others: Iterable[Span]) -> Iterator[Span]:
+    """What of ``span`` is in ``others``."""
+    for one in others:
+        low, high = max(span[0], one[0]), min(span[1], one[1])
+        if low < high:
+            yield low, high
+
+
+def without(spans: Iterable[Span], others: Sequence[Span]) -> Iterator[Span]:
+    """What of ``spans`` is not in ``others``, which ascend."""
+    for low, high in spans:
+        for start, stop in others:
+            if stop <= low or high <= start:
+                continue
+            if low < start:
+                yield low, start
+            low = max(low, stop)
+        if low < high:
+            yield low, high
+
+
+def elements(span: Span, numel: int) -> tuple[int, int]:
+    """Which of ``numel`` numbers, one behind the other, ``span`` are; of a few it may be none."""
+    return numel * span[0] // WHOLE, numel * span[1] // WHOLE
+
+
+# -- who has which place -----------------------------------------------------------------------------------------------
+
+
+def ring_of(
+    holders: Sequence[int],
+    before: Sequence[int],
+    nodes: Mapping[int, int],
+    copies: int,
+    *,
+    joins: bool = True,
+) -> tuple[int, ...]:
+    """The places of a layer with these ``holders``.
+
+    Those who had a place ``before`` keep their order, and so most of what they have: whoever is new takes the place of
+    one that is lost, where there are as many. Others are dealt from node to node (``nodes``: of each living worker),
+    unless that leaves no fewer neighbours on one node.
+
+    Args:
+        joins: each holder has a place. Otherwise, as long as each slice has an owner left, nothing moves: the places of
+            the lost stay empty.
+    """
+    there = set(holders)
+    places = [worker if worker in there else NOBODY for worker in before]
+    if places and not joins and all(one.owners for one in slices(tuple(places), copies)):
+        return tuple(places)
+    new = [worker for worker in holders if worker not in places]
+    if places.count(NOBODY) == len(new):
+        for worker in new:
+            free = [place for place, taken in enumerate(places) if taken == NOBODY]
+            best = min(free, key=lambda at: (_neighbours(places, at, nodes[worker], nodes, copies), at))
+            places[best] = worker
+    else:
+        places = [worker for worker in places if worker != NOBODY] + new
+    found = tuple(places)
+    if before and not (clashes := _clashes(found, nodes, copies)):
+        return found
+    dealt = _dealt(holders, nodes, copies)
+    return found if before and clashes <= _clashes(dealt, nodes, copies) else dealt
+
+
+def _dealt(holders: Sequence[int], nodes: Mapping[int, int], copies: int) -> tuple[int, ...]:
+    """In turns around the ring, the largest node first: neighbours are on different nodes if that can be."""
+    on: dict[int, list[int]] = {}
+    for worker in holders:
+        on.setdefault(nodes[worker], []).append(worker)
+    grouped = [worker for node in sorted(on, key=lambda node: (-len(on[node]), node)) for worker in on[node]]
+    if len(on) == 1:
+        return tuple(grouped)
+    order = [place for turn in range(copies) for place in range(turn, len(grouped), copies)]
+    return tuple(worker for _, worker in sorted(zip(order, grouped, strict=True)))
+
+
+def _neighbours(places: Sequence[int], at: int, node: int, nodes: Mapping[int, int], copies: int) -> int:
+    """How many who would keep a slice together with the one in place ``at`` are on its ``node``."""
+    apart = {(at + step) % len(places) for step in range(1 - copies, copies)} - {at}
+    return sum(places[one] != NOBODY and nodes[places[one]] == node for one in apart)
+
+
+def _clashes(ring: Sequence[int], nodes: Mapping[int, int], copies: int) -> int:
+    """How many who keep a slice together are on one node."""
+    on = [nodes[worker] if worker != NOBODY else NOBODY - at for at, worker in enumerate(ring)]
+    return sum(a == b for step in range(1, copies) for a, b in zip(on, on[step:] + on[:step], strict=True))

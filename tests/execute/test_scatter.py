@@ -1,0 +1,67 @@
+"""Sums of gradients of which each holder needs some slices: those who keep one have the same bytes of it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+
+def holder(rank: int, size: int, each: int, folder: Path) -> None:
+    """Of so many ranks, ``each`` of which have the same gradients to sum."""
+    import torch.distributed as dist
+
+    from odyssey_megatron.execute.scatter import Rows, Slices
+
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    holders, draw = size // each, random.Random(3)
+    for case in range(8):
+        sizes = [draw.choice([0, 1, 5, 17]) for _ in range(3 * holders)] + [2]
+        owners = [tuple(draw.sample(range(holders), min(2, holders))) for _ in sizes]
+        everyone = [
+            torch.randn(sum(sizes), generator=torch.Generator().manual_seed(100 * case + one))
+            for one in range(size)
+        ]
+        mine, expected = everyone[rank].clone(), 0.5 * torch.stack(everyone).double().sum(0)
+        views = torch.split(mine, sizes)
+        # A slice may be of several parameters.
+        slices = [
+            Slices(who, [*torch.tensor_split(view, 2)]) for who, view in zip(owners, views, strict=True)
+        ]
+        rows = Rows(slices, holders, dist.group.WORLD)
+        for low in range(0, rows.width, 7):
+            high = min(low + 7, rows.width)
+            sums, work = rows.sum(rows.packed(low, high, 0.5))
+            work.wait()
+            for at, view in rows.own(low, high):
+                view.copy_(sums[at : at + view.numel()])
+        for view, total in rows.exchange():
+            view.copy_(total)
+        found = [torch.empty_like(mine) for _ in range(size)]
+        dist.all_gather(found, mine)
+        at = 0
+        for who, number in zip(owners, sizes, strict=True):
+            here = slice(at, at + number)
+            for other in range(size):
+                if {rank // each, other // each} <= set(who):
+                    assert torch.allclose(mine[here].double(), expected[here], atol=1e-5)
+                    assert torch.equal(mine[here], found[other][here])
+            at += number
+    (folder / f"done{rank}").touch()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("size", "each"), [(2, 1), (3, 1), (4, 1), (4, 2)])
+def test_all_who_keep_a_slice_have_its_sums(tmp_path, size, each):
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=holder, args=(rank, size, each, tmp_path)) for rank in range(size)]
+    for one in ranks:
+        one.start()
+    for one in ranks:
+        one.join(60)
+        one.kill()
+    assert len([*tmp_path.glob("done*")]) == size
