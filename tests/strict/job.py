@@ -202,10 +202,13 @@ class Member:
             self._coordinator.report_live(self.rank, number, done)
 
     def finish(self, number: int, early: int = -1) -> None:
-        if number == self._coordinator.state.generation:  # else there is a newer one, to help with
+        def is_newer() -> bool:
+            return self._coordinator.newest.number > number
+
+        if not is_newer():  # else there is something to help with, or the job has been stopped
             self._coordinator.finished.add(self.rank)
-        this_host().wait(lambda: self._coordinator.done or self._coordinator.newest.number > number)
-        if not self._coordinator.done:
+        this_host().wait(lambda: self._coordinator.done or is_newer())
+        if is_newer():
             raise Superseded("a rank died behind the last step")
 
 
