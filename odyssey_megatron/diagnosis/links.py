@@ -64,6 +64,8 @@ class LinkVerdict:
     """One whose network is slow, or those between which it is; none where it is a link's, or a worker's."""
     factor: float
     """The median of the links'."""
+    since: int = -1
+    """The first step of it."""
     evidence: str
 
     def concerns(self, link: Link, nodes: Mapping[int, int]) -> bool:
@@ -286,13 +288,14 @@ def _with_evidence(
 ) -> LinkVerdict:
     usual_s = float(np.median([series[link].usual_s for link in verdict.links]))
     count, is_sum = len(verdict.links), verdict.kind == SLOW_SUMS
+    began = min(since[link] for link in verdict.links)
     of_sums = "a sum takes" if count == 1 else f"{count} sums take"
     which = of_sums if is_sum else "a message takes" if count < 3 else f"{count} of its links take"
     return replace(
         verdict,
+        since=began,
         evidence=(
             f"{which} {verdict.factor:.2f} times as long as others of the kind ({1e3 * usual_s:.3g} ms), since step "
-            f"{min(since[link] for link in verdict.links)}; false alarms are at least {FALSE_ALARM_STEPS:.0e} measured "
-            "steps apart"
+            f"{began}; false alarms are at least {FALSE_ALARM_STEPS:.0e} measured steps apart"
         ),
     )

@@ -14,6 +14,7 @@ import numpy as np
 from odyssey_megatron.diagnosis.change import FALSE_ALARM_STEPS, RECENT, noise, raised
 from odyssey_megatron.diagnosis.fit import Fit, fit
 from odyssey_megatron.diagnosis.links import Links
+from odyssey_megatron.diagnosis.steps import StepTimes
 from odyssey_megatron.diagnosis.timings import Floats, Piece, Timings, medians, within
 
 SLOW_WORKER, UNEVEN_STAGE = "slow worker", "uneven stage"
@@ -62,6 +63,7 @@ class Diagnosis:
     links: Links = field(default_factory=Links)
     sums: Links = field(default_factory=Links)
     """Of gradients, over those who hold the same layers."""
+    took: StepTimes = field(default_factory=StepTimes)
 
     @property
     def slow(self) -> dict[int, float]:

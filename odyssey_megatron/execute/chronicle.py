@@ -11,6 +11,7 @@ from odyssey_megatron.execute.phases import PhaseClock, recovery_record
 from odyssey_megatron.execute.timing import Measurements, Trace
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.plan.generation import Generation
+from odyssey_megatron.policy.measured import StepSeen
 from odyssey_megatron.recover import Phase
 
 
@@ -163,7 +164,11 @@ class Chronicle:
         if self.steps_here <= self._trace_steps:
             self.event("trace", step, instructions=trace.to_jsonable())
         if trace.measured:
-            self._member.publish_observations(self._measured.with_step(step, trace, state_bytes()))
+            took = StepSeen(step=step, generation=generation.number, seconds=step_s)
+            measured = self._measured.with_step(
+                step, trace, state_bytes(), took if self.steps_here > 1 else None
+            )
+            self._member.publish_observations(measured)
 
     def event(self, name: str, step: int, **values: Any) -> None:
         number = self._generation.number if self._generation else 0

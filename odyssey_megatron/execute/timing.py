@@ -17,7 +17,7 @@ from odyssey_megatron.codec import to_json
 from odyssey_megatron.execute.neighbours import Exchanged, Neighbours, Summed
 from odyssey_megatron.plan.runs import to_runs
 from odyssey_megatron.plan.schedule import COMPUTE, Instr, Op
-from odyssey_megatron.policy.measured import LinkSeen, LinkTimes, Measured, SumSeen
+from odyssey_megatron.policy.measured import LinkSeen, LinkTimes, Measured, StepSeen, SumSeen
 from odyssey_megatron.policy.profile import Observation
 
 
@@ -172,6 +172,7 @@ class Measurements:
         self._steps: deque[tuple[Observation, ...]] = deque(maxlen=_KEPT)
         self._links: deque[tuple[LinkSeen, ...]] = deque(maxlen=_KEPT)
         self._sums: deque[tuple[SumSeen, ...]] = deque(maxlen=_KEPT)
+        self._took: deque[StepSeen] = deque(maxlen=_KEPT)
         self._exchanged: tuple[int, Exchanged, Summed] = (-1, {}, {})
 
     def measures(self, step: int) -> bool:
@@ -187,10 +188,13 @@ class Measurements:
         now = self._stopwatch.now
         self._exchanged = step, neighbours.exchange(message, now), neighbours.sums(message, now)
 
-    def with_step(self, step: int, trace: Trace, state_bytes: Mapping[int, int]) -> str:
+    def with_step(
+        self, step: int, trace: Trace, state_bytes: Mapping[int, int], took: StepSeen | None = None
+    ) -> str:
         """What is known after ``step``, which was measured, as it is published; ``state_bytes``: of each layer whose
-        state is here.
+        state is here; ``took``: none where it says nothing of others.
         """
+        self._took.extend([took] if took else [])
         self._steps.append((*_medians(step, trace), _probe(step, trace)))
         if self._exchanged[0] == step:
             _, exchanged, summed = self._exchanged
@@ -201,6 +205,7 @@ class Measurements:
             link=self.link,
             links=tuple(one for of_step in self._links for one in of_step),
             sums=tuple(one for of_step in self._sums for one in of_step),
+            steps=tuple(self._took),
             state_bytes=tuple(sorted(state_bytes.items())),
             regroup_s=self.regroup_s,
             incarnation=self._incarnation,

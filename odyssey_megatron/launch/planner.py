@@ -61,6 +61,12 @@ class Planner(Protocol):
         """
         ...
 
+    def step_s(self, state: ClusterState, plan: Plan) -> float:
+        """What a step of ``plan`` takes, simulated, with the speeds and links that ``state`` has. Raises
+        PlanInfeasible.
+        """
+        ...
+
     def towards(self, state: ClusterState, current: Plan, target: Plan) -> Plan:
         """The next plan on the way to ``target``: that, or one behind whose steps its layers move."""
         ...

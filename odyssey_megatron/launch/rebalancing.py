@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import product
 
 from odyssey_megatron.cluster.state import ClusterState, with_slow_links, with_speeds
 from odyssey_megatron.diagnosis.lasting import COMPUTE_S, LINK_S, remaining_s
 from odyssey_megatron.diagnosis.links import LEAST_FACTOR, SLOW_LINK, Links, LinkVerdict
+from odyssey_megatron.diagnosis.steps import Shown, shown
 from odyssey_megatron.diagnosis.verdicts import SLOW_WORKER, UNEVEN_STAGE, Diagnosis, Verdict, slow_nodes
 from odyssey_megatron.errors import OdysseyError
 from odyssey_megatron.launch.planner import Planner
@@ -54,6 +55,8 @@ class Rebalancing:
         """Slow sums that have been said."""
         self._links: dict[LinkVerdict, dict[tuple[int, int], float]] = {}
         """What makes links slow -> those, and what a message takes longer: also of links that nobody has measured."""
+        self._doubted: set[int | tuple[tuple[int, ...], ...]] = set()
+        """Workers, and links, that are slow by their times and not by those of steps: said once."""
         self._began_s: dict[int | LinkVerdict, float] = {}
         """Slow worker, or what makes links slow -> since when that has been known."""
         self._written: dict[int, float] = {}
@@ -74,22 +77,61 @@ class Rebalancing:
         why = self._note_others(diagnosis, live, state)
         before, state = state, state if self._acts else with_speeds(state, self._known)
         changed = changes(state, self._confirmed(diagnosis))
+        changed, seen = self._without_doubted(changed, diagnosis, state, live)
         state = with_speeds(state, changed)
         self._known = {worker.worker: worker.speed for worker in state.workers if worker.speed < 1.0}
-        why += [self._note(worker, speed, diagnosis, state, now_s) for worker, speed in changed.items()]
-        of_links = self._look_at_links(diagnosis.links, state, now_s)
+        why += [self._note(worker, speed, diagnosis, seen, state, now_s) for worker, speed in changed.items()]
+        of_links = self._look_at_links(diagnosis, state, live, now_s)
         self._note_sums(diagnosis.sums, state)
-        slow_links: dict[tuple[int, int], float] = {}
-        for links in self._links.values():
-            slow_links |= {link: max(longer_s, slow_links.get(link, 0.0)) for link, longer_s in links.items()}
-        state = with_slow_links(state, slow_links)
+        state = with_slow_links(state, _longest_s(self._links.values()))
         is_new, why = bool(changed or of_links), why + of_links
         better = self._compare("; ".join(why), state, live, now_s, is_new=is_new) if why else None
         return (state, better) if self._acts else (before, None)
 
-    def _look_at_links(self, links: Links, state: ClusterState, now_s: float) -> list[str]:
+    def _without_doubted(
+        self, changed: dict[int, float], diagnosis: Diagnosis, state: ClusterState, live: Plan
+    ) -> tuple[dict[int, float], Shown]:
+        """``changed`` without those who are new in it, where steps do not show that they are slow."""
+        new = {
+            worker: speed for worker, speed in changed.items() if speed < 1.0 and worker not in self._known
+        }
+        verdicts = [one for one in diagnosis.verdicts if one.kind == SLOW_WORKER and one.worker in new]
+        self._doubted &= {*diagnosis.slow, *(one.links for one in diagnosis.links.verdicts)}
+        if not verdicts:
+            return changed, Shown(is_so=True)
+        since = min(one.since for one in verdicts)
+        seen = self._shown(since, state, with_speeds(state, new), diagnosis, live)
+        if seen.is_so:
+            return changed, seen
+        for one in verdicts:
+            self._doubt(one.worker, list(state.workers[one.worker].ranks), one.evidence, seen)
+        return {worker: speed for worker, speed in changed.items() if worker not in new}, seen
+
+    def _shown(
+        self, since: int, before: ClusterState, after: ClusterState, diagnosis: Diagnosis, live: Plan
+    ) -> Shown:
+        """Whether steps show what is slow ``after`` and not ``before``."""
+        if diagnosis.took.generation != before.generation:
+            return Shown(is_so=True)
+        try:
+            without_s, with_s = (self._planner.step_s(state, live) for state in (before, after))
+        except OdysseyError as error:
+            _log.warning("no step of the live plan can be simulated: %s", error)
+            return Shown(is_so=True)
+        return shown(diagnosis.took.seconds, since, without_s, with_s)
+
+    def _doubt(
+        self, what: int | tuple[tuple[int, ...], ...], ranks: list[int], evidence: str, seen: Shown
+    ) -> None:
+        if what not in self._doubted:
+            self._doubted.add(what)
+            self._say(f"[odyssey] rank(s) {ranks}: {evidence}; but {seen.why}, so nothing is done about it")
+
+    def _look_at_links(
+        self, diagnosis: Diagnosis, state: ClusterState, live: Plan, now_s: float
+    ) -> list[str]:
         """What has changed of them. What no message takes any more stays as it was when it was measured last."""
-        why = []
+        why, links = [], diagnosis.links
         for one in [known for known in self._links if _is_over(known, links)]:
             del self._links[one]
             self._lasted_s.append(now_s - self._began_s.pop(one))
@@ -100,13 +142,21 @@ class Rebalancing:
             known = {link for of in self._links.values() for link in of}
             if known >= set(one.links) or not _borne_out(one, links):
                 continue
+            longer_s = max(links.longer_s[link] for link in one.links)
+            slow = {link: links.longer_s.get(link, longer_s) for link in _reach(one, state)}
+            before, after = (
+                with_slow_links(state, _longest_s(of))
+                for of in (self._links.values(), (*self._links.values(), slow))
+            )
+            seen = self._shown(one.since, before, after, diagnosis, live)
+            ranks = _ranks_of(state, one.workers)
+            if not seen.is_so:
+                self._doubt(one.links, ranks, one.evidence, seen)
+                continue
             for less in [less for less in self._links if set(less.links) <= set(one.links)]:
                 del self._links[less], self._began_s[less]  # part of something larger
-            longer_s = max(links.longer_s[link] for link in one.links)
-            self._links[one] = {link: links.longer_s.get(link, longer_s) for link in _reach(one, state)}
-            self._began_s[one] = now_s
-            ranks = _ranks_of(state, one.workers)
-            self._event(one.kind, ranks, 1 / one.factor, one.evidence)
+            self._links[one], self._began_s[one] = slow, now_s
+            self._event(one.kind, ranks, 1 / one.factor, _joined(one.evidence, seen))
             why.append(f"{_whose(one, ranks)} slow, {one.factor:.2f} times the time")
         return why
 
@@ -168,7 +218,13 @@ class Rebalancing:
         return whole and not state.slow_links
 
     def _note(
-        self, worker: int, speed: float, diagnosis: Diagnosis, state: ClusterState, now_s: float
+        self,
+        worker: int,
+        speed: float,
+        diagnosis: Diagnosis,
+        seen: Shown,
+        state: ClusterState,
+        now_s: float,
     ) -> str:
         ranks = list(state.workers[worker].ranks)
         if speed == 1.0:
@@ -178,7 +234,9 @@ class Rebalancing:
                 self._lasted_s.append(now_s - self._began_s.pop(worker))
         else:
             verdict = next(one for one in diagnosis.verdicts if one.worker == worker)
-            evidence, why = verdict.evidence, f"rank(s) {ranks} slow, {verdict.factor:.2f} times the time"
+            is_new = worker not in self._began_s
+            evidence = _joined(verdict.evidence, seen) if is_new else verdict.evidence
+            why = f"rank(s) {ranks} slow, {verdict.factor:.2f} times the time"
             self._began_s.setdefault(worker, now_s)
         self._event("slow worker", ranks, speed, evidence)
         return why
@@ -222,6 +280,18 @@ class Rebalancing:
 
     def _event(self, kind: str, ranks: list[int], speed: float, evidence: str) -> None:
         self._journal.event("slowness", echo=True, kind=kind, slow_ranks=ranks, speed=speed, why=evidence)
+
+
+def _joined(evidence: str, seen: Shown) -> str:
+    return f"{evidence}; {seen.why}" if seen.why else evidence
+
+
+def _longest_s(several: Iterable[Mapping[tuple[int, int], float]]) -> dict[tuple[int, int], float]:
+    """Link -> what a message takes longer by the worst of ``several``."""
+    found: dict[tuple[int, int], float] = {}
+    for links in several:
+        found |= {link: max(longer_s, found.get(link, 0.0)) for link, longer_s in links.items()}
+    return found
 
 
 def _ranks_on(state: ClusterState, node: int) -> list[int]:

@@ -9,11 +9,12 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from odyssey_megatron.diagnosis.links import LinkTiming, SumTiming, diagnose_links, diagnose_sums
+from odyssey_megatron.diagnosis.steps import StepTimes
 from odyssey_megatron.diagnosis.timings import Piece, Timing, Timings
 from odyssey_megatron.diagnosis.verdicts import Diagnosis, diagnose
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.runs import from_runs
-from odyssey_megatron.policy.measured import LinkSeen, Measured, SumSeen
+from odyssey_megatron.policy.measured import LinkSeen, Measured, StepSeen, SumSeen
 from odyssey_megatron.policy.profile import Observation
 
 T = TypeVar("T")
@@ -38,6 +39,7 @@ class _Seen:
     steps: Mapping[int, tuple[Observation, ...]]
     links: Mapping[int, tuple[LinkSeen, ...]] = field(default_factory=dict)
     sums: Mapping[int, tuple[SumSeen, ...]] = field(default_factory=dict)
+    took: Mapping[int, StepSeen] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,8 @@ class History:
                 links[step] = tuple(one for one in measured.links if one.step == step)
             for step in {one.step for one in measured.sums}:
                 sums[step] = tuple(one for one in measured.sums if one.step == step)
-            seen[rank] = _Seen(measured.incarnation, steps, links, sums)
+            took = {**before.took, **{one.step: one for one in measured.steps}}
+            seen[rank] = _Seen(measured.incarnation, steps, links, sums, took)
         for rank, incarnation in incarnations.items():
             if rank in seen and seen[rank].incarnation != incarnation:
                 del seen[rank]
@@ -76,6 +79,7 @@ class History:
                 _since(one.steps, oldest),
                 _since(one.links, oldest),
                 _since(one.sums, oldest),
+                _since(one.took, oldest),
             )
             for rank, one in seen.items()
         }
@@ -109,6 +113,18 @@ class History:
                     longest[step, one.workers] = max(longest.get((step, one.workers), 0.0), one.seconds)
         return [SumTiming(step, from_runs(of), seconds) for (step, of), seconds in sorted(longest.items())]
 
+    def step_times(self) -> StepTimes:
+        """Of the newest generation."""
+        took = [one for of_rank in self.seen.values() for one in of_rank.took.values()]
+        newest = max((one.generation for one in took), default=-1)
+        seconds: dict[int, list[float]] = {}
+        for one in took:
+            if one.generation == newest:
+                seconds.setdefault(one.step, []).append(one.seconds)
+        return StepTimes(
+            generation=newest, seconds={step: statistics.median(of) for step, of in sorted(seconds.items())}
+        )
+
     def diagnosis(
         self, slow: Collection[int], costs: Costs, nodes: Mapping[int, int] = MappingProxyType({})
     ) -> Diagnosis:
@@ -133,6 +149,7 @@ class History:
             found,
             links=diagnose_links(self.link_timings(), nodes, least_s),
             sums=diagnose_sums(self.sum_timings(), nodes, least_s),
+            took=self.step_times(),
         )
 
     def healthy(self, diagnosis: Diagnosis) -> tuple[Observation, ...]:

@@ -42,6 +42,15 @@ class SumSeen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepSeen:
+    """How long a step took, with all that is waited for in it."""
+
+    step: int
+    generation: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
     """What one rank publishes. Fields that it has not measured are None or empty."""
 
@@ -52,6 +61,8 @@ class Measured:
     """Of the same steps."""
     sums: tuple[SumSeen, ...] = ()
     """Of the same; only those of which this is the first worker."""
+    steps: tuple[StepSeen, ...] = ()
+    """The same, but for the first of a generation, which takes longer."""
     state_bytes: tuple[tuple[int, int], ...] = ()
     """(layer, bytes that a new holder must be sent) of the layers held."""
     regroup_s: float | None = None

@@ -190,8 +190,11 @@ class PolicyPlanner:
             return Rebalanced(decided=decided, gain=0.0)
         kept_s = kept.step_s
         if state.slow_links and kept.score is None:  # a bound, which knows nothing of these
-            kept_s = scheduled("keep", current.layout, (), state, self._learned).step_s
+            kept_s = self.step_s(state, current)
         return Rebalanced(decided=decided, gain=kept_s / chosen.step_s - 1)
+
+    def step_s(self, state: ClusterState, plan: Plan) -> float:
+        return scheduled("keep", plan.layout, (), state, self._learned).step_s
 
     def decide(self, state: ClusterState, previous: Plan, now_s: float) -> Decided:
         before = self._job

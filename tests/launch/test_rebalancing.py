@@ -12,6 +12,7 @@ from odyssey_megatron.cluster.state import initial_state, with_speeds
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.diagnosis.lasting import LINK_S, remaining_s
 from odyssey_megatron.diagnosis.links import Links, LinkVerdict
+from odyssey_megatron.diagnosis.steps import StepTimes
 from odyssey_megatron.diagnosis.timings import Timings
 from odyssey_megatron.diagnosis.verdicts import Diagnosis, Verdict, diagnose
 from odyssey_megatron.launch.rebalancing import Rebalancing, changes
@@ -132,6 +133,61 @@ def test_a_worker_with_a_slow_network_has_no_fast_link(job):
     assert {(sender, receiver) for sender, receiver, _ in state.slow_links} == {
         link for other in range(1, 8) for link in ((0, other), (other, 0))
     }
+
+
+def timed(diagnosis: Diagnosis, longer: float, since=3, generation=0) -> Diagnosis:
+    """Steps take ``longer`` times as long from ``since`` on."""
+    seconds = {step: longer if step >= since else 1.0 for step in range(6)}
+    found = {
+        "verdicts": tuple(replace(one, since=since) for one in diagnosis.verdicts),
+        "took": StepTimes(generation=generation, seconds=seconds),
+    }
+    if diagnosis.links.verdicts:
+        links = tuple(replace(one, since=since) for one in diagnosis.links.verdicts)
+        found["links"] = replace(diagnosis.links, verdicts=links)
+    return replace(diagnosis, **found)
+
+
+def test_a_slow_worker_that_makes_no_step_longer_is_said_once_and_nothing_else(job):
+    rebalancing = job(acts=True)
+    for step in (5, 6, 7):
+        found = timed(slow(step, w5=2.0), 1.02)
+        assert rebalancing.look(found, job.state, job.plan, float(step)) == (job.state, None)
+    (said,) = job.said
+    assert "rank(s) [5]: by the test; but steps take 1.02 times as long as before, " in said
+    assert not list(read_journal(job.folder))
+    longer = timed(slow(8, w5=2.0), 1.8)
+    state, better = rebalancing.look(longer, job.state, job.plan, 9.0)
+    assert state.workers[5].speed == 0.5
+    assert better is not None
+    (event,) = read_journal(job.folder)
+    assert event["why"].startswith("by the test; steps take 1.80 times as long as before, ")
+
+
+def test_steps_of_another_generation_say_nothing(job):
+    found = timed(slow(5, w5=2.0), 1.0, generation=1)
+    assert job(acts=True).look(found, job.state, job.plan, 9.0)[0].workers[5].speed == 0.5
+
+
+def test_a_worker_that_is_known_is_not_doubted_again(job):
+    """Once the plan gives it less to do, steps are short again."""
+    rebalancing = job(acts=True)
+    state, better = rebalancing.look(timed(slow(5, w5=2.0), 1.8), job.state, job.plan, 9.0)
+    found = timed(slow(6, w5=3.0), 1.0)
+    assert rebalancing.look(found, state, better.decided.plan, 10.0)[0].workers[5].speed == pytest.approx(
+        1 / 3
+    )
+
+
+def test_a_slow_link_that_makes_no_step_longer_is_said_once_and_nothing_else(job):
+    rebalancing = job(acts=True)
+    for step in (5, 6):
+        found = timed(with_link(step, 9.0), 1.01)
+        assert rebalancing.look(found, job.state, job.plan, float(step)) == (job.state, None)
+    (said,) = job.said
+    assert "rank(s) [0, 2]: by the test; but steps take 1.01 times as long as before, " in said
+    state, _ = rebalancing.look(timed(with_link(7, 9.0), 9.0), job.state, job.plan, 10.0)
+    assert state.slow_links == ((0, 2, 0.5),)
 
 
 def test_slow_sums_are_said_once_and_when_they_are_over(job):

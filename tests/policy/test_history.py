@@ -10,7 +10,7 @@ from odyssey_megatron.cluster.state import initial_state, with_speeds
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.policy.history import History
-from odyssey_megatron.policy.measured import LinkSeen, Measured, SumSeen
+from odyssey_megatron.policy.measured import LinkSeen, Measured, StepSeen, SumSeen
 from odyssey_megatron.policy.planner import PolicyPlanner
 from odyssey_megatron.policy.profile import Observation
 from tests.policy.test_decide import PROFILE, job
@@ -225,3 +225,24 @@ def test_slow_sums():
     sums = found.diagnosis((), PROFILE.costs, {worker: worker % 3 for worker in range(6)}).sums
     assert [one.workers for one in sums.verdicts] == [(0, 1, 2), (3, 4, 5)]
     assert sums.longer_s[0, 1, 2] == pytest.approx(0.02, rel=0.05)
+
+
+def test_how_long_steps_of_the_newest_generation_took():
+    """Of each step the median of its ranks; one that is behind says nothing of what came after."""
+
+    def published(generation: int, *times_s: float) -> dict[int, Measured]:
+        steps = [StepSeen(step=10 * generation + at, generation=generation, seconds=0.0) for at in range(2)]
+        return {
+            rank: Measured(
+                spans=tuple(seen(one.step, 0, 5) for one in steps),
+                steps=tuple(replace(one, seconds=time_s) for one in steps),
+            )
+            for rank, time_s in enumerate(times_s)
+        }
+
+    before = History(1).with_published(published(1, 1.0, 2.0, 9.0), {})
+    took = before.diagnosis((), PROFILE.costs).took
+    assert (took.generation, took.seconds) == (1, {10: 2.0, 11: 2.0})
+    after = before.with_published(published(2, 3.0, 5.0), {}).diagnosis((), PROFILE.costs).took
+    assert (after.generation, after.seconds) == (2, {20: 4.0, 21: 4.0})
+    assert History(1).diagnosis((), PROFILE.costs).took.generation == -1
