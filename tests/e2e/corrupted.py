@@ -14,7 +14,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "llama"))
 
 import pretrain_llama
 
+from odyssey_megatron.mcore.model.flat import ranges
 from odyssey_megatron.mcore.plugin import Session
+from odyssey_megatron.plan.slices import EVERYTHING, without
 
 
 def main() -> None:
@@ -33,12 +35,14 @@ def main() -> None:
             for rank, step, what in faults:
                 if (session.rank, model._step) != (int(rank), int(step)) or what not in kinds:
                     continue
-                kept = [
-                    one for _, one in sorted(model._held.items()) if (what == "sent") != bool(one.optimizer)
-                ]
-                tensors = kept[0].optimizer.state_tensors() if what == "state" else kept[0].weights()
-                tensor = next(one for one in tensors.values() if one.dim())
-                tensor.data.view(torch.int64).view(-1)[0] ^= 1
+                held = next(one for _, one in sorted(model._held.items()))
+                tensors = held.optimizer.state_tensors() if what == "state" else held.weights()
+                tensor, at = next(one for one in tensors.values() if one.dim()), 0
+                if what == "sent":  # by the owners of slices that this rank does not keep
+                    others = without([EVERYTHING], held.optimizer.spans)
+                    one = next(ranges(held, 1, others))
+                    tensor, at = one.parameter, one.start
+                tensor.data.view(torch.int64).view(-1)[at] ^= 1
 
         def apply_wrongly(*args: Any) -> Any:
             outcome = apply(*args)

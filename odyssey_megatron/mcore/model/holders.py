@@ -20,7 +20,7 @@ from odyssey_megatron.mcore.model.layers import HeldLayer
 from odyssey_megatron.mcore.model.parts import Parts
 from odyssey_megatron.names import layer_name
 from odyssey_megatron.plan.layout import Layout
-from odyssey_megatron.plan.slices import EVERYTHING, WHOLE, Span, kept
+from odyssey_megatron.plan.slices import Span, kept
 
 Digests = Mapping[tuple[int, Span | None], bytes]
 """(layer, span of its optimizer state; None: its weights) -> digest of it."""
@@ -43,10 +43,7 @@ class Difference:
     @property
     def kind(self) -> str:
         """In words."""
-        if self.span is None:
-            return "weights"
-        cut = self.span != EVERYTHING
-        return "optimizer state" + f" ({self.span[0] / WHOLE:.1%} to {self.span[1] / WHOLE:.1%})" * cut
+        return "weights" if self.span is None else "optimizer state"
 
     def said(self, num_layers: int) -> str:
         """In words; those first of whom there are most."""
