@@ -1,0 +1,53 @@
+"""Megatron's groups in this process, which mean the ranks that live.
+
+Until training begins they are those of all ranks of the job, or, of a process that joins, of its cell alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch.distributed import ProcessGroup
+
+from odyssey_megatron.cluster.cell import Cell
+from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.mcore.loop.joining import starting_groups
+from odyssey_megatron.mcore.model import groups
+from odyssey_megatron.plan.groups import WORLD
+from odyssey_megatron.rebuild.world import Together
+
+
+class LivingGroups:
+    """Of one rank: its cell's, and the default one."""
+
+    def __init__(self, session: Any, cell: Cell, config: OdysseyConfig):
+        self._own = groups.OwnCell(cell, session.world_size, config.device, data_parallel=True)
+        self.world, self.cell, self.of_cell = self._own.living, self._own.cell, self._own.groups
+        self._built, self._first = starting_groups(session.member, cell, config)
+        self._newest: Mapping[str, ProcessGroup] = {}
+        self.are_first = True
+        """Training has not begun here: what Megatron does with all ranks is its own affair."""
+        self.mean_first()
+
+    def mean(self, named: Mapping[str, ProcessGroup]) -> None:
+        """From now on those of a generation, by their names in it."""
+        self._newest = named
+        self._follow(named)
+
+    def mean_first(self) -> None:
+        """Those of the start again, whatever generations there have been: this process joins."""
+        self._follow(self._first)
+
+    def mean_newest(self) -> None:
+        self._follow(self._newest)
+
+    def leave_first(self, together: Together) -> None:
+        """From here on what Megatron does with all ranks is common work of the job."""
+        self._built.close()
+        self.are_first = False
+        self.world.repeat_with(together)
+
+    def _follow(self, named: Mapping[str, ProcessGroup]) -> None:
+        self.world.follow(named[WORLD])
+        self._own.follow(named)

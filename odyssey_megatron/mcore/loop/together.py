@@ -1,0 +1,67 @@
+"""What all ranks of a Megatron-LM job do together besides steps: barriers, evaluations, checkpoints."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from odyssey_megatron.errors import OdysseyError, Superseded
+from odyssey_megatron.mcore.loop import arguments, checkpoint
+from odyssey_megatron.mcore.loop.living import LivingGroups
+from odyssey_megatron.mcore.model.layers import empty_chunk
+from odyssey_megatron.mcore.model.model import MegatronModel
+
+
+@dataclass(kw_only=True)
+class CommonWork:
+    """One rank's part, from the first generation on."""
+
+    session: Any
+    runtime: Any
+    recovery: Any
+    model: MegatronModel
+    groups: LivingGroups
+    chunks: list[Any]
+    """Megatron's list of model chunks, whichever they are by then."""
+
+    def together(self, work: Callable[[Any], Any]) -> Any:
+        """``recover.Recovery.together``; ``work`` may use Megatron's groups and chunks as in a job without failures."""
+
+        def guarded(world: Any) -> Any:
+            self.refresh()
+            with self.groups.world.inside():
+                try:
+                    return work(world)
+                except OdysseyError:
+                    raise
+                except Exception as error:
+                    # Libraries wrap what their collectives raise.
+                    if self.session.member.newer_than(self.runtime.generation):
+                        raise Superseded("a newer generation exists") from error
+                    raise
+
+        result = self.recovery.together(guarded)
+        self.refresh()
+        return result
+
+    def refresh(self) -> None:
+        """Megatron's list of model chunks is this worker's blocks, which a recovery may have changed; never empty, as
+        its loop looks at the first.
+        """
+        blocks = self.model.blocks
+        chunks = [block.model for block in blocks] or [self._empty_chunk]
+        if chunks != self.chunks:
+            for block in blocks:
+                checkpoint.prepare(self.model, block)
+            self.chunks[:] = chunks
+
+    def leave_start(self) -> None:
+        """Training begins: from here on what Megatron does with all ranks is such work, too."""
+        arguments.quiet_rebuilding()
+        self.groups.leave_first(self.together)
+
+    @functools.cached_property
+    def _empty_chunk(self) -> Any:
+        return empty_chunk(self.model.spec, self.groups.of_cell)
