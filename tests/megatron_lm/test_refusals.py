@@ -177,12 +177,12 @@ def test_a_refusal_names_flag_and_remedy(jobs):
 
 def test_a_job_names_all_refused_flags_at_once(jobs, name):
     """Among them one that Megatron's own validation would stop at."""
-    flags = f"{MOCK} --qk-clip --log-straggler --dataloader-type external --heterogeneous-layers-config-encoded-json x"
+    flags = f"{MOCK} --qk-clip --log-straggler --dataloader-type external --use-megatron-fsdp"
     run = jobs.odyssey(name, flags, ranks=4, stages=2)
     assert run.exit_code == 2, run.log[-3000:]
     assert "Traceback" not in run.log
     assert run.log.count("4 of the job's flags cannot be used:") == 1
-    for flag in ("--qk-clip", "--log-straggler", "--dataloader-type external", "--heterogeneous-layers"):
+    for flag in ("--qk-clip", "--log-straggler", "--dataloader-type external", "--use-megatron-fsdp"):
         assert run.log.count(f"\n{flag}") == 1, flag
 
 
