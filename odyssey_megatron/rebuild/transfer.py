@@ -73,10 +73,13 @@ class Moving:
                 what=lambda at: layer_name(transfers[at // cell.full].layer, num_layers),
             )
         for (tag, place, part), tensors in ours.items():
+            transfer = transfers[tag]
             if not tensors:  # an embedding whose only weight is the head's, too
+                if transfer.target == cell.worker:
+                    filled(transfer.layer, part, transfer.span, tensors)
                 continue
             checkpoint()
-            transfer, flat = transfers[tag], packed(tensors.values())
+            flat = packed(tensors.values())
             rank, where = way(transfer, tag, place)
             if transfer.source == cell.worker:
                 self._sends.append((dist.isend(flat, rank, **where), flat))

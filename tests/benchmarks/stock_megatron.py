@@ -116,10 +116,12 @@ class StockTrainer:
 
     def optimizer_bytes(self) -> int:
         """Of what the optimizer keeps on this rank, and of weights that it keeps beside the model's."""
-        (one,) = self._optimizer.chained_optimizers
         model = {parameter.untyped_storage().data_ptr() for parameter in self._model.parameters()}
-        optimized = [parameter for group in one.optimizer.param_groups for parameter in group["params"]]
-        kept = [value for parameter in optimized for value in one.optimizer.state[parameter].values()]
+        inner = [one.optimizer for one in self._optimizer.chained_optimizers if one.optimizer is not None]
+        optimized = [
+            parameter for one in inner for group in one.param_groups for parameter in group["params"]
+        ]
+        kept = [value for one in inner for state in one.state.values() for value in state.values()]
         kept += [parameter for parameter in optimized if parameter.untyped_storage().data_ptr() not in model]
         return sum(value.nbytes for value in kept)
 

@@ -19,8 +19,10 @@ def main() -> None:
     def build_with_less(session: Session, *args: Any) -> Any:
         model = build(session, *args)
         room = model.tensors_to_fill
-        model.tensors_to_fill = lambda layer, part: {
-            name: one for name, one in room(layer, part).items() if not name.endswith("momentum_buffer")
+        model.tensors_to_fill = lambda layer, part, *span: {
+            name: one
+            for name, one in room(layer, part, *span).items()
+            if not name.endswith("momentum_buffer")
         }
         return model
 
