@@ -7,7 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Annotated, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from odyssey_megatron.inputs import Between
 
@@ -59,6 +62,11 @@ class _Sum(Generic[Number]):
     def __call__(self, first: int, last: int) -> Number:
         return self._before[last] - self._before[first]
 
+    def table(self) -> NDArray[Any]:
+        """[first, last] -> the same, of all at once."""
+        before = np.array(self._before)
+        return before - before[:, np.newaxis]
+
 
 class Spans:
     """What consecutive layers ``[first, last)`` cost together: ``spans.forward_s(first, last)``."""
@@ -82,6 +90,13 @@ class Spans:
     def kept_bytes(self, first: int, last: int) -> int:
         """Of who holds these layers, with the weight that embedding and head share where it needs that."""
         return self._kept_bytes(first, last) + self._tied_bytes * (first == 0 or last == self._last)
+
+    def kept_bytes_table(self) -> NDArray[np.int64]:
+        """[first, last] -> :meth:`kept_bytes`."""
+        found = self._kept_bytes.table()
+        found[0] += self._tied_bytes
+        found[1:, -1] += self._tied_bytes
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,11 +33,11 @@ from odyssey_megatron.policy.options import (
     LaidOut,
     Option,
     Options,
-    at_once,
     caps_for,
     lay_out,
     options,
     restart,
+    without_transfers,
 )
 from odyssey_megatron.policy.partition import ALIKE, WORTH
 from odyssey_megatron.policy.profile import Profile
@@ -283,14 +283,14 @@ def decide(
     return _decided(case, proposed, config, previous.policy)
 
 
-def decide_at_once(direct: Decision, config: OdysseyConfig) -> Decision:
-    """After the loss that ``direct`` was decided on: the best of what needs nothing to move.
+def at_once(direct: Decision) -> Options:
+    """After the loss that ``direct`` was decided on: of what was proposed, all that needs nothing to move."""
+    found = without_transfers(direct.case, direct.options.tried)
+    return replace(direct.options, found=tuple(found), impossible=())
 
-    Raises:
-        PlanInfeasible: there is none.
-    """
-    found = at_once(direct.case, direct.options.tried)
-    proposed = replace(direct.options, found=tuple(found), impossible=())
+
+def decide_at_once(direct: Decision, proposed: Options, config: OdysseyConfig) -> Decision:
+    """The best of ``proposed``, which is :func:`at_once`. Raises PlanInfeasible if there is none."""
     return _decided(direct.case, proposed, config, direct.policy)
 
 

@@ -141,7 +141,7 @@ def _shadowed(case: Case, tried: Sequence[Tried], impossible: list[tuple[str, st
                 yield shadowed
 
 
-def at_once(case: Case, tried: Sequence[Tried]) -> list[Option]:
+def without_transfers(case: Case, tried: Sequence[Tried]) -> list[Option]:
     """Of ``tried`` what needs nothing to move: optimizer state that was lost stays with those who have it still."""
     found = []
     for policy, proposal, option in tried:

@@ -10,6 +10,9 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import inf
 
+import numpy as np
+from numpy.typing import NDArray
+
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.costs import Costs, Spans
 from odyssey_megatron.plan.list_schedule import Solved
@@ -87,11 +90,10 @@ class Search:
         if legs > 1:
             self._cut = Spans([costs.layers[layer] for layer in ways.turns(self.last, legs)])
         self._stays = self._byte_seconds()
-        self._stage_s = [
-            [self._one_stage_s(a, b) if a < b else 0.0 for b in range(self.last + 1)]
-            for a in range(self.last)
-        ]
-        self._limits = sorted({s for row in self._stage_s for s in row if 0.0 < s < inf})
+        times_s = self._stages_s()
+        self._stage_s: list[list[float]] = times_s.tolist()
+        """Of a stage with layers ``[first, last)``; 0.0 where that is none."""
+        self._limits: list[float] = np.unique(times_s[(times_s > 0.0) & (times_s < inf)]).tolist()
         self._slow_stage_s: dict[int, list[list[float]]] = {}
         """Of each sort of slow workers, as ``_stage_s``."""
         self._slow_at: dict[int, int] = {}
@@ -129,26 +131,34 @@ class Search:
             )
         return self._shared[pipelines]
 
-    def _one_stage_s(self, first: int, last: int, slow: Slow = _HEALTHY) -> float:
-        """Seconds a microbatch that a stage can sustain, cut as :func:`ways.turns` are; infinite if it does not fit.
+    def _stages_s(self, slow: Slow = _HEALTHY) -> NDArray[np.float64]:
+        """[first, last] -> seconds a microbatch that such a stage can sustain, cut as :func:`ways.turns` are; infinite
+        if it does not fit.
 
         Its work, or, with room for k microbatches, a k-th of the time that one stays: down to the head, up
         again, and through its own weight gradient (Little's law). With several legs each layer's stay is its own.
         """
-        work = self._cut.compute_s(first, last) / slow.speed
-        if self.budget is None:
-            return work
-        room = int(self.budget * slow.share) - self._cut.kept_bytes(first, last)
-        if self.legs > 1 and first == 0 and self.costs.tied:
-            room -= self.costs.tied.kept_bytes
-        each = self._cut.activation_bytes(first, last)
-        if room < each:
-            return inf
-        if self.legs > 1:
-            return max(work, (self._stays[last] - self._stays[first]) / room) if each else work
-        down_and_up_s = self._spans.down_and_up_s
-        stay = down_and_up_s(first, self.last) + work - down_and_up_s(first, last)
-        return max(work, stay / (room // each)) if each else work
+        cut = self._cut
+        work = cut.compute_s.table() / slow.speed
+        found = work
+        if self.budget is not None:
+            room = int(self.budget * slow.share) - cut.kept_bytes_table()
+            if self.legs > 1 and self.costs.tied:
+                room[0] -= self.costs.tied.kept_bytes
+            each = cut.activation_bytes.table()
+            fits, keeps = room >= each, each > 0
+            if self.legs > 1:
+                stays = np.array(self._stays)
+                stay_s = (stays - stays[:, np.newaxis]) / np.where(keeps & fits, room, 1)
+            else:
+                way_s = self._spans.down_and_up_s.table()
+                stay_s = (way_s[:, -1:] + work - way_s) / np.where(
+                    keeps & fits, room // np.maximum(each, 1), 1
+                )
+            found = np.where(fits, np.where(keeps, np.maximum(work, stay_s), work), inf)
+        found = found[:-1]
+        found[np.tril_indices_from(found)] = 0.0
+        return found
 
     def kept_bytes(self, one: Stage) -> int:
         """Of a worker of a pipeline: weights, gradients and optimizer state."""
@@ -198,10 +208,7 @@ class Search:
         """As ``_stage_s``, of the slow worker."""
         sort, slow = sort_of(kind), self._slow(kind)
         if sort >= 0 and sort not in self._slow_stage_s:
-            self._slow_stage_s[sort] = [
-                [self._one_stage_s(a, b, slow) if a < b else 0.0 for b in range(self.last + 1)]
-                for a in range(self.last)
-            ]
+            self._slow_stage_s[sort] = self._stages_s(slow).tolist()
         return self._slow_stage_s.get(sort, self._stage_s)
 
     def slow_place(self, kind: int) -> int:

@@ -17,7 +17,7 @@ from odyssey_megatron.plan.generation import CandidateRow
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.redundancy import filling
 from odyssey_megatron.plan.transfer import plan_transfers, transfer_s
-from odyssey_megatron.policy.decide import Decision, decide_at_once, scheduled
+from odyssey_megatron.policy.decide import Decision, at_once, decide_at_once, scheduled
 from odyssey_megatron.policy.profile import Profile
 
 
@@ -45,35 +45,45 @@ class TwoSpeed:
 
 
 def two_speed(direct: Decision, config: OdysseyConfig) -> TwoSpeed | None:
-    """The two-speed form of ``direct``; None where it moves nothing, or nothing can go on without moving.
+    """The two-speed form of ``direct``; None where it moves nothing, nothing can go on without moving, or no order of
+    what can would be fast enough.
 
     Expected tokens are integrals of the rate over the time that no failure has come, exponential with mean M as
     in :mod:`odyssey_megatron.policy.score`. Source: papers.md §8.7, overlapped two-step policy.
     """
     if not direct.best.transfers:
         return None
-    try:
-        first = decide_at_once(direct, config)
-    except PlanInfeasible:
-        return None
     job, profile, mean = direct.case.job, direct.case.profile, direct.case.mtbf_s
+    horizon, then_s = config.horizon_s, direct.best.step_s
     hidden_s = transfer_s(direct.best.transfers, profile.costs)
-    steps = max(1, math.ceil(hidden_s / first.best.step_s))
-    switch = profile.group_build_s + steps * first.best.step_s
 
     def tokens(step_s: float, start: float, end: float) -> float:
         lived = mean * (math.exp(-min(start, end) / mean) - math.exp(-end / mean))
         return job.tokens_per_step / step_s * lived
 
-    horizon = config.horizon_s
-    then_s = direct.best.step_s
+    def in_turn(first_s: float, switch_s: float) -> float:
+        return tokens(first_s, profile.group_build_s, min(switch_s, horizon)) + tokens(
+            then_s, switch_s + profile.group_build_s, horizon
+        )
+
+    direct_tokens = tokens(then_s, direct.best.transition_s, horizon)
+    proposed = at_once(direct)
+    least_s = min((one.least_step_s for one in proposed.found), default=math.inf)
+    # Then slower steps, and more of them, only cost: no order of what is proposed comes to more tokens than this.
+    only_costs = least_s * math.exp(-profile.group_build_s / mean) >= then_s
+    if only_costs and in_turn(least_s, profile.group_build_s + max(hidden_s, least_s)) <= direct_tokens:
+        return None
+    try:
+        first = decide_at_once(direct, proposed, config)
+    except PlanInfeasible:
+        return None
+    steps = max(1, math.ceil(hidden_s / first.best.step_s))
     return TwoSpeed(
         first=first,
         after_steps=steps,
         direct=direct,
-        tokens=tokens(first.best.step_s, profile.group_build_s, min(switch, horizon))
-        + tokens(then_s, switch + profile.group_build_s, horizon),
-        direct_tokens=tokens(then_s, direct.best.transition_s, horizon),
+        tokens=in_turn(first.best.step_s, profile.group_build_s + steps * first.best.step_s),
+        direct_tokens=direct_tokens,
     )
 
 

@@ -59,8 +59,9 @@ def test_the_knapsack_finds_the_most(seed):
 
 def slowest_s(search, ends, place_of_slow, slow):
     """The longest time that a stage takes for a microbatch; infinite if it does not fit."""
+    times_s = {one: search._stages_s(one) for one in (slow, Slow(1.0))}
     return max(
-        search._one_stage_s(a, b, slow if at == place_of_slow else Slow(1.0))
+        times_s[slow if at == place_of_slow else Slow(1.0)][a, b]
         for at, (a, b) in enumerate(pairwise((0, *ends)))
     )
 

@@ -7,7 +7,7 @@ from odyssey_megatron.cluster.events import RankDied
 from odyssey_megatron.cluster.state import apply, initial_state
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.plan.slices import NOBODY
-from odyssey_megatron.policy.decide import decide, initial_plan
+from odyssey_megatron.policy.decide import at_once, decide, decide_at_once, initial_plan
 from odyssey_megatron.policy.two_speed import towards, two_speed
 from tests.policy.test_decide import PROFILE, job
 
@@ -62,6 +62,21 @@ def test_lost_copies_of_optimizer_state_are_made_anew_behind_a_step():
 
 
 def test_a_fast_link_has_nothing_to_hide():
-    _, plans, _ = both(job(4), link_bytes_per_s=1e12)
-    assert plans.after_steps == 1
-    assert plans.tokens < plans.direct_tokens
+    direct, plans, _ = both(job(4), link_bytes_per_s=1e12)
+    assert direct.best.transfers
+    assert plans is None
+
+
+@pytest.mark.parametrize("link_bytes_per_s", [1e7, 3e7, 1e8, 3e8, 1e9, 1e10])
+@pytest.mark.parametrize("spec", [job(4), job(2, 16), job(4, 32)])
+def test_what_is_not_worked_out_comes_to_fewer_tokens(spec, link_bytes_per_s):
+    """It has some steps more at first, and begins the final ones later."""
+    direct, plans, case = both(spec, link_bytes_per_s=link_bytes_per_s)
+    if plans is not None or not direct.best.transfers:
+        return
+    first_s = decide_at_once(direct, at_once(direct), case["config"]).best.step_s
+    build_s, then_s = case["profile"].group_build_s, direct.best.step_s
+    moving_s = direct.best.transition_s - build_s
+    more_steps = max(1, math.ceil(moving_s / first_s))
+    later_s = 2 * build_s + more_steps * first_s - direct.best.transition_s
+    assert more_steps < 1.001 * later_s / then_s
