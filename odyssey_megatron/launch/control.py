@@ -37,6 +37,10 @@ VERDICT = "verdict"
 
 _DIGEST_CHARS = 32
 _IDLE_TIMEOUT = timedelta(days=365)
+_BATCH_BYTES = 2**15
+"""About so much is set in one message. The store's server reads a message from its start again whenever more of it has
+come, so that one of 24 MB takes 24 s, and the same in parts of up to 100 KB 0.2 s (measured with torch 2.13, libuv).
+"""
 
 
 def generation_key(number: int) -> str:
@@ -213,10 +217,20 @@ class Control:
             self.store.set(key, self.seal(key, text))
 
     def put_all(self, texts: Mapping[str, str]) -> None:
-        """Several, in one round trip. A reader may find some of them before the others."""
+        """Several, in few messages. A reader may find some of them before the others."""
+        batch, size = dict[str, str](), 0
         with _lost():
-            values = [self.seal(key, text) for key, text in texts.items()]
-            self.store.multi_set(list(texts), values)  # type: ignore[attr-defined]
+            for key, text in texts.items():
+                batch[key] = self.seal(key, text)
+                size += len(batch[key])
+                if size >= _BATCH_BYTES:
+                    self._set(batch)
+                    batch, size = {}, 0
+            if batch:
+                self._set(batch)
+
+    def _set(self, sealed: Mapping[str, str]) -> None:
+        self.store.multi_set([*sealed], [*sealed.values()])  # type: ignore[attr-defined]
 
     def put_first(self, key: str, text: str) -> bool:
         """Sets ``key`` unless somebody has; True if this call did."""

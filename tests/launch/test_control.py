@@ -45,6 +45,15 @@ def test_values(connect):
         one.get("never", timeout_s=0.01)
 
 
+def test_many_values_come_in_several_messages(connect):
+    """More than the store's server reads in a reasonable time from one, and one that is longer than the usual."""
+    one, other = connect(), connect()
+    texts = {f"key/{at}": f"{at}" * (100_000 if at == 7 else 300) for at in range(1000)}
+    one.put_all(texts)
+    assert other.read([*texts]) == [*texts.values()]
+    one.put_all({})
+
+
 def test_another_token_sees_nothing(connect):
     connect().put("key", "text")
     assert connect("guess").peek("key") is None
