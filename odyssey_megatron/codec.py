@@ -22,19 +22,31 @@ _SHOWN = 5
 """Of a record's fields that are wrong."""
 
 
+_PLAIN = frozenset((str, int, float, bool, type(None)))
+
+
 def to_jsonable(value: Any) -> Any:
     """``value`` as plain dicts, lists and scalars."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: to_jsonable(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    kind: Any = type(value)
+    if kind in _PLAIN:
+        return value
+    if (names := _names(kind)) is not None:
+        return {name: to_jsonable(getattr(value, name)) for name in names}
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, (tuple, list)):
-        return [to_jsonable(item) for item in value]
+        return list(value) if _PLAIN.issuperset(map(type, value)) else [to_jsonable(item) for item in value]
     if isinstance(value, (set, frozenset)):
         return sorted(to_jsonable(item) for item in value)
     if isinstance(value, dict):
         return {str(key): to_jsonable(item) for key, item in value.items()}
     return value
+
+
+@functools.cache
+def _names(cls: type) -> tuple[str, ...] | None:
+    """Of a record's fields. A large plan has tens of thousands of records, of a few kinds."""
+    return tuple(one.name for one in dataclasses.fields(cls)) if dataclasses.is_dataclass(cls) else None
 
 
 def to_json(value: Any) -> str:

@@ -19,6 +19,7 @@ REDUNDANCIES = ("off", "state", "compute", "auto")
 SPARE_STATES = ("device", "host")
 SHRINKS = ("auto", "off")
 REBALANCES = ("off", "auto")
+SEQUENCE_BALANCES = ("off", "auto")
 INTERRUPTED_STEPS = ("resume", "redo")
 DEVICES = ("cuda", "cpu")
 ON_SIGTERM = ("auto", "save", "leave", "stop")
@@ -134,6 +135,13 @@ class OdysseyConfig:
         "workers that are slow, by what the ranks measure: auto gives them less to do, between two steps, where that "
         "pays, and what they had once they have recovered. off only says what that would gain",
         choices=REBALANCES,
+    )
+    sequence_balance: str = _flag(
+        "off",
+        "auto: where samples are packed sequences, a step's microbatches are dealt to the pipelines by what they "
+        "are expected to cost, so that the dearest pipeline is as little dear as can be; the global batch and its loss "
+        "stay what they are",
+        choices=SEQUENCE_BALANCES,
     )
     time_links: str = _flag(
         "off",

@@ -27,6 +27,7 @@ FROZEN = {
     "respawn": 0,
     "shrink": "auto",
     "rebalance": "off",
+    "sequence_balance": "off",
     "time_links": "off",
     "page_port": 0,
     "metrics_port": 0,

@@ -23,8 +23,8 @@ from odyssey_megatron.plan.plan import Transfer
 from odyssey_megatron.plan.schedule import SEND, Instr, Op
 from odyssey_megatron.rebuild.abort import wait_all
 
-_BESIDE = 2**30
-"""A tag that no message of a program has."""
+_MOVES, _BESIDE = 2**29, 2**30
+"""From each on, tags that no message of a program has."""
 
 
 class Piece(NamedTuple):
@@ -109,15 +109,15 @@ class Channels:
             pieces.append(Piece(work, message, own))
         return Pending(pieces, room, with_word)
 
-    def of_transfer(self, transfer: Transfer, tag: int, place: int) -> tuple[int, dict[str, Any]]:
+    def of_transfer(self, transfer: Transfer, number: int, place: int) -> tuple[int, dict[str, Any]]:
         """The rank at the other end of a layer's way that moves, for the part in that ``place`` of a cell; and how
-        ``torch.distributed`` is told it.
+        ``torch.distributed`` is told it. Of the transfers between two workers each has a ``number``.
         """
         other = transfer.target if transfer.source == self._cell.worker else transfer.source
         links = self._cell.links(other, self._shapes.get(other, 1))
         rank, places = next(one for one in links if place in one.places)
         if self._tagged:
-            return rank, {"group": self._groups[WORLD], "tag": tag}
+            return rank, {"group": self._groups[WORLD], "tag": _MOVES + number}
         return rank, {"group": self._between(transfer.source, transfer.target, places)}
 
     def alike(self, worker: int) -> bool:

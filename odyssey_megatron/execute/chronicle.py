@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from odyssey_megatron.execute.parts import Member
-from odyssey_megatron.execute.phases import PhaseClock, recovery_record
+from odyssey_megatron.execute.phases import WayBack
 from odyssey_megatron.execute.timing import Measurements, Trace
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.plan.generation import Generation
@@ -34,7 +34,7 @@ class Chronicle:
     ):
         self._journal, self._member, self._measured = journal, member, measured
         self._on_commit, self._trace_steps = on_commit, trace_steps
-        self.clock = PhaseClock()
+        self.way = WayBack()
         self.speaks = False
         """True on the member with the lowest rank, which speaks for all."""
         self.stalled_s = 0.0
@@ -42,27 +42,24 @@ class Chronicle:
         self._generation: Generation | None = None
         self._step, self._outcome, self._is_told, self.steps_here = -1, None, True, 0
         """Of this generation."""
-        self._in_groups_s = self._agreed_s = 0.0
-        self._recovered_by, self._taken_up = "", 0
-        self._resume: dict[str, Any] | None = None
 
     # -- from one generation to the next --------------------------------------------------------------------------
 
     def begin(self, generation: Generation) -> None:
         """This rank enters it."""
         if generation.previous is not None and not generation.planned:
-            self.clock.note_abort(self._member.heard_s)
+            self.way.clock.note_abort(self._member.heard_s)
         self._generation, self.steps_here, self.speaks = generation, 0, False
 
     def in_groups(self, *, speaks: bool) -> None:
-        self._in_groups_s, self.speaks = time.monotonic(), speaks
+        self.way.in_groups_s, self.speaks = time.monotonic(), speaks
 
     def agreed(self) -> None:
-        self._agreed_s = time.monotonic()
+        self.way.agreed_s = time.monotonic()
 
     def goes_on(self, outcome: str, taken_up: int) -> None:
         """With the interrupted step, so: ``redo``, ``finish`` or ``resume``."""
-        self._recovered_by, self._taken_up = outcome, taken_up
+        self.way.goes_on(outcome, taken_up)
         if self.speaks:
             self.speak()
 
@@ -70,7 +67,7 @@ class Chronicle:
         """The generation has its layers, or they are on their way."""
         generation = self._generation
         assert generation is not None
-        self._resume = recovery_record(generation)
+        self.way.started(generation)
         self.event(
             "generation_started",
             step,
@@ -78,7 +75,7 @@ class Chronicle:
             members=list(generation.members),
             plan_hash=generation.plan_hash,
             policy=generation.plan.policy,
-            agreed_s=self._agreed_s,
+            agreed_s=self.way.agreed_s,
         )
 
     def filled(self, step: int, fill_s: float) -> None:
@@ -91,30 +88,17 @@ class Chronicle:
                 step,
                 policy=generation.plan.policy,
                 plan_hash=generation.plan_hash,
-                **self.clock.taken_s(Phase.GROUPS, Phase.AGREE, Phase.TRANSFER),
+                **self.way.clock.taken_s(Phase.GROUPS, Phase.AGREE, Phase.TRANSFER),
                 fill_s=fill_s,
             )
 
     def trains(self, step: int) -> None:
         """The next instruction is about to run."""
-        if self._resume is None or self.clock.phase is not Phase.TRAIN:
+        if (recovered := self.way.ended()) is None:
             return
-        record, self._resume = self._resume, None
-        regroup_s = self.clock.taken_s(Phase.ABORT, Phase.GROUPS, Phase.AGREE)
-        taken_s = regroup_s | self.clock.taken_s(Phase.TRANSFER)
-        self._measured.regroup_s = sum(regroup_s.values())
-        self.stalled_s += record.get("decide_s", 0.0) + sum(taken_s.values())
-        self.event(
-            "recovered",
-            step,
-            **record,
-            **taken_s,
-            in_groups_s=self._in_groups_s,
-            resumed_s=time.monotonic(),
-            outcome=self._recovered_by,
-            eager_forwards=self._taken_up,
-            echo=self.speaks,
-        )
+        self._measured.regroup_s = recovered.regroup_s
+        self.stalled_s += recovered.stalled_s
+        self.event("recovered", step, **recovered.record, echo=self.speaks)
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
@@ -142,6 +126,9 @@ class Chronicle:
             tokens=out.tokens,
             num_microbatches=out.num_microbatches,
         )
+        if out.dealt is not None:
+            natural, dealt = out.dealt
+            self.event("step_dealt", self._step, natural=natural, dealt=dealt)
         self._is_told = True
 
     def speak(self, step_s: float = -1.0) -> None:

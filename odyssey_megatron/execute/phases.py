@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from odyssey_megatron.errors import OdysseyError
 from odyssey_megatron.plan.generation import Generation
@@ -38,7 +38,58 @@ class PhaseClock:
         return {f"{phase.value}_s": self._taken_s.get(phase, 0.0) for phase in phases}
 
 
-def recovery_record(generation: Generation) -> dict[str, Any] | None:
+class WayBack:
+    """What the journal says of how this rank went from one generation to the next."""
+
+    def __init__(self) -> None:
+        self.clock = PhaseClock()
+        self.in_groups_s = self.agreed_s = 0.0
+        """When it was, on its own clock."""
+        self._outcome, self._eager_forwards = "", 0
+        self._failure: dict[str, Any] | None = None
+        """That the generation at hand goes on from, until it is written down."""
+
+    def goes_on(self, outcome: str, eager_forwards: int) -> None:
+        """With the interrupted step, so: ``redo``, ``finish`` or ``resume``."""
+        self._outcome, self._eager_forwards = outcome, eager_forwards
+
+    def started(self, generation: Generation) -> None:
+        """It has its layers, or they are on their way."""
+        self._failure = _failure_before(generation)
+
+    def ended(self) -> Recovered | None:
+        """Once the first instruction is about to run behind a failure: all of it, once. Else None."""
+        if self._failure is None or self.clock.phase is not Phase.TRAIN:
+            return None
+        failure, self._failure = self._failure, None
+        regroup_s = self.clock.taken_s(Phase.ABORT, Phase.GROUPS, Phase.AGREE)
+        taken_s = regroup_s | self.clock.taken_s(Phase.TRANSFER)
+        return Recovered(
+            regroup_s=sum(regroup_s.values()),
+            stalled_s=failure["decide_s"] + sum(taken_s.values()),
+            record=failure
+            | taken_s
+            | {
+                "in_groups_s": self.in_groups_s,
+                "resumed_s": time.monotonic(),
+                "outcome": self._outcome,
+                "eager_forwards": self._eager_forwards,
+            },
+        )
+
+
+class Recovered(NamedTuple):
+    """A recovery, as one rank has seen it."""
+
+    regroup_s: float
+    """Until it was known what to move."""
+    stalled_s: float
+    """From its detection until this rank trained again."""
+    record: dict[str, Any]
+    """As the journal has it."""
+
+
+def _failure_before(generation: Generation) -> dict[str, Any] | None:
     """What the journal says of the failure that ``generation`` goes on from; None if it began otherwise."""
     if generation.previous is None or generation.planned:
         return None

@@ -1,10 +1,15 @@
-"""What a rank does in each phase of a generation: the doing behind ``recover.py``. No Megatron, no opinions."""
+"""One rank's way through a recovery and through a step: the doing behind ``recover.py``. No Megatron, no opinions.
+
+What it is put together from has files of its own: how far the rank is (``position.py``), its groups
+(``regrouping.py``), the step at hand (``step.py``, ``interrupted.py``), layers on their way (``filling.py``), what
+rides on a step's agreement (``votes.py``), and what is looked out for on the way (``lookout.py``).
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,45 +20,31 @@ from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import Fenced, PeerFailed, Superseded
 from odyssey_megatron.execute.channels import Channels
 from odyssey_megatron.execute.chronicle import Chronicle
+from odyssey_megatron.execute.filling import Filling
 from odyssey_megatron.execute.held import SlowLinks
-from odyssey_megatron.execute.interpreter import FORWARD_ONLY, Interpreter
+from odyssey_megatron.execute.interpreter import Interpreter
+from odyssey_megatron.execute.interrupted import Rest
 from odyssey_megatron.execute.ledger import Ledger
 from odyssey_megatron.execute.left_out import dispensable, leave_out
-from odyssey_megatron.execute.neighbours import Neighbours
-from odyssey_megatron.execute.parts import FaultPoint, GroupBuilder, Groups, Member, Model, NoGroups
-from odyssey_megatron.execute.prepare import Offers, elected
+from odyssey_megatron.execute.lookout import Lookout
+from odyssey_megatron.execute.parts import FaultPoint, GroupBuilder, Groups, Member, Model
+from odyssey_megatron.execute.position import Piece, Position
 from odyssey_megatron.execute.progress import Progress
-from odyssey_megatron.execute.suspects import Exchange, examine, renumbered
-from odyssey_megatron.execute.timing import DeviceTime, Measurements, OwnTime, Stopwatch, Trace, link_times
+from odyssey_megatron.execute.regrouping import Regrouping
+from odyssey_megatron.execute.step import StepAtHand, StepRunner
+from odyssey_megatron.execute.suspects import Exchange, examine
+from odyssey_megatron.execute.timing import DeviceTime, Measurements, OwnTime, Stopwatch, link_times
+from odyssey_megatron.execute.votes import NUM_VOTES, Ballot, Votes
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.names import step_name
-from odyssey_megatron.plan import groups as membership
+from odyssey_megatron.plan.assignment import Assignment
 from odyssey_megatron.plan.generation import Generation
-from odyssey_megatron.plan.groups import WORLD
+from odyssey_megatron.plan.groups import WORLD, holder_groups
 from odyssey_megatron.plan.plan import Plan
-from odyssey_megatron.plan.schedule import Program
-from odyssey_megatron.plan.smaller import StepPlan, smaller
-from odyssey_megatron.plan.transfer import needed_at_once
+from odyssey_megatron.plan.smaller import smaller
 from odyssey_megatron.rebuild import agree
-from odyssey_megatron.rebuild.transfer import Moving, Spreading
+from odyssey_megatron.rebuild.agree import Standing
 from odyssey_megatron.recover import Phase
-
-
-class Votes(NamedTuple):
-    """Behind the model's totals of a step: sums over all ranks, and so the same on all of them."""
-
-    end: float
-    """How many want the job to end."""
-    writing: float
-    """How many write a checkpoint, beside training."""
-    ballots: float
-    """See ``prepare.elected``."""
-    squares: float
-    missing: float
-    """Instructions that have counted for nothing."""
-
-
-_VOTES = len(Votes._fields)
 
 
 class RankRuntime:
@@ -79,312 +70,252 @@ class RankRuntime:
         device: str | None = None,
     ):
         """``device``: where the model is, if not where ``config`` says."""
-        self._on_groups = on_groups
-        self._config, self._member, self._model, self._build = config, member, model, build
-        self._tagged, self._fault_point = tagged_messages, fault_point
+        self._member, self._model, self._cell = member, model, cell or Cell(rank=member.rank)
+        self._device, self._tagged = torch.device(device or config.device), tagged_messages
         stopwatch = stopwatch or (DeviceTime() if config.device == "cuda" else OwnTime())
         self._measured = Measurements(config.profile_steps, slowness, member.incarnation, stopwatch)
+        self._times_links, self._slow = config.time_links == "on", SlowLinks(slow_links)
         self.chronicle = Chronicle(
             journal, member, self._measured, on_commit=on_commit, trace_steps=config.trace_steps
         )
-        self.committed = first_step
-        self.done = 0
-        """Pieces of common work that the job has done: steps, and what :meth:`together` did."""
-        self.own = 0
-        """Of those, how many this rank has had a part in."""
-        self._joins = self._ready = self._in_step = self._evaluating = False
-        self._device = torch.device(device or config.device)
-        self._totals = torch.zeros(model.num_totals + _VOTES, dtype=torch.float64)
-        """Of the last step that was agreed on; on the host, as the agreement is."""
-        self.wants_end: Callable[[], bool] = lambda: member.asked == Ask.END
-        self.writes: Callable[[], bool] = lambda: False  # a checkpoint, beside training
-        self.outcome: Any = None
-        """Of the last committed step."""
-        self._groups: Groups | None = None
-        self._left: Groups | None = None
-        """Of the generation before, until all its members are in the next one."""
-        self._offers = Offers[Groups](member.decline)
-        self._moving: Moving | None = None
-        self._spreading: Spreading | None = None
-        self._live: Callable[[], None] = lambda: None
-        member.on_offer(self._prepare)
-        self._interpreter: Interpreter | None = None
-        self._slow = SlowLinks(slow_links)
-        self._program: Program = ()
-        self._progress: Progress | None = None
-        """Of the step at hand; None where it has not begun, or must begin anew."""
-        self._rest: Program | None = None
-        """What is left to do of an interrupted step, if it goes on."""
-        self.boundary = self.generation = 0
-        self._plan: Plan | None = None
-        self._cell = cell or Cell(rank=member.rank)
-        self._worker = self._cell.worker
+        self._position = Position(first_step, model.num_totals + NUM_VOTES)
+        self._at_hand = StepAtHand(model, self._device, keeps=config.interrupted_step == "resume")
+        self._lookout = Lookout(member, fault_point, self._position, self.chronicle)
+        self._groups = Regrouping(
+            self._cell, build, decline=member.decline, on_groups=on_groups, tagged=tagged_messages
+        )
+        self.ballot = Ballot(wants_end=lambda: member.asked == Ask.END, prepared=self._groups.ballot)
+        self._assignment: Assignment | None = None
+        """Of the generation that this rank is in, from GROUPS on."""
+        self._filling: Filling | None = None
+        self._runner: StepRunner | None = None
+        """Of that generation, too, from TRANSFER on and until it is aborted."""
+        member.on_offer(self._groups.prepare)
 
-    # -- phases ---------------------------------------------------------------------------------------------------
+    # -- where it is ----------------------------------------------------------------------------------------------
 
-    def enter_phase(self, phase: Phase) -> None:
-        self.chronicle.clock.enter(phase)
-        if phase is Phase.ABORT:
-            self._fault(phase.value, self.committed)
+    def begin_at(self, step: int) -> None:
+        """So many steps were committed before this job, whose checkpoint has been loaded."""
+        self._position.committed = step
+
+    @property
+    def committed(self) -> int:
+        """See ``recover.Rank``, as of the next ones."""
+        return self._position.committed
+
+    @property
+    def done(self) -> int:
+        return self._position.done
+
+    @property
+    def own(self) -> int:
+        return self._position.own
+
+    @property
+    def is_over(self) -> bool:
+        return self._groups.are_over
+
+    @property
+    def ends(self) -> bool:
+        return self.votes.end > 0
+
+    @property
+    def boundary(self) -> int:
+        return self._groups.boundary
+
+    @property
+    def outcome(self) -> Any:
+        """Of the last committed step, as the model has it."""
+        return self._position.outcome
 
     @property
     def votes(self) -> Votes:
         """Of the last step."""
-        return Votes(*self._totals[-_VOTES:].tolist())
+        return Votes.of(self._position.totals)
 
     @property
-    def is_over(self) -> bool:
-        """See ``recover.Rank``."""
-        return self._groups is not None and self._groups.holds is not None and not self._groups.holds.item()
+    def generation(self) -> int:
+        """The number of the one that this rank is in; 0: none yet."""
+        return self._lookout.generation
 
     @property
-    def ends(self) -> bool:
-        """See ``recover.Rank``."""
-        return self.votes.end > 0
+    def plan(self) -> Plan:
+        """Of the generation that this rank is in."""
+        return self._assigned.plan
 
-    def _prepare(self, offered: Generation) -> None:
-        """Builds the groups of ``offered`` behind the back of the steps. The watcher's thread."""
-        if self._member.rank not in offered.members:  # its cell leaves, once all others are ready
-            self._offers.prepare(offered.number, NoGroups)
-            return
-        mine = self._groups_in(offered)
-        self._offers.prepare(offered.number, lambda: self._build(offered.number, mine))
+    @property
+    def _assigned(self) -> Assignment:
+        assert self._assignment is not None
+        return self._assignment
 
-    def _groups_in(self, generation: Generation) -> dict[str, tuple[int, ...]]:
-        plan, members = generation.plan, generation.members
-        shapes = dict(generation.shapes)
-        groups = membership.group_members(plan, members, self._cell, shapes, tagged=self._tagged)
-        if generation.previous is None and not self._tagged:
-            groups |= membership.pair(members, self._cell.rank)
-        return groups
+    def holders_of(self, first: int, last: int, place: int) -> dist.ProcessGroup:
+        """See ``Regrouping.holders_of``."""
+        return self._groups.holders_of(first, last, place)
+
+    # -- a recovery, phase by phase -------------------------------------------------------------------------------
+
+    def enter_phase(self, phase: Phase) -> None:
+        self.chronicle.way.clock.enter(phase)
+        if phase is Phase.ABORT:
+            self._lookout.fault(phase.value)
 
     def abort(self, why: Exception) -> None:
-        if self._interpreter is not None:
-            self._interpreter.abandon()
-            self._interpreter = None
-        self._moving = self._spreading = None
-        for groups in (self._groups, self._left):
-            if groups is not None:
-                groups.abort()
-        if self._groups is not None and self._progress is not None:
-            self._groups.drain()
-            self._model.undo(self._progress.take_stock())
-        if self._groups is not None:
-            self._groups.leave()
-        if self._left is not None:
-            self._left.close()
-        self._groups = self._left = None
+        if self._runner is not None:
+            self._runner.abandon()
+        self._runner = self._filling = None
+        self._groups.abort()
+        if self._groups.has_entered and self._at_hand.progress is not None:
+            self._groups.entered.drain()
+            self._at_hand.take_stock()
+        self._groups.leave()
         self._model.discard_incoming()
 
     def build_groups(self, generation: Generation) -> None:
-        plan = generation.plan
         # Not verified once more: the coordinator did, and every rank would spend milliseconds of the stall on it.
-        self.boundary = 0
-        self._joins = self._member.rank in generation.fresh
-        if self._joins:
+        self._assignment = assignment = Assignment(generation=generation, cell=self._cell)
+        self._position.joins = assignment.is_fresh
+        if assignment.is_fresh:
             self._model.forget()
         self.chronicle.begin(generation)
-        self.generation, self._plan = generation.number, plan
-        self._fault(Phase.GROUPS.value, self.committed)
-        prepared = self._offers.take(generation.number)
-        if prepared is not None:
-            self._left, self._groups = self._groups, prepared
-        else:
+        self._lookout.generation = generation.number
+        self._lookout.fault(Phase.GROUPS.value)
+        if not self._groups.enter_prepared(generation.number):
             self.abort(Superseded("a newer generation came before the one that was prepared"))
-            self._groups = self._build(generation.number, self._groups_in(generation))
-        self.chronicle.in_groups(speaks=self._world.rank() == 0)
-        self._on_groups(self._groups)
+            self._groups.build(assignment)
+        self.chronicle.in_groups(speaks=self._groups.world.rank() == 0)
+        self._groups.announce()
 
     def agree(self, generation: Generation) -> None:
-        self._fault(Phase.AGREE.value, self.committed)
-        plan, self._rest, taken_up = self.plan, None, 0
-        mine = agree.Standing(done=self.done, ready=self._ready, committed=self.committed, joins=self._joins)
+        self._lookout.fault(Phase.AGREE.value)
         fingerprint = int(generation.plan_hash, 16) % 2**40 + generation.number
-        known = torch.cat([self._totals, self._model.loss_scale.state().cpu()])
-        standings = agree.exchange(self._world, mine, fingerprint)
+        standings = agree.exchange(self._groups.world, self._position.standing(), fingerprint)
         self.chronicle.agreed()
-        ahead, finished = agree.furthest(standings), agree.left_behind(standings)
-        behind = finished and self.done < ahead.done
-        totals, scale = agree.told(self._world, standings, known).tensor_split([len(self._totals)])
-        if self._joins:
-            self._joins, self.done, self.committed = False, ahead.done, ahead.committed
-            self._totals = totals.clone()
-            self._model.loss_scale.take_over(scale)
-        elif behind and self._in_step:
+        finished = agree.left_behind(standings)
+        self._catch_up(standings)
+        rest = Rest(begun=False)
+        if generation.planned:  # it begins between two steps
+            self._at_hand.forget()
+        else:
+            cell_group = self._groups.within_cell(self._cell.ranks)
+            rest = self._at_hand.go_on(self._assigned, self.committed, self._groups.world, cell_group)
+            self._groups.entered.settle()
+        self._groups.all_have_entered()
+        self._position.begin()  # nobody is ahead any more, and the blocks with these gradients may go
+        again = rest.begun and rest.program is None
+        outcome = "redo" if again else "finish" if finished and not rest.begun else "resume"
+        self.chronicle.goes_on(outcome, rest.taken_up)
+
+    def _catch_up(self, standings: Sequence[Standing]) -> None:
+        """This rank finishes the piece of common work that others are through with; or it joins, and is as far as they
+        are.
+        """
+        position, scale = self._position, self._model.loss_scale
+        ahead = agree.furthest(standings)
+        known = agree.told(self._groups.world, standings, torch.cat([position.totals, scale.state().cpu()]))
+        totals, scale_state = known.tensor_split([len(position.totals)])
+        if position.joins:
+            position.take_over(ahead, totals)
+            self._model.take_over(totals[:-NUM_VOTES], position.committed, scale_state)
+        elif position.done == ahead.done:
+            return
+        elif position.complete is Piece.STEP:
             self._commit(totals)
-        elif behind:
-            self._piece_done()
-        begun, keep = False, self._config.interrupted_step == "resume"
-        if not generation.planned:
-            cell_group, progress = self._group(membership.cell_group_name(self._cell.ranks)), self._progress
-            progress, compute, device = progress or self._new_progress(), self._model, self._device
-            now = self._of_step(plan.program(self._worker))
-            begun, self._rest, taken_up = agree.go_on(
-                self._world, cell_group, now, self._cell, progress, compute, device, keep=keep
-            )
-            assert self._groups is not None
-            self._groups.settle()
-        if self._rest is None:
-            self._progress = None
-        again = begun and self._rest is None
-        if self._left is not None:  # everybody has left it by now
-            self._left.close()
-            self._left = None
-        self._ready = False  # nobody is ahead any more, and the blocks with these gradients may go
-        outcome = "redo" if again else "finish" if finished and not begun else "resume"
-        self.chronicle.goes_on(outcome, taken_up)
-
-    def _of_step(self, program: Program) -> StepPlan:
-        return smaller(self.plan.layout, program, self._model.microbatches_of(self.committed))
-
-    def _new_progress(self, *, keeps: bool = False) -> Progress:
-        layout = self.plan.layout
-        return Progress(layout.num_microbatches, layout.num_layers, keeps=keeps)
+        else:
+            position.finish()
 
     def transfer(self, generation: Generation, live: Callable[[], None]) -> None:
-        plan, model, self._live = self.plan, self._model, live
-        kept = plan.layout.spans_kept_by(self._worker)
-        self._program = plan.program(self._worker)
-        groups, cell, num_layers = self._groups, self._cell, plan.layout.num_layers
-        assert groups is not None
-        if generation.previous is None:
-            model.create_layers(plan.layout.held_by(self._worker), kept)
-            pair = membership.pair(generation.members, self._cell.rank)
-            for name in (WORLD,) if self._tagged else pair:
-                self._measured.link = link_times(groups[name], model.empty_message())
+        assignment, model = self._assigned, self._model
+        if assignment.is_first:
+            model.create_layers(assignment.held, assignment.kept)
+            for name in (WORLD,) if self._tagged else assignment.timed_pair:
+                self._measured.link = link_times(self._groups.entered[name], model.empty_message())
         self._slow.times = self._measured.link or self._slow.times
         channels = Channels(
-            groups,
-            cell=cell,
-            num_layers=num_layers,
+            self._groups.entered,
+            cell=self._cell,
+            num_layers=assignment.layout.num_layers,
             tagged=self._tagged,
-            shapes=dict(generation.shapes),
+            shapes=assignment.shapes,
             cuts=model.cuts_activations,
             slow=self._slow,
         )
-        model.expect(kept)
-        self._moving = Moving(
-            plan.transfers,
-            num_layers=num_layers,
-            cell=cell,
-            world=self._world,
-            way=channels.of_transfer,
-            tensors_to_send=model.tensors_to_send,
-            tensors_to_fill=model.tensors_to_fill,
-            filled=model.filled,
-            checkpoint=lambda: self._check(Phase.TRANSFER.value, -1),
+        self._filling = Filling(
+            assignment,
+            model,
+            self._groups,
+            channels,
+            checkpoint=lambda: self._lookout.check(Phase.TRANSFER.value),
+            live=live,
         )
-        before = None if self._member.rank in generation.fresh else generation.previous
-        held = before.held_by(self._worker) if before is not None else ()
-        needed = needed_at_once(plan.layout, self._worker, self._program, held)
-        if not (generation.planned and self._moving.arriving.isdisjoint(needed)):
+        if not self._filling.may_wait:
             self._settle()
         with torch.enable_grad():  # an evaluation, which runs without, may have been cut short
-            model.take_layout(plan.layout, self._worker)
-        self._interpreter = Interpreter(
-            model,
-            channels,
-            membership.holder_groups(self._group, cell, plan.layout.blocks()),
-            tensor_group=self._group(membership.cell_group_name(cell.tensor_ranks)),
-            num_layers=num_layers,
-            checkpoint=self._check,
-            ledger=Ledger(groups.holds, self._device, alone=self._cell.size == 1),
+            model.take_layout(assignment.layout, assignment.worker)
+        self._runner = StepRunner(
+            assignment, model, self._interpreter(channels), self._position, self._measured
         )
-        self._spreading = Spreading(
-            plan.layout,
-            cell=cell,
-            world=self._world,
-            group_of=self.holders_of,
-            weights_of=model.weights_of,
-            arrived=model.weights_arrived,
-        )
+        self._filling.begin_spreading()
         self._spread_weights()  # some may have been cut off from those of the last step
         self.chronicle.started(self.committed)
 
-    def holders_of(self, first: int, last: int, place: int) -> dist.ProcessGroup:
-        """The group of the holders of a block ``[first, last)``; of each all ranks that have the same of it as this one
-        in a ``place`` that it fills.
-        """
-        assert self._groups is not None
-        parts = self._cell.parts
-        return self._groups[membership.block_group_name(first, last, place % parts, parts)]
+    def _interpreter(self, channels: Channels) -> Interpreter:
+        groups, cell, layout = self._groups, self._cell, self._assigned.layout
+        return Interpreter(
+            self._model,
+            channels,
+            holder_groups(groups.find, cell, layout.blocks()),
+            tensor_group=groups.within_cell(cell.tensor_ranks),
+            num_layers=layout.num_layers,
+            checkpoint=self._lookout.check,
+            ledger=Ledger(groups.entered.holds, self._device, alone=cell.size == 1),
+        )
 
     def _settle(self) -> None:
         """All state of the plan is here. Before anything that changes weights, or needs those that were sent."""
-        if self._moving is None:
-            return
-        began_s = time.monotonic()
-        self._moving.finish()
-        assert self._groups is not None
-        self._groups.settle()
-        self._model.settled()
-        self._moving = None
-        self._live()
-        self.chronicle.filled(self.committed, time.monotonic() - began_s)
+        if self._filling is not None and (waited_s := self._filling.finish()) is not None:
+            self.chronicle.filled(self.committed, waited_s)
+
+    # -- a step ---------------------------------------------------------------------------------------------------
 
     def run_step(self, generation: Generation) -> None:
-        step = self.committed
+        step, runner = self.committed, self._running
         self._slow.begin(step)
-        timed = (
-            self._config.time_links == "on" and self._measured.measures(step) and self.chronicle.steps_here
-        )
-        if timed and self._interpreter is not None:
-            self._fault("exchange", step)
-            ways = self._interpreter.channels, self._interpreter.holder_groups
-            neighbours = Neighbours(self._program, self.plan.layout, self._cell, *ways)
-            self._measured.exchange(step, neighbours, self._model.empty_message())
-        began_s, self._ready, self._in_step = time.monotonic(), False, True
-        trace = self._measured.trace(step)
-        if self._progress is None:
-            self._model.begin_step(step)
-            self._progress = self._new_progress(keeps=self._config.interrupted_step == "resume")
-        self._run(self._progress, trace)
-        totals = self._agreed(self._progress)
+        if self._times_links and self._measured.measures(step) and self.chronicle.steps_here:
+            self._lookout.fault("exchange")
+            runner.time_links()
+        began_s, trace = time.monotonic(), self._measured.trace(step)
+        self._position.begin()
+        runner.run(self._at_hand, trace)
+        progress = self._at_hand.progress
+        assert progress is not None
+        totals = self._agreed(progress)
         if not torch.isfinite(totals).all() and not self._model.loss_scale.blames_nobody:
-            totals = self._examined(totals, self._progress)
+            totals = self._examined(totals, progress)
         self._commit(totals)
-        votes = self.votes  # from the device, in one piece
-        self.boundary = elected(votes.ballots, votes.squares, self._world.size())
+        self._groups.count(self.votes)
         self._spread_weights()
-        kept = self.plan.layout.kept_by
+        kept_by, worker = self._assigned.layout.kept_by, self._assigned.worker
         self.chronicle.ended(
             step,
             trace,
             time.monotonic() - began_s,
-            lambda: {layer: self._model.moved_bytes(layer) for layer in kept(self._worker)},
+            lambda: {layer: self._model.moved_bytes(layer) for layer in kept_by(worker)},
         )
         if self._member.asked == Ask.LEAVE:
             raise Fenced("its node was asked to leave the job, and does behind this step")
 
-    def _run(self, progress: Progress, trace: Trace) -> None:
-        """The step's program, or what is left of it."""
-        rest, self._rest = self._rest, None
-        program = self._of_step(self._program).program if rest is None else rest
-        assert self._interpreter is not None
-        try:
-            self._interpreter.run(program, trace, progress)
-        except torch.OutOfMemoryError as error:
-            if rest is None:
-                raise
-            # What was in flight here came on top of what the plan keeps in flight. Done again, the step fits.
-            progress.whole = False
-            raise PeerFailed(f"no memory to go on with {step_name(self.committed)}: {error}") from error
-
     def _agreed(self, progress: Progress) -> torch.Tensor:
-        """All gradients of the step are reduced here: everyone's totals, once they are everywhere."""
+        """All gradients of the step are reduced here: everyone's totals, once they are everywhere. 1-D, on the host."""
         self.chronicle.samples(self.committed, self._model.samples_of_losses())
         self._settle()
-        self._check("agreement", -1)
-        assert self._groups is not None
+        self._lookout.check("agreement")
         own = self._model.local_totals()
-        votes = torch.tensor([self.wants_end(), self.writes(), *self._offers.ballot()], dtype=own.dtype)
         # Here the host waits for its device, once a step: whoever enters the agreement has computed all of it.
-        own = torch.cat([own, progress.missing(own.device).reshape(1)]).cpu()
-        totals = torch.cat([own[:-1], votes, own[-1:]])
-        self._groups.settle()
-        self._ready = True
-        dist.all_reduce(totals, group=self._world)
-        if missing_somewhere := int(totals[-1].item()):
+        totals = self.ballot.cast(own, progress.missing(own.device))
+        self._groups.entered.settle()
+        self._position.complete = Piece.STEP
+        dist.all_reduce(totals, group=self._groups.world)
+        if missing_somewhere := int(Votes.of(totals).missing):
             raise PeerFailed(
                 f"{missing_somewhere} instruction(s) of {step_name(self.committed)} counted for nothing"
             )
@@ -392,108 +323,64 @@ class RankRuntime:
 
     def _examined(self, totals: torch.Tensor, progress: Progress) -> torch.Tensor:
         """The totals to go on with, of a step whose numbers are not finite; whoever computes wrongly leaves the job."""
-        layout = self._member.with_all_routes(self.generation, self.plan.layout)
+        assignment = self._assigned
+        layout = self._member.with_all_routes(self.generation, assignment.layout)
         layout = smaller(layout, (), self._model.microbatches_of(self.committed)).layout
         progress.give_up()
 
         def again(exchange: Exchange) -> tuple[Progress, bool]:
             nonlocal totals
-            self._ready = False
-            self._model.begin_step(self.committed)
-            program = self._of_step(self._program).program
-            trial, self._rest = self._new_progress(), renumbered(program, exchange)
-            self._run(trial, self._measured.trace(self.committed))
+            self._position.begin()
+            trial = self._running.run_exchanged(exchange)
             totals = self._agreed(trial)
             return trial, bool(torch.isfinite(totals).all())
 
-        wrong = examine(layout, self._cell, self._world, progress, again)
+        wrong = examine(layout, self._cell, self._groups.world, progress, again)
         self._leave_out(wrong, self.committed)
         return totals
 
-    def _leave_out(self, wrong: Mapping[int, str], step: int) -> None:
-        """Collective: whoever's numbers are wrong leaves the job, unless it cannot do without him."""
-        if wrong and dispensable(self.plan.layout, wrong):
-            leave_out(wrong, self._world, self._cell, step, self.chronicle.event)
+    def _commit(self, totals: torch.Tensor) -> None:
+        """From here to the end nothing is sent and nothing can be cut short: whoever has the totals finishes (I5)."""
+        step, lookout = self.committed, self._lookout
+        if self._at_hand.progress is not None:
+            self._at_hand.progress.agreed()
+        self._position.outcome = self._model.apply(totals[:-NUM_VOTES], lambda: lookout.fault("optimizer"))
+        self._position.commit(totals)
+        self.chronicle.committed(step, self.outcome)
+        self._at_hand.forget()
+        lookout.fault("commit", step=step)
+
+    def _spread_weights(self) -> None:
+        if self._filling is not None and self._filling.spreads:
+            self._lookout.fault("param_gather", step=self.committed - 1)
+            self._filling.spread()
+
+    @property
+    def _running(self) -> StepRunner:
+        assert self._runner is not None
+        return self._runner
+
+    # -- what all do together besides steps -----------------------------------------------------------------------
 
     def evaluate(self, first: int, microbatches: int) -> None:
-        """So many ``microbatches``, at most those of a plan, from ``first`` on through the layers, forward only."""
-        assert self._interpreter is not None
-        self._model.begin_evaluation(first, microbatches)
-        self._evaluating = True
-        try:
-            with torch.no_grad():
-                program = smaller(self.plan.layout, self._program, microbatches).program
-                forward_only = [one for one in program if one.op in FORWARD_ONLY]
-                trace = self._measured.trace(self.committed)
-                self._interpreter.run(forward_only, trace, self._new_progress())
-        finally:
-            self._evaluating = False
+        """See ``StepRunner.evaluate``."""
+        with self._lookout.evaluating():
+            self._running.evaluate(first, microbatches)
 
     def together(self, work: Callable[[dist.ProcessGroup], None]) -> None:
-        self._ready = self._in_step = False
+        self._position.begin()
         self._settle()
-        work(self._world)
-        self._check("", -1)
-        self._ready = True
-        dist.barrier(group=self._world)
-        self._piece_done()
+        work(self._groups.world)
+        self._lookout.check("")
+        self._position.complete = Piece.OTHER
+        dist.barrier(group=self._groups.world)
+        self._position.finish()
 
     def check_holders(self, world: dist.ProcessGroup) -> None:
         """Work for :meth:`together`: whoever has other bytes of a layer than most of its holders leaves the job."""
         self._leave_out(self._model.odd_holders(world, rank=self._cell.rank), self.committed - 1)
 
-    def _piece_done(self) -> None:
-        self.done, self.own = self.done + 1, self.own + 1
-        self._ready = self._in_step = False
-
-    # -- inside a step --------------------------------------------------------------------------------------------
-
-    def _check(self, point: str, microbatch: int) -> None:
-        """Before every instruction: has the generation ended? Is a fault due?"""
-        if self._member.newer_than(self.generation):
-            raise Superseded(f"generation {self.generation} has ended")
-        self.chronicle.trains(self.committed)
-        if point:
-            self._fault("evaluate" if self._evaluating else point, self.committed, microbatch)
-
-    def _fault(self, point: str, step: int, microbatch: int = -1) -> None:
-        self._fault_point(point, step=step, generation=self.generation, microbatch=microbatch)
-
-    def _commit(self, totals: torch.Tensor) -> None:
-        """From here to the end nothing is sent and nothing can be cut short: whoever has the totals finishes (I5)."""
-        step = self.committed
-        if self._progress is not None:
-            self._progress.agreed()
-        self.outcome = self._model.apply(totals[:-_VOTES], lambda: self._fault("optimizer", step))
-        self._totals, self.committed = totals.clone(), step + 1
-        self._piece_done()
-        self.chronicle.committed(step, self.outcome)
-        self._progress = None
-        self._fault("commit", step)
-
-    def _spread_weights(self) -> None:
-        """From the first keeper of each slice to the holders that do not keep its optimizer state.
-
-        Whoever is cut off here by a failure is committed all the same: the keepers have what it lacks, and the next
-        generation begins with this.
-        """
-        if self._spreading:
-            self._fault("param_gather", self.committed - 1)
-            self._spreading.run()
-
-    @property
-    def _world(self) -> dist.ProcessGroup:
-        if self._groups is None:
-            raise Superseded("no groups")
-        return self._groups[WORLD]
-
-    def _group(self, name: str) -> dist.ProcessGroup | None:
-        """Of this generation, if this rank is in it."""
-        assert self._groups is not None
-        return self._groups[name] if name in self._groups else None
-
-    @property
-    def plan(self) -> Plan:
-        """Of the generation that this rank is in."""
-        assert self._plan is not None
-        return self._plan
+    def _leave_out(self, wrong: Mapping[int, str], step: int) -> None:
+        """Collective: whoever's numbers are wrong leaves the job, unless it cannot do without him."""
+        if wrong and dispensable(self._assigned.layout, wrong):
+            leave_out(wrong, self._groups.world, self._cell, step, self.chronicle.event)

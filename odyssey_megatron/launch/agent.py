@@ -10,14 +10,9 @@ import contextlib
 import json
 import logging
 import os
-import queue
 import secrets
-import select
-import signal
 import socket
-import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,23 +20,21 @@ from typing import Any
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-from odyssey_megatron.cluster.events import Ask, RankDied
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.errors import EXIT_BAD_INPUT, EXIT_LEFT_OUT, ConfigError, ControlPlaneLost
+from odyssey_megatron.errors import EXIT_BAD_INPUT, ConfigError, ControlPlaneLost
 from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch import run_folder
 from odyssey_megatron.launch.admission import OTHER_TOKEN
 from odyssey_megatron.launch.asking import Asking
-from odyssey_megatron.launch.awake import Awake
 from odyssey_megatron.launch.control import Control, EventReader
 from odyssey_megatron.launch.coordinator import Coordinator
 from odyssey_megatron.launch.forking import forking
 from odyssey_megatron.launch.heartbeat import HeartbeatBoard
 from odyssey_megatron.launch.leases import FirstAgent, beats
-from odyssey_megatron.launch.lifeline import exit_code
 from odyssey_megatron.launch.onlookers import Onlookers
 from odyssey_megatron.launch.planner import Planner
+from odyssey_megatron.launch.ranks import Fence, Ranks
 from odyssey_megatron.launch.respawn import Respawn, forget_smaller
 from odyssey_megatron.launch.signals import Received
 from odyssey_megatron.launch.verdict import Verdict, VerdictWatch
@@ -71,7 +64,6 @@ _CONNECT_S = 10.0
 """For an agent's connection to the store where all have met a moment ago: if it is gone, so is the job."""
 _SEEN_S = 0.5
 """For others to see that secrets differ, where the store goes with the process that has found it."""
-_KILLED_WITHIN_S = 5.0
 _FAREWELL_S = 4.0
 """From the verdict on: how long the first agent keeps the store for the others to read it."""
 
@@ -181,16 +173,10 @@ class OdysseyAgent(LocalElasticAgent):
         except ControlPlaneLost:
             return self._orphaned()
         handles = self._pcontext.subprocess_handlers
-        ranks = _Ranks(
-            control,
-            board,
-            signals,
-            launch.config.hang_s,
-            fences=launch.config.mode != "observe",
-            respawn=Respawn(self._pcontext, control, launch.config, launch.zygote, journal)
-            if launch.config.mode != "observe"
-            else None,
-        )
+        acts = launch.config.mode != "observe"
+        respawn = Respawn(self._pcontext, control, launch.config, launch.zygote, journal) if acts else None
+        fence = Fence(launch.config.hang_s, kills=acts)
+        ranks = Ranks(control, board, signals, fence, respawn)
         for worker in group.workers:
             process = handles[worker.local_rank].proc
             ranks.add(worker.global_rank, worker.local_rank, process)
@@ -267,7 +253,7 @@ class OdysseyAgent(LocalElasticAgent):
         ranks = {node: json.loads(text) for node, text in enumerate(control.read(listed))}
         return {rank: node for node in ranks for rank in ranks[node]}
 
-    def _conclude(self, verdict: VerdictWatch, ranks: _Ranks, control: Control) -> int:
+    def _conclude(self, verdict: VerdictWatch, ranks: Ranks, control: Control) -> int:
         """Lets the ranks end, or ends them; returns the exit code of the job."""
         final, began_s = verdict.value or Verdict(code=1, terminate_s=_ORPHANS_S), time.monotonic()
         ranks.drain(final.grace_s)
@@ -285,157 +271,6 @@ class OdysseyAgent(LocalElasticAgent):
         return final.code
 
 
-class _Ranks:
-    """The processes of this node: who has ended, who is silent."""
-
-    def __init__(
-        self,
-        control: Control,
-        board: HeartbeatBoard,
-        signals: Received,
-        hang_s: float,
-        *,
-        fences: bool,
-        respawn: Respawn | None = None,
-    ):
-        """``fences``: kill a rank that is silent for ``hang_s``; else only say so."""
-        self._control, self._board, self._hang_s, self._fences = control, board, hang_s, fences
-        self._awake = Awake(hang_s)
-        self.signals, self._respawn = signals, respawn
-        self._poll = select.poll()
-        self._living: dict[int, tuple[int, int, Any]] = {}  # pidfd -> rank, slot, process
-        self._fenced: set[int] = set()
-        self._guarded: set[int] = set()
-        self._reported: set[int] = set()
-        self._ending: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()  # rank, exit code
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK)
-        self._poll.register(self._wake, select.POLLIN)
-        self._poll.register(signals.fd, select.POLLIN)
-
-    @property
-    def listen(self) -> bool:
-        """Whether there are ranks, and any of them has joined the job: else nobody reads what is asked of it."""
-        return any(self._board.has_begun(slot) for _, slot, _ in self._living.values())
-
-    @property
-    def gone(self) -> bool:
-        return not self._living
-
-    def ask(self, what: Ask) -> None:
-        """Of all ranks; none is started again."""
-        self._board.ask(what)
-        self._respawn = None
-
-    def add(self, rank: int, slot: int, process: Any) -> None:
-        fd = os.pidfd_open(process.pid)
-        self._living[fd] = (rank, slot, process)
-        self._poll.register(fd, select.POLLIN)
-
-    def watch(self, verdict: VerdictWatch, heed: Callable[[], None]) -> None:
-        """Reports deaths and fences the silent until the verdict is there. Raises ControlPlaneLost."""
-        self._poll.register(verdict.fd, select.POLLIN)
-        tick_ms = max(1, int(min(self._hang_s / 10, 0.2) * 1e3))
-        while not verdict.arrived:
-            self._reap(tick_ms, report=True)
-            heed()
-            self._start_due()
-            self._guard_begun()
-            self._fence_silent()
-        self._poll.unregister(verdict.fd)
-
-    def drain(self, limit_s: float) -> None:
-        """Waits until all have ended, at most ``limit_s``, or until a signal comes."""
-        ends_s = time.monotonic() + limit_s
-        while self._living and not self.signals.pending and (left_s := ends_s - time.monotonic()) > 0:
-            self._reap(int(left_s * 1e3) + 1, report=False)
-
-    def end(self, limit_s: float) -> None:
-        """Ends those that still run: politely, for at most ``limit_s``."""
-        self._board.ask(Ask.NOTHING)  # or SIGTERM would be left to this agent
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            for _, _, process in self._living.values():
-                _signal_session(process.pid, number)
-                _signal_session(process.pid, signal.SIGCONT)  # one that is stopped hears nothing
-            self.drain(limit_s if number == signal.SIGTERM else _KILLED_WITHIN_S)
-            self.signals.take()
-
-    def _reap(self, timeout_ms: int, *, report: bool) -> None:
-        for fd, _ in self._poll.poll(timeout_ms):
-            if fd == self._wake:
-                os.eventfd_read(fd)
-                while report and not self._ending.empty():
-                    self._report(*self._ending.get())
-            if fd not in self._living:
-                continue
-            now_s = time.monotonic()
-            rank, slot, process = self._living.pop(fd)
-            self._poll.unregister(fd)
-            os.close(fd)
-            # Its own children (data loaders) are in its session, which is known by its pid until it is reaped.
-            _signal_session(process.pid, signal.SIGKILL)
-            code = process.wait()
-            if report:
-                self._report(rank, code)
-                if self._respawn is not None:
-                    self._respawn.note_end(rank, slot, code, now_s)
-                    self._vacate(self._respawn.wanted)
-
-    def _vacate(self, slots: set[int]) -> None:
-        for _, slot, process in self._living.values():
-            if slot in slots:
-                _signal_session(process.pid, signal.SIGKILL)
-
-    def _start_due(self) -> None:
-        """Processes in the place of those that have died."""
-        if self._respawn is None:
-            return
-        for rank, slot in self._respawn.due(time.monotonic()):
-            self._board.vacate(slot)
-            for noted in (self._fenced, self._guarded, self._reported):
-                noted.discard(rank)
-            self.add(rank, slot, self._respawn.start(rank, slot))
-
-    def _report(self, rank: int, code: int) -> None:
-        if rank in self._reported:  # its lifeline was faster
-            return
-        self._reported.add(rank)
-        if self._respawn is None or not self._respawn.unmissed(rank, code):
-            ended = "killed" if code < 0 else "corrupt" if code == EXIT_LEFT_OUT else "exit"
-            cause = "hang" if self._fences and rank in self._fenced else ended
-            self._control.send(RankDied(rank=rank, code=code, cause=cause))
-
-    def _guard_begun(self) -> None:
-        """A thread on the lifeline of each rank that has one by now."""
-        for rank, slot, process in self._living.values():
-            if rank not in self._guarded and self._board.has_begun(slot):
-                self._guarded.add(rank)
-                threading.Thread(
-                    target=self._await_end,
-                    args=(rank, slot, process.pid),
-                    name=f"odyssey-rank{rank}",
-                    daemon=True,
-                ).start()
-
-    def _await_end(self, rank: int, slot: int, pid: int) -> None:
-        self._board.await_end(slot)
-        code = exit_code(pid)
-        if code is not None:  # else its pidfd will tell
-            self._ending.put((rank, code))
-            os.eventfd_write(self._wake, 1)
-
-    def _fence_silent(self) -> None:
-        now_s = time.monotonic()
-        watched_s = now_s - self._awake.since_s(now_s)
-        for rank, slot, process in self._living.values():
-            silent_s = min(self._board.silent_s(slot, now_s), watched_s)
-            if rank not in self._fenced and silent_s > self._hang_s:
-                fate = "it is killed" if self._fences else "with --odyssey recover it would be killed"
-                say(f"[odyssey] rank {rank} has been silent for {self._hang_s} s: {fate}")
-                self._fenced.add(rank)
-                if self._fences:
-                    _signal_session(process.pid, signal.SIGKILL)
-
-
 def _name_of_job(control: Control) -> str:
     """As the first agent has it. Raises ConfigError if that one has another secret."""
     ends_s = time.monotonic() + _CONNECT_S
@@ -446,8 +281,3 @@ def _name_of_job(control: Control) -> str:
             raise ControlPlaneLost("the first agent has not named the job")
         time.sleep(0.02)
     return control.get(keys.JOB_NAME)
-
-
-def _signal_session(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, number)

@@ -31,12 +31,15 @@ def read(text: str, rank: int, control: Control) -> Message | None:
     if not isinstance(head, wire.Head):
         return head
     worker, part, template = rank // head.shape.cell_size, wire.NO_PART, ""
-    if worker in wire.holding(head.shape):
+    if wire.has_part(head.shape, worker):
         found = control.peek(keys.part_key(head.number, worker))
-        part = from_json(wire.Part, found) if found else part
-        template = control.peek(keys.template_key(head.number, part.template)) or ""
-        if not found or not template:
+        if not found:
             return None
+        part = from_json(wire.Part, found)
+        if part.template != wire.NO_PROGRAM:
+            template = control.peek(keys.template_key(head.number, part.template)) or ""
+            if not template:
+                return None
     return wire.from_wire(head, worker, part, template)
 
 

@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import os
 import sys
-import time
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -19,7 +18,6 @@ from odyssey_megatron.errors import (
     ConfigError,
     ControlPlaneLost,
     Fenced,
-    JobStopped,
     Superseded,
     Unsound,
 )
@@ -27,15 +25,14 @@ from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch import environment, generations
 from odyssey_megatron.launch.alike import end_if_shared
 from odyssey_megatron.launch.control import Control
+from odyssey_megatron.launch.entering import Entering, concerns
 from odyssey_megatron.launch.heartbeat import Heartbeat
 from odyssey_megatron.launch.signals import leave_to_agent
 from odyssey_megatron.launch.starting import Starting
 from odyssey_megatron.launch.watch import Watch
 from odyssey_megatron.metrics.journal import Journal
-from odyssey_megatron.plan.generation import Finished, Generation, Stop
+from odyssey_megatron.plan.generation import Finished, Generation
 from odyssey_megatron.plan.layout import Layout
-
-_RETRY_AFTER_S = 0.5
 
 
 class Member:
@@ -64,7 +61,7 @@ class Member:
         self.rank, self.world_size, self.incarnation, self.journal = rank, world_size, incarnation, journal
         self.each = each
         """Places of a whole cell that it fills, as its agent has it: see ``Cell``."""
-        self._control, self._config, self._heartbeat = control, config, heartbeat
+        self._control, self._heartbeat = control, heartbeat
         self._on_offer: Callable[[Generation], None] = lambda offered: None
         self._watcher_control = watch
         self._watch = Watch(watch, self._hear_offer, settled=not self.joins)
@@ -76,6 +73,16 @@ class Member:
             control=control,
             watch=self._watch,
             timeout_s=config.store_timeout_s,
+        )
+        self._entering = Entering(
+            rank=rank,
+            incarnation=incarnation,
+            control=control,
+            watch=self._watch,
+            ask_retry=self.ask_retry,
+            fenced=self._note_fenced,
+            first_within_s=config.store_timeout_s,
+            next_within_s=config.recovery_timeout_s,
         )
         if not self.joins:
             self._watch.start()
@@ -219,25 +226,7 @@ class Member:
             JobStopped: the job cannot go on.
             ControlPlaneLost: also if no generation came in time.
         """
-        if not self._watch.settled:
-            return self._next_with_this_rank(after)
-        if timeout_s is None:
-            timeout_s = self._config.recovery_timeout_s if after else self._config.store_timeout_s
-        ends_s = time.monotonic() + timeout_s
-        if after and not self._watch.await_newer(after, min(_RETRY_AFTER_S, timeout_s)):
-            self.ask_retry(after, f"no newer generation within {_RETRY_AFTER_S} s")
-        message = None
-        while message is None:
-            if not self._watch.await_newer(after, ends_s - time.monotonic()):
-                raise ControlPlaneLost(f"no generation after {after} within {timeout_s} s")
-            after, text = self._watch.newest()
-            message = generations.read(text, self.rank, self._control)
-        if isinstance(message, Stop):
-            raise JobStopped(message.why, message.code)
-        if self._waits_in(message):
-            self._watch.settled = False
-            return self._next_with_this_rank(message.number)
-        return self._own(message)
+        return self._entering.next_generation(after, timeout_s)
 
     def with_all_routes(self, number: int, layout: Layout) -> Layout:
         """``layout`` of generation ``number``, which this rank is in, with the ways that all microbatches go.
@@ -250,57 +239,12 @@ class Member:
     def _hear_offer(self, text: str) -> None:
         """In the watcher's thread."""
         offered = generations.read(text, self.rank, self._watcher_control)
-        if isinstance(offered, Generation) and (self._belongs_to(offered) or self._leaves(offered)):
+        if isinstance(offered, Generation) and concerns(offered, self.rank, self.incarnation):
             self._on_offer(offered)
 
-    def _own(self, message: Generation | Finished) -> Generation:
-        """The generation, if this rank is in it. Raises Fenced."""
-        if isinstance(message, Generation):
-            if self._belongs_to(message):
-                return message
-            why, lost = message.why, f" (lost: {list(message.dead)})"
-        else:
-            why, lost = "finished", ""
+    def _note_fenced(self, number: int, why: str) -> None:
         if self.journal:
-            self.journal.event("fenced", generation=message.number, why=why)
-        raise Fenced(
-            f"generation {message.number} goes on without rank {self.rank}, which was declared dead or whose "
-            f"cell has lost a rank{lost}, or is to be whole again"
-        )
-
-    def _is_this_process(self, generation: Generation) -> bool:
-        """Not if another process has this rank by now."""
-        return dict(generation.incarnations).get(self.rank, 0) == self.incarnation
-
-    def _belongs_to(self, generation: Generation) -> bool:
-        return self.rank in generation.members and self._is_this_process(generation)
-
-    def _leaves(self, offered: Generation) -> bool:
-        """Its cell is to leave between two steps, and comes back as a larger one: it has a say in when, like all."""
-        outside = self.rank not in offered.members and self.rank not in offered.fresh
-        return outside and self._is_this_process(offered)
-
-    def _waits_in(self, message: Generation | Finished) -> bool:
-        """A recovery goes on without this rank, which holds nothing, and offers it a place afterwards."""
-        if isinstance(message, Finished):
-            return False
-        outside = self.rank in message.fresh and self.rank not in message.members
-        return outside and self._is_this_process(message)
-
-    def _next_with_this_rank(self, seen: int) -> Generation:
-        """Waits to be offered a place, for as long as it takes. Raises as :meth:`next_generation`."""
-        while True:
-            seen, text, offered = self._watch.await_any(seen)
-            match message := generations.read(text, self.rank, self._control):
-                case Stop():
-                    raise JobStopped(message.why, message.code)
-                case Finished():
-                    raise JobStopped("the job finished first", 0)
-                case Generation() if self._belongs_to(message):
-                    self.take_offer(message.number)
-                    return message
-                case Generation() if not offered and not self._waits_in(message):
-                    self._own(message)
+            self.journal.event("fenced", generation=number, why=why)
 
     # -- reports --------------------------------------------------------------------------------------
 

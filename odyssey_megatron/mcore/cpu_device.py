@@ -31,8 +31,13 @@ _FACTORIES = (
     "ones_like full_like rand_like randn_like empty_strided"
 ).split()
 _NEED_TRITON = tuple(
-    "megatron.core.transformer." + name
-    for name in ("custom_layers.batch_invariant_kernels", "moe.paged_stash", "moe.ops.paged_stash")
+    "megatron.core." + name
+    for name in (
+        "transformer.custom_layers.batch_invariant_kernels",
+        "transformer.moe.paged_stash",
+        "transformer.moe.ops.paged_stash",
+        "inference.contexts.attention_context.triton.tensor_ops",
+    )
 )
 """Imported by every version from 0.16.1 to 0.19.0 that has them, used by nothing that runs on the CPU."""
 _NEW = "new_tensor new_empty new_zeros new_ones new_full".split()
@@ -54,6 +59,9 @@ def install() -> None:
     if importlib.util.find_spec("triton") is None:  # a gigabyte, for kernels that need a GPU
         for name in _NEED_TRITON:
             sys.modules.setdefault(name, _Absent(name))
+    from odyssey_megatron.mcore import cpu_hybrid  # it knows redirected functions only
+
+    cpu_hybrid.offer_mamba_ssm()
     _compile_helpers()
     _let_norms_be_sequence_parallel()
     _let_routers_do_without_transformer_engine()
@@ -279,6 +287,9 @@ def prepare_training() -> None:
     defaults[names.index("allow_no_cuda") - len(names)] = True
     original.__defaults__ = tuple(defaults)
     _keep_spawned_processes_small()
+    from odyssey_megatron.mcore import cpu_hybrid
+
+    cpu_hybrid.let_stacks_do_without_transformer_engine()
     if not seams.is_applied(seam_table.FUSED_KERNELS_LOAD):
         seams.apply(seam_table.FUSED_KERNELS_LOAD, lambda args: None)
 

@@ -1,9 +1,11 @@
 """The door for a training script: connect to the job, describe the model, train.
 
-with Session.start(config) as session:        # after parsing the flags, before importing Megatron
-with session.rank_zero_first():
-dataset = ...
-session.train(TrainingJob(...))
+    with Session.start(config) as session:  # after parsing the flags, before importing Megatron
+        with session.rank_zero_first():
+            dataset = ...
+        session.train(TrainingJob(...))
+
+What ends the job becomes the process's exit code (docs/running.md).
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from odyssey_megatron.launch.member import Member
 from odyssey_megatron.mcore import device
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.metrics.outlet import say
-from odyssey_megatron.policy.block_configs import UnlikeLayers, unlike_layers
+from odyssey_megatron.policy.block_configs import UnlikeLayers, hybrid_layers, unlike_layers
 from odyssey_megatron.policy.profile import (
     Attention,
     Experts,
@@ -177,6 +179,11 @@ class Session:
             JobStopped: no holder of some layer is left.
             Unsound: the loss is not finite; or holders of a layer differ, where that is checked.
         """
+        if self.config.sequence_balance != "off":
+            raise ConfigError(
+                f"--odyssey-sequence-balance {self.config.sequence_balance} deals the packed samples of Megatron-LM's "
+                "own training loop; a TrainingJob's go in their order. Leave it out."
+            )
         spec = self._job_spec(job)
         self.post(spec, self._profile(job))
         own = self.member.cell(spec)
@@ -313,7 +320,9 @@ class Session:
             tokens_per_step=job.global_batch_size * job.seq_length,
             train_steps=job.train_iters,
             optimizer_copies=job.optimizer_copies,
-            whole_cells_only=kept_whole(config, is_packed=job.model.is_packed),
+            whole_cells_only=kept_whole(
+                config, optimizer=job.model.optimizer_config.optimizer, is_packed=job.model.is_packed
+            ),
             least_holders=self.config.least_holders,
             eager_forwards=self.config.eager_forwards,
             save_steps=0,
@@ -400,8 +409,18 @@ def _attention(config: Any) -> Attention:
     return Attention.grouped(config.hidden_size, heads, config.num_query_groups or heads, config.kv_channels)
 
 
-def _unlike(config: Any) -> UnlikeLayers:
-    """The layers of a ``HeterogeneousTransformerConfig``; of others nothing."""
+def _unlike(config: Any, kinds: str, seq_length: int) -> UnlikeLayers:
+    """The layers of a ``HeterogeneousTransformerConfig``, or of a hybrid model; of others nothing."""
+    if kinds:
+        state_space = Attention.state_space(
+            config.hidden_size,
+            heads=config.mamba_num_heads,
+            head_dim=config.mamba_head_dim,
+            groups=config.mamba_num_groups,
+            states=config.mamba_state_dim,
+            seq_length=seq_length,
+        )
+        return hybrid_layers(kinds, _attention(config), state_space, config.ffn_hidden_size)
     if not config.heterogeneous_block_specs:
         return ()
     return unlike_layers(
@@ -422,9 +441,12 @@ def estimate(
     micro_batch_size: int,
     vocab_size: int,
     is_tied: bool = False,
+    kinds: str = "",
     precision: Precision | None = None,
 ) -> Profile:
-    """The profile of a model of Megatron's ``config`` until the job has measured itself."""
+    """The profile of a model of Megatron's ``config`` until the job has measured itself; ``kinds``: of a hybrid model
+    those of its layers.
+    """
     on_cpu = settings.device == "cpu"
     usable_percent = 100 - settings.memory_headroom_percent
     return estimated_profile(
@@ -444,7 +466,7 @@ def estimate(
             config.num_layers / config.pipeline_model_parallel_size,
         ),
         experts=_experts(config),
-        unlike=_unlike(config),
+        unlike=_unlike(config, kinds, seq_length),
         mtp_num_layers=config.mtp_num_layers or 0,
         precision=precision or Precision(dtype_bytes=config.params_dtype.itemsize),
         memory_bytes=None if on_cpu else torch.cuda.mem_get_info()[1] * usable_percent // 100,

@@ -15,7 +15,8 @@ from typing import Any
 from odyssey_megatron.codec import from_jsonable, parsed
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.inputs import read_bytes
-from odyssey_megatron.metrics.outlet import Lines, Outlet, say
+from odyssey_megatron.metrics.lines import Lines
+from odyssey_megatron.metrics.outlet import Outlet, say
 from odyssey_megatron.metrics.records import CLOCK_READINGS, EVENTS, SCHEMA_VERSION, STALLS, Line
 from odyssey_megatron.names import step_name
 

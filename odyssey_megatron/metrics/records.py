@@ -77,6 +77,7 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "switched": ("policy", "plan_hash", "groups_s", "agree_s", "transfer_s", "fill_s"),
     "redone": ("redo_s",),
     "step_committed": ("loss", "grad_norm", "lr", "skipped", "step_s", "tokens", "num_microbatches"),
+    "step_dealt": ("natural", "dealt"),
     "samples": ("microbatches", "samples"),
     "trace": ("instructions",),
     "weights": ("digest", "state_bytes", "optimizer_bytes", "host_bytes"),
@@ -102,7 +103,9 @@ stood still, while ``fill_s`` ran behind the first step. ``samples`` (the rank t
 through the head): ``samples`` holds, for each of ``microbatches``, the list of its global sample indices.
 ``saved``: before ``step`` all waited for ``save_s``, for a checkpoint. ``weights``: at the end of a rank, by layer.
 ``step_committed``: ``loss`` is a dict of named losses; one that is ``skipped`` has changed no weight, as its loss scale
-was too large; ``step_s`` is -1 where it was not timed. ``trace``: [[text, start_s, end_s], ...] on the monotonic
+was too large; ``step_s`` is -1 where it was not timed. ``step_dealt``: how many times
+its share the route would have cost that is dearest in the ``natural`` order of its microbatches, by what is expected of
+their sequences, and as ``dealt``. ``trace``: [[text, start_s, end_s], ...] on the monotonic
 clock. ``dead`` is a list of ranks everywhere. ``left_out`` (of a rank that stays): rank ``target`` leaves, since its
 numbers are wrong. ``slowness``: what makes steps longer, or does no more: ``slow_ranks`` of a slow worker, whose
 ``speed`` is 1 if it is healthy. ``measured``, now and then: ``factors`` are [worker, so many times what its work
@@ -201,6 +204,8 @@ class Line(_Line, total=False):
     step_s: _Seconds
     tokens: int
     num_microbatches: _Id
+    natural: Annotated[float, FINITE]
+    dealt: Annotated[float, FINITE]
     microbatches: tuple[_Id, ...]
     samples: tuple[tuple[_Id, ...], ...]
     instructions: tuple[tuple[str, _Seconds, _Seconds], ...]

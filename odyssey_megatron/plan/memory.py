@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
+from itertools import groupby
 from math import ceil
 
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.names import size_text
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Layout
-from odyssey_megatron.plan.slices import WHOLE, kept, size
+from odyssey_megatron.plan.slices import WHOLE, kept_shares
 
 
 def state_bytes(layout: Layout, costs: Costs) -> dict[int, int]:
@@ -17,11 +19,20 @@ def state_bytes(layout: Layout, costs: Costs) -> dict[int, int]:
     messages that are kept.
     """
     total = dict.fromkeys(layout.workers, 0)
-    for holders, found, layer in zip(layout.all_holders, layout.states, costs.all_layers, strict=True):
+    rows = zip(layout.all_holders, layout.states, costs.all_layers, strict=True)
+    for (holders, found), alike in groupby(rows, lambda row: row[:2]):
+        layers = [layer for _, _, layer in alike]
+        each = sum(one.weight_bytes + one.gradient_bytes for one in layers)
+        optimizer = Counter(one.optimizer_bytes for one in layers)
         for worker in holders:
-            total[worker] += layer.weight_bytes + layer.gradient_bytes
-        for worker, spans in kept(found).items():
-            total[worker] += ceil(layer.optimizer_bytes * size(spans) / WHOLE)
+            total[worker] += each
+        of_shares: dict[int, int] = {}
+        for worker, shares in kept_shares(found).items():
+            if shares not in of_shares:
+                of_shares[shares] = sum(
+                    count * ceil(one * shares / WHOLE) for one, count in optimizer.items()
+                )
+            total[worker] += of_shares[shares]
     for route in layout.routes if costs.keeps_messages else ():
         for hop in route.hops:
             sent = (hop.last < layout.num_layers) + (hop.first > 0)  # an activation, an input gradient

@@ -64,6 +64,12 @@ def kept(found: tuple[Slice, ...]) -> Mapping[int, tuple[Span, ...]]:
 
 
 @lru_cache(maxsize=4096)
+def kept_shares(found: tuple[Slice, ...]) -> Mapping[int, int]:
+    """Worker -> how many shares are in the slices that it keeps."""
+    return MappingProxyType({worker: size(spans) for worker, spans in kept(found).items()})
+
+
+@lru_cache(maxsize=4096)
 def firsts(found: tuple[Slice, ...]) -> Mapping[int, tuple[Span, ...]]:
     """Worker -> the slices of which it is the first owner."""
     return _spans_of((one.owners[0], one.span) for one in found if one.owners)

@@ -1,16 +1,17 @@
 """A generation as it is sent: a head that all ranks read, and a part for each worker.
 
-The head says who is in, who holds what, and what moves; a part, what one worker computes, sends and is sent. Programs
-of equal pipelines are one text, which each fills with its own numbers. All routes are sent, too, for whoever must know
-which way microbatches of others went: when numbers are not finite.
+The head says who is in and who holds what; a part, what one worker computes, sends and is sent, the layers that move
+among it. Programs of equal pipelines are one text, which each fills with its own numbers. All routes are sent, too, for
+whoever must know which way microbatches of others went: when numbers are not finite.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import NamedTuple
 
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.plan.generation import Generation
@@ -18,7 +19,7 @@ from odyssey_megatron.plan.layout import Hop, Layout, Route
 from odyssey_megatron.plan.plan import Plan, Transfer
 from odyssey_megatron.plan.programs import Programs
 from odyssey_megatron.plan.runs import from_runs, to_runs
-from odyssey_megatron.plan.slices import EVERYTHING
+from odyssey_megatron.plan.slices import EVERYTHING, Span
 
 Holders = tuple[tuple[int, str], ...]
 """For so many layers in a row: their holders."""
@@ -38,10 +39,8 @@ class Shape:
     blocks: str
     """Where they begin."""
     num_microbatches: int
-    transfers: tuple[str, str, str, str, str, str]
-    """Their layers, sources and targets, of which shares they are, from where and up to where, and of how many layers
-    in a row. All of them, as all ranks agree on what is sent before anything is. Empty: each is of all of a layer.
-    """
+    senders: str
+    """The workers that hold nothing any more, and send what they had: there is a part of each."""
     step_s: float
     bound_s: float
     transition_s: float
@@ -67,6 +66,16 @@ class Head:
     shapes: tuple[tuple[int, int], ...] = ()
 
 
+Moves = tuple[str, str, str, str, str, str]
+"""Of transfers: their layers, sources and targets, of which shares they are, from where and up to where, and of how
+many layers in a row. The last three are empty where each is of all of one layer.
+"""
+
+NO_MOVES: Moves = ("", "", "", "", "", "")
+
+NO_PROGRAM = -1
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
     """Of one worker."""
@@ -74,14 +83,17 @@ class Part:
     routes: tuple[tuple[str, tuple[tuple[int, int], ...]], ...]
     """(microbatches, spans of layers) of each route through it: it may be visited more than once."""
     template: int
+    """``NO_PROGRAM``: it holds nothing any more."""
     numbers: str
     """What its program is filled with."""
     held: str
     """The layers that it holds already."""
+    transfers: Moves
+    """Those that it sends and is sent."""
 
 
-NO_PART = Part(routes=(), template=0, numbers="", held="")
-"""Of a worker that holds nothing."""
+NO_PART = Part(routes=(), template=NO_PROGRAM, numbers="", held="", transfers=NO_MOVES)
+"""Of a worker that nothing concerns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +102,7 @@ class Sent:
 
     head: str
     parts: Mapping[int, str]
-    """By worker; only of those that hold anything."""
+    """By worker; only of those that hold or send anything."""
     templates: tuple[str, ...]
     routes: str
 
@@ -148,9 +160,9 @@ def from_wire(head: Head, worker: int, part: Part = NO_PART, template: str = "")
     )
 
 
-def holding(shape: Shape) -> frozenset[int]:
-    """The workers that hold anything: there is a part of each."""
-    return frozenset(worker for _, text in shape.holders for worker in from_runs(text))
+def has_part(shape: Shape, worker: int) -> bool:
+    """Whether ``worker`` holds or sends anything."""
+    return any(worker in from_runs(text) for text in {shape.senders, *(text for _, text in shape.holders)})
 
 
 def with_all_routes(layout: Layout, text: str) -> Layout:
@@ -175,7 +187,7 @@ def _shape(plan: Plan, cell_size: int) -> Shape:
         tied=layout.tied,
         blocks=to_runs([block.first for block in layout.blocks()]),
         num_microbatches=layout.num_microbatches,
-        transfers=_sent(plan.transfers),
+        senders=to_runs(sorted({one.source for one in plan.transfers}.difference(layout.workers))),
         step_s=plan.step_s,
         bound_s=plan.bound_s,
         transition_s=plan.transition_s,
@@ -183,33 +195,47 @@ def _shape(plan: Plan, cell_size: int) -> Shape:
     )
 
 
-def _sent(transfers: Sequence[Transfer]) -> tuple[str, str, str, str, str, str]:
-    cut, groups = any(one.span != EVERYTHING for one in transfers), list[list[Transfer]]()
-    for one in transfers:
-        if cut and groups and replace(groups[-1][-1], layer=groups[-1][-1].layer + 1) == one:
-            groups[-1].append(one)
-        else:
-            groups.append([one])
-    first = [group[0] for group in groups]
+class _Alike(NamedTuple):
+    """Transfers that follow upon each other: of one span of so many layers in a row."""
+
+    layer: int
+    source: int
+    target: int
+    span: Span
+    num_layers: int
+
+
+def _by_worker(transfers: Iterable[Transfer]) -> Mapping[int, Sequence[_Alike]]:
+    """What each sends and is sent, in order."""
+    found: dict[int, list[_Alike]] = defaultdict(list)
+    for (_, source, target, span), alike in groupby(
+        enumerate(transfers), lambda at: (at[1].layer - at[0], at[1].source, at[1].target, at[1].span)
+    ):
+        rows = list(alike)
+        one = _Alike(rows[0][1].layer, source, target, span, len(rows))
+        found[source].append(one)
+        found[target].append(one)
+    return found
+
+
+def _moves(found: Sequence[_Alike]) -> Moves:
+    if not found:
+        return NO_MOVES
+    layers, sources, targets, spans, counts = zip(*found, strict=True)
+    cut, several = any(span != EVERYTHING for span in spans), any(count != 1 for count in counts)
     return (
-        to_runs([one.layer for one in first]),
-        to_runs([one.source for one in first]),
-        to_runs([one.target for one in first]),
-        to_runs([one.span[0] for one in first if cut]),
-        to_runs([one.span[1] for one in first if cut]),
-        to_runs([len(group) for group in groups if cut]),
+        to_runs(layers),
+        to_runs(sources),
+        to_runs(targets),
+        to_runs([span[0] for span in spans if cut]),
+        to_runs([span[1] for span in spans if cut]),
+        to_runs(counts if several else ()),
     )
 
 
-def _moving(
-    layers: Sequence[int],
-    sources: Sequence[int],
-    targets: Sequence[int],
-    starts: Sequence[int],
-    stops: Sequence[int],
-    counts: Sequence[int],
-) -> tuple[Transfer, ...]:
-    """Inverse of :func:`_sent`."""
+def _transfers(moves: Moves) -> tuple[Transfer, ...]:
+    """Inverse of :func:`_moves`. Raises ValueError."""
+    layers, sources, targets, starts, stops, counts = map(from_runs, moves)
     spans = [*zip(starts, stops, strict=True)] or [EVERYTHING] * len(layers)
     rows = zip(layers, sources, targets, spans, counts or [1] * len(layers), strict=True)
     return tuple(
@@ -241,18 +267,23 @@ def _parts(plan: Plan, previous: Layout | None) -> dict[int, str]:
     for layer, workers in enumerate(previous.holders if previous else ()):
         for worker in workers:
             held[worker].append(layer)
-    parts = {}
-    for numbers, seats in plan.programs.groups:
+    moving = _by_worker(plan.transfers)
+    seats = {worker: (NO_PROGRAM, "") for worker in moving}
+    for numbers, group in plan.programs.groups:
         text = to_runs(numbers)
-        for worker, template in seats:
-            part = Part(
-                routes=tuple(routes[worker]),
+        seats |= {worker: (template, text) for worker, template in group}
+    return {
+        worker: to_json(
+            Part(
+                routes=tuple(routes.get(worker, ())),
                 template=template,
-                numbers=text,
-                held=to_runs(held[worker]),
+                numbers=numbers,
+                held=to_runs(held.get(worker, ())),
+                transfers=_moves(moving.get(worker, ())),
             )
-            parts[worker] = to_json(part)
-    return parts
+        )
+        for worker, (template, numbers) in seats.items()
+    }
 
 
 def _own_plan(shape: Shape, worker: int, part: Part, template: str) -> Plan:
@@ -276,7 +307,7 @@ def _own_plan(shape: Shape, worker: int, part: Part, template: str) -> Plan:
         policy=shape.policy,
         layout=layout,
         programs=Programs(templates=(template,), groups=((from_runs(part.numbers), ((worker, 0),)),)),
-        transfers=_moving(*map(from_runs, shape.transfers)),
+        transfers=_transfers(part.transfers),
         step_s=shape.step_s,
         bound_s=shape.bound_s,
         transition_s=shape.transition_s,

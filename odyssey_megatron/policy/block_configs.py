@@ -1,7 +1,10 @@
-"""Layers that are not alike, as Nemotron's files describe them (``--heterogeneous-layers-config-path``)."""
+"""Layers that are not alike, as Nemotron's files describe them (``--heterogeneous-layers-config-path``), or the letters
+of a hybrid pattern (``--hybrid-layer-pattern``).
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -45,6 +48,42 @@ def unlike_layers(
             f"{num_layers}. Set both to the same."
         )
     return tuple(found)
+
+
+def hybrid_layers(
+    kinds: str, attention: Attention, state_space: Attention, ffn_hidden_size: int
+) -> UnlikeLayers:
+    """Of each layer of a hybrid model, whose ``kinds`` are Megatron's letters: M, a state space; ``*``, attention; -,
+    an MLP; E, a mixture of experts, which is described elsewhere.
+
+    Raises:
+        ConfigError: another letter.
+    """
+    nothing = Attention(weights=0, score_width=0, kept=0)
+    known = {"M": (state_space, 0), "*": (attention, 0), "-": (nothing, ffn_hidden_size), "E": (nothing, 0)}
+    if strange := sorted({*kinds} - {*known}):
+        raise ConfigError(
+            f"the hybrid pattern {kinds[:80]} has layers {', '.join(strange)}, of which nothing is known. Use "
+            f"{', '.join(known)}."
+        )
+    return tuple(known[kind] for kind in kinds)
+
+
+def kinds_of_ratios(num_layers: int, attention: float, mlp: float) -> str:
+    """The pattern that Megatron makes of ``--hybrid-attention-ratio`` and ``--hybrid-mlp-ratio``: attention stands
+    between equally long sections of other layers, and among those an MLP behind each section, the last one included
+    (core_v0.16.1 core/ssm/mamba_hybrid_layer_allocation.py, ``allocate_layers``). Where a section ends in the middle
+    of a layer, there errors of rounding decide which.
+    """
+    kinds, places = ["M"] * num_layers, [*range(num_layers)]
+    for letter, ratio, ends in (("*", attention, 1), ("-", mlp, 0)):
+        count = round(num_layers * ratio)
+        section = (len(places) - count) / max(1, count + ends)
+        found = [places[math.floor(number * section - 0.5) + number] for number in range(1, count + 1)]
+        for place in found:
+            kinds[place] = letter
+        places = [place for place in places if place not in found]
+    return "".join(kinds)
 
 
 def _units(mlp: Mapping[str, Any], hidden_size: int, products: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,13 +12,12 @@ from numpy.typing import NDArray
 from odyssey_megatron.plan.reductions import bucket_bytes, cut
 from odyssey_megatron.policy.kinds import sort_of, stages_of
 from odyssey_megatron.policy.shares import SLACK
-
-if TYPE_CHECKING:
-    from odyssey_megatron.policy.search import Search
+from odyssey_megatron.policy.splits import Splits
+from odyssey_megatron.policy.stages import path_s, reached_s, up_s
 
 
 class Rows(NamedTuple):
-    """Of one kind, whichever pipelines it is beside: see :class:`Bounds`."""
+    """The lines of one kind of pipeline, whatever the others beside it are: see :class:`Bounds`."""
 
     head_s: list[float]
     each_s: list[float]
@@ -28,19 +27,19 @@ class Rows(NamedTuple):
     path_s: float
 
     @classmethod
-    def of(cls, search: Search, kind: int) -> Rows:
-        costs, spans, lag = search.costs, search.costs.spans, search.costs.message_s()
-        rows = cls([], [], [], 2.0**40, search.path_s(kind))
-        first = search.stages(kind)[0].spans[0]
-        for one in search.stages(kind):
-            reached_s = spans.forward_s(0, one.first) + one.hop * lag
-            rows.head_s.extend((reached_s, reached_s - one.beside_s(costs), search.up_s(kind, one)))
+    def of(cls, splits: Splits, kind: int) -> Rows:
+        costs, spans, stages = splits.costs, splits.costs.spans, splits.stages(kind)
+        rows = cls([], [], [], 2.0**40, path_s(costs, stages))
+        first = stages[0].spans[0]
+        for one in stages:
+            begins_s = reached_s(costs, one)
+            rows.head_s.extend((begins_s, begins_s - one.beside_s(costs), up_s(costs, stages, one)))
             rows.each_s.extend((one.each_s, one.down_and_up_s, one.down_and_up_s))
             rows.spans.extend((one.spans[:1], one.spans, (first,)))
-            if costs.keeps_messages and search.budget is not None:
-                sent = sum((a > 0) + (b < search.last) for a, b in one.spans) * costs.message_bytes
+            if costs.keeps_messages and splits.budget is not None:
+                sent = sum((a > 0) + (b < splits.last) for a, b in one.spans) * costs.message_bytes
                 needs = sum(spans.activation_bytes(a, b) for a, b in one.spans)
-                room = int(search.budget * one.share) - search.kept_bytes(one) - needs
+                room = int(splits.budget * one.share) - splits.kept_bytes(one) - needs
                 rows = rows._replace(fits=min(rows.fits, room // sent if sent else rows.fits))
         return rows
 
@@ -54,17 +53,18 @@ class Bounds:
     last gradient goes up to the first stage, and its last bucket.
     """
 
-    def __init__(self, search: Search, kinds: Sequence[int]) -> None:
-        costs, spans = search.costs, search.costs.spans
+    def __init__(self, splits: Splits, kinds: Sequence[int], known: dict[int, Rows]) -> None:
+        """``known``: rows by kind of these ``splits``, of those that somebody has asked for; gets the missing ones."""
+        costs, spans = splits.costs, splits.costs.spans
         self._costs, self._at = costs, {kind: i for i, kind in enumerate(kinds)}
         head, each, path = list[float](), list[float](), list[float]()
         self._spans = list[tuple[tuple[int, int], ...]]()
         """Of each row, the layers that are summed behind it: all in the second of a stage's three, else a bucket."""
         starts, fewest = list[int](), list[float]()
         for kind in kinds:
-            if kind not in search.rows:
-                search.rows[kind] = Rows.of(search, kind)
-            one = search.rows[kind]
+            if kind not in known:
+                known[kind] = Rows.of(splits, kind)
+            one = known[kind]
             starts.append(len(head))
             head += one.head_s
             each += one.each_s
@@ -81,7 +81,7 @@ class Bounds:
         """Of each kind: what comes on top of the bound, as far as that is known."""
         self._stages = np.array([stages_of(kind) for kind in kinds])
         self._sort = np.array([sort_of(kind) for kind in kinds])
-        self.scale_s = spans.compute_s(0, search.last)
+        self.scale_s = spans.compute_s(0, splits.last)
         """Of one microbatch."""
 
     def reduce_among(self, number: int) -> None:

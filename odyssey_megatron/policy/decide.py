@@ -39,7 +39,7 @@ from odyssey_megatron.policy.options import (
     restart,
     without_transfers,
 )
-from odyssey_megatron.policy.partition import ALIKE, WORTH
+from odyssey_megatron.policy.pipelines import ALIKE, WORTH
 from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.proposal import Proposal
 from odyssey_megatron.policy.rerouting import heirs
@@ -151,7 +151,7 @@ def _turned(own: Layout, job: JobSpec, profile: Profile) -> Iterator[Layout]:
     costs, workers = profile.costs, own.workers
     search = search_for(costs, costs.memory_bytes, job.optimizer_copies, revisits=job.revisits)
     for turned in search.turned:
-        if turned.most_stages < job.pipeline_model_parallel_size:
+        if turned.splits.most_stages < job.pipeline_model_parallel_size:
             continue
         try:
             shape = turned.shape(len(workers), job.num_microbatches, len(own.routes))

@@ -13,33 +13,18 @@ and remainders of the layers, and simulates each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heapify, heapreplace
-from itertools import accumulate, compress
 from math import inf
 from typing import TYPE_CHECKING
 
-from odyssey_megatron.plan.layout import Hop, Route, layout_from_routes
-from odyssey_megatron.plan.list_schedule import Shape as Group
-from odyssey_megatron.plan.list_schedule import Solved
-from odyssey_megatron.plan.order import solve
-from odyssey_megatron.plan.reductions import NO_TAIL, Tail, bucket_bytes, cut
-from odyssey_megatron.plan.simulate import reduce_s, step_end_s
-from odyssey_megatron.policy import ways
-from odyssey_megatron.policy.bounds import Bounds
-from odyssey_megatron.policy.kinds import mixed
-from odyssey_megatron.policy.knapsack import packed
-from odyssey_megatron.policy.shares import SLACK
+from odyssey_megatron.plan.simulate import reduce_s
+from odyssey_megatron.policy.balanced import even
+from odyssey_megatron.policy.pipelines import ALIKE, MANY_WORKERS, WORTH, Pipelines, Shares
+from odyssey_megatron.policy.splits import Splits
 
 if TYPE_CHECKING:
     from odyssey_megatron.policy.search import Search
-
-ALIKE = 0.001
-"""A shape that could at best be this share better than another one is not worth scheduling."""
-
-_EXACT = 1e-5
-"""Of a step, how far the bisection goes."""
 
 _RUNTIME_S = 0.01
 """Of a step, about what the runtime itself takes (``tests/benchmarks/model_error.py``: below 8 ms). A worker that is
@@ -52,35 +37,15 @@ give the same plan on every machine."""
 _LOOK = 64
 """Visits that could be scheduled while the knapsack is solved once more."""
 
-MANY_WORKERS = 128
-"""From here on not every number of pipelines is looked at, and of those only the most promising in full."""
-
 _PROMISING = 4
 """Numbers of pipelines, of many workers; twice as many of few, where routes visit workers more than once."""
 
 _BEHIND = 1.05
 """Estimates are of lengths that differ by one at most: up to here others may be better, where there are few workers."""
 
-WORTH = 0.99
-"""Of the step of the best partition: above that routes that visit workers more than once are not worth it. They have
-more messages and launches, and the runtime's share of these is not in the costs."""
-
 _TRUST = (1.0, 0.5, 0.0)
 """How far what is learned of one length is believed of another. Where memory binds bounds are loose, so that nothing
 would come to an end that went by them from the beginning."""
-
-Done = tuple[float, Tail]
-"""When a worker has computed, and the weight gradients that it ends with, beside which it sums."""
-
-End = tuple[float, Sequence[tuple[float, float, int]]]
-"""When a worker has all but these weight gradients; and of its buckets, in the order in which it sums them, how long
-the weight gradients in it take, how much of its last input gradient runs on beside, and its bytes.
-"""
-
-Shares = tuple[tuple[int, int], ...]
-"""(kind, microbatches) of each pipeline, those with a slow worker and the longest first. The kind of others is how many
-stages they have (:mod:`odyssey_megatron.policy.kinds`).
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +74,7 @@ def ranked(search: Search, workers: int, microbatches: int) -> tuple[Partition, 
     numbers = sorted(search.ranked(workers, microbatches), key=lambda one: (one[1] == 1, one))
     found = {
         number: Partition(
-            number=number, estimate_s=estimate_s, least_s=_without_sums_s(search, estimate_s, number)
+            number=number, estimate_s=estimate_s, least_s=_without_sums_s(search.splits, estimate_s, number)
         )
         for estimate_s, number in numbers
     }
@@ -117,9 +82,9 @@ def ranked(search: Search, workers: int, microbatches: int) -> tuple[Partition, 
     return tuple(sorted(partitions, key=lambda one: (one.estimate_s, not one.shares, one.legs, one.number)))
 
 
-def _without_sums_s(search: Search, estimate_s: float, pipelines: int) -> float:
+def _without_sums_s(splits: Splits, estimate_s: float, pipelines: int) -> float:
     """What is left of it at the least."""
-    return max(0.0, estimate_s - reduce_s(search.costs, 0, search.last, pipelines))
+    return max(0.0, estimate_s - reduce_s(splits.costs, 0, splits.last, pipelines))
 
 
 def ranked_with_slow(
@@ -162,14 +127,14 @@ class _Look:
         partitions = [*found.values()]
         promising, behind = (_PROMISING, 1.0) if self.workers > MANY_WORKERS else (2 * _PROMISING, _BEHIND)
         for turned in self.search.turned:
-            of_these = (one.estimate_s for one in known if one.shares and one.legs == turned.legs)
+            of_these = (one.estimate_s for one in known if one.shares and one.legs == turned.splits.legs)
             limit_s = min([least_s * WORTH, *of_these])
             # Of one worker there is nothing to turn at, and those that have no part in any pipeline would idle.
             numbers = [
                 (estimate_s, number)
                 for estimate_s, number in turned.ranked(self.workers, self.microbatches)
                 if (estimate_s < limit_s * behind or self.slow)
-                and 1 < self.workers // number <= turned.most_stages
+                and 1 < self.workers // number <= turned.splits.most_stages
             ]
             better: dict[int, Partition] = {}
             limit_s = self._at(better, turned, numbers[:promising], _TRUST[:1], limit_s)
@@ -189,12 +154,14 @@ class _Look:
         """Works out the best partition into each of ``numbers``, (estimate, number of pipelines), and puts those into
         ``found`` that are better than ``least_s``, or that were not there; the least that is found then.
         """
-        visits = _VISITS if search.legs == 1 else _VISITS // 2
+        visits = _VISITS if search.splits.legs == 1 else _VISITS // 2
         for trust in trusts:
             for estimate_s, number in numbers:
                 own = search.sharing(number).pipelines(self.workers, self.slow, self.microbatches)
                 own.count(number, visits, trust)
-                one, whole = _best(own, [*search.even(self.workers, number)], estimate_s, least_s)
+                one, whole = _best(
+                    own, even(self.workers, number, search.splits.most_stages), estimate_s, least_s
+                )
                 visits = own.visits
                 if whole:
                     least_s = one.estimate_s
@@ -204,16 +171,16 @@ class _Look:
 
 
 def _best(
-    own: Pipelines, even: Sequence[tuple[int, int]], estimate_s: float, limit_s: float
+    own: Pipelines, lengths: Sequence[tuple[int, int]], estimate_s: float, limit_s: float
 ) -> tuple[Partition, bool]:
     """The best partition, and whether all of it was scheduled; without shares if it is not better than ``limit_s``.
 
-    ``even``: (stages, how many) if lengths differ by one at most, which is preferred to what is hardly better.
+    ``lengths``: (stages, how many) if lengths differ by one at most, which is preferred to what is hardly better.
     """
     true: tuple[float, Shares] | None = None
     while True:
         below_s = min(limit_s, true[0] if true else inf) * (1 - ALIKE)
-        best = own.least(lambda time_s: own.these(even, time_s), estimate_s, below_s)
+        best = own.least(lambda time_s: own.these(lengths, time_s), estimate_s, below_s)
         best = own.least(own.any, 0.0, best[0] * (1 - ALIKE) if best else below_s) or best
         if best is None or own.visits <= 0:
             break
@@ -226,7 +193,7 @@ def _best(
     found = true or (best if limit_s == inf else None)
     if found is None:
         no_better_s = max(estimate_s, min(limit_s, 1e30))
-        least_s = _without_sums_s(own.search, estimate_s, own.number)
+        least_s = _without_sums_s(own.splits, estimate_s, own.number)
         return Partition(number=own.number, estimate_s=no_better_s, least_s=least_s), False
     best_s, shares = found
     one = Partition(
@@ -234,246 +201,6 @@ def _best(
         estimate_s=best_s,
         least_s=max(own.least_s(*each) for each in dict.fromkeys(shares)),
         shares=shares,
-        legs=own.search.legs,
+        legs=own.splits.legs,
     )
     return one, true is not None
-
-
-class Pipelines:
-    """What pipelines of each kind can do: by bounds, and where they were scheduled, truly."""
-
-    def __init__(
-        self,
-        search: Search,
-        workers: int,
-        slow: tuple[int, ...],
-        microbatches: int,
-        known: Pipelines | None = None,
-    ) -> None:
-        """``known``: the same without slow workers, with what has been scheduled of them."""
-        self.search, self.workers, self.slow, self.microbatches = search, workers, slow, microbatches
-        self.number, self.visits, self._trust = 1, 0, 1.0
-        self.lengths = [
-            stages
-            for stages in range(1, min(workers, search.most_stages) + 1)
-            if search.split(stages) is not None
-        ]
-        """Of those without a slow worker."""
-        stages = range(1, min(workers + 1, search.most_stages) + 1)
-        slower = (mixed(one, sort) for sort in sorted({*slow}) for one in stages)
-        self.kinds = [*self.lengths, *(kind for kind in slower if search.split(kind) is not None)]
-        self._bounds = Bounds(search, self.kinds)
-        self._done: dict[tuple[int, int], tuple[Done, ...]] = dict(known._done) if known else {}
-        """Of those that were scheduled: per stage, when it has computed, and the weight gradients that it ends with."""
-        self.solved: dict[tuple[int, int], Solved | None] = dict(known.solved) if known else {}
-        """Their orders."""
-        self._known_ends: dict[tuple[int, int, int], Sequence[End]] = {}
-        self._alone_s: dict[tuple[int, int], float] = {}
-        """The same with its own reductions, for which nobody is waited for."""
-        self._true_s: dict[tuple[int, int], float] = {}
-        """Beside others, as far as that is known: reductions wait for each other."""
-
-    def count(self, number: int, visits: int, trust: float) -> None:
-        """From here on for so many pipelines, and with so many visits left to schedule."""
-        self.number, self.visits, self._trust = number, visits, trust
-        self._bounds.reduce_among(number)
-        self._alone_s = {one: self._with_reductions_s(*one) for one in self._done}
-        self._true_s = dict(self._alone_s)
-        self._learn()
-
-    def time_s(self, kind: int, microbatches: int) -> float:
-        """Until such a pipeline has computed and reduced."""
-        true_s = self._true_s.get((kind, microbatches))
-        return self._bounds.estimate_s(kind, microbatches) if true_s is None else true_s
-
-    def least_s(self, kind: int, microbatches: int) -> float:
-        """Until it has computed, at the least."""
-        return self._bounds.least_s(kind, microbatches, sums=False)
-
-    def most(self, time_s: float) -> dict[int, int]:
-        """Kind -> microbatches that such a pipeline can do in ``time_s``; only where that is one at the least."""
-        most = {}
-        for kind, count in zip(self.kinds, self._bounds.most(time_s, self.microbatches), strict=True):
-            while self._true_s.get((kind, count), 0.0) > time_s * SLACK:
-                count -= 1
-            if count > 0:
-                most[kind] = count
-        return most
-
-    def these(self, lengths: Sequence[tuple[int, int]], time_s: float) -> list[tuple[int, int]] | None:
-        """(stages, microbatches) of pipelines, given as (stages, how many), if they do all in ``time_s``."""
-        most = self.most(time_s)
-        if sum(most.get(stages, -inf) * count for stages, count in lengths) < self.microbatches:
-            return None
-        return [(stages, most[stages]) for stages, count in lengths for _ in range(count)]
-
-    def alike(self, below_s: float) -> tuple[float, Shares] | None:
-        """Pipelines of one length, as long as there are workers, scheduled; None if they take ``below_s`` or more.
-
-        What is left over idles, so that a cluster that has a few workers more is hardly ever slower. Such pipelines'
-        reductions do not wait for each other, which :meth:`join` counts to a length, and so to these, too.
-        """
-        if self.workers > MANY_WORKERS or not self.lengths:  # of so many, a few idle ones make no difference
-            return None
-        stages = min(self.workers // self.number, self.lengths[-1])
-        few, more = divmod(self.microbatches, self.number)
-        shares = ((stages, few + 1),) * more + ((stages, few),) * (self.number - more)
-        if stages not in self.lengths or not few or self._bounds.least_s(*shares[0]) >= below_s:
-            return None
-        for one in dict.fromkeys(shares):
-            self.schedule(*one)
-        time_s = max(self._alone_s[one] for one in shares)
-        return (time_s, shares) if time_s < below_s else None
-
-    def any(self, time_s: float) -> list[tuple[int, int]] | None:
-        """(kind, microbatches) of any pipelines that do all in ``time_s``: a knapsack."""
-        most = self.most(time_s)
-        found = packed(most, self.number, self.workers, self.slow, self.microbatches)
-        return None if found is None else [(kind, most[kind]) for kind in found]
-
-    def least(
-        self, done: Callable[[float], list[tuple[int, int]] | None], from_s: float, below_s: float
-    ) -> tuple[float, Shares] | None:
-        """(time, pipelines) of the least time for which ``done`` has some; None if there is none below ``below_s``."""
-        if from_s >= below_s:
-            return None
-        high_s = below_s
-        if high_s == inf:
-            high_s = max(from_s, self._bounds.scale_s) * (1 + ALIKE)
-            while done(high_s) is None:
-                high_s *= 2
-                if high_s > 1e6 * self._bounds.scale_s * self.microbatches:
-                    return None
-        best = None
-        while best is None or high_s - from_s > _EXACT * high_s:
-            at_s = high_s if best is None else (from_s + high_s) / 2
-            found = done(at_s)
-            if found is None and best is None:
-                return None
-            if found is None:
-                from_s = at_s
-                continue
-            one = self._shared_out(found)
-            if best is None or one[0] < best[0]:
-                best = one
-            high_s = min(at_s, best[0])
-        return best if best[0] < below_s else None
-
-    def _shared_out(self, most: list[tuple[int, int]]) -> tuple[float, Shares]:
-        """What is too much is taken from those that are done last."""
-        heap = [(-self.time_s(*one), *one) for one in most]
-        heapify(heap)
-        over = sum(count for _, count in most) - self.microbatches
-        kept = []
-        while over > 0 and heap:
-            _, kind, count = heap[0]
-            if count == 1:
-                kept.append(heap[0])
-                heap[0] = heap[-1]
-                heap.pop()
-                heapify(heap)
-                continue
-            over -= 1
-            heapreplace(heap, (-self.time_s(kind, count - 1), kind, count - 1))
-        heap += kept
-        step_s = -min(heap)[0]
-        return step_s, tuple(sorted(((kind, count) for _, kind, count in heap), reverse=True))
-
-    def _learn(self) -> None:
-        """How much later than its bound a kind was, whatever it had to do."""
-        late_s: dict[int, float] = {}
-        for (kind, microbatches), true_s in self._alone_s.items():
-            if true_s < inf:
-                one_s = true_s - self._bounds.least_s(kind, microbatches)
-                late_s[kind] = min(one_s, late_s.get(kind, inf))
-        if late_s:
-            self._bounds.learn(late_s, self._trust)
-
-    def schedule(self, kind: int, microbatches: int) -> float:
-        """The true time; infinite if it does not fit."""
-        if (kind, microbatches) in self._true_s:
-            return self._true_s[kind, microbatches]
-        search, costs = self.search, self.search.costs
-        hops = self._hops(kind)
-        state, needs, usual = [], [], []
-        for one in search.stages(kind):
-            sent = sum((a > 0) + (b < search.last) for a, b in one.spans) if costs.keeps_messages else 0
-            each = [costs.spans.activation_bytes(a, b) for a, b in one.spans]
-            state.append(search.kept_bytes(one) + sent * microbatches * costs.message_bytes)
-            needs.append(sum(each))
-            usual.append(state[-1] + min(microbatches, len(hops) - one.hop) * each[0])
-        # Where memory is not known, what 1F1B needs on its fullest worker.
-        alike = [one.share == 1.0 for one in search.stages(kind)]
-        budget = max(compress(usual, alike), default=0) if search.budget is None else search.budget
-        rooms = [int(budget * one.share) for one in search.stages(kind)]
-        if search.budget is None:
-            rooms = [budget if whole else own for whole, own in zip(alike, usual, strict=True)]
-        caps = tuple(room - one for room, one in zip(rooms, state, strict=True))
-        self.visits -= len(hops) * microbatches
-        done: tuple[Done, ...] = ((inf, NO_TAIL),) * len(caps)
-        if all(cap >= need for cap, need in zip(caps, needs, strict=True)):
-            speeds = tuple(one.speed for one in search.stages(kind))
-            group = Group(routes=((tuple(range(microbatches)), hops),), caps=caps, speeds=speeds)
-            found = self.solved[kind, microbatches] = solve(group, costs, None, thorough=True)
-            if found is not None:
-                done = tuple(zip(found.done_s, found.tails(), strict=True))
-        self._done[kind, microbatches] = done
-        alone_s = self._with_reductions_s(kind, microbatches)
-        self._alone_s[kind, microbatches] = self._true_s[kind, microbatches] = alone_s
-        self._learn()
-        return self._true_s[kind, microbatches]
-
-    def join(self, shares: Shares) -> float:
-        """The time of these, which are scheduled, together.
-
-        What the reductions add is counted to the shortest pipelines from here on: they have the largest blocks.
-        """
-        alone_s = max(self.time_s(*one) for one in shares)
-        if self.workers > MANY_WORKERS:
-            return alone_s
-        routes, done_s, tails = [], dict[int, float](), dict[int, Tail]()
-        for at, (kind, microbatches) in enumerate(shares):
-            first = len(done_s)
-            hops = (Hop(worker=first + place, first=a, last=b) for place, a, b in self._hops(kind))
-            routes.append(Route(microbatches=(at,), hops=tuple(hops)))
-            done = self._done[kind, microbatches]
-            done_s |= {first + place: end_s for place, (end_s, _) in enumerate(done)}
-            tails |= {first + place: tail for place, (_, tail) in enumerate(done)}
-        costs = self.search.costs
-        layout = layout_from_routes(self.search.last, tuple(routes), tied=costs.tied is not None)
-        joint_s = step_end_s(layout, costs, done_s, tails) - costs.optimizer_s
-        self._true_s[shares[-1]] = max(joint_s, self._true_s[shares[-1]])
-        return joint_s
-
-    def _with_reductions_s(self, kind: int, microbatches: int) -> float:
-        """Until its workers have computed and summed, each as soon as it can."""
-        costs, longest_s = self.search.costs, 0.0
-        hops = 2 * (self.number - 1)
-        lag_s, byte_s = hops * costs.link_latency_s, hops / self.number / costs.link_bytes_per_s
-        for now_s, buckets in self._ends(kind, microbatches):
-            free_s = 0.0
-            for within_s, left_s, size in buckets:
-                now_s += within_s
-                come_s = now_s - left_s
-                free_s = (come_s if come_s > free_s else free_s) + lag_s + size * byte_s
-            longest_s = max(longest_s, free_s)
-        return longest_s
-
-    def _ends(self, kind: int, microbatches: int) -> Sequence[End]:
-        """Of each worker of what is scheduled."""
-        key = kind, microbatches, bucket_bytes(self.search.costs, self.number)
-        if key not in self._known_ends:
-            costs, found = self.search.costs, list[End]()
-            for (end_s, tail), one in zip(
-                self._done[kind, microbatches], self.search.stages(kind), strict=True
-            ):
-                own = [bucket for a, b in one.spans for bucket in cut(a, b, self.number, costs)]
-                within = [tail.within_s(costs, *bucket) for bucket in reversed(own)]
-                left = accumulate((tail.left_s(costs, first) for first, _ in reversed(own)), min)
-                sizes = (costs.spans.gradient_bytes(*bucket) for bucket in reversed(own))
-                found.append((end_s - sum(within), [*zip(within, left, sizes, strict=True)]))
-            self._known_ends[key] = found
-        return self._known_ends[key]
-
-    def _hops(self, kind: int) -> tuple[ways.Visit, ...]:
-        return ways.visits(self.search.split(kind) or (), self.search.legs)

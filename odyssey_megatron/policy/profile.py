@@ -215,6 +215,28 @@ class Attention:
         return cls(weights=hidden_size**2, score_width=0, kept=hidden_size)
 
     @classmethod
+    def state_space(
+        cls, hidden_size: int, *, heads: int | None, head_dim: int, groups: int, states: int, seq_length: int
+    ) -> Attention:
+        """A layer of Mamba 2 in its place (arXiv 2405.21060, sections 6 and 7): what enters and leaves a state, for
+        each number of all ``heads``, and within chunks of 128 tokens a product with each earlier one.
+
+        Args:
+            heads: each of ``head_dim`` numbers; None: as many as have twice the hidden size.
+            groups: of heads that share ``states`` numbers each way.
+        """
+        count = heads or 2 * hidden_size // head_dim
+        inner, shared = count * head_dim, groups * states
+        chunk = min(128, seq_length)
+        products = 2 * inner * states + chunk * (inner + shared) // 2
+        mixed = inner + 2 * shared
+        return cls(
+            weights=hidden_size * (2 * inner + mixed + count) + 5 * mixed + 3 * count + inner,
+            score_width=products // seq_length,
+            kept=3 * inner + 2 * shared + count,
+        )
+
+    @classmethod
     def latent(
         cls,
         hidden_size: int,
@@ -390,14 +412,14 @@ def _shapes(
     """Of each transformer layer: attention, hidden units, those of all experts, those that a token passes, and experts
     to choose from.
     """
-    if unlike:
-        return [(own, units, 0, units, 0) for own, units in unlike]
-    dense = sparse = attention, ffn, 0, ffn, 0
-    if experts is not None:
-        each, shared = experts.ffn_hidden_size, experts.shared_ffn_hidden_size
-        sparse = attention, shared, experts.count * each, experts.topk * each + shared, experts.count
-    found = experts.layers if experts else ()
-    return [sparse if layer in found else dense for layer in range(1, num_transformer_layers + 1)]
+    found = []
+    for layer, (own, units) in enumerate(unlike or [(attention, ffn)] * num_transformer_layers, start=1):
+        if experts is not None and layer in experts.layers:
+            each, shared = experts.ffn_hidden_size, experts.shared_ffn_hidden_size
+            found.append((own, shared, experts.count * each, experts.topk * each + shared, experts.count))
+        else:
+            found.append((own, units, 0, units, 0))
+    return found
 
 
 def _layer_cost(

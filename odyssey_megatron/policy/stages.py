@@ -1,7 +1,8 @@
-"""A worker of a pipeline, as the search for pipelines sees it."""
+"""A worker of a pipeline, as the search for pipelines sees it; and what its place in the pipeline comes to."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from odyssey_megatron.plan.costs import Costs
@@ -29,3 +30,21 @@ class Stage:
     def beside_s(self, costs: Costs) -> float:
         """The input gradient beside which it may sum: see ``plan/reductions.py``."""
         return sum(costs.spans.input_grad_s(a, b) for a, b in self.spans if not a) / self.speed
+
+
+def reached_s(costs: Costs, one: Stage) -> float:
+    """When a pipeline's first microbatch is at a stage."""
+    return costs.spans.forward_s(0, one.first) + one.hop * costs.message_s()
+
+
+def up_s(costs: Costs, stages: Sequence[Stage], one: Stage) -> float:
+    """Down to a stage of a pipeline, and from it up again to the end of the first weight gradient."""
+    way_s = costs.spans.down_and_up_s(0, one.first) + 2 * one.hop * costs.message_s()
+    return way_s + costs.spans.weight_grad_s(*stages[0].spans[0])
+
+
+def path_s(costs: Costs, stages: Sequence[Stage]) -> float:
+    """One microbatch alone, to the end of its last weight gradient on the first stage."""
+    hops = sum(len(one.spans) for one in stages)
+    way_s = costs.spans.down_and_up_s(0, len(costs.layers)) + 2 * (hops - 1) * costs.message_s()
+    return way_s + costs.spans.weight_grad_s(*stages[0].spans[0])

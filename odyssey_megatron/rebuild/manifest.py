@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -53,6 +54,69 @@ def agree(
         said = lists.get(differing[0], "")
         found = _gathered(f"{who}\n{said}" if said else "", group)
         raise TensorsDiffer(_said(what(differing[0]), found, len(differing)))
+
+
+class Message(NamedTuple):
+    """A part of a layer on its way."""
+
+    layer: int
+    source: int
+    target: int
+    """Workers."""
+    number: int
+    """Among those from the one to the other."""
+    place: int
+    """Of the cell."""
+
+
+def agree_on_messages(
+    sent: Mapping[Message, Tensors],
+    received: Mapping[Message, Tensors],
+    group: dist.ProcessGroup,
+    *,
+    who: str,
+    what: Callable[[Message], str],
+) -> None:
+    """What is sent is what is waited for. Collective over ``group``: one sum of one number, whoever sends how much.
+
+    Each message counts once where it is sent and once, negative, where it is received; a sum of random numbers that is
+    zero by chance is one in 2^62.
+
+    Args:
+        sent: by this rank, what each message is made of.
+        received: by this rank, what each is to fill.
+        who: this rank, as people call it.
+        what: says what a message is of.
+
+    Raises:
+        TensorsDiffer: on all ranks alike, with the lists.
+    """
+    rows = [(one, _digest(f"{one}\n{_listed(tensors)}")) for one, tensors in sent.items()]
+    rows += [(one, -_digest(f"{one}\n{_listed(tensors)}")) for one, tensors in received.items()]
+    total = torch.tensor([sum(value for _, value in rows) % _LARGEST])
+    dist.all_reduce(total, group=group)
+    if not total.item() % _LARGEST:
+        return
+    differing = _differing(rows, group)
+    first = differing[0]
+    tensors = sent.get(first, received.get(first))
+    found = _gathered("" if tensors is None else f"{who}\n{_listed(tensors)}", group)
+    raise TensorsDiffer(_said(what(first), found, len(differing)))
+
+
+def _differing(rows: list[tuple[Message, int]], group: dist.ProcessGroup) -> list[Message]:
+    """The messages that are not received as they are sent, ascending, from the ``rows`` of all ranks. Collective."""
+    most = torch.tensor([len(rows)])
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    mine = torch.zeros((int(most), len(Message._fields) + 1), dtype=torch.int64)
+    if rows:
+        mine[: len(rows)] = torch.tensor([(*message, value) for message, value in rows])
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, mine, group=group)
+    total: dict[Message, int] = defaultdict(int)
+    for *message, value in torch.cat(everyone).tolist():
+        total[Message(*message)] += value
+    return sorted(message for message, value in total.items() if value)
 
 
 _LARGEST = 2**62

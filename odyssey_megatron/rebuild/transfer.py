@@ -4,7 +4,9 @@ committed in the new generation, so an interrupted transfer loses nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -15,14 +17,14 @@ from odyssey_megatron.names import layer_name
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.plan import Transfer
 from odyssey_megatron.plan.slices import EVERYTHING, Span, firsts, kept
-from odyssey_megatron.rebuild.manifest import Tensors, agree
+from odyssey_megatron.rebuild.manifest import Message, Tensors, agree, agree_on_messages
 
 TensorsOf = Callable[[int, int, Span], Tensors]
 """Layer, part, and what of it -> all its tensors by name, in an order that is the same on every rank."""
 
 
 class Moving:
-    """Transfers under way: what this worker sends and receives of them; every part of a layer travels as one message.
+    """This worker's transfers under way, those that it sends and is sent; every part of a layer travels as one message.
 
     What is sent must not change before :meth:`finish` returns, and what is received is not there before. Methods raise
     what the group raises when the generation ends.
@@ -41,11 +43,12 @@ class Moving:
         filled: Callable[[int, int, Span, Tensors], None],
         checkpoint: Callable[[], None],
     ):
-        """Collective over ``world``, of all members, wherever there are transfers.
+        """Collective over ``world``, of all members, also of those that neither send nor receive anything.
 
         Args:
-            way: of a transfer, its number and a place in the cell: the rank at the other end, and how
-                ``torch.distributed`` is told where it goes.
+            transfers: of this worker, in an order that those at the other ends have, too.
+            way: of a transfer, its number among those from its source to its target, and a place in the cell: the rank
+                at the other end, and how ``torch.distributed`` is told where it goes.
             filled: is called with a layer, a part and a span of it whose tensors have come, and with these.
             checkpoint: is called between layers.
 
@@ -57,30 +60,30 @@ class Moving:
         self._receives: list[tuple[Any, torch.Tensor, tuple[int, int, Span, Tensors]]] = []
         self.arriving: set[int] = set()
         """Layers."""
-        ours: dict[tuple[int, int, int], Tensors] = {}
-        for tag, transfer in enumerate(transfers):
-            if cell.worker in (transfer.source, transfer.target):
-                checkpoint()
-                of_layer = tensors_to_send if transfer.source == cell.worker else tensors_to_fill
-                for place, part in zip(cell.places, cell.held_parts, strict=True):
-                    ours[tag, place, part] = of_layer(transfer.layer, part, transfer.span)
-        if transfers:
-            agree(
-                {tag * cell.full + place: tensors for (tag, place, _), tensors in ours.items()},
-                len(transfers) * cell.full,
-                world,
-                who=f"rank {cell.rank}",
-                what=lambda at: layer_name(transfers[at // cell.full].layer, num_layers),
-            )
-        for (tag, place, part), tensors in ours.items():
-            transfer = transfers[tag]
+        ours: list[tuple[Transfer, Message, int, Tensors]] = []
+        numbers: dict[tuple[int, int], Iterator[int]] = defaultdict(count)
+        for transfer in transfers:
+            checkpoint()
+            number = next(numbers[transfer.source, transfer.target])
+            of_layer = tensors_to_send if transfer.source == cell.worker else tensors_to_fill
+            for place, part in zip(cell.places, cell.held_parts, strict=True):
+                message = Message(transfer.layer, transfer.source, transfer.target, number, place)
+                ours.append((transfer, message, part, of_layer(transfer.layer, part, transfer.span)))
+        agree_on_messages(
+            {message: tensors for one, message, _, tensors in ours if one.source == cell.worker},
+            {message: tensors for one, message, _, tensors in ours if one.target == cell.worker},
+            world,
+            who=f"rank {cell.rank}",
+            what=lambda message: layer_name(message.layer, num_layers),
+        )
+        for transfer, message, part, tensors in ours:
             if not tensors:  # an embedding whose only weight is the head's, too
                 if transfer.target == cell.worker:
                     filled(transfer.layer, part, transfer.span, tensors)
                 continue
             checkpoint()
             flat = packed(tensors.values())
-            rank, where = way(transfer, tag, place)
+            rank, where = way(transfer, message.number, message.place)
             if transfer.source == cell.worker:
                 self._sends.append((dist.isend(flat, rank, **where), flat))
             else:

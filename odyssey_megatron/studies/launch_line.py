@@ -11,7 +11,12 @@ from odyssey_megatron.config import OdysseyConfig, config_from_argv
 from odyssey_megatron.doctor.flags import looked_at
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.inputs import Between, read_text
-from odyssey_megatron.policy.block_configs import UnlikeLayers, unlike_layers
+from odyssey_megatron.policy.block_configs import (
+    UnlikeLayers,
+    hybrid_layers,
+    kinds_of_ratios,
+    unlike_layers,
+)
 from odyssey_megatron.policy.profile import Attention, Experts, Precision, recomputed
 from odyssey_megatron.studies.presets import Model
 from odyssey_megatron.upstream import refusals
@@ -58,7 +63,7 @@ def read(script: Sequence[str], more: Sequence[str] = ()) -> LaunchLine:
     if strange := [one for one in looked_at(more, None)[2] if not one.startswith("--odyssey")]:
         raise ConfigError(f"{' '.join(strange)}: neither of this command's flags nor of Megatron-LM's.")
     line = _Line(vars(args))
-    stages, layers = line.size("pipeline_model_parallel_size", 1), line.size("num_layers")
+    stages, layers = line.size("pipeline_model_parallel_size", 1), _num_layers(line)
     if layers > _MOST_LAYERS:
         raise ConfigError(f"--num-layers {layers:,}: at most {_MOST_LAYERS:,} are planned for.")
     micro_batch_size = line.size("micro_batch_size", 1)
@@ -79,7 +84,8 @@ def read(script: Sequence[str], more: Sequence[str] = ()) -> LaunchLine:
         sequence_parallel=line.has("sequence_parallel"),
         use_distributed_optimizer=line.has("use_distributed_optimizer"),
         stage_layers=_stage_layers(line, layers, stages),
-        virtual_stages=line.maybe("num_virtual_stages_per_pipeline_rank")
+        virtual_stages=len(_segments(line)) // stages
+        or line.maybe("num_virtual_stages_per_pipeline_rank")
         or layers // (stages * line.size("num_layers_per_virtual_pipeline_stage", layers))
         or 1,
         config=config_from_argv(flags),
@@ -119,8 +125,26 @@ class _Line:
             raise ConfigError(f"the launch line has no {_flag(name)}. Give it to this command, too.")
         return default
 
+    def share(self, name: str) -> float:
+        """A number from 0 to 1; 0 if the flag is not there. Raises ConfigError."""
+        try:
+            return float(Between(0, 1).read(str(self._given.get(name) or 0)))
+        except ValueError as error:
+            raise ConfigError(f"{_flag(name)}: {error}.") from None
+
     def text(self, name: str) -> str:
         return str(self._given[name]) if self.has(name) else ""
+
+
+def _num_layers(line: _Line) -> int:
+    """From core_v0.17.1 on a hybrid pattern says it in the flag's place. Raises ConfigError."""
+    return len("".join(_segments(line))) or line.size("num_layers")
+
+
+def _segments(line: _Line) -> list[str]:
+    """Of a hybrid pattern the layers of each chunk, where it says them; one, of all, where it does not."""
+    pattern = line.text("hybrid_layer_pattern") or line.text("hybrid_override_pattern")
+    return pattern.partition("/")[0].split("|")
 
 
 def _flag(name: str) -> str:
@@ -149,7 +173,7 @@ def _model(line: _Line, layers: int, stages: int) -> Model:
         ),
         experts=_experts(line, layers, ffn),
         mtp_num_layers=line.maybe("mtp_num_layers") or 0,
-        unlike=_unlike(line, layers, hidden),
+        unlike=_unlike(line, layers, hidden, ffn),
     )
 
 
@@ -163,8 +187,28 @@ def _precision(line: _Line) -> Precision:
     )
 
 
-def _unlike(line: _Line, layers: int, hidden: int) -> UnlikeLayers:
-    """As the file says that the launch line names. Raises ConfigError."""
+def _state_space(line: _Line, hidden: int) -> Attention:
+    return Attention.state_space(
+        hidden,
+        heads=line.maybe("mamba_num_heads"),
+        head_dim=line.size("mamba_head_dim", 64),
+        groups=line.size("mamba_num_groups", 8),
+        states=line.size("mamba_state_dim", 128),
+        seq_length=line.size("seq_length"),
+    )
+
+
+def _unlike(line: _Line, layers: int, hidden: int, ffn: int) -> UnlikeLayers:
+    """As the file says that the launch line names, or a hybrid pattern. Raises ConfigError."""
+    if line.has("spec"):
+        kinds = "".join(_segments(line))
+        ratios = line.share("hybrid_attention_ratio"), line.share("hybrid_mlp_ratio")
+        return hybrid_layers(
+            kinds or kinds_of_ratios(layers, *ratios),
+            _attention(line, hidden),
+            _state_space(line, hidden),
+            ffn,
+        )
     path, text = (
         line.text("heterogeneous_layers_config_path"),
         line.text("heterogeneous_layers_config_encoded_json"),
@@ -225,12 +269,19 @@ def _experts(line: _Line, layers: int, ffn: int) -> Experts | None:
     if count is None:
         return None
     return Experts(
-        layers=frozenset(_with_experts(line.text("moe_layer_freq") or "1", layers)),
+        layers=frozenset(_with_experts(_frequency(line), layers)),
         count=count,
         topk=line.size("moe_router_topk", 2),
         ffn_hidden_size=line.size("moe_ffn_hidden_size", ffn),
         shared_ffn_hidden_size=line.maybe("moe_shared_expert_intermediate_size") or 0,
     )
+
+
+def _frequency(line: _Line) -> str:
+    """As --moe-layer-freq would say it: a hybrid pattern has a letter for it."""
+    if line.has("spec"):
+        return str([int(kind == "E") for kind in "".join(_segments(line))] or [0] * _num_layers(line))
+    return line.text("moe_layer_freq") or "1"
 
 
 def _with_experts(text: str, layers: int) -> list[int]:
@@ -271,9 +322,12 @@ def _pattern(node: ast.expr) -> int | list[int]:
 
 
 def _stage_layers(line: _Line, layers: int, stages: int) -> tuple[int, ...]:
-    """As ``--decoder-first-`` and ``-last-pipeline-num-layers`` and ``--account-for-…-in-pipeline-split`` have it.
-    Raises ConfigError.
+    """As the ends of stages in a hybrid pattern, or ``--decoder-first-`` and ``-last-pipeline-num-layers`` and
+    ``--account-for-…-in-pipeline-split``, have it. Raises ConfigError.
     """
+    counts = [len(one) for one in _segments(line)]
+    if len(counts) > 1 and not len(counts) % stages:
+        return tuple(sum(counts[stage::stages]) for stage in range(stages))
     first, last = (
         line.maybe("decoder_first_pipeline_num_layers"),
         line.maybe("decoder_last_pipeline_num_layers"),

@@ -70,7 +70,7 @@ class Oobleck(System):
     def _shape(self, world: World, lengths: Sequence[int]) -> Shape:
         costs = world.profile.costs
         search = search_for(costs, None)
-        splits = [search.split(min(length, search.most_stages)) or () for length in lengths]
+        splits = [search.splits.split(min(length, search.splits.most_stages)) or () for length in lengths]
         shares = min_max_shares(
             world.job.num_microbatches, [expected_rate(e, costs, ours=self.ours) for e in splits]
         )
@@ -119,10 +119,10 @@ class Oobleck(System):
 def smallest(costs: Costs) -> int:
     """n_0: the shortest pipeline whose stages fit the memory."""
     search = search_for(costs, None)
-    for stages in range(1, search.most_stages + 1):
-        if pipelines_fit([search.split(stages) or ()], costs):
+    for stages in range(1, search.splits.most_stages + 1):
+        if pipelines_fit([search.splits.split(stages) or ()], costs):
             return stages
-    return search.most_stages
+    return search.splits.most_stages
 
 
 @lru_cache(maxsize=256)
@@ -132,15 +132,15 @@ def instantiated(costs: Costs, microbatches: int, workers: int, *, ours: bool) -
     """
     search, least = search_for(costs, None), smallest(costs)
     rates = {
-        length: expected_rate(search.split(length) or (), costs, ours=ours)
-        for length in range(least, min(workers, search.most_stages) + 1)
+        length: expected_rate(search.splits.split(length) or (), costs, ours=ours)
+        for length in range(least, min(workers, search.splits.most_stages) + 1)
     }
 
     def step_s(lengths: tuple[int, ...]) -> float:
         paced = [(rates[length], count) for length, count in Counter(lengths).items()]
         return finish_s(microbatches, paced) + reduce_s(costs, 0, 1, len(lengths))
 
-    found = [one for one in _sets(workers, least, search.most_stages) if len(one) <= microbatches]
+    found = [one for one in _sets(workers, least, search.splits.most_stages) if len(one) <= microbatches]
     several = [one for one in found if len(one) > 1] or found
     return min(several, key=lambda one: (step_s(one), one), default=())
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from odyssey_megatron.errors import ConfigError, MegatronIncompatible
+from odyssey_megatron.upstream.flags import MUON
 
 TESTED = ("0.16.1", "0.17.1", "0.18.2", "0.19.1")
 """Jobs have run with these; with the first of them the most (docs/versions.md). core_v0.19.0 says of
@@ -92,6 +94,48 @@ def _provider_of(model: Any) -> Callable[..., Any]:
     return provider
 
 
+def layer_kinds(args: Any) -> tuple[str, ...]:
+    """Of a hybrid model the kind of each transformer layer, a letter each as in Megatron's patterns, cut where the
+    pattern says that a stage ends; empty of others. ``args``: as validated.
+
+    core_v0.16.1 core/ssm/mamba_hybrid_layer_allocation.py; from 0.17 on the pattern is all there is.
+    """
+    if args.spec is None:
+        return ()
+    if hasattr(args, "hybrid_layer_pattern"):
+        return tuple((args.hybrid_layer_pattern or "").partition("/")[0].split("|"))
+    from megatron.core.ssm import mamba_hybrid_layer_allocation
+
+    pattern, ratios = args.hybrid_override_pattern, (args.hybrid_attention_ratio, args.hybrid_mlp_ratio)
+    return ("".join(mamba_hybrid_layer_allocation.allocate_layers(args.num_layers, *ratios, pattern)),)
+
+
+def kinds_of_chunk(original: Callable[..., Any], offset: int, count: int, *args: Any, **kwargs: Any) -> Any:
+    """What Megatron's hybrid stack is told that it is made of: ``count`` layers, with ``offset`` before them.
+
+    0.16 asks for those of the whole model (``allocate_layers``), and later versions for those of a stage, of a pattern
+    that may have ends of stages in it (``select_pipeline_segment``), and how many come before.
+    """
+    named = inspect.signature(original).bind(*args, **kwargs).arguments
+    if "main_pattern" not in named:
+        return original(*args, **kwargs)[offset : offset + count]
+    return [*named["main_pattern"].replace("|", "")][offset : offset + count], offset
+
+
+def number_layers(layers: Any, offset: int) -> None:
+    """Each of a chunk's layers has its number in the model. 0.16's state spaces count from the first of a chunk where
+    there is one stage (core_v0.16.1 core/ssm/mamba_block.py, line 129).
+    """
+    for number, layer in enumerate(layers, start=offset + 1):
+        if layer.layer_number != number:
+            layer.layer_number = layer.mixer.layer_number = number
+
+
+def name_of_final_norm(decoder: Any) -> str:
+    """Of the norm behind the last layer, in Megatron's block of layers or its hybrid stack."""
+    return "final_norm" if hasattr(decoder, "final_norm") else "final_layernorm"
+
+
 def train_step_result(
     losses: dict[str, Any], grad_norm: float | None, num_zeros_in_grad: int | None, *, skipped: bool
 ) -> tuple[Any, ...]:
@@ -128,6 +172,60 @@ def optimizer_settings(args: Any, config: Any) -> tuple[Any, Any]:
         wide = optimizer.get_mup_config_overrides(settings, config.mup_width_mult, settings.optimizer)
         overrides = {**(overrides or {}), **wide}
     return settings, overrides
+
+
+def is_muon(optimizer: str) -> bool:
+    """Whether this is one of Megatron's names of Muon."""
+    return optimizer in MUON
+
+
+def optimizer_of(config: Any, chunks: list[Any], overrides: Any, groups: Any, *, of_layer: bool) -> Any:
+    """Megatron's optimizer, a chain, of ``chunks`` of a model: of one with its state spread over ranks that of which
+    each rank keeps all.
+
+    Muon is for matrices, and Adam for the rest (core_v0.16.1 core/optimizer/muon.py, line 165; from 0.18 on it is one
+    of the optimizers that ``get_megatron_optimizer`` makes). Both functions write into what they are given.
+
+    Args:
+        of_layer: the chunks are one layer, known to this rank alone, in which may be no matrix.
+
+    Raises:
+        ConfigError: the package with Muon is not there.
+    """
+    from megatron.core import optimizer
+
+    given: dict[str, Any] = {
+        "config_overrides": None if overrides is None else dict(overrides),
+        "use_gloo_process_groups": False,
+        "pg_collection": groups,
+    }
+    if not is_muon(config.optimizer):
+        return optimizer.get_megatron_optimizer(config, chunks, **given)
+    from megatron.core.optimizer import muon
+
+    if not getattr(optimizer, "HAVE_EMERGING_OPTIMIZERS", getattr(muon, "HAVE_EMERGING_OPTIMIZERS", True)):
+        raise ConfigError(
+            f"--optimizer {config.optimizer} is in NVIDIA's package emerging_optimizers, which this Megatron does not "
+            "find, or finds too old. Install the version that Megatron-LM's pyproject.toml names, or use --optimizer "
+            "adam."
+        )
+    own = copy.copy(config)
+    own.optimizer = (
+        "muon"
+        if not of_layer or any(_is_matrix(p) for chunk in chunks for p in chunk.parameters())
+        else "adam"
+    )
+    if hasattr(own, "use_layer_wise_distributed_optimizer"):
+        own.use_layer_wise_distributed_optimizer = False
+    elif own.optimizer == "muon":
+        return muon.get_megatron_muon_optimizer(own, chunks, **given)
+    return optimizer.get_megatron_optimizer(own, chunks, **given)
+
+
+def _is_matrix(parameter: Any) -> bool:
+    """Whether it is Muon's."""
+    is_end = getattr(parameter, "is_embedding_or_output_parameter", False)
+    return parameter.dim() == 2 and not is_end and bool(parameter.requires_grad)
 
 
 def batch_on_this_cp_rank(batch: dict[str, Any]) -> dict[str, Any]:

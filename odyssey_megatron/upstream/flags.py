@@ -18,6 +18,10 @@ _WORKS = {
     use_mup mup_width_mult mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim
     mup_attn_scale_power
     """,
+    "Muon: tests/megatron_lm/test_muon.py": """
+    muon_momentum muon_split_qkv muon_use_nesterov muon_nesterov muon_scale_mode muon_fp32_matmul_prec
+    muon_num_ns_steps muon_extra_scale_factor muon_coefficient_type
+    """,
     "the types in which gradients and Adam's moments are kept: tests/megatron_lm/test_moments.py": """
     main_grads_dtype
     """,
@@ -99,6 +103,10 @@ _WORKS = {
     moe_token_drop_policy moe_layer_recompute moe_apply_probs_on_input moe_grouped_gemm
     moe_permute_fusion moe_router_fusion use_fused_weighted_squared_relu
     """,
+    "hybrid models: tests/megatron_lm/test_hybrid.py": """
+    mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads use_mamba_mem_eff_path
+    mamba_training_ssm_states_dtype hybrid_attention_ratio hybrid_mlp_ratio
+    """,
     "multi-token prediction: tests/megatron_lm/test_future.py": """
     mtp_num_layers mtp_loss_scaling_factor
     """,
@@ -160,11 +168,12 @@ _MOOT = {
     dsa_indexer_rope_interleaved dsa_indexer_rotate_activation dsa_indexer_scoring_relu
     dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32
     """,
-    "read by hybrid models only": """
+    "read by gated delta nets only": """
     linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads
-    linear_num_value_heads mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads
-    use_mamba_mem_eff_path hybrid_attention_ratio hybrid_mlp_ratio mtp_hybrid_override_pattern
-    mamba_inference_conv_states_dtype mamba_inference_ssm_states_dtype mamba_training_ssm_states_dtype
+    linear_num_value_heads
+    """,
+    "read by hybrid models in inference only": """
+    mamba_inference_conv_states_dtype mamba_inference_ssm_states_dtype
     """,
     "read with delayed scaling of fp8, or --fp4-format, only": """
     fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp4_recipe fp4_param
@@ -217,9 +226,7 @@ _MOOT = {
     output_bert_embeddings vision_pretraining
     """,
     "read with optimizers that are refused": """
-    muon_momentum muon_split_qkv muon_use_nesterov muon_scale_mode muon_fp32_matmul_prec muon_num_ns_steps
-    muon_tp_mode muon_extra_scale_factor muon_coefficient_type muon_scalar_optimizer lion_beta1 lion_beta2
-    muon_nesterov use_layer_wise_param_layout
+    lion_beta1 lion_beta2
     """,
     "read with --perform-rl-step only": """
     rl_prompts_per_eval grpo_prompts_per_step grpo_group_size grpo_iterations grpo_clamp_eps_lower
@@ -285,6 +292,9 @@ _MOOT = {
     overlap_moe_expert_parallel_comm ep_overlap_early_attn_memory_release
     overlap_dispatch_backward_with_experts_wgrad
     high_priority_a2a_comm_stream
+    """,
+    "with Muon each holder of a layer keeps all of its optimizer state": """
+    use_layer_wise_param_layout
     """,
     "Odyssey's own schedule runs weight gradients apart": """
     delay_wgrad_compute defer_embedding_wgrad_compute
@@ -390,6 +400,8 @@ WORKS = _by_destination(_WORKS)
 """Destination -> why it works: under test, or without a way to matter to who holds what."""
 MOOT = _by_destination(_MOOT)
 """Destination -> why it changes nothing: Odyssey does that itself, or what would read it is off, or refused."""
+MUON = ("muon", "dist_muon")
+"""As values of --optimizer: its state on each rank, or spread over them."""
 AS_ODYSSEY_DOES = {
     "ckpt_format": ("torch_dist",),
     "cuda_graph_impl": ("none",),

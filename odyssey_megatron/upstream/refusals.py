@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from odyssey_megatron.errors import ConfigError
-from odyssey_megatron.upstream.flags import AS_ODYSSEY_DOES, MOOT, WORKS
+from odyssey_megatron.upstream.flags import AS_ODYSSEY_DOES, MOOT, MUON, WORKS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +81,30 @@ _MODELOPT = "Model Optimizer changes the model behind its stages. Leave it out."
 _UNTRIED = "Nobody has tried it under failure. Leave it out."
 _ALONE = "Leave out --odyssey."
 _PACKED_ALONE = (
-    "Packed sequences are not tried with --context-parallel-size above 1, --mtp-num-layers or --num-experts."
+    "Packed sequences are not tried with --context-parallel-size above 1, --mtp-num-layers, --num-experts or hybrid "
+    "models."
 )
+_STACKS = "megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec"
+_KINDS = "M*-E"
+_HYBRID = (
+    f"Of a hybrid pattern the layers {', '.join(_KINDS)} have been tried, and ends of stages; no multi-token "
+    f"prediction (/). Use these, with --spec {_STACKS}."
+)
+
+
+def _is_hybrid(args: Any) -> bool:
+    """Whether ``--spec`` names a stack of Megatron's own; a launch line may have more than its first word."""
+    spec = getattr(args, "spec", None)
+    words = spec if isinstance(spec, list) else [str(spec)]
+    module = words[0].strip("[]").split()[0] if words and words[0].strip("[] ") else ""
+    return module.startswith(("megatron.core.models.mamba.", "megatron.core.models.hybrid."))
+
+
+def _no_known_pattern(value: Any, args: Any) -> bool:
+    return value is not None and not (_is_hybrid(args) and {*str(value)} <= {*_KINDS, "|"})
+
+
+_WHOLE_MOMENTUM = "with Muon each holder of a layer keeps all of its optimizer state"
 
 
 def _not_none(value: Any, args: Any) -> bool:
@@ -105,7 +127,11 @@ def _any_but(*usual: str) -> Callable[[Any, Any], bool]:
 def _packed_with_others(value: Any, args: Any) -> bool:
     others = "context_parallel_size", "mtp_num_layers", "num_experts"
     sizes = [getattr(args, name, None) or 0 for name in others]
-    return bool(value) and (sizes[0] > 1 or any(sizes[1:]))
+    return bool(value) and (sizes[0] > 1 or any(sizes[1:]) or _is_hybrid(args))
+
+
+def _with_muon(args: Any) -> bool:
+    return getattr(args, "optimizer", None) in MUON
 
 
 def _unlike(other: str) -> Callable[[Any, Any], bool]:
@@ -165,12 +191,15 @@ _ROWS: tuple[tuple[str, str] | tuple[str, str, Callable[[Any, Any], bool]], ...]
     ("mtp_detach_heads", _UNTRIED),
     ("position_embedding_type", "Use rope, yarn, learned_absolute or none.",
      _none_of("rope", "yarn", "learned_absolute", "none")),
-    ("hybrid_layer_pattern", _ALIKE),
-    ("hybrid_override_pattern", _ALIKE),
-    ("is_hybrid_model", _ALIKE),
+    ("hybrid_layer_pattern", _HYBRID, _no_known_pattern),
+    ("hybrid_override_pattern", _HYBRID, _no_known_pattern),
+    ("mtp_hybrid_override_pattern", _HYBRID),
+    ("is_hybrid_model", f"Hybrid models are given with --spec, one of Megatron's own: {_STACKS}.",
+     lambda value, args: bool(value) and not _is_hybrid(args)),
     ("linear_attention_freq", _ALIKE),
     ("experimental_attention_variant", _ALIKE),
-    ("spec", "Only Megatron's own layers have been tried. Leave it out."),
+    ("spec", f"Of layers that it names those of Megatron's own hybrid models have been tried: {_STACKS}. Use these, or "
+     "leave it out.", lambda value, args: value is not None and not _is_hybrid(args)),
     ("tensor_parallel_num_weight_shards", "Use that of tensor parallelism.",
      lambda value, args: value is not None and value > args.tensor_model_parallel_size),
     ("freeze_all_layers", _LEAVE_OUT),
@@ -195,7 +224,12 @@ _ROWS: tuple[tuple[str, str] | tuple[str, str, Callable[[Any, Any], bool]], ...]
     ("cpu_offloading_num_layers", _HOST),
     ("fine_grained_activation_offloading", _HOST),
     ("optimizer_cpu_offload", _HOST),
-    ("optimizer", "Use adam or sgd.", _none_of("adam", "sgd")),
+    ("optimizer", "Use adam, sgd or muon.", _none_of("adam", "sgd", *MUON)),
+    ("muon_tp_mode", "The ranks of a cell would exchange messages in the middle of an update. Use blockwise.",
+     lambda value, args: _with_muon(args) and value not in (None, "blockwise")
+     and _above_one(getattr(args, "tensor_model_parallel_size", None), args)),
+    ("muon_scalar_optimizer", "Use adam.",
+     lambda value, args: _with_muon(args) and value not in (None, "adam")),
     ("use_precision_aware_optimizer",
      "As in Megatron-LM it is for --optimizer adam with --use-distributed-optimizer. Use these, or leave it out.",
      lambda value, args: bool(value) and not (
@@ -290,7 +324,12 @@ def moot(args: Any, parser: Parser) -> Iterator[tuple[str, str]]:
 
 def ignored(args: Any, parser: Parser) -> Iterator[tuple[str, str]]:
     """As :func:`moot`, without what plain Megatron-LM would not read either: it sets some of that itself."""
-    return ((flag, why) for flag, why in moot(args, parser) if not why.startswith("read "))
+    yield from ((flag, why) for flag, why in moot(args, parser) if not why.startswith("read "))
+    if _with_muon(args):
+        if args.optimizer == "dist_muon":
+            yield "--optimizer dist_muon", _WHOLE_MOMENTUM
+        elif getattr(args, "use_distributed_optimizer", False):
+            yield "--use-distributed-optimizer", _WHOLE_MOMENTUM
 
 
 def reasons(

@@ -1,10 +1,10 @@
-"""The seams that Odyssey uses. A row is added with the code that needs it, and compared with each tag's source.
-
-``tests/doctor/test_seam_table.py`` compares all rows with the checkouts that it is given.
+"""The seams that Odyssey uses. A row is added with the code that needs it, and compared with each tag's source
+(``tests/doctor/test_seam_table.py``, with the checkouts that it is given).
 """
 
 from __future__ import annotations
 
+from odyssey_megatron.upstream.hybrid_seams import HYBRID_SEAMS
 from odyssey_megatron.upstream.seams import Seam
 
 _ALONE = "the groups span ranks, which come and go, so Odyssey makes them"
@@ -496,5 +496,5 @@ FUSED_KERNELS_LOAD = Seam(
     signatures={"0.16": "args", "0.17": None},
     only_if="--odyssey-device cpu",
 )
-
-SEAMS: tuple[Seam, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Seam))
+_OWN = tuple(value for value in list(globals().values()) if isinstance(value, Seam))
+SEAMS: tuple[Seam, ...] = _OWN + HYBRID_SEAMS

@@ -181,7 +181,7 @@ def test_packages(host, expected):
         ),
         ("--bf16 --fp8-format hybrid", ["--fp8-recipe"]),
         ("--ckpt-format torch", []),
-        ("--save here --ckpt-format torch --optimizer muon", ["--optimizer"]),
+        ("--save here --ckpt-format torch --optimizer soap", ["--optimizer"]),
         ("--micro-batch-size 2 --eval-micro-batch-size 2", []),
         ("--micro-batch-size 2 --eval-micro-batch-size 4", ["--eval-micro-batch-size"]),
     ],

@@ -11,7 +11,7 @@ import socket
 
 import pytest
 
-from odyssey_megatron.metrics.outlet import Lines
+from odyssey_megatron.metrics.lines import Lines
 from tests.e2e.around import Around, left_behind, listening, small_disk
 from tests.e2e.soak import Tail, printed_difference, twice_or_not
 from tests.launch.jobserver import CHECKOUT, events, pid_of, wait_for

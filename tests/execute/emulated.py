@@ -257,8 +257,8 @@ def measure_the_accelerator(model: Accelerator) -> None:
             for peer in neighbours.order
         }
 
-    product_rank.Neighbours.exchange = exchange
-    product_rank.Neighbours.sums = lambda neighbours, message, now: {}
+    Neighbours.exchange = exchange
+    Neighbours.sums = lambda neighbours, message, now: {}
     timing.time = SimpleNamespace(monotonic=time.monotonic, thread_time=lambda: model.busy_s)
     product_rank.link_times = ping_pong
 

@@ -60,6 +60,7 @@ class Outcome:
     tokens: int = MICROBATCHES
     num_microbatches: int = MICROBATCHES
     skipped: bool = False
+    dealt: tuple[float, float] | None = None
 
 
 class NoLossScale:
@@ -69,9 +70,6 @@ class NoLossScale:
 
     def state(self) -> torch.Tensor:
         return torch.zeros(0, dtype=torch.float64)
-
-    def take_over(self, state: torch.Tensor) -> None:
-        assert not state.numel()
 
 
 class CellOfOne:
@@ -84,6 +82,9 @@ class CellOfOne:
     def filled(self, layer: int, part: int, span: Span, tensors: Tensors) -> None: ...
 
     def settled(self) -> None: ...
+
+    def take_over(self, totals: torch.Tensor, step: int, scale: torch.Tensor) -> None:
+        assert not scale.numel()
 
     def weights_arrived(self, layer: int, part: int, spans: Sequence[Span], tensors: Tensors) -> None: ...
 
@@ -117,6 +118,8 @@ class Stack(CellOfOne):
         self._ahead: set[tuple[int, int]] = set()
         self._step = 0
         self.room: Callable[[], bool] = lambda: True
+        self.begins: Callable[[], None] = lambda: None
+        """Told of each step."""
 
     def create_layers(self, layers: tuple[int, ...], kept: Mapping[int, tuple[Span, ...]]) -> None:
         for layer in layers:
@@ -164,6 +167,7 @@ class Stack(CellOfOne):
         return MICROBATCHES
 
     def begin_step(self, step: int) -> None:
+        self.begins()
         self._step = step
         self._flights.clear()
         self._ahead.clear()

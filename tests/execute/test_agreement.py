@@ -67,7 +67,7 @@ def progress_of(layout, *instructions):
 
 
 def test_what_a_rank_has_done_stays_if_the_plan_lets_it():
-    from odyssey_megatron.rebuild.agree import can_resume
+    from odyssey_megatron.execute.interrupted import can_resume
 
     layout = layout_from_routes(4, (pipeline_route((0, 1), (2, 4), (0,)),))
     device = torch.device("cpu")
@@ -78,7 +78,7 @@ def test_what_a_rank_has_done_stays_if_the_plan_lets_it():
 
 
 def test_gradients_that_were_cut_off_half_way_do_not_stay():
-    from odyssey_megatron.rebuild.agree import can_resume
+    from odyssey_megatron.execute.interrupted import can_resume
 
     layout = layout_from_routes(4, (pipeline_route((0, 1), (2, 4), (0,)),))
     progress = progress_of(layout, "F0[0:2]")

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from odyssey_megatron.launch.respawn import completed, shrunk
+from odyssey_megatron.launch.places import completed, shrunk
 
 EIGHT = {rank: rank for rank in range(8)}
 

@@ -141,3 +141,53 @@ def test_layers_that_are_not_alike(megatron, tmp_path):
     path.write_text(json.dumps({"block_configs": blocks}))
     with pytest.raises(ConfigError, match="has 3 of them, and --num-layers is 2"):
         launch_line.read([*SIZES.split(), *flags.split()])
+
+
+def test_layers_of_a_hybrid_model(megatron):
+    """By letters, or by the ratios of older versions."""
+    pytest.importorskip("einops")
+    import torch
+    from megatron.core.models.mamba import MambaModel, mamba_layer_specs
+    from megatron.core.ssm.mamba_hybrid_layer_allocation import allocate_layers
+    from megatron.core.transformer import TransformerConfig
+
+    from odyssey_megatron.config import OdysseyConfig
+    from odyssey_megatron.mcore import cpu_hybrid
+    from odyssey_megatron.mcore.plugin import estimate
+    from odyssey_megatron.policy.block_configs import kinds_of_ratios
+    from odyssey_megatron.studies.presets import ACCELERATORS
+
+    cpu_hybrid.let_stacks_do_without_transformer_engine()
+    config = TransformerConfig(
+        num_layers=4, hidden_size=HIDDEN, num_attention_heads=HEADS, num_query_groups=2, add_bias_linear=False,
+        use_cpu_initialization=True, pipeline_dtype=torch.float32, normalization="RMSNorm", num_moe_experts=4,
+        moe_ffn_hidden_size=16, moe_layer_freq=[0, 0, 0, 1], mamba_state_dim=8, mamba_head_dim=8, mamba_num_groups=2,
+        bias_dropout_fusion=False, persist_layer_norm=False,
+    )  # fmt: skip
+    built = MambaModel(
+        config, mamba_layer_specs.mamba_stack_spec, vocab_size=VOCAB, max_sequence_length=LENGTH,
+        hybrid_override_pattern="M*-E", share_embeddings_and_output_weights=True, pg_collection=megatron,
+    )  # fmt: skip
+    planned = estimate(
+        config, OdysseyConfig(device="cpu"), seq_length=LENGTH, micro_batch_size=2, vocab_size=VOCAB, is_tied=True,
+        kinds="M*-E",
+    ).costs  # fmt: skip
+    parameters = [sum(one.numel() for one in layer.parameters()) for layer in built.decoder.layers]
+    assert [one.weight_bytes // 4 for one in planned.layers[1:-1]] == pytest.approx(parameters, rel=0.02)
+    line = [
+        *SIZES.replace("--num-layers 2", "--hybrid-layer-pattern M*|-E").split(), "--spec",
+        "megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec", "--num-experts", "4",
+        "--moe-ffn-hidden-size", "16", "--mamba-state-dim", "8", "--mamba-head-dim", "8", "--mamba-num-groups", "2",
+        "--group-query-attention", "--num-query-groups", "2", "--pipeline-model-parallel-size", "2",
+    ]  # fmt: skip
+    found = launch_line.read(line)
+    assert (found.stage_layers, found.virtual_stages) == ((2, 2), 1)
+    read = found.model.profile(ACCELERATORS["h100"], micro_batch_size=2).costs
+    assert [one.weight_bytes for one in read.all_layers] == [one.weight_bytes for one in planned.all_layers]
+    ratios = (0.0, 0.0), (0.1, 0.0), (0.08, 0.5), (0.5, 0.5), (0.0, 0.3), (0.3, 0.2)
+    cases = [(layers, *each) for layers in range(1, 60) for each in ratios]
+    both = [(kinds_of_ratios(*one), "".join(allocate_layers(*one))) for one in cases]
+    assert all(sorted(ours) == sorted(theirs) for ours, theirs in both)
+    assert sum(ours == theirs for ours, theirs in both) > 0.9 * len(both)
+    with pytest.raises(ConfigError, match="has layers G"):
+        launch_line.read([*SIZES.split(), "--spec", "a", "--hybrid-override-pattern", "G*"])

@@ -1,7 +1,8 @@
-"""Layers that get their optimizer state while microbatches are in flight on them."""
+"""Layers that get their optimizer state while microbatches are in flight on them, and such as lose it."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -41,3 +42,19 @@ def test_microbatches_in_flight_and_their_sums_go_on(model, times):
         refill(model, 2)
     backward(model)
     assert torch.equal(gradients(model), expected)
+
+
+@pytest.mark.parametrize("left_out", [False, True])
+def test_what_others_keep_from_now_on_is_let_go_of_behind_the_step(model, left_out):
+    """Be it one that trains on nothing: whoever compares state looks for what the layout says that a worker has."""
+    from odyssey_megatron.mcore.loop.batches import Batches
+
+    rings = ((0,), (0,), (1,), (1,))
+    model.take_layout(replace(model._layout, keepers=rings, copies=1), 0)
+    model.batches = Batches([], 2, left_out=[0] if left_out else [])
+    model.begin_step(0)
+    assert "2.optimizer" in model.digests(), "others may go back to it"
+    outcome = model.apply(torch.ones(model.num_totals, dtype=torch.float64), lambda: None)
+    assert outcome.skipped is left_out
+    kept = [name for name in model.digests() if "optimizer" in name]
+    assert kept == ["0.optimizer", "1.optimizer"]

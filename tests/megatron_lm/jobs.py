@@ -30,6 +30,7 @@ MODEL = (
     "--log-interval 1 --eval-interval 3 --eval-iters 2 --distributed-backend gloo"
 )
 MOCK = "--mock-data"
+SCRIPT = "pretrain_gpt.py"
 FLOAT32 = 1e-5
 """Relative difference of two float32 losses that sum in different orders."""
 FLOAT64 = 1e-10
@@ -89,15 +90,21 @@ class MegatronJobs:
         self._plain = -1
 
     def plain(
-        self, flags: str = MOCK, *, ranks: int, stages: int, without: str = "", model: str = MODEL
+        self,
+        flags: str = MOCK,
+        *,
+        ranks: int,
+        stages: int,
+        without: str = "",
+        model: str = MODEL,
+        script: str = SCRIPT,
     ) -> MegatronRun:
         """Megatron-LM itself; the ranks have nothing of Odyssey but the CPU device. Run once for the same flags."""
-        key = f"{ranks}-{stages} {model} {flags} -{without}"
+        key = f"{script} {ranks}-{stages} {model} {flags} -{without}"
         if key not in self._known:
             self._plain += 1  # one that fails has had its log
-            run = self.plain_once(
-                f"plain-{self._plain}", flags, ranks=ranks, stages=stages, without=without, model=model
-            )
+            how: dict[str, Any] = {"ranks": ranks, "stages": stages, "without": without}
+            run = self.plain_once(f"plain-{self._plain}", flags, model=model, script=script, **how)
             assert run.exit_code == 0, run.log[-4000:]
             self._known[key] = run
         return self._known[key]
@@ -112,10 +119,12 @@ class MegatronJobs:
         without: str = "",
         before: Sequence[str] = (),
         model: str = MODEL,
+        script: str = SCRIPT,
     ) -> MegatronRun:
         """As :meth:`plain`, with a name, its script run by ``before``, and whatever it comes to."""
-        script = str(CHECKOUT / "tests" / "megatron_lm" / "plain.py")
-        return self.outcome(name, self._start([script, *before], name, flags, ranks, stages, without, model))
+        plain = str(CHECKOUT / "tests" / "megatron_lm" / "plain.py")
+        job = self._start([plain, *before], name, flags, ranks, stages, without, model, script)
+        return self.outcome(name, job)
 
     def odyssey(self, name: str, flags: str = MOCK, **how: Any) -> MegatronRun:
         """The same under ``--odyssey``; ``how`` as of :meth:`start`."""
@@ -133,11 +142,12 @@ class MegatronJobs:
         without: str = "",
         before: Sequence[str] = (),
         model: str = MODEL,
+        script: str = SCRIPT,
     ) -> Job:
         """A job that is on its way, ``without`` some of the flags of ``model``, its script run by ``before``."""
         flags = f"--odyssey {mode} --odyssey-run-dir {self.folder / name} --odyssey-hang-s 2 {flags}"
         flags += f" --odyssey-inject {inject}" if inject else ""
-        return self._start(before, name, flags, ranks, stages, without, model)
+        return self._start(before, name, flags, ranks, stages, without, model, script)
 
     def outcome(self, name: str, job: Job, *, limit_s: float = 200.0) -> MegatronRun:
         """What ``job`` has come to."""
@@ -158,14 +168,15 @@ class MegatronJobs:
         stages: int,
         without: str = "",
         model: str = MODEL,
+        script: str = SCRIPT,
     ) -> Job:
         usual = [
             one for one in re.findall(r"--\S+(?: [^-]\S*)*", model) if one.split()[0] not in without.split()
         ]
         flags += f" --pipeline-model-parallel-size {stages} --data-cache-path {self.folder / 'cache'}"
-        script = str(self.checkout / "pretrain_gpt.py")
+        path = str(self.checkout / script)
         return self._server.run(
-            ["--nproc-per-node", str(ranks), *before, script, *" ".join(usual).split(), *flags.split()],
+            ["--nproc-per-node", str(ranks), *before, path, *" ".join(usual).split(), *flags.split()],
             log=self.folder / f"{name}.log",
             env={"ODYSSEY_DEVICE": "cpu", "NCCL_ALGO": "Ring"},  # which --deterministic-mode asks for, unused
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 
 import pytest
@@ -43,7 +44,9 @@ GIVEN = {
     "--sft": "--sft",
     "--save-wgrads-interval": "--save-wgrads-interval 2",
     "--save-dgrads-interval": "--save-dgrads-interval 2",
-    "--optimizer": "--optimizer muon",
+    "--optimizer": "--optimizer soap",
+    "--muon-tp-mode": "--muon-tp-mode duplicated --optimizer muon --tensor-model-parallel-size 2",
+    "--muon-scalar-optimizer": "--muon-scalar-optimizer lion --optimizer muon",
     "--hybrid-layer-pattern": "--hybrid-layer-pattern M*M*",
     "--tensor-parallel-num-weight-shards": "--tensor-parallel-num-weight-shards 2",
     "--freeze-all-layers": "--freeze-all-layers",
@@ -66,6 +69,7 @@ GIVEN = {
     "--hybrid-context-parallel": "--hybrid-context-parallel",
     "--position-embedding-type": "--position-embedding-type relative",
     "--hybrid-override-pattern": "--hybrid-override-pattern M*M*",
+    "--mtp-hybrid-override-pattern": "--mtp-hybrid-override-pattern M*",
     "--is-hybrid-model": "--is-hybrid-model",
     "--linear-attention-freq": "--linear-attention-freq 2",
     "--experimental-attention-variant": "--experimental-attention-variant gated_delta_net",
@@ -224,3 +228,12 @@ def test_a_refused_job_ends_with_one_message(jobs, name, flag):
     assert "Traceback" not in run.log
     assert run.log.count(refusal.remedy) == 1, run.log[-3000:]
     assert not run.iterations
+
+
+@pytest.mark.skipif(importlib.util.find_spec("emerging_optimizers") is not None, reason="it is installed")
+def test_muon_without_the_package_that_it_is_in(jobs, name):
+    run = jobs.odyssey(name, f"{MOCK} --optimizer muon", ranks=2, stages=1)
+    assert run.exit_code == 2, run.log[-3000:]
+    assert (
+        "--optimizer muon is in NVIDIA's package emerging_optimizers, which this Megatron does not" in run.log
+    )

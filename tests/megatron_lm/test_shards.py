@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.e2e.jobs import assert_equal_numbers
+from tests.e2e.jobs import assert_equal_numbers, assert_holders_agree
 from tests.megatron_lm.jobs import FLOAT32, FLOAT64, MOCK, assert_same_lines, checkpoint
+from tests.megatron_lm.test_experts import DEEPSEEK, GANGS
 
 SHARED = "--use-distributed-optimizer"
 BY_PARAMETER = f"{SHARED} --dist-ckpt-optim-fully-reshardable"
@@ -34,6 +35,13 @@ SAVED = {
     ),
     "by-bucket-bf16": (f"{SHARED} --bf16 --overlap-grad-reduce --ddp-bucket-size 3000", 4, 2, "--bf16", 4, 4),
     "by-parameter-bf16": (f"{BY_PARAMETER} --bf16", 4, 2, f"{SHARED} --bf16", 4, 2),
+    # ranks that bring no layer's state together
+    "by-bucket-over-contexts": (
+        f"{SHARED} --context-parallel-size 2", 4, 1, f"{SHARED} --context-parallel-size 2", 6, 1,
+    ),
+    "by-every-holder-over-contexts-bf16": (
+        "--context-parallel-size 2 --bf16", 4, 1, f"{SHARED} --context-parallel-size 2 --bf16", 6, 1,
+    ),
 }  # fmt: skip
 COMMON = ("by-bucket", "by-parameter", "by-bucket-bf16")
 
@@ -105,16 +113,48 @@ def test_each_state_is_what_was_saved_to_the_bit(jobs, name, saved, more):
         assert found[key].dtype == expected[key].dtype == torch.float32
 
 
-def test_what_is_saved_in_float64_goes_on_in_float64(jobs, name):
+ELSEWHERE = {
+    # more flags; ranks and stages of the job that saves, flags, ranks and stages of the one that goes on, who dies
+    "uncut": ("", 4, 2, "--odyssey-redundancy state", 4, 4, "rank=2,step=4,at=optimizer"),
+    "cut": ("", 6, 2, SHARED, 4, 1, "rank=2,step=4,at=optimizer"),
+    "cut-from-uncut": ("", 4, 2, f"{SHARED} --odyssey-spare-state host", 6, 2, "rank=0,step=4,at=param_gather"),
+    "cut-in-cells": (
+        "--tensor-model-parallel-size 2 --sequence-parallel", 6, 1, SHARED, 8, 1,
+        "rank=7,step=3,at=reduce;rank=0,step=4,at=commit",
+    ),
+    "cut-over-contexts": ("--context-parallel-size 2", 8, 1, SHARED, 6, 1, "rank=1,step=4,at=param_gather"),
+    "cut-over-gangs": (f"{DEEPSEEK} {GANGS}", 4, 1, SHARED, 6, 1, "rank=5,step=4,at=optimizer"),
+    "cut-over-more-than-there-are-layers": (
+        "", 4, 2, f"{SHARED} --odyssey-policy reroute", 12, 1, "rank=11,step=3,at=commit;rank=6,step=4,at=optimizer",
+    ),
+    "cut-and-tied": (
+        "--share-embeddings-and-output-weights", 6, 2, f"{SHARED} --odyssey-redundancy-level 2", 4, 1,
+        "rank=3,step=3,at=optimizer;rank=1,step=4,at=optimizer",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case", [one if one in ("uncut", "cut") else pytest.param(one, marks=MATRIX) for one in ELSEWHERE]
+)
+def test_what_is_saved_in_float64_goes_on_in_float64(jobs, name, case):
+    """Of three holders and more each has some slices of a layer's state: one gathers them, and another deals them."""
+    more, ranks, stages, ours, our_ranks, our_stages, inject = ELSEWHERE[case]
     folder = jobs.folder / f"{name}-saved"
-    flags = f"{MOCK} {SHARED} --odyssey-float64 on"
-    whole = jobs.odyssey(f"{name}-whole", f"{flags} --save {folder} --save-interval 3", ranks=4, stages=2)
+    without = "--untie-embeddings-and-output-weights" if "tied" in case else ""
+    flags = f"{MOCK} --odyssey-float64 on {more.replace('--share-embeddings-and-output-weights', '')}"
+    saves = f"{SHARED} --save {folder} --save-interval 3"
+    whole = jobs.odyssey(f"{name}-whole", f"{flags} {saves}", ranks=ranks, stages=stages, without=without)
     assert whole.exit_code == 0, whole.log[-4000:]
-    flags = f"{MOCK} --odyssey-float64 on --load {folder} --ckpt-step 3 --odyssey-redundancy state"
-    run = jobs.odyssey(name, flags, ranks=4, stages=4, inject="rank=2,step=4,at=optimizer")
+    flags = f"{flags} {ours} --load {folder} --ckpt-step 3"
+    run = jobs.odyssey(name, flags, ranks=our_ranks, stages=our_stages, inject=inject, without=without)
     assert run.exit_code == 0, run.log[-4000:]
-    assert run.killed == [2]
+    assert len(run.named("injected")) == inject.count("rank=")
     assert_equal_numbers(run.run.steps, whole.run.steps[3:], rel=FLOAT64)
+    assert_holders_agree(run)
+    rings = run.named("decision")[0]["layout"]["keepers"]
+    assert bool(rings) is (case != "uncut")
+    assert all(len(ring) > 2 for ring in rings)
 
 
 def test_buffers_of_another_tensor_parallelism_are_refused_with_one_message(jobs, name, saved):

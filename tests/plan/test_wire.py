@@ -12,9 +12,10 @@ from odyssey_megatron.codec import from_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.plan.generation import Generation
 from odyssey_megatron.plan.layout import Hop, Layout, Route
+from odyssey_megatron.plan.plan import Transfer
 from odyssey_megatron.plan.programs import Programs
 from odyssey_megatron.plan.resume import BEGINS, fits
-from odyssey_megatron.plan.wire import NO_PART, Head, Part, from_wire, to_wire, with_all_routes
+from odyssey_megatron.plan.wire import NO_PART, Head, Part, from_wire, has_part, to_wire, with_all_routes
 from odyssey_megatron.policy.decide import decide, initial_plan
 from odyssey_megatron.policy.profile import Profile
 from tests.plan.samples import uniform_costs
@@ -65,7 +66,8 @@ def test_parts_are_the_whole(policy, copies, tied):
     )
     sent = to_wire(generation, 1)
     head = from_json(Head, sent.head)
-    assert set(sent.parts) == set(plan.layout.workers)
+    assert set(sent.parts) == {worker for worker in range(WORKERS) if has_part(head.shape, worker)}
+    assert set(sent.parts) == {*plan.layout.workers, *(one.source for one in plan.transfers)}
     for worker, text in sent.parts.items():
         part = from_json(Part, text)
         found = from_wire(head, worker, part, sent.templates[part.template])
@@ -77,7 +79,7 @@ def test_parts_are_the_whole(policy, copies, tied):
         assert (own.layout.states, own.layout.workers) == (plan.layout.states, plan.layout.workers)
         assert own.layout.spare_states(worker) == plan.layout.spare_states(worker)
         assert found.previous.held_by(worker) == before.layout.held_by(worker)
-        assert own.transfers == plan.transfers
+        assert own.transfers == tuple(one for one in plan.transfers if worker in (one.source, one.target))
         assert own.layout.routes == tuple(
             replace(route, hops=tuple(hop for hop in route.hops if hop.worker == worker))
             for route in plan.layout.routes
@@ -86,6 +88,27 @@ def test_parts_are_the_whole(policy, copies, tied):
         whole = with_all_routes(own.layout, sent.routes)
         assert (whole.routes, whole.num_microbatches) == (plan.layout.routes, 12)
     assert len(sent.templates) <= len(plan.layout.workers)
+
+
+def test_a_worker_that_holds_nothing_any_more_sends_what_it_had():
+    before, plan = planned("replan")
+    moved = (*(Transfer(layer=layer, source=WORKERS, target=0) for layer in (3, 4, 5, 9)),)
+    plan = replace(plan, transfers=(*moved[:2], Transfer(layer=0, source=2, target=3), *moved[2:]))
+    generation = Generation(
+        number=1,
+        members=(0,),
+        dead=(),
+        why="failure",
+        previous=before.layout,
+        plan=plan,
+        plan_hash=plan.hash(),
+    )
+    sent = to_wire(generation, 1)
+    head = from_json(Head, sent.head)
+    assert has_part(head.shape, WORKERS)
+    found = from_wire(head, WORKERS, from_json(Part, sent.parts[WORKERS])).plan
+    assert (found.program(WORKERS), found.transfers) == ((), moved)
+    assert from_wire(head, 0, from_json(Part, sent.parts[0]), sent.templates[0]).plan.transfers == moved
 
 
 def test_a_worker_that_holds_nothing():

@@ -15,7 +15,7 @@ from odyssey_megatron.policy import partition
 from odyssey_megatron.policy.case import Case, with_links
 from odyssey_megatron.policy.decide import initial_plan, scheduled
 from odyssey_megatron.policy.links import around
-from odyssey_megatron.policy.partition import ALIKE
+from odyssey_megatron.policy.pipelines import ALIKE, Pipelines
 from odyssey_megatron.policy.policies import replan
 from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.search import Search
@@ -52,7 +52,7 @@ def test_hardly_any_partition_is_better(memory, workers):
     microbatches = 8
     found = uniform_costs(8, ends=True, message_s=0.1)
     search = Search(found, memory)
-    own = partition.Pipelines(search, workers, (), microbatches)
+    own = Pipelines(search.splits, workers, (), microbatches)
     ways = itertools.chain.from_iterable(
         (
             tuple(zip(lengths, shares, strict=True))

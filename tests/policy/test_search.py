@@ -10,6 +10,7 @@ from odyssey_megatron.plan.simulate import step_end_s
 from odyssey_megatron.policy.search import Search
 from odyssey_megatron.policy.seating import place
 from odyssey_megatron.policy.shares import Rate, deal, finish_s, min_max_shares
+from odyssey_megatron.policy.splits import Splits
 from tests.plan.samples import layer, uniform_costs
 from tests.plan.test_generate import pipelines
 
@@ -31,7 +32,7 @@ def test_layer_split_is_min_max(stages, head):
     costs = uniform_costs(8, ends=True)
     layers = (*costs.layers[:-1], layer(head, head, head))
     costs = type(costs)(layers=layers, message_bytes=0, link_latency_s=0.0, link_bytes_per_s=1.0)
-    ends = Search(costs).split(stages)
+    ends = Splits(costs).split(stages)
     times = [one.compute_s for one in layers]
     loads = [sum(times[a:b]) for a, b in itertools.pairwise((0, *ends))]
     assert (max(loads), sum(load**2 for load in loads)) == brute_force_split(times, stages)
@@ -45,11 +46,11 @@ def test_cuts_that_memory_does_not_bind_are_those_with_ample_memory(legs):
     costs = replace(costs, layers=tuple(odd))
     taken_over = set()
     for memory in range(12, 60):
-        search, alone = Search(costs, memory, legs=legs), Search(costs, memory, legs=legs)
-        alone._ample = None
-        for stages in range(1, search.most_stages + 1):
-            assert search.split(stages) == alone.split(stages)
-            taken_over.add(search.split(stages) == Search(costs, legs=legs).split(stages))
+        splits, alone = Splits(costs, memory, legs=legs), Splits(costs, memory, legs=legs)
+        alone.ample = None
+        for stages in range(1, splits.most_stages + 1):
+            assert splits.split(stages) == alone.split(stages)
+            taken_over.add(splits.split(stages) == Splits(costs, legs=legs).split(stages))
     assert taken_over == {True, False}
 
 
@@ -111,9 +112,9 @@ def test_memory_shapes_the_split():
     costs = uniform_costs(6, ends=True)
     heavy = replace(layer(0.0, 0.0, 0.0, 0), weight_bytes=19, optimizer_bytes=0)
     costs = replace(costs, layers=(*costs.layers[:-1], heavy))
-    assert Search(costs).split(3) == (3, 5, 8)
-    assert Search(costs, 26).split(3) == (3, 6, 8)
-    assert Search(costs, 20).split(3) is None
+    assert Splits(costs).split(3) == (3, 5, 8)
+    assert Splits(costs, 26).split(3) == (3, 6, 8)
+    assert Splits(costs, 20).split(3) is None
     with pytest.raises(PlanInfeasible, match=r"3 stage\(s\) needs \d+ bytes a worker, 20 are there"):
         Search(costs, 20).shape(3, 4, 1)
 
@@ -134,9 +135,9 @@ def test_pipelines_that_share_optimizer_state_need_less_memory():
 
 def test_little_memory_slows_the_estimate():
     costs = uniform_costs(4, ends=True)
-    assert Search(costs, 1000).rate(4).each_s == 3.0
+    assert max(one.each_s for one in Splits(costs, 1000).stages(4)) == 3.0
     # Room for one microbatch: the first stage waits until it is back, 4 down, 4 up and its weight gradient.
-    assert Search(costs, 4 + 4 + 1).rate(4).each_s == 9.0
+    assert max(one.each_s for one in Splits(costs, 4 + 4 + 1).stages(4)) == 9.0
 
 
 def test_a_slow_worker_gets_fewer_layers_and_its_pipeline_fewer_microbatches():

@@ -11,6 +11,7 @@ from odyssey_megatron.policy.kinds import Slow, healthy_of, mixed, sort_of, stag
 from odyssey_megatron.policy.knapsack import packed
 from odyssey_megatron.policy.search import Search
 from odyssey_megatron.policy.seating import place
+from odyssey_megatron.policy.splits import Splits, cut_of, stage_times_s
 from tests.benchmarks import slow as benchmark
 from tests.benchmarks.policies import SETTINGS
 from tests.plan.samples import uniform_costs
@@ -57,9 +58,12 @@ def test_the_knapsack_finds_the_most(seed):
     assert packed(most, number, workers, slow, best + 1) is None
 
 
-def slowest_s(search, ends, place_of_slow, slow):
+def slowest_s(splits, ends, place_of_slow, slow):
     """The longest time that a stage takes for a microbatch; infinite if it does not fit."""
-    times_s = {one: search._stages_s(one) for one in (slow, Slow(1.0))}
+    cut = cut_of(splits.costs, splits.legs)
+    times_s = {
+        one: stage_times_s(splits.costs, cut, splits.budget, splits.legs, one) for one in (slow, Slow(1.0))
+    }
     return max(
         times_s[slow if at == place_of_slow else Slow(1.0)][a, b]
         for at, (a, b) in enumerate(pairwise((0, *ends)))
@@ -71,22 +75,22 @@ def slowest_s(search, ends, place_of_slow, slow):
 @pytest.mark.parametrize("slow", [Slow(0.8), Slow(0.4), Slow(0.5, 0.5), Slow(1.0, 0.25)])
 def test_no_place_and_no_cut_is_faster(slow, memory, legs):
     costs = uniform_costs(9, ends=True)
-    search = Search(costs, memory, legs=legs)
-    (sort,) = search.sorts.numbers([slow])
-    for stages in range(1, min(5, search.most_stages) + 1):
+    splits = Splits(costs, memory, legs=legs)
+    (sort,) = splits.sorts.numbers([slow])
+    for stages in range(1, min(5, splits.most_stages) + 1):
         every = []
-        for cut in combinations(range(1, search.last), stages - 1):
-            ends = (*cut, search.last)
-            windows = (ways.window(at, stages, search.last, legs) for at in range(stages))
+        for cut in combinations(range(1, splits.last), stages - 1):
+            ends = (*cut, splits.last)
+            windows = (ways.window(at, stages, splits.last, legs) for at in range(stages))
             if all(low <= end <= high for end, (low, high) in zip(ends, windows, strict=True)):
-                every += [slowest_s(search, ends, at, slow) for at in range(stages)]
+                every += [slowest_s(splits, ends, at, slow) for at in range(stages)]
         kind = mixed(stages, sort)
-        found = search.split(kind)
+        found = splits.split(kind)
         if found is None:
             assert min(every) == float("inf")
         else:
-            assert slowest_s(search, found, search.slow_place(kind), slow) == pytest.approx(min(every))
-            assert [one.share for one in search.stages(kind)].count(slow.share) >= 1
+            assert slowest_s(splits, found, splits.slow_place(kind), slow) == pytest.approx(min(every))
+            assert [one.share for one in splits.stages(kind)].count(slow.share) >= 1
 
 
 def test_a_slow_worker_is_never_worse_than_none():

@@ -11,9 +11,11 @@ from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.plan.layout import layout_from_routes
 from odyssey_megatron.policy import ways
 from odyssey_megatron.policy.decide import decide, initial_plan
-from odyssey_megatron.policy.partition import WORTH, ranked
+from odyssey_megatron.policy.partition import ranked
+from odyssey_megatron.policy.pipelines import WORTH
 from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.search import Search
+from odyssey_megatron.policy.splits import Splits
 from tests.benchmarks.policies import LAYERS, costs
 from tests.plan.samples import layer, uniform_costs
 
@@ -34,10 +36,10 @@ def test_a_way_goes_down_and_up(ends, legs, visits):
 @pytest.mark.parametrize("last", [10, 13, 34])
 def test_each_worker_has_a_part_of_every_leg(last, legs):
     costs = uniform_costs(last - 2, ends=True)
-    search = Search(costs, legs=legs)
+    splits = Splits(costs, legs=legs)
     assert sorted(ways.turns(last, legs)) == [*range(last)]
-    for stages in range(2, search.most_stages + 1):
-        ends = search.split(stages)
+    for stages in range(2, splits.most_stages + 1):
+        ends = splits.split(stages)
         route = ways.route(range(stages), ends, legs, (0,))
         layout_from_routes(last, (route,))
         ends_of_model = route.hops[0].last, route.hops[-1].first
@@ -152,9 +154,9 @@ def test_stages_stay_as_many_as_were_asked_for():
 def test_both_ends_on_one_worker_share_a_weight_once():
     """Of a V: the first worker has embedding and head, and one copy of what they share."""
     found = replace(uniform_costs(8, ends=True), tied=layer(0.0, 0.0, 0.0, 0))
-    search = Search(found, 1000, legs=2)
-    first, *_, turn = search.stages(3)
+    splits = Splits(found, 1000, legs=2)
+    first, *_, turn = splits.stages(3)
     assert (first.spans[0][0], first.spans[-1][1]) == (0, 10)
     own = [found.layers[one] for a, b in first.spans for one in range(a, b)]
-    assert search.kept_bytes(first) == sum(one.kept_bytes for one in own) + found.tied.kept_bytes
-    assert search.kept_bytes(turn) == sum(found.layers[one].kept_bytes for one in range(*turn.spans[0]))
+    assert splits.kept_bytes(first) == sum(one.kept_bytes for one in own) + found.tied.kept_bytes
+    assert splits.kept_bytes(turn) == sum(found.layers[one].kept_bytes for one in range(*turn.spans[0]))

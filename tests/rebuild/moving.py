@@ -43,13 +43,13 @@ def move(groups: GroupSet, rank: int, room: Tensors) -> list[Tensors]:
         return filled[-1]
 
     moving = Moving(
-        TRANSFERS,
+        [one for one in TRANSFERS if rank in (one.source, one.target)],
         num_layers=5,
         cell=Cell(rank=rank),
         world=groups["world"],
-        way=lambda transfer, tag, place: (
+        way=lambda transfer, number, place: (
             transfer.target if transfer.source == rank else transfer.source,
-            {"group": groups["world"], "tag": tag},
+            {"group": groups["world"], "tag": number},
         ),
         tensors_to_send=lambda layer, part, span: {name: one * (rank + 7) for name, one in WHOLE.items()},
         tensors_to_fill=to_fill,

@@ -11,6 +11,8 @@ from tests.strict.job import Case, Kill
 
 SHAPES = ((1, 2), (1, 3), (2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (4, 1))
 """(stages, replicas)."""
+SLICED = ((1, 3), (1, 4), (1, 5), (2, 3), (3, 3))
+"""Those in which a layer's optimizer state is cut over more holders than there are copies."""
 POINTS = ("forward", "backward", "weight_grad", "reduce", "agreement", "optimizer", "commit")
 PHASES = ("groups", "agree", "transfer")
 
@@ -39,16 +41,19 @@ def profile(draw: random.Random | None = None) -> Profile:
     return replace(same, costs=replace(same.costs, layers=layers))
 
 
-def case(number: int) -> Case:
-    """The job of that number: one or two ranks die anywhere, perhaps one more in the recovery."""
+def case(number: int, *, copies: int = 0) -> Case:
+    """The job of that number: one or two ranks die anywhere, perhaps one more in the recovery. ``copies``: of slices of
+    optimizer state; 0: every holder keeps all.
+    """
     draw = random.Random(number)
-    stages, replicas = draw.choice(SHAPES)
+    stages, replicas = draw.choice(SLICED if copies else SHAPES)
+    points = (*POINTS, "param_gather") if copies else POINTS
     ranks = stages * replicas
     redundancy = (
         draw.choice(("state", "compute")) if replicas == 1 else draw.choice(("off", "state", "compute"))
     )
     kills = [
-        Kill(rank=draw.randrange(ranks), step=draw.randrange(2), point=draw.choice(POINTS))
+        Kill(rank=draw.randrange(ranks), step=draw.randrange(2), point=draw.choice(points))
         for _ in range(draw.choice((0, 1, 1, 1, 2)))
     ]
     if kills and draw.random() < 0.3:
@@ -60,7 +65,8 @@ def case(number: int) -> Case:
         stages=stages,
         replicas=replicas,
         profile=profile(draw),
-        steps=2,
+        steps=3 if copies else 2,
+        copies=copies,
         kills=tuple(kills),
         flags={"policy": draw.choice(("auto", "reroute", "replan")), "redundancy": redundancy},
     )

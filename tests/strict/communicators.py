@@ -41,6 +41,8 @@ class _Step:
     tensors: list[torch.Tensor]
     """Bare ones: what is sent or summed in place, or written."""
     result: list[torch.Tensor]
+    sizes: tuple[list[int], list[int]] = ([], [])
+    """Where each rank is sent something else: how much comes from each, and goes to each."""
     began: bool = False
     done: bool = False
 
@@ -52,7 +54,8 @@ class _Step:
     def meant(self) -> tuple[Any, ...]:
         """The same on all ranks of a collective."""
         peer = self.peer if self.kind == "broadcast" else -1
-        return self.kind, peer, [(one.shape, one.dtype) for one in self.tensors]
+        shapes = [one.shape for one in self.tensors] if self.kind != "alltoall" else []
+        return self.kind, peer, shapes, [one.dtype for one in self.tensors]
 
 
 class Work(dist._Work):
@@ -120,6 +123,19 @@ class End(dist.ProcessGroup):
     ) -> Work:
         return self._give("allgather", tensors, result=lists[0])
 
+    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
+        return self._give("scatter SUM", [tensor], result=[output])
+
+    def all_to_all_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, come: list[int], sent: list[int], opts: Any = None
+    ) -> Work:
+        return self._give("alltoall", [tensor], result=[output], sizes=(come, sent))
+
+    _reduce_scatter_base, alltoall_base = (
+        reduce_scatter_single,
+        all_to_all_single,
+    )  # torch's names before 2.13
+
     def barrier(self, opts: Any = None) -> Work:
         nothing = torch.ones(1, device=DEVICE)
         return self._give("allreduce SUM", [nothing], host_waits=True)
@@ -143,7 +159,8 @@ class End(dist.ProcessGroup):
         writes = result if result is not None else [] if kind == "send" else tensors
         if kind == "broadcast" and peer == self.rank():
             writes = []
-        step = _Step(kind, peer, [one.data for one in tensors], [one.data for one in writes])
+        sizes = others.get("sizes", ([], []))
+        step = _Step(kind, peer, [one.data for one in tensors], [one.data for one in writes], sizes)
         self.steps.append(step)
         device = self.memory.device
         event = self.memory.give(
@@ -236,10 +253,28 @@ def _gather(steps: Sequence[_Step]) -> None:
             room.copy_(other.tensors[0])
 
 
+def _scatter(steps: Sequence[_Step]) -> None:
+    total = torch.stack([one.tensors[0] for one in steps]).sum(0)
+    for one, own in zip(steps, total.chunk(len(steps)), strict=True):
+        one.result[0].copy_(own)
+
+
+def _exchange(steps: Sequence[_Step]) -> None:
+    sent = [one.tensors[0].split(one.sizes[1]) for one in steps]
+    for rank, one in enumerate(steps):
+        rooms = one.result[0].split(one.sizes[0])
+        for room, other in zip(rooms, sent, strict=True):
+            if room.shape != other[rank].shape:
+                raise OrdersDiffer(f"{other[rank].shape} for room of {room.shape}")
+            room.copy_(other[rank])
+
+
 _COLLECTIVES: dict[str, Callable[[Sequence[_Step]], None]] = {
     "allreduce": _sum,
     "broadcast": _spread,
     "allgather": _gather,
+    "scatter": _scatter,
+    "alltoall": _exchange,
 }
 
 

@@ -242,13 +242,15 @@ class _Operations(TorchDispatchMode):
         memory, device = self._memory, self._memory.device
         bare = _bare(args), {name: _bare(one) for name, one in kwargs.items()}
         if func._schema.is_mutable:
-            found, made = _first_written(func, args), []
-            written = [
-                one
-                for spec, arg in zip(func._schema.arguments, args, strict=False)
+            specs, by_name = func._schema.arguments, [*args, *[None] * len(func._schema.arguments)]
+            by_name = [kwargs.get(spec.name, arg) for spec, arg in zip(specs, by_name, strict=False)]
+            changed = [
+                arg
+                for spec, arg in zip(specs, by_name, strict=True)
                 if spec.alias_info and spec.alias_info.is_write
-                for one in _tensors(arg)
             ]
+            written = [*_tensors(changed)]
+            found, made = (changed[0] if func._schema.returns else None), []
         else:
             found = func(*bare[0], **bare[1])  # for its shape
             made = [*_tensors(found)]
@@ -295,10 +297,6 @@ def _bare(tree: Any) -> Any:
     if isinstance(tree, torch.Tensor):
         return tree.data
     return type(tree)(_bare(one) for one in tree) if isinstance(tree, (tuple, list)) else tree
-
-
-def _first_written(func: Any, args: Any) -> Any:
-    return args[0] if func._schema.returns else None
 
 
 def _asks_for_a_value(func: Any) -> bool:

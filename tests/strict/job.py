@@ -25,6 +25,7 @@ from odyssey_megatron.errors import JobStopped, LayersLost, Superseded
 from odyssey_megatron.execute.rank import RankRuntime
 from odyssey_megatron.plan.generation import Generation, Stop
 from odyssey_megatron.plan.plan import Plan
+from odyssey_megatron.plan.slices import Span
 from odyssey_megatron.policy.decide import decide, initial_plan
 from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.rebuild.groups import build_groups
@@ -33,6 +34,7 @@ from tests.strict.between_hosts import Hosts, Table
 from tests.strict.communicators import Library, Wire
 from tests.strict.device import DEVICE, DeviceMemory, on_device
 from tests.strict.machine import Device, Host, Killed, Machine, this_host
+from tests.strict.sliced import Sliced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +68,8 @@ class Case:
     flags: dict[str, Any] = field(default_factory=dict)
     virtual_stages: int = 1
     one_queue: bool = False
+    copies: int = 0
+    """Of each slice of optimizer state; 0: every holder keeps all."""
 
     @property
     def ranks(self) -> range:
@@ -81,7 +85,7 @@ class Coordinator:
             num_layers=LAYERS, pipeline_model_parallel_size=case.stages, tensor_model_parallel_size=1,
             num_microbatches=MICROBATCHES, tokens_per_step=MICROBATCHES, train_steps=case.steps,
             least_holders=config.least_holders, eager_forwards=config.eager_forwards,
-            virtual_stages=case.virtual_stages,
+            virtual_stages=case.virtual_stages, optimizer_copies=case.copies,
         )  # fmt: skip
         state = initial_state(nodes=tuple(0 for _ in case.ranks))
         self.plan = initial_plan(self.job, state, self.profile)
@@ -193,7 +197,10 @@ class Member:
         newest = self._coordinator.newest
         if isinstance(newest, Stop):
             raise JobStopped(newest.why, newest.code)
-        return newest
+        own = tuple(one for one in newest.plan.transfers if self.rank in (one.source, one.target))
+        return replace(
+            newest, plan=replace(newest.plan, transfers=own)
+        )  # as it reads its part of a generation
 
     def take_offer(self, number: int) -> None: ...
 
@@ -223,18 +230,6 @@ class Journal:
 
     def named(self, name: str) -> list[dict[str, Any]]:
         return [one for one in self.events if one["name"] == name]
-
-
-class _Stack(Stack):
-    """Says when a step begins."""
-
-    def __init__(self, begins: Callable[[], None]):
-        super().__init__(DEVICE.type)
-        self._begins = begins
-
-    def begin_step(self, step: int) -> None:
-        self._begins()
-        super().begin_step(step)
 
 
 class _Stopwatch:
@@ -280,8 +275,11 @@ class Rank:
         self.memory = DeviceMemory(self.device)
         self._libraries = Library(machine, self.memory, wires), Hosts(machine, tables)
         self.member = Member(rank, len(case.ranks), coordinator)
-        self.journal, self.model = Journal(), _Stack(self._begins)
+        self.journal, self.model = Journal(), (Sliced if case.copies else Stack)(DEVICE.type)
+        self.model.begins = self._begins
         self.weights: dict[int, torch.Tensor] = {}
+        self.momenta: dict[tuple[int, Span], torch.Tensor] = {}
+        """Of slices that are kept here."""
         self.syncs: list[list[str]] = []
         """Of each step that came to its agreement, what this host had waited for its device for by then."""
         self._before = 0
@@ -304,6 +302,11 @@ class Rank:
             recover.train(self.member, runtime, train_steps=self._case.steps)
             runtime.chronicle.log_last_step()
             self.weights = {layer: state[0].cpu() for layer, state in self.model.held.items()}
+            if isinstance(self.model, Sliced):
+                kept = {layer: states[0] for layer, states in self.model.states.items()}
+                self.momenta = {
+                    (layer, span): one.cpu() for layer, own in kept.items() for span, one in own.items()
+                }
 
     def _build(self, number: int, named: Any) -> Any:
         return build_groups(self.member, number, named, self._coordinator.config, self._libraries)

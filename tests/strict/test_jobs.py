@@ -42,6 +42,13 @@ def check(one, seed):
             )
             assert torch.allclose(weight, weights[layer], rtol=1e-12, atol=1e-14)
     assert set(copies) == set(weights)
+    slices = {}
+    for rank in ended.alive:
+        for slice_, momentum in rank.momenta.items():
+            assert torch.equal(slices.setdefault(slice_, momentum), momentum), (
+                f"{slice_} differs among owners"
+            )
+    assert bool(slices) is bool(one.copies)
     return ended
 
 
@@ -62,6 +69,12 @@ def seeds(number, count):
 def test_random_jobs(number):
     for seed in seeds(number, 2):
         check(case(number), seed)
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_random_jobs_with_slices_of_optimizer_state(number):
+    for seed in seeds(number, 2):
+        check(case(number, copies=2), seed)
 
 
 @pytest.mark.parametrize("number", [4, 5])
@@ -95,11 +108,28 @@ def test_all_random_jobs(part, one_queue):
             check(replace(case(number), one_queue=one_queue), seed)
 
 
+@pytest.mark.matrix
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("one_queue", [False, True])
+@pytest.mark.parametrize("part", range(20))
+def test_all_random_jobs_with_slices_of_optimizer_state(part, one_queue):
+    for number in range(part, PLANS, 20):
+        for seed in seeds(number, TIMINGS):
+            check(replace(case(number, copies=2), one_queue=one_queue), seed)
+
+
 @pytest.mark.parametrize("point", POINTS)
 def test_any_moment_of_a_step_on_one_hardware_queue(point):
     """As with CUDA_DEVICE_MAX_CONNECTIONS=1."""
     killed = healthy(steps=3, kills=(Kill(rank=1, step=1, point=point),), one_queue=True)
     assert check(killed, seed=POINTS.index(point)).outcomes()
+
+
+@pytest.mark.parametrize("point", ["reduce", "agreement", "optimizer", "param_gather"])
+def test_any_moment_of_slices_on_one_hardware_queue(point):
+    kill = Kill(rank=1, step=1, point=point)
+    killed = healthy(stages=2, replicas=3, steps=3, copies=2, kills=(kill,), one_queue=True)
+    assert check(killed, seed=0).outcomes()
 
 
 def test_a_failure_costs_the_others_nothing_though_hosts_run_ahead():
@@ -205,8 +235,9 @@ def test_sums_begin_within_the_last_input_gradient(monkeypatch):
     assert begun == {True: {1, 2}, False: {0, 3, 4, 5}}
 
 
-def test_the_host_waits_for_nothing_before_the_agreement():
-    ended = check(healthy(stages=3, replicas=2, steps=3), seed=1)
+@pytest.mark.parametrize("copies", [0, 2])
+def test_the_host_waits_for_nothing_before_the_agreement(copies):
+    ended = check(healthy(stages=2, replicas=3, steps=3, copies=copies), seed=1)
     assert [rank.syncs for rank in ended.ranks] == [[[], [], []]] * 6
     assert all(rank.device.syncs for rank in ended.ranks), "the agreement itself is one"
     measured = [one for rank in ended.ranks for one in spans(rank.member.published[-1])]

@@ -19,6 +19,7 @@ from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import ConfigError, MegatronIncompatible
+from odyssey_megatron.mcore.loop.balance import Balance
 from odyssey_megatron.mcore.loop.batches import Batches
 from odyssey_megatron.mcore.model import groups, parts, span
 from odyssey_megatron.mcore.model.layers import ModelSpec
@@ -76,7 +77,16 @@ def split_of(args: Any) -> Callable[[Any], span.Split]:
         stages=args.pipeline_model_parallel_size,
         virtual_stages=args.virtual_pipeline_model_parallel_size,
         layout=args.pipeline_model_parallel_layout,
+        segments=compat.layer_kinds(args),
     )
+
+
+def prepare_hybrid(args: Any, config: Any) -> None:
+    """Makes what asks of a hybrid model's layers know them; of others nothing. ``config`` is the model's."""
+    if kinds := "".join(compat.layer_kinds(args)):
+        span.install_hybrid()
+        # Megatron's hybrid stacks do not read it, and who counts tokens of experts does.
+        config.moe_layer_freq = [int(kind == "E") for kind in kinds]
 
 
 def is_packed(args: Any) -> bool:
@@ -108,7 +118,12 @@ def job_of(
         num_microbatches=batch_size // (args.micro_batch_size * Cell.in_job(0, args).lanes),
         tokens_per_step=batch_size * args.seq_length,
         train_steps=args.train_iters,
-        whole_cells_only=parts.kept_whole(transformer_config, is_packed=is_packed(args)),
+        whole_cells_only=parts.kept_whole(
+            transformer_config,
+            optimizer=args.optimizer,
+            is_packed=is_packed(args),
+            is_hybrid=bool(compat.layer_kinds(args)),
+        ),
         least_holders=config.least_holders,
         eager_forwards=config.eager_forwards,
         optimizer_copies=optimizer_copies,
@@ -133,10 +148,32 @@ def profile_of(args: Any, transformer_config: Any, config: OdysseyConfig) -> Pro
         micro_batch_size=args.micro_batch_size,
         vocab_size=args.padded_vocab_size,
         is_tied=not args.untie_embeddings_and_output_weights,
+        kinds="".join(compat.layer_kinds(args)),
         precision=Precision(
             dtype_bytes=transformer_config.params_dtype.itemsize,
             gradient_bytes=4 if args.accumulate_allreduce_grads_in_fp32 else 2,
             moments_bytes=sum(one.itemsize for one in moments_of(args).values()) or None,
+        ),
+    )
+
+
+def balance_of(args: Any, transformer_config: Any, config: OdysseyConfig, *, places: int) -> Balance:
+    """What deals the microbatches of steps that have at most ``places`` of a plan's."""
+    return Balance.of(
+        config,
+        is_packed=is_packed(args),
+        speaks=args.rank == 0,
+        places=places,
+        steps=args.train_iters,
+        seq_length=args.seq_length,
+        rows=args.micro_batch_size,
+        profile=lambda length: estimate(
+            transformer_config,
+            config,
+            seq_length=length,
+            micro_batch_size=args.micro_batch_size,
+            vocab_size=args.padded_vocab_size,
+            kinds="".join(compat.layer_kinds(args)),
         ),
     )
 

@@ -80,7 +80,7 @@ class Saves:
 
     def attach(self, session: Any, runtime: Any, fault_point: Callable[..., None]) -> None:
         self._session, self._runtime, self._fault_point = session, runtime, fault_point
-        runtime.writes = self._writes
+        runtime.ballot.writes = self._writes
 
     def _writes(self) -> bool:
         flight = self._flight

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
-from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from odyssey_megatron.errors import MegatronIncompatible
@@ -30,6 +29,7 @@ from odyssey_megatron.mcore.model.layers import LayerBlock
 from odyssey_megatron.mcore.model.model import MegatronModel
 from odyssey_megatron.mcore.model.optimizer import LayerOptimizer, pairs, settings_of, take_over
 from odyssey_megatron.plan.slices import EVERYTHING
+from odyssey_megatron.upstream import compat
 
 
 def prepare(model: MegatronModel, block: LayerBlock) -> None:
@@ -144,6 +144,8 @@ class OptimizerView:
         )
         self._whole = Whole(model, lambda *block: runtime().holders_of(*block) if runtime else _nobody())
         self._model, self._cell = model, cell
+        self._takes_shards = False
+        """What is loaded is in the types of a distributed optimizer."""
         self.loaded: list[tuple[dict[str, Any], dict[str, Any]]] = []
         """What a checkpoint has said of groups of parameters here."""
         self.settings: dict[str, Any] = {}
@@ -176,6 +178,7 @@ class OptimizerView:
         """
         kind = self._saved.type_of(metadata) if is_loading else (metadata or {}).get(shards.TYPE)
         if is_loading:
+            self._takes_shards = bool(kind)
             self._saved.check_experts(self._cell.ep.size())
         whole = self._assembled(self._whole.new() if is_loading else self._whole.gathered())
         parts = whole.chained_optimizers
@@ -188,15 +191,22 @@ class OptimizerView:
                     for one, name in zip(parts, names, strict=True)
                 ]
             )
-        steps: list[Any] = [None] * dist.get_world_size()
-        kept = (state for one in parts for state in one.optimizer.state.values())
-        dist.all_gather_object(steps, next((float(one["step"]) for one in kept if "step" in one), None))
-        step = max((one for one in steps if one is not None), default=None)
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, [_step_of(one.optimizer) for one in parts])
+        steps = [
+            max((one for one in own if one is not None), default=None) for own in zip(*gathered, strict=True)
+        ]
         if kind:
-            return _numbered([shards.to_write(one, model_sharded_state_dict, step) for one in parts])
+            return _numbered(
+                [
+                    shards.to_write(one, model_sharded_state_dict, step)
+                    for one, step in zip(parts, steps, strict=True)
+                ]
+            )
         state = whole.sharded_state_dict(model_sharded_state_dict, is_loading, metadata=metadata, **kwargs)
-        for one in _each(state, len(parts)) if step is not None else ():
-            one.get("optimizer", one)["state"]["common_step"] = torch.tensor(step)
+        for one, step in zip(_each(state, len(parts)), steps, strict=True):
+            if step is not None:
+                one.get("optimizer", one)["state"]["common_step"] = torch.tensor(step)
         return state
 
     def _slices(self) -> dict[int, shards.Slice]:
@@ -212,9 +222,12 @@ class OptimizerView:
         given = [settings_of(group) for group in whole.param_groups]
         parts = whole.chained_optimizers
         for one, saved in zip(parts, _each(state_dict, len(parts)), strict=True):
-            if "states" in saved:
+            if self._takes_shards:
                 shards.take(one, saved)
                 continue
+            if not [*pairs(one)]:  # nothing is brought together here, and what is empty is not there
+                saved.get("optimizer", saved).setdefault("state", {})
+                saved.setdefault("fp32_from_fp16_params", [])
             before = {id(parameter): state for parameter, state in one.optimizer.state.items()}
             one.load_state_dict(saved)
             for parameter, loaded in one.optimizer.state.items():
@@ -240,7 +253,7 @@ class OptimizerView:
     def _assembled(self, brought_together: Mapping[int, LayerOptimizer]) -> Any:
         """Megatron's optimizer for the layers of this rank whose state is kept as a whole, or is ``brought_together``,
         whose state is that of their optimizers: a chain of one, and of another one for experts that are spread over
-        ranks.
+        ranks; with Muon of more.
         """
         spec = self._model.spec
         kept = [one for one in self._own() if one.spans == (EVERYTHING,)] + [*brought_together.values()]
@@ -248,15 +261,11 @@ class OptimizerView:
         own = {id(shown): (main, state) for optimizer in kept for shown, main, state in optimizer.entries()}
         left_out = [one for chunk in chunks for one in chunk.parameters() if id(one) not in own]
         with _frozen(left_out):  # Megatron has all ranks agree on the groups of parameters, and their order
-            whole: Any = get_megatron_optimizer(
-                spec.optimizer_config,
-                chunks,
-                config_overrides=spec.config_overrides,
-                use_gloo_process_groups=False,
-                pg_collection=self._cell,
+            whole: Any = compat.optimizer_of(
+                spec.optimizer_config, chunks, spec.config_overrides, self._cell, of_layer=False
             )
         parts, expected = whole.chained_optimizers, 1 + (spec.config.expert_model_parallel_size > 1)
-        if len(parts) != expected:
+        if len(parts) != expected and not compat.is_muon(spec.optimizer_config.optimizer):
             raise MegatronIncompatible(
                 f"Megatron made {len(parts)} optimizers where Odyssey knows of {expected}."
             )
@@ -278,6 +287,11 @@ class OptimizerView:
 
 def _nobody() -> dist.ProcessGroup:
     raise AssertionError("without a job there are no other holders")
+
+
+def _step_of(inner: torch.optim.Optimizer) -> float | None:
+    """How many steps it has counted for its parameters; None: it counts none, or has none here."""
+    return next((float(one["step"]) for one in inner.state.values() if "step" in one), None)
 
 
 def _numbered(states: list[Any]) -> Any:

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch.utils.data import default_collate
 
 from odyssey_megatron.mcore.model.rng import derive_seed
@@ -45,6 +46,12 @@ class DrawnBySample:
         for one in self._generators:
             one.seed(derive_seed(self._seed, sample) % 2**32)
         return self._dataset[sample]
+
+
+def _lengths(packed: Any) -> torch.Tensor:
+    """Of the sequences of a sample, or of several: some may be 0, to fill up."""
+    lengths: torch.Tensor = packed["cu_seqlens"].diff().double()
+    return lengths
 
 
 class MicrobatchSource:
@@ -89,21 +96,28 @@ class MicrobatchSource:
         if microbatch != self._microbatch:
             self._microbatch, self._batch = microbatch, None
 
+    def squares(self, before: int, microbatch: int) -> float:
+        """The sum of the squared lengths of its packed sequences, of a microbatch behind so many samples."""
+        samples = self._samples(self._places(before, microbatch))
+        return sum(_lengths(self._dataset[one]).square().sum().item() for one in samples)
+
+    def _places(self, before: int, microbatch: int) -> range:
+        first = self._offset + before
+        return global_samples(before=first, microbatch=microbatch, micro_batch_size=self._micro_batch_size)
+
+    def _samples(self, places: range) -> Sequence[int]:
+        return places if self._order is None else self._order(places)
+
     def __iter__(self) -> MicrobatchSource:
         return self
 
     def __next__(self) -> Any:
         if self._batch is None:
-            places = global_samples(
-                before=self._offset + self._before,
-                microbatch=self._microbatch,
-                micro_batch_size=self._micro_batch_size,
-            )
-            samples = places if self._order is None else self._order(places)
-            self._batch = self._collate([self._dataset[sample] for sample in samples])
+            places = self._places(self._before, self._microbatch)
+            self._batch = self._collate([self._dataset[sample] for sample in self._samples(places)])
             self.fetched[self._microbatch] = list(places)
             if isinstance(self._batch, dict) and "cu_seqlens" in self._batch:
-                lengths = self._batch["cu_seqlens"].diff().double()
+                lengths = _lengths(self._batch)
                 self.sequences[self._microbatch] = lengths.sum().item(), lengths.square().sum().item()
         # From 0.18 on the first stage's forward step takes the labels out of what it is given.
         return copy.copy(self._batch)

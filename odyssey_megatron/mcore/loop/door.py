@@ -209,6 +209,7 @@ class Door:
         args = get_args()
         model_provider, args.model_type, context = compat.setup_arguments(original, *given, **named)
         config = core_transformer_config_from_args(args)
+        arguments.prepare_hybrid(args, config)
         if config.params_dtype == torch.float64:
             float64.install()
         split, batches = self._split_of(config), arguments.batches_of(args)
@@ -232,6 +233,7 @@ class Door:
         schedule = arguments.schedule_of(scheduler)
         largest, copies = batches.largest, self._optimizer_copies
         job = arguments.job_of(args, whole, self._config, split, batch_size=largest, optimizer_copies=copies)
+        model.balance = arguments.balance_of(args, whole, self._config, places=job.num_microbatches)
         self._session.post(job, arguments.profile_of(args, whole, self._config))
         work = self._work = self._enter(model)
         args.iteration = args.num_floating_point_operations_so_far = 0
@@ -241,7 +243,7 @@ class Door:
         )
         origin = start.origin(schedule, optimizer.settings)
         model.learning_rate = LearningRate(origin, **arguments.schedule_of(scheduler))
-        work.runtime.committed = args.iteration
+        work.runtime.begin_at(args.iteration)
         Steps(
             work=work,
             feed=self._feed,

@@ -36,6 +36,8 @@ class StepOutcome:
     num_microbatches: int = 0
     sequences: tuple[float, float] | tuple[None, None] = (None, None)
     """Of packed sequences the sum of their lengths, and that of the squares; None where samples are one sequence."""
+    dealt: tuple[float, float] | None = None
+    """See ``Balance.seen``."""
     aux_losses: dict[str, list[float]] = field(default_factory=dict)
     """Of a mixture of experts: name -> of each transformer layer the sum over all microbatches."""
 

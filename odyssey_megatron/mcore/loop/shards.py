@@ -324,7 +324,7 @@ def _in_bucket(lies: Slice, name: str, tensor: torch.Tensor, rank: int) -> Shard
 
 
 def take(whole: Any, loaded: Mapping[str, Any]) -> None:
-    """Gives ``whole`` what was loaded, bit for bit."""
+    """Gives ``whole`` what was loaded, bit for bit. Megatron leaves out what is empty: the states, of no parameters."""
     for place, tensors in _states(whole).items():
         for name, one in tensors.items():
             one.copy_(loaded["states"][place][name].reshape(one.shape))

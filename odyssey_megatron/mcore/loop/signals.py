@@ -26,6 +26,6 @@ def install(args: Any, runtime: Any, member: Any) -> None:
     from megatron.training import global_vars
 
     own = global_vars._GLOBAL_SIGNAL_HANDLER  # Megatron's, which catches the signal, if the user asked for it
-    runtime.wants_end = lambda: member.asked == Ask.END or (own is not None and own._signal_received)
+    runtime.ballot.wants_end = lambda: member.asked == Ask.END or (own is not None and own._signal_received)
     args.exit_signal_handler = True
     global_vars._GLOBAL_SIGNAL_HANDLER = AgreedSignal(runtime)

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from odyssey_megatron.errors import OdysseyError, Superseded
+from odyssey_megatron.execute.rank import RankRuntime
 from odyssey_megatron.mcore.loop import arguments, checkpoint
 from odyssey_megatron.mcore.loop.living import LivingGroups
 from odyssey_megatron.mcore.model.layers import empty_chunk
 from odyssey_megatron.mcore.model.model import MegatronModel
+from odyssey_megatron.recover import Recovery
 
 
 @dataclass(kw_only=True)
@@ -19,8 +21,8 @@ class CommonWork:
     """One rank's part, from the first generation on."""
 
     session: Any
-    runtime: Any
-    recovery: Any
+    runtime: RankRuntime
+    recovery: Recovery
     model: MegatronModel
     groups: LivingGroups
     chunks: list[Any]

@@ -33,7 +33,7 @@ class Cut:
         Megatron marks what it cuts: core_v0.16.1 core/tensor_parallel/layers.py,
         ``set_tensor_model_parallel_attributes``.
         """
-        if not getattr(parameter, "tensor_model_parallel", False):
+        if each == 1 or not getattr(parameter, "tensor_model_parallel", False):
             return cls(each)
         return cls(each, dim=parameter.partition_dim, stride=parameter.partition_stride)  # type: ignore[attr-defined]
 

@@ -11,6 +11,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.errors import TransferIncomplete
 from odyssey_megatron.mcore.model import experts, groups, rng
+from odyssey_megatron.mcore.model.arriving import Arriving
 from odyssey_megatron.mcore.model.flat import ranges
 from odyssey_megatron.mcore.model.holders import digests, odd_ones
 from odyssey_megatron.mcore.model.layers import HeldLayer, LayerBlock, ModelSpec, build_part, initial_parts
@@ -35,10 +36,7 @@ class Holdings:
         self.routing = experts.Routing(spec.config, self._groups, self._seeds)
         self._parts = Parts(cell)
         self._held: dict[int, HeldLayer] = {}
-        self._incoming: dict[int, HeldLayer] = {}
-        self._incoming_states: dict[int, LayerOptimizer] = {}
-        self._lacking: dict[int, list[Span]] = {}
-        """Of those, what has not come."""
+        self._arriving = Arriving()
         self._blocks: dict[tuple[int, int], LayerBlock] = {}
         self._worker, self._layout = -1, Layout(holders=(), routes=())
 
@@ -66,8 +64,8 @@ class Holdings:
     # -- what moves -----------------------------------------------------------------------------------------------
 
     def weights_of(self, layer: int, part: int, spans: Sequence[Span]) -> dict[str, torch.Tensor]:
-        """What ``spans`` of a held layer are of its parameters: 1-D, in place or in a copy, in an order that is the
-        same on every rank. :meth:`weights_arrived` is told when others have come in them.
+        """The numbers of a held layer's parameters in ``spans``: by name 1-D tensors, which are the parameters' own or
+        copies, in an order that is the same on every rank. Call :meth:`weights_arrived` when others are in them.
         """
         return self._weights_in(self._held[layer], part, spans)
 
@@ -86,7 +84,7 @@ class Holdings:
             one.put(one.parameter, self._parts.number(part), weights[one.text])
 
     def moved_bytes(self, layer: int) -> int:
-        """Of all state of a layer, of one part, be the tensors wherever they are."""
+        """Bytes of all state of one part of a layer, wherever its tensors lie."""
         return self._parts.bytes_of_one(self._held[layer])
 
     def expect(self, kept: Mapping[int, tuple[Span, ...]]) -> None:
@@ -98,8 +96,9 @@ class Holdings:
             having = held.states if held is not None else []
             if having and having[0].spans == spans:
                 continue
+            is_new = held is None
             if held is None:
-                held = self._incoming[layer] = self._hold(layer, build_part(self.spec, layer, self._groups))
+                held = self._hold(layer, build_part(self.spec, layer, self._groups))
             made = self.optimizer_of(held, spans)
             lacking = [*spans]
             for one in having:
@@ -108,7 +107,7 @@ class Holdings:
                         number = self._parts.number(part)
                         made.put(number, span, one.numbers(number, span))
                 lacking = [*without(lacking, one.spans)]
-            self._incoming_states[layer], self._lacking[layer] = made, lacking
+            self._arriving.expect(held, made, lacking, is_new=is_new)
 
     def optimizer_of(self, held: HeldLayer, spans: tuple[Span, ...]) -> LayerOptimizer:
         """A new one, of ``spans`` of a layer."""
@@ -126,7 +125,7 @@ class Holdings:
         """Room for the state of ``layer``, which was expected; :meth:`filled` is told when it has arrived. It counts as
         held only from ``take_layout`` on. What is sent of the weights of one that is held already is what they are.
         """
-        held, optimizer = self._arriving(layer)
+        held, optimizer = self._expected(layer)
         if span == EVERYTHING:
             return self._parts.of(held, held.weights() | optimizer.state_tensors(), part)
         state = optimizer.numbers(self._parts.number(part), span)
@@ -135,19 +134,18 @@ class Holdings:
 
     def filled(self, layer: int, part: int, span: Span, sent: Tensors) -> None:
         """``sent``, which :meth:`tensors_to_fill` has given, has been received."""
-        held, optimizer = self._arriving(layer)
-        if layer in self._lacking:
-            self._lacking[layer] = [*without(self._lacking[layer], [span])]
+        held, optimizer = self._expected(layer)
+        self._arriving.came(layer, span)
         if span != EVERYTHING:
             self._put_weights(held, part, [span], sent)
             optimizer.put(self._parts.number(part), span, sent)
         elif not self._parts.is_one:
             self._parts.arrived(held, held.weights() | optimizer.state_tensors(), part, sent)
 
-    def _arriving(self, layer: int) -> tuple[HeldLayer, LayerOptimizer]:
+    def _expected(self, layer: int) -> tuple[HeldLayer, LayerOptimizer]:
         """A layer, and its state, that arrives; it may be taken into a layout before it has."""
-        held = self._incoming.get(layer) or self._held[layer]
-        optimizer = self._incoming_states.get(layer) or held.optimizer
+        held = self._arriving.layer(layer) or self._held[layer]
+        optimizer = self._arriving.state(layer) or held.optimizer
         assert optimizer is not None
         return held, optimizer
 
@@ -157,24 +155,19 @@ class Holdings:
         Raises:
             TransferIncomplete: that was not all.
         """
-        if unsent := [layer for layer, spans in self._lacking.items() if spans]:
+        if unsent := self._arriving.lacking:
             raise TransferIncomplete(f"worker {self.cell.worker} was not sent state of layer(s) {unsent}")
-        self._held.update(self._incoming)
-        for layer, optimizer in self._incoming_states.items():
+        self._held.update(self._arriving.take_layers())
+        for layer, optimizer in self._arriving.states.items():
             held = self._held[layer]
             held.former, held.optimizer = held.states, optimizer
             optimizer.take_over()
-        self._forget_incoming()
+        self._arriving.clear()
 
     def discard_incoming(self) -> None:
         """Forgets half-received layers of a generation that has ended, and buffers that its operations write to."""
-        self._forget_incoming()
+        self._arriving.clear()
         groups.renew_buffers()
-
-    def _forget_incoming(self) -> None:
-        self._incoming.clear()
-        self._incoming_states.clear()
-        self._lacking.clear()
 
     # -- what it comes to -----------------------------------------------------------------------------------------
 

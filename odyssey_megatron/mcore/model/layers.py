@@ -257,11 +257,12 @@ def build_parts(
 
 def _head_of(spec: ModelSpec, chunk: Any, groups: ProcessGroupCollection) -> dict[str, torch.nn.Module]:
     """The modules of the head at the end of ``chunk``, in the order of Megatron's parameters."""
-    norm = chunk.decoder.final_layernorm
+    name = compat.name_of_final_norm(chunk.decoder)
+    norm = getattr(chunk.decoder, name)
     if (
         norm is None
     ):  # with multi-token prediction it comes behind the last transformer layer, which is elsewhere
-        norm = _build_chunk(spec, spec.head, spec.num_layers, groups, empty=True).decoder.final_layernorm
+        norm = getattr(_build_chunk(spec, spec.head, spec.num_layers, groups, empty=True).decoder, name)
     ahead = {"mtp": chunk.mtp, "mtp_embedding": _twin(chunk.embedding)} if spec.looks_ahead else {}
     return {"final_layernorm": norm, **ahead, "output_layer": chunk.output_layer}
 
@@ -303,7 +304,9 @@ def _build_chunk(
     pre_process, post_process = first == 0, last == spec.num_layers
     stage = own.in_stage(*own.place(first=pre_process, last=post_process))
     with span.building(offset, max(count, 0)), stage, _to_build_with(spec, empty=empty):
-        return spec.model_provider(pre_process=pre_process, post_process=post_process, pg_collection=groups)
+        chunk = spec.model_provider(pre_process=pre_process, post_process=post_process, pg_collection=groups)
+    compat.number_layers(chunk.decoder.layers, offset)
+    return chunk
 
 
 _OF_THE_LOOP = (
@@ -363,7 +366,9 @@ class LayerBlock:
         if self.first == 0:
             chunk.embedding = layers[0].parts["embedding"]
         if self.last == spec.num_layers:
-            chunk.decoder.final_layernorm = layers[-1].parts["final_layernorm"]
+            setattr(
+                chunk.decoder, compat.name_of_final_norm(chunk.decoder), layers[-1].parts["final_layernorm"]
+            )
             chunk.output_layer = layers[-1].parts["output_layer"]
             if spec.looks_ahead:
                 chunk.mtp, chunk.mtp_process = layers[-1].parts["mtp"], True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -16,12 +15,13 @@ from odyssey_megatron.execute.interpreter import Passed
 from odyssey_megatron.execute.ledger import Word
 from odyssey_megatron.execute.scatter import Slices
 from odyssey_megatron.mcore.loop import outcome
+from odyssey_megatron.mcore.loop.balance import Balance, heads
 from odyssey_megatron.mcore.loop.batches import Batches
 from odyssey_megatron.mcore.loop.data import MicrobatchSource
 from odyssey_megatron.mcore.loop.outcome import StepOutcome
-from odyssey_megatron.mcore.model import groups, span, te
-from odyssey_megatron.mcore.model.experts import is_spread
-from odyssey_megatron.mcore.model.flat import Range, ranges
+from odyssey_megatron.mcore.model import groups, span, summed, te
+from odyssey_megatron.mcore.model.assembling import assembled, unsent
+from odyssey_megatron.mcore.model.clipping import clipped
 from odyssey_megatron.mcore.model.future import FutureTokens
 from odyssey_megatron.mcore.model.holdings import Holdings
 from odyssey_megatron.mcore.model.layers import (
@@ -30,7 +30,6 @@ from odyssey_megatron.mcore.model.layers import (
     block_with,
     build_part,
     lend,
-    main_grad,
 )
 from odyssey_megatron.mcore.model.loss_scale import LossScale
 from odyssey_megatron.mcore.model.optimizer import LearningRate
@@ -92,12 +91,12 @@ class MegatronModel(Holdings):
         self.loss_names, self._spare_on_host = tuple(loss_names), spare_on_host
         self._tp_rank, self._cp_rank = self._groups.tp.rank(), self._groups.cp.rank()
         self._losses_of_one = 1 if config.calculate_per_token_loss else self._groups.cp.size()
-        """Of a microbatch: of each part of its sequence the mean, which Megatron averages, or together a sum."""
+        """Losses of a microbatch: a mean for each part of its sequence, which Megatron averages, or one sum."""
         self.cuts_activations = config.sequence_parallel if cuts_activations is None else cuts_activations
         parts = self._groups.tp_cp if config.sequence_parallel else self._groups.cp
         self._message_shape = spec.activation_shape(seq_length, micro_batch_size, parts.size())
         self._flights = Flights()
-        self._step = -1
+        self._step, self.balance = -1, Balance()
         self.future = FutureTokens(config)
         self._tally = Tally(self.loss_names, self.future, self.routing)
         self._training = True
@@ -140,37 +139,23 @@ class MegatronModel(Holdings):
         Raises:
             TransferIncomplete: a layer is neither held nor received.
         """
-        self._held.update(self._incoming)
-        self._incoming.clear()
-        missing = [layer for layer in layout.held_by(worker) if layer not in self._held]
-        unsent = [
-            layer
-            for layer, spans in layout.spans_kept_by(worker).items()
-            if layer not in self._incoming_states
-            and (layer in missing or not any(one.spans == spans for one in self._held[layer].states[:1]))
-        ]
-        if unsent:
-            raise TransferIncomplete(f"worker {worker} was not sent layer(s) {unsent}")
-        for layer in missing:  # only weights, which come like after every step
-            parts = build_part(self.spec, layer, self._groups)
-            self._held[layer] = self._hold(layer, parts)
-        kept, self._blocks = self._blocks, {}
-        sums = {layer.index: layer.gradients() for block in kept.values() for layer in block.layers}
-        for block in layout.blocks():
-            if worker not in block.holders:
-                continue
-            layers = [self._held[layer] for layer in range(block.first, block.last)]
-            old = kept.pop((block.first, block.last), None)
-            same = old is not None and all(a is b for a, b in zip(old.layers, layers, strict=True))
-            if same and old is not None:
-                self._blocks[block.first, block.last] = old
-                continue
-            for flight in self._flights.values():
-                flight.weight_grads.flush_bound()
-            self._blocks[block.first, block.last] = LayerBlock(self.spec, layers, self._groups)
-            for held in layers:
-                if of_interrupted_step := sums.get(held.index):  # they go on
-                    torch._foreach_copy_(held.gradients(), of_interrupted_step)
+        self._held.update(self._arriving.take_layers())
+        if lacking := unsent(
+            layout, worker, self._held, lambda layer: self._arriving.state(layer) is not None
+        ):
+            raise TransferIncomplete(f"worker {worker} was not sent layer(s) {lacking}")
+        for layer in layout.held_by(worker):
+            if layer not in self._held:  # only weights, which come like after every step
+                self._held[layer] = self._hold(layer, build_part(self.spec, layer, self._groups))
+        before, self._blocks = self._blocks, {}
+        self._blocks = assembled(
+            layout,
+            worker,
+            self._held,
+            before,
+            make=lambda layers: LayerBlock(self.spec, layers, self._groups),
+            replacing=self._flights.flush_bound,
+        )
         self._parts.forget()
         self._layout, self._worker = layout, worker
         lend(self.blocks, self._held)
@@ -182,6 +167,8 @@ class MegatronModel(Holdings):
         self._step = self._seeds.step = step
         microbatches = self.microbatches_of(step) * self.cell.lanes
         self._begin(microbatches, before=self.batches.before(step), training=True)
+        self.balance.begin(step)
+        self._look_ahead()  # now, since whoever computes heads waits for the first activation
         self._parts.forget()
         for block in self._blocks.values():
             block.zero_gradients()
@@ -195,6 +182,7 @@ class MegatronModel(Holdings):
         """As a step, of those ``microbatches`` of the source from ``first`` on; nothing is kept for a backward."""
         lanes = self.cell.lanes
         self._begin(microbatches * lanes, before=first * lanes * self._micro_batch_size, training=False)
+        self.balance.begin(-1)
 
     def _begin(self, microbatches: int, *, before: int, training: bool) -> None:
         assert self.source is not None, "no data yet"
@@ -206,9 +194,23 @@ class MegatronModel(Holdings):
             if block.model.training != training:
                 block.model.train(training)
 
+    def _look_ahead(self) -> dict[int, int]:
+        """At the next step's microbatches that would have their heads here; gives the first of the route of each."""
+        step, lanes = self._step + 1, self.cell.lanes
+        if self._tp_rank or self._cp_rank or not self.balance.num_totals:
+            return {}
+        routes = heads(self._layout, self._worker, self.microbatches_of(step))
+        before = self.batches.before(step)
+        source = self.source
+        assert source is not None
+        self.balance.look_ahead(
+            step, routes, lambda one: source.squares(before, one * lanes + self.cell.lane)
+        )
+        return routes
+
     def _go_to(self, microbatch: int) -> int:
         """To this lane's of a plan's ``microbatch``; gives its number in the step, by which all here know it."""
-        microbatch = microbatch * self.cell.lanes + self.cell.lane
+        microbatch = self.balance.in_place(microbatch) * self.cell.lanes + self.cell.lane
         self._seeds.microbatch = microbatch
         assert self.source is not None
         self.source.go_to(microbatch)
@@ -296,41 +298,20 @@ class MegatronModel(Holdings):
         self._flights.finish(self._go_to(microbatch), first, last, self.layers)
 
     def gradients(self, first: int, last: int, part: int) -> Sequence[torch.Tensor]:
-        block = block_with(self._blocks.values(), first, last)
-        if self._parts.is_one:
-            return block.gradients(first, last)
-        return self._parts.stage(block, first, last, part).buffers
+        return summed.gradients(self._block(first, last), self._parts, first, last, part)
 
     def expert_gradients(self, first: int, last: int) -> Sequence[torch.Tensor]:
-        return block_with(self._blocks.values(), first, last).expert_gradients(first, last)
+        return self._block(first, last).expert_gradients(first, last)
 
     def slices(self, first: int, last: int, part: int) -> tuple[int, Sequence[Slices], Sequence[Slices]]:
-        block = block_with(self._blocks.values(), first, last)
-        holders, states = self._layout.all_holders[first], self._layout.states
-        found: tuple[list[Slices], list[Slices]] = ([], [])
-        if all(len(one.owners) == len(holders) for layer in range(first, last) for one in states[layer]):
-            return len(holders), *found
-        for layer in block.inside(first, last):
-            for of_layer, owners in states[layer.index]:
-                views: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-                for one in ranges(layer, self.cell.each, [of_layer]):
-                    views[is_spread(one.parameter)].append(self._numbers(one, first, last, part))
-                for kind, own in zip(found, views, strict=True):
-                    kind.append(Slices(tuple(map(holders.index, owners)), own))
-        return len(holders), *found
-
-    def _numbers(self, one: Range, first: int, last: int, part: int) -> torch.Tensor:
-        """Of :meth:`gradients`, as a view."""
-        if self._parts.is_one:
-            return one.of_part(main_grad(one.parameter), 0)
-        (staged,) = self._parts.staged(first, last, part).of_parameters([one.parameter])
-        return staged.reshape(-1)[one.start : one.stop]
+        block = self._block(first, last)
+        return summed.slices(block, self._parts, self._layout, self.cell, first, last, part)
 
     def partial_gradients(self, first: int, last: int, part: int) -> Sequence[torch.Tensor]:
-        partial = block_with(self._blocks.values(), first, last).partial_parameters(first, last)
-        if self._parts.is_one:
-            return [main_grad(one) for one in partial]
-        return self._parts.staged(first, last, part).of_parameters(partial)
+        return summed.partial_gradients(self._block(first, last), self._parts, first, last, part)
+
+    def _block(self, first: int, last: int) -> LayerBlock:
+        return block_with(self._blocks.values(), first, last)
 
     def take_sums(self) -> None:
         self._parts.take_sums()
@@ -350,7 +331,19 @@ class MegatronModel(Holdings):
 
     @property
     def num_totals(self) -> int:
-        return outcome.num_totals(self._tally.names) + self.routing.num_totals
+        return sum(self._sizes_of_totals)
+
+    @property
+    def _sizes_of_totals(self) -> list[int]:
+        """The step's own, those of routers, and what is known of the next one."""
+        return [outcome.num_totals(self._tally.names), self.routing.num_totals, self.balance.num_totals]
+
+    def take_over(self, totals: torch.Tensor, step: int, scale: torch.Tensor) -> None:
+        """What all ranks have alike besides layers, of one that joins: the totals of the step before ``step``, and
+        the state of the loss scale.
+        """
+        self.balance.take(torch.split(totals, self._sizes_of_totals)[-1], step)
+        self.loss_scale.take_over(scale)
 
     def local_totals(self) -> torch.Tensor:
         """This rank's share of the step's totals: each block's gradient is counted by its first holder only, or, where
@@ -379,7 +372,8 @@ class MegatronModel(Holdings):
             cp_rank=self._cp_rank,
             with_zeros=self.spec.optimizer_config.log_num_zeros_in_grad,
         )
-        return torch.cat([totals, self.routing.local_totals()])
+        ahead = self.balance.local_totals(self._look_ahead(), speaks=self.cell.lane == 0)
+        return torch.cat([totals, self.routing.local_totals(), ahead.to(totals.device)])
 
     def squared_weights(self) -> torch.Tensor:
         """This rank's share of the sum of all squared parameters: of each slice the first of those that keep its
@@ -396,56 +390,62 @@ class MegatronModel(Holdings):
     def apply(self, totals: torch.Tensor, checkpoint: Callable[[], None]) -> StepOutcome:
         """The optimizer step from reduced gradients and everyone's totals; sends nothing.
 
-        Clipping: megatron core_v0.16.1 optimizer/clip_grads.py, ``max_norm / (total_norm + 1e-6)``.
-
         Raises:
             NotFinite: the same on every rank, before any weight has changed.
         """
-        totals, routed = torch.split(totals, [outcome.num_totals(self._tally.names), self.routing.num_totals])
+        totals, routed, ahead = torch.split(totals, self._sizes_of_totals)
+        seen = self.balance.seen
+        self.balance.take(ahead, self._step + 1)
         squared_norm, zeros, tokens, microbatches, lengths, squares, *losses = totals.tolist()
         if self._step in self.batches.left_out:
+            self._let_go()
             return self._leave_out()
-        scale = 1.0 / self.loss_scale.value.item()
-        if self.spec.config.calculate_per_token_loss:
-            scale /= tokens
-        grad_norm = math.sqrt(squared_norm) * scale if squared_norm >= 0.0 else math.nan
-        skipped = not math.isfinite(grad_norm)
+        config = self.spec.optimizer_config
+        gradient = clipped(
+            squared_norm,
+            loss_scale=self.loss_scale.value.item(),
+            tokens=tokens if self.spec.config.calculate_per_token_loss else 1.0,
+            clip_grad=config.clip_grad,
+        )
+        skipped = not gradient.is_finite
         if skipped and not self.loss_scale.skips:
             raise NotFinite(
-                f"{step_name(self._step)}: the gradient norm is {grad_norm}. No weight was changed. Lower --lr, or "
+                f"{step_name(self._step)}: the gradient norm is {gradient.norm}. No weight was changed. Lower --lr, or "
                 "look at the samples of this step in the journal."
             )
-        clip, counted = self.spec.optimizer_config.clip_grad, self.spec.optimizer_config.log_num_zeros_in_grad
-        if clip > 0.0 and grad_norm > 0.0:
-            scale *= min(1.0, clip / (grad_norm + 1.0e-6))
-        layers, keeps = self.layers, self._layout.kept_by(self._worker)
+        self._let_go()
         assert self.learning_rate is not None
-        for layer in layers:
-            layer.former.clear()  # others' is current from now on, and this one would not be
-            if layer.index not in keeps:
-                layer.optimizer = None
-        kept = {layer.index: layer.optimizer for layer in layers if layer.optimizer is not None}
+        kept = {at: layer.optimizer for at, layer in self._held.items() if layer.optimizer is not None}
         lr = self.learning_rate.set(list(kept.values()), self._step, self.batches, self.loss_scale)
         spare = self._layout.spare_states(self._worker) if self._spare_on_host else {}
         for index, optimizer in kept.items():
             if not skipped:
-                optimizer.apply(scale)
+                optimizer.apply(gradient.scale)
             optimizer.park(spare.get(index, ()))
             checkpoint()
-        self._held = {layer.index: layer for layer in layers}
         self.routing.balance(self._held, routed)  # of a step that is skipped, too
         self.loss_scale.update(skipped=skipped, samples=self.batches.size(self._step))
         return StepOutcome(
             losses=outcome.means(losses, self._tally.names),
-            grad_norm=None if skipped else grad_norm,
+            grad_norm=None if skipped else gradient.norm,
             lr=lr,
             skipped=skipped,
-            num_zeros_in_grad=int(zeros) if counted and not skipped else None,
+            num_zeros_in_grad=int(zeros) if config.log_num_zeros_in_grad and not skipped else None,
             tokens=int(tokens),
             num_microbatches=int(microbatches),
             sequences=(lengths, squares) if lengths else (None, None),
             aux_losses=self.routing.losses(routed),
+            dealt=seen,
         )
+
+    def _let_go(self) -> None:
+        """Of what the layout at hand does not need: its step is agreed on, and nobody goes back behind it."""
+        keeps = self._layout.kept_by(self._worker)
+        for layer in self.layers:
+            layer.former.clear()  # others' is current from now on, and this one would not be
+            if layer.index not in keeps:
+                layer.optimizer = None
+        self._held = {layer.index: layer for layer in self.layers}
 
     def _leave_out(self) -> StepOutcome:
         """A step that trains on nothing, and does not count in the learning rate's schedule."""

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -23,6 +22,7 @@ from odyssey_megatron.mcore.model.flat import Range, ranges
 from odyssey_megatron.mcore.model.parking import Parking
 from odyssey_megatron.plan.slices import EVERYTHING, Span
 from odyssey_megatron.rebuild.world import alone
+from odyssey_megatron.upstream import compat
 
 if TYPE_CHECKING:
     from odyssey_megatron.mcore.loop.batches import Batches
@@ -106,15 +106,9 @@ class LayerOptimizer:
                 "it. Leave the flag out; see docs/not-yet.md."
             )
         with alone():  # Megatron would have all ranks agree on the groups of parameters
-            chained = get_megatron_optimizer(
-                config,
-                [module],
-                config_overrides=spec.config_overrides,
-                use_gloo_process_groups=False,
-                pg_collection=groups,
-            )
+            chained = compat.optimizer_of(config, [module], spec.config_overrides, groups, of_layer=True)
         self._megatron: list[Any] = chained.chained_optimizers
-        """One, and another one for experts that are spread over ranks."""
+        """One, and another one for experts that are spread over ranks; of Muon's matrices others than of the rest."""
         self.spans, self._module, self._each = spans, module, each
         self._kept: dict[str, list[_Kept]] = defaultdict(list)
         is_all = spans == (EVERYTHING,)
@@ -319,13 +313,13 @@ def _create_state(inner: torch.optim.Optimizer, moments: Mapping[str, torch.dtyp
     """The state of each parameter, which ``inner`` would create in its first step: a layer may have to move before. Its
     ``moments`` are kept in types of their own.
 
-    Which tensors those are is found by a step of the same optimizer with a parameter of two numbers. All of them start
+    Which tensors those are is found by a step of the same optimizer with a parameter of four numbers. All of them start
     at zero; a momentum whose first value is the gradient itself (SGD) is then what it would have been, as Megatron
     sets no dampening.
     """
     for group in inner.param_groups:
         for dtype, device in {(one.dtype, one.device) for one in group["params"]}:
-            parameter = torch.nn.Parameter(torch.zeros(2, dtype=dtype, device=device))
+            parameter = torch.nn.Parameter(torch.zeros(2, 2, dtype=dtype, device=device))
             parameter.grad = torch.zeros_like(parameter)
             tried = object.__new__(type(inner))
             tried.__dict__.update(inner.__dict__)

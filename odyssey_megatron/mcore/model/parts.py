@@ -19,6 +19,7 @@ import torch
 from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.mcore.model.flat import Cut
 from odyssey_megatron.mcore.model.layers import HeldLayer, LayerBlock, main_grad
+from odyssey_megatron.upstream import compat
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -178,11 +179,18 @@ _KEPT_WHOLE: tuple[tuple[str, Callable[[Any], object]], ...] = (
 )
 
 
-def kept_whole(config: Any, *, is_packed: bool = False) -> str:
+def kept_whole(
+    config: Any, *, optimizer: str = "adam", is_packed: bool = False, is_hybrid: bool = False
+) -> str:
     """Why a cell of this model, of Megatron's ``config``, does not go on with fewer ranks; empty: it does.
 
-    ``is_packed``: see ``ModelSpec``.
+    ``optimizer``: Megatron's name of it; ``is_packed``: see ``ModelSpec``; ``is_hybrid``: its layers are of several
+    kinds.
     """
     if is_packed:
         return "its sequences are packed"
+    if is_hybrid and config.tensor_model_parallel_size > 1:
+        return "it is a hybrid model"
+    if compat.is_muon(optimizer):
+        return "Muon goes by the matrix that each rank of a whole cell has"
     return next((why for why, holds in _KEPT_WHOLE if holds(config)), "")

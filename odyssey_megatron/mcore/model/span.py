@@ -1,7 +1,8 @@
 """Which transformer layers a model chunk is built of, and stands for.
 
 Megatron asks two functions how many layers a stage has and how many come before it, and they answer from one layout for
-all. Here they answer for the span at hand, so that the user's own ``model_provider`` builds any run of layers.
+all. Here they answer for the span at hand, so that the user's own ``model_provider`` builds any run of layers. Of a
+hybrid model another function is asked of which kinds they are.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -17,7 +18,8 @@ from typing import Any
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from odyssey_megatron.errors import ConfigError
-from odyssey_megatron.upstream import seams
+from odyssey_megatron.upstream import compat, seams
+from odyssey_megatron.upstream.hybrid_seams import HYBRID_SEAMS
 from odyssey_megatron.upstream.seam_table import GET_NUM_LAYERS_TO_BUILD, GET_TRANSFORMER_LAYER_OFFSET
 
 _current: tuple[int, int] | None = None
@@ -41,8 +43,20 @@ class Split:
     counts: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, config: Any, stages: int, virtual_stages: int | None, layout: str | None) -> Split:
-        """``virtual_stages``: chunks of a stage, None for one; ``layout``: ``--pipeline-model-parallel-layout``."""
+    def of(
+        cls,
+        config: Any,
+        stages: int,
+        virtual_stages: int | None,
+        layout: str | None,
+        segments: Sequence[str] = (),
+    ) -> Split:
+        """``virtual_stages``: chunks of a stage, None for one; ``layout``: ``--pipeline-model-parallel-layout``;
+        ``segments``: the layers of all chunks, where a hybrid pattern says where one ends.
+        """
+        if len(segments) > 1:
+            counts = [len(one) for one in segments]
+            return cls(tuple(tuple(counts[at : at + stages]) for at in range(0, len(counts), stages)))
         if layout is not None:
             kinds = PipelineParallelLayerLayout(layout, stages).layout
             chunks = [[kind.name for kind in chunk] for stage in kinds for chunk in stage]
@@ -84,6 +98,21 @@ def install() -> None:
     for seam, which in ((GET_TRANSFORMER_LAYER_OFFSET, 0), (GET_NUM_LAYERS_TO_BUILD, 1)):
         if not seams.is_applied(seam):
             seams.wrap(seam, functools.partial(_answer, which))
+
+
+def install_hybrid() -> None:
+    """The same for the layers of a hybrid pattern."""
+    for seam in HYBRID_SEAMS:
+        if not seams.is_applied(seam):
+            seams.wrap(seam, _answer_kinds)
+
+
+def _answer_kinds(original: Any, *args: Any, **kwargs: Any) -> Any:
+    return (
+        original(*args, **kwargs)
+        if _current is None
+        else compat.kinds_of_chunk(original, *_current, *args, **kwargs)
+    )
 
 
 def _answer(which: int, original: Any, *args: Any, **kwargs: Any) -> Any:

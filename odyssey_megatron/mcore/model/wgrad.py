@@ -118,6 +118,11 @@ class Flights(dict[tuple[int, int], Flight]):
         del self[microbatch, start]
         flight.weight_grads.flush()
 
+    def flush_bound(self) -> None:
+        """See ``WeightGrads.flush_bound``, of all."""
+        for flight in self.values():
+            flight.weight_grads.flush_bound()
+
 
 def _parted(found: Sequence[T], stays: Callable[[T], bool]) -> tuple[list[T], list[T]]:
     """What does not stay, and what does, in order."""

@@ -64,7 +64,7 @@ def _sketch(case: Case, workers: tuple[int, ...], found: Partition, slow: Mappin
         make=layout,
         note=note,
         least_step_s=least_s,
-        fatal_share=min(len(workers), search.most_stages) / alive if found.number == 1 else 0.0,
+        fatal_share=min(len(workers), search.splits.most_stages) / alive if found.number == 1 else 0.0,
     )
 
 

@@ -10,7 +10,7 @@ from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Hop, Layout, Route
 from odyssey_megatron.policy.case import Case
 from odyssey_megatron.policy.cuts import recut
-from odyssey_megatron.policy.partition import MANY_WORKERS
+from odyssey_megatron.policy.pipelines import MANY_WORKERS
 from odyssey_megatron.policy.proposal import Policy, Proposal
 
 

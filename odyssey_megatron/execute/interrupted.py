@@ -1,0 +1,131 @@
+"""How the survivors go on with a step that a failure has interrupted, once they have agreed on where they stand.
+
+What each worker has done of it stays where the new plan lets it (``plan/resume.py``). The survivors sum a table of
+that, and each works out the rest of its own program from it. Where that cannot be, all do the step again.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from odyssey_megatron.cluster.cell import Cell
+from odyssey_megatron.execute.interpreter import Compute
+from odyssey_megatron.execute.progress import Progress
+from odyssey_megatron.plan.layout import Layout
+from odyssey_megatron.plan.resume import fits, rest, usable
+from odyssey_megatron.plan.schedule import Program
+from odyssey_megatron.plan.smaller import StepPlan
+
+
+class Rest(NamedTuple):
+    """What the survivors make of an interrupted step; the same on all of them, but for the program."""
+
+    begun: bool
+    """Anybody had begun it."""
+    program: Program | None = None
+    """What is left of it for this rank's worker; None: it begins anew."""
+    taken_up: int = 0
+    """With how many microbatches' visits it goes on with forwards that had been run ahead, everywhere."""
+
+
+def go_on(
+    group: dist.ProcessGroup,
+    cell_group: dist.ProcessGroup | None,
+    plan: StepPlan,
+    cell: Cell,
+    progress: Progress,
+    compute: Compute,
+    device: torch.device,
+    *,
+    keep: bool,
+) -> Rest:
+    """Where all are through with what came before the interrupted step: how they go on with it.
+
+    Collective over ``group``, of all members, and over ``cell_group``, of the ranks of this cell (None: it is alone).
+
+    Args:
+        plan: of the new generation, for this rank's worker.
+        progress: what this rank has done of the step.
+        keep: that may stay.
+    """
+    resumable = keep and can_resume(cell_group, plan.layout, cell.worker, progress, device)
+    flags = torch.tensor([progress.table.any(), not resumable], dtype=torch.int32)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+    begun, stuck = flags.tolist()
+    if not begun or stuck:
+        return Rest(bool(begun))
+    progress.bring_back()
+    return Rest(True, *what_is_left(group, cell_group, plan, cell, progress, compute, device))
+
+
+def can_resume(
+    cell_group: dist.ProcessGroup | None,
+    layout: Layout,
+    worker: int,
+    progress: Progress,
+    device: torch.device,
+) -> bool:
+    """Whether what ``worker`` has done of the interrupted step, if anything, can stay under the new ``layout``.
+
+    Collective over its cell, whose ranks must be equally far; no group is a cell of one.
+    """
+    alike = True
+    if cell_group is not None:
+        both = torch.stack([progress.table.int(), -progress.table.int()]).to(device)
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=cell_group)
+        alike = torch.equal(both[0], -both[1])
+    return alike and progress.whole and fits(layout, worker, progress.table.tolist())
+
+
+def what_is_left(
+    group: dist.ProcessGroup,
+    cell_group: dist.ProcessGroup | None,
+    plan: StepPlan,
+    cell: Cell,
+    progress: Progress,
+    compute: Compute,
+    device: torch.device,
+) -> tuple[Program | None, int]:
+    """The program of the rest of the step for this rank's worker; None if all must do the step again. Collective.
+
+    And of how many microbatches' visits it goes on with forwards that had been run ahead, everywhere.
+    """
+    taken_up = take_up(cell_group, plan.layout, cell.worker, progress, compute, device)
+    counted = torch.tensor([taken_up], dtype=torch.int32)
+    total = torch.cat([progress.table.int().flatten(), counted]) * cell.each
+    dist.all_reduce(total, group=group)
+    *flat, taken_up = (total // cell.full).tolist()
+    width = plan.layout.num_layers
+    table = [flat[at : at + width] for at in range(0, len(flat), width)]
+    cuts = {block.first for block in plan.layout.blocks()}
+    left = rest(plan.program, table, cuts) if any(flat) else None
+    stuck = torch.tensor([left is None], dtype=torch.int32)
+    dist.all_reduce(stuck, op=dist.ReduceOp.MAX, group=group)
+    return (None, 0) if stuck.item() else (left, taken_up)
+
+
+def take_up(
+    cell_group: dist.ProcessGroup | None,
+    layout: Layout,
+    worker: int,
+    progress: Progress,
+    compute: Compute,
+    device: torch.device,
+) -> int:
+    """Makes the forwards that ``worker`` has run ahead its own, where the new layout does; returns how many those are.
+
+    Collective over its cell: what a rank of it was not through with is nobody's.
+    """
+    visits = usable(layout, worker, progress.table.tolist(), progress.ahead)
+    if cell_group is not None:
+        mine = torch.zeros_like(progress.table).to(device)
+        for microbatch, first, _ in visits:
+            mine[microbatch, first] = 1
+        dist.all_reduce(mine, op=dist.ReduceOp.MIN, group=cell_group)
+        visits = [visit for visit in visits if mine[visit[0], visit[1]]]
+    progress.take_up(visits)
+    compute.adopt(visits)
+    return len(visits)

@@ -1,0 +1,157 @@
+"""The step at hand, over as many generations as it takes; and how one generation carries it out."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from odyssey_megatron.errors import PeerFailed
+from odyssey_megatron.execute.interpreter import FORWARD_ONLY, Interpreter
+from odyssey_megatron.execute.interrupted import Rest, go_on
+from odyssey_megatron.execute.neighbours import Neighbours
+from odyssey_megatron.execute.parts import Model
+from odyssey_megatron.execute.position import Position
+from odyssey_megatron.execute.progress import Progress
+from odyssey_megatron.execute.suspects import Exchange, renumbered
+from odyssey_megatron.execute.timing import Measurements, Trace
+from odyssey_megatron.names import step_name
+from odyssey_megatron.plan.assignment import Assignment
+from odyssey_megatron.plan.schedule import Program
+
+
+class StepAtHand:
+    """Of one rank: what it has done of the step, and what is left of it.
+
+    Args:
+        device: where the model is.
+        keeps: what has been done of an interrupted step may stay.
+    """
+
+    def __init__(self, model: Model, device: torch.device, *, keeps: bool):
+        self._model, self._device, self._keeps = model, device, keeps
+        self.progress: Progress | None = None
+        """None where it has not begun, or must begin anew."""
+        self._rest: Program | None = None
+        """What is left to do of it, if it goes on behind a failure."""
+
+    def begin(self, assignment: Assignment, step: int) -> Progress:
+        """``step``, unless it goes on."""
+        if self.progress is None:
+            self._model.begin_step(step)
+            self.progress = new_progress(assignment, keeps=self._keeps)
+        return self.progress
+
+    def take_rest(self) -> Program | None:
+        """What to carry out of it; None: all of the program."""
+        rest, self._rest = self._rest, None
+        return rest
+
+    def take_stock(self) -> None:
+        """Its generation has ended, and the device has nothing left to do: what counted for nothing is done anew."""
+        if self.progress is not None:
+            self._model.undo(self.progress.take_stock())
+
+    def go_on(
+        self,
+        assignment: Assignment,
+        step: int,
+        world: dist.ProcessGroup,
+        cell_group: dist.ProcessGroup | None,
+    ) -> Rest:
+        """In a new generation, with ``step`` where it was interrupted, or anew. See ``interrupted.go_on``."""
+        rest = go_on(
+            world,
+            cell_group,
+            assignment.step(self._model.microbatches_of(step)),
+            assignment.cell,
+            self.progress or new_progress(assignment),
+            self._model,
+            self._device,
+            keep=self._keeps,
+        )
+        self._rest = rest.program
+        if rest.program is None:
+            self.progress = None
+        return rest
+
+    def forget(self) -> None:
+        """It is done, or has not begun."""
+        self.progress = self._rest = None
+
+
+class StepRunner:
+    """Carries out one rank's part of a generation's plan."""
+
+    def __init__(
+        self,
+        assignment: Assignment,
+        model: Model,
+        interpreter: Interpreter,
+        position: Position,
+        measured: Measurements,
+    ):
+        self._assignment, self._model, self._interpreter = assignment, model, interpreter
+        self._position, self._measured = position, measured
+
+    def run(self, at_hand: StepAtHand, trace: Trace) -> None:
+        """The program of the step, or what is left of it."""
+        progress, rest = at_hand.begin(self._assignment, self._position.committed), at_hand.take_rest()
+        if rest is None:
+            self._interpreter.run(self._program_of_step(), trace, progress)
+        else:
+            self._run_once_more(rest, trace, progress)
+
+    def run_exchanged(self, exchange: Exchange) -> Progress:
+        """All of the step once more, with microbatches exchanged; what came of that attempt."""
+        self._model.begin_step(self._position.committed)
+        program, trial = renumbered(self._program_of_step(), exchange), new_progress(self._assignment)
+        self._run_once_more(program, self._measured.trace(self._position.committed), trial)
+        return trial
+
+    def _program_of_step(self) -> Program:
+        return self._assignment.step(self._model.microbatches_of(self._position.committed)).program
+
+    def _run_once_more(self, program: Program, trace: Trace, progress: Progress) -> None:
+        """Besides what has been done of the step.
+
+        Raises:
+            PeerFailed: there is no memory for it, since what was in flight here came on top of what the plan keeps in
+                flight. Done again from its beginning, the step fits.
+        """
+        try:
+            self._interpreter.run(program, trace, progress)
+        except torch.OutOfMemoryError as error:
+            progress.whole = False
+            step = step_name(self._position.committed)
+            raise PeerFailed(f"no memory to go on with {step}: {error}") from error
+
+    def evaluate(self, first: int, microbatches: int) -> None:
+        """So many ``microbatches``, at most those of a plan, from ``first`` on through the layers, forward only."""
+        self._model.begin_evaluation(first, microbatches)
+        program = self._assignment.step(microbatches).program
+        trace, progress = self._measured.trace(self._position.committed), new_progress(self._assignment)
+        with torch.no_grad():
+            self._interpreter.run([one for one in program if one.op in FORWARD_ONLY], trace, progress)
+
+    def time_links(self) -> None:
+        """Those to whoever this worker exchanges activations with, and sums with whoever it holds layers with; they do
+        the same.
+        """
+        interpreter, assignment = self._interpreter, self._assignment
+        neighbours = Neighbours(
+            assignment.program,
+            assignment.layout,
+            assignment.cell,
+            interpreter.channels,
+            interpreter.holder_groups,
+        )
+        self._measured.exchange(self._position.committed, neighbours, self._model.empty_message())
+
+    def abandon(self) -> None:
+        """The generation has ended."""
+        self._interpreter.abandon()
+
+
+def new_progress(assignment: Assignment, *, keeps: bool = False) -> Progress:
+    """Of a step, or an evaluation, of which nothing is done; ``keeps``: see :class:`Progress`."""
+    return Progress(assignment.layout.num_microbatches, assignment.layout.num_layers, keeps=keeps)

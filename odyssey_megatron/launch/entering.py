@@ -1,0 +1,122 @@
+"""Which generation a rank enters next, of those that it hears of."""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Callable
+
+from odyssey_megatron.errors import ControlPlaneLost, Fenced, JobStopped
+from odyssey_megatron.launch import generations
+from odyssey_megatron.launch.control import Control
+from odyssey_megatron.launch.watch import Watch
+from odyssey_megatron.plan.generation import Finished, Generation, Stop
+
+_RETRY_AFTER_S = 0.5
+
+
+class Part(enum.Enum):
+    """What a generation has for one process."""
+
+    MEMBER = "member"
+    WAITS = "waits"
+    """It holds nothing yet: a recovery goes on without it, and it is offered a place afterwards."""
+    LEFT = "left"
+    """It is out: declared dead, or its cell has lost a rank, or is to be whole again."""
+    REPLACED = "replaced"
+    """Another process has its rank by now."""
+
+
+def part_in(generation: Generation, rank: int, incarnation: int) -> Part:
+    """Of process number ``incarnation`` of ``rank``."""
+    if dict(generation.incarnations).get(rank, 0) != incarnation:
+        return Part.REPLACED
+    if rank in generation.members:
+        return Part.MEMBER
+    return Part.WAITS if rank in generation.fresh else Part.LEFT
+
+
+def concerns(offered: Generation, rank: int, incarnation: int) -> bool:
+    """Whether this process prepares for an ``offered`` generation: also if its cell is to leave between two steps, and
+    comes back as a larger one. It has a say in when, like all.
+    """
+    return part_in(offered, rank, incarnation) in (Part.MEMBER, Part.LEFT)
+
+
+class Entering:
+    """Of one process.
+
+    Args:
+        ask_retry: asks for a generation after one, and says why.
+        fenced: hears of the generation that goes on without this rank, or of the end, and why.
+        first_within_s, next_within_s: how long the first generation, and each after it, is waited for.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        incarnation: int,
+        control: Control,
+        watch: Watch,
+        ask_retry: Callable[[int, str], None],
+        fenced: Callable[[int, str], None],
+        first_within_s: float,
+        next_within_s: float,
+    ):
+        self._rank, self._incarnation, self._control, self._watch = rank, incarnation, control, watch
+        self._ask_retry, self._fenced = ask_retry, fenced
+        self._first_within_s, self._next_within_s = first_within_s, next_within_s
+
+    def next_generation(self, after: int, timeout_s: float | None = None) -> Generation:
+        """See ``Member.next_generation``."""
+        if not self._watch.settled:
+            return self._offered_after(after)
+        if timeout_s is None:
+            timeout_s = self._next_within_s if after else self._first_within_s
+        ends_s = time.monotonic() + timeout_s
+        if after and not self._watch.await_newer(after, min(_RETRY_AFTER_S, timeout_s)):
+            self._ask_retry(after, f"no newer generation within {_RETRY_AFTER_S} s")
+        message = None
+        while message is None:
+            if not self._watch.await_newer(after, ends_s - time.monotonic()):
+                raise ControlPlaneLost(f"no generation after {after} within {timeout_s} s")
+            after, text = self._watch.newest()
+            message = generations.read(text, self._rank, self._control)
+        if isinstance(message, Stop):
+            raise JobStopped(message.why, message.code)
+        if isinstance(message, Finished):
+            raise self._left_behind(message.number, "finished")
+        match part_in(message, self._rank, self._incarnation):
+            case Part.MEMBER:
+                return message
+            case Part.WAITS:
+                self._watch.settled = False
+                return self._offered_after(message.number)
+        raise self._left_behind(message.number, message.why, message.dead)
+
+    def _offered_after(self, seen: int) -> Generation:
+        """Waits to be offered a place, for as long as it takes."""
+        while True:
+            seen, text, is_offer = self._watch.await_any(seen)
+            message = generations.read(text, self._rank, self._control)
+            if isinstance(message, Stop):
+                raise JobStopped(message.why, message.code)
+            if isinstance(message, Finished):
+                raise JobStopped("the job finished first", 0)
+            if message is None:
+                continue
+            part = part_in(message, self._rank, self._incarnation)
+            if part is Part.MEMBER:
+                self._watch.take_offer(message.number)
+                return message
+            if not is_offer and part is not Part.WAITS:
+                raise self._left_behind(message.number, message.why, message.dead)
+
+    def _left_behind(self, number: int, why: str, dead: tuple[int, ...] | None = None) -> Fenced:
+        self._fenced(number, why)
+        lost = f" (lost: {list(dead)})" if dead is not None else ""
+        return Fenced(
+            f"generation {number} goes on without rank {self._rank}, which was declared dead or whose "
+            f"cell has lost a rank{lost}, or is to be whole again"
+        )

@@ -1,0 +1,35 @@
+"""By how much a step's gradients are multiplied before the optimizer sees them."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+
+class Clipped(NamedTuple):
+    """Of the gradients of one step, summed over all ranks."""
+
+    scale: float
+    """They are to be multiplied with this."""
+    norm: float
+    """Of all of them together, before clipping; NaN or infinite if any is not finite."""
+
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.norm)
+
+
+def clipped(squared_norm: float, *, loss_scale: float, tokens: float, clip_grad: float) -> Clipped:
+    """Source: megatron core_v0.16.1 optimizer/clip_grads.py, ``max_norm / (total_norm + 1e-6)``.
+
+    Args:
+        squared_norm: of the gradients as they are.
+        loss_scale: with which their losses were multiplied.
+        tokens: by how many they are divided; 1.0 where losses are means.
+        clip_grad: the norm that they may have; 0.0: any.
+    """
+    scale = 1.0 / loss_scale / tokens
+    norm = math.sqrt(squared_norm) * scale if squared_norm >= 0.0 else math.nan
+    if clip_grad > 0.0 and norm > 0.0:
+        return Clipped(scale * min(1.0, clip_grad / (norm + 1.0e-6)), norm)
+    return Clipped(scale, norm)

@@ -1,0 +1,102 @@
+"""Balanced shapes: pipelines whose lengths differ by one at most. Estimated, with nothing scheduled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+
+from odyssey_megatron.plan.reductions import cut
+from odyssey_megatron.plan.simulate import reduce_s
+from odyssey_megatron.policy.seating import Shape
+from odyssey_megatron.policy.shares import Rate, finish_s, min_max_shares
+from odyssey_megatron.policy.splits import Splits
+from odyssey_megatron.policy.stages import Stage, path_s, reached_s, up_s
+
+
+def even(num_workers: int, pipelines: int, most_stages: int) -> list[tuple[int, int]]:
+    """(stages, how many pipelines): the longer ones first."""
+    short, longer = divmod(num_workers, pipelines)
+    both = ((short + 1, longer), (short, pipelines - longer))
+    return [(min(length, most_stages), count) for length, count in both if count]
+
+
+@dataclass(frozen=True, slots=True)
+class Balanced:
+    """What balanced shapes of these splits come to."""
+
+    splits: Splits
+    sums: int
+    """The copies of optimizer state to whose owners gradients go; 0: every holder."""
+
+    def estimate_s(self, num_workers: int, num_microbatches: int, pipelines: int) -> float | None:
+        """Estimated step of the balanced shape of so many pipelines; None if it does not fit."""
+        lengths = self._lengths(num_workers, pipelines)
+        return None if lengths is None else self._estimate_s(lengths, num_microbatches, pipelines)
+
+    def shape(self, num_workers: int, num_microbatches: int, pipelines: int) -> Shape | None:
+        """The balanced shape of so many pipelines; None if it does not fit."""
+        lengths = self._lengths(num_workers, pipelines)
+        if lengths is None:
+            return None
+        ends: list[tuple[int, ...]] = []
+        for length, count in lengths:
+            split = self.splits.split(length)
+            ends += [split] * count if split else []
+        share = num_microbatches / pipelines
+        paces = [(self._last_done(length, share, pipelines)[0], count) for length, count in lengths]
+        each = [rate for rate, count in paces for _ in range(count)]
+        return Shape(
+            ends=tuple(ends),
+            shares=min_max_shares(num_microbatches, each),
+            estimate_s=self._estimate_s(lengths, num_microbatches, pipelines),
+            legs=self.splits.legs,
+        )
+
+    def _lengths(self, num_workers: int, pipelines: int) -> list[tuple[int, int]] | None:
+        """See :func:`even`; None if a pipeline does not fit."""
+        lengths = even(num_workers, pipelines, self.splits.most_stages)
+        return lengths if all(self.splits.split(length) is not None for length, _ in lengths) else None
+
+    def _estimate_s(self, lengths: Sequence[tuple[int, int]], microbatches: int, pipelines: int) -> float:
+        """The least time in which all pipelines can end.
+
+        Bounds as in :mod:`odyssey_megatron.plan.bound`: all the work of a stage and then the bucket that it sums last;
+        the forwards and input gradients of a stage, and then all its sums, or the way up; and one microbatch's way down
+        and up.
+        """
+        work, sums, drain, longest_s = [], [], [], 0.0
+        for length, count in lengths:
+            last, whole = self._last_done(length, microbatches / pipelines, pipelines)
+            work.append((last, count))
+            sums.append((whole, count))
+            drain.append((self._drain(length), count))
+            longest_s = max(longest_s, path_s(self.splits.costs, self.splits.stages(length)))
+        return max(*(finish_s(microbatches, each) for each in (work, sums, drain)), longest_s)
+
+    def _last_done(self, stages: int, share: float, pipelines: int) -> tuple[Rate, Rate]:
+        """Of the stage that is done last if its pipeline gets ``share`` microbatches: all its work and its last bucket;
+        its forwards and input gradients, of which the last one may run on beside, and all its sums.
+        """
+        last, whole, costs = (-inf, 0.0, 0.0), (-inf, 0.0, 0.0), self.splits.costs
+        for one in self.splits.stages(stages):
+            begins_s = reached_s(costs, one)
+            buckets = self._buckets(one, pipelines)
+            sums_s = [reduce_s(costs, *bucket, pipelines, self.sums) for bucket in buckets]
+            last = max(last, _line(begins_s + sums_s[0], one.each_s, share))
+            whole = max(whole, _line(begins_s - one.beside_s(costs) + sum(sums_s), one.down_and_up_s, share))
+        return Rate(head_s=last[1], each_s=last[2]), Rate(head_s=whole[1], each_s=whole[2])
+
+    def _buckets(self, one: Stage, holders: int) -> list[tuple[int, int]]:
+        """What a stage sums, the last of them first."""
+        return [bucket for a, b in one.spans for bucket in cut(a, b, holders, self.splits.costs)]
+
+    def _drain(self, stages: int) -> Rate:
+        """Forwards and input gradients of the stage with most of them; before and after it, the way to the first."""
+        of_all = self.splits.stages(stages)
+        _, _, longest = max((one.down_and_up_s, one.hop, one) for one in of_all)
+        return Rate(head_s=up_s(self.splits.costs, of_all, longest), each_s=longest.down_and_up_s)
+
+
+def _line(head_s: float, each_s: float, share: float) -> tuple[float, float, float]:
+    return head_s + share * each_s, head_s, each_s
