@@ -133,6 +133,10 @@ class Rank(Protocol):
         """One training step; committed when it returns."""
         ...
 
+    def settle(self) -> None:
+        """Nothing of what is committed is still on its way when it returns."""
+        ...
+
     def together(self, work: Callable[[Any], None]) -> None:
         """``work(world)`` and a barrier; done when it returns."""
         ...
@@ -191,6 +195,19 @@ class Recovery:
         self._carry_out_once(attempt)
         return results[0]
 
+    def settle(self) -> None:
+        """What the last step has left under way is here, whatever happens meanwhile."""
+        self.carry_out(lambda generation: self._rank.settle())
+
+    def finish(self, early: int = -1) -> None:
+        """The job is over; ``early``: see :meth:`Control.finish`."""
+
+        def work(generation: Generation) -> None:
+            self._rank.settle()
+            self._control.finish(generation.number, early)
+
+        self.carry_out(work)
+
     def _carry_out_once(self, work: Callable[[Generation], None]) -> None:
         """Until this rank has had its part in one more piece of common work, be it that another one's coming through
         has completed it.
@@ -237,5 +254,4 @@ def train(
         recovery.step()
         after_step(recovery)
     at_end(recovery)
-    early = rank.committed if rank.committed < train_steps else -1
-    recovery.carry_out(lambda generation: control.finish(generation.number, early))
+    recovery.finish(rank.committed if rank.committed < train_steps else -1)

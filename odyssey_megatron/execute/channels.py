@@ -2,7 +2,8 @@
 
 A message is named by (kind, microbatch, boundary). On gloo all go through the generation's world group, told apart by
 their tag. NCCL knows no tags: there, one group of two for each (sender, receiver) keeps every channel first-in
-first-out, which is the order ``verify()`` has checked. Layers that move go the same way, before all messages.
+first-out, which is the order ``verify()`` has checked. Layers that move go the same way, before all messages; or
+beside them, where they have a group of their own.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from odyssey_megatron.cluster.cell import NO_SHAPES, Cell, Shapes
 from odyssey_megatron.errors import PeerFailed
 from odyssey_megatron.execute.held import Held, SlowLinks
 from odyssey_megatron.execute.ledger import Word
-from odyssey_megatron.plan.groups import WORLD, channel_name
+from odyssey_megatron.plan.groups import WORLD, channel_name, moves_name
 from odyssey_megatron.plan.plan import Transfer
 from odyssey_megatron.plan.schedule import SEND, Instr, Op
 from odyssey_megatron.rebuild.abort import wait_all
@@ -61,6 +62,7 @@ class NamedGroups(Protocol):
     """Groups by name."""
 
     def __getitem__(self, name: str) -> dist.ProcessGroup: ...
+    def __contains__(self, name: object) -> bool: ...
 
 
 class Channels:
@@ -118,6 +120,9 @@ class Channels:
         rank, places = next(one for one in links if place in one.places)
         if self._tagged:
             return rank, {"group": self._groups[WORLD], "tag": _MOVES + number}
+        apart = self._cell.named(moves_name(transfer.source, transfer.target), places)
+        if apart in self._groups:
+            return rank, {"group": self._groups[apart]}
         return rank, {"group": self._between(transfer.source, transfer.target, places)}
 
     def alike(self, worker: int) -> bool:

@@ -56,11 +56,14 @@ class Filling:
         return self._assignment.generation.planned and arriving.isdisjoint(self._assignment.needed_at_once)
 
     def finish(self) -> float | None:
-        """All state of the plan is here when it returns. Before anything that changes weights, or needs those sent.
+        """All state of the plan is here when it returns, and all weights. Before anything that changes weights, or
+        needs those sent.
 
         Returns:
             The seconds that this rank has waited for it; None if it was here already.
         """
+        if self._spreading is not None:  # first, as what moves may be newer than what was there to be spread
+            self._spreading.finish()
         if self._moving is None:
             return None
         began_s = time.monotonic()
@@ -71,27 +74,30 @@ class Filling:
         self._live()
         return time.monotonic() - began_s
 
-    def begin_spreading(self) -> None:
+    def prepare_spreading(self) -> Spreading:
         """From here on the weights of layers whose optimizer state not all holders keep can be spread."""
         self._spreading = Spreading(
             self._assignment.layout,
+            self._assignment.buckets,
             cell=self._assignment.cell,
             world=self._groups.world,
             group_of=self._groups.holders_of,
             weights_of=self._model.weights_of,
             arrived=self._model.weights_arrived,
         )
+        return self._spreading
 
     @property
     def spreads(self) -> bool:
         """This rank has a part in that."""
-        return bool(self._spreading)
+        return self._spreading is not None and self._spreading.has_part
 
     def spread(self) -> None:
-        """From the first keeper of each slice to the holders that do not keep its optimizer state.
+        """From the first keeper of each slice to the holders that do not keep its optimizer state, beside what comes
+        next.
 
         Whoever is cut off here by a failure is committed all the same: the keepers have what it lacks, and the next
         generation begins with this.
         """
         if self._spreading is not None:
-            self._spreading.run()
+            self._spreading.begin()

@@ -23,6 +23,9 @@ from odyssey_megatron.plan.schedule import Instr, Op
 Passed = Callable[[int], None]
 """Called with a layer."""
 
+Needs = Callable[[int], None] | None
+"""Called with a layer before it computes; returns when its weights are here. None: all are."""
+
 FORWARD_ONLY = frozenset({Op.FORWARD, Op.SEND_FORWARD, Op.RECV_FORWARD})
 """What is left of a program in an evaluation. Taking the rest away cannot deadlock: it only removes waits."""
 
@@ -38,6 +41,7 @@ class Compute(Protocol):
         activation: torch.Tensor | None,
         *,
         ahead: bool = False,
+        needs: Needs = None,
     ) -> torch.Tensor:
         """Layers ``[first, last)``; ``activation`` is None where ``first`` is the embedding.
 
@@ -115,6 +119,18 @@ class Compute(Protocol):
         ...
 
 
+class Weights(Protocol):
+    """Of which some may still be on their way when a step begins (``rebuild.transfer.Spreading``)."""
+
+    def __bool__(self) -> bool:
+        """Some are."""
+        ...
+
+    def arrive(self, layer: int) -> None:
+        """Returns when those of ``layer`` are here."""
+        ...
+
+
 class Interpreter:
     """Runs programs over ``compute`` and ``channels``.
 
@@ -134,6 +150,7 @@ class Interpreter:
             [int, int], tuple[Mapping[int, dist.ProcessGroup | None], dist.ProcessGroup | None]
         ],
         *,
+        weights: Weights,
         tensor_group: dist.ProcessGroup | None,
         num_layers: int,
         checkpoint: Callable[[str, int], None],
@@ -141,6 +158,7 @@ class Interpreter:
     ):
         self._compute, self.channels, self.holder_groups = compute, channels, holder_groups
         self._num_layers, self._checkpoint, self._ledger = num_layers, checkpoint, ledger
+        self._weights = weights
         self._reduction = Reduction(ledger, tensor_group)
         self._arriving: dict[tuple[Op, int, int], Pending] = {}
         self._progress, self._trace = Progress(0, 0, keeps=False), Trace()
@@ -202,27 +220,40 @@ class Interpreter:
 
     def _forward(self, instr: Instr) -> None:
         activation, word = self._input(instr, Op.RECV_FORWARD, instr.first, none=not instr.first)
-        with self._trace.computing(instr):
-            output = self._compute.forward(instr.microbatch, instr.first, instr.last, activation)
+        output, at_end = self._compute_forward(instr, activation, word)
         if instr.last < self._num_layers:
-            self._progress.leave(Op.SEND_FORWARD, instr.microbatch, instr.last, output, word)
+            self._progress.leave(Op.SEND_FORWARD, instr.microbatch, instr.last, output, at_end)
             self._compute.kept(instr.microbatch, instr.first, instr.last)
         else:
             self._progress.add_up(Op.SEND_FORWARD, instr.microbatch, instr.last, [output])
-        self._progress.reached(instr, Op.FORWARD, word, self._ledger.at_end(word))
+        self._progress.reached(instr, Op.FORWARD, word, at_end)
 
     def _eager_forward(self, instr: Instr) -> None:
         # This worker has made it, as the one before on the route.
         activation, word = self._input(instr, Op.RECV_FORWARD, instr.first, none=not instr.first)
-        output = self._compute.forward(instr.microbatch, instr.first, instr.last, activation, ahead=True)
+        output, at_end = self._compute_forward(instr, activation, word, ahead=True)
         left = output.detach()
         if instr.last < self._num_layers:
             self._compute.kept(instr.microbatch, instr.first, instr.last)
-        self._progress.run_ahead(instr, left, word, self._ledger.at_end(word))
+        self._progress.run_ahead(instr, left, word, at_end)
+
+    def _compute_forward(
+        self, instr: Instr, activation: torch.Tensor | None, word: Word, *, ahead: bool = False
+    ) -> tuple[torch.Tensor, Word]:
+        """What comes of it, and whether that counts: weights may come within."""
+        needs = self._await if self._weights else None
+        with self._trace.computing(instr):
+            output = self._compute.forward(
+                instr.microbatch, instr.first, instr.last, activation, ahead=ahead, needs=needs
+            )
+        return output, self._ledger.at_end(word, received=needs is not None)
+
+    def _await(self, layer: int) -> None:
+        with self._trace.apart():
+            self._weights.arrive(layer)
 
     def _input_grad(self, instr: Instr) -> None:
-        at_end = instr.last == self._num_layers
-        grad, word = self._input(instr, Op.RECV_BACKWARD, instr.last, none=at_end)
+        grad, word = self._input(instr, Op.RECV_BACKWARD, instr.last, none=instr.last == self._num_layers)
         # It adds to gradients, too: those of weights that are not deferred.
         with self._trace.computing(instr), self._progress.adding():
             sums_beside = any(one.op is Op.REDUCE_GRAD for one in takewhile(_is_last, self._left))
@@ -234,11 +265,12 @@ class Interpreter:
                 word=word,
                 passed=self._run_on if sums_beside else None,
             )
+        at_end = self._ledger.at_end(word)
         if instr.first:
             if input_grad is None:
                 raise ScheduleInvalid(f"{instr} gave no input gradient")
-            self._progress.leave(Op.SEND_BACKWARD, instr.microbatch, instr.first, input_grad, word)
-        self._progress.reached(instr, Op.INPUT_GRAD, word, self._ledger.at_end(word))
+            self._progress.leave(Op.SEND_BACKWARD, instr.microbatch, instr.first, input_grad, at_end)
+        self._progress.reached(instr, Op.INPUT_GRAD, word, at_end)
 
     def _input(self, instr: Instr, op: Op, edge: int, *, none: bool) -> tuple[torch.Tensor | None, Word]:
         """What was received for ``instr``, or what the neighbouring visit on this worker has left for it; or ``none``.

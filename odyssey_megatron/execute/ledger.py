@@ -42,9 +42,11 @@ class Ledger:
         # No product: what an aborted message has left in place of its word may be anything, and 0 * NaN is not 0.
         return now if of_input is None else torch.where(now > 0, of_input.to(now.dtype), now)
 
-    def at_end(self, word: Word) -> Word:
-        """Of what began with ``word`` and ends now. Where ranks compute together, it may have been cut off within."""
-        return word if self._alone else self.word(word)
+    def at_end(self, word: Word, *, received: bool = False) -> Word:
+        """Of what began with ``word`` and ends now. Where ranks compute together, or something was ``received`` within,
+        it may have been cut off there.
+        """
+        return self.word(word) if received or not self._alone else word
 
 
 def only_if(word: Word, tensor: torch.Tensor) -> torch.Tensor:

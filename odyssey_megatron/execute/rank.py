@@ -22,7 +22,7 @@ from odyssey_megatron.execute.channels import Channels
 from odyssey_megatron.execute.chronicle import Chronicle
 from odyssey_megatron.execute.filling import Filling
 from odyssey_megatron.execute.held import SlowLinks
-from odyssey_megatron.execute.interpreter import Interpreter
+from odyssey_megatron.execute.interpreter import Interpreter, Weights
 from odyssey_megatron.execute.interrupted import Rest
 from odyssey_megatron.execute.ledger import Ledger
 from odyssey_megatron.execute.left_out import dispensable, leave_out
@@ -248,30 +248,31 @@ class RankRuntime:
             live=live,
         )
         if not self._filling.may_wait:
-            self._settle()
+            self.settle()
         with torch.enable_grad():  # an evaluation, which runs without, may have been cut short
             model.take_layout(assignment.layout, assignment.worker)
-        self._runner = StepRunner(
-            assignment, model, self._interpreter(channels), self._position, self._measured
-        )
-        self._filling.begin_spreading()
+        interpreter = self._interpreter(channels, self._filling.prepare_spreading())
+        self._runner = StepRunner(assignment, model, interpreter, self._position, self._measured)
         self._spread_weights()  # some may have been cut off from those of the last step
         self.chronicle.started(self.committed)
 
-    def _interpreter(self, channels: Channels) -> Interpreter:
+    def _interpreter(self, channels: Channels, weights: Weights) -> Interpreter:
         groups, cell, layout = self._groups, self._cell, self._assigned.layout
         return Interpreter(
             self._model,
             channels,
             holder_groups(groups.find, cell, layout.blocks()),
+            weights=weights,
             tensor_group=groups.within_cell(cell.tensor_ranks),
             num_layers=layout.num_layers,
             checkpoint=self._lookout.check,
             ledger=Ledger(groups.entered.holds, self._device, alone=cell.size == 1),
         )
 
-    def _settle(self) -> None:
-        """All state of the plan is here. Before anything that changes weights, or needs those that were sent."""
+    def settle(self) -> None:
+        """All state of the plan is here, and the last step's weights. Before anything that changes weights, or needs
+        those that were sent.
+        """
         if self._filling is not None and (waited_s := self._filling.finish()) is not None:
             self.chronicle.filled(self.committed, waited_s)
 
@@ -301,13 +302,15 @@ class RankRuntime:
             time.monotonic() - began_s,
             lambda: {layer: self._model.moved_bytes(layer) for layer in kept_by(worker)},
         )
+        if self._groups.boundary or self._member.asked == Ask.LEAVE:
+            self.settle()  # while all are there that send any
         if self._member.asked == Ask.LEAVE:
             raise Fenced("its node was asked to leave the job, and does behind this step")
 
     def _agreed(self, progress: Progress) -> torch.Tensor:
         """All gradients of the step are reduced here: everyone's totals, once they are everywhere. 1-D, on the host."""
         self.chronicle.samples(self.committed, self._model.samples_of_losses())
-        self._settle()
+        self.settle()
         self._lookout.check("agreement")
         own = self._model.local_totals()
         # Here the host waits for its device, once a step: whoever enters the agreement has computed all of it.
@@ -369,7 +372,7 @@ class RankRuntime:
 
     def together(self, work: Callable[[dist.ProcessGroup], None]) -> None:
         self._position.begin()
-        self._settle()
+        self.settle()
         work(self._groups.world)
         self._lookout.check("")
         self._position.complete = Piece.OTHER

@@ -9,8 +9,9 @@ from functools import cached_property
 from odyssey_megatron.cluster.cell import Cell, Shapes
 from odyssey_megatron.plan import groups
 from odyssey_megatron.plan.generation import Generation
-from odyssey_megatron.plan.layout import Layout
+from odyssey_megatron.plan.layout import Block, Layout
 from odyssey_megatron.plan.plan import Plan
+from odyssey_megatron.plan.reductions import buckets_of
 from odyssey_megatron.plan.schedule import Program
 from odyssey_megatron.plan.slices import Span
 from odyssey_megatron.plan.smaller import StepPlan, smaller
@@ -69,6 +70,12 @@ class Assignment:
         """Layer -> the spans of its optimizer state that this worker keeps."""
         return self.layout.spans_kept_by(self.worker)
 
+    @cached_property
+    def buckets(self) -> tuple[Block, ...]:
+        """The blocks of this rank's worker, cut as it sums their gradients; so do all their holders."""
+        buckets = buckets_of([self.program], self.layout)
+        return tuple(one for one in buckets if self.worker in one.holders)
+
     @property
     def held(self) -> tuple[int, ...]:
         """Layers that this worker holds under the plan."""
@@ -93,7 +100,12 @@ class Assignment:
                 of the two. Then the first generation has groups of two more, in which links are timed.
         """
         named = groups.group_members(
-            self.plan, self.generation.members, self.cell, self.shapes, tagged=tagged
+            self.plan,
+            self.generation.members,
+            self.cell,
+            self.shapes,
+            tagged=tagged,
+            beside=self.generation.planned,
         )
         return named | (self.timed_pair if self.is_first and not tagged else {})
 

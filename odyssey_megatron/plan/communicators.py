@@ -64,11 +64,17 @@ class Communicators:
 
 
 def communicators(
-    layout: Layout, transfers: Iterable[Transfer], cell: Cell, previous: Layout | None = None
+    layout: Layout,
+    transfers: Iterable[Transfer],
+    cell: Cell,
+    previous: Layout | None = None,
+    *,
+    beside: bool = False,
 ) -> Communicators:
     """Those of ``layout``, all of whose workers are whole cells like ``cell``.
 
     Args:
+        beside: see ``plan.groups.group_members``.
         previous: what the job goes on from: communicators with the same members outlive a failure if nothing is
             outstanding on them. None: nothing is connected yet.
     """
@@ -82,8 +88,12 @@ def communicators(
             anew[worker] += each if is_new else []
 
     there = channels(previous, ()) if previous else set()
-    for ends in channels(layout, transfers):
+    transfers = [*transfers]
+    moves = {(one.source, one.target) for one in transfers} if beside else set()
+    for ends in channels(layout, () if beside else transfers):
         add(ends, [2], ends not in there)
+    for ends in moves:
+        add(ends, [2], True)
     known = Counter(block.holders for block in previous.blocks()) if previous else Counter[tuple[int, ...]]()
     alike: dict[int, list[int]] = {}
     for block in layout.blocks():

@@ -25,18 +25,28 @@ def channel_name(source: int, target: int) -> str:
     return f"{source}>{target}"
 
 
+def moves_name(source: int, target: int) -> str:
+    """Of the layers that worker ``source`` sends to ``target`` beside messages."""
+    return f"{source}>>{target}"
+
+
 def channels(layout: Layout, transfers: Iterable[Transfer]) -> set[Channel]:
     """All of a plan: forwards go along routes, gradients back, and layers as they move."""
     steps = {(a.worker, b.worker) for route in layout.routes for a, b in pairwise(route.hops)}
     return steps | {(b, a) for a, b in steps} | {(one.source, one.target) for one in transfers}
 
 
-def _channels_of(worker: int, program: Program, transfers: Iterable[Transfer]) -> set[Channel]:
+def _channels_of(
+    worker: int, program: Program, transfers: Iterable[Transfer], *, beside: bool
+) -> dict[str, Channel]:
     """Those that ``worker`` is at an end of, by its program: it does not know others' part of its routes."""
     ends = {
         (worker, one.peer) if one.op in SEND else (one.peer, worker) for one in program if one.op in MESSAGE
     }
-    return ends | {(one.source, one.target) for one in transfers if worker in (one.source, one.target)}
+    moves = {(one.source, one.target) for one in transfers if worker in (one.source, one.target)}
+    if beside:
+        return {channel_name(*one): one for one in ends} | {moves_name(*one): one for one in moves}
+    return {channel_name(*one): one for one in ends | moves}
 
 
 def block_group_name(first: int, last: int, part: int, parts: int) -> str:
@@ -64,15 +74,26 @@ def holder_groups(
 
 
 def group_members(
-    plan: Plan, members: tuple[int, ...], cell: Cell, shapes: Shapes = NO_SHAPES, *, tagged: bool
+    plan: Plan,
+    members: tuple[int, ...],
+    cell: Cell,
+    shapes: Shapes = NO_SHAPES,
+    *,
+    tagged: bool,
+    beside: bool = False,
 ) -> dict[str, tuple[int, ...]]:
-    """The groups of ``plan`` that the rank of ``cell`` is in, with their ranks; ``shapes`` of all workers."""
+    """The groups of ``plan`` that the rank of ``cell`` is in, with their ranks; ``shapes`` of all workers.
+
+    ``beside``: layers move while steps compute. A device carries out what one group is given in its order: so they do
+    not go before the messages of that step, in the same group, but through one of their own.
+    """
     groups = {WORLD: members} | groups_of_cell(cell)
     if not tagged:
-        for ends in _channels_of(cell.worker, plan.program(cell.worker), plan.transfers):
+        program = plan.program(cell.worker)
+        for between, ends in _channels_of(cell.worker, program, plan.transfers, beside=beside).items():
             other = ends[ends[0] == cell.worker]
             for rank, places in cell.links(other, shapes.get(other, 1)):
-                name = cell.named(channel_name(*ends), places)
+                name = cell.named(between, places)
                 groups[name] = (min(cell.rank, rank), max(cell.rank, rank))
     for block in plan.layout.blocks():
         if cell.worker in block.holders:

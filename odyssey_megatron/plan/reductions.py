@@ -17,7 +17,7 @@ from itertools import pairwise
 
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Block, Layout
-from odyssey_megatron.plan.schedule import Op, Schedule
+from odyssey_megatron.plan.schedule import Op, Program
 from odyssey_megatron.plan.visits import INPUT_GRAD, WEIGHT_GRAD, Codes, Visits
 
 BUCKET_PARAMETERS, BUCKET_PARAMETERS_PER_HOLDER = 40_000_000, 1_000_000
@@ -56,11 +56,11 @@ def bucket_bytes(costs: Costs, holders: int) -> int:
     return _GRADIENT_BYTES * max(BUCKET_PARAMETERS, BUCKET_PARAMETERS_PER_HOLDER * holders)
 
 
-def buckets_of(schedule: Schedule, layout: Layout) -> tuple[Block, ...]:
-    """The blocks of ``layout`` as ``schedule`` sums them."""
+def buckets_of(programs: Iterable[Program], layout: Layout) -> tuple[Block, ...]:
+    """The blocks of ``layout`` as ``programs`` sum them."""
     cuts = {
         edge
-        for _, program in schedule.programs
+        for program in programs
         for instr in program
         if instr.op is Op.REDUCE_GRAD
         for edge in (instr.first, instr.last)

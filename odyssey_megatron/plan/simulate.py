@@ -132,7 +132,7 @@ def simulate(
     Raises:
         ScheduleInvalid: some workers wait for ever; names one, its position and what it waits for.
     """
-    visits = Visits(layout, buckets_of(schedule, layout))
+    visits = Visits(layout, buckets_of(dict(schedule.programs).values(), layout))
     return run_clock(visits, visits.encode(schedule), costs, speeds or {})
 
 

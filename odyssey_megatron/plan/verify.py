@@ -76,7 +76,7 @@ def verify(
     Raises:
         ScheduleInvalid: with the worker, the position in its program, and the program around it.
     """
-    visits = Visits(layout, buckets_of(schedule, layout))
+    visits = Visits(layout, buckets_of(dict(schedule.programs).values(), layout))
     return verify_codes(visits, visits.encode(schedule), costs, in_flight_cap=in_flight_cap, speeds=speeds)
 
 

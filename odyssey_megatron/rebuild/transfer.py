@@ -4,8 +4,9 @@ committed in the new generation, so an interrupted transfer loses nothing.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.names import layer_name
-from odyssey_megatron.plan.layout import Layout
+from odyssey_megatron.plan.layout import Block, Layout
 from odyssey_megatron.plan.plan import Transfer
 from odyssey_megatron.plan.slices import EVERYTHING, Span, firsts, kept
 from odyssey_megatron.rebuild.manifest import Message, Tensors, agree, agree_on_messages
@@ -103,14 +104,21 @@ class Moving:
         self.arriving, self._sends, self._receives = set(), [], []
 
 
+ROOM_BYTES = 2**29
+"""Of weights on their way. Those for which there is no room wait until the oldest are where they belong."""
+
+
 class Spreading:
     """Weights under way behind every step: the holders of a block, each of which has stepped some slices of its layers
     first, gather all of them. Those who keep a slice, too, have stepped it themselves.
+
+    They are under way while the next step begins: whoever needs those of a layer waits for them (:meth:`arrive`).
     """
 
     def __init__(
         self,
         layout: Layout,
+        buckets: Sequence[Block],
         *,
         cell: Cell,
         world: dist.ProcessGroup,
@@ -121,6 +129,7 @@ class Spreading:
         """Collective over ``world``, of all members, wherever some holders do not keep all optimizer state.
 
         Args:
+            buckets: the blocks of this worker, cut into what travels as one message: the same on all their holders.
             group_of: the group of a block's holders, from its first layer and the one behind its last; of each all
                 ranks that have the same of it as this one in a place that it fills.
             weights_of: of a layer, a part and spans of it, in place or in a copy.
@@ -131,26 +140,31 @@ class Spreading:
         """
         self._weights_of, self._arrived = weights_of, arrived
         self._messages: list[_Message] = []
+        self._under_way: deque[_UnderWay] = deque()
         ours: dict[int, Tensors] = {}
         states = layout.states
-        for block in layout.blocks() if layout.keepers else ():
+        # In one order on all: that in which a forward needs them, of which the tied weight is the first.
+        order = sorted(buckets, key=lambda one: (one.first < layout.num_layers, one.first))
+        for bucket in order if layout.keepers else ():
             slices = {
                 layer: states[layer]
-                for layer in range(block.first, block.last)
-                if any(len(one.owners) < len(block.holders) for one in states[layer])
+                for layer in range(bucket.first, bucket.last)
+                if any(len(one.owners) < len(bucket.holders) for one in states[layer])
             }
-            if not slices or cell.worker not in block.holders:
+            if not slices:
                 continue
+            block = next(one for one in layout.blocks() if one.first <= bucket.first < one.last)
             stepped = [
                 [(layer, span) for layer, found in slices.items() for span in firsts(found).get(worker, ())]
-                for worker in block.holders
+                for worker in bucket.holders
             ]
             own = {
                 (layer, span) for layer, found in slices.items() for span in kept(found).get(cell.worker, ())
             }
             for place, part in zip(cell.places, cell.held_parts, strict=True):
                 ours |= {layer * cell.full + place: weights_of(layer, part, [EVERYTHING]) for layer in slices}
-                self._messages.append(_Message(group_of(block.first, block.last, place), part, stepped, own))
+                group = group_of(block.first, block.last, place)
+                self._messages.append(_Message(group, part, frozenset(slices), stepped, own))
         if layout.keepers:
             agree(
                 ours,
@@ -160,46 +174,92 @@ class Spreading:
                 what=lambda at: f"the weights of {layer_name(at // cell.full, layout.num_layers)}",
             )
 
-    def __len__(self) -> int:
-        """Messages, in which each holder has a part."""
-        return len(self._messages)
+    @property
+    def has_part(self) -> bool:
+        """This rank sends or receives any."""
+        return bool(self._messages)
 
-    def run(self) -> None:
-        """Returns when the weights are here, and those of this rank may change."""
-        for group, part, stepped, keeps in self._messages:
-            every = [[(one, self._weights_of(one[0], part, [one[1]])) for one in own] for own in stepped]
+    def __bool__(self) -> bool:
+        """Some are under way."""
+        return bool(self._under_way)
+
+    def begin(self) -> None:
+        """Sends what this rank has stepped. It must not change, and others' is not here, before :meth:`arrive`."""
+        room = ROOM_BYTES
+        for message in self._messages:
+            every = self._weights(message)
             sizes = [sum(one.nbytes for _, own in each for one in own.values()) for each in every]
-            pieces = group.size() // len(every)  # from as many ranks of a cell, which have the same
+            pieces = message.group.size() // len(every)  # from as many ranks of a cell, which have the same
             if not (length := -(-max(sizes) // pieces)):
                 continue
-            index, piece = divmod(group.rank(), pieces)
+            room -= len(every) * length * pieces
+            while self._under_way and room < 0:
+                room += self._end(self._under_way.popleft())
+            index, piece = divmod(message.group.rank(), pieces)
             some = next(one for each in every for _, own in each for one in own.values())
             gathered = some.new_empty((len(every), length * pieces), dtype=torch.uint8)
             mine = torch.zeros_like(gathered[index])
             if sizes[index]:
                 mine[: sizes[index]] = packed([one for _, own in every[index] for one in own.values()])
-            dist.all_gather(
-                [*gathered.view(-1, length)], mine[piece * length : (piece + 1) * length], group=group
+            work = dist.all_gather(
+                [*gathered.view(-1, length)],
+                mine[piece * length : (piece + 1) * length],
+                group=message.group,
+                async_op=True,
             )
-            for each, flat in zip(every, gathered, strict=True):
-                at = 0
-                for (layer, span), own in each:
-                    size = sum(one.nbytes for one in own.values())
-                    if (layer, span) not in keeps:
-                        unpack(flat[at : at + size], list(own.values()))
-                        self._arrived(layer, part, [span], own)
-                    at += size
+            self._under_way.append(_UnderWay(message, work, gathered))
+
+    def arrive(self, layer: int) -> None:
+        """Returns when the weights of ``layer`` are here."""
+        due = [one for one in self._under_way if layer in one.message.layers]
+        for one in due:
+            self._under_way.remove(one)
+            self._end(one)
+
+    def finish(self) -> None:
+        """Returns when all weights are here, and those of this rank may change."""
+        while self._under_way:
+            self._end(self._under_way.popleft())
+
+    def _weights(self, message: _Message) -> list[list[tuple[tuple[int, Span], Tensors]]]:
+        """Of each holder (layer, span) and the weights of those slices of which it is the first owner."""
+        return [
+            [((layer, span), self._weights_of(layer, message.part, [span])) for layer, span in own]
+            for own in message.stepped
+        ]
+
+    def _end(self, one: _UnderWay) -> int:
+        """It is where it belongs; gives the bytes that were kept for it."""
+        one.work.wait()
+        for each, flat in zip(self._weights(one.message), one.gathered, strict=True):
+            at = 0
+            for (layer, span), own in each:
+                size = sum(tensor.nbytes for tensor in own.values())
+                if (layer, span) not in one.message.keeps:
+                    unpack(flat[at : at + size], list(own.values()))
+                    self._arrived(layer, one.message.part, [span], own)
+                at += size
+        return one.gathered.nbytes
 
 
 class _Message(NamedTuple):
-    """Of one block."""
+    """Of one bucket."""
 
     group: dist.ProcessGroup
     part: int
+    layers: frozenset[int]
     stepped: list[list[tuple[int, Span]]]
     """Of each holder, the slices of which it is the first owner."""
     keeps: set[tuple[int, Span]]
     """What this worker has stepped itself."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _UnderWay:
+    message: _Message
+    work: Any
+    gathered: torch.Tensor
+    """uint8 [holders, bytes of the longest]."""
 
 
 def packed(tensors: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -64,6 +64,7 @@ SHARDED = {
     "between-step-and-gather": (PP2_DP4, "replan", "rank=0,step=2,at=commit"),
     "gather": (PP2_DP4, "auto", "rank=5,step=2,at=param_gather"),
     "two-at-once": (PP2_DP4, "auto", "rank=1,step=2,at=param_gather;rank=6,step=2,at=param_gather"),
+    "while-weights-arrive": (PP2_DP4, "auto", "rank=0,step=2,at=forward;rank=6,step=3,at=forward"),
     "in-a-row": (
         PP2_DP4, "auto",
         "rank=0,step=1,at=param_gather;rank=5,step=2,at=optimizer;rank=2,step=4,at=commit",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from odyssey_megatron.plan.slices import NOBODY
 from tests.e2e.jobs import assert_equal_runs
 
 STEPS = "--train-iters 20"
+PAIRS = Path(__file__).with_name("pairs.py")
 
 
 @pytest.fixture
@@ -81,3 +83,14 @@ def test_lost_copies_of_optimizer_state_are_made_anew_behind_a_step(
     assert without == [[NOBODY if worker == 5 else worker for worker in ring] for ring in first]
     assert any(NOBODY in ring for ring in without)
     assert not any(NOBODY in ring for ring in again)
+
+
+@pytest.mark.parametrize(
+    ("stages", "flags"), [(4, ""), (2, "--use-distributed-optimizer --odyssey-policy reroute")]
+)
+def test_layers_move_beside_messages(jobs, undisturbed, profile, name, stages, flags):
+    """With a group for each (sender, receiver), as on NCCL: what moves has groups of its own."""
+    flags = f"{STEPS} {flags} --odyssey-profile {profile} --odyssey-inject rank=5,step=0,at=backward"
+    shot = jobs.run(name, ranks=8, stages=stages, flags=flags, script=PAIRS)
+    assert_equal_runs(shot, undisturbed(STEPS), kills=1)
+    assert shot.run.switches, "nothing has moved behind the steps"

@@ -33,6 +33,7 @@ from odyssey_megatron.config import add_arguments, config_from
 from odyssey_megatron.errors import JobStopped
 from odyssey_megatron.execute import rank as product_rank
 from odyssey_megatron.execute import timing
+from odyssey_megatron.execute.interpreter import Needs
 from odyssey_megatron.execute.neighbours import Exchanged, Neighbours
 from odyssey_megatron.execute.rank import RankRuntime
 from odyssey_megatron.launch.environment import journal_of
@@ -124,7 +125,14 @@ class Accelerator(CellOfOne):
     # -- compute ----------------------------------------------------------------------------------------------------
 
     def forward(
-        self, microbatch: int, first: int, last: int, activation: torch.Tensor | None, *, ahead: bool = False
+        self,
+        microbatch: int,
+        first: int,
+        last: int,
+        activation: torch.Tensor | None,
+        *,
+        ahead: bool = False,
+        needs: Needs = None,
     ) -> torch.Tensor:
         if last == len(self._costs.layers) and not ahead:
             self._heads.append(microbatch)

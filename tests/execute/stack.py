@@ -19,6 +19,7 @@ from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import add_arguments, config_from
 from odyssey_megatron.errors import JobStopped
+from odyssey_megatron.execute.interpreter import Needs
 from odyssey_megatron.execute.rank import RankRuntime
 from odyssey_megatron.launch.environment import journal_of
 from odyssey_megatron.launch.inject import Injector
@@ -179,7 +180,14 @@ class Stack(CellOfOne):
         return sample(self._step, microbatch).to(self._where["device"], non_blocking=True)
 
     def forward(
-        self, microbatch: int, first: int, last: int, activation: torch.Tensor | None, *, ahead: bool = False
+        self,
+        microbatch: int,
+        first: int,
+        last: int,
+        activation: torch.Tensor | None,
+        *,
+        ahead: bool = False,
+        needs: Needs = None,
     ) -> torch.Tensor:
         if not self.room():
             raise torch.OutOfMemoryError("no room for an activation")
@@ -187,7 +195,9 @@ class Stack(CellOfOne):
         x = x.requires_grad_()
         weights = [self.held[layer][0].detach().requires_grad_() for layer in range(first, last)]
         out = x
-        for weight in weights:
+        for layer, weight in enumerate(weights, start=first):
+            if needs is not None:
+                needs(layer)
             out = torch.tanh(out @ weight)
         if last == LAYERS:
             out = out.square().mean()

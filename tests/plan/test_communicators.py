@@ -26,12 +26,12 @@ CELLS = {
 }
 
 
-def of_rank(plan, worker, cell):
+def of_rank(plan, worker, cell, *, beside=False):
     mine = Cell(
         rank=worker * cell.full, size=cell.size, context=cell.context, lanes=cell.lanes, expert=cell.expert,
         expert_tensor=cell.expert_tensor,
     )  # fmt: skip
-    named = group_members(plan, (0, 1), mine, tagged=False)
+    named = group_members(plan, (0, 1), mine, tagged=False, beside=beside)
     return [ranks for name, ranks in named.items() if len(ranks) > 1 and name != WORLD]
 
 
@@ -51,14 +51,15 @@ def plans(stages, replicas, policy, redundancy):
 
 
 @pytest.mark.parametrize("cell", CELLS.values(), ids=CELLS)
-@pytest.mark.parametrize("policy", ["reroute", "replan"])
+@pytest.mark.parametrize(("policy", "beside"), [("reroute", False), ("replan", False), ("replan", True)])
 @pytest.mark.parametrize(("stages", "replicas"), [(1, 3), (2, 2), (4, 1), (4, 3)])
-def test_what_is_said_is_what_ranks_have(stages, replicas, policy, cell):
+def test_what_is_said_is_what_ranks_have(stages, replicas, policy, beside, cell):
     healthy, decision = plans(stages, replicas, policy, redundancy=replicas == 1)
     after = decision.plan
     for plan, previous in ((healthy, None), (after, healthy)):
-        told = communicators(plan.layout, plan.transfers, cell, previous.layout if previous else None)
-        have = {worker: of_rank(plan, worker, cell) for worker in plan.layout.workers}
+        before = previous.layout if previous else None
+        told = communicators(plan.layout, plan.transfers, cell, before, beside=beside)
+        have = {worker: of_rank(plan, worker, cell, beside=beside) for worker in plan.layout.workers}
         assert told.count == max(map(len, have.values()))
         assert told.num_bytes == max(
             sum(PAIR_BYTES if len(ranks) == 2 else GROUP_BYTES for ranks in own) for own in have.values()
@@ -69,7 +70,9 @@ def test_what_is_said_is_what_ranks_have(stages, replicas, policy, cell):
             anew[worker] = [*(Counter(own) - Counter(there)).elements()]
         most = max(map(len, anew.values()))
         # Channels are told apart by their direction here, and there, where both have the same two ranks, counted.
-        assert most <= told.anew <= most + (previous is not None)
+        assert most <= told.anew
+        if not beside:  # layers may move through a channel that messages have left
+            assert told.anew <= most + (previous is not None)
         slowest_s = max((connect_s(len(ranks)) for own in anew.values() for ranks in own), default=0.0)
         assert told.connect_s == pytest.approx(slowest_s)
 

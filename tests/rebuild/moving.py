@@ -64,8 +64,9 @@ def give_weights(groups: GroupSet, rank: int, mine: torch.Tensor) -> None:
     """Of each of three layers; each slice is kept by two of the three."""
     layout = layout_from_routes(3, tuple(pipeline_route((one,), (3,), (one,)) for one in range(3)))
     layout = replace(layout, keepers=((0, 1, 2), (1, 0, 2), (2, 1, 0)), copies=2)
-    Spreading(
+    spreading = Spreading(
         layout,
+        layout.blocks(),
         cell=Cell(rank=rank),
         world=groups["world"],
         group_of=lambda first, last, place: groups["world"],
@@ -73,7 +74,9 @@ def give_weights(groups: GroupSet, rank: int, mine: torch.Tensor) -> None:
             "weight": mine[layer][slice(*elements(spans[0], mine.shape[1]))]
         },
         arrived=lambda layer, part, spans, tensors: None,
-    ).run()
+    )
+    spreading.begin()
+    spreading.finish()
 
 
 def refusal(work: object, *args: object) -> str:

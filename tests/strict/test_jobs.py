@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -245,6 +246,51 @@ def test_the_host_waits_for_nothing_before_the_agreement(copies):
     assert all(one["forward_s"] > 0 and one["input_grad_s"] > 0 for one in measured)
 
 
+def weights_arrived(monkeypatch):
+    """Of each gather whether a forward waited for it, and the layers: filled in as jobs run."""
+    from odyssey_megatron.rebuild.transfer import Spreading
+
+    inside, found, forward, end = [], set(), Stack.forward, Spreading._end
+
+    def goes(self, *args, **others):
+        inside.append(this_host())
+        try:
+            return forward(self, *args, **others)
+        finally:
+            inside.remove(this_host())
+
+    def ends(self, one):
+        found.add((this_host() in inside, *one.message.layers))
+        return end(self, one)
+
+    monkeypatch.setattr(Stack, "forward", goes)
+    monkeypatch.setattr(Spreading, "_end", ends)
+    return found
+
+
+def test_weights_arrive_beside_the_next_forward(monkeypatch):
+    """Each layer's when it computes; behind the last step, and where memory is short, before."""
+    from odyssey_megatron.rebuild import transfer
+
+    found = weights_arrived(monkeypatch)
+    check(healthy(stages=2, replicas=3, steps=2, copies=2), seed=1)
+    assert found == {(within, layer) for within in (False, True) for layer in range(LAYERS)}
+    found.clear()
+    monkeypatch.setattr(transfer, "ROOM_BYTES", 0)
+    check(healthy(stages=2, replicas=3, steps=2, copies=2), seed=1)
+    assert found == {(False, layer) for layer in range(LAYERS)} | {(True, 2), (True, 5)}, "the newest of each"
+
+
+@pytest.mark.parametrize("one_queue", [False, True])
+@pytest.mark.parametrize("rank", [0, 4])
+def test_killed_while_weights_arrive(rank, one_queue):
+    """In a first forward, behind which others wait for weights that this one sends."""
+    kill = Kill(rank=rank, step=1, point="forward")
+    for seed in range(4):
+        killed = healthy(stages=2, replicas=3, steps=3, copies=2, kills=(kill,), one_queue=one_queue)
+        assert check(killed, seed).outcomes()
+
+
 # -- mistakes that must be seen -----------------------------------------------------------------------------------
 
 
@@ -311,6 +357,21 @@ def test_a_message_that_is_used_before_its_event_is_seen(monkeypatch):
     monkeypatch.setattr(Pending, "wait", wait)
     with pytest.raises(Race, match="may still be using"):
         check(healthy(), seed=1)
+
+
+def test_a_forward_that_does_not_wait_for_its_weights_is_seen(monkeypatch):
+    from odyssey_megatron.rebuild.transfer import Spreading
+    from tests.strict.device import Race
+
+    sliced = healthy(stages=2, replicas=3, steps=3, copies=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(Spreading, "arrive", lambda self, layer: None)
+        with pytest.raises(AssertionError, match="Max relative difference"):
+            check(sliced, seed=1)
+    end, nothing = Spreading._end, SimpleNamespace(wait=lambda: True)
+    monkeypatch.setattr(Spreading, "_end", lambda self, one: end(self, replace(one, work=nothing)))
+    with pytest.raises(Race, match="may still be using"):
+        check(sliced, seed=1)
 
 
 def test_a_send_before_its_producers_event_is_seen(monkeypatch):

@@ -159,13 +159,12 @@ class Door:
         if self._board is not None:
             self._board.close()
         runtime = self._work.runtime
+        self._work.recovery.settle()
         self._session.note_end(runtime, self._work.model)
         self._groups.world.repeat_with(None)
         is_done = runtime.committed >= get_args().train_iters
         early = runtime.committed if runtime.ends and not is_done else -1
-        self._work.recovery.carry_out(
-            lambda generation: self._session.member.finish(generation.number, early)
-        )
+        self._work.recovery.finish(early)
         if self._saves.not_saved:
             raise SystemExit(EXIT_NOT_SAVED)
 

@@ -21,7 +21,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 
 from odyssey_megatron.errors import ConfigError
-from odyssey_megatron.mcore.model import experts, rng, span, te, wgrad
+from odyssey_megatron.mcore.model import experts, needed, rng, span, te, wgrad
 from odyssey_megatron.mcore.model import groups as own
 from odyssey_megatron.mcore.model.optimizer import LayerOptimizer
 from odyssey_megatron.plan.slices import EVERYTHING, Span
@@ -150,6 +150,8 @@ class HeldLayer(torch.nn.Module):
                     seeds.attach(one, number)
         if "layer" in self.parts:
             wgrad.watch(self.parts["layer"], index)
+        shares = spec.shares_embedding and index in (0, spec.head)
+        needed.watch(self.parts.values(), (index, spec.tied) if shares else (index,))
         self.optimizer = LayerOptimizer(self, spec, groups, kept, each) if kept else None
         self.former: list[LayerOptimizer] = []
         """Those of layouts of which nobody may have taken a step yet: others may go back to them."""

@@ -11,7 +11,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.errors import NotFinite, TransferIncomplete
-from odyssey_megatron.execute.interpreter import Passed
+from odyssey_megatron.execute.interpreter import Needs, Passed
 from odyssey_megatron.execute.ledger import Word
 from odyssey_megatron.execute.scatter import Slices
 from odyssey_megatron.mcore.loop import outcome
@@ -19,7 +19,7 @@ from odyssey_megatron.mcore.loop.balance import Balance, heads
 from odyssey_megatron.mcore.loop.batches import Batches
 from odyssey_megatron.mcore.loop.data import MicrobatchSource
 from odyssey_megatron.mcore.loop.outcome import StepOutcome
-from odyssey_megatron.mcore.model import groups, span, summed, te
+from odyssey_megatron.mcore.model import groups, needed, span, summed, te
 from odyssey_megatron.mcore.model.assembling import assembled, unsent
 from odyssey_megatron.mcore.model.clipping import clipped
 from odyssey_megatron.mcore.model.future import FutureTokens
@@ -224,6 +224,7 @@ class MegatronModel(Holdings):
         activation: torch.Tensor | None,
         *,
         ahead: bool = False,
+        needs: Needs = None,
     ) -> torch.Tensor:
         microbatch = self._go_to(microbatch)
         if activation is not None and self._training:
@@ -232,7 +233,8 @@ class MegatronModel(Holdings):
         tensor, reported, counted = activation, list[dict[str, torch.Tensor]](), 0
         for block in self._span(first, last):
             is_last_stage = block.last == self.spec.num_layers
-            with groups.in_stage(*self.spec.reads_as(first=block.first == 0, last=is_last_stage)):
+            stage = groups.in_stage(*self.spec.reads_as(first=block.first == 0, last=is_last_stage))
+            with stage, needed.asking(needs):
                 tensor, tokens = schedules.forward_step(
                     self.forward_step,
                     self.source,
