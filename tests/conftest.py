@@ -29,6 +29,11 @@ def megatron_lm_checkouts() -> list[Path]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slice", metavar="SEED", help="of the tests marked matrix, a few: tests/slices.py")
+    parser.addoption(
+        "--pairs",
+        action="store_true",
+        help="jobs of tests/e2e have a group for each (sender, receiver), as on NCCL",
+    )
 
 
 @pytest.hookimpl(trylast=True)
@@ -79,13 +84,16 @@ def checkout() -> Path:
 
 
 @pytest.fixture(scope="session")
-def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
+def jobs(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[Jobs]:
     """One process imports torch and Megatron; every job of the session is forked from it."""
-    from tests.e2e.jobs import Jobs
+    from tests.e2e.jobs import PAIRS, SCRIPT, Jobs
     from tests.launch.jobserver import JobServer
 
-    server = JobServer.start(["tests.e2e.preload"])
-    yield Jobs(server=server, folder=tmp_path_factory.mktemp("jobs"))
+    server, example = (
+        JobServer.start(["tests.e2e.preload"]),
+        PAIRS if pytestconfig.getoption("pairs") else SCRIPT,
+    )
+    yield Jobs(server=server, folder=tmp_path_factory.mktemp("jobs"), example=example)
     server.close()
 
 

@@ -16,6 +16,7 @@ from odyssey_megatron.metrics.steps import CommittedStep, check_samples, loss_di
 from tests.launch.jobserver import CHECKOUT, JobServer
 
 SCRIPT = CHECKOUT / "examples" / "llama" / "pretrain_llama.py"
+PAIRS = CHECKOUT / "tests" / "e2e" / "pairs.py"
 SMALL = (
     "--num-layers 6 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --num-query-groups 2 "
     "--seq-length 16 --micro-batch-size 1 --global-batch-size 12 --train-iters 6 --lr-warmup-iters 1 "
@@ -63,6 +64,8 @@ class Jobs:
 
     server: JobServer
     folder: Path
+    example: Path = SCRIPT
+    """What they run, unless told otherwise."""
 
     def flags(self, name: str, *, stages: int) -> list[str]:
         """What every job is given; its run folder is ``folder / name``."""
@@ -79,11 +82,17 @@ class Jobs:
         ranks: int,
         stages: int,
         flags: str = "",
-        script: Path = SCRIPT,
+        script: Path | None = None,
         timeout_s: float = 90.0,
     ) -> Outcome:
         """One ``odyssey run``; flags given here win."""
-        argv = ["--nproc-per-node", str(ranks), str(script), *self.flags(name, stages=stages), *flags.split()]
+        argv = [
+            "--nproc-per-node",
+            str(ranks),
+            str(script or self.example),
+            *self.flags(name, stages=stages),
+            *flags.split(),
+        ]
         job = self.server.run(argv, log=self.folder / f"{name}.log")
         exit_code = job.wait(timeout_s)
         return self.outcome(name, exit_code=exit_code, log=job.log())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import sys
 from typing import Any
 
 from odyssey_megatron.execute import rank
@@ -16,4 +17,5 @@ def without_tags(**given: Any) -> RankRuntime:
 
 if __name__ == "__main__":
     rank.RankRuntime = without_tags  # type: ignore[assignment,misc]
+    sys.path.insert(0, str(SCRIPT.parent))
     runpy.run_path(str(SCRIPT), run_name="__main__")

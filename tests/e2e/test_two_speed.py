@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
 from odyssey_megatron.plan.slices import NOBODY
-from tests.e2e.jobs import assert_equal_runs
+from tests.e2e.jobs import PAIRS, assert_equal_runs
 
 STEPS = "--train-iters 20"
-PAIRS = Path(__file__).with_name("pairs.py")
 
 
 @pytest.fixture
