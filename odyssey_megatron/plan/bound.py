@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from math import gcd
 
 from odyssey_megatron.plan.costs import Costs
+from odyssey_megatron.plan.gathers import weights_late_s
 from odyssey_megatron.plan.layout import Layout, Route
 from odyssey_megatron.plan.reductions import buckets
 from odyssey_megatron.plan.simulate import reduce_s
@@ -24,15 +25,17 @@ def lower_bound_s(
     input gradients come before the last gradient leaves it, which then goes up to the first stage.
     *Path*: a microbatch goes down, up again and ends with a weight gradient. *Sums*: a worker sums its buckets one
     after the other behind all its forwards and input gradients, of which on a first stage the last one may run on
-    beside, and one of them behind all that it computes. Then all step. *Memory*, if ``in_flight_cap`` (worker -> bytes
-    of activations) is given: each microbatch keeps its bytes on a worker at least while it goes down to the head and up
-    again, and bytes times seconds fit into the cap times the step (Little's law).
+    beside, and one of them behind all that it computes. Then all step, and wait for weights
+    (:mod:`odyssey_megatron.plan.gathers`). *Memory*, if ``in_flight_cap`` (worker -> bytes of activations) is given:
+    each microbatch keeps its bytes on a worker at least while it goes down to the head and up again, and bytes times
+    seconds fit into the cap times the step (Little's law).
     """
     work = _Work(layout, costs, speeds or {}, in_flight_cap or {})
     sums = _sums_s(layout, costs)
     longest = max((sum(own) for own in sums.values()), default=0.0)
     each = (work.worker_s(worker, sums[worker]) for worker in layout.workers)
-    return max(work.path_s, longest, *each) + costs.optimizer_s
+    late_s = weights_late_s(layout, buckets(layout, costs), costs)
+    return max(work.path_s, longest, *each) + costs.optimizer_s + late_s
 
 
 def cluster_bound_s(

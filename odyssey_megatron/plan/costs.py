@@ -83,6 +83,7 @@ class Spans:
         self.activation_bytes = _Sum(0, (one.activation_bytes for one in layers))
         self.early_bytes = _Sum(0, (one.early_bytes for one in layers))
         whole = (*layers, tied) if tied else layers
+        self.weight_bytes = _Sum(0, (one.weight_bytes for one in whole))
         self.gradient_bytes = _Sum(0, (one.gradient_bytes for one in whole))
         self.state_bytes = _Sum(0, (one.state_bytes for one in whole))
         self._kept_bytes = _Sum(0, (one.kept_bytes for one in layers))

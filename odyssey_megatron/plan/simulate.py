@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from odyssey_megatron.errors import ScheduleInvalid
 from odyssey_megatron.plan.costs import Costs
+from odyssey_megatron.plan.gathers import weights_late_s
 from odyssey_megatron.plan.layout import Block, Layout
 from odyssey_megatron.plan.memory import state_bytes
 from odyssey_megatron.plan.reductions import (
@@ -62,12 +63,13 @@ def computed_before_s(layout: Layout, costs: Costs, end_s: float) -> dict[int, f
     """Worker -> when it must have computed at the latest, for a step that ends at ``end_s``. Behind that it has to sum
     at least one bucket: the others may have been summed beside.
     """
-    least_s = dict.fromkeys(layout.workers, math.inf)
-    for bucket in buckets(layout, costs):
+    least_s, cut = dict.fromkeys(layout.workers, math.inf), buckets(layout, costs)
+    end_s -= costs.optimizer_s + weights_late_s(layout, cut, costs)
+    for bucket in cut:
         seconds = reduce_s(costs, bucket.first, bucket.last, len(bucket.holders), layout.copies)
         for worker in bucket.holders:
             least_s[worker] = min(least_s[worker], seconds)
-    return {worker: end_s - costs.optimizer_s - own_s for worker, own_s in least_s.items()}
+    return {worker: end_s - own_s for worker, own_s in least_s.items()}
 
 
 def step_end_s(
@@ -77,7 +79,8 @@ def step_end_s(
 
     ``tails``: worker -> the weight gradients at the end of its program, beside which it sums; by default none.
     """
-    cut = buckets(layout, costs) if tails else layout.blocks()
+    gathered = buckets(layout, costs) if tails or layout.copies else layout.blocks()
+    cut = gathered if tails else layout.blocks()
     ready_s, free_s, known_s = dict(done_s), dict.fromkeys(done_s, 0.0), dict[tuple[int, int], float]()
     starts: list[tuple[Block, float]] = []
     order = reduction_order(cut, behind=layout.num_layers)
@@ -97,7 +100,8 @@ def step_end_s(
         start_s = max(start_s, *(free_s[worker] for worker in bucket.holders))
         end_s = start_s + reduce_s(costs, bucket.first, bucket.last, len(bucket.holders), layout.copies)
         free_s.update(dict.fromkeys(bucket.holders, end_s))
-    return max(*done_s.values(), *free_s.values()) + costs.optimizer_s
+    late_s = weights_late_s(layout, gathered, costs)
+    return max(*done_s.values(), *free_s.values()) + costs.optimizer_s + late_s
 
 
 def _left_s(order: Sequence[Block], costs: Costs, tails: Mapping[int, Tail]) -> dict[tuple[int, int], float]:
@@ -127,7 +131,8 @@ def simulate(
     A send takes the sender no time and arrives ``costs.message_s()`` later, by a slow link later still; a receive is
     only posted, and the forward or input gradient that needs it waits; an eager forward waits for nothing; a sum starts
     when all holders have come to it and are through with those before, and ends for all at once, beside what they
-    compute, and beside what is left of the last input gradient where nobody waits for that; ``STEP`` waits for all.
+    compute, and beside what is left of the last input gradient where nobody waits for that; ``STEP`` waits for all, and
+    takes as long as the next step's first forwards wait for their weights, too.
 
     Raises:
         ScheduleInvalid: some workers wait for ever; names one, its position and what it waits for.
@@ -296,7 +301,8 @@ class _Clock:
         if len(self.ready) < len(self.programs):
             return []
         start = max(*self.now.values(), *self.free.values())
-        end = start + self.costs.optimizer_s
+        late_s = weights_late_s(self.visits.layout, self.visits.buckets, self.costs)
+        end = start + self.costs.optimizer_s + late_s
         for member in self.ready:
             self.spans[member].append((start, end))
             self.position[member] += 1

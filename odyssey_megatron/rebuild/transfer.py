@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.names import layer_name
+from odyssey_megatron.plan.gathers import gather_order
 from odyssey_megatron.plan.layout import Block, Layout
 from odyssey_megatron.plan.plan import Transfer
 from odyssey_megatron.plan.slices import EVERYTHING, Span, firsts, kept
@@ -143,9 +144,7 @@ class Spreading:
         self._under_way: deque[_UnderWay] = deque()
         ours: dict[int, Tensors] = {}
         states = layout.states
-        # In one order on all: that in which a forward needs them, of which the tied weight is the first.
-        order = sorted(buckets, key=lambda one: (one.first < layout.num_layers, one.first))
-        for bucket in order if layout.keepers else ():
+        for bucket in gather_order(buckets, layout.num_layers) if layout.keepers else ():
             slices = {
                 layer: states[layer]
                 for layer in range(bucket.first, bucket.last)

@@ -1,0 +1,50 @@
+"""When new weights arrive, where each holder of a layer steps some slices of it only.
+
+Behind a step the holders of a bucket gather its weights, beside the first forwards of the next step, which wait for
+what they compute with. Everybody goes through the buckets in one order, that in which a forward needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from odyssey_megatron.plan.costs import Costs
+from odyssey_megatron.plan.layout import Block, Layout
+
+
+def gather_order(buckets: Iterable[Block], num_layers: int) -> list[Block]:
+    """``buckets`` as everybody gathers them: the weight that embedding and head share first."""
+    return sorted(buckets, key=lambda one: (one.first < num_layers, one.first))
+
+
+def gather_s(costs: Costs, first: int, last: int, holders: int) -> float:
+    """Ring all-gather of a bucket's weights: (k - 1) / k of its bytes, half of an all-reduce (papers.md §8.5)."""
+    if holders < 2:
+        return 0.0
+    size = costs.spans.weight_bytes(first, last)
+    return (holders - 1) * (costs.link_latency_s + size / holders / costs.link_bytes_per_s)
+
+
+def weights_late_s(layout: Layout, buckets: Iterable[Block], costs: Costs) -> float:
+    """How much longer a step is for the weights that its first forwards wait for: as the latest of them is late, all of
+    it is taken to be. 0.0 where each holder steps all that it holds.
+    """
+    if not layout.copies:
+        return 0.0
+    free_s, arrived_s = dict.fromkeys(layout.workers, 0.0), list[tuple[Block, float]]()
+    for one in gather_order(buckets, layout.num_layers):
+        if len(one.holders) > layout.copies:
+            start_s = max(free_s[worker] for worker in one.holders)
+            end_s = start_s + gather_s(costs, one.first, one.last, len(one.holders))
+            free_s.update(dict.fromkeys(one.holders, end_s))
+            arrived_s.append((one, end_s))
+    late_s = max((end_s for one, end_s in arrived_s if one.first >= layout.num_layers), default=0.0)
+    for spans in {tuple((hop.first, hop.last) for hop in route.hops) for route in layout.routes}:
+        reached_s = 0.0
+        for first, last in spans:
+            for one, end_s in arrived_s:
+                if one.first < last and first < one.last:
+                    needed_s = reached_s + costs.spans.forward_s(first, max(first, one.first))
+                    late_s = max(late_s, end_s - needed_s)
+            reached_s += costs.spans.forward_s(first, last) + costs.message_s()
+    return late_s
