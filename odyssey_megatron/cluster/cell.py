@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
@@ -16,6 +16,8 @@ class ParallelSizes(Protocol):
     def tensor_model_parallel_size(self) -> int: ...
     @property
     def context_parallel_size(self) -> int: ...
+    @property
+    def hierarchical_context_parallel_sizes(self) -> Sequence[int] | None: ...
     @property
     def expert_model_parallel_size(self) -> int: ...
     @property
@@ -51,6 +53,8 @@ class Cell:
     """Ranks of this cell; where it is whole, ``JobSpec.cell_size``."""
     context: int = 1
     """``context_parallel_size``: ranks of a lane that have the same shards, and each a part of the sequence."""
+    context_levels: tuple[int, ...] = ()
+    """``hierarchical_context_parallel_sizes``, whose product ``context`` is: ranks in a row, rows in a row, ..."""
     lanes: int = 1
     """Each computes a microbatch of its own, in step with the others."""
     expert: int = 1
@@ -63,7 +67,14 @@ class Cell:
 
     @classmethod
     def of(
-        cls, rank: int, *, tensor: int, context: int = 1, expert: int = 1, expert_tensor: int | None = None
+        cls,
+        rank: int,
+        *,
+        tensor: int,
+        context: int = 1,
+        context_levels: Sequence[int] = (),
+        expert: int = 1,
+        expert_tensor: int | None = None,
     ) -> Cell:
         """By Megatron's sizes. A worker is as many ranks as have the whole sequence, and all experts."""
         sequence, experts = tensor * context, expert * (expert_tensor or tensor)
@@ -73,6 +84,7 @@ class Cell:
             rank=rank,
             size=size,
             context=context,
+            context_levels=tuple(context_levels),
             lanes=size // max(sequence, 1),
             expert=expert,
             expert_tensor=expert_tensor or 0,
@@ -85,6 +97,7 @@ class Cell:
             rank,
             tensor=sizes.tensor_model_parallel_size,
             context=sizes.context_parallel_size,
+            context_levels=sizes.hierarchical_context_parallel_sizes or (),
             expert=sizes.expert_model_parallel_size,
             expert_tensor=sizes.expert_tensor_parallel_size,
         )
@@ -182,6 +195,16 @@ class Cell:
     def context_ranks(self) -> tuple[int, ...]:
         """Its context-parallel group."""
         return self._around(self.context, self.tensor)
+
+    @property
+    def context_level_ranks(self) -> tuple[tuple[int, ...], ...]:
+        """Its group of each of their levels (megatron core_v0.16.1 core/parallel_state.py, line 360)."""
+        steps = [
+            self.tensor * math.prod(self.context_levels[:level]) for level in range(len(self.context_levels))
+        ]
+        return tuple(
+            self._around(count, step) for count, step in zip(self.context_levels, steps, strict=True)
+        )
 
     @property
     def lane_ranks(self) -> tuple[int, ...]:

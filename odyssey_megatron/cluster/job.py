@@ -42,6 +42,7 @@ class JobSpec:
     revisits: bool = True
     """Routes may visit a worker more than once."""
     context_parallel_size: int = 1
+    hierarchical_context_parallel_sizes: tuple[int, ...] = ()
     expert_model_parallel_size: int = 1
     expert_tensor_parallel_size: int | None = None
     whole_cells_only: str = ""

@@ -314,6 +314,7 @@ class Session:
             pipeline_model_parallel_size=job.pipeline_model_parallel_size,
             tensor_model_parallel_size=config.tensor_model_parallel_size,
             context_parallel_size=config.context_parallel_size,
+            hierarchical_context_parallel_sizes=tuple(config.hierarchical_context_parallel_sizes or ()),
             expert_model_parallel_size=config.expert_model_parallel_size,
             expert_tensor_parallel_size=config.expert_tensor_parallel_size,
             num_microbatches=job.global_batch_size // (job.micro_batch_size * lanes),

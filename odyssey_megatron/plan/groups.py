@@ -127,6 +127,7 @@ def groups_of_cell(cell: Cell) -> dict[str, tuple[int, ...]]:
         cell.ranks,
         cell.tensor_ranks,
         cell.context_ranks,
+        *cell.context_level_ranks,
         cell.lane_ranks,
         cell.expert_ranks,
         cell.expert_tensor_ranks,

@@ -36,6 +36,7 @@ class LaunchLine:
     pipeline_model_parallel_size: int = 1
     tensor_model_parallel_size: int = 1
     context_parallel_size: int = 1
+    hierarchical_context_parallel_sizes: tuple[int, ...] = ()
     expert_model_parallel_size: int = 1
     expert_tensor_parallel_size: int | None = None
     micro_batch_size: int = 1

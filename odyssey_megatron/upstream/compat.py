@@ -62,13 +62,30 @@ def check_pretrain(named: Mapping[str, Any]) -> None:
 
 
 def check_packed(args: Any) -> None:
-    """Raises ConfigError where Megatron itself would end in its first forward: core_v0.16.1 tells no tensor-parallel
-    rank but the first how long the longest sequence is (megatron/training/utils.py, lines 667-676). Goes with 0.16.
+    """Raises ConfigError where Megatron itself would end in its first forward, or compute what nobody means.
+
+    core_v0.16.1 tells no tensor-parallel rank but the first how long the longest sequence is (training/utils.py, lines
+    667-676). Up to core_v0.17.1 what deals packed sequences out to context-parallel ranks is not told where they end
+    (core/utils.py, line 2070, with what training/utils.py, line 533, gives). Documents of a sample are dealt out by
+    pieces of the sample, while positions and attention are of pieces of documents (core_v0.19.0 pretrain_gpt.py, line
+    175, and core/models/common/embeddings/rope_utils.py, line 235).
     """
-    if args.sft and args.tensor_model_parallel_size > 1 and check_version().startswith("0.16."):
+    version = check_version()
+    wrong = []
+    if args.sft and args.tensor_model_parallel_size > 1 and version.startswith("0.16."):
+        flag = f"--sft with --tensor-model-parallel-size {args.tensor_model_parallel_size}"
+        wrong.append((flag, "Use core_v0.17.1 or newer, or one tensor-parallel rank."))
+    if args.context_parallel_size > 1:
+        with_context = f"with --context-parallel-size {args.context_parallel_size}"
+        if args.sft and version.startswith(("0.16.", "0.17.")):
+            remedy = "Use core_v0.18.2 or newer, or one context-parallel rank."
+            wrong.append((f"--sft {with_context}", remedy))
+        if getattr(args, "dataloader_inter_document_masking", False):
+            flag = f"--dataloader-inter-document-masking {with_context}"
+            wrong.append((flag, "Use one context-parallel rank."))
+    for flag, remedy in wrong:
         raise ConfigError(
-            f"--sft with --tensor-model-parallel-size {args.tensor_model_parallel_size} does not work in megatron-core "
-            f"{check_version()}, with or without Odyssey. Use core_v0.17.1 or newer, or one tensor-parallel rank."
+            f"{flag} does not work in megatron-core {version}, with or without Odyssey. {remedy}"
         )
 
 
@@ -147,9 +164,10 @@ def train_step_result(
     return losses, int(skipped), False, False, 0, grad_norm, zeros, 0
 
 
-def count_all_microbatches(args: Any) -> None:
-    """Megatron's calculator of microbatches counts those of the whole batch as this rank's. From 0.18 on it ignores a
-    ramp-up, and knows a schedule (core_v0.18.2 core/num_microbatches_calculator.py, lines 80 and 264).
+def count_all_microbatches(args: Any, replicas: int) -> None:
+    """Megatron's calculator of microbatches counts those of the whole batch as this rank's, as far as ``replicas`` can
+    share them if --decrease-batch-size-if-needed is given. From 0.18 on it ignores a ramp-up, and knows a schedule
+    (core_v0.18.2 core/num_microbatches_calculator.py, lines 80 and 264).
     """
     from megatron.core import num_microbatches_calculator
 
@@ -158,6 +176,10 @@ def count_all_microbatches(args: Any) -> None:
     num_microbatches_calculator.reconfigure_num_microbatches_calculator(
         args.rank, args.rampup_batch_size, args.global_batch_size, args.micro_batch_size, 1, False, **more
     )
+    if args.decrease_batch_size_if_needed:
+        calculator: Any = num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
+        calculator.num_micro_batches = args.global_batch_size // (args.micro_batch_size * replicas) * replicas
+        calculator.current_running_global_batch_size = calculator.num_micro_batches * args.micro_batch_size
 
 
 def optimizer_settings(args: Any, config: Any) -> tuple[Any, Any]:

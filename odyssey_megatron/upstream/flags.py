@@ -55,11 +55,11 @@ _WORKS = {
     """,
     "the shape of the job: tests/megatron_lm, tests/e2e": """
     tensor_model_parallel_size context_parallel_size pipeline_model_parallel_size sequence_parallel
-    cp_comm_type
+    cp_comm_type hierarchical_context_parallel_sizes
     untie_embeddings_and_output_weights heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json
     decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers pipeline_model_parallel_layout
-    micro_batch_size global_batch_size rampup_batch_size step_batch_size_schedule phase_transition_iterations
-    iterations_to_skip
+    micro_batch_size global_batch_size rampup_batch_size
+    step_batch_size_schedule phase_transition_iterations iterations_to_skip
     train_iters train_samples seq_length seed bf16 fp16 loss_scale initial_loss_scale min_loss_scale
     loss_scale_window hysteresis use_distributed_optimizer calculate_per_token_loss
     accumulate_allreduce_grads_in_fp32 grad_reduce_in_bf16 clip_grad
@@ -86,7 +86,7 @@ _WORKS = {
     padded_vocab_size pad_vocab_size openai_gelu squared_relu swiglu quick_geglu cross_entropy_loss_fusion
     cross_entropy_fusion_impl masked_softmax_fusion bias_gelu_fusion bias_swiglu_fusion
     bias_dropout_fusion apply_rope_fusion use_flash_attn flash_attention_version no_persist_layer_norm
-    gradient_accumulation_fusion disable_jit_fuser attention_softmax_in_fp32 fp16_lm_cross_entropy
+    gradient_accumulation_fusion disable_jit_fuser attention_softmax_in_fp32 softmax_type fp16_lm_cross_entropy
     enable_experimental te_rng_tracker test_mode
     """,
     "fp8, by Transformer Engine's sources: tests/mcore/test_te_gpu.py": """

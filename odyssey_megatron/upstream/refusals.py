@@ -75,15 +75,11 @@ _ALIKE = "Only layers that are alike are planned for."
 _HOST = "Odyssey moves a layer's tensors from where it put them. Leave it out."
 _RERUN = "Odyssey repeats a step by itself, after a failure only. Leave it out."
 _ONE_RANK = "It would be that of one rank's layers. Leave it out."
-_TRAINING = "Use that of training."
 _GPUS = "It compares GPUs over groups that Odyssey makes anew. Leave it out."
 _MODELOPT = "Model Optimizer changes the model behind its stages. Leave it out."
 _UNTRIED = "Nobody has tried it under failure. Leave it out."
 _ALONE = "Leave out --odyssey."
-_PACKED_ALONE = (
-    "Packed sequences are not tried with --context-parallel-size above 1, --mtp-num-layers, --num-experts or hybrid "
-    "models."
-)
+_PACKED_ALONE = "Packed sequences are not tried with hybrid models."
 _STACKS = "megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec"
 _KINDS = "M*-E"
 _HYBRID = (
@@ -125,9 +121,7 @@ def _any_but(*usual: str) -> Callable[[Any, Any], bool]:
 
 
 def _packed_with_others(value: Any, args: Any) -> bool:
-    others = "context_parallel_size", "mtp_num_layers", "num_experts"
-    sizes = [getattr(args, name, None) or 0 for name in others]
-    return bool(value) and (sizes[0] > 1 or any(sizes[1:]) or _is_hybrid(args))
+    return bool(value) and _is_hybrid(args)
 
 
 def _with_muon(args: Any) -> bool:
@@ -154,10 +148,8 @@ _ROWS: tuple[tuple[str, str] | tuple[str, str, Callable[[Any, Any], bool]], ...]
     ("mla_down_proj_fusion", _UNTRIED),
     ("fused_residual_rmsnorm", _UNTRIED),
     ("batch_invariant_mode", _UNTRIED),
-    ("softmax_type", "Its offsets are not those of plain Megatron-LM yet. Use vanilla.", _none_of("vanilla")),
     ("fp32_residual_connection", "Messages have the type of the parameters. Leave it out."),
     ("distribute_saved_activations", _UNTRIED),
-    ("hierarchical_context_parallel_sizes", "A cell has one context-parallel group. Use another --cp-comm-type."),
     ("hybrid_context_parallel", _LEAVE_OUT),
     ("expert_tensor_parallel_size",
      "Without expert parallelism Megatron does not sum the gradients of experts over all who have them then. Use that "
@@ -245,9 +237,14 @@ _ROWS: tuple[tuple[str, str] | tuple[str, str, Callable[[Any, Any], bool]], ...]
     ("check_for_large_grads", "Its check is of Megatron's own reduction. Leave it out."),
     ("result_rejected_tracker_filename", _RERUN),
     ("check_for_spiky_loss", _RERUN),
-    ("decrease_batch_size_if_needed", "Start with a --global-batch-size that all replicas can share."),
-    ("eval_micro_batch_size", _TRAINING, _unlike("micro_batch_size")),
-    ("dataloader_inter_document_masking", f"{_PACKED_ALONE} Leave these out.", _packed_with_others),
+    ("decrease_batch_size_if_needed", "Give sizes that all replicas can share where they grow.",
+     lambda value, args: bool(value) and bool(
+         getattr(args, "rampup_batch_size", None) or getattr(args, "step_batch_size_schedule", None))),
+    ("eval_micro_batch_size", "Evaluations run in microbatches of training's size, in which experts drop other tokens. "
+     "Use that of training.",
+     lambda value, args: _unlike("micro_batch_size")(value, args)
+     and getattr(args, "moe_expert_capacity_factor", None) is not None),
+    ("dataloader_inter_document_masking", f"{_PACKED_ALONE} Leave it out.", _packed_with_others),
     ("dataloader_type", "Samples are found by their global number. Use single or cyclic.",
      _none_of("single", "cyclic")),
     ("non_persistent_ckpt_type", "Use global.", lambda value, args: value == "local"),
@@ -268,8 +265,8 @@ _ROWS: tuple[tuple[str, str] | tuple[str, str, Callable[[Any, Any], bool]], ...]
     ("lazy_mpu_init", _LEAVE_OUT),
     ("skip_train", "An evaluation alone has nothing to recover. Leave out --odyssey."),
     ("perform_rl_step", _ALONE),
-    ("sft", f"{_PACKED_ALONE} Its samples do not make larger batches, and have no masks. Leave these out, use "
-     "--micro-batch-size 1, and add --no-create-attention-mask-in-dataloader.",
+    ("sft", f"{_PACKED_ALONE} Its samples do not make larger batches, and have no masks. Use GPT models, "
+     "--micro-batch-size 1, and --no-create-attention-mask-in-dataloader.",
      lambda value, args: bool(value) and (
          _packed_with_others(value, args) or _above_one(getattr(args, "micro_batch_size", None), args)
          or getattr(args, "create_attention_mask_in_dataloader", True))),

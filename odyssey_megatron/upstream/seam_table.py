@@ -4,13 +4,13 @@
 
 from __future__ import annotations
 
+from odyssey_megatron.upstream.cpu_seams import CPU_SEAMS
 from odyssey_megatron.upstream.hybrid_seams import HYBRID_SEAMS
 from odyssey_megatron.upstream.seams import Seam
 
 _ALONE = "the groups span ranks, which come and go, so Odyssey makes them"
 _WHOLE = "a save is complete or it is not there, whoever dies in it"
 _CONTEXT = "context-parallel groups have the ranks of a cell, and no other of Megatron's is across contexts"
-_ATTENTION = "--odyssey-device cpu has no attention that knows context parallelism"
 _GLOBAL = "a data-parallel collective of Megatron's own must fail loudly where gradients are reduced by the schedule"
 
 # -- replaced, in megatron.training: the loop stays Megatron's -------------------------------------------------------
@@ -464,26 +464,6 @@ TORCH_NORM = Seam(
     open=True,
     only_if="--odyssey-device cpu",
 )
-DOT_PRODUCT_ATTENTION = Seam(
-    target="megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
-    why=_ATTENTION,
-    signatures={"0.16": "self config"},
-    open=True,
-    only_if="--odyssey-device cpu",
-)
-GATHER_FROM_SEQUENCE_PARALLEL_REGION = Seam(
-    target="megatron.core.tensor_parallel.mappings:gather_from_sequence_parallel_region",
-    why=_ATTENTION,
-    signatures={"0.16": "input_ group"},
-    open=True,
-    only_if="--odyssey-device cpu",
-)
-GET_SLIDING_WINDOW_CAUSAL_MASK = Seam(
-    target="megatron.core.transformer.utils:get_sliding_window_causal_mask",
-    why=_ATTENTION,
-    signatures={"0.16": "sq skv window_size"},
-    only_if="--odyssey-device cpu",
-)
 COMPILE_HELPERS = Seam(
     target="megatron.core.datasets.utils:compile_helpers",
     why="the wheel of megatron-core has the compiled helpers and no Makefile",
@@ -497,4 +477,4 @@ FUSED_KERNELS_LOAD = Seam(
     only_if="--odyssey-device cpu",
 )
 _OWN = tuple(value for value in list(globals().values()) if isinstance(value, Seam))
-SEAMS: tuple[Seam, ...] = _OWN + HYBRID_SEAMS
+SEAMS: tuple[Seam, ...] = _OWN + HYBRID_SEAMS + CPU_SEAMS

@@ -65,6 +65,8 @@ def shrunk(args: Mapping[str, Any]) -> tuple[str, int, int]:
     tensor *= args.get("--context-parallel-size", 1)
     small = {flag: value for flag, value in args.items() if flag not in ELSEWHERE}
     small |= {flag: min(value, small[flag]) for flag, value in SIZES.items() if flag in small}
+    if isinstance(sizes := small.get("--hierarchical-context-parallel-sizes"), str):
+        small["--hierarchical-context-parallel-sizes"] = sizes.strip("[]")
     small |= {"--eval-iters": 2, "--log-interval": 1}
     if "--fp16" in small:  # a scale with which no step overflows
         small |= {"--initial-loss-scale": 1024}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,6 +41,41 @@ def jobs(megatron_lm: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 def other_jobs(other_megatron_lm: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MegatronJobs]:
     """With each checkout of MEGATRON_LM_PATHS."""
     yield from jobs_with(other_megatron_lm, tmp_path_factory.mktemp("other-megatron-lm"))
+
+
+WORDS = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho sigma tau".split()
+MARKS = ["<SPECIAL_10>", "<SPECIAL_11>", "<SPECIAL_12>", "<SPECIAL_233>"]
+
+
+@pytest.fixture(scope="session")
+def conversations(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Flags of a job that is tuned on 200 samples of one or two conversations each, and the tokenizer for them."""
+    pytest.importorskip("datasets")
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    folder, draw = tmp_path_factory.mktemp("conversations"), random.Random(0)
+    known = ["<unk>", "</s>", *MARKS, "System", "User", "Assistant", *WORDS]
+    words = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: number for number, word in enumerate(known)}, unk_token="<unk>")
+    )
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="<unk>", eos_token="</s>", additional_special_tokens=MARKS
+    ).save_pretrained(folder)
+
+    def said(role):
+        return {"role": role, "content": " ".join(draw.choices(WORDS, k=draw.randint(1, 3)))}
+
+    lines = [
+        {"messages": [said(role) for role in ("system", "user", "assistant") * draw.randint(1, 2)]}
+        for _ in range(200)
+    ]
+    (folder / "chat.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return (
+        f"--sft --data-path {folder / 'chat.jsonl'} --legacy-tokenizer --tokenizer-type SFTTokenizer "
+        f"--tokenizer-model {folder} --no-create-attention-mask-in-dataloader --seq-length 48 "
+        "--max-position-embeddings 48"
+    )
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

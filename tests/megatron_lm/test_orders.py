@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from odyssey_megatron.upstream.source import Source
@@ -100,3 +102,33 @@ def test_a_schedule_of_sizes_and_larger_evaluations(jobs, name):
     run = jobs.odyssey(name, flags, inject=inject, **how)
     assert_same_lines(run, plain)
     assert len(run.killed) == 2
+
+
+_SKIPPED = re.compile(r"iteration +(\d+)/.* skipped samples: +(\d+) \|")
+
+
+def test_a_batch_that_replicas_cannot_share_is_decreased(jobs, name):
+    """To 12 samples of 13; the others are logged as skipped, by one who joins, too."""
+    flags = (
+        f"{MOCK} --global-batch-size 13 --decrease-batch-size-if-needed --train-iters 20 --eval-interval 10"
+    )
+    how = {**HOW, "without": "--train-iters --eval-interval --global-batch-size"}
+    plain = jobs.plain(flags, **how)
+    assert {one.global_batch_size for one in plain.iterations} == {12}
+    inject = "rank=3,step=2,at=backward;rank=0,step=10,at=evaluate"
+    run = jobs.odyssey(name, f"{flags} --odyssey-respawn 1", inject=inject, **how)
+    assert_same_lines(run, plain)
+    assert len(run.killed) == 2
+    assert _SKIPPED.findall(run.log) == _SKIPPED.findall(plain.log) != []
+
+
+@pytest.mark.matrix
+def test_evaluations_in_other_microbatches(other_jobs, name):
+    """They are of training's size, which sum the same."""
+    calculator = other_jobs.checkout / "megatron" / "core" / "num_microbatches_calculator.py"
+    if "step_batch_size_schedule" not in calculator.read_text():
+        pytest.skip("this Megatron-LM has no --eval-micro-batch-size")
+    flags = f"{MOCK} --eval-micro-batch-size 3 --eval-global-batch-size 18"
+    run = other_jobs.odyssey(name, flags, inject="rank=0,step=3,at=evaluate", **HOW)
+    assert_same_lines(run, other_jobs.plain(flags, **HOW))
+    assert run.killed == [0]

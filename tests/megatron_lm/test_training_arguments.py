@@ -79,6 +79,8 @@ MORE = {
         "--no-bias-gelu-fusion --make-vocab-size-divisible-by 77",
         without="--swiglu --disable-bias-linear",
     ),
+    "learnable-softmax": Case(flags="--softmax-type learnable"),
+    "softmax-off-by-one": Case(flags="--softmax-type off-by-one"),
     "output-gate": Case(flags="--attention-output-gate"),
     "rotary": Case(
         flags="--rotary-percent 0.5 --rotary-base 500 --use-rope-scaling --rope-scaling-factor 4 --qk-layernorm "

@@ -14,6 +14,11 @@ def test_groups_of_a_cell():
     both = groups_of_cell(Cell(rank=5, size=4, context=2))
     assert both == {"cell:4-7": (4, 5, 6, 7), "cell:4-5": (4, 5), "cell:5-7:2": (5, 7)}
     assert groups_of_cell(Cell.of(5, tensor=2, expert=2)) == both, "two lanes, whose ranks share out experts"
+    levels = groups_of_cell(Cell.of(13, tensor=2, context=4, context_levels=(2, 2)))
+    assert (9, 11, 13, 15) in levels.values()
+    assert {levels["cell:13-15:2"], levels["cell:9-13:4"]} == {(13, 15), (9, 13)}, (
+        "in a row, and rows in a row"
+    )
 
 
 def test_one_sum_over_all_who_have_the_same_shard():

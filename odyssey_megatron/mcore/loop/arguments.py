@@ -94,6 +94,11 @@ def is_packed(args: Any) -> bool:
     return bool(args.sft or getattr(args, "dataloader_inter_document_masking", False))
 
 
+def has_masks(args: Any) -> bool:
+    """See ``ModelSpec``."""
+    return bool(args.reset_attention_mask and args.create_attention_mask_in_dataloader)
+
+
 def job_of(
     args: Any,
     transformer_config: Any,
@@ -113,6 +118,7 @@ def job_of(
         virtual_stages=len(split.counts),
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         context_parallel_size=args.context_parallel_size,
+        hierarchical_context_parallel_sizes=tuple(args.hierarchical_context_parallel_sizes or ()),
         expert_model_parallel_size=args.expert_model_parallel_size,
         expert_tensor_parallel_size=args.expert_tensor_parallel_size,
         num_microbatches=batch_size // (args.micro_batch_size * Cell.in_job(0, args).lanes),
@@ -191,6 +197,8 @@ _LEFT_OUT: dict[str, Any] = {
     "overlap_moe_expert_parallel_comm": False,
     "ep_overlap_early_attn_memory_release": False,
     "overlap_dispatch_backward_with_experts_wgrad": False,
+    # Evaluations sum the same samples in microbatches of training's size.
+    "eval_micro_batch_size": None,
     "num_distributed_optimizer_instances": 1,
     "rerun_mode": "disabled",
     "error_injection_rate": 0,
@@ -333,6 +341,7 @@ def spec_of(
         seed=args.seed,
         is_tied=not args.untie_embeddings_and_output_weights,
         is_packed=is_packed(args),
+        has_masks=has_masks(args),
         ddp_config=ddp_config(args),
         overflow_ends_job=overflow_ends_job,
         stages=split.chunks(),

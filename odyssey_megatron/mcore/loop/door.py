@@ -197,7 +197,7 @@ class Door:
         self._config = session.config = replace(self._config, op_timeout_s=patience_s)
         self._groups = LivingGroups(session, cell, self._config)
         args.data_parallel_size = 1
-        compat.count_all_microbatches(args)
+        compat.count_all_microbatches(args, self._feed.replicas)
 
     def setup_model_and_optimizer(
         self, original: Any, *given: Any, **named: Any

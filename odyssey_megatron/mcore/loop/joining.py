@@ -71,9 +71,12 @@ class Start:
         args.iteration, args.consumed_train_samples = self.iteration, self.consumed_train_samples
         args.num_floating_point_operations_so_far = self.floating_point_operations
 
-    def go_on(self, scheduler: Any, iteration: int, batches: Batches, skipped: int) -> list[int]:
+    def go_on(
+        self, scheduler: Any, iteration: int, batches: Batches, *, skipped: int, replicas: int
+    ) -> list[int]:
         """Sets Megatron's loop, which stands at the start, to ``iteration``, of those before which ``skipped`` samples
-        changed no weight; returns how many microbatches evaluations have taken of each validation set until there.
+        changed no weight; returns how many microbatches evaluations have taken of each validation set until there, as
+        many for each of the launch line's ``replicas``.
         """
         from megatron.core import num_microbatches_calculator
         from megatron.training import get_args, training
@@ -85,6 +88,9 @@ class Start:
         )
         left_out = [step for step in batches.left_out if self.iteration <= step < iteration]
         args.skipped_train_samples += sum(map(batches.size, left_out))
+        if args.decrease_batch_size_if_needed:
+            trained = iteration - self.iteration - len(left_out)
+            args.skipped_train_samples += trained * (args.global_batch_size - batches.largest)
         args.iteration, args.consumed_train_samples = iteration, self.consumed_train_samples + consumed
         args.num_floating_point_operations_so_far = self.floating_point_operations + flops
         num_microbatches_calculator.update_num_microbatches(args.consumed_train_samples, False)
@@ -97,7 +103,8 @@ class Start:
             times -= sum((step + 1) % interval == 0 and step >= first for step in left_out)
         eval_iters = args.eval_iters if isinstance(args.eval_iters, list) else [args.eval_iters]
         batch = getattr(args, "eval_global_batch_size", args.global_batch_size)
-        return [times * one * batch // args.micro_batch_size for one in eval_iters]
+        each = batch // args.micro_batch_size // replicas * replicas
+        return [times * one * each for one in eval_iters]
 
 
 def starting_groups(

@@ -169,27 +169,27 @@ def squared_weights(layers: Iterable[tuple[HeldLayer, Sequence[Span]]], cell: Ce
     return total
 
 
-# -- what the microbatches of an evaluation reported: [microbatches, names, (value, count, how many numbers the forward
-#    step gave)], float64, summed over all ranks
+# -- what the microbatches of an evaluation reported: [microbatches x context-parallel ranks, names, (value, count, how
+#    many numbers the forward step gave)], float64, summed over all ranks. Each rank's part of a sequence stands for
+#    itself: what becomes of them is Megatron's own, and with --sft a mean of means
 
 
 def loss_table(
     losses: Losses, loss_names: Sequence[str], num_microbatches: int, context: dist.ProcessGroup
 ) -> torch.Tensor:
-    """A rank's share; ranks of ``context`` have each a part of a microbatch: sums add up, and values are averaged."""
-    shape = (num_microbatches, len(loss_names), 3)
+    """A rank's share; ranks of ``context`` have each a part of a microbatch."""
+    shape = (num_microbatches, context.size(), len(loss_names), 3)
     table = torch.zeros(shape, dtype=torch.float64, device=torch.cuda.current_device())
     for microbatch, reported in losses.items():
         for index, name in enumerate(loss_names):
             value = reported[name].detach().reshape(-1)
-            share = context.size() if value.numel() == 1 else 1
-            table[microbatch, index, : value.numel()] = value.to(table.dtype) / share
-            table[microbatch, index, 2] = value.numel() if context.rank() == 0 else 0
-    return table
+            row = table[microbatch, context.rank(), index]
+            row[: value.numel()], row[2] = value.to(table.dtype), value.numel()
+    return table.flatten(0, 1)
 
 
 def losses_of(table: torch.Tensor, loss_names: Sequence[str]) -> list[dict[str, torch.Tensor]]:
-    """What each microbatch reported, from the sum of all ranks' shares."""
+    """What each rank's part of each microbatch reported, from the sum of all ranks' shares."""
     return [
         {name: row[index, : int(row[index, 2])].to(torch.float32) for index, name in enumerate(loss_names)}
         for row in table

@@ -68,7 +68,9 @@ class Steps:
             self.work.model.loss_scale.skipped_samples
             - self.work.runtime.outcome.skipped * batches.size(step)
         )
-        evaluated = self.start.go_on(called["opt_param_scheduler"], step, batches, skipped)
+        evaluated = self.start.go_on(
+            called["opt_param_scheduler"], step, batches, skipped=skipped, replicas=self.feed.replicas
+        )
         self.feed.join(called["valid_data_iterator"], evaluated)
         # What Megatron does with all ranks before its first step, the others have done long ago.
         self.work.groups.mean_first()
@@ -145,6 +147,7 @@ class Steps:
             raise ConfigError("only evaluations may call the schedule; training goes through train_step.")
         source, lanes = self.feed.source(data_iterator), self.work.groups.cell.lanes
         most = self.most_samples // (get_args().micro_batch_size * lanes)
+        num_microbatches -= num_microbatches % self.feed.replicas  # none has more of them than another one
 
         def work(world: Any) -> torch.Tensor:
             self.feed(self.work.model, forward_step_func, source)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer import TransformerConfig
 
+from odyssey_megatron.mcore.contexts import in_order, places
 from odyssey_megatron.upstream import compat, seams
 from odyssey_megatron.upstream.seam_table import ROLL_TENSOR
 
@@ -69,15 +70,19 @@ def _rolled(
     cp_group: Any = None,
     packed_seq_params: Any = None,
 ) -> Any:
-    """Megatron's shift of tokens by one, of which each rank of ``cp_group`` has two pieces, its own from the front and
-    from the back; within the cell, where Megatron sends them over the default group.
+    """Megatron's shift of tokens by one, of which each rank of ``cp_group`` has some; within the cell, where Megatron
+    sends them over the default group.
     """
-    if cp_group is None or cp_group.size() == 1 or packed_seq_params is not None:
+    if cp_group is None or cp_group.size() == 1:
         return original(tensor, shifts, dims, cp_group, packed_seq_params)
     parts = [torch.empty_like(tensor) for _ in range(cp_group.size())]
     dist.all_gather(parts, tensor.contiguous(), group=cp_group)
-    front, back = zip(*(one.chunk(2, dim=dims) for one in parts), strict=True)
-    whole, _ = original(torch.cat([*front, *reversed(back)], dim=dims), shifts, dims)
-    pieces, mine = whole.chunk(2 * len(parts), dim=dims), cp_group.rank()
-    rolled = torch.cat([pieces[mine], pieces[-1 - mine]], dim=dims)
+    gathered = torch.cat(parts, dim=dims)
+    if packed_seq_params is None:
+        ends = torch.tensor([0, gathered.size(dims)], device=tensor.device)
+    else:
+        ends = packed_seq_params.cu_seqlens_q
+    whole = in_order(gathered, ends, len(parts), dims)
+    rolled, _ = original(whole, shifts, dims, None, packed_seq_params)
+    rolled = rolled.index_select(dims, places(ends, len(parts), cp_group.rank()))
     return rolled, rolled.sum()

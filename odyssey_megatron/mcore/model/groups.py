@@ -82,7 +82,8 @@ def initialize(
     fields["ep"] = parallel_state.get_expert_model_parallel_group()
     fields["expt_tp"] = parallel_state.get_expert_tensor_parallel_group()
     fields["tp_ep"] = fields["tp_ep_pp"] = parallel_state.get_expert_tensor_and_model_parallel_group()
-    return ProcessGroupCollection(embd=None, pos_embd=None, hcp=None, inter_dist_opt=None, **fields)
+    fields["hcp"] = parallel_state.get_hierarchical_context_parallel_groups(check_initialized=False)
+    return ProcessGroupCollection(embd=None, pos_embd=None, inter_dist_opt=None, **fields)
 
 
 def _put_in_place(cell: Cell, named: Mapping[str, dist.ProcessGroup]) -> None:
@@ -98,6 +99,9 @@ def _put_in_place(cell: Cell, named: Mapping[str, dist.ProcessGroup]) -> None:
                 setattr(parallel_state, name, group(cell.tensor_ranks))
     if cell.context > 1:
         parallel_state._CONTEXT_PARALLEL_GROUP = context = group(cell.context_ranks)
+        parallel_state._HIERARCHICAL_CONTEXT_PARALLEL_GROUPS = [
+            group(one) for one in cell.context_level_ranks
+        ]
         parallel_state._CONTEXT_PARALLEL_GLOBAL_RANKS = dist.get_process_group_ranks(context)
         parallel_state._TENSOR_AND_CONTEXT_PARALLEL_GROUP = group(cell.lane_ranks)
     if cell.expert > 1:

@@ -58,6 +58,8 @@ class ModelSpec:
     """The provider's models have ``share_embeddings_and_output_weights``."""
     is_packed: bool = False
     """A microbatch is one row of packed sequences (Megatron's ``PackedSeqParams``): all layers ask where they end."""
+    has_masks: bool = False
+    """Samples come with masks of their own (``--reset-attention-mask``): all layers ask what is not seen."""
     overflow_ends_job: bool = True
     """Of a loss scale that does not change: False lets a step that overflows be skipped."""
     stages: tuple[tuple[tuple[int, int], ...], ...] = ()
@@ -99,10 +101,12 @@ class ModelSpec:
     def reads_as(self, *, first: bool, last: bool) -> tuple[int, int]:
         """The stage, and the number of stages, by which a chunk at these ends of the model reads its microbatch.
 
-        Of packed sequences all of it, wherever the chunk is: up to core_v0.17.1 only the first stage and the last one
-        are told where sequences end (pretrain_gpt.py, ``get_batch``).
+        All of it, wherever the chunk is, where layers ask about sequences: of packed ones up to core_v0.17.1 only the
+        first stage and the last one are told where they end, and of masks in any version (pretrain_gpt.py,
+        ``get_batch``). What a layer computes would depend on who holds it.
         """
-        return own.place(first=first or self.is_packed, last=last or self.is_packed)
+        whole = self.is_packed or self.has_masks
+        return own.place(first=first or whole, last=last or whole)
 
 
 class SharedWeight(torch.nn.Module):
