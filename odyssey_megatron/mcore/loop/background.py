@@ -11,13 +11,24 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from odyssey_megatron.errors import PeerFailed, Superseded
+from odyssey_megatron.execute.parts import FaultPoint
+from odyssey_megatron.execute.rank import RankRuntime
 from odyssey_megatron.mcore.loop import saving
+from odyssey_megatron.mcore.plugin import Session
 from odyssey_megatron.rebuild.world import Together
+
+
+class _Job(NamedTuple):
+    """Whose saves they are, once the session has begun."""
+
+    session: Session
+    runtime: RankRuntime
+    fault_point: FaultPoint
 
 
 class _Flight:
@@ -65,9 +76,7 @@ class Saves:
         self._together, self._chunks = together, chunks
         self.not_saved = ""
         """Why the last save has failed, if it has."""
-        self._session: Any = None
-        self._runtime: Any = None
-        self._fault_point: Callable[..., None] = lambda *args, **kwargs: None
+        self._attached: _Job | None = None
         self._flight: _Flight | None = None
         self._how: tuple[Any, ...] = ()
         """What Megatron has called last, and with what; keywords come last."""
@@ -78,13 +87,18 @@ class Saves:
         self._waited_s = 0.0
         """How long training stood still for the last piece of a save."""
 
-    def attach(self, session: Any, runtime: Any, fault_point: Callable[..., None]) -> None:
-        self._session, self._runtime, self._fault_point = session, runtime, fault_point
+    def attach(self, session: Session, runtime: RankRuntime, fault_point: FaultPoint) -> None:
+        self._attached = _Job(session, runtime, fault_point)
         runtime.ballot.writes = self._writes
+
+    @property
+    def _job(self) -> _Job:
+        assert self._attached is not None
+        return self._attached
 
     def _writes(self) -> bool:
         flight = self._flight
-        return flight is not None and flight.generation == self._runtime.generation and flight.writes
+        return flight is not None and flight.generation == self._job.runtime.generation and flight.writes
 
     # -- what Megatron calls ----------------------------------------------------------------------------------------
 
@@ -108,7 +122,7 @@ class Saves:
 
     def schedule(self, original: Any, request: Any) -> None:
         """Megatron's ``schedule_async_save``."""
-        self._flight = _Flight(request, self._runtime.generation, self._runtime.committed)
+        self._flight = _Flight(request, self._job.runtime.generation, self._job.runtime.committed)
 
     def finalize(self, original: Any = None, blocking: bool = False, terminate: bool = False) -> None:
         """Megatron's ``maybe_finalize_async_save``, behind each step.
@@ -118,8 +132,8 @@ class Saves:
         offered generation has no part in what is being written, which must be a checkpoint before.
         """
         while (flight := self._flight) is not None:
-            votes = self._runtime.votes
-            written = self._runtime.committed > flight.step and not votes.writing
+            votes = self._job.runtime.votes
+            written = self._job.runtime.committed > flight.step and not votes.writing
             if not (blocking or written or votes.ballots):
                 return
             self._land()
@@ -147,7 +161,7 @@ class Saves:
         from megatron.training import get_args, training
 
         args, (iteration, before) = get_args(), self._begun
-        since = self._runtime.committed - iteration
+        since = self._job.runtime.committed - iteration
         per_step = training.num_floating_point_operations(args, args.global_batch_size)
         self._begun = iteration + since, before + since * per_step
         return self._save()
@@ -160,11 +174,11 @@ class Saves:
         assert flight is not None
 
         def work() -> str:
-            if flight.generation != self._runtime.generation:
+            if flight.generation != self._job.runtime.generation:
                 self._flight = None
                 return self._save_again() if again else ""
-            self._fault("checkpoint", self._runtime.committed)
-            flight.wait(lambda: self._session.member.newer_than(flight.generation))
+            self._fault("checkpoint", self._job.runtime.committed)
+            flight.wait(lambda: self._job.session.member.newer_than(flight.generation))
             why = saving.complete(flight.finalize, self._begun[0], **self._how[-1])
             self._flight = None
             return why
@@ -190,7 +204,7 @@ class Saves:
             except (OSError, RuntimeError) as error:
                 if not saving.is_of_storage(error):
                     raise
-                self._trouble = f"rank {self._session.rank} could not write a file: {error!r}"
+                self._trouble = f"rank {self._job.session.rank} could not write a file: {error!r}"
                 raise PeerFailed(self._trouble) from error
 
         began_s = time.monotonic()
@@ -201,9 +215,9 @@ class Saves:
     def _say(self, why: str) -> None:
         self.not_saved = why
         if dist.get_rank() == 0:
-            self._session.note_save(self._runtime.committed, self._waited_s)
+            self._job.session.note_save(self._job.runtime.committed, self._waited_s)
             if why:
-                self._session.note_not_saved(self._begun[0], why)
+                self._job.session.note_not_saved(self._begun[0], why)
 
     def _fault(self, point: str, step: int) -> None:
-        self._fault_point(point, step=step, generation=self._runtime.generation, microbatch=-1)
+        self._job.fault_point(point, step=step, generation=self._job.runtime.generation, microbatch=-1)

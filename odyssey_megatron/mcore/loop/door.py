@@ -65,7 +65,7 @@ class Door:
 
     def __init__(self, config: OdysseyConfig):
         self._config = config
-        self._session: Any = None
+        self._joined_with: Session | None = None
         self._parser = refusals.Parser()
         self._work: CommonWork | None = None
         self._stage = OwnStage()
@@ -90,14 +90,19 @@ class Door:
         add_arguments(parser)
         return parser
 
+    @property
+    def _session(self) -> Session:
+        assert self._joined_with is not None
+        return self._joined_with
+
     @contextlib.contextmanager
     def _joined(self) -> Iterator[None]:
         """In the body this rank has joined the job, and what ends the job ends this process."""
-        if self._session is not None:
+        if self._joined_with is not None:
             with self._session.ending():
                 yield
             return
-        with Session.start(self._config, default_group=False) as self._session:
+        with Session.start(self._config, default_group=False) as self._joined_with:
             self._replace()
             if args := arguments.early():
                 self._refuse(args)

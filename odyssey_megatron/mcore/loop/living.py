@@ -6,7 +6,6 @@ Until training begins they are those of all ranks of the job, or, of a process t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch.distributed import ProcessGroup
 
@@ -14,6 +13,7 @@ from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.mcore.loop.joining import starting_groups
 from odyssey_megatron.mcore.model import groups
+from odyssey_megatron.mcore.plugin import Session
 from odyssey_megatron.plan.groups import WORLD
 from odyssey_megatron.rebuild.world import Together
 
@@ -21,7 +21,7 @@ from odyssey_megatron.rebuild.world import Together
 class LivingGroups:
     """Of one rank: its cell's, and the default one."""
 
-    def __init__(self, session: Any, cell: Cell, config: OdysseyConfig):
+    def __init__(self, session: Session, cell: Cell, config: OdysseyConfig):
         self._own = groups.OwnCell(cell, session.world_size, config.device, data_parallel=True)
         self.world, self.cell, self.of_cell = self._own.living, self._own.cell, self._own.groups
         self._built, self._first = starting_groups(session.member, cell, config)

@@ -36,7 +36,7 @@ class Observer:
 
     def __init__(self, config: OdysseyConfig):
         self._config = config
-        self._member: Any = None
+        self._connected: Member | None = None
         self._parser = refusals.Parser()
 
     def add_megatron_arguments(self, original: Any, parser: Any) -> Any:
@@ -46,8 +46,13 @@ class Observer:
         return parser
 
     def pretrain(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        self._member = Member.connect(self._config)
+        self._connected = Member.connect(self._config)
         return original(*args, **kwargs)
+
+    @property
+    def _member(self) -> Member:
+        assert self._connected is not None
+        return self._connected
 
     def setup_model_and_optimizer(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)

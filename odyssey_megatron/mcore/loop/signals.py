@@ -9,19 +9,21 @@ from __future__ import annotations
 from typing import Any
 
 from odyssey_megatron.cluster.events import Ask
+from odyssey_megatron.execute.parts import Member
+from odyssey_megatron.execute.rank import RankRuntime
 
 
 class AgreedSignal:
     """In the place of Megatron's ``DistributedSignalHandler``, which its loop asks behind each iteration."""
 
-    def __init__(self, runtime: Any):
+    def __init__(self, runtime: RankRuntime):
         self._runtime = runtime
 
     def signals_received(self) -> list[bool]:
         return [self._runtime.ends]
 
 
-def install(args: Any, runtime: Any, member: Any) -> None:
+def install(args: Any, runtime: RankRuntime, member: Member) -> None:
     """From now on the loop ends when ``runtime`` says so, and that hears of what this process was sent."""
     from megatron.training import global_vars
 

@@ -13,6 +13,7 @@ from odyssey_megatron.mcore.loop import arguments, checkpoint
 from odyssey_megatron.mcore.loop.living import LivingGroups
 from odyssey_megatron.mcore.model.layers import empty_chunk
 from odyssey_megatron.mcore.model.model import MegatronModel
+from odyssey_megatron.mcore.plugin import Session
 from odyssey_megatron.recover import Recovery
 
 
@@ -20,7 +21,7 @@ from odyssey_megatron.recover import Recovery
 class CommonWork:
     """One rank's part, from the first generation on."""
 
-    session: Any
+    session: Session
     runtime: RankRuntime
     recovery: Recovery
     model: MegatronModel
