@@ -1,9 +1,10 @@
 """Records to and from JSON: the only wire and file format (nothing is ever unpickled).
 
-Supported in a record: ``int float str bool None``, tuples, ``dict[str, T]``, enums, nested dataclasses
-and optional values; ``Annotated[T, check]`` is a ``T`` that ``check.check`` lets through (see ``inputs.Between``).
-Unknown fields, missing fields, wrong types and numbers out of range raise ``ValueError``, so that a malformed message
-is refused as a whole. Of a ``TypedDict`` only the fields that it names are looked at: what is new there is kept.
+Supported in a record: ``int float str bool None``, tuples, ``dict[str, T]``, enums, nested dataclasses, named tuples
+(which are lists) and optional values; ``Annotated[T, check]`` is a ``T`` that ``check.check`` lets through (see
+``inputs.Between``). Unknown fields, missing fields, wrong types and numbers out of range raise ``ValueError``, so that
+a malformed message is refused as a whole. Of a ``TypedDict`` only the fields that it names are looked at: what is new
+there is kept.
 """
 
 from __future__ import annotations
@@ -51,7 +52,22 @@ def _names(cls: type) -> tuple[str, ...] | None:
 
 def to_json(value: Any) -> str:
     """Canonical JSON (sorted keys, no spaces): equal records give equal text, so it can be hashed."""
-    return json.dumps(to_jsonable(value), sort_keys=True, separators=(",", ":"))
+    return _canonical(value)
+
+
+def _one_level(value: Any) -> Any:
+    """``value`` as what JSON has; what is in it comes in its turn."""
+    kind: Any = type(value)
+    if (names := _names(kind)) is not None:
+        return {name: getattr(value, name) for name in names}
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, (set, frozenset)):
+        return sorted(to_jsonable(item) for item in value)
+    raise TypeError(f"a {type(value).__name__} is nothing that a record may hold")
+
+
+_canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=_one_level).encode
 
 
 def from_json(cls: type[T], text: str | bytes) -> T:
@@ -84,6 +100,8 @@ def from_jsonable(kind: Any, value: Any) -> Any:
         return _typed_dict(kind, value)
     if read := _GENERIC.get(typing.get_origin(kind)):
         return read(kind, value)
+    if isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        return kind(*_tuple(tuple[tuple(_hints(kind).values())], value))  # type: ignore[misc]
     return _scalar(kind, value)
 
 

@@ -6,12 +6,13 @@ publishes generations, answers who joins, and ends the job.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import logging
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from odyssey_megatron.cluster.events import Event, NodeLost, RankDied
@@ -52,6 +53,16 @@ _WAITS_S = 60.0
 """How often it is said for whom the job waits behind its last step: what they still write may be what it was for."""
 _STOP_GRACE_S = 1.5
 """How long ranks may take to leave by themselves after a stop; then they are told to (``verdict.ENDS_S``)."""
+
+
+@contextlib.contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """The job waits: looking through a large plan for garbage again and again takes as long as to make it."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 class Coordinator:
@@ -201,7 +212,8 @@ class Coordinator:
             case Forget(number=number):
                 self._control.forget_before(number)
             case Recover():
-                return self._recover(action)
+                with _nothing_collected():
+                    return self._recover(action)
             case Stop():
                 return self._stop(action)
             case Finished():

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import gcd
+from typing import NamedTuple
 
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.gathers import weights_late_s
-from odyssey_megatron.plan.layout import Layout, Route
+from odyssey_megatron.plan.layout import Block, Layout, Route
 from odyssey_megatron.plan.reductions import buckets
 from odyssey_megatron.plan.simulate import reduce_s
 
@@ -30,12 +31,14 @@ def lower_bound_s(
     each microbatch keeps its bytes on a worker at least while it goes down to the head and up again, and bytes times
     seconds fit into the cap times the step (Little's law).
     """
-    work = _Work(layout, costs, speeds or {}, in_flight_cap or {})
-    sums = _sums_s(layout, costs)
-    longest = max((sum(own) for own in sums.values()), default=0.0)
-    each = (work.worker_s(worker, sums[worker]) for worker in layout.workers)
-    late_s = weights_late_s(layout, buckets(layout, costs), costs)
-    return max(work.path_s, longest, *each) + costs.optimizer_s + late_s
+    work, caps, cut = _Work(layout, costs, speeds or {}), in_flight_cap or {}, buckets(layout, costs)
+    # Most workers are in the same place as others.
+    places = {
+        (work.visits.get(worker), caps.get(worker, 0), tuple(sums_s))
+        for worker, sums_s in _sums_s(layout, cut, costs).items()
+    }
+    late_s = weights_late_s(layout, cut, costs)
+    return max(work.path_s, *(_worker_s(*place) for place in places)) + costs.optimizer_s + late_s
 
 
 def cluster_bound_s(
@@ -53,41 +56,67 @@ def cluster_bound_s(
     return max(num_microbatches * once / sum(speed), path / max(speed)) + costs.optimizer_s
 
 
-def _sums_s(layout: Layout, costs: Costs) -> dict[int, list[float]]:
+def _sums_s(layout: Layout, cut: Sequence[Block], costs: Costs) -> dict[int, list[float]]:
     """Of each worker, how long each of its buckets takes."""
     found: dict[int, list[float]] = {worker: [] for worker in layout.workers}
-    for bucket in buckets(layout, costs):
+    for bucket in cut:
         seconds = reduce_s(costs, bucket.first, bucket.last, len(bucket.holders), layout.copies)
         for worker in bucket.holders:
             found[worker].append(seconds)
     return found
 
 
-class _Work:
-    """Per worker: what it has to do, the earliest it can start, and the shortest way on after it."""
+class _Visits(NamedTuple):
+    """To one worker."""
 
-    def __init__(
-        self, layout: Layout, costs: Costs, speeds: Mapping[int, float], caps: Mapping[int, int]
-    ) -> None:
+    head_s: float
+    """The earliest it can start."""
+    tail_s: float
+    """The shortest way on after it."""
+    drain_s: float
+    """All its forwards and input gradients."""
+    weight_grads_s: float
+    byte_s: float
+    """Bytes of activations times the seconds that they stay at the least."""
+    portion: int
+    """Greatest common divisor of the visits' bytes: what is left of a cap below it is of no use."""
+    beside_s: float
+    """The longest input gradient that nobody waits for."""
+
+    def joined(self, other: _Visits) -> _Visits:
+        return _Visits(
+            head_s=min(self.head_s, other.head_s),
+            tail_s=min(self.tail_s, other.tail_s),
+            drain_s=self.drain_s + other.drain_s,
+            weight_grads_s=self.weight_grads_s + other.weight_grads_s,
+            byte_s=self.byte_s + other.byte_s,
+            portion=gcd(self.portion, other.portion),
+            beside_s=max(self.beside_s, other.beside_s),
+        )
+
+
+class _Work:
+    """What each worker has to do, worked out once for each kind of route."""
+
+    def __init__(self, layout: Layout, costs: Costs, speeds: Mapping[int, float]) -> None:
         self.costs, self.speeds, self.lag = costs, speeds, costs.message_s()
-        self.caps = caps
-        self.byte_s: dict[int, float] = {}
-        """Worker -> bytes of activations times the seconds that they stay at the least."""
-        self.portion: dict[int, int] = {}
-        """Worker -> greatest common divisor of its visits' bytes: what is left of a cap below it is of no use."""
-        self.head: dict[int, float] = {}
-        self.tail: dict[int, float] = {}
-        self.until_drain: dict[int, float] = {}
-        self.beside: dict[int, float] = {}
-        """The longest input gradient that nobody waits for."""
-        self.weight_grads: dict[int, float] = {}
+        self.visits: dict[int, _Visits] = {}
+        """By worker; none of those without a microbatch."""
         self.path_s = 0.0
         """Of one microbatch, down and up and to its last weight gradient."""
+        known: dict[tuple[object, ...], list[_Visits]] = {}
         for route in layout.routes:
-            if route.microbatches:
-                self._add(route)
+            if not route.microbatches:
+                continue
+            at_speed = [speeds.get(hop.worker, 1.0) for hop in route.hops] if speeds else ()
+            kind = (len(route.microbatches), *[(hop.first, hop.last) for hop in route.hops], *at_speed)
+            if kind not in known:
+                known[kind] = self._of(route)
+            for hop, visits in zip(route.hops, known[kind], strict=True):
+                there = self.visits.get(hop.worker)
+                self.visits[hop.worker] = there.joined(visits) if there else visits
 
-    def times(self, route: Route) -> list[tuple[float, float, float]]:
+    def _times(self, route: Route) -> list[tuple[float, float, float]]:
         """(forward, input gradient, weight gradient) of each hop, at its worker's speed."""
         out, spans = [], self.costs.spans
         for hop in route.hops:
@@ -96,39 +125,41 @@ class _Work:
             out.append((kinds[0] / speed, kinds[1] / speed, kinds[2] / speed))
         return out
 
-    def _add(self, route: Route) -> None:
-        count, head, tail = len(route.microbatches), 0.0, 0.0
-        times = self.times(route)
+    def _of(self, route: Route) -> list[_Visits]:
+        """Of each hop."""
+        count, head, tail, found = len(route.microbatches), 0.0, 0.0, []
+        times, spans = self._times(route), self.costs.spans
         down_and_up = sum(f + i + 2 * self.lag for f, i, _ in times) - 2 * self.lag
         self.path_s = max(self.path_s, down_and_up + times[0][2])
         for hop, (forward, input_grad, weight_grad) in zip(route.hops, times, strict=True):
-            worker = hop.worker
-            if not hop.first:
-                self.beside[worker] = max(self.beside.get(worker, 0.0), input_grad)
-            early = self.costs.spans.early_bytes(hop.first, hop.last)
-            late = self.costs.spans.activation_bytes(hop.first, hop.last) - early
-            self.byte_s[worker] = self.byte_s.get(worker, 0.0) + count * (
-                early * down_and_up + late * (down_and_up + weight_grad)
+            early = spans.early_bytes(hop.first, hop.last)
+            late = spans.activation_bytes(hop.first, hop.last) - early
+            found.append(
+                _Visits(
+                    head_s=head,
+                    tail_s=tail,
+                    drain_s=count * (forward + input_grad),
+                    weight_grads_s=count * weight_grad,
+                    byte_s=count * (early * down_and_up + late * (down_and_up + weight_grad)),
+                    portion=gcd(early, late),
+                    beside_s=0.0 if hop.first else input_grad,
+                )
             )
-            self.portion[worker] = gcd(self.portion.get(worker, 0), early, late)
             down_and_up -= forward + input_grad + 2 * self.lag
-            self.head[worker] = min(self.head.get(worker, head), head)
-            self.tail[worker] = min(self.tail.get(worker, tail), tail)
-            drain = self.until_drain.get(worker, 0.0)
-            self.until_drain[worker] = drain + count * (forward + input_grad)
-            self.weight_grads[worker] = self.weight_grads.get(worker, 0.0) + count * weight_grad
             head += forward + self.lag
             # Behind this worker's last input gradient comes that of the hop before, and so on; the hop that
             # ends the way still owes a weight gradient.
             tail = self.lag + input_grad + max(tail, weight_grad)
+        return found
 
-    def worker_s(self, worker: int, sums_s: list[float]) -> float:
-        if worker not in self.head:
-            return sum(sums_s)
-        done = self.head[worker] + self.until_drain[worker]
-        cap, portion = self.caps.get(worker, 0), self.portion[worker]
-        cap -= cap % portion if portion else cap
-        memory_s = self.head[worker] + self.byte_s[worker] / cap if cap else 0.0
-        computed_s = max(done + self.weight_grads[worker], memory_s)
-        sums = done - self.beside.get(worker, 0.0) + sum(sums_s)
-        return max(computed_s + min(sums_s), sums, done + self.tail[worker])
+
+def _worker_s(visits: _Visits | None, cap: int, sums_s: Sequence[float]) -> float:
+    """Until a worker with these ``visits`` and sums is through with them."""
+    if visits is None:
+        return sum(sums_s)
+    done = visits.head_s + visits.drain_s
+    cap -= cap % visits.portion if visits.portion else cap
+    memory_s = visits.head_s + visits.byte_s / cap if cap else 0.0
+    computed_s = max(done + visits.weight_grads_s, memory_s)
+    sums = done - visits.beside_s + sum(sums_s)
+    return max(computed_s + min(sums_s), sums, done + visits.tail_s, sum(sums_s))

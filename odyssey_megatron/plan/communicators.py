@@ -6,8 +6,9 @@ No GPU of this project's has measured any of it: all figures are published ones,
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.plan.groups import channels, groups_of_block, groups_of_cell
@@ -27,6 +28,10 @@ PAIR_BYTES, GROUP_BYTES = 544 * 2**20, 688 * 2**20
 NVLink. Newer versions reserve less for what is only sent and received; ten together have been seen to take 10 GB (Si et
 al., arXiv 2510.20171).
 """
+
+
+_Sizes = tuple[int, ...]
+"""How many ranks are in each of some groups that a rank has."""
 
 
 def connect_s(size: int) -> float:
@@ -78,42 +83,51 @@ def communicators(
         previous: what the job goes on from: communicators with the same members outlive a failure if nothing is
             outstanding on them. None: nothing is connected yet.
     """
-    within = [len(ranks) for ranks in groups_of_cell(cell).values()]
-    sizes = defaultdict[int, list[int]](lambda: [*within])  # who only sends a layer has communicators, too
-    anew = defaultdict[int, list[int]](lambda: [] if previous else [*within])
-
-    def add(workers: Iterable[int], each: list[int], is_new: bool) -> None:
-        for worker in workers:
-            sizes[worker] += each
-            anew[worker] += each if is_new else []
-
+    within = tuple(len(ranks) for ranks in groups_of_cell(cell).values())
     there = channels(previous, ()) if previous else set()
     transfers = [*transfers]
-    moves = {(one.source, one.target) for one in transfers} if beside else set()
-    for ends in channels(layout, () if beside else transfers):
-        add(ends, [2], ends not in there)
-    for ends in moves:
-        add(ends, [2], True)
+    beside_steps = [*{(one.source, one.target) for one in transfers}] if beside else []
+    ends = channels(layout, () if beside else transfers)
+    sizes, anew = defaultdict[_Sizes, Counter[int]](Counter), defaultdict[_Sizes, Counter[int]](Counter)
+    sizes[2,].update(chain.from_iterable([*ends, *beside_steps]))
+    anew[2,].update(chain.from_iterable([*(ends - there), *beside_steps]))
     known = Counter(block.holders for block in previous.blocks()) if previous else Counter[tuple[int, ...]]()
-    alike: dict[int, list[int]] = {}
+    alike: dict[int, _Sizes] = {}
     for block in layout.blocks():
         number = len(block.holders)
         if number not in alike:
             alike[number] = _of_block(block, cell)
-        add(block.holders, alike[number], not known[block.holders])
-        known[block.holders] -= known[block.holders] > 0
+        sizes[alike[number]].update(block.holders)
+        if known[block.holders]:
+            known[block.holders] -= 1
+        else:
+            anew[alike[number]].update(block.holders)
+    workers = set().union(*sizes.values())  # who only sends a layer has communicators, too
+    sizes[within].update(workers)
+    if previous is None:
+        anew[within].update(workers)
     return Communicators(
-        count=max(map(len, sizes.values()), default=0),
-        anew=max(map(len, anew.values()), default=0),
-        num_bytes=max((sum(map(_bytes, own)) for own in sizes.values()), default=0),
-        connect_s=max((connect_s(size) for own in anew.values() for size in own), default=0.0),
+        count=_most(sizes, len),
+        anew=_most(anew, len),
+        num_bytes=_most(sizes, lambda own: sum(map(_bytes, own))),
+        connect_s=max((connect_s(size) for own, used in anew.items() if used for size in own), default=0.0),
     )
 
 
-def _of_block(block: Block, cell: Cell) -> list[int]:
+def _most(sizes: Mapping[_Sizes, Counter[int]], each: Callable[[_Sizes], int]) -> int:
+    """Of the worker where it is most: the sum of ``each`` over its groups, as often as it has them."""
+    total = Counter[int]()
+    for own, used in sizes.items():
+        weight = each(own)
+        for worker, count in used.items():
+            total[worker] += weight * count
+    return max(total.values(), default=0)
+
+
+def _of_block(block: Block, cell: Cell) -> _Sizes:
     """How many ranks are in each group of a rank that sums its gradients."""
     first = replace(cell, rank=block.holders[0] * cell.full)
-    return [len(ranks) for ranks in groups_of_block(block, first).values()]
+    return tuple(len(ranks) for ranks in groups_of_block(block, first).values())
 
 
 def _bytes(size: int) -> int:

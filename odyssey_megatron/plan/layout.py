@@ -136,7 +136,7 @@ class Layout:
     @property
     def workers(self) -> tuple[int, ...]:
         """Every worker that holds anything, ascending."""
-        return tuple(sorted({worker for holders in self.holders for worker in holders}))
+        return tuple(sorted(set[int]().union(*self.holders)))
 
     def blocks(self) -> tuple[Block, ...]:
         """The coarsest cut, at ``cuts`` and such that holders agree within a block and no hop ends inside."""

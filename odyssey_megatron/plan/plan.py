@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.programs import Programs
 from odyssey_megatron.plan.schedule import Program, Schedule, schedule_from_text
-from odyssey_megatron.plan.slices import EVERYTHING, WHOLE, Span
+from odyssey_megatron.plan.slices import EVERYTHING, Span
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Transfer:
+class Transfer(NamedTuple):
     """``source`` sends the state (weights, optimizer) of ``layer`` to ``target``."""
 
     layer: int
@@ -21,10 +21,6 @@ class Transfer:
     target: int
     span: Span = EVERYTHING
     """What of it."""
-
-    def bytes_of(self, state_bytes: int) -> int:
-        """Of a layer with so many."""
-        return -(-state_bytes * (self.span[1] - self.span[0]) // WHOLE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

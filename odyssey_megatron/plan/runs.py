@@ -10,16 +10,20 @@ _PAYS = 3
 
 def to_runs(numbers: Sequence[int]) -> str:
     """``numbers``, none of them negative, in their order."""
-    parts, at = [], 0
-    while at < len(numbers):
-        end, step = at + 1, numbers[at + 1] - numbers[at] if at + 1 < len(numbers) else 0
-        while step > 0 and end < len(numbers) and numbers[end] - numbers[end - 1] == step:
-            end += 1
+    parts, at, count = [], 0, len(numbers)
+    while at < count:
+        first, end = numbers[at], at + 1
+        step = numbers[end] - first if end < count else 0
+        if step > 0:
+            follows = first + step
+            while end < count and numbers[end] == follows:
+                follows += step
+                end += 1
         if end - at < _PAYS:
-            parts.append(str(numbers[at]))
+            parts.append(str(first))
             at += 1
             continue
-        parts.append(f"{numbers[at]}-{numbers[end - 1]}" + (f":{step}" if step > 1 else ""))
+        parts.append(f"{first}-{numbers[end - 1]}" + (f":{step}" if step > 1 else ""))
         at = end
     return ",".join(parts)
 

@@ -87,6 +87,11 @@ def size(spans: Iterable[Span]) -> int:
     return sum(last - first for first, last in spans)
 
 
+def bytes_of(span: Span, state_bytes: int) -> int:
+    """Of a layer's state."""
+    return -(-state_bytes * (span[1] - span[0]) // WHOLE)
+
+
 def joined(spans: Iterable[Span]) -> list[Span]:
     """``spans``, which ascend; those that follow upon each other are one."""
     found: list[Span] = []
@@ -149,7 +154,8 @@ def ring_of(
     places = [worker if worker in there else NOBODY for worker in before]
     if places and not joins and all(one.owners for one in slices(tuple(places), copies)):
         return tuple(places)
-    new = [worker for worker in holders if worker not in places]
+    had = set(places)
+    new = [worker for worker in holders if worker not in had]
     if places.count(NOBODY) == len(new):
         for worker in new:
             free = [place for place, taken in enumerate(places) if taken == NOBODY]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 from heapq import heapreplace
@@ -13,7 +14,7 @@ from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.plan import Transfer
 from odyssey_megatron.plan.schedule import Program, computed_layers
-from odyssey_megatron.plan.slices import EVERYTHING, Slice, Span, firsts, joined, kept, without
+from odyssey_megatron.plan.slices import EVERYTHING, Slice, Span, bytes_of, firsts, joined, kept, without
 
 
 def check_living(previous: Layout, alive: Collection[int]) -> None:
@@ -22,8 +23,9 @@ def check_living(previous: Layout, alive: Collection[int]) -> None:
     Raises:
         LayersLost: that of some layer is not; names the layers and the workers that held them.
     """
-    there = set(alive)
-    gone = [[one for one in owners if there.isdisjoint(one)] for owners in previous.owners]
+    there, owners = set(alive), previous.owners
+    lost_of = {kind: [one for one in kind if there.isdisjoint(one)] for kind in set(owners)}
+    gone = [lost_of[kind] for kind in owners]
     lost = tuple(layer for layer, one in enumerate(gone) if one)
     if lost:
         had = tuple(sorted({worker for layer in lost for one in gone[layer] for worker in one}))
@@ -45,37 +47,43 @@ def plan_transfers(
         LayersLost: see :func:`check_living`.
     """
     check_living(previous, alive)
-    there = frozenset(alive)
-    missing = [
-        (layer, worker, span, sources)
-        for layer, (before, after) in enumerate(zip(previous.states, target.states, strict=True))
-        if before != after
-        for worker, span, sources in _missing(before, after, there)
-    ]
-    if not missing:
-        return ()
-    sizes = [one.state_bytes for one in costs.all_layers]
-    missing.sort(key=lambda item: _in_order(sizes[item[0]], *item))
-    sent = dict.fromkeys((worker for _, _, _, sources in missing for worker in sources), 0)
-    # (bytes when last looked at, worker): bytes only grow, so an entry that is still true is the least.
-    least: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-    transfers = []
-    for layer, worker, span, sources in missing:
-        heap = least.setdefault(sources, [(0, one) for one in sources])
-        while sent[heap[0][1]] != heap[0][0]:
-            heapreplace(heap, (sent[heap[0][1]], heap[0][1]))
-        source = heap[0][1]
-        one = Transfer(layer=layer, source=source, target=worker, span=span)
-        sent[source] += one.bytes_of(sizes[layer])
-        transfers.append(one)
+    there, sizes = frozenset(alive), [one.state_bytes for one in costs.all_layers]
+    whole: dict[int, list[tuple[int, int, tuple[int, ...]]]] = defaultdict(list)
+    cut: dict[int, list[tuple[int, Span, int, tuple[int, ...]]]] = defaultdict(list)
+    for layer, (before, after) in enumerate(zip(previous.states, target.states, strict=True)):
+        for worker, span, sources in _missing(before, after, there) if before != after else ():
+            if span == EVERYTHING:
+                whole[sizes[layer]].append((layer, worker, sources))
+            else:
+                cut[sizes[layer]].append((worker, span, layer, sources))
+    # Of slices those that one worker is sent of many layers follow upon each other: the wire names them together.
+    loads, transfers = _Loads(), list[Transfer]()
+    for size in sorted(whole.keys() | cut.keys(), reverse=True):
+        for layer, worker, sources in sorted(whole.get(size, ())):
+            transfers.append(Transfer(layer, loads.least(sources, size), worker))
+        for worker, span, layer, sources in sorted(cut.get(size, ())):
+            transfers.append(Transfer(layer, loads.least(sources, bytes_of(span, size)), worker, span))
     return tuple(transfers)
 
 
-def _in_order(state_bytes: int, layer: int, worker: int, span: Span, _: tuple[int, ...]) -> tuple[Any, ...]:
-    """Of slices those that one worker is sent of many layers follow upon each other: the wire names them together."""
-    if span == EVERYTHING:
-        return -state_bytes, 0, layer, worker
-    return -state_bytes, 1, worker, span, layer
+class _Loads:
+    """What each worker has been told to send."""
+
+    def __init__(self) -> None:
+        self._sent: dict[int, int] = defaultdict(int)
+        self._heaps: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+        """(bytes when last looked at, worker): bytes only grow, so an entry that is still true is the least."""
+
+    def least(self, sources: tuple[int, ...], size_bytes: int) -> int:
+        """The one of ``sources`` that sends least so far, and these bytes from now on."""
+        heap = self._heaps.get(sources)
+        if heap is None:
+            heap = self._heaps[sources] = [(0, one) for one in sources]
+        while (now := self._sent[heap[0][1]]) != heap[0][0]:
+            heapreplace(heap, (now, heap[0][1]))
+        source = heap[0][1]
+        self._sent[source] += size_bytes
+        return source
 
 
 @lru_cache(maxsize=256)
@@ -111,15 +119,12 @@ def needed_at_once(layout: Layout, worker: int, program: Program, held: Collecti
 
 def transfer_s(transfers: Sequence[Transfer], costs: Costs) -> float:
     """Time until all have arrived: a worker sends one at a time, and receives one at a time meanwhile."""
-    sent: dict[int, float] = {}
-    received: dict[int, float] = {}
-    for one in transfers:
-        seconds = (
-            costs.link_latency_s
-            + one.bytes_of(costs.all_layers[one.layer].state_bytes) / costs.link_bytes_per_s
-        )
-        sent[one.source] = sent.get(one.source, 0.0) + seconds
-        received[one.target] = received.get(one.target, 0.0) + seconds
+    sent, received = defaultdict[int, float](float), defaultdict[int, float](float)
+    sizes = [one.state_bytes for one in costs.all_layers]
+    for layer, source, target, span in transfers:
+        seconds = costs.link_latency_s + bytes_of(span, sizes[layer]) / costs.link_bytes_per_s
+        sent[source] += seconds
+        received[target] += seconds
     return max((*sent.values(), *received.values()), default=0.0)
 
 

@@ -14,7 +14,7 @@ from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import ClusterState
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import LayersLost, PlanInfeasible
-from odyssey_megatron.plan.assemble import Assembled, assemble, lowered
+from odyssey_megatron.plan.assemble import Assembled, assemble
 from odyssey_megatron.plan.bound import cluster_bound_s, lower_bound_s
 from odyssey_megatron.plan.communicators import communicators
 from odyssey_megatron.plan.costs import Costs
@@ -27,7 +27,7 @@ from odyssey_megatron.plan.plan import Plan, Transfer
 from odyssey_megatron.plan.redundancy import with_keepers, with_shadows
 from odyssey_megatron.plan.simulate import computed_before_s, step_end_s
 from odyssey_megatron.plan.spread import spread
-from odyssey_megatron.plan.transfer import check_living, warm_up
+from odyssey_megatron.plan.transfer import check_living
 from odyssey_megatron.policy.case import Case, with_links, worker_shares, worker_speeds
 from odyssey_megatron.policy.options import (
     LaidOut,
@@ -40,6 +40,7 @@ from odyssey_megatron.policy.options import (
     without_transfers,
 )
 from odyssey_megatron.policy.pipelines import ALIKE, WORTH
+from odyssey_megatron.policy.preparing import prepare
 from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.proposal import Proposal
 from odyssey_megatron.policy.rerouting import heirs
@@ -220,22 +221,6 @@ def _assembled(
     return assemble_eager(order, layout, costs, whose, caps=caps, speeds=speeds)
 
 
-def prepare(job: JobSpec, state: ClusterState, profile: Profile) -> None:
-    """Works out what the next decision will look up, so that a recovery does not wait for it.
-
-    Optional; worth calling after each change of the profile or of the membership, off the critical path.
-    """
-    warm_up()
-    costs = profile.costs
-    search = search_for(costs, costs.memory_bytes, job.optimizer_copies, revisits=job.revisits)
-    alive = len(state.alive)
-    node = max(Counter(worker.node for worker in state.workers if worker.alive).values(), default=1)
-    for workers in {alive - 1, alive - 2, alive - node}:  # one is lost, or two, or a node
-        for found in search.partitions(workers, job.num_microbatches)[:1] if workers > 0 else ():
-            for order in search.solved(found, workers, job.num_microbatches):
-                lowered(order, costs)
-
-
 def decide(
     *,
     job: JobSpec,
@@ -289,14 +274,24 @@ def at_once(direct: Decision) -> Options:
     return replace(direct.options, found=tuple(found), impossible=())
 
 
-def decide_at_once(direct: Decision, proposed: Options, config: OdysseyConfig) -> Decision:
-    """The best of ``proposed``, which is :func:`at_once`. Raises PlanInfeasible if there is none."""
-    return _decided(direct.case, proposed, config, direct.policy)
+def decide_at_once(
+    direct: Decision, proposed: Options, config: OdysseyConfig, longest_s: float = math.inf
+) -> Decision:
+    """The best of ``proposed``, which is :func:`at_once`, if its step is no longer than ``longest_s``.
+
+    Raises:
+        PlanInfeasible: there is none.
+    """
+    # Where some are safer than others, or one was asked for, the best need not be the fastest.
+    alike = config.policy == "auto" and len({one.fatal_share for one in proposed.found}) == 1
+    return _decided(direct.case, proposed, config, direct.policy, longest_s if alike else math.inf)
 
 
-def _decided(case: Case, proposed: Options, config: OdysseyConfig, kept_policy: str) -> Decision:
+def _decided(
+    case: Case, proposed: Options, config: OdysseyConfig, kept_policy: str, longest_s: float = math.inf
+) -> Decision:
     job, profile = case.job, case.profile
-    best, rows = _search(case, proposed.found, config.policy)
+    best, rows = _search(case, proposed.found, config.policy, longest_s)
     rows += [_unscored(name, None, reason) for name, reason in proposed.impossible]
     if best is None:
         raise _no_plan(case, rows)
@@ -336,7 +331,9 @@ def _check_holders(case: Case) -> None:
         raise LayersLost(lost.layers, named, num_layers=lost.num_layers, copies=lost.copies) from None
 
 
-def _search(case: Case, found: Sequence[Option], policy: str) -> tuple[_Candidate | None, list[CandidateRow]]:
+def _search(
+    case: Case, found: Sequence[Option], policy: str, longest_s: float
+) -> tuple[_Candidate | None, list[CandidateRow]]:
     """Branch and bound: options in order of the best score they could have, until nobody can win any more.
 
     What comes first is laid out, if it is not yet, and takes the place in the order that its own bound gives it; only
@@ -379,7 +376,7 @@ def _search(case: Case, found: Sequence[Option], policy: str) -> tuple[_Candidat
         try:
             if isinstance(option.found, LaidOut):
                 shapes[option.policy.name] += 1
-                worked.append(_work_out(case, option, option.found, best))
+                worked.append(_work_out(case, option, option.found, best, longest_s))
                 settled |= wanted(option)
             else:
                 made = Proposal(layout=option.found.make(), note=option.note)
@@ -423,13 +420,16 @@ def _left_over(
     return rows
 
 
-def _work_out(case: Case, option: Option, found: LaidOut, best: float) -> _Candidate:
-    """Raises PlanInfeasible as soon as it shows that ``option`` cannot have more than the score ``best``."""
+def _work_out(case: Case, option: Option, found: LaidOut, best: float, longest_s: float) -> _Candidate:
+    """Raises PlanInfeasible as soon as it shows that ``option`` cannot have more than the score ``best``, or that its
+    step is longer than ``longest_s``.
+    """
     costs, layout = case.profile.costs, found.layout
     before_s = None
     if best > -math.inf:
-        longest_s = option.longest_step_s(case, best) * SLACK
-        before_s = computed_before_s(layout, costs, longest_s)
+        longest_s = min(longest_s, option.longest_step_s(case, best))
+    if longest_s < math.inf:
+        before_s = computed_before_s(layout, costs, longest_s * SLACK)
     order = order_routes(
         layout,
         costs,

@@ -22,9 +22,10 @@ from odyssey_megatron.metrics.outlet import Outlet
 from odyssey_megatron.plan.generation import CandidateRow
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.policy import redundancy
-from odyssey_megatron.policy.decide import decide, initial_plan, prepare, scheduled
+from odyssey_megatron.policy.decide import decide, initial_plan, scheduled
 from odyssey_megatron.policy.history import History
 from odyssey_megatron.policy.measured import Measured, alike, with_measured
+from odyssey_megatron.policy.preparing import prepare
 from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.redundancy import Standing
 from odyssey_megatron.policy.score import mean_time_between_failures_s, restart_cost_s

@@ -8,6 +8,7 @@ groups is then exposed, not the bytes.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from odyssey_megatron.cluster.state import ClusterState
@@ -19,6 +20,9 @@ from odyssey_megatron.plan.redundancy import filling
 from odyssey_megatron.plan.transfer import plan_transfers, transfer_s
 from odyssey_megatron.policy.decide import Decision, at_once, decide_at_once, scheduled
 from odyssey_megatron.policy.profile import Profile
+
+_HALVINGS = 12
+"""To a thousandth and less of what is looked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,12 +73,18 @@ def two_speed(direct: Decision, config: OdysseyConfig) -> TwoSpeed | None:
     direct_tokens = tokens(then_s, direct.best.transition_s, horizon)
     proposed = at_once(direct)
     least_s = min((one.least_step_s for one in proposed.found), default=math.inf)
-    # Then slower steps, and more of them, only cost: no order of what is proposed comes to more tokens than this.
-    only_costs = least_s * math.exp(-profile.group_build_s / mean) >= then_s
-    if only_costs and in_turn(least_s, profile.group_build_s + max(hidden_s, least_s)) <= direct_tokens:
-        return None
+
+    def wins(first_s: float) -> bool:
+        """Whether so long a step may: it takes at least one, and as many as hide what moves."""
+        return in_turn(first_s, profile.group_build_s + max(hidden_s, first_s)) > direct_tokens
+
+    longest_s = math.inf
+    if least_s * math.exp(-profile.group_build_s / mean) >= then_s:  # then slower steps only cost
+        if not wins(least_s):
+            return None
+        longest_s = _last(wins, least_s)
     try:
-        first = decide_at_once(direct, proposed, config)
+        first = decide_at_once(direct, proposed, config, longest_s)
     except PlanInfeasible:
         return None
     steps = max(1, math.ceil(hidden_s / first.best.step_s))
@@ -85,6 +95,17 @@ def two_speed(direct: Decision, config: OdysseyConfig) -> TwoSpeed | None:
         tokens=in_turn(first.best.step_s, profile.group_build_s + steps * first.best.step_s),
         direct_tokens=direct_tokens,
     )
+
+
+def _last(holds: Callable[[float], bool], low: float) -> float:
+    """About up to where ``holds``, which does at ``low`` and from somewhere on does not; rather more."""
+    high = 2 * low
+    while holds(high) and high < math.inf:
+        low, high = high, 2 * high
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return high
 
 
 def rows(both: TwoSpeed, direct: tuple[CandidateRow, ...]) -> tuple[CandidateRow, ...]:

@@ -33,7 +33,8 @@ def turns(last: int, legs: int) -> tuple[int, ...]:
     return tuple(way[depth] for depth in range(longest) for way in ways if depth < len(way))
 
 
-def visits(ends: Sequence[int], legs: int) -> tuple[Visit, ...]:
+@lru_cache(maxsize=64)
+def visits(ends: tuple[int, ...], legs: int) -> tuple[Visit, ...]:
     """The route through a pipeline whose workers' parts of :func:`turns` end at ``ends``."""
     place_of = [0] * ends[-1]
     order = turns(ends[-1], legs)
@@ -48,13 +49,13 @@ def visits(ends: Sequence[int], legs: int) -> tuple[Visit, ...]:
     return tuple(found)
 
 
-def route(workers: Sequence[int], ends: Sequence[int], legs: int, microbatches: tuple[int, ...]) -> Route:
+def route(workers: Sequence[int], ends: tuple[int, ...], legs: int, microbatches: tuple[int, ...]) -> Route:
     """The same over ``workers``."""
     hops = (Hop(worker=workers[place], first=a, last=b) for place, a, b in visits(ends, legs))
     return Route(microbatches=microbatches, hops=tuple(hops))
 
 
-def spans(ends: Sequence[int], legs: int) -> list[list[tuple[int, int]]]:
+def spans(ends: tuple[int, ...], legs: int) -> list[list[tuple[int, int]]]:
     """Of each worker of a pipeline the layers of its visits."""
     found: list[list[tuple[int, int]]] = [[] for _ in ends]
     for place, a, b in visits(ends, legs):

@@ -35,16 +35,13 @@ def around_slow(case: Case, note: str) -> Iterable[Proposal]:
 
 def _takes_over(previous: Layout, layout: Layout) -> bool:
     """Whether a worker computes layers of ``layout`` that it only held before: a shadow's."""
-
-    def computed(one: Layout) -> set[tuple[int, int]]:
-        return {
-            (hop.worker, layer)
-            for route in one.routes
-            for hop in route.hops
-            for layer in range(hop.first, hop.last)
-        }
-
-    return not computed(layout) <= computed(previous)
+    visits, before = ({hop for route in one.routes for hop in route.hops} for one in (layout, previous))
+    new = visits - before  # few, where of many workers some are lost
+    workers = {hop.worker for hop in new}
+    had = {
+        (hop.worker, layer) for hop in before if hop.worker in workers for layer in range(hop.first, hop.last)
+    }
+    return any((hop.worker, layer) not in had for hop in new for layer in range(hop.first, hop.last))
 
 
 POLICY = Reroute()
