@@ -10,6 +10,8 @@ the mean step from commit to commit beside the other's; ``modelled`` the same by
 
 ``room``: 64 holders of a whole model, 400 MB of gradients, four microbatches of 1.1 s, links of 5 GB/s: the ratios are
 those of 0.22 s and 25 GB/s, five times as slow, so that 64 processes that share two cores are not late.
+``slices``: the same with optimizer state cut over the 64, and 200 MB of new weights that are gathered beside the next
+step's first forwards.
 ``tight``: four stages of 16 replicas, 1F1B's memory, 0.8 GB of gradients a worker: the weight gradients of one
 microbatch are too short to hide sums beside, so that on the first stage the last input gradient is needed, too.
 
@@ -54,6 +56,9 @@ class Setting:
     """Of one layer: forward, input gradient and weight gradient, each."""
     gradient_bytes: int
     """Of a worker."""
+    weight_bytes: int = 0
+    copies: int = 0
+    """Of each slice of optimizer state: sums go to those who keep it, and new weights to all others."""
     bytes_per_s: float
     most: float
     """The bar."""
@@ -63,16 +68,23 @@ SETTINGS = {
     "room": Setting(
         stages=1, layers=12, microbatches=4, layer_s=0.0306, gradient_bytes=400 * 10**6, bytes_per_s=5e9, most=1.02
     ),
+    "slices": Setting(
+        stages=1, layers=12, microbatches=4, layer_s=0.0306, gradient_bytes=400 * 10**6, weight_bytes=200 * 10**6,
+        copies=2, bytes_per_s=5e9, most=1.02,
+    ),
     "tight": Setting(
         stages=4, layers=48, microbatches=8, layer_s=0.0125, gradient_bytes=800 * 10**6, bytes_per_s=5e9, most=1.03
     ),
 }  # fmt: skip
 
 
-def emulation_of(one: Setting, gradient_bytes: int, steps: int) -> Emulation:
+def emulation_of(one: Setting, steps: int, *, sent: bool) -> Emulation:
+    """``sent``: with gradients, and weights, that take time on their way."""
+    layers = one.layers // one.stages
     middle = LayerCost(
         forward_s=one.layer_s, input_grad_s=one.layer_s, weight_grad_s=one.layer_s, activation_bytes=34,
-        weight_bytes=1, gradient_bytes=gradient_bytes * one.stages // one.layers, optimizer_bytes=2, state_bytes=2,
+        weight_bytes=one.weight_bytes * sent // layers, gradient_bytes=one.gradient_bytes * sent // layers,
+        optimizer_bytes=2, state_bytes=2,
     )  # fmt: skip
     end = LayerCost(
         forward_s=0.0, input_grad_s=0.0, weight_grad_s=0.0, activation_bytes=34,
@@ -87,7 +99,7 @@ def emulation_of(one: Setting, gradient_bytes: int, steps: int) -> Emulation:
     total = WORKERS // one.stages * one.microbatches
     job = JobSpec(
         num_layers=len(costs.layers), pipeline_model_parallel_size=one.stages, tensor_model_parallel_size=1,
-        num_microbatches=total, tokens_per_step=total, train_steps=steps,
+        num_microbatches=total, tokens_per_step=total, train_steps=steps, optimizer_copies=one.copies,
     )  # fmt: skip
     return Emulation(job=job, profile=Profile(costs=costs), seamless=True)
 
@@ -126,7 +138,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as name:
             for setting in options.setting or SETTINGS:
                 one = SETTINGS[setting]
-                jobs = [emulation_of(one, size, options.steps) for size in (one.gradient_bytes, 0)]
+                jobs = [emulation_of(one, options.steps, sent=sent) for sent in (True, False)]
                 (sums_s, sums_modelled_s), (none_s, none_modelled_s) = (
                     measured(server, Path(name, f"{setting}{at}"), job) for at, job in enumerate(jobs)
                 )

@@ -39,9 +39,11 @@ from odyssey_megatron.execute.rank import RankRuntime
 from odyssey_megatron.launch.environment import journal_of
 from odyssey_megatron.launch.inject import Injector
 from odyssey_megatron.launch.member import Member
+from odyssey_megatron.plan.gathers import gather_order, gather_s
 from odyssey_megatron.plan.layout import Layout
+from odyssey_megatron.plan.reductions import buckets
 from odyssey_megatron.plan.simulate import reduce_s
-from odyssey_megatron.plan.slices import Span
+from odyssey_megatron.plan.slices import EVERYTHING, Span, firsts
 from odyssey_megatron.policy.measured import LinkTimes
 from odyssey_megatron.rebuild.groups import build_groups, init_default_group
 from tests.execute.emulation import Emulation, Truth, load_emulation, load_truth
@@ -67,6 +69,7 @@ class Accelerator(CellOfOne):
         self._speed = dict(emulation.speeds).get(rank, 1.0)
         self._rank, self._world_size, self._seamless = rank, world_size, emulation.seamless
         self._fused, self._megatron_start = False, emulation.megatron_start
+        self._copies = 0
         self._workers: dict[tuple[int, int], int] = {}
         self._mine: tuple[int, ...] = ()
         self._done_s, self._fresh = 0.0, True
@@ -76,6 +79,13 @@ class Accelerator(CellOfOne):
         self._sums: dict[tuple[int, int], torch.Tensor] = {}
         """By the layers that are summed, in their order."""
         self._layer_bytes = emulation.layer_bytes
+        self._stepped: dict[int, dict[Span, torch.Tensor]] = {}
+        """Of layers whose state is cut, for each slice when its first owner had stepped it: its weights."""
+        self._own_slices: list[torch.Tensor] = []
+        self._buckets: dict[tuple[int, int], int] = {}
+        """What is summed at once, and gathered, in the order in which it is gathered, and how many hold it."""
+        self._arrives_s: dict[tuple[int, int], float] = {}
+        """When the weights of each are here, as far as that is known."""
 
     # -- time -------------------------------------------------------------------------------------------------------
 
@@ -85,13 +95,18 @@ class Accelerator(CellOfOne):
         self._late_s = max(self._late_s, time.monotonic() - done_s)
 
     def _compute(
-        self, kinds: tuple[str, ...], first: int, last: int, message: torch.Tensor | None
+        self,
+        kinds: tuple[str, ...],
+        first: int,
+        last: int,
+        message: torch.Tensor | None,
+        weights_s: float = 0.0,
     ) -> torch.Tensor:
         seconds = sum(getattr(layer, kind) for layer in self._times.layers[first:last] for kind in kinds)
         seconds *= self._more_or_less() / self._speed
         ready_s = 0.0 if message is None else float(message[0]) + self.message_s()
         self.busy_s += seconds
-        self._until(max(self._done_s, ready_s) + seconds)
+        self._until(max(self._done_s, ready_s, weights_s) + seconds)
         return torch.tensor([self._done_s], dtype=torch.float64)
 
     def _more_or_less(self) -> float:
@@ -106,7 +121,7 @@ class Accelerator(CellOfOne):
     def _reduce_s(self, first: int, last: int) -> float:
         holders = next(count for (a, b), count in self._workers.items() if a <= first and last <= b)
         if self._truth is None:
-            return reduce_s(self._costs, first, last, holders)
+            return reduce_s(self._costs, first, last, holders, self._copies)
         num_bytes = sum(layer.gradient_bytes for layer in self._costs.layers[first:last])
         return self._truth.reduced_s(num_bytes, holders) * self._more_or_less()
 
@@ -137,7 +152,27 @@ class Accelerator(CellOfOne):
         if last == len(self._costs.layers) and not ahead:
             self._heads.append(microbatch)
         # What is run ahead has its input from this worker itself, which is through with it.
-        return self._compute(("forward_s",), first, last, None if ahead else activation)
+        message = None if ahead else activation
+        if needs is None:
+            return self._compute(("forward_s",), first, last, message)
+        for layer in range(first, last):
+            needs(layer)
+            came_with = message if layer == first else None
+            done = self._compute(("forward_s",), layer, layer + 1, came_with, self._weights_s(layer))
+        return done
+
+    def _weights_s(self, layer: int) -> float:
+        """When those of ``layer`` are here: gathers run one after the other, each from when all have stepped."""
+        free_s = 0.0
+        for (first, last), holders in self._buckets.items():
+            if (first, last) not in self._arrives_s:
+                stepped = [one for at in range(first, last) for one in self._stepped[at].values()]
+                start_s = max(free_s, *(float(one) for one in stepped))
+                self._arrives_s[first, last] = start_s + gather_s(self._times, first, last, holders)
+            free_s = self._arrives_s[first, last]
+            if first <= layer < last:
+                return free_s
+        return 0.0
 
     def adopt(self, visits: Collection[tuple[int, int, int]]) -> None:
         self._heads += [microbatch for microbatch, _, last in visits if last == len(self._costs.layers)]
@@ -197,6 +232,9 @@ class Accelerator(CellOfOne):
     def apply(self, totals: torch.Tensor, checkpoint: Any) -> Outcome:
         done_s, late_s = (float(part.max()) for part in totals.split(self._world_size))
         self._until(done_s + self._times.optimizer_s)
+        self._arrives_s.clear()
+        for one in self._own_slices:
+            one.fill_(self._done_s)
         checkpoint()
         self.held = {layer: self.held[layer] for layer in self._mine}
         for updates, _ in self.held.values():
@@ -223,7 +261,10 @@ class Accelerator(CellOfOne):
         return sum(tensor.nbytes for tensor in self.held[layer])
 
     def weights_of(self, layer: int, part: int, spans: Sequence[Span]) -> dict[str, torch.Tensor]:
-        return {str(layer): self.held[layer][0]}
+        if not self._stepped:
+            return {str(layer): self.held[layer][0]}
+        found = self._stepped[layer]
+        return {f"{layer} {span}": found[span] for span in (found if EVERYTHING in spans else spans)}
 
     def tensors_to_send(self, layer: int, part: int, span: Span) -> dict[str, torch.Tensor]:
         return by_number(self.held[layer])
@@ -244,6 +285,22 @@ class Accelerator(CellOfOne):
         self._incoming.clear()
         self._workers = {(block.first, block.last): len(block.holders) for block in layout.blocks()}
         self._mine = layout.held_by(worker)
+        self._copies, states = layout.copies, layout.states
+        cut = {layer: states[layer] for layer in self._mine if layout.keepers and len(states[layer]) > 1}
+        self._stepped = {
+            layer: {one.span: torch.zeros(1, dtype=torch.float64) for one in found}
+            for layer, found in cut.items()
+        }
+        self._own_slices = [
+            self._stepped[layer][span]
+            for layer, found in cut.items()
+            for span in firsts(found).get(worker, ())
+        ]
+        own = [one for one in buckets(layout, self._costs) if worker in one.holders and one.first in cut]
+        self._buckets = {
+            (one.first, one.last): len(one.holders) for one in gather_order(own, layout.num_layers)
+        }
+        self._arrives_s.clear()
         self._done_s, self._fresh = time.monotonic(), True  # an interrupted step goes on from here
         # Only the first plan is Megatron's: recoveries are the planner's own.
         self._fused, self._megatron_start = self._megatron_start, False

@@ -135,3 +135,30 @@ def test_megatrons_schedule_takes_what_the_formula_says():
     plan = initial_plan(replace(JOB, pipeline_model_parallel_size=4), initial_state(nodes=(0,) * 4), profile)
     assert one_f_one_b(plan, profile.costs).step_s == pytest.approx((8 + 4 - 1) * 3)
     assert "B0[" in one_f_one_b(plan, profile.costs).schedule_text
+
+
+def test_weights_come_beside_the_next_forwards_as_simulated(emulating, tmp_path):
+    """Of three holders two keep each slice; what the first forward waits for lengthens each step."""
+    from odyssey_megatron.codec import from_jsonable
+    from odyssey_megatron.plan.gathers import weights_late_s
+    from odyssey_megatron.plan.reductions import buckets
+    from tests.execute.emulation import Emulation
+
+    run_dir = tmp_path / "run"
+    sizes = {"weight_bytes": 9_000_000, "gradient_bytes": 3_000_000}
+    costs = replace(COSTS, layers=tuple(replace(one, **sizes) for one in COSTS.layers), bucket_bytes=0)
+    job = replace(JOB, pipeline_model_parallel_size=1, optimizer_copies=2, train_steps=4)
+    Emulation(job=job, profile=Profile(costs=costs), seamless=True).save(run_dir)
+    ran = emulating.run(
+        ["--nproc-per-node", 3, CHECKOUT / "tests/execute/emulated.py", "--odyssey-device", "cpu",
+         "--odyssey-run-dir", run_dir],
+        log=tmp_path / "log",
+    )  # fmt: skip
+    assert ran.wait(60) == 0, ran.log()
+    (decision,) = events(run_dir, "decision")
+    layout = from_jsonable(Layout, decision["layout"])
+    late_s = weights_late_s(layout, buckets(layout, costs), costs)
+    assert late_s > 0.008, "six and a half milliseconds a layer, and the first takes one"
+    expected_s = simulate(schedule_from_text(decision["schedule"]), layout, costs, {}).step_s
+    modelled_s = [step.losses["modelled_s"] for step in read_run(run_dir).steps[1:]]
+    assert modelled_s == pytest.approx([expected_s] * 3, rel=1e-6)
