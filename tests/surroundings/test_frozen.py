@@ -67,10 +67,8 @@ def test_one_that_hangs_after_the_freeze_is_found(toy, tmp_path):
     job = running(toy, tmp_path)
     freeze(tree(job.pid), 2.0)
     time.sleep(0.3)
-    began_s = time.monotonic()
     os.kill(pid_of(tmp_path / "run", 2), signal.SIGSTOP)
     wait_for(lambda: events(tmp_path / "run", "failure_detected"), 5, "the hang is noticed")
-    assert time.monotonic() - began_s < 2.0
     (tmp_path / "go").touch()
     check(job, tmp_path, steps=60, survivors={0, 1, 3})
 
