@@ -106,7 +106,19 @@ class Moving:
 
 
 ROOM_BYTES = 2**29
-"""Of weights on their way. Those for which there is no room wait until the oldest are where they belong."""
+"""For weights on their way, at least. Those for which there is no room wait until the oldest are where they belong."""
+
+
+def _room_bytes(device: torch.device) -> int:
+    """As much as steps have needed besides what is here between them: activations, of which a step begins without any.
+
+    The allocator of the device knows it, and nobody waits for the device. What others have is no matter: who has no
+    room waits for weights alone.
+    """
+    if device.type != "cuda":
+        return ROOM_BYTES
+    used = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+    return max(ROOM_BYTES, used)
 
 
 class Spreading:
@@ -184,18 +196,19 @@ class Spreading:
 
     def begin(self) -> None:
         """Sends what this rank has stepped. It must not change, and others' is not here, before :meth:`arrive`."""
-        room = ROOM_BYTES
+        room: int | None = None
         for message in self._messages:
             every = self._weights(message)
             sizes = [sum(one.nbytes for _, own in each for one in own.values()) for each in every]
             pieces = message.group.size() // len(every)  # from as many ranks of a cell, which have the same
             if not (length := -(-max(sizes) // pieces)):
                 continue
+            some = next(one for each in every for _, own in each for one in own.values())
+            room = _room_bytes(some.device) if room is None else room
             room -= len(every) * length * pieces
             while self._under_way and room < 0:
                 room += self._end(self._under_way.popleft())
             index, piece = divmod(message.group.rank(), pieces)
-            some = next(one for each in every for _, own in each for one in own.values())
             gathered = some.new_empty((len(every), length * pieces), dtype=torch.uint8)
             mine = torch.zeros_like(gathered[index])
             if sizes[index]:
