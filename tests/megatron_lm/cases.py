@@ -15,7 +15,7 @@ SIZES: dict[str, int] = {
     "--hidden-size": 32, "--ffn-hidden-size": 64, "--seq-length": 16, "--max-position-embeddings": 16,
     "--kv-channels": 8, "--kv-lora-rank": 16, "--q-lora-rank": 16, "--qk-head-dim": 8, "--qk-pos-emb-head-dim": 4,
     "--v-head-dim": 8, "--moe-ffn-hidden-size": 32, "--moe-shared-expert-intermediate-size": 32,
-    "--train-iters": 6, "--eval-interval": 3, "--exit-interval": 6,
+    "--train-iters": 6, "--eval-interval": 3, "--exit-interval": 6, "--save-retain-interval": 6,
 }  # fmt: skip
 """What a case that has the flag gets in its place."""
 LAYERS, HEADS, MICROBATCHES = 8, 8, 16
@@ -23,6 +23,7 @@ LAYERS, HEADS, MICROBATCHES = 8, 8, 16
 ELSEWHERE = (
     "--data-path --data-cache-path --vocab-file --merge-file --tokenizer-type --tokenizer-model --vocab-size "
     "--mock-data --split --save --save-interval --load --tensorboard-dir --seed --distributed-backend "
+    "--wandb-project --wandb-exp-name --wandb-entity --wandb-save-dir "
     "--distributed-timeout-minutes --global-batch-size --micro-batch-size --pipeline-model-parallel-size "
     "--transformer-impl --bf16 --attention-dropout --hidden-dropout --no-load-optim --finetune "
     "--error-injection-rate --error-injection-type --use-checkpoint-opt_param-scheduler --override-opt_param-scheduler"

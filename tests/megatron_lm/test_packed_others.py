@@ -172,3 +172,21 @@ def test_documents_with_masks_to_the_last_digits(jobs, name, documents, more):
     run = jobs.odyssey(name, flags, inject="rank=1,step=1,at=weight_grad;rank=7,step=3,at=forward", **how)
     assert len(run.killed) == 2
     assert_same_lines(run, whole, rel=FLOAT64)
+
+
+@pytest.mark.matrix
+def test_documents_over_context_ranks_fail_in_megatron_lm(other_jobs, name):
+    """Pieces of a sample are dealt out, and pieces of its documents rotated, whose lengths have no such sum."""
+    if Source((other_jobs.checkout,)).version() < "0.19":
+        pytest.skip("this Megatron-LM does not know --dataloader-inter-document-masking")
+    data = indexed(other_jobs.folder / "documents" / "text", texts())
+    flags, how = (
+        f"--data-path {data} --dataloader-inter-document-masking {CONTEXT}",
+        {"ranks": 4, "stages": 1},
+    )
+    plain = other_jobs.plain_once(f"{name}-plain", flags, **how)
+    assert plain.exit_code != 0
+    assert "split_with_sizes expects split_sizes to sum exactly" in plain.log
+    run = other_jobs.odyssey(name, flags, **how)
+    assert run.exit_code == 2
+    assert "--dataloader-inter-document-masking with --context-parallel-size 2 does not work" in run.log

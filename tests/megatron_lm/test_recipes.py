@@ -19,17 +19,20 @@ PARALLEL = {
 """At most."""
 SAMPLES = {
     "--train-samples": 72, "--lr-warmup-samples": 12, "--lr-decay-samples": 66, "--lr-warmup-iters": 2,
-    "--lr-decay-iters": 6, "--mamba-state-dim": 8, "--mamba-head-dim": 8, "--mamba-num-groups": 2,
+    "--lr-decay-iters": 6,
 }  # fmt: skip
 """What a recipe that has the flag gets in its place."""
-OF_A_GPU = {"--profile", "--apply-layernorm-1p", "--rotary-interleaved", *NEEDS}
-"""Kernels, and a profiler, that a CPU lacks; tokenizers and services that a recipe's user has."""
-ELSEWHERE = ("--fp8", "--wandb", "--tiktoken", "--use-mcore", "--tensorboard", "--profile")
+STATES = {"--mamba-state-dim": 8, "--mamba-head-dim": 8, "--mamba-num-groups": 2}
+"""Of state spaces, whose sizes are not in the recipe."""
+OF_A_GPU = {"--apply-layernorm-1p", *NEEDS}
+"""Kernels that a CPU lacks."""
+ELSEWHERE = ("--fp8", "--tiktoken", "--use-mcore", "--profile")
+"""What begins so is left out, too: Transformer Engine, a profiler, a tokenizer's file."""
 RECIPES = {
     # script, the job's, faults
     "gpt3": ("gpt3/train_gpt3_175b_distributed.sh", "pretrain_gpt.py", "rank=6,step=2,at=backward"),
     "llama": ("llama/train_llama3_8b_h100_fp8.sh", "pretrain_gpt.py", "rank=1,step=2,at=reduce"),
-    "mixtral": ("mixtral/train_mixtral_8x7b_distributed.sh", "pretrain_gpt.py", "rank=5,step=3,at=optimizer"),
+    "mixtral": ("mixtral/train_mixtral_8x7b_distributed.sh", "pretrain_gpt.py", "rank=2,step=3,at=optimizer"),
     "mamba": ("mamba/train.sh", "pretrain_mamba.py", "rank=3,step=2,at=weight_grad"),
 }
 
@@ -53,6 +56,10 @@ def small(job):
         for flag, value in flags_of(job).items()
         if flag not in OF_A_GPU and not flag.startswith(ELSEWHERE)
     }
+    if "--spec" in flags:
+        flags |= STATES
+    if "--train-iters" in flags:  # with which Megatron-LM itself refuses it
+        flags.pop("--rampup-batch-size", None)
     if "--step-batch-size-schedule" in flags:  # of one word
         flags["--step-batch-size-schedule"] = flags["--step-batch-size-schedule"].replace(" ", ",")
     return shrunk(flags)
