@@ -14,9 +14,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from odyssey_megatron.config import config_from_argv
+from odyssey_megatron.doctor.launch_line import judged
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.metrics.journal import read_journal
 from odyssey_megatron.metrics.run import read_run, summary
+from tests import gpu_megatron_lm
+from tests.gpu_megatron_lm import BESIDE, Beside, commands
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 SCRIPT = CHECKOUT / "examples" / "llama" / "pretrain_llama.py"
@@ -116,13 +119,22 @@ class Machine:
     def left_s(self) -> float:
         return LIMIT_S - (time.monotonic() - self._began_s)
 
-    def run(self, argv: Sequence[str], log: str) -> int:
-        """The exit code; 124 where it took too long. What it says goes to a file."""
+    def run(self, argv: Sequence[str], log: str, path: str = "") -> int:
+        """The exit code; 124 where it took too long. What it says goes to a file. ``path``: where else Python finds
+        modules.
+        """
+        search = os.pathsep.join(filter(None, [path, os.environ.get("PYTHONPATH", "")]))
         limit_s = max(1.0, min(OF_ONE_S, self.left_s))
         with (self.out / log).open("w") as file:
             try:
                 return subprocess.run(
-                    argv, stdout=file, stderr=subprocess.STDOUT, timeout=limit_s, cwd=CHECKOUT, check=False
+                    argv,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    timeout=limit_s,
+                    cwd=CHECKOUT,
+                    check=False,
+                    env=os.environ | {"PYTHONPATH": search},
                 ).returncode
             except subprocess.TimeoutExpired:
                 return 124
@@ -146,6 +158,18 @@ class Machine:
             shot = self.job(case, name, case.inject)
             reference = self.job(case, f"{name}.undisturbed", "")
             self.rows.append((case.name, case.gpus, figures(shot, reference)))
+        except ConfigError as error:
+            self.wrong.append(f"{case.name}: {error}")
+
+    def measure_beside(self, case: Beside, checkout: Path) -> None:
+        """A job of Megatron-LM's, beside it without Odyssey."""
+        logs = {}
+        try:
+            for name, arguments in commands(case, checkout, self.out, dry=self.dry).items():
+                logs[name] = self.out / f"{name}.log"
+                if code := self.run([sys.executable, *arguments], f"{name}.log", str(checkout)):
+                    raise ConfigError(f"exit code {code}: {logs[name]}")
+            self.rows.append((case.name, case.gpus, gpu_megatron_lm.figures(case, logs)))
         except ConfigError as error:
             self.wrong.append(f"{case.name}: {error}")
 
@@ -207,6 +231,13 @@ def dry_run(machine: Machine) -> None:
     argv = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--collect-only", TE_TESTS]
     if machine.run(argv, "te.log"):
         machine.wrong.append(f"{TE_TESTS} cannot be collected: {machine.out / 'te.log'}")
+    for one in BESIDE:
+        machine.left_out.append(f"{one.name}: {one.gpus} GPUs")
+        verdict = judged([*gpu_megatron_lm.MODEL.split(), *one.flags.split(), "--odyssey-inject", one.inject])
+        if verdict.refused or verdict.ignored or verdict.unknown:
+            machine.wrong.append(verdict.told(one.name))
+    if path := os.environ.get("MEGATRON_LM_PATH"):
+        machine.measure_beside(BESIDE[1], Path(path))
     smallest = CASES[0]
     machine.measure(replace(smallest, steps=8, flags=f"{smallest.flags} --global-batch-size 4"))
 
@@ -220,21 +251,24 @@ def wet_run(machine: Machine) -> None:
         machine.rows.append(("Transformer Engine's layers", 1, lines[-1] if lines else "nothing said"))
         if code:
             machine.wrong.append(f"{TE_TESTS}: exit code {code}: {machine.out / 'te.log'}")
-    for case in CASES:
+    for case in (*CASES, *BESIDE):
         if case.gpus > machine.gpus:
             machine.left_out.append(
                 f"{case.name}: {case.gpus} GPUs, here {machine.gpus} ({machine.why or 'too few'})"
             )
         elif machine.left_s < 30.0:
             machine.left_out.append(f"{case.name}: no time left of {LIMIT_S:.0f} s")
-        else:
+        elif isinstance(case, Case):
             machine.measure(case)
+        elif not (path := os.environ.get("MEGATRON_LM_PATH")):
+            machine.left_out.append(f"{case.name}: MEGATRON_LM_PATH names no checkout")
+        elif case.needs_te and importlib.util.find_spec("transformer_engine") is None:
+            machine.left_out.append(f"{case.name}: no transformer_engine")
+        else:
+            machine.measure_beside(case, Path(path))
 
 
-NOT_YET = (
-    "several ranks on one GPU (a rank's groups are NCCL's, which wants a GPU each)",
-    "overhead beside plain Megatron-LM on GPUs (tests/benchmarks/overhead.py is for CPUs)",
-)
+NOT_YET = ("several ranks on one GPU (a rank's groups are NCCL's, which wants a GPU each)",)
 
 
 def main() -> int:
