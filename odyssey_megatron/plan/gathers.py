@@ -25,6 +25,17 @@ def gather_s(costs: Costs, first: int, last: int, holders: int) -> float:
     return (holders - 1) * (costs.link_latency_s + size / holders / costs.link_bytes_per_s)
 
 
+def least_late_s(costs: Costs, holders: int, copies: int) -> float:
+    """:func:`weights_late_s` at the least, whatever the layout: no forward begins before the embedding's weights, and
+    what the head shares with it, are there. ``holders``: of each layer, at the least.
+    """
+    if not 0 < copies < holders:
+        return 0.0
+    last = len(costs.layers)
+    shared_s = gather_s(costs, last, last + 1, holders) if costs.tied else 0.0
+    return shared_s + gather_s(costs, 0, 1, holders)
+
+
 def weights_late_s(layout: Layout, buckets: Iterable[Block], costs: Costs) -> float:
     """How much longer a step is for the weights that its first forwards wait for: as the latest of them is late, all of
     it is taken to be. 0.0 where each holder steps all that it holds.

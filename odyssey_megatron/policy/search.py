@@ -24,11 +24,12 @@ _LEGS = {2: " in a V", 4: " in a W"}
 """Of routes that visit workers more than once, and how they look in tables."""
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=2)
 def search_for(
     costs: Costs, budget_bytes: int | None, optimizer_copies: int = 0, *, revisits: bool = False
 ) -> Search:
-    """The search of these costs, with what it has worked out so far: the next decision reuses it.
+    """The search of these costs, with what it has worked out so far: the next decision reuses it. As in
+    :mod:`odyssey_megatron.plan.known`, that of the costs in use and that of the next ones is kept.
 
     ``revisits``: routes may visit a worker more than once.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -20,7 +21,7 @@ from odyssey_megatron.policy.stages import Stage
 
 _HEALTHY = Slow(1.0)
 
-Table = list[list[float]]
+Table = Sequence[Sequence[float]]
 """[first][last] -> seconds a microbatch that a stage with layers ``[first, last)`` can sustain; 0.0 where that is none,
 infinite if it does not fit.
 """
@@ -63,9 +64,9 @@ class Splits:
         self.ample = ample or (Splits(costs, legs=legs) if budget_bytes is not None else None)
         self._cut = cut_of(costs, legs)
         times_s = stage_times_s(costs, self._cut, budget_bytes, legs)
-        self._limits: list[float] = np.unique(times_s[(times_s > 0.0) & (times_s < inf)]).tolist()
+        self._limits = array("d", np.unique(times_s[(times_s > 0.0) & (times_s < inf)]))
         """All that a slowest stage can take, ascending."""
-        self._tables: dict[int, Table] = {-1: times_s.tolist()}
+        self._tables = {-1: _table(times_s)}
         """Sort of slow worker -> of its stages; -1: of healthy workers'."""
         self._found: dict[int, Split | None] = {}
         self._stages: dict[int, tuple[Stage, ...]] = {}
@@ -132,7 +133,7 @@ class Splits:
     def _table(self, sort: int) -> Table:
         if sort not in self._tables:
             times_s = stage_times_s(self.costs, self._cut, self.budget, self.legs, self.sorts[sort])
-            self._tables[sort] = times_s.tolist()
+            self._tables[sort] = _table(times_s)
         return self._tables[sort]
 
     def _split(self, kind: int) -> Split | None:
@@ -222,6 +223,11 @@ def _byte_seconds(costs: Costs, legs: int) -> list[float]:
         stay_s = spans.down_and_up_s(layer, last) + costs.layers[layer].weight_grad_s
         found.append(found[-1] + costs.layers[layer].activation_bytes * stay_s)
     return found
+
+
+def _table(times_s: NDArray[np.float64]) -> Table:
+    """Numbers, not objects: a search of memory that binds has a table for each number of pipelines."""
+    return [array("d", row) for row in times_s]
 
 
 def least_limit_s(limits: Sequence[float], enough: Callable[[float], bool]) -> float | None:

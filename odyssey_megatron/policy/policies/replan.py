@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.bound import cluster_bound_s
+from odyssey_megatron.plan.gathers import least_late_s
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.policy.case import Case
 from odyssey_megatron.policy.kinds import MOST_SLOW, Slow, sort_of
@@ -55,6 +56,7 @@ def _sketch(case: Case, workers: tuple[int, ...], found: Partition, slow: Mappin
     if speeds or not is_exact:
         bound_s = cluster_bound_s(case.job.num_microbatches, costs, case.alive, case.speeds)
         least_s = max(least_s, bound_s)
+    least_s += least_late_s(costs, found.number, case.job.optimizer_copies)
 
     def layout() -> Layout:
         shape = search.shape_of(found, len(workers), case.job.num_microbatches)
