@@ -29,6 +29,9 @@ def _made(original: Any, self: Any, config: Any, *args: Any, **kwargs: Any) -> N
     plain.context_parallel_size = 1
     original(self, plain, *args, **kwargs)
     self.config = config
+    if config.log_max_attention_logit:
+        self.current_max_attn_logits = None
+        self.scale_mask_softmax.register_forward_pre_hook(functools.partial(_measure, self))
     self.forward = functools.partial(_attend, self.forward, self)
 
 
@@ -66,6 +69,18 @@ def _attend(
         return original(query, key, value, attention_mask, *args, **kwargs)
     finally:
         softmax.window_size = window
+
+
+def _measure(self: Any, softmax: Any, given: Any) -> None:
+    """What Transformer Engine's attention keeps with ``--log-max-attention-logit``: the largest logit of each head."""
+    scores, hidden = given[:2]
+    if hidden is None or softmax.window_size is not None:
+        hidden = _hidden(torch.tensor([0, scores.size(3)]), softmax.window_size)
+    seen, before = (
+        scores.detach().masked_fill(hidden, -torch.inf).amax((0, 2, 3)),
+        self.current_max_attn_logits,
+    )
+    self.current_max_attn_logits = seen if before is None else torch.maximum(seen, before)
 
 
 def _ends(packed_seq_params: Any) -> torch.Tensor:

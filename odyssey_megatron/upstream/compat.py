@@ -154,14 +154,19 @@ def name_of_final_norm(decoder: Any) -> str:
 
 
 def train_step_result(
-    losses: dict[str, Any], grad_norm: float | None, num_zeros_in_grad: int | None, *, skipped: bool
+    losses: dict[str, Any],
+    grad_norm: float | None,
+    num_zeros_in_grad: int | None,
+    max_attention_logit: float,
+    *,
+    skipped: bool,
 ) -> tuple[Any, ...]:
     """What ``megatron.training.training.train_step`` returns, the same from 0.16.1 to 0.19.0: losses, skipped, should
     checkpoint, should exit, exit code, gradient norm, zeros in the gradient, largest attention logit.
     """
     # Megatron sums zeros in float32, and prints them so.
     zeros = None if num_zeros_in_grad is None else float(num_zeros_in_grad)
-    return losses, int(skipped), False, False, 0, grad_norm, zeros, 0
+    return losses, int(skipped), False, False, 0, grad_norm, zeros, max_attention_logit
 
 
 def count_all_microbatches(args: Any, replicas: int) -> None:

@@ -42,7 +42,8 @@ _WORKS = {
     "what Megatron's loop logs of its own numbers": """
     wandb_project wandb_exp_name wandb_save_dir wandb_entity one_logger_project one_logger_run_name
     one_logger_async app_tag_run_name app_tag_run_version log_interval log_params_norm
-    log_num_zeros_in_grad log_progress log_throughput timing_log_level timing_log_option tensorboard_dir
+    log_num_zeros_in_grad log_max_attention_logit log_progress log_throughput timing_log_level
+    timing_log_option tensorboard_dir
     tensorboard_log_interval tensorboard_queue_size log_timers_to_tensorboard
     log_loss_scale_to_tensorboard log_validation_ppl_to_tensorboard log_memory_to_tensorboard
     log_memory_interval log_device_memory_used log_world_size_to_tensorboard barrier_with_L1_time

@@ -199,7 +199,6 @@ _ROWS: tuple[tuple[str, str] | tuple[str, str, Callable[[Any, Any], bool]], ...]
      lambda value, args: value is False),
     ("init_model_with_meta_device", _UNTRIED),
     ("qk_clip", "It would look at one rank's layers. Leave it out."),
-    ("log_max_attention_logit", "Only Transformer Engine's attention measures it, on a GPU. Leave it out."),
     ("logits_save_dir", _LEAVE_OUT),
     ("logits_load_dir", _LEAVE_OUT),
     ("export_kd_cfg", _MODELOPT),

@@ -23,7 +23,6 @@ GIVEN = {
     "--kitchen-config-file": "--kitchen-config-file kitchen.yaml",
     "--kitchen-recipe-number": "--kitchen-recipe-number 0",
     "--qk-clip": "--qk-clip",
-    "--log-max-attention-logit": "--log-max-attention-logit",
     "--use-precision-aware-optimizer": "--use-precision-aware-optimizer",
     "--main-params-dtype": "--main-params-dtype fp16",
     "--exp-avg-dtype": "--exp-avg-dtype fp8",

@@ -228,6 +228,7 @@ class Door:
             spare_on_host=self._config.spare_on_host,
             groups_of_cell=self._groups.of_cell,
             cell=self._groups.cell,
+            world_size=self._session.world_size,
             cuts_activations=args.sequence_parallel,
         )
         optimizer = checkpoint.OptimizerView(model, self._groups.of_cell, self._saved, lambda: work.runtime)

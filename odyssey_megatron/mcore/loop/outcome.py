@@ -38,6 +38,8 @@ class StepOutcome:
     """Of packed sequences the sum of their lengths, and that of the squares; None where samples are one sequence."""
     dealt: tuple[float, float] | None = None
     """See ``Balance.seen``."""
+    max_attention_logit: float = 0.0
+    """0 unless Megatron's ``log_max_attention_logit`` asks for it."""
     aux_losses: dict[str, list[float]] = field(default_factory=dict)
     """Of a mixture of experts: name -> of each transformer layer the sum over all microbatches."""
 

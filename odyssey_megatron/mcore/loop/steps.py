@@ -106,6 +106,7 @@ class Steps:
             outcome.shown(result, self.work.model.loss_names),
             result.grad_norm,
             result.num_zeros_in_grad,
+            result.max_attention_logit,
             skipped=result.skipped,
         )
 

@@ -31,6 +31,7 @@ from odyssey_megatron.mcore.model.layers import (
     build_part,
     lend,
 )
+from odyssey_megatron.mcore.model.logits import LargestLogit
 from odyssey_megatron.mcore.model.loss_scale import LossScale
 from odyssey_megatron.mcore.model.optimizer import LearningRate
 from odyssey_megatron.mcore.model.tally import Tally
@@ -64,6 +65,7 @@ class MegatronModel(Holdings):
         spare_on_host: bool = False,
         groups_of_cell: ProcessGroupCollection | None = None,
         cell: Cell = _ALONE,
+        world_size: int = 1,
         cuts_activations: bool | None = None,
     ):
         """``groups_of_cell``: those of the ``cell`` that this rank has a place in.
@@ -98,6 +100,7 @@ class MegatronModel(Holdings):
         self._flights = Flights()
         self._step, self.balance = -1, Balance()
         self.future = FutureTokens(config)
+        self.logits = LargestLogit(config, cell.rank, world_size)
         self._tally = Tally(self.loss_names, self.future, self.routing)
         self._training = True
 
@@ -170,6 +173,7 @@ class MegatronModel(Holdings):
         self.balance.begin(step)
         self._look_ahead()  # now, since whoever computes heads waits for the first activation
         self._parts.forget()
+        self.logits.begin(self.layers)
         for block in self._blocks.values():
             block.zero_gradients()
 
@@ -338,7 +342,8 @@ class MegatronModel(Holdings):
     @property
     def _sizes_of_totals(self) -> list[int]:
         """The step's own, those of routers, and what is known of the next one."""
-        return [outcome.num_totals(self._tally.names), self.routing.num_totals, self.balance.num_totals]
+        own = [part.num_totals for part in (self.routing, self.logits, self.balance)]
+        return [outcome.num_totals(self._tally.names), *own]
 
     def take_over(self, totals: torch.Tensor, step: int, scale: torch.Tensor) -> None:
         """What all ranks have alike besides layers, of one that joins: the totals of the step before ``step``, and
@@ -375,7 +380,8 @@ class MegatronModel(Holdings):
             with_zeros=self.spec.optimizer_config.log_num_zeros_in_grad,
         )
         ahead = self.balance.local_totals(self._look_ahead(), speaks=self.cell.lane == 0)
-        return torch.cat([totals, self.routing.local_totals(), ahead.to(totals.device)])
+        logits = self.logits.local_totals(self.layers)
+        return torch.cat([totals, self.routing.local_totals(), logits, ahead.to(totals.device)])
 
     def squared_weights(self) -> torch.Tensor:
         """This rank's share of the sum of all squared parameters: of each slice the first of those that keep its
@@ -395,7 +401,7 @@ class MegatronModel(Holdings):
         Raises:
             NotFinite: the same on every rank, before any weight has changed.
         """
-        totals, routed, ahead = torch.split(totals, self._sizes_of_totals)
+        totals, routed, logits, ahead = torch.split(totals, self._sizes_of_totals)
         seen = self.balance.seen
         self.balance.take(ahead, self._step + 1)
         squared_norm, zeros, tokens, microbatches, lengths, squares, *losses = totals.tolist()
@@ -437,6 +443,7 @@ class MegatronModel(Holdings):
             num_microbatches=int(microbatches),
             sequences=(lengths, squares) if lengths else (None, None),
             aux_losses=self.routing.losses(routed),
+            max_attention_logit=self.logits.largest(logits),
             dealt=seen,
         )
 
