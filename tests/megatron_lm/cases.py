@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from odyssey_megatron.doctor.launch_line import case_flags, judged
+from tests.megatron_lm.jobs import SCRIPT
 
 SIZES: dict[str, int] = {
     "--hidden-size": 32, "--ffn-hidden-size": 64, "--seq-length": 16, "--max-position-embeddings": 16,
@@ -20,6 +21,8 @@ SIZES: dict[str, int] = {
 """What a case that has the flag gets in its place."""
 LAYERS, HEADS, MICROBATCHES = 8, 8, 16
 """At most."""
+STATES = {"--mamba-state-dim": 8, "--mamba-head-dim": 8, "--mamba-num-groups": 2}
+"""Of state spaces, which leave their sizes to Megatron-LM."""
 ELSEWHERE = (
     "--data-path --data-cache-path --vocab-file --merge-file --tokenizer-type --tokenizer-model --vocab-size "
     "--mock-data --split --save --save-interval --load --tensorboard-dir --seed --distributed-backend "
@@ -42,7 +45,8 @@ NEEDS = {"--fp8-format": "Transformer Engine", "--cross-entropy-loss-fusion": "a
 NEEDS |= dict.fromkeys(
     ("--moe-grouped-gemm", "--moe-permute-fusion", "--moe-router-fusion"), "Transformer Engine"
 )
-NEEDS |= {"--multi-latent-attention": "Transformer Engine", "--fim-data": "a tokenizer of text"}
+NEEDS |= {"--multi-latent-attention": "Transformer Engine", "--apply-layernorm-1p": "Transformer Engine"}
+NEEDS |= {"--fim-data": "a tokenizer of text"}
 NEEDS |= {"--defer-embedding-wgrad-compute": "a fused kernel"}
 NEEDS |= {"--overlap-p2p-communication-warmup-flush": "CUDA's streams"}
 """Flag -> what it needs: cases with it are counted, and not run."""
@@ -56,6 +60,7 @@ class Case:
     flags: str
     ranks: int
     stages: int
+    script: str
     needs: str = ""
     """That a CPU lacks."""
 
@@ -66,8 +71,13 @@ def shrunk(args: Mapping[str, Any]) -> tuple[str, int, int]:
     tensor *= args.get("--context-parallel-size", 1)
     small = {flag: value for flag, value in args.items() if flag not in ELSEWHERE}
     small |= {flag: min(value, small[flag]) for flag, value in SIZES.items() if flag in small}
-    if isinstance(sizes := small.get("--hierarchical-context-parallel-sizes"), str):
-        small["--hierarchical-context-parallel-sizes"] = sizes.strip("[]")
+    for flag in ("--hierarchical-context-parallel-sizes", "--spec"):
+        if isinstance(words := small.get(flag), str):
+            small[flag] = words.strip("[]")
+    if "--hybrid-override-pattern" in small:
+        small["--hybrid-override-pattern"] = small["--hybrid-override-pattern"][:LAYERS]
+    if "--spec" in small:
+        small |= STATES
     small |= {"--eval-iters": 2, "--log-interval": 1}
     if "--fp16" in small:  # a scale with which no step overflows
         small |= {"--initial-loss-scale": 1024}
@@ -76,6 +86,8 @@ def shrunk(args: Mapping[str, Any]) -> tuple[str, int, int]:
     if "--num-query-groups" in small:
         small["--num-query-groups"] = min(args["--num-query-groups"], HEADS // 2)
     replicas = 3 if stages * tensor == 1 else 2 if stages * tensor <= 4 else 1
+    if stages == 1 and (experts := args.get("--expert-model-parallel-size", 1)) > 1:
+        replicas = 2 * experts  # a second gang
     share = args["--global-batch-size"] // args["--micro-batch-size"]
     small["--global-batch-size"] = max(min(share, MICROBATCHES) // replicas, stages, 2) * replicas
     if "--rampup-batch-size" in small:
@@ -96,14 +108,15 @@ def shrunk(args: Mapping[str, Any]) -> tuple[str, int, int]:
 
 def distinct(path: Path, version: str) -> list[Case]:
     """Of the cases in ``path`` that start under ``--odyssey``, each combination of flags once."""
-    found: dict[tuple[str, int, int, str], list[str]] = defaultdict(list)
+    found: dict[tuple[str, int, int, str, str], list[str]] = defaultdict(list)
     for case in json.loads(path.read_text())["cases"]:
         verdict = judged(case_flags(case), version)
         if verdict.refused or verdict.unknown:
             continue
         needs = next((what for flag, what in NEEDS.items() if flag in case["args"]), "")
-        found[(*shrunk(case["args"]), needs)].append(case["name"])
+        script = "pretrain_mamba.py" if case["family"] == "hybrid" else SCRIPT
+        found[(*shrunk(case["args"]), script, needs)].append(case["name"])
     return [
-        Case(names=tuple(names), flags=flags, ranks=ranks, stages=stages, needs=needs)
-        for (flags, ranks, stages, needs), names in found.items()
+        Case(names=tuple(names), flags=flags, ranks=ranks, stages=stages, script=script, needs=needs)
+        for (flags, ranks, stages, script, needs), names in found.items()
     ]

@@ -38,7 +38,7 @@ def test_a_case_loses_a_rank_and_prints_what_it_would_have(jobs, name, record_pr
         pytest.skip("is of fp16")
     folder = jobs.folder / name
     flags = "--bf16" if precision == "bf16" else ""
-    how = {"ranks": found.ranks, "stages": found.stages, "model": found.flags}
+    how = {"ranks": found.ranks, "stages": found.stages, "model": found.flags, "script": found.script}
     # Megatron-LM's process that writes checkpoints asks for a GPU.
     without = "--use-persistent-ckpt-worker"
     plain = jobs.plain(f"{flags} --save {folder}-plain --save-interval 3", **how, without=without)

@@ -22,10 +22,6 @@ SAMPLES = {
     "--lr-decay-iters": 6,
 }  # fmt: skip
 """What a recipe that has the flag gets in its place."""
-STATES = {"--mamba-state-dim": 8, "--mamba-head-dim": 8, "--mamba-num-groups": 2}
-"""Of state spaces, whose sizes are not in the recipe."""
-OF_A_GPU = {"--apply-layernorm-1p", *NEEDS}
-"""Kernels that a CPU lacks."""
 ELSEWHERE = ("--fp8", "--tiktoken", "--use-mcore", "--profile")
 """What begins so is left out, too: Transformer Engine, a profiler, a tokenizer's file."""
 RECIPES = {
@@ -54,10 +50,8 @@ def small(job):
     flags = {
         flag: min(PARALLEL.get(flag, value), value) if flag in PARALLEL else SAMPLES.get(flag, value)
         for flag, value in flags_of(job).items()
-        if flag not in OF_A_GPU and not flag.startswith(ELSEWHERE)
+        if flag not in NEEDS and not flag.startswith(ELSEWHERE)
     }
-    if "--spec" in flags:
-        flags |= STATES
     if "--train-iters" in flags:  # with which Megatron-LM itself refuses it
         flags.pop("--rampup-batch-size", None)
     if "--step-batch-size-schedule" in flags:  # of one word
