@@ -85,7 +85,7 @@ def shrunk(args: Mapping[str, Any]) -> tuple[str, int, int]:
     small["--num-attention-heads"] = min(args["--num-attention-heads"], HEADS)
     if "--num-query-groups" in small:
         small["--num-query-groups"] = min(args["--num-query-groups"], HEADS // 2)
-    replicas = 3 if stages * tensor == 1 else 2 if stages * tensor <= 4 else 1
+    replicas = 3 if stages * tensor == 1 else 2 if stages * tensor <= 4 or stages == 1 else 1
     if stages == 1 and (experts := args.get("--expert-model-parallel-size", 1)) > 1:
         replicas = 2 * experts  # a second gang
     share = args["--global-batch-size"] // args["--micro-batch-size"]
