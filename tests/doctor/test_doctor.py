@@ -183,7 +183,11 @@ def test_packages(host, expected):
         ("--ckpt-format torch", []),
         ("--save here --ckpt-format torch --optimizer soap", ["--optimizer"]),
         ("--micro-batch-size 2 --eval-micro-batch-size 2", []),
-        ("--micro-batch-size 2 --eval-micro-batch-size 4", ["--eval-micro-batch-size"]),
+        ("--micro-batch-size 2 --eval-micro-batch-size 4", []),
+        (
+            "--micro-batch-size 2 --eval-micro-batch-size 4 --num-experts 4 --moe-expert-capacity-factor 1.0",
+            ["--eval-micro-batch-size"],
+        ),
     ],
 )
 def test_flags_that_a_job_would_be_refused_for(line, refused):
