@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.megatron_lm.cases import distinct
-from tests.megatron_lm.jobs import FLOAT32, assert_same_lines
+from tests.megatron_lm.jobs import FLOAT32, FLOAT64, assert_same_lines
 
 PATH = os.environ.get("MEGATRON_CASES", "")
 FOUND = {one.names[0]: one for one in distinct(Path(PATH), "0.16.1")} if PATH else {}
@@ -26,7 +26,17 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("precision", ["float32", "bf16"])
+PRECISIONS = {
+    "float32": ("", FLOAT32),
+    "bf16": ("--bf16", BFLOAT16),
+    "float64": ("--odyssey-float64 on", FLOAT64),
+}
+"""Flags; and how near losses are to plain Megatron-LM's, or, in float64, which that has not, to those of the same job
+that loses nobody.
+"""
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("case", FOUND)
 def test_a_case_loses_a_rank_and_prints_what_it_would_have(jobs, name, record_property, case, precision):
     found = FOUND[case]
@@ -34,20 +44,20 @@ def test_a_case_loses_a_rank_and_prints_what_it_would_have(jobs, name, record_pr
     if found.needs:
         pytest.skip(f"needs {found.needs}")
     is_fp16 = "--fp16" in found.flags
-    if is_fp16 and precision == "bf16":
+    if is_fp16 and precision != "float32":
         pytest.skip("is of fp16")
+    flags, rel = PRECISIONS[precision]
     folder = jobs.folder / name
-    flags = "--bf16" if precision == "bf16" else ""
     how = {"ranks": found.ranks, "stages": found.stages, "model": found.flags, "script": found.script}
-    # Megatron-LM's process that writes checkpoints asks for a GPU.
-    without = "--use-persistent-ckpt-worker"
-    plain = jobs.plain(f"{flags} --save {folder}-plain --save-interval 3", **how, without=without)
+    save, kept = f"{flags} --save-interval 3 --save {folder}", "--odyssey-redundancy state"
+    if precision == "float64":
+        whole = jobs.odyssey(f"{name}-whole", f"{save}-whole {kept}", **how)
+    else:  # Megatron-LM's process that writes checkpoints asks for a GPU
+        whole = jobs.plain(f"{save}-plain", **how, without="--use-persistent-ckpt-worker")
     # One of them, always the same; of whatever has a single holder there is a second one.
     victim = zlib.crc32(case.encode()) % found.ranks
     point = ("forward", "backward", "reduce", "optimizer")[zlib.crc32(case.encode()) // 64 % 4]
-    run = jobs.odyssey(
-        name, f"{flags} --save {folder}-saved --save-interval 3 --odyssey-redundancy state", **how,
-        inject=f"rank={victim},step={min(2, len(plain.iterations) - 1)},at={point}",
-    )  # fmt: skip
-    assert_same_lines(run, plain, rel=BFLOAT16 if flags or is_fp16 else FLOAT32)
+    inject = f"rank={victim},step={min(2, len(whole.iterations) - 1)},at={point}"
+    run = jobs.odyssey(name, f"{save}-saved {kept}", **how, inject=inject)
+    assert_same_lines(run, whole, rel=BFLOAT16 if is_fp16 else rel)
     assert victim in run.killed
