@@ -67,18 +67,25 @@ def test_one_pipeline_goes_on_in_mid_step(server, tmp_path, messages, victim):
     [(4, 0, "backward,microbatch=2"), (4, 3, "backward,microbatch=4"), (2, 1, "backward")],
 )
 def test_what_has_been_run_ahead_is_not_done_again(server, tmp_path, stages, victim, at):
-    """One pipeline with shadows, and two whose first stages run ahead for each other."""
-    job = server.run(
-        ["--nproc-per-node", 4, CHECKOUT / "tests/execute/stack.py", "--stages", stages,
-         "--out", tmp_path / "weights", "--odyssey-device", "cpu", "--odyssey-run-dir", tmp_path / "run",
-         "--odyssey-policy", "reroute", "--odyssey-redundancy", "compute",
-         "--odyssey-inject", f"rank={victim},step=2,at={at}"],
-        log=tmp_path / "log",
-    )  # fmt: skip
-    assert job.wait(60) == 0, job.log()
-    (recovery,) = check(tmp_path).recoveries
-    assert recovery.outcome == "resume"
-    assert recovery.eager_forwards > 0
+    """One pipeline with shadows, and two whose first stages run ahead for each other. How far the others have come when
+    the victim dies is theirs: on a busy machine one may have run nothing ahead yet, but not time and again.
+    """
+    for attempt in range(4):
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        job = server.run(
+            ["--nproc-per-node", 4, CHECKOUT / "tests/execute/stack.py", "--stages", stages,
+             "--out", folder / "weights", "--odyssey-device", "cpu", "--odyssey-run-dir", folder / "run",
+             "--odyssey-policy", "reroute", "--odyssey-redundancy", "compute",
+             "--odyssey-inject", f"rank={victim},step=2,at={at}"],
+            log=folder / "log",
+        )  # fmt: skip
+        assert job.wait(60) == 0, job.log()
+        (recovery,) = check(folder).recoveries
+        assert recovery.outcome == "resume"
+        if recovery.eager_forwards > 0:
+            return
+    pytest.fail("four times nothing had been run ahead")
 
 
 def test_auto_says_what_it_weighs(server, tmp_path):
