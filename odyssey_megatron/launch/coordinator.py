@@ -37,6 +37,7 @@ from odyssey_megatron.launch.offers import Offers
 from odyssey_megatron.launch.planner import Planner
 from odyssey_megatron.launch.reactions import Action, Answer, Forget, JobState, Recover, Report, stop
 from odyssey_megatron.launch.rebalancing import Rebalancing
+from odyssey_megatron.launch.replacing import Replacing
 from odyssey_megatron.launch.verdict import Verdict, after_training, before_training, by_signal
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.names import layer_names
@@ -92,7 +93,12 @@ class Coordinator:
         self._job = JobState(cluster=initial_state(nodes=of_rank, started_s=time.monotonic()), nodes=of_rank)
         self._leases = Leases(control, sorted(set(of_rank) - {0}), config.node_lease_s)
         self._learning = Learning(planner, control, self._world_size)
-        self._offers = Offers(planner, Rebalancing(planner, journal, say, acts=config.rebalance == "auto"))
+        acts = config.rebalance == "auto"
+        self._offers = Offers(
+            planner,
+            Rebalancing(planner, journal, say, acts=acts),
+            Replacing(planner, journal, say, acts=acts, restarts=config.respawn > 0),
+        )
         self._unheard: list[Event] = []
 
     def run(self) -> Verdict | None:

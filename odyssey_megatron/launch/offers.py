@@ -12,6 +12,7 @@ from odyssey_megatron.errors import OdysseyError
 from odyssey_megatron.launch.planner import Planner
 from odyssey_megatron.launch.reactions import JobState
 from odyssey_megatron.launch.rebalancing import Rebalancing
+from odyssey_megatron.launch.replacing import Replacing
 from odyssey_megatron.plan.generation import CandidateRow
 from odyssey_megatron.plan.plan import Plan
 
@@ -28,14 +29,14 @@ class Proposal:
     why: str
     rows: tuple[CandidateRow, ...] = ()
     leaving: frozenset[int] = frozenset()
-    """Workers that are to leave, and to come back as whole cells."""
+    """Workers that are to leave, and to come back: as whole cells, or as fresh processes."""
 
 
 class Offers:
     """Knows where a job is to go, and the next plan on the way there."""
 
-    def __init__(self, planner: Planner, rebalancing: Rebalancing):
-        self._planner, self._rebalancing = planner, rebalancing
+    def __init__(self, planner: Planner, rebalancing: Rebalancing, replacing: Replacing):
+        self._planner, self._rebalancing, self._replacing = planner, rebalancing, replacing
         self._target: Callable[[], Plan] | None = None
         self._why = _MOVED
 
@@ -68,8 +69,13 @@ class Offers:
             target, rows = decided.plan, decided.rows
             self.aim(decided.target if leaving else lambda: target)
         elif better is not None:
-            target, rows, why = better.decided.plan, better.decided.rows, better.why
+            target, why = better.decided.plan, better.why
+            rows = (*better.decided.rows, *self._replacing.row(cluster, live, now_s))
             self.aim(lambda: target, why)
+        elif (found := self._replacing.look(cluster, live, now_s)) is not None:
+            self.aim(None)
+            leaves = frozenset([found.worker])
+            return job, Proposal(plan=found.plan, why=found.why, rows=found.rows, leaving=leaves)
         elif self._target is None or (target := self._target()).layout == live.layout:
             self._target = None
             return job, None

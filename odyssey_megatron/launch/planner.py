@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from odyssey_megatron.cluster.job import JobSpec
@@ -10,6 +10,7 @@ from odyssey_megatron.cluster.state import ClusterState
 from odyssey_megatron.diagnosis.verdicts import Diagnosis
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.policy.planner import Decided, Rebalanced
+from odyssey_megatron.policy.replacing import WithoutThem
 
 
 class Planner(Protocol):
@@ -64,6 +65,18 @@ class Planner(Protocol):
     def step_s(self, state: ClusterState, plan: Plan) -> float:
         """What a step of ``plan`` takes, simulated, with the speeds and links that ``state`` has. Raises
         PlanInfeasible.
+        """
+        ...
+
+    def slowed_s(self, state: ClusterState, live: Plan) -> tuple[float, float]:
+        """The step of ``live``, as above, and as it would be if nobody were slow."""
+        ...
+
+    def without_slow(
+        self, state: ClusterState, live: Plan, workers: Collection[int], now_s: float
+    ) -> WithoutThem:
+        """What the job does while slow ``workers`` are replaced, and what that costs. Raises LayersLost, or
+        PlanInfeasible, also where the next loss could end the job meanwhile.
         """
         ...
 

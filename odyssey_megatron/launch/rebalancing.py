@@ -79,7 +79,9 @@ class Rebalancing:
         changed = changes(state, self._confirmed(diagnosis))
         changed, seen = self._without_doubted(changed, diagnosis, state, live)
         state = with_speeds(state, changed)
-        self._known = {worker.worker: worker.speed for worker in state.workers if worker.speed < 1.0}
+        self._known = {one.worker: one.speed for one in state.workers if one.alive and one.speed < 1.0}
+        gone = {one.worker for one in state.workers if not one.alive}
+        self._began_s = {one: since_s for one, since_s in self._began_s.items() if one not in gone}
         why += [self._note(worker, speed, diagnosis, seen, state, now_s) for worker, speed in changed.items()]
         of_links = self._look_at_links(diagnosis, state, live, now_s)
         self._note_sums(diagnosis.sums, state)

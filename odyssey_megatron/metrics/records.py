@@ -52,6 +52,7 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "cell_shrinks": ("ranks", "whole"),
     "offer_failed": ("why",),
     "slowness": ("kind", "slow_ranks", "speed", "why"),
+    "replaced": ("slow_ranks", "cost_s"),
     "measured": ("factors", "costs"),
     "asked": ("signal", "how"),
     "job_finished": ("verdict", "exit_code"),
@@ -108,8 +109,9 @@ its share the route would have cost that is dearest in the ``natural`` order of 
 their sequences, and as ``dealt``. ``trace``: [[text, start_s, end_s], ...] on the monotonic
 clock. ``dead`` is a list of ranks everywhere. ``left_out`` (of a rank that stays): rank ``target`` leaves, since its
 numbers are wrong. ``slowness``: what makes steps longer, or does no more: ``slow_ranks`` of a slow worker, whose
-``speed`` is 1 if it is healthy. ``measured``, now and then: ``factors`` are [worker, so many times what its work
-takes elsewhere], ``costs`` [first layer, behind the last one, kind of work, seconds on a healthy worker].
+``speed`` is 1 if it is healthy. ``replaced``: slow ranks have left for fresh processes to take their place; ``cost_s``
+of training is what their slowness had cost. ``measured``, now and then: ``factors`` are [worker, so many times what its
+work takes elsewhere], ``costs`` [first layer, behind the last one, kind of work, seconds on a healthy worker].
 ``cell_size``: ranks of a whole worker; ``shapes``: [worker, places that each of its ranks fills] of smaller ones.
 ``cell_shrinks``: what is left of a cell of ``whole`` ranks joins as ``ranks``. ``slowed``: the compute of this rank
 takes ``slow`` times its time from here on, as was asked for; ``link_slowed``: messages from it to rank ``receiver`` do.
@@ -180,6 +182,7 @@ class Line(_Line, total=False):
     microbatch: _Id
     kind: str
     slow_ranks: tuple[_Id, ...]
+    cost_s: _Seconds
     speed: _Seconds
     slow: Annotated[float, Between(1, 1e6)]
     receiver: _Id

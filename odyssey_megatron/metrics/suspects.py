@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from odyssey_megatron.metrics.records import LINK_KINDS, SLOW_LINK, SLOW_SUMS
@@ -25,55 +25,74 @@ class Suspect:
     evidence: tuple[str, ...]
 
 
+class _Evidence:
+    """What speaks against each node."""
+
+    def __init__(self) -> None:
+        self.against: dict[str, list[str]] = {}
+        self.incidents: dict[str, int] = {}
+        self.certain: set[str] = set()
+
+    def add(self, node: str, why: str, *, incident: bool = False, certain: bool = False) -> None:
+        self.against.setdefault(node, []).append(why)
+        self.incidents[node] = self.incidents.get(node, 0) + incident
+        self.certain |= {node} if certain else set()
+
+
 def suspects(events: Sequence[JournalEvent]) -> tuple[Suspect, ...]:
     """Those to exclude first. A node is to be excluded that was lost, computed wrong numbers, has a slow rank or
-    network now, or had ranks die in two incidents.
+    network now, or had ranks die, or be so slow that they were replaced, in two incidents.
     """
-    nodes = nodes_of(events)
-    against: dict[str, list[str]] = {}
-    incidents: dict[str, int] = {}
-    certain: set[str] = set()
+    found, nodes = _Evidence(), nodes_of(events)
+    _deaths(events, nodes, found)
+    for event in _once_each(named(events, "left_out")):
+        node = event.get("host") or nodes.get(event["target"], "?")
+        why = (
+            f"rank {event['target']} had wrong numbers in {step_name(event['step'])}: {event.get('why', '')}"
+        )
+        found.add(node, why, certain=True)
+    _slowness(events, nodes, found)
+    judged = [
+        Suspect(
+            node=node,
+            is_to_exclude=node in found.certain or found.incidents[node] >= _DEATHS,
+            evidence=tuple(evidence),
+        )
+        for node, evidence in found.against.items()
+    ]
+    return tuple(sorted(judged, key=lambda one: (not one.is_to_exclude, -len(one.evidence), one.node)))
+
+
+def _deaths(events: Sequence[JournalEvent], nodes: Mapping[int, str], found: _Evidence) -> None:
     injected = {event["rank"] for event in named(events, "injected")}
     for event in named(events, "failure_detected"):
-        if event.get("cause") == "corrupt":
+        cause = event.get("cause", "")
+        if cause == "corrupt":
             continue  # ``left_out`` says so with the reason
         hit: dict[str, list[int]] = {}
         for rank in ranks_of(event["dead"]):
             hit.setdefault(nodes.get(rank, "?"), []).append(rank)
         for node, ranks in hit.items():
-            cause = event.get("cause", "")
             asked = " (injected)" if injected & set(ranks) else ""
-            incidents[node] = incidents.get(node, 0) + 1
-            certain |= {node} if cause == "node" else set()
-            against.setdefault(node, []).append(
-                f"rank(s) {', '.join(map(str, ranks))} lost in generation {event['generation']}: {cause}{asked}"
-            )
-    for event in _once_each(named(events, "left_out")):
-        node = event.get("host") or nodes.get(event["target"], "?")
-        certain.add(node)
-        against.setdefault(node, []).append(
-            f"rank {event['target']} had wrong numbers in {step_name(event['step'])}: {event.get('why', '')}"
-        )
+            lost = f"rank(s) {', '.join(map(str, ranks))} lost in generation {event['generation']}"
+            found.add(node, f"{lost}: {cause}{asked}", incident=True, certain=cause == "node")
+
+
+def _slowness(events: Sequence[JournalEvent], nodes: Mapping[int, str], found: _Evidence) -> None:
+    for at, event in enumerate(events):
+        if event["event"] == "replaced":
+            before = nodes_of(events[:at])  # others may have come in their place, on another one
+            listed = ", ".join(map(str, event["slow_ranks"]))
+            why = f"rank(s) {listed} replaced: being slow had cost {event['cost_s']:.0f} s of training"
+            for node in sorted({before.get(rank, "?") for rank in event["slow_ranks"]}):
+                found.add(node, why, incident=True)
     for rank, why in slow_ranks(events).items():
-        node = nodes.get(rank, "?")
-        certain.add(node)
-        against.setdefault(node, []).append(f"rank {rank} is slow: it {why}")
+        found.add(nodes.get(rank, "?"), f"rank {rank} is slow: it {why}", certain=True)
     for kind, whose, why in slow_links(events):
         ends = {nodes.get(rank, "?") for rank in whose}
-        if kind != SLOW_LINK and len(ends) == 1:  # of two ends either may be at fault
-            certain |= ends
-        for node in ends if kind != SLOW_SUMS or len(ends) == 1 else ():
-            listed = ", ".join(map(str, whose))
-            against.setdefault(node, []).append(f"{kind} of rank(s) {listed}: {why}")
-    found = [
-        Suspect(
-            node=node,
-            is_to_exclude=node in certain or incidents.get(node, 0) >= _DEATHS,
-            evidence=tuple(evidence),
-        )
-        for node, evidence in against.items()
-    ]
-    return tuple(sorted(found, key=lambda one: (not one.is_to_exclude, -len(one.evidence), one.node)))
+        certain = kind != SLOW_LINK and len(ends) == 1  # of two ends either may be at fault
+        for node in sorted(ends) if kind != SLOW_SUMS or len(ends) == 1 else ():
+            found.add(node, f"{kind} of rank(s) {', '.join(map(str, whose))}: {why}", certain=certain)
 
 
 def slow_ranks(events: Sequence[JournalEvent]) -> dict[int, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -13,7 +13,7 @@ from typing import Any
 
 from odyssey_megatron.cluster.events import RankDied
 from odyssey_megatron.cluster.job import JobSpec
-from odyssey_megatron.cluster.state import ClusterState, apply, without_fresh
+from odyssey_megatron.cluster.state import ClusterState, apply, with_speeds, without, without_fresh
 from odyssey_megatron.codec import from_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.diagnosis.verdicts import Diagnosis
@@ -21,13 +21,14 @@ from odyssey_megatron.errors import ConfigError, OdysseyError, PlanInfeasible
 from odyssey_megatron.metrics.outlet import Outlet
 from odyssey_megatron.plan.generation import CandidateRow
 from odyssey_megatron.plan.plan import Plan
-from odyssey_megatron.policy import redundancy
+from odyssey_megatron.policy import redundancy, replacing
 from odyssey_megatron.policy.decide import decide, initial_plan, scheduled
 from odyssey_megatron.policy.history import History
 from odyssey_megatron.policy.measured import Measured, alike, with_measured
 from odyssey_megatron.policy.preparing import prepare
 from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.redundancy import Standing
+from odyssey_megatron.policy.replacing import WithoutThem
 from odyssey_megatron.policy.score import mean_time_between_failures_s, restart_cost_s
 from odyssey_megatron.policy.two_speed import rows as rows_of
 from odyssey_megatron.policy.two_speed import towards, two_speed
@@ -111,11 +112,11 @@ class PolicyPlanner:
             return Decided(plan=plan, rows=self._layouts(plan, job, state) if job.chooses_layout else ())
         self._among = redundancy.MODES if asked == "auto" else (asked,)
         resumes = self._config.interrupted_step == "resume"
-        self._standings, without = redundancy.possible(
+        self._standings, impossible = redundancy.possible(
             self._among, job, state, self._profile, resumes=resumes
         )
         chosen, rows = self._chosen(state, state.started_s)
-        return Decided(plan=chosen.plan, rows=(*rows, *without))
+        return Decided(plan=chosen.plan, rows=(*rows, *impossible))
 
     def _layouts(self, best: Plan, job: JobSpec, state: ClusterState) -> tuple[CandidateRow, ...]:
         """Where the job starts, beside the launch line's layout."""
@@ -160,10 +161,10 @@ class PolicyPlanner:
         prepare(self._job, state, profile)
         for worker, *_ in one_of_each(current, state):
             died = RankDied(rank=state.workers[worker].ranks[0], code=0, cause="rehearsal", t_s=now_s)
-            without = apply(state, died)
-            if without.alive:
+            left = apply(state, died)
+            if left.alive:
                 with contextlib.suppress(OdysseyError):
-                    self._going_on(without, current, profile, now_s, home=self._home, thorough=True)
+                    self._going_on(left, current, profile, now_s, home=self._home, thorough=True)
         self._learned = profile  # not before all this is known
         return diagnosis
 
@@ -196,6 +197,32 @@ class PolicyPlanner:
 
     def step_s(self, state: ClusterState, plan: Plan) -> float:
         return scheduled("keep", plan.layout, (), state, self._learned).step_s
+
+    def slowed_s(self, state: ClusterState, live: Plan) -> tuple[float, float]:
+        """The step as it is, and as it would be if nobody were slow."""
+        well = with_speeds(state, dict.fromkeys(state.alive, 1.0))
+        plans = [live]
+        if self._home is not None and set(self._home.layout.workers) <= set(state.alive):
+            plans.append(self._home)
+        return self.step_s(state, live), min(self.step_s(well, plan) for plan in plans)
+
+    def without_slow(
+        self, state: ClusterState, live: Plan, workers: Collection[int], now_s: float
+    ) -> WithoutThem:
+        kept_s, healthy_s = self.slowed_s(state, live)
+        away_s = replacing.away_s(self._start_s or 0.0, kept_s)
+        left = without(state, workers)
+        decided = self._going_on(left, live, self._learned, now_s, home=self._home, horizon_s=away_s)
+        if replacing.takes_a_risk(decided.plan.layout, live.layout):
+            raise PlanInfeasible("without it some layers have a single holder")
+        price = replacing.Price(
+            healthy_s=healthy_s,
+            kept_s=kept_s,
+            without_s=decided.plan.step_s,
+            away_s=away_s,
+            pause_s=2 * self._learned.group_build_s,
+        )
+        return WithoutThem(price=price, plan=decided.plan, rows=decided.rows)
 
     def decide(self, state: ClusterState, previous: Plan, now_s: float) -> Decided:
         before = self._job

@@ -1,0 +1,181 @@
+"""When a slow worker leaves, for a fresh process to take its place: once its slowness has cost as much as that does."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from odyssey_megatron.cluster.state import ClusterState
+from odyssey_megatron.diagnosis.verdicts import SLOW_WORKER
+from odyssey_megatron.errors import OdysseyError
+from odyssey_megatron.launch.planner import Planner
+from odyssey_megatron.metrics.journal import Journal
+from odyssey_megatron.plan.generation import CandidateRow
+from odyssey_megatron.plan.plan import Plan
+from odyssey_megatron.policy.replacing import WithoutThem, row, share_lost, with_row
+
+_log = logging.getLogger(__name__)
+
+_EVERY_S = 1.0
+_LONGEST_S = 30.0
+"""Between two looks, of what counts: for longer the coordinator was busy with other things, or asleep."""
+_LEAST_LOST = 0.03
+"""Share of the training: for less nobody leaves, however long it lasts."""
+_NOT_OFTENER = 2.0
+"""So many times as much must slowness have cost after each replacement that was slow as well: the fault lies deeper."""
+
+
+@dataclass(slots=True)
+class _Account:
+    """Of a worker that is slow, or was."""
+
+    incarnations: tuple[int, ...]
+    """Of its ranks, for whose processes this holds."""
+    cost_s: float = 0.0
+    """Of training, that all slowness has cost while it was slow, since its processes began."""
+    lost: float = 0.0
+    """Share of the training, by now."""
+    offered: bool = False
+    said: set[str] = field(default_factory=set)
+    """Why it stays."""
+    priced: tuple[Plan | None, float] = (None, -math.inf)
+    """The plan, and what this had cost, when the price was worked out last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaving:
+    """Who leaves for good, with what the others do meanwhile."""
+
+    worker: int
+    plan: Plan
+    why: str
+    rows: tuple[CandidateRow, ...]
+
+
+@dataclass(slots=True)
+class Replacing:
+    """Keeps account of what each slow worker has cost.
+
+    Args:
+        acts: workers leave; otherwise nothing is done.
+        restarts: whoever leaves is started again (``--odyssey-respawn``).
+    """
+
+    planner: Planner
+    journal: Journal
+    say: Callable[[str], None]
+    acts: bool
+    restarts: bool
+    _accounts: dict[int, _Account] = field(default_factory=dict)
+    _times: dict[int, int] = field(default_factory=dict)
+    """Worker -> how often it has been replaced."""
+    _looked_s: float = -math.inf
+    _known: tuple[Plan | None, tuple[float, ...]] = (None, ())
+    """Plan and speeds that shares were worked out for."""
+    _away_until_s: dict[int, float] = field(default_factory=dict)
+    """Worker that has left -> when it is not waited for any more."""
+
+    def look(self, state: ClusterState, live: Plan, now_s: float) -> Leaving | None:
+        """Who is to leave behind the step at hand. ``state``: with speeds as they are known."""
+        since_s = now_s - self._looked_s
+        if not self.acts or since_s < _EVERY_S:
+            return None
+        self._looked_s = now_s
+        self._note_gone(state)
+        self._away_until_s = {
+            one: until_s for one, until_s in self._away_until_s.items() if not state.workers[one].alive
+        }
+        slow = [one.worker for one in state.workers if one.alive and one.speed < 1.0]
+        for account in self._accounts.values():
+            account.cost_s += account.lost * min(since_s, _LONGEST_S)
+        self._share(state, live, slow)
+        if any(now_s < until_s for until_s in self._away_until_s.values()):
+            return None  # one after the other
+        for worker in sorted(slow, key=lambda one: state.workers[one].speed):
+            if found := self._judged(worker, state, live, now_s):
+                return found
+        return None
+
+    def row(self, state: ClusterState, live: Plan, now_s: float) -> tuple[CandidateRow, ...]:
+        """For the table of another decision: what the replacement of who costs most would cost, and gain."""
+        slow = [one.worker for one in state.workers if one.alive and one.speed < 1.0]
+        if not (self.acts and self.restarts and slow):
+            return ()
+        worker = min(slow, key=lambda one: state.workers[one].speed)
+        try:
+            found = self.planner.without_slow(state, live, [worker], now_s)
+        except OdysseyError:
+            return ()
+        cost_s = self._accounts[worker].cost_s if worker in self._accounts else 0.0
+        return (row(found.price, cost_s, self._threshold_s(worker, found), chosen=False),)
+
+    def _note_gone(self, state: ClusterState) -> None:
+        """Of whom other processes are there, or none, the account is closed."""
+        incarnations = dict(state.incarnations)
+        for worker, account in list(self._accounts.items()):
+            one = state.workers[worker]
+            now = tuple(incarnations.get(rank, 0) for rank in one.ranks)
+            if one.alive and now == account.incarnations:
+                continue
+            del self._accounts[worker]
+            ranks, why = list(one.ranks), f"it has left, after it had cost {account.cost_s:.1f} s of training"
+            if account.offered:
+                self._times[worker] = self._times.get(worker, 0) + 1
+                self.journal.event("replaced", echo=True, slow_ranks=ranks, cost_s=account.cost_s)
+            self.journal.event("slowness", echo=True, kind=SLOW_WORKER, slow_ranks=ranks, speed=1.0, why=why)
+
+    def _share(self, state: ClusterState, live: Plan, slow: list[int]) -> None:
+        """Works out what slowness costs by now; for the same plan and speeds that is the same."""
+        speeds, incarnations = tuple(one.speed for one in state.workers), dict(state.incarnations)
+        if self._known[0] is live and self._known[1] == speeds:
+            return
+        self._known = live, speeds
+        lost = 0.0
+        if slow:
+            try:
+                lost = share_lost(*self.planner.slowed_s(state, live))
+            except OdysseyError as error:
+                _log.warning("what slow workers cost is not known: %s", error)
+        for worker in slow:
+            of_ranks = tuple(incarnations.get(rank, 0) for rank in state.workers[worker].ranks)
+            self._accounts.setdefault(worker, _Account(of_ranks))
+        for worker, account in self._accounts.items():
+            account.lost = lost if worker in slow else 0.0
+
+    def _judged(self, worker: int, state: ClusterState, live: Plan, now_s: float) -> Leaving | None:
+        account, ranks = self._accounts[worker], list(state.workers[worker].ranks)
+        account.offered = False  # nothing is on offer now
+        plan, cost_s = account.priced
+        if account.lost < _LEAST_LOST or (plan is live and account.cost_s < 1.1 * cost_s + 1.0):
+            return None
+        account.priced = live, account.cost_s
+        try:
+            found = self.planner.without_slow(state, live, [worker], now_s)
+        except OdysseyError as error:
+            self._stays(account, "needed", f"rank(s) {ranks} are slow, and cannot be done without: {error}")
+            return None
+        threshold_s = self._threshold_s(worker, found)
+        if account.cost_s < threshold_s:
+            return None
+        if not self.restarts:
+            cost = f"rank(s) {ranks} have cost {account.cost_s:.1f} s of training by being slow, and replacing them"
+            remedy = "--odyssey-respawn has fresh processes take their place"
+            self._stays(account, "not started", f"{cost} would cost {threshold_s:.1f} s: {remedy}")
+            return None
+        account.offered, self._away_until_s[worker] = True, now_s + 3 * found.price.away_s
+        why = (
+            f"rank(s) {ranks} have cost {account.cost_s:.1f} s of training by being slow, as much as it costs to "
+            f"replace them: they leave, and fresh processes take their place"
+        )
+        rows = with_row(found.rows, row(found.price, account.cost_s, threshold_s, chosen=True))
+        return Leaving(worker=worker, plan=found.plan, why=why, rows=rows)
+
+    def _threshold_s(self, worker: int, found: WithoutThem) -> float:
+        return found.price.seconds * _NOT_OFTENER ** self._times.get(worker, 0)
+
+    def _stays(self, account: _Account, kind: str, why: str) -> None:
+        if kind not in account.said:
+            account.said.add(kind)
+            self.say(f"[odyssey] {why}")
