@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import io
-import math
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NoReturn
 
 from odyssey_megatron.errors import EXIT_BAD_INPUT, ConfigError
-from odyssey_megatron.faults import SIGNALS
-from odyssey_megatron.inputs import Between, Parser, printable
+from odyssey_megatron.inputs import printable
 
 
 def run_and_end() -> NoReturn:
@@ -102,42 +98,9 @@ def _simulate(argv: list[str]) -> int:
 
 
 def _inject(argv: list[str]) -> int:
-    """Sends a signal to a rank of a running job on this machine."""
-    from odyssey_megatron.metrics.journal import clock, read_journal
+    from odyssey_megatron.launch import by_hand
 
-    parser = Parser(prog="odyssey inject", description=_inject.__doc__)
-    parser.add_argument("run_dir", type=Path, help="--odyssey-run-dir of the job")
-    parser.add_argument("--rank", type=Between(0, 1_000_000, whole=True), required=True)
-    parser.add_argument("--signal", choices=SIGNALS, default="KILL")
-    args = parser.parse_args(argv)
-    started = [
-        event
-        for event in read_journal(args.run_dir)
-        if event["event"] == "rank_started" and event.get("target") == args.rank
-    ]
-    if not started:
-        raise ConfigError(
-            f"{args.run_dir} has no record of a rank {args.rank}. Name the job's --odyssey-run-dir and one of "
-            "its ranks."
-        )
-    pid = started[-1]["pid"]
-    elsewhere = started[-1].get("clock", clock()) != clock()
-    # Ended, and the pid perhaps given to another process; or one of another host, where the pid is another process's.
-    if elsewhere or _started_s(pid) > started[-1]["t_s"] + 0.1:
-        raise ConfigError(f"rank {args.rank} of {args.run_dir} (pid {pid}) is not running on this machine.")
-    os.kill(pid, getattr(signal, "SIG" + args.signal))
-    print(f"sent SIG{args.signal} to rank {args.rank} (pid {pid})")
-    return 0
-
-
-def _started_s(pid: int) -> float:
-    """When process ``pid`` started, on the monotonic clock; infinity if there is none."""
-    try:
-        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return math.inf
-    since_boot_s = int(after_name[19]) / os.sysconf("SC_CLK_TCK")
-    return since_boot_s - time.clock_gettime(time.CLOCK_BOOTTIME) + time.monotonic()
+    return by_hand.main(argv)
 
 
 def _doctor(argv: list[str]) -> int:
@@ -157,7 +120,7 @@ _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "join": (_join, "replace a lost node of a running job: on the new node, with the arguments of its run"),
     "doctor": (_doctor, "looks for what would keep a job from running, or from surviving"),
     "patch": (_patch, "puts Odyssey's lines into a Megatron-LM checkout, or takes them out"),
-    "inject": (_inject, "send a signal to a rank of a running job, to see it recover"),
+    "inject": (_inject, "send a signal to a rank of a running job, or slow it down, to see it recover"),
     "plan": (_plan, "what would happen if some GPUs died: no GPU, torch or job needed"),
     "simulate": (_simulate, "plays a trace of failures under each policy and compares them"),
     "top": (_top, "what a job does: in this terminal, as a page, or as metrics for Prometheus"),

@@ -104,7 +104,7 @@ class _Link:
 
 
 Fault = Injection | Slowdown | SlowLink
-_SLOWER = Between(1.0, 1000.0)
+SLOWER = Between(1.0, 1000.0)
 
 
 def parse_injections(text: str) -> tuple[Fault, ...]:
@@ -161,6 +161,6 @@ _READ: dict[str, Between | type[_Link]] = {
     "microbatch": WHOLE,
     "generation": WHOLE,
     "until": COUNT,
-    "slow": _SLOWER,
+    "slow": SLOWER,
     "link": _Link,
 }

@@ -36,6 +36,8 @@ class Verdict:
     kind: str
     """``slow worker``, ``slow node``, ``uneven stage``, ``uneven sequences`` or ``all slower``."""
     worker: int = -1
+    ranks: tuple[int, ...] = ()
+    """Of a worker that is a cell, those that the others wait for, where that is known."""
     node: int = -1
     layers: tuple[int, int] = (-1, -1)
     factor: float = 1.0
@@ -64,6 +66,8 @@ class Diagnosis:
     sums: Links = field(default_factory=Links)
     """Of gradients, over those who hold the same layers."""
     took: StepTimes = field(default_factory=StepTimes)
+    held_up: frozenset[int] = frozenset()
+    """Of the slow, those that do not get their processor."""
 
     @property
     def slow(self) -> dict[int, float]:
@@ -87,7 +91,7 @@ def diagnose(timings: Timings, known: Mapping[Piece, tuple[float, float]] | None
     series = np.full((len(timings.workers), len(timings.steps)), np.nan)
     series[groups // len(timings.steps), groups % len(timings.steps)] = values
     # What all have in common in a step is nobody's: the lower median, so that of two one may be slow.
-    common = np.array([_lower_median(column) for column in series.T])
+    common = np.array([lower_median(column) for column in series.T])
     apart = series - common
     slow = _slow_workers(timings, apart)
     found = replace(found, costs=_healthy_costs(timings, found, {one.worker for one in slow}))
@@ -138,7 +142,7 @@ def _healthy_costs(timings: Timings, found: Fit, slow: Collection[int]) -> dict[
     }
 
 
-def _lower_median(values: Floats) -> float:
+def lower_median(values: Floats) -> float:
     there = np.sort(values[~np.isnan(values)])
     return float(there[(len(there) - 1) // 2])
 

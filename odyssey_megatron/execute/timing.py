@@ -17,7 +17,7 @@ from odyssey_megatron.codec import to_json
 from odyssey_megatron.execute.neighbours import Exchanged, Neighbours, Summed
 from odyssey_megatron.plan.runs import to_runs
 from odyssey_megatron.plan.schedule import COMPUTE, Instr, Op
-from odyssey_megatron.policy.measured import LinkSeen, LinkTimes, Measured, StepSeen, SumSeen
+from odyssey_megatron.policy.measured import HeldSeen, LinkSeen, LinkTimes, Measured, StepSeen, SumSeen
 from odyssey_megatron.policy.profile import Observation
 
 
@@ -85,9 +85,12 @@ class Trace:
     """Injected: so many times its time does each compute instruction take, by taking up the rest."""
     entries: list[tuple[Instr, float, float]] = field(default_factory=list)
     marks: list[tuple[Instr, Any, Any]] = field(default_factory=list)
+    began_s: float = field(default_factory=time.monotonic)
+    wall_s: float = 0.0
+    """That what computes has taken, by the clock on the wall."""
 
-    _open: tuple[Instr, Any] | None = None
-    """What computes, and since which mark."""
+    _open: tuple[Instr, Any, float] | None = None
+    """What computes, and since which mark, and when."""
 
     @contextlib.contextmanager
     def span(self, instr: Instr) -> Iterator[None]:
@@ -107,7 +110,7 @@ class Trace:
         if instr.op not in COMPUTE or not (self.measured or self.slowness > 1.0):
             yield
             return
-        self._open = instr, self.stopwatch.mark()
+        self._begin(instr)
         yield
         self._close()
 
@@ -116,13 +119,18 @@ class Trace:
         """The body does not belong to what computes, in the middle of which it runs."""
         instr = self._close()
         yield
-        self._open = (instr, self.stopwatch.mark()) if instr else None
+        if instr:
+            self._begin(instr)
+
+    def _begin(self, instr: Instr) -> None:
+        self._open = instr, self.stopwatch.mark(), time.monotonic()
 
     def _close(self) -> Instr | None:
         if self._open is None:
             return None
-        (instr, began), self._open = self._open, None
+        (instr, began, began_s), self._open = self._open, None
         self.marks.append((instr, began, self.end_of(began)))
+        self.wall_s += time.monotonic() - began_s
         return instr
 
     def end_of(self, began: Any) -> Any:
@@ -173,6 +181,7 @@ class Measurements:
         self._links: deque[tuple[LinkSeen, ...]] = deque(maxlen=_KEPT)
         self._sums: deque[tuple[SumSeen, ...]] = deque(maxlen=_KEPT)
         self._took: deque[StepSeen] = deque(maxlen=_KEPT)
+        self._held: deque[HeldSeen] = deque(maxlen=_KEPT)
         self._exchanged: tuple[int, Exchanged, Summed] = (-1, {}, {})
 
     def measures(self, step: int) -> bool:
@@ -196,6 +205,8 @@ class Measurements:
         """
         self._took.extend([took] if took else [])
         self._steps.append((*_medians(step, trace), _probe(step, trace)))
+        if self._stopwatch.device == "cpu":
+            self._held.append(_held(step, trace))
         if self._exchanged[0] == step:
             _, exchanged, summed = self._exchanged
             self._links.append(tuple(_links(step, exchanged, self._stopwatch)))
@@ -206,6 +217,7 @@ class Measurements:
             links=tuple(one for of_step in self._links for one in of_step),
             sums=tuple(one for of_step in self._sums for one in of_step),
             steps=tuple(self._took),
+            held=tuple(self._held),
             state_bytes=tuple(sorted(state_bytes.items())),
             regroup_s=self.regroup_s,
             incarnation=self._incarnation,
@@ -242,13 +254,15 @@ def _medians(step: int, trace: Trace) -> Iterator[Observation]:
         )
 
 
-_PROBE_SIZE, _PROBES = 96, 5
+_PROBE_SIZE, _PROBES = {"cpu": 96, "cuda": 1024}, 5
+"""Of each, large enough that it takes longer than it takes to begin."""
 
 
 def _probe(step: int, trace: Trace) -> Observation:
     """A product that is the same on all ranks, as an empty span: it tells how fast one is that has nothing to do."""
     stopwatch, marks = trace.stopwatch, []
-    matrix = torch.ones(_PROBE_SIZE, _PROBE_SIZE, device=stopwatch.device)
+    size = _PROBE_SIZE[stopwatch.device]
+    matrix = torch.ones(size, size, device=stopwatch.device)
     for _ in range(_PROBES):
         began = stopwatch.mark()
         torch.mm(matrix, matrix)
@@ -257,6 +271,22 @@ def _probe(step: int, trace: Trace) -> Observation:
     return Observation(
         first=0, last=0, samples=1, forward_s=probe_s, input_grad_s=0.0, weight_grad_s=0.0, step=step
     )
+
+
+_LONG_S = 0.06
+"""Longer than a processor is mostly taken away at a time: the kernel's period for groups that have a share is 0.1 s."""
+
+
+def _held(step: int, trace: Trace) -> HeldSeen:
+    """Who had nothing to compute multiplies for a while, at most half as long as the step took: others wait for it."""
+    if trace.marks:
+        return HeldSeen(step=step, computed_s=sum(trace.compute_s().values()), wall_s=trace.wall_s)
+    size = _PROBE_SIZE["cpu"]
+    matrix, began_s, computed_s = torch.ones(size, size), time.monotonic(), time.thread_time()
+    ends_s = began_s + min(_LONG_S, (began_s - trace.began_s) / 2)
+    while (now_s := time.monotonic()) < ends_s:
+        torch.mm(matrix, matrix)
+    return HeldSeen(step=step, computed_s=time.thread_time() - computed_s, wall_s=now_s - began_s)
 
 
 def _links(step: int, exchanged: Exchanged, stopwatch: Stopwatch) -> Iterator[LinkSeen]:

@@ -70,7 +70,7 @@ class Offers:
             self.aim(decided.target if leaving else lambda: target)
         elif better is not None:
             target, why = better.decided.plan, better.why
-            rows = (*better.decided.rows, *self._replacing.row(cluster, live, now_s))
+            rows = (*better.decided.rows, *self._replacing.row(cluster, target, now_s))
             self.aim(lambda: target, why)
         elif (found := self._replacing.look(cluster, live, now_s)) is not None:
             self.aim(None)

@@ -59,6 +59,8 @@ class Rebalancing:
         """Workers, and links, that are slow by their times and not by those of steps: said once."""
         self._began_s: dict[int | LinkVerdict, float] = {}
         """Slow worker, or what makes links slow -> since when that has been known."""
+        self._blamed: dict[int, tuple[int, ...]] = {}
+        """Slow worker -> its ranks, or those of them by which it is slow."""
         self._written: dict[int, float] = {}
         self._written_s = -math.inf
         self._lasted_s: list[float] = []
@@ -80,8 +82,7 @@ class Rebalancing:
         changed, seen = self._without_doubted(changed, diagnosis, state, live)
         state = with_speeds(state, changed)
         self._known = {one.worker: one.speed for one in state.workers if one.alive and one.speed < 1.0}
-        gone = {one.worker for one in state.workers if not one.alive}
-        self._began_s = {one: since_s for one, since_s in self._began_s.items() if one not in gone}
+        self._forget_gone({*self._known, *changed})
         why += [self._note(worker, speed, diagnosis, seen, state, now_s) for worker, speed in changed.items()]
         of_links = self._look_at_links(diagnosis, state, live, now_s)
         self._note_sums(diagnosis.sums, state)
@@ -89,6 +90,12 @@ class Rebalancing:
         is_new, why = bool(changed or of_links), why + of_links
         better = self._compare("; ".join(why), state, live, now_s, is_new=is_new) if why else None
         return (state, better) if self._acts else (before, None)
+
+    def _forget_gone(self, still: Collection[int]) -> None:
+        """Who has left, or has been replaced, is not slow any more."""
+        for worker in [one for one in self._began_s if isinstance(one, int) and one not in still]:
+            del self._began_s[worker]
+            self._event(SLOW_WORKER, list(self._blamed.pop(worker)), 1.0, "it has left")
 
     def _without_doubted(
         self, changed: dict[int, float], diagnosis: Diagnosis, state: ClusterState, live: Plan
@@ -230,6 +237,7 @@ class Rebalancing:
     ) -> str:
         ranks = list(state.workers[worker].ranks)
         if speed == 1.0:
+            blamed = self._blamed.pop(worker, tuple(ranks))
             evidence = "its work takes no longer than elsewhere"
             why = f"rank(s) {ranks} as fast as others again"
             if worker in self._began_s:
@@ -240,7 +248,8 @@ class Rebalancing:
             evidence = _joined(verdict.evidence, seen) if is_new else verdict.evidence
             why = f"rank(s) {ranks} slow, {verdict.factor:.2f} times the time"
             self._began_s.setdefault(worker, now_s)
-        self._event("slow worker", ranks, speed, evidence)
+            blamed = self._blamed.setdefault(worker, verdict.ranks or tuple(ranks))
+        self._event(SLOW_WORKER, list(blamed), speed, evidence)
         return why
 
     def _note_others(self, diagnosis: Diagnosis, live: Plan, state: ClusterState) -> list[str]:

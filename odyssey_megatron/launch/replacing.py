@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from odyssey_megatron.cluster.state import ClusterState
-from odyssey_megatron.diagnosis.verdicts import SLOW_WORKER
 from odyssey_megatron.errors import OdysseyError
 from odyssey_megatron.launch.planner import Planner
 from odyssey_megatron.metrics.journal import Journal
@@ -120,11 +119,9 @@ class Replacing:
             if one.alive and now == account.incarnations:
                 continue
             del self._accounts[worker]
-            ranks, why = list(one.ranks), f"it has left, after it had cost {account.cost_s:.1f} s of training"
             if account.offered:
                 self._times[worker] = self._times.get(worker, 0) + 1
-                self.journal.event("replaced", echo=True, slow_ranks=ranks, cost_s=account.cost_s)
-            self.journal.event("slowness", echo=True, kind=SLOW_WORKER, slow_ranks=ranks, speed=1.0, why=why)
+                self.journal.event("replaced", echo=True, slow_ranks=list(one.ranks), cost_s=account.cost_s)
 
     def _share(self, state: ClusterState, live: Plan, slow: list[int]) -> None:
         """Works out what slowness costs by now; for the same plan and speeds that is the same."""

@@ -8,13 +8,15 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from odyssey_megatron.diagnosis.cells import OwnWork, with_ranks
+from odyssey_megatron.diagnosis.held_up import HeldUp, with_held_up
 from odyssey_megatron.diagnosis.links import LinkTiming, SumTiming, diagnose_links, diagnose_sums
 from odyssey_megatron.diagnosis.steps import StepTimes
 from odyssey_megatron.diagnosis.timings import Piece, Timing, Timings
 from odyssey_megatron.diagnosis.verdicts import Diagnosis, diagnose
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.runs import from_runs
-from odyssey_megatron.policy.measured import LinkSeen, Measured, StepSeen, SumSeen
+from odyssey_megatron.policy.measured import HeldSeen, LinkSeen, Measured, StepSeen, SumSeen
 from odyssey_megatron.policy.profile import Observation
 
 T = TypeVar("T")
@@ -40,6 +42,7 @@ class _Seen:
     links: Mapping[int, tuple[LinkSeen, ...]] = field(default_factory=dict)
     sums: Mapping[int, tuple[SumSeen, ...]] = field(default_factory=dict)
     took: Mapping[int, StepSeen] = field(default_factory=dict)
+    held: Mapping[int, HeldSeen] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,8 @@ class History:
             for step in {one.step for one in measured.sums}:
                 sums[step] = tuple(one for one in measured.sums if one.step == step)
             took = {**before.took, **{one.step: one for one in measured.steps}}
-            seen[rank] = _Seen(measured.incarnation, steps, links, sums, took)
+            held = {**before.held, **{one.step: one for one in measured.held}}
+            seen[rank] = _Seen(measured.incarnation, steps, links, sums, took, held)
         for rank, incarnation in incarnations.items():
             if rank in seen and seen[rank].incarnation != incarnation:
                 del seen[rank]
@@ -80,6 +84,7 @@ class History:
                 _since(one.links, oldest),
                 _since(one.sums, oldest),
                 _since(one.took, oldest),
+                _since(one.held, oldest),
             )
             for rank, one in seen.items()
         }
@@ -113,6 +118,25 @@ class History:
                     longest[step, one.workers] = max(longest.get((step, one.workers), 0.0), one.seconds)
         return [SumTiming(step, from_runs(of), seconds) for (step, of), seconds in sorted(longest.items())]
 
+    def held_up(self) -> list[HeldUp]:
+        """By worker: of a cell that of the rank which is held up most, as the others wait for it."""
+        most: dict[tuple[int, int], HeldSeen] = {}
+        for rank, of_rank in self.seen.items():
+            for step, one in of_rank.held.items():
+                key = step, rank // self.cell_size
+                known = most.get(key, one)
+                most[key] = max(known, one, key=lambda seen: seen.wall_s / max(seen.computed_s, 1e-9))
+        return [HeldUp(*key, one.computed_s, one.wall_s) for key, one in sorted(most.items())]
+
+    def own_work(self) -> Iterable[OwnWork]:
+        """By rank."""
+        for rank, of_rank in self.seen.items():
+            for step, spans in of_rank.steps.items():
+                probes = [one.forward_s for one in spans if one.last == one.first]
+                own = (one for one in spans if one.last > one.first)
+                computed_s = sum(one.forward_s + one.input_grad_s + one.weight_grad_s for one in own)
+                yield OwnWork(step, rank, computed_s, max(probes, default=0.0))
+
     def step_times(self) -> StepTimes:
         """Of the newest generation."""
         took = [one for of_rank in self.seen.values() for one in of_rank.took.values()]
@@ -126,10 +150,15 @@ class History:
         )
 
     def diagnosis(
-        self, slow: Collection[int], costs: Costs, nodes: Mapping[int, int] = MappingProxyType({})
+        self,
+        slow: Collection[int],
+        costs: Costs,
+        nodes: Mapping[int, int] = MappingProxyType({}),
+        held_up: Collection[int] = (),
     ) -> Diagnosis:
         """What the history says. Pieces that only ``slow`` workers have computed cost what ``costs`` says, which was
-        measured on others, or before. ``nodes``: of each worker; without, nothing is said of links.
+        measured on others, or before; ``held_up``: of the slow, see ``Diagnosis.held_up``. ``nodes``: of each worker;
+        without, nothing is said of links.
         """
         timings = self.timings()
         holders: dict[int, set[int]] = {}
@@ -140,6 +169,8 @@ class History:
             timings,
             {piece: (_cost_s(costs, piece), 0.0) for piece in only_slow if piece.last > piece.first},
         )
+        found = with_held_up(found, self.held_up(), held_up)
+        found = with_ranks(found, self.own_work(), self.cell_size)
         times_s: dict[tuple[int, int], float] = {}
         for piece, (cost_s, _) in found.costs.items():
             times_s[piece.first, piece.last] = times_s.get((piece.first, piece.last), 0.0) + cost_s

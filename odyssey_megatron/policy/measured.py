@@ -51,6 +51,15 @@ class StepSeen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HeldSeen:
+    """What was computed in a step, by the thread's own clock and by that on the wall. Where a CPU computes."""
+
+    step: int
+    computed_s: float
+    wall_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
     """What one rank publishes. Fields that it has not measured are None or empty."""
 
@@ -63,6 +72,8 @@ class Measured:
     """Of the same; only those of which this is the first worker."""
     steps: tuple[StepSeen, ...] = ()
     """The same, but for the first of a generation, which takes longer."""
+    held: tuple[HeldSeen, ...] = ()
+    """Of the same."""
     state_bytes: tuple[tuple[int, int], ...] = ()
     """(layer, bytes that a new holder must be sent) of the layers held."""
     regroup_s: float | None = None

@@ -66,7 +66,7 @@ class PolicyPlanner:
         self._standings: list[Standing] = []
         """What there is to choose from, or to compare with, under ``--odyssey-redundancy compute`` and ``auto``."""
         self._among: tuple[str, ...] = ()
-        self._slow: frozenset[int] = frozenset()
+        self._diagnosed = Diagnosis(costs={})
         self._start_s: float | None = None
         """How long it took until the job trained; None as long as nobody has measured anything."""
 
@@ -299,8 +299,9 @@ class PolicyPlanner:
             except ValueError as error:
                 _log.warning("a rank's measurements are left out: %s", error)
         history = self._history.with_published(found, incarnations)
-        diagnosis = history.diagnosis(self._slow, self._learned.costs, nodes)
-        self._history, self._slow = history, frozenset(diagnosis.slow)
+        before = self._diagnosed
+        diagnosis = history.diagnosis(before.slow, self._learned.costs, nodes, before.held_up)
+        self._history, self._diagnosed = history, diagnosis
         return with_measured(self._profile, found.values(), history.healthy(diagnosis)), diagnosis
 
 

@@ -5,9 +5,13 @@ What is found goes by measured times, so these want a machine with nothing else 
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from tests.e2e.jobs import LONG, assert_equal_runs
+from tests.launch.jobserver import events, wait_for
 
 pytestmark = pytest.mark.matrix
 SLOW = "--odyssey-profile-steps 2 --odyssey-rebalance auto --odyssey-inject rank=3,step=6,slow=4"
@@ -67,6 +71,20 @@ def test_it_gets_its_work_back(jobs, undisturbed, name):
     assert hashes[0] == hashes[-1], "exactly the first plan"
 
 
+STAYS_SLOW = "--train-iters 90"
+
+
+def test_it_leaves_and_a_fresh_process_takes_its_place(jobs, undisturbed, name):
+    shot = jobs.run(name, ranks=4, stages=2, flags=f"{STAYS_SLOW} {SLOW} --odyssey-respawn 1", timeout_s=110)
+    assert_equal_runs(shot, undisturbed(STAYS_SLOW), kills=0)
+    assert [one["slow_ranks"] for one in shot.named("replaced")] == [[3]]
+    assert [one["target"] for one in shot.named("rank_joined")] == [3]
+    hashes = [event["plan_hash"] for event in shot.named("decision")]
+    assert hashes[0] in hashes[1:], "exactly the first plan"
+    assert not shot.run.recoveries, "nothing was interrupted"
+    assert any("they leave, and fresh processes take their place" in one.why for one in shot.run.switches)
+
+
 @pytest.mark.parametrize(
     "kill",
     [
@@ -87,6 +105,32 @@ def test_a_rank_dies_while_another_one_is_slow(jobs, undisturbed, name, kill):
     shot = jobs.run(name, ranks=4, stages=2, flags=f"--train-iters 100 {SLOW};{kill}", timeout_s=150)
     assert_equal_runs(shot, undisturbed("--train-iters 100"), kills=1)
     assert found(shot)
+
+
+ROBBED = "--train-iters 150 --odyssey-profile-steps 2"
+
+
+def test_a_rank_that_loses_70_percent_of_its_cpu_for_a_while(jobs, undisturbed, name):
+    """Taken from outside, by stopping its process and letting it run by turns."""
+    run_dir = jobs.folder / name
+    flags = f"{ROBBED} --odyssey-rebalance auto"
+    argv = ["--nproc-per-node", "4", str(jobs.example), *jobs.flags(name, stages=2), *flags.split()]
+    job = jobs.server.run(argv, log=jobs.folder / f"{name}.log")
+
+    def reached(step: int) -> bool:
+        return any(e["step"] >= step for e in events(run_dir, "step_committed"))
+
+    wait_for(lambda: reached(20), 150, "steps from before")
+    by_hand = [sys.executable, "-m", "odyssey_megatron", "inject", str(run_dir), "--rank", "3"]
+    with subprocess.Popen([*by_hand, "--slow", "3.3"]) as robber:
+        wait_for(lambda: reached(60), 200, "40 steps")
+        robber.terminate()
+    shot = jobs.outcome(name, exit_code=job.wait(300), log=job.log())
+    assert_equal_runs(shot, undisturbed(ROBBED), kills=0)
+    assert found(shot)[0]["slow_ranks"] == [3]
+    assert "does not get its processor" in found(shot)[0]["why"]
+    assert min(shares(shot)) < shares(shot)[0]
+    assert not shot.run.recoveries, "nothing was interrupted"
 
 
 LINK = (

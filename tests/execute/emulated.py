@@ -44,7 +44,7 @@ from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.reductions import buckets
 from odyssey_megatron.plan.simulate import reduce_s
 from odyssey_megatron.plan.slices import EVERYTHING, Span, firsts
-from odyssey_megatron.policy.measured import LinkTimes
+from odyssey_megatron.policy.measured import HeldSeen, LinkTimes
 from odyssey_megatron.rebuild.groups import build_groups, init_default_group
 from tests.execute.emulation import Emulation, Truth, load_emulation, load_truth
 from tests.execute.stack import CellOfOne, NoLossScale, Outcome, by_number
@@ -66,7 +66,8 @@ class Accelerator(CellOfOne):
         self.busy_s = 0.0
         """So long this accelerator has computed."""
         self._microbatches = emulation.job.num_microbatches
-        self._speed = dict(emulation.speeds).get(rank, 1.0)
+        self._speed = self._first_speed = dict(emulation.speeds).get(rank, 1.0)
+        self._slowed = {step: speed for who, speed, step in emulation.slowed if who == rank}
         self._rank, self._world_size, self._seamless = rank, world_size, emulation.seamless
         self._fused, self._megatron_start = False, emulation.megatron_start
         self._copies = 0
@@ -134,6 +135,8 @@ class Accelerator(CellOfOne):
             self._done_s = time.monotonic()
         self._fresh = False
         self._step, self._began_s, self._late_s = step, self._done_s, 0.0
+        since = max((one for one in self._slowed if one <= step), default=-1)
+        self._speed = self._first_speed * self._slowed.get(since, 1.0)
         self._heads.clear()
         self._sums.clear()
 
@@ -326,6 +329,8 @@ def measure_the_accelerator(model: Accelerator) -> None:
     Neighbours.sums = lambda neighbours, message, now: {}
     timing.time = SimpleNamespace(monotonic=time.monotonic, thread_time=lambda: model.busy_s)
     product_rank.link_times = ping_pong
+    # What an instruction waits for is within it here, and so the clock on the wall says nothing about processors.
+    timing._held = lambda step, trace: HeldSeen(step=step, computed_s=1.0, wall_s=1.0)
 
 
 class QuietMember(Member):

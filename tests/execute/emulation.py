@@ -61,6 +61,8 @@ class Emulation:
     profile: Profile
     speeds: tuple[tuple[int, float], ...] = ()
     """(worker, speed) of those that are not as fast as the others; known to the planner from the start."""
+    slowed: tuple[tuple[int, float, int], ...] = ()
+    """(worker, speed, first step): nobody tells the planner."""
     megatron_start: bool = False
     """Start with Megatron's 1F1B, backward in one, in place of the planner's own schedule."""
     seamless: bool = False

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from odyssey_megatron import cli
+from odyssey_megatron.launch import by_hand
 from odyssey_megatron.metrics import journal
 from odyssey_megatron.metrics.journal import Journal
 from tests.launch.jobserver import events, wait_for
@@ -32,7 +35,7 @@ def test_inject_into_an_unknown_rank(tmp_path, capsys):
 
 def test_inject_spares_a_process_that_got_the_pid_later(tmp_path, capsys, monkeypatch):
     Journal(tmp_path / "run", source="agent0").event("rank_started", target=0, pid=1)
-    monkeypatch.setattr(cli, "_started_s", lambda pid: float("inf"))
+    monkeypatch.setattr(by_hand, "_started_s", lambda pid: float("inf"))
     assert cli.main(["inject", str(tmp_path / "run"), "--rank", "0"]) == 2
     assert "is not running" in capsys.readouterr().err
 
@@ -46,6 +49,41 @@ def test_inject_spares_a_process_of_this_host_if_the_rank_is_on_another(tmp_path
         assert "is not running on this machine" in capsys.readouterr().err
         assert bystander.poll() is None
         bystander.kill()
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_a_process_that_is_to_be_slow_stands_still_by_turns_and_is_let_go(tmp_path, capsys):
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as rank:
+        Journal(tmp_path / "run", source="agent0").event("rank_started", target=0, pid=rank.pid)
+        argv = ["inject", str(tmp_path / "run"), "--rank", "0", "--slow", "4"]
+        by_hand = [sys.executable, "-m", "odyssey_megatron", *argv]
+        with subprocess.Popen(by_hand, stdout=subprocess.PIPE) as robber:
+            for state in "TRTR":
+                wait_for(lambda state=state: state_of(rank.pid) == state, 20, f"state {state}")
+            robber.terminate()
+            assert robber.wait(20) == 0
+        assert state_of(rank.pid) != "T"
+        assert cli.main([*argv, "--for-s", "0.2"]) == 0
+        assert f"rank 0 (pid {rank.pid}) is left alone" in capsys.readouterr().out
+        assert state_of(rank.pid) != "T"
+        rank.kill()
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (("--slow", "3", "--signal", "KILL"), "leave one of them out"),
+        (("--for-s", "3"), "give --slow, too"),
+        (("--slow", "0.5"), "--slow"),
+    ],
+)
+def test_inject_says_what_it_cannot_do(tmp_path, capsys, flags, why):
+    Journal(tmp_path / "run", source="agent0").event("rank_started", target=0, pid=1)
+    assert cli.main(["inject", str(tmp_path / "run"), "--rank", "0", *flags]) == 2
+    assert why in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["run", "join"])

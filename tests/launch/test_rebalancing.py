@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from odyssey_megatron.cluster.state import initial_state, with_speeds
+from odyssey_megatron.cluster.state import initial_state, with_speeds, without
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.diagnosis.lasting import LINK_S, remaining_s
 from odyssey_megatron.diagnosis.links import Links, LinkVerdict
@@ -60,6 +60,17 @@ def test_found_mended_and_back(job):
     assert state == job.state
     assert back.decided.plan.layout == job.plan.layout
     assert [(e["slow_ranks"], e["speed"]) for e in read_journal(job.folder)] == [([5], 0.5), ([5], 1.0)]
+
+
+def test_who_has_left_is_not_slow_any_more_and_who_was_blamed_is_cleared(job):
+    rebalancing, blamed = job(acts=True), slow(5, w5=2.0)
+    blamed = replace(blamed, verdicts=tuple(replace(one, ranks=(7,)) for one in blamed.verdicts))
+    rebalancing.look(slow(4, w5=2.0), job.state, job.plan, 9.0)
+    state, better = rebalancing.look(blamed, job.state, job.plan, 10.0)
+    gone = without(state, {5})
+    rebalancing.look(slow(6), gone, better.decided.plan, 20.0)
+    rebalancing.look(slow(7), gone, better.decided.plan, 21.0)
+    assert [(e["slow_ranks"], e["speed"]) for e in read_journal(job.folder)] == [([7], 0.5), ([7], 1.0)]
 
 
 def with_link(step, factor, *, longer_s=0.5, network=False, latest=None, link=(0, 2)) -> Diagnosis:

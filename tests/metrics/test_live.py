@@ -155,6 +155,18 @@ def test_the_ends_of_a_slow_link_are_not_excluded_but_a_node_with_a_slow_network
     assert suspects([*events, slowness("slow sums", [5, 6], 0.25)])[0].is_to_exclude, "named alone"
 
 
+def test_whose_ranks_were_replaced_is_watched_and_then_excluded_where_they_were(runs):
+    events = [one for one in events_of(runs["shot_at"]) if one["event"] in ("rank_started", "job_started")]
+    (last,) = events[-1:]
+    left = {**last, "event": "replaced", "slow_ranks": [6], "cost_s": 42.0}
+    (watched,) = suspects([*events, left])
+    assert (watched.node, watched.is_to_exclude) == ("host1", False)
+    assert watched.evidence == ("rank(s) 6 replaced: being slow had cost 42 s of training",)
+    elsewhere = {**next(one for one in events if one.get("target") == 6), "host": "host9"}
+    assert [one.node for one in suspects([*events, left, elsewhere])] == ["host1"], "where it was then"
+    assert suspects([*events, left, left])[0].is_to_exclude
+
+
 def test_a_node_is_excluded_for_two_incidents_and_watched_for_one(shot):
     assert [(one.node, one.is_to_exclude) for one in shot.suspects] == [("host0", True), ("host1", False)]
     assert "(injected)" in shot.suspects[0].evidence[0]

@@ -83,6 +83,44 @@ def test_a_cell_is_as_slow_as_its_slowest_rank():
     assert cells.diagnosis((), PROFILE.costs).slow == {2: pytest.approx(1 / 1.5)}
 
 
+def in_cells(computes, probes):
+    """Four cells of two ranks, five steps; rank -> so many times its time."""
+    return {
+        rank: Measured(
+            spans=tuple(
+                one
+                for step in range(8)
+                for one in (
+                    seen(step, 0, 10, computes.get(rank, 1.0)),
+                    Observation(
+                        first=0, last=0, samples=1, forward_s=1e-4 * probes.get(rank, 1.0),
+                        input_grad_s=0.0, weight_grad_s=0.0, step=step,
+                    ),
+                )
+            )
+        )
+        for rank in range(8)
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("computes", "probes", "blamed", "by"),
+    [
+        ({5: 2.0}, {5: 2.0}, (5,), "what each computes itself"),
+        ({4: 2.0, 5: 2.0}, {4: 2.0}, (4,), "a product that is the same on all"),
+        ({4: 2.0, 5: 2.0}, {}, (), ""),
+    ],
+    ids=["on a CPU", "on a GPU, where sums are part of the time", "both"],
+)  # fmt: skip
+def test_the_rank_that_holds_up_its_cell_is_named(computes, probes, blamed, by):
+    found = History(2).with_published(in_cells(computes, probes), {}).diagnosis((), PROFILE.costs)
+    (verdict,) = found.verdicts
+    assert (verdict.worker, verdict.ranks) == (2, blamed)
+    assert verdict.factor == pytest.approx(2.0)
+    assert by in verdict.evidence
+    assert ("the others of its cell wait for" in verdict.evidence) == bool(blamed)
+
+
 def test_who_has_nothing_to_do_is_seen_by_the_product_that_all_compute():
     def steps(factor, *numbers):
         return {

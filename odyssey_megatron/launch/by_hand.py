@@ -1,0 +1,105 @@
+"""``odyssey inject``: what happens to a rank of a running job, done to it from another shell."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import time
+from argparse import Namespace
+from pathlib import Path
+
+from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.faults import SIGNALS, SLOWER
+from odyssey_megatron.inputs import Between, Parser
+from odyssey_megatron.metrics.journal import clock, read_journal
+
+_PERIOD_S = 0.05
+"""In which a process runs once and stands still once: short beside a step, and beside what makes a rank seem to hang.
+"""
+_LEAST_S = 0.002
+"""That it runs at a time: for less, waking up is most of it."""
+
+
+def main(argv: list[str]) -> int:
+    """Sends a signal to a rank of a running job on this machine, or takes CPU away from it."""
+    parser = Parser(prog="odyssey inject", description=main.__doc__)
+    parser.add_argument("run_dir", type=Path, help="--odyssey-run-dir of the job")
+    parser.add_argument("--rank", type=Between(0, 1_000_000, whole=True), required=True)
+    parser.add_argument("--signal", choices=SIGNALS, help="KILL unless --slow is given")
+    parser.add_argument(
+        "--slow", type=SLOWER, help="it takes so many times its time: stopped and let run by turns"
+    )
+    parser.add_argument(
+        "--for-s", type=Between(0.1, 1e6), help="for so long; else until this command is ended"
+    )
+    args = parser.parse_args(argv)
+    if args.signal and args.slow:
+        raise ConfigError("--signal and --slow are two things to do to a rank: leave one of them out.")
+    if args.for_s and not args.slow:
+        raise ConfigError("--for-s says for how long a rank is slow: give --slow, too.")
+    pid = _pid_of(args)
+    if args.slow:
+        print(f"rank {args.rank} (pid {pid}) runs for 1/{args.slow:g} of the time", flush=True)
+        _hold_back(pid, args.slow, args.for_s or math.inf)
+        print(f"rank {args.rank} (pid {pid}) is left alone")
+        return 0
+    name = args.signal or SIGNALS[0]
+    os.kill(pid, getattr(signal, "SIG" + name))
+    print(f"sent SIG{name} to rank {args.rank} (pid {pid})")
+    return 0
+
+
+def _pid_of(args: Namespace) -> int:
+    """Raises ConfigError where the rank does not run on this machine."""
+    started = [
+        event
+        for event in read_journal(args.run_dir)
+        if event["event"] == "rank_started" and event.get("target") == args.rank
+    ]
+    if not started:
+        raise ConfigError(
+            f"{args.run_dir} has no record of a rank {args.rank}. Name the job's --odyssey-run-dir and one of "
+            "its ranks."
+        )
+    pid = int(started[-1]["pid"])
+    elsewhere = started[-1].get("clock", clock()) != clock()
+    # Ended, and the pid perhaps given to another process; or one of another host, where the pid is another process's.
+    if elsewhere or _started_s(pid) > started[-1]["t_s"] + 0.1:
+        raise ConfigError(f"rank {args.rank} of {args.run_dir} (pid {pid}) is not running on this machine.")
+    return pid
+
+
+def _started_s(pid: int) -> float:
+    """When process ``pid`` started, on the monotonic clock; infinity if there is none."""
+    try:
+        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return math.inf
+    since_boot_s = int(after_name[19]) / os.sysconf("SC_CLK_TCK")
+    return since_boot_s - time.clock_gettime(time.CLOCK_BOOTTIME) + time.monotonic()
+
+
+def _hold_back(pid: int, slow: float, for_s: float) -> None:
+    """Until it ends, or ``for_s`` have passed, or this process is told to end."""
+    runs_s = max(_LEAST_S, _PERIOD_S / slow)
+    waits_s, ends_s = runs_s * (slow - 1), time.monotonic() + for_s
+
+    def end(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, end)
+    process = os.pidfd_open(pid)  # never another one that is given its number
+    try:
+        with contextlib.suppress(KeyboardInterrupt, ProcessLookupError):
+            while time.monotonic() < ends_s:
+                signal.pidfd_send_signal(process, signal.SIGSTOP)
+                time.sleep(waits_s)
+                signal.pidfd_send_signal(process, signal.SIGCONT)
+                time.sleep(runs_s)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(process, signal.SIGCONT)
+        os.close(process)
+        signal.signal(signal.SIGTERM, before)
