@@ -35,7 +35,7 @@ from odyssey_megatron.metrics.plots import Picture
 from odyssey_megatron.metrics.run import read_run, summary, text_summary
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.verify import verify
-from odyssey_megatron.policy.decide import initial_plan
+from odyssey_megatron.policy.initial import initial_plan
 from odyssey_megatron.studies.trace import Trace, read_trace
 from odyssey_megatron.watch import page as watch_page
 from odyssey_megatron.watch.exposition import exposition

@@ -162,6 +162,11 @@ def best_order(shape: Shape, costs: Costs, before_s: Sequence[float] | None = No
     )
 
 
+def tasks_of(shape: Shape, costs: Costs) -> Tasks:
+    """Those of ``shape``, by number."""
+    return _tasks(shape, _rows(shape, costs), _by_number(shape))
+
+
 def _least(shape: Shape, rows: list[list[Row]]) -> tuple[list[int], int]:
     """All work of each worker; and no order is shorter than that, from when the first activation can reach it."""
     head: dict[int, int] = {}

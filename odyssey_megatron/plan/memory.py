@@ -119,6 +119,19 @@ def activation_caps(
     return {worker: max(least, budget[worker] - most[worker]) for worker, least in floor.items()}
 
 
+def caps_for(layout: Layout, costs: Costs, shares: Mapping[int, float] | None = None) -> dict[int, int]:
+    """Bytes of activations for each worker. Raises PlanInfeasible if the state alone does not fit.
+
+    GPUs are alike, so where memory is not known each may fill what 1F1B's fullest worker needs; one that is not a whole
+    cell (``shares``: worker -> ``WorkerState.share``) what it needs itself, if there is to be any plan with it.
+    """
+    if costs.memory_bytes is not None:
+        return activation_caps(layout, costs, budget_bytes=costs.memory_bytes, shares=shares)
+    caps = activation_caps(layout, costs, budget_bytes=fullest_bytes(layout, costs))
+    own = activation_caps(layout, costs) if shares else {}
+    return caps | {worker: own[worker] for worker in own.keys() & (shares or {}).keys()}
+
+
 def _alike(layout: Layout, state: Mapping[int, int]) -> Mapping[int, int]:
     """``state``, where of the workers with the same layers each counts as the one who keeps most optimizer state.
 

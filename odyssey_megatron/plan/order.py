@@ -13,6 +13,7 @@ from odyssey_megatron.plan.known import known
 from odyssey_megatron.plan.layout import Layout, Route
 from odyssey_megatron.plan.list_schedule import TICKS_PER_S, Shape, Solved, best_order
 from odyssey_megatron.plan.memory import activation_caps, minimum_bytes
+from odyssey_megatron.plan.polish import polished
 from odyssey_megatron.plan.reductions import NO_TAIL, Tail
 from odyssey_megatron.plan.schedule import Instr, Program, Schedule
 from odyssey_megatron.plan.visits import OPS
@@ -64,6 +65,7 @@ def order_routes(
     speeds: Mapping[int, float] | None = None,
     before_s: Mapping[int, float] | None = None,
     thorough: bool = False,
+    tries: int | None = None,
 ) -> Order:
     """Schedules each group of routes; equal groups only once.
 
@@ -72,6 +74,8 @@ def order_routes(
         speeds: worker -> relative speed; 1.0 where missing.
         before_s: worker -> when it must be done at the latest; None = whenever it can be.
         thorough: works out what others may look up, also where this one could give up early; there is time.
+        tries: to improve it (``plan/polish.py``), for whoever looks it up from then on; 0: only to compare layouts with
+            others, and nothing is kept.
 
     Raises:
         LayoutInvalid: two hops in a row on one worker (they must be one hop).
@@ -89,9 +93,11 @@ def order_routes(
         shape = _shape(routes, workers, microbatches, caps, speeds or {}, costs)
         if shape not in here:
             try:
-                solved = solve(
-                    shape, costs, [before_s[worker] for worker in workers] if before_s else None, thorough
-                )
+                ends_s = [before_s[worker] for worker in workers] if before_s else None
+                if tries == 0:
+                    solved = best_order(shape, costs, ends_s)
+                else:
+                    solved = solve(shape, costs, ends_s, thorough, tries or 0)
             except PlanInfeasible:
                 _check_caps(layout, costs, caps)  # says which worker
                 raise
@@ -104,7 +110,9 @@ def order_routes(
     return Order(groups=tuple(groups), done_s=done_s)
 
 
-def solve(shape: Shape, costs: Costs, before_s: list[float] | None, thorough: bool) -> Solved | None:
+def solve(
+    shape: Shape, costs: Costs, before_s: list[float] | None, thorough: bool, tries: int = 0
+) -> Solved | None:
     """As ``best_order``, looked up where that is known.
 
     An order that is best without a limit, and within it, is what ``best_order`` finds with the limit, too: each one
@@ -115,10 +123,18 @@ def solve(shape: Shape, costs: Costs, before_s: list[float] | None, thorough: bo
     if best is None and (thorough or before_s is None):
         best = best_order(shape, costs)
         assert best is not None, "without a limit there is an order"
-        orders.put(shape, best, sum(len(queue) * queue.itemsize for queue in best.queues))
+        orders.put(shape, best, size_bytes(best))
+    if best is not None and tries:
+        best = polished(best, costs, tries)
+        orders.put(shape, best, size_bytes(best))
     if best is None:
         return best_order(shape, costs, before_s)
     return best if before_s is None or _in_time(best, before_s) else None
+
+
+def size_bytes(solved: Solved) -> int:
+    """Of what is kept of it."""
+    return sum(len(queue) * queue.itemsize for queue in solved.queues)
 
 
 def _in_time(solved: Solved, before_s: list[float]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import heapify, heappop, heappush
@@ -20,33 +20,27 @@ from odyssey_megatron.plan.communicators import communicators
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.eager import assemble_eager
 from odyssey_megatron.plan.generation import CandidateRow
-from odyssey_megatron.plan.layout import Layout, megatron_layout
-from odyssey_megatron.plan.memory import per_rank
+from odyssey_megatron.plan.layout import Layout
+from odyssey_megatron.plan.memory import caps_for, per_rank
 from odyssey_megatron.plan.order import Order, order_routes
 from odyssey_megatron.plan.plan import Plan, Transfer
-from odyssey_megatron.plan.redundancy import with_keepers, with_shadows
 from odyssey_megatron.plan.simulate import computed_before_s, step_end_s
-from odyssey_megatron.plan.spread import spread
 from odyssey_megatron.plan.transfer import check_living
 from odyssey_megatron.policy.case import Case, with_links, worker_shares, worker_speeds
 from odyssey_megatron.policy.options import (
     LaidOut,
     Option,
     Options,
-    caps_for,
     lay_out,
     options,
     restart,
     without_transfers,
 )
-from odyssey_megatron.policy.pipelines import ALIKE, WORTH
-from odyssey_megatron.policy.preparing import prepare
+from odyssey_megatron.policy.pipelines import ALIKE
 from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.proposal import Proposal
 from odyssey_megatron.policy.rerouting import heirs
 from odyssey_megatron.policy.score import mean_time_between_failures_s
-from odyssey_megatron.policy.search import search_for
-from odyssey_megatron.policy.seating import place
 from odyssey_megatron.policy.shares import SLACK
 
 _FINALISTS = 6
@@ -112,78 +106,6 @@ class Decision:
         )
 
 
-def initial_plan(job: JobSpec, state: ClusterState, profile: Profile) -> Plan:
-    """The failure-free plan: Megatron's own layout, or the best. Called once, before training, when there is time.
-
-    Raises:
-        PlanInfeasible: it does not fit the profile's memory.
-    """
-    own = megatron_layout(
-        num_layers=job.num_layers,
-        pipeline_size=job.pipeline_model_parallel_size,
-        num_workers=len(state.workers),
-        num_microbatches=job.num_microbatches,
-        stage_layers=job.stage_layers,
-        tied=job.is_tied,
-    )
-    prepare(job, state, profile)
-    if not job.chooses_layout:
-        return _healthy(own, job, state, profile)
-    plans, reason = list[Plan](), ""
-    turned = _turned(own, job, profile) if job.virtual_stages > 1 else ()
-    better = _better(own, job, profile) if job.best_layout else ()
-    for layout in (own, *turned, *better):
-        try:
-            plans.append(_healthy(layout, job, state, profile))
-        except PlanInfeasible as error:
-            reason = reason or str(error)
-    if not plans:
-        raise PlanInfeasible(reason)
-
-    def wanted_s(plan: Plan) -> float:
-        worth = WORTH if plan.layout.revisits else 1.0
-        return plan.step_s / worth * (1 - ALIKE * (plan is plans[0]))
-
-    return min(plans, key=wanted_s)
-
-
-def _turned(own: Layout, job: JobSpec, profile: Profile) -> Iterator[Layout]:
-    """The launch line's pipelines with routes that visit workers more than once, for its virtual stages."""
-    costs, workers = profile.costs, own.workers
-    search = search_for(costs, costs.memory_bytes, job.optimizer_copies, revisits=job.revisits)
-    for turned in search.turned:
-        if turned.splits.most_stages < job.pipeline_model_parallel_size:
-            continue
-        try:
-            shape = turned.shape(len(workers), job.num_microbatches, len(own.routes))
-        except PlanInfeasible:
-            continue
-        yield place(shape, workers, own, costs)
-
-
-def _better(own: Layout, job: JobSpec, profile: Profile) -> Iterator[Layout]:
-    """Layouts of the same workers, in which losing one is survived where it is with ``own``; the best is the first."""
-    costs, workers = profile.costs, own.workers
-    search = search_for(costs, costs.memory_bytes, job.optimizer_copies, revisits=job.revisits)
-    least = 1 if min(map(len, own.holders)) == 1 else 2
-    good = (
-        one
-        for one in search.partitions(len(workers), job.num_microbatches)
-        if one.number >= least and one.shares
-    )
-    for found in itertools.islice(good, 2):
-        yield place(search.shape_of(found, len(workers), job.num_microbatches), workers, own, costs)
-
-
-def _healthy(layout: Layout, job: JobSpec, state: ClusterState, profile: Profile) -> Plan:
-    nodes = state.nodes
-    if job.spreads_replicas:
-        layout = spread(layout, nodes)
-    layout = with_shadows(layout, None, nodes, job.least_holders, profile.costs, eager=job.eager_forwards)
-    layout = with_keepers(layout, None, nodes, job.optimizer_copies)
-    return scheduled("initial", layout, (), state, profile, eager=job.eager_forwards)
-
-
 def scheduled(
     policy: str,
     layout: Layout,
@@ -195,7 +117,7 @@ def scheduled(
 ) -> Plan:
     """The verified plan of a layout that needs no choosing. Raises PlanInfeasible if it does not fit."""
     speeds, shares, profile = worker_speeds(state), worker_shares(state), with_links(profile, state)
-    caps = caps_for(layout, profile, shares)
+    caps = caps_for(layout, profile.costs, shares)
     order = order_routes(layout, profile.costs, in_flight_cap=caps, speeds=speeds)
     assembled = _assembled(order, layout, profile.costs, caps, speeds, eager)
     return Plan(

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.bound import lower_bound_s
 from odyssey_megatron.plan.layout import Layout
-from odyssey_megatron.plan.memory import activation_caps, fullest_bytes
+from odyssey_megatron.plan.memory import caps_for
 from odyssey_megatron.plan.plan import Transfer
 from odyssey_megatron.plan.redundancy import with_keepers, with_shadows
 from odyssey_megatron.plan.transfer import plan_transfers, transfer_s
 from odyssey_megatron.policy.case import Case
 from odyssey_megatron.policy.links import around
 from odyssey_megatron.policy.policies import POLICIES
-from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.proposal import Policy, Proposal, Sketch
 
 
@@ -179,7 +178,7 @@ def lay_out(
     copies = case.job.optimizer_copies
     layout = with_keepers(layout, case.previous, nodes, copies, joins=joins)
     transfers = plan_transfers(case.previous, layout, case.alive, costs)
-    caps = caps_for(layout, profile, case.shares)
+    caps = caps_for(layout, costs, case.shares)
     return Option(
         policy=policy,
         name=proposal.name or policy.name,
@@ -189,20 +188,6 @@ def lay_out(
         fatal_share=case.fatal_share(layout),
         found=LaidOut(layout=layout, transfers=transfers, caps=caps),
     )
-
-
-def caps_for(layout: Layout, profile: Profile, shares: Mapping[int, float] | None = None) -> dict[int, int]:
-    """Bytes of activations for each worker. Raises PlanInfeasible if the state alone does not fit.
-
-    GPUs are alike, so where memory is not known each may fill what 1F1B's fullest worker needs; one that is not a whole
-    cell (``shares``: worker -> ``WorkerState.share``) what it needs itself, if there is to be any plan with it.
-    """
-    costs = profile.costs
-    if costs.memory_bytes is not None:
-        return activation_caps(layout, costs, budget_bytes=costs.memory_bytes, shares=shares)
-    caps = activation_caps(layout, costs, budget_bytes=fullest_bytes(layout, costs))
-    own = activation_caps(layout, costs) if shares else {}
-    return caps | {worker: own[worker] for worker in own.keys() & (shares or {}).keys()}
 
 
 def restart(case: Case) -> tuple[float, float] | str:

@@ -22,8 +22,9 @@ from odyssey_megatron.metrics.outlet import Outlet
 from odyssey_megatron.plan.generation import CandidateRow
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.policy import redundancy, replacing
-from odyssey_megatron.policy.decide import decide, initial_plan, scheduled
+from odyssey_megatron.policy.decide import decide, scheduled
 from odyssey_megatron.policy.history import History
+from odyssey_megatron.policy.initial import initial_plan
 from odyssey_megatron.policy.measured import Measured, alike, with_measured
 from odyssey_megatron.policy.preparing import prepare
 from odyssey_megatron.policy.profile import Profile

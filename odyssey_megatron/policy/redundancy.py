@@ -13,7 +13,7 @@ from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.eager import eager_forwards
 from odyssey_megatron.plan.generation import CandidateRow
 from odyssey_megatron.plan.plan import Plan
-from odyssey_megatron.policy.decide import initial_plan
+from odyssey_megatron.policy.initial import initial_plan
 from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.score import expected_tokens
 

@@ -19,10 +19,9 @@ from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Layout, layout_from_routes, megatron_layout, pipeline_route
-from odyssey_megatron.plan.memory import activation_caps, one_f_one_b_bytes, state_bytes
+from odyssey_megatron.plan.memory import activation_caps, caps_for, one_f_one_b_bytes, state_bytes
 from odyssey_megatron.plan.order import order_routes
 from odyssey_megatron.plan.simulate import step_end_s
-from odyssey_megatron.policy.options import caps_for
 from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.shares import Rate
 
@@ -72,7 +71,7 @@ def one_f_one_b_step_s(layout: Layout, costs: Costs) -> float:
 def our_step_s(layout: Layout, profile: Profile) -> float:
     """The same layout in our order, in all the memory that there is. Infinite where it does not fit."""
     try:
-        order = order_routes(layout, profile.costs, in_flight_cap=caps_for(layout, profile))
+        order = order_routes(layout, profile.costs, in_flight_cap=caps_for(layout, profile.costs))
     except PlanInfeasible:
         return math.inf
     return step_end_s(layout, profile.costs, order.done_s)

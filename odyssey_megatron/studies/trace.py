@@ -12,7 +12,8 @@ from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import LayersLost, PlanInfeasible
 from odyssey_megatron.inputs import Between
 from odyssey_megatron.plan.plan import Plan
-from odyssey_megatron.policy.decide import decide, initial_plan, scheduled
+from odyssey_megatron.policy.decide import decide, scheduled
+from odyssey_megatron.policy.initial import initial_plan
 from odyssey_megatron.studies.baselines import Running, System, World
 
 MAX_CHANGES = 10_000

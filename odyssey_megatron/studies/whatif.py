@@ -26,7 +26,8 @@ from odyssey_megatron.plan.render import render
 from odyssey_megatron.plan.simulate import Timeline, simulate
 from odyssey_megatron.plan.spread import on_one_node, spread
 from odyssey_megatron.policy.case import worker_speeds
-from odyssey_megatron.policy.decide import Decision, decide, initial_plan
+from odyssey_megatron.policy.decide import Decision, decide
+from odyssey_megatron.policy.initial import initial_plan
 from odyssey_megatron.policy.planner import PolicyPlanner
 from odyssey_megatron.policy.table import candidates_table
 from odyssey_megatron.policy.two_speed import TwoSpeed, two_speed

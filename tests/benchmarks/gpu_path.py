@@ -46,7 +46,8 @@ from odyssey_megatron.plan.groups import WORLD, group_members
 from odyssey_megatron.plan.layout import Route
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.schedule import MESSAGE
-from odyssey_megatron.policy.decide import decide, initial_plan
+from odyssey_megatron.policy.decide import decide
+from odyssey_megatron.policy.initial import initial_plan
 from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.rebuild import hosts
 from tests.benchmarks.bars import Bar, at_most, exactly, finish

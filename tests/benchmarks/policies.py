@@ -35,7 +35,8 @@ from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import ClusterState, apply, initial_state
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.plan.costs import Costs, LayerCost
-from odyssey_megatron.policy.decide import Decision, decide, initial_plan
+from odyssey_megatron.policy.decide import Decision, decide
+from odyssey_megatron.policy.initial import initial_plan
 from odyssey_megatron.policy.profile import Profile
 from tests.benchmarks.bars import Bar, at_least, at_most, finish
 from tests.plan.samples import FREE

@@ -50,7 +50,8 @@ from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import LayersLost, PlanInfeasible
 from odyssey_megatron.metrics.journal import read_journal
 from odyssey_megatron.plan.plan import Plan
-from odyssey_megatron.policy.decide import decide, initial_plan
+from odyssey_megatron.policy.decide import decide
+from odyssey_megatron.policy.initial import initial_plan
 from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.studies.presets import preset_profile
 from tests.benchmarks import overhead

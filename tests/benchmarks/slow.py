@@ -31,7 +31,8 @@ from odyssey_megatron.cluster.events import RankDied
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import apply, initial_state, with_speeds
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.policy.decide import decide, initial_plan, scheduled
+from odyssey_megatron.policy.decide import decide, scheduled
+from odyssey_megatron.policy.initial import initial_plan
 from odyssey_megatron.policy.profile import Profile
 from tests.benchmarks.bars import at_least, finish
 from tests.benchmarks.policies import LAYERS, SETTINGS, WORKERS, costs, job_of, profile_of

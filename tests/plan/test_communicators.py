@@ -14,7 +14,8 @@ from odyssey_megatron.cluster.state import apply, initial_state
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.plan.communicators import GROUP_BYTES, PAIR_BYTES, communicators, connect_s
 from odyssey_megatron.plan.groups import WORLD, group_members
-from odyssey_megatron.policy.decide import decide, initial_plan
+from odyssey_megatron.policy.decide import decide
+from odyssey_megatron.policy.initial import initial_plan
 from odyssey_megatron.policy.profile import Profile
 from tests.plan.samples import layer, uniform_costs
 

@@ -11,7 +11,7 @@ from odyssey_megatron.cluster.state import initial_state
 from odyssey_megatron.plan.layout import layout_from_routes, megatron_layout, pipeline_route
 from odyssey_megatron.plan.redundancy import with_keepers
 from odyssey_megatron.plan.spread import on_one_node, spread
-from odyssey_megatron.policy.decide import initial_plan
+from odyssey_megatron.policy.initial import initial_plan
 from odyssey_megatron.policy.profile import Profile
 from tests.plan.samples import uniform_costs
 

@@ -16,7 +16,8 @@ from odyssey_megatron.plan.plan import Transfer
 from odyssey_megatron.plan.programs import Programs
 from odyssey_megatron.plan.resume import BEGINS, fits
 from odyssey_megatron.plan.wire import NO_PART, Head, Part, from_wire, has_part, to_wire, with_all_routes
-from odyssey_megatron.policy.decide import decide, initial_plan
+from odyssey_megatron.policy.decide import decide
+from odyssey_megatron.policy.initial import initial_plan
 from odyssey_megatron.policy.profile import Profile
 from tests.plan.samples import uniform_costs
 

@@ -2,7 +2,8 @@ from dataclasses import replace
 
 from odyssey_megatron.cluster.state import initial_state
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.policy.decide import decide, initial_plan
+from odyssey_megatron.policy.decide import decide
+from odyssey_megatron.policy.initial import initial_plan
 from tests.policy.test_decide import PROFILE, check, job
 
 

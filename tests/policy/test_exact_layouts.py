@@ -1,17 +1,17 @@
 """The planner beside the best of all layouts and schedules, proved, on small clusters."""
 
-import contextlib
 import json
 import statistics
+from dataclasses import replace
 
 import pytest
 
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import initial_state, with_speeds
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.bound import cluster_bound_s
-from odyssey_megatron.policy.decide import decide, initial_plan
+from odyssey_megatron.policy.decide import decide
+from odyssey_megatron.policy.initial import initial_plan
 from odyssey_megatron.policy.profile import Profile
 from tests.policy.exact_layouts import OPTIMA, cases, optimum_s
 
@@ -27,7 +27,10 @@ def planned_s(one):
         num_layers=layers + 2, pipeline_model_parallel_size=stages, tensor_model_parallel_size=1,
         num_microbatches=one.microbatches, tokens_per_step=1, train_steps=1, best_layout=True,
     )  # fmt: skip
-    state, profile = initial_state(nodes=(0,) * one.workers), Profile(costs=one.costs, group_build_s=0.0)
+    # Free: as the solver has it, and not what 1F1B would take, which is what plans go by where memory is not known.
+    memory_bytes = one.costs.memory_bytes or 10**6
+    costs = replace(one.costs, memory_bytes=memory_bytes)
+    state, profile = initial_state(nodes=(0,) * one.workers), Profile(costs=costs, group_build_s=0.0)
     plan = initial_plan(job, state, profile)
     if not one.speeds:
         return plan.step_s
@@ -43,28 +46,26 @@ def planned_s(one):
     ).best.step_s
 
 
-@pytest.fixture(scope="module")
-def gaps():
-    """Case -> step / optimum - 1, without those in which one pipeline alone would fit: replicas are asked for."""
-    found = {}
-    for name, best in KNOWN.items():
-        with contextlib.suppress(PlanInfeasible):
-            found[name] = planned_s(CASES[name]) / best - 1
-    return found
-
-
-def test_plans_are_near_the_optimum(gaps):
-    """Half of them are the optimum. What is far from it has a few microbatches that pipelines cannot share alike, where
-    the optimum takes one apart, or layers that workers cannot, where it gives a layer to two of them in turn.
-    """
-    worst = sorted(gaps, key=gaps.get)
-    print(*(f"{gaps[name]:7.1%} {name}" for name in worst), sep="\n")
-    assert len(KNOWN) >= 60
-    assert len(KNOWN) - len(gaps) <= 8
+def gaps_of(names):
+    """Case -> step / optimum - 1, printed, the worst last."""
+    gaps = {name: planned_s(CASES[name]) / KNOWN[name] - 1 for name in names}
+    print(*(f"{gaps[name]:7.1%} {name}" for name in sorted(gaps, key=gaps.get)), sep="\n")
     assert min(gaps.values()) >= -1e-9, "better than optimal: the model of the exact solver is wrong"
     assert statistics.median(gaps.values()) <= 1e-9
-    assert sum(gap <= 0.05 for gap in gaps.values()) >= 0.6 * len(gaps)
-    assert max(gaps.values()) <= 0.5
+    return gaps
+
+
+def test_plans_are_near_the_optimum():
+    gaps = gaps_of([*KNOWN][::8])
+    assert max(gaps.values()) <= 0.05
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(1200)
+def test_all_plans_are_near_the_optimum():
+    gaps = gaps_of(KNOWN)
+    assert len(gaps) >= 60
+    assert max(gaps.values()) <= 0.05
 
 
 def test_the_bound_is_below_every_optimum():

@@ -13,7 +13,8 @@ from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.plan.layout import megatron_layout
 from odyssey_megatron.plan.schedule import Schedule
 from odyssey_megatron.plan.simulate import simulate
-from odyssey_megatron.policy.decide import decide, initial_plan, scheduled
+from odyssey_megatron.policy.decide import decide, scheduled
+from odyssey_megatron.policy.initial import initial_plan
 from odyssey_megatron.policy.links import around, exchanged, waits_s
 from tests.policy.test_decide import PROFILE, job
 from tests.policy.test_history import FOREVER, planner_of

@@ -13,7 +13,8 @@ from odyssey_megatron.plan.layout import megatron_layout
 from odyssey_megatron.plan.memory import fullest_bytes
 from odyssey_megatron.policy import partition
 from odyssey_megatron.policy.case import Case, with_links
-from odyssey_megatron.policy.decide import initial_plan, scheduled
+from odyssey_megatron.policy.decide import scheduled
+from odyssey_megatron.policy.initial import initial_plan
 from odyssey_megatron.policy.links import around
 from odyssey_megatron.policy.pipelines import ALIKE, Pipelines
 from odyssey_megatron.policy.policies import replan

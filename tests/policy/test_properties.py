@@ -20,8 +20,10 @@ from odyssey_megatron.plan.costs import Costs, LayerCost
 from odyssey_megatron.plan.memory import state_bytes
 from odyssey_megatron.plan.verify import verify
 from odyssey_megatron.policy.case import with_links
-from odyssey_megatron.policy.decide import decide, initial_plan
+from odyssey_megatron.policy.decide import decide
+from odyssey_megatron.policy.initial import initial_plan
 from odyssey_megatron.policy.profile import Profile
+from tests.plan.second import Second, held_bytes
 
 SLOW = "ODYSSEY_SLOW_TESTS" in os.environ
 
@@ -107,6 +109,10 @@ def check_plan(plan, job, profile, state):
     speeds = {w.worker: w.speed for w in state.workers}
     timeline = verify(layout, plan.schedule, with_links(profile, state).costs, speeds=speeds)
     assert timeline.step_s == pytest.approx(plan.step_s, rel=1e-6)
+    second = Second(plan.schedule.to_text(), with_links(profile, state).costs, speeds, layout.copies)
+    assert second.step_s == pytest.approx(plan.step_s, rel=1e-8)
+    if not layout.keepers:
+        assert second.peak_bytes(held_bytes(layout, profile.costs)) == dict(plan.peak_bytes)
     assert plan.bound_s <= plan.step_s * (1 + 1e-6)
     assert timeline.peak_bytes == plan.peak_bytes
     if profile.costs.memory_bytes is not None:

@@ -9,10 +9,10 @@ from odyssey_megatron.cluster.events import RankJoined
 from odyssey_megatron.cluster.state import apply, initial_state
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import PlanInfeasible
-from odyssey_megatron.plan.memory import activation_caps, fullest_bytes, state_bytes
+from odyssey_megatron.plan.memory import activation_caps, caps_for, fullest_bytes, state_bytes
 from odyssey_megatron.policy.case import worker_shares, worker_speeds
-from odyssey_megatron.policy.decide import decide, initial_plan
-from odyssey_megatron.policy.options import caps_for
+from odyssey_megatron.policy.decide import decide
+from odyssey_megatron.policy.initial import initial_plan
 from odyssey_megatron.policy.profile import Profile
 from tests.plan.samples import uniform_costs
 from tests.policy.test_decide import check, job, kill
@@ -76,7 +76,7 @@ def test_bytes_of_each_of_its_ranks():
 
 def test_where_memory_is_not_known_nobody_is_refused():
     layout = initial_plan(job(4, 24, 14), initial_state(nodes=(0,) * 8), Profile(costs=COSTS)).layout
-    whole, caps = (caps_for(layout, Profile(costs=COSTS), shares) for shares in ({}, {SMALL: 0.25}))
+    whole, caps = (caps_for(layout, COSTS, shares) for shares in ({}, {SMALL: 0.25}))
     assert {worker for worker in caps if caps[worker] != whole[worker]} <= {SMALL}
     assert caps[SMALL] == activation_caps(layout, COSTS)[SMALL]
 

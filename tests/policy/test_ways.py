@@ -10,7 +10,8 @@ from odyssey_megatron.cluster.state import apply, initial_state
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.plan.layout import layout_from_routes
 from odyssey_megatron.policy import ways
-from odyssey_megatron.policy.decide import decide, initial_plan
+from odyssey_megatron.policy.decide import decide
+from odyssey_megatron.policy.initial import initial_plan
 from odyssey_megatron.policy.partition import ranked
 from odyssey_megatron.policy.pipelines import WORTH
 from odyssey_megatron.policy.profile import Profile

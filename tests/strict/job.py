@@ -26,7 +26,8 @@ from odyssey_megatron.execute.rank import RankRuntime
 from odyssey_megatron.plan.generation import Generation, Stop
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.slices import Span
-from odyssey_megatron.policy.decide import decide, initial_plan
+from odyssey_megatron.policy.decide import decide
+from odyssey_megatron.policy.initial import initial_plan
 from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.rebuild.groups import build_groups
 from tests.execute.stack import LAYERS, MICROBATCHES, Stack

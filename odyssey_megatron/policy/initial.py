@@ -1,0 +1,136 @@
+"""The plan that a job begins with: Megatron's own layout, or the best."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from odyssey_megatron.cluster.job import JobSpec
+from odyssey_megatron.cluster.state import ClusterState
+from odyssey_megatron.errors import PlanInfeasible
+from odyssey_megatron.plan.layout import Layout, megatron_layout
+from odyssey_megatron.plan.plan import Plan
+from odyssey_megatron.plan.redundancy import with_keepers, with_shadows
+from odyssey_megatron.plan.spread import spread
+from odyssey_megatron.policy.case import worker_shares, worker_speeds
+from odyssey_megatron.policy.decide import scheduled
+from odyssey_megatron.policy.mixing import Mixing, judged_by
+from odyssey_megatron.policy.pipelines import ALIKE, WORTH
+from odyssey_megatron.policy.preparing import prepare
+from odyssey_megatron.policy.profile import Profile
+from odyssey_megatron.policy.search import search_for
+from odyssey_megatron.policy.seating import place
+
+
+def initial_plan(job: JobSpec, state: ClusterState, profile: Profile) -> Plan:
+    """The failure-free plan: Megatron's own layout, or the best. Called once, before training, when there is time.
+
+    Raises:
+        PlanInfeasible: it does not fit the profile's memory.
+    """
+    own = megatron_layout(
+        num_layers=job.num_layers,
+        pipeline_size=job.pipeline_model_parallel_size,
+        num_workers=len(state.workers),
+        num_microbatches=job.num_microbatches,
+        stage_layers=job.stage_layers,
+        tied=job.is_tied,
+    )
+    prepare(job, state, profile)
+    if not job.chooses_layout:
+        return _healthy(own, job, state, profile)
+    plans, reasons = list[Plan](), list[str]()
+    for layout in _layouts(own, job, state, profile, plans):
+        try:
+            plans.append(_healthy(layout, job, state, profile))
+        except PlanInfeasible as error:
+            reasons.append(str(error))
+    if not plans:
+        raise PlanInfeasible(reasons[0])
+
+    def wanted_s(plan: Plan) -> float:
+        worth = WORTH if plan.layout.revisits else 1.0
+        return plan.step_s / worth * (1 - ALIKE * (plan is plans[0]))
+
+    return min(plans, key=wanted_s)
+
+
+def _layouts(
+    own: Layout, job: JobSpec, state: ClusterState, profile: Profile, plans: Sequence[Plan]
+) -> Iterator[Layout]:
+    """What there is to choose from. ``plans``: of those so far, as they are made."""
+    yield own
+    if job.virtual_stages > 1:
+        yield from _turned(own, job, profile)
+    if job.best_layout:
+        # Losing a worker is survived where it is with the launch line's layout, if there is one with that.
+        for least in dict.fromkeys((min(2, min(map(len, own.holders))), 1)):
+            yield from _better(own, job, profile, least)
+            yield from _apart(own, job, state, profile, least, plans)
+            if plans:
+                break
+
+
+def _turned(own: Layout, job: JobSpec, profile: Profile) -> Iterator[Layout]:
+    """The launch line's pipelines with routes that visit workers more than once, for its virtual stages."""
+    costs, workers = profile.costs, own.workers
+    search = search_for(costs, costs.memory_bytes, job.optimizer_copies, revisits=job.revisits)
+    for turned in search.turned:
+        if turned.splits.most_stages < job.pipeline_model_parallel_size:
+            continue
+        try:
+            shape = turned.shape(len(workers), job.num_microbatches, len(own.routes))
+        except PlanInfeasible:
+            continue
+        yield place(shape, workers, own, costs)
+
+
+def _better(own: Layout, job: JobSpec, profile: Profile, least: int) -> Iterator[Layout]:
+    """Layouts of the same workers with at least so many pipelines; the best is the first."""
+    costs, workers = profile.costs, own.workers
+    search = search_for(costs, costs.memory_bytes, job.optimizer_copies, revisits=job.revisits)
+    good = (
+        one
+        for one in search.partitions(len(workers), job.num_microbatches)
+        if one.number >= least and one.shares
+    )
+    for found in itertools.islice(good, 2):
+        yield place(search.shape_of(found, len(workers), job.num_microbatches), workers, own, costs)
+
+
+def _apart(
+    own: Layout, job: JobSpec, state: ClusterState, profile: Profile, least: int, plans: Sequence[Plan]
+) -> Iterator[Layout]:
+    """A layout in which microbatches go their own ways, where that is worth it beside ``plans``; in small jobs."""
+    mixing = Mixing(
+        workers=own.workers,
+        microbatches=job.num_microbatches,
+        costs=profile.costs,
+        speeds=worker_speeds(state),
+        least_holders=least,
+        judge=judged_by(
+            profile.costs,
+            worker_speeds(state),
+            worker_shares(state),
+            lambda layout: _held(layout, job, state, profile),
+        ),
+        tied=job.is_tied,
+    )
+    if job.revisits and mixing.is_small:
+        found = mixing.better([one.layout for one in plans])
+        if found is not None:
+            yield found
+
+
+def _healthy(layout: Layout, job: JobSpec, state: ClusterState, profile: Profile) -> Plan:
+    if job.spreads_replicas:
+        layout = spread(layout, state.nodes)
+    layout = _held(layout, job, state, profile)
+    return scheduled("initial", layout, (), state, profile, eager=job.eager_forwards)
+
+
+def _held(layout: Layout, job: JobSpec, state: ClusterState, profile: Profile) -> Layout:
+    """With the holders, and the keepers of optimizer state, that the job asks for."""
+    nodes = state.nodes
+    layout = with_shadows(layout, None, nodes, job.least_holders, profile.costs, eager=job.eager_forwards)
+    return with_keepers(layout, None, nodes, job.optimizer_copies)

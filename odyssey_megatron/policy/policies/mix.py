@@ -1,0 +1,72 @@
+"""Routes that are taken apart, where there are few microbatches and layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from itertools import islice
+
+from odyssey_megatron.errors import PlanInfeasible
+from odyssey_megatron.plan.bound import cluster_bound_s
+from odyssey_megatron.plan.layout import Layout
+from odyssey_megatron.plan.redundancy import with_keepers, with_shadows
+from odyssey_megatron.policy.case import Case
+from odyssey_megatron.policy.mixing import Mixing, judged_by, seated
+from odyssey_megatron.policy.policies import replan
+from odyssey_megatron.policy.proposal import Policy, Sketch
+
+
+class Mix(Policy):
+    """Each microbatch goes its own way through the workers that hold what it needs."""
+
+    name, order = "mix", 50
+
+    def propose(self, case: Case) -> Iterable[Sketch]:
+        """In small jobs, where nobody waits for the decision: it takes a second."""
+        if not case.rebalances or not case.job.revisits:
+            return
+        costs, job = case.profile.costs, case.job
+        mixing = Mixing(
+            workers=case.alive,
+            microbatches=job.num_microbatches,
+            costs=costs,
+            speeds=case.speeds,
+            least_holders=min(2, min(map(len, case.previous.holders))),
+            judge=judged_by(costs, case.speeds, case.shares, lambda layout: _kept(case, layout)),
+            tied=job.is_tied,
+        )
+        if not mixing.is_small:
+            return
+
+        def make() -> Layout:
+            found = mixing.better(_starts(case))
+            if found is None:
+                raise PlanInfeasible("no routes that take pipelines apart are worth it")
+            return seated(found, case.previous, mixing)
+
+        yield Sketch(
+            make=make,
+            note="microbatches go their own ways",
+            least_step_s=cluster_bound_s(job.num_microbatches, costs, case.alive, case.speeds),
+            fatal_share=0.0,
+        )
+
+
+def _starts(case: Case) -> list[Layout]:
+    """The best pipelines, and what there is."""
+    found = [] if case.lost else [case.previous]
+    for sketch in islice(replan.POLICY.propose(case), 2):
+        with suppress(PlanInfeasible):
+            found.append(sketch.make())
+    return found
+
+
+def _kept(case: Case, layout: Layout) -> Layout:
+    nodes, job = case.state.nodes, case.job
+    layout = with_shadows(
+        layout, case.previous, nodes, job.least_holders, case.profile.costs, shares=case.shares
+    )
+    return with_keepers(layout, case.previous, nodes, job.optimizer_copies)
+
+
+POLICY = Mix()

@@ -1,0 +1,44 @@
+"""Microbatches that go their own ways through workers that hold several layers: as exact as any other route."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from odyssey_megatron.policy.profile import Profile
+from tests.e2e.jobs import assert_equal_runs
+from tests.plan.samples import uniform_costs
+
+MODEL = "--num-layers 4 --global-batch-size 2"
+"""On three workers: as one pipeline a step takes 12 units, and 10 where each microbatch takes its own way."""
+
+CASES = {
+    "backward": "rank=1,step=2,at=backward",
+    "transfer": "rank=0,step=1,at=forward;rank=2,step=2,at=reduce",
+    "optimizer": "rank=2,step=3,at=optimizer",
+}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(one, marks=[] if one == "backward" else pytest.mark.matrix) for one in CASES]
+)
+def test_a_job_whose_microbatches_go_their_own_ways(jobs, undisturbed, tmp_path, name, case):
+    path = tmp_path / "few.json"
+    costs = replace(uniform_costs(4, ends=True), memory_bytes=2**30)
+    Profile(costs=costs, group_build_s=0.0).save(path)
+    inject = CASES[case]
+    flags = f"{MODEL} --odyssey-layout auto --odyssey-profile {path} --odyssey-redundancy state"
+    flags += " --odyssey-redundancy-level 2" if ";" in inject else ""
+    shot = jobs.run(name, ranks=3, stages=3, flags=f"{flags} --odyssey-inject {inject}")
+    assert_equal_runs(shot, undisturbed(MODEL, ranks=3, stages=3), kills=inject.count("rank="))
+    first = shot.named("decision")[0]["layout"]
+    ways = [
+        [(hop["worker"], hop["first"], hop["last"]) for hop in route["hops"]] for route in first["routes"]
+    ]
+    assert len(ways) == 2
+    spans = {(worker, first, last) for way in ways for worker, first, last in way}
+    assert len(spans) > len({worker for worker, *_ in spans}), (
+        "some worker computes other layers of the other"
+    )
+    assert {worker for worker, *_ in ways[0]} & {worker for worker, *_ in ways[1]}
