@@ -30,6 +30,17 @@ def moves_name(source: int, target: int) -> str:
     return f"{source}>>{target}"
 
 
+def way_of(name: str) -> Channel | None:
+    """Of a group of two ranks, for messages of one to the other, which of them is which: (sender, receiver), 0 the one
+    with the lower number. None of other groups.
+    """
+    source, mark, target = name.partition(">")
+    if not mark:
+        return None
+    # A worker's ranks are in a row, those of the next one behind them.
+    return (0, 1) if int(source) < int(target.lstrip(">").partition(".")[0]) else (1, 0)
+
+
 def channels(layout: Layout, transfers: Iterable[Transfer]) -> set[Channel]:
     """All of a plan: forwards go along routes, gradients back, and layers as they move."""
     steps = {(a.worker, b.worker) for route in layout.routes for a, b in pairwise(route.hops)}

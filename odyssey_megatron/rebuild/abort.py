@@ -1,21 +1,15 @@
 """Leaving operations that will never end, because a peer is gone.
 
-Behind one small interface, ``Abort``: what one generation's groups hang on. gloo has no abort that works
-(measured with torch 2.13: abort, shutdown and destroy of a group leave an operation in flight waiting for its
-timeout), so two things stand in for it. Its connections are shut down from outside, which frees most
-operations within milliseconds. But gloo does not signal an operation whose payload is already in flight, so
-every wait also runs in a helper thread, which the waiting thread can leave behind.
+Behind one small interface, ``Abort``: what one generation's groups hang on. NCCL has an abort that works
+(:class:`NcclAbort`); for gloo, which has none, see ``abort_gloo.py``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
-import socket
-import struct
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
@@ -73,102 +67,6 @@ class Abort(Protocol):
         """No more operations will come."""
 
 
-class GlooAbort:
-    """Shuts the generation's sockets down, and waits where waiting can be left.
-
-    Any thread may wait. Helpers are reused; one that was left behind in an operation lives until that ends, at
-    the latest by the operation's timeout.
-    """
-
-    holds = None
-
-    def __init__(self, patience: timedelta | None = None) -> None:
-        """``patience``: with a message, which gloo would otherwise wait for no longer than it may take to connect."""
-        self.fired, self.patience = False, patience
-        self._lock = threading.Lock()
-        self._sockets: set[str] = set()
-        self._published: list[bytes] = []
-        self._calls: set[_Call] = set()
-        self._helpers = _Helpers()
-
-    def fire(self) -> None:
-        with self._lock:
-            self.fired = True
-            sockets, self._sockets = self._sockets, set()
-            _shut_down(sockets)
-        for call in list(self._calls):
-            call.leave()
-
-    @contextlib.contextmanager
-    def connecting(self) -> Iterator[None]:
-        before = set(_open_sockets().values())
-        try:
-            yield
-        finally:
-            with self._lock:
-                opened = {
-                    inode for fd, inode in _open_sockets().items() if inode not in before and self._is_own(fd)
-                }
-                if self.fired:
-                    _shut_down(opened)
-                else:
-                    self._sockets |= opened
-        self._check()
-
-    def meet(self, published: Iterable[bytes]) -> None:
-        self._published += published
-
-    def _is_own(self, fd: int) -> bool:
-        """Whether ``fd`` is connected to where a rank of these groups listens: other threads open sockets, too."""
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as copy:
-            ends = [_as_published(copy.family, end()) for end in (copy.getsockname, copy.getpeername)]
-            return any(end and end in each for end in ends for each in self._published)
-        return False
-
-    def call(self, function: Callable[[], T]) -> T:
-        self._check()
-        call = _Call(function)
-        self._calls.add(call)
-        self._helpers.start(call)
-        if self.fired:  # between the check above and the moment from which ``fire`` can see the call
-            call.leave()
-        call.done.acquire()
-        self._calls.discard(call)
-        if not call.finished:
-            raise Superseded("a newer generation exists; this operation was left behind")
-        if call.error is None:
-            return call.result
-        try:
-            self._check()
-            if isinstance(call.error, RuntimeError):  # all that gloo raises
-                raise PeerFailed(str(call.error)) from call.error
-            raise call.error
-        finally:
-            del call  # error -> traceback -> this frame -> call -> error would keep the group's threads
-
-    def drain(self) -> None:
-        """Nothing to do: a wait that returns has the whole message."""
-
-    settle = drain
-
-    def adopt(self, backend: Any, use: Use) -> None:
-        """Nothing to do: its sockets are found."""
-
-    def use_of(self, backend: Any) -> None:
-        return None
-
-    def hand_over(self) -> dict[Any, Use]:
-        return {}
-
-    def close(self) -> None:
-        self.fire()
-        self._helpers.close()
-
-    def _check(self) -> None:
-        if self.fired:
-            raise Superseded("a newer generation exists")
-
-
 class Use:
     """What one rank has given a communicator. It is clean while all of that is through: then it may outlive an abort.
 
@@ -185,7 +83,7 @@ class Use:
     def is_clean(self) -> bool:
         given, last = self.given, self.last
         with contextlib.suppress(RuntimeError):  # of an operation that has failed
-            return self.connected and self.begun == given and (last is None or bool(last.is_completed()))
+            return self.connected and self.begun == given and (last is None or _is_through(last))
         return False
 
     def rest(self) -> None:
@@ -194,8 +92,19 @@ class Use:
             self.last = None
 
 
+def _is_through(work: Any) -> bool:
+    """Of a work of NCCL's: its kernel has ended. Where a peer's end was noticed it is said to be completed, with an
+    error, while the kernel goes on until it is aborted. Source: torch 2.13 ``WorkNCCL::isCompleted``.
+    """
+    return bool(work.is_completed()) and work.exception() is None
+
+
 class NcclAbort:
     """NCCL has an abort that works, also for the kernels on the device, so waiting needs no helper.
+
+    Connecting does: torch knows a communicator's handle, by which it could be ended, only once it is connected
+    (``ProcessGroupNCCL::initNCCLComm``, unless NCCL's calls do not block). So whoever connects with a rank that has
+    died meanwhile is left behind in it, in a thread of its own (:meth:`side_by_side`).
 
     Not run on a GPU by this project's tests; the facts are those of PyTorch's documentation of
     ``_abort_process_group`` and of libraries that abort in the same way. ``tests/strict`` runs it by these rules.
@@ -211,10 +120,46 @@ class NcclAbort:
         self.fired, self.holds = False, holds
         self.uses: dict[Any, Use] = {}
         self._lock = threading.Lock()
+        self._connecting: list[queue.SimpleQueue[Any]] = []
 
     def adopt(self, backend: Any, use: Use) -> None:
         with self._lock:
             self.uses[backend] = use
+
+    def connected(self, backend: Any) -> None:
+        """It is, and may be given operations. Raises Superseded if that comes too late; then it is gone."""
+        with self._lock:
+            if not self.fired:
+                self.uses[backend].connected = True
+                return
+        backend.abort()  # there was nothing to abort when all others were
+        raise Superseded("a newer generation exists")
+
+    def side_by_side(self, functions: Mapping[str, Callable[[], T]]) -> dict[str, T]:
+        """What each returns, of threads that are left behind once fired. Raises Superseded, or what one raised."""
+        ended: queue.SimpleQueue[tuple[str, Any, Exception | None] | None] = queue.SimpleQueue()
+        with self._lock:
+            self._connecting.append(ended)
+
+        def run(name: str) -> None:
+            try:
+                ended.put((name, functions[name](), None))
+            except Exception as error:  # noqa: BLE001 - handed to the caller's thread
+                ended.put((name, None, error))
+
+        for name in functions:
+            threading.Thread(target=run, args=(name,), name=f"odyssey-connect {name}", daemon=True).start()
+        found: dict[str, T] = {}
+        while len(found) < len(functions) and not self.fired:
+            if (one := ended.get()) is None:
+                break
+            name, result, error = one
+            if error is not None and not self.fired:
+                raise error
+            found[name] = result
+        if self.fired:
+            raise Superseded("a newer generation exists")
+        return found
 
     def use_of(self, backend: Any) -> Use | None:
         return self.uses.get(backend)
@@ -226,7 +171,9 @@ class NcclAbort:
             backends = [backend for backend, use in self.uses.items() if not use.is_clean]
             for backend in backends:
                 del self.uses[backend]
-        _abort_all(backends)
+            for ended in self._connecting:
+                ended.put(None)
+        abort_all(backends)
 
     def hand_over(self) -> dict[Any, Use]:
         with self._lock:
@@ -235,7 +182,7 @@ class NcclAbort:
 
     def close(self) -> None:
         self.fire()
-        _abort_all(list(self.hand_over()))
+        abort_all(list(self.hand_over()))
 
     @contextlib.contextmanager
     def connecting(self) -> Iterator[None]:
@@ -269,7 +216,8 @@ class NcclAbort:
             raise Superseded("a newer generation exists")
 
 
-def _abort_all(backends: list[Any]) -> None:
+def abort_all(backends: Sequence[Any]) -> None:
+    """Returns when all are gone."""
     # One thread each: an abort waits for its communicator's kernels, and they may wait for one another.
     threads = [threading.Thread(target=backend.abort, daemon=True) for backend in backends]
     for thread in threads:
@@ -374,102 +322,3 @@ OPERATIONS = tuple(
 
 for _name in OPERATIONS:
     setattr(AbortableGroup, _name, _operation(_name))
-
-
-class _Call:
-    """A function call that runs elsewhere and can be left."""
-
-    __slots__ = ("done", "error", "finished", "function", "result")
-
-    def __init__(self, function: Callable[[], Any]):
-        self.function: Callable[[], Any] | None = function
-        self.done = threading.Lock()  # a bare lock wakes a waiter faster than an Event
-        self.done.acquire()
-        self.finished = False
-        self.result: Any = None
-        self.error: BaseException | None = None
-
-    def run(self, before_done: Callable[[], None]) -> None:
-        function, self.function = self.function, None
-        done = self.done
-        try:
-            self.result = function() if function else None
-        except BaseException as error:  # noqa: BLE001 - handed to the caller's thread
-            self.error = error
-        self.finished = True
-        del self, function  # error -> traceback -> this frame -> self -> error: see GlooAbort.call
-        before_done()
-        with contextlib.suppress(RuntimeError):
-            done.release()
-
-    def leave(self) -> None:
-        with contextlib.suppress(RuntimeError):  # released before
-            self.done.release()
-
-
-class _Helpers:
-    """Threads that run calls: as many as there are calls at a time."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._idle: list[queue.SimpleQueue[_Call | None]] = []
-        self._closed = False
-
-    def start(self, call: _Call) -> None:
-        with self._lock:
-            calls = self._idle.pop() if self._idle else None
-        if calls is None:
-            calls = queue.SimpleQueue()
-            threading.Thread(target=self._run, args=(calls,), name="odyssey-wait", daemon=True).start()
-        calls.put(call)
-
-    def close(self) -> None:
-        """Ends the threads, each after the call that it may be busy with."""
-        with self._lock:
-            self._closed, idle, self._idle = True, self._idle, []
-        for calls in idle:
-            calls.put(None)
-
-    def _run(self, calls: queue.SimpleQueue[_Call | None]) -> None:
-        while (call := calls.get()) is not None:
-            # Free again before the caller goes on, who may have the next call for it.
-            call.run(before_done=lambda: self._release(calls))
-            del call  # it keeps tensors alive
-
-    def _release(self, calls: queue.SimpleQueue[_Call | None]) -> None:
-        with self._lock:
-            if not self._closed:
-                return self._idle.append(calls)
-        calls.put(None)
-
-
-def _open_sockets() -> dict[int, str]:
-    """By fd, ``socket:[inode]``. An inode, unlike an fd, is not reused while anyone may mean the old one."""
-    found = {}
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            link = os.readlink(f"/proc/self/fd/{fd}")
-            if link.startswith("socket:"):
-                found[int(fd)] = link
-    return found
-
-
-def _as_published(family: int, address: Any) -> bytes:
-    """The beginning of the ``sockaddr`` by which gloo tells others where it listens; empty: it is no such address."""
-    if family == socket.AF_INET:
-        return struct.pack("=H", family) + struct.pack("!H", address[1]) + socket.inet_aton(address[0])
-    if family == socket.AF_INET6:
-        host = socket.inet_pton(family, address[0].partition("%")[0])
-        return struct.pack("=H", family) + struct.pack("!HI", *address[1:3]) + host
-    return b""
-
-
-def _shut_down(sockets: set[str]) -> None:
-    for fd, inode in _open_sockets().items():
-        if inode not in sockets:
-            continue
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as copy:
-            same = os.readlink(f"/proc/self/fd/{copy.fileno()}") == inode  # the fd may be another one by now
-            # gloo ends the process if accepting fails on its listening socket.
-            if same and not copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                copy.shutdown(socket.SHUT_RDWR)

@@ -21,8 +21,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import Superseded
-from odyssey_megatron.plan.groups import WORLD
-from odyssey_megatron.rebuild.abort import Abort, AbortableGroup
+from odyssey_megatron.plan.groups import WORLD, way_of
+from odyssey_megatron.rebuild.abort import Abort, AbortableGroup, abort_all
 from odyssey_megatron.rebuild.hosts import StagedGroup
 from odyssey_megatron.rebuild.kept import Communicator
 from odyssey_megatron.rebuild.library import Gloo, Hosts, Library, Nccl
@@ -130,6 +130,9 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
         if self._devices.spare is not None:
             clean = self._aborts[self._devices].hand_over()
             self._devices.spare.lay_by([self._connected[one] for one in clean if one in self._connected])
+            abort_all(
+                [one for one in clean if one not in self._connected]
+            )  # they came too late to be a group
         self.close()
 
     def close(self) -> None:
@@ -250,7 +253,7 @@ def _build_all(
     library: Library,
     abort: Abort,
 ) -> dict[str, tuple[Any, dist.Store]]:
-    """Runs in a thread that can be left."""
+    """Where it can be left."""
     connect = library.connector(abort)
 
     def build(name: str) -> tuple[Any, dist.Store]:
@@ -260,9 +263,9 @@ def _build_all(
         if size == 1:
             # It copies inputs to outputs, which for one rank is exact.
             return FakeProcessGroup._create_internal(0, 1), store
-        return connect(store, index, size), store
+        return connect(store, index, size, way_of(name)), store
 
-    return library.build_all({name: functools.partial(build, name) for name in named})
+    return library.build_all({name: functools.partial(build, name) for name in named}, abort)
 
 
 def _plain_group(

@@ -3,7 +3,7 @@
 One that has something outstanding is aborted, also where no end of it is dead: whoever waits there may wait for one
 that waits for the dead. One that is clean on this rank (``abort.Use``) is laid by. All ranks tell each other which ones
 those are, and how much each has been given: what is clean with the same count on all its members is as good as new, and
-goes to a group of the same members in the next generation. The others go.
+goes to a group of the same members, and with the same use, in the next generation. The others go.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from odyssey_megatron.plan.groups import Channel, way_of
 from odyssey_megatron.rebuild.abort import Use
 
 _AT_MOST = 64
@@ -35,6 +36,11 @@ class Communicator:
     backend: Any
     store: dist.Store
     use: Use
+
+    @property
+    def way(self) -> Channel | None:
+        """What it is connected for (``plan.groups.way_of``): messages that way, or what all do together."""
+        return way_of(self.name)
 
     @property
     def mark(self) -> int:
@@ -60,12 +66,16 @@ class Spare:
         """
         everywhere = self._told(world, members)
         laid_by, self._laid_by = self._laid_by, []
-        there: dict[Ranks, list[Communicator]] = defaultdict(list)
+        there: dict[tuple[Ranks, Channel | None], list[Communicator]] = defaultdict(list)
         for one in sorted(laid_by, key=lambda one: (one.number, one.name)):
             if all(one.mark in everywhere.get(rank, ()) for rank in one.ranks):
-                there[one.ranks].append(one)
+                there[one.ranks, one.way].append(one)
         # All members of a group have the same list of what is there, and of what is wanted with these members.
-        taken = {name: there[ranks].pop(0) for name, ranks in sorted(named.items()) if there[ranks]}
+        taken = {
+            name: fitting.pop(0)
+            for name, ranks in sorted(named.items())
+            if (fitting := there[ranks, way_of(name)])
+        }
         for one in laid_by:
             if one not in taken.values():
                 one.backend.abort()

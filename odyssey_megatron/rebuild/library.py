@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
@@ -15,15 +14,19 @@ import torch
 import torch.distributed as dist
 
 from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.plan.groups import Channel
 from odyssey_megatron.rebuild import hosts
-from odyssey_megatron.rebuild.abort import Abort, GlooAbort, NcclAbort, Use
+from odyssey_megatron.rebuild.abort import Abort, NcclAbort, Use
+from odyssey_megatron.rebuild.abort_gloo import GlooAbort
 from odyssey_megatron.rebuild.kept import Spare
 from odyssey_megatron.rebuild.rendezvous import ByKey, Rendezvous
 
 T = TypeVar("T")
 
-Connect = Callable[[Any, int, int], Any]
-"""(store, index in the group, size) -> torch's backend. Every rank of the group must call it; returns connected."""
+Connect = Callable[[Any, int, int, Channel | None], Any]
+"""(store, index in the group, size, see ``plan.groups.way_of``) -> torch's backend. Every rank of the group must call
+it; returns connected.
+"""
 
 _TYPES = dist.ProcessGroup.BackendType
 
@@ -49,8 +52,8 @@ class Library(Protocol):
     def connector(self, abort: Abort) -> Connect:
         """Makes backends that end with ``abort``."""
 
-    def build_all(self, builders: Mapping[str, Callable[[], T]]) -> dict[str, T]:
-        """What each builder returns, of groups by name."""
+    def build_all(self, builders: Mapping[str, Callable[[], T]], abort: Abort) -> dict[str, T]:
+        """What each builder returns, of groups by name. Raises what ``abort`` raises once fired."""
 
 
 class Gloo:
@@ -70,7 +73,7 @@ class Gloo:
         # One device (a listening socket and a loop thread) for all groups of the generation.
         device = _gloo_device()
 
-        def connect(store: dist.Store, rank: int, size: int) -> Any:
+        def connect(store: dist.Store, rank: int, size: int, way: Channel | None) -> Any:
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined] # its stub lacks this one
             options._devices = [device]
             options._threads = 2
@@ -83,7 +86,7 @@ class Gloo:
 
         return connect
 
-    def build_all(self, builders: Mapping[str, Callable[[], T]]) -> dict[str, T]:
+    def build_all(self, builders: Mapping[str, Callable[[], T]], abort: Abort) -> dict[str, T]:
         # Side by side is no faster. The same order everywhere, or ranks would wait for one another in different groups.
         return {name: builders[name]() for name in sorted(builders)}
 
@@ -94,13 +97,13 @@ class Hosts(Gloo):
     def connector(self, abort: Abort) -> Connect:
         connect = super().connector(abort)
 
-        def grow(store: Rendezvous, rank: int, size: int) -> Any:
+        def grow(store: Rendezvous, rank: int, size: int, way: Channel | None) -> Any:
             if size <= hosts.FAN:
-                return connect(store, rank, size)
+                return connect(store, rank, size, way)
             parts = []
             for members in hosts.groups_of(rank, size):
                 index, name = members.index(rank), f"{members.step}.{members.start}"
-                parts.append(connect(store.part(name, index, len(members)), index, len(members)))
+                parts.append(connect(store.part(name, index, len(members)), index, len(members), None))
             return hosts.Tree(rank, size, parts)
 
         return grow
@@ -124,24 +127,38 @@ class Nccl:
     def connector(self, abort: Abort) -> Connect:
         assert isinstance(abort, NcclAbort)
 
-        def connect(store: dist.Store, rank: int, size: int) -> Any:
+        def connect(store: dist.Store, rank: int, size: int, way: Channel | None) -> Any:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timedelta(seconds=self._config.op_timeout_s)
             backend = dist.ProcessGroupNCCL(store, rank, size, options)
-            use = Use()
-            abort.adopt(backend, use)
+            abort.adopt(backend, Use())
             # Connect now, while the peers do, and not inside the first message of a step.
             backend.eager_connect_single_device(self._device)
-            use.connected = True
+            if way is not None:
+                self._first_message(backend, rank, way)
+            abort.connected(backend)
             return backend
 
         return connect
 
-    def build_all(self, builders: Mapping[str, Callable[[], T]]) -> dict[str, T]:
+    def _first_message(self, backend: Any, rank: int, way: Channel) -> None:
+        """What messages need NCCL connects with the first one, in whose call the hosts wait for each other: programs,
+        which post receives ahead of what they send, would wait for ever. What collectives need comes with the first of
+        each kind, where all are taken to wait for one another anyway (``plan/queue.py``).
+        """
+        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device)):  # type: ignore[no-untyped-call]
+            nothing = torch.zeros(1, device=self._device)
+            source, target = way
+            work = (
+                backend.send([nothing], target, 0) if rank == source else backend.recv([nothing], source, 0)
+            )
+            work.wait()
+            torch.cuda.current_stream().synchronize()
+
+    def build_all(self, builders: Mapping[str, Callable[[], T]], abort: Abort) -> dict[str, T]:
         # Side by side: none waits for another, and together they take as long as the longest.
-        with ThreadPoolExecutor(max(1, len(builders)), thread_name_prefix="odyssey-connect") as threads:
-            begun = {name: threads.submit(build) for name, build in builders.items()}
-        return {name: one.result() for name, one in begun.items()}
+        assert isinstance(abort, NcclAbort)
+        return abort.side_by_side(builders)
 
 
 def _gloo_device() -> Any:

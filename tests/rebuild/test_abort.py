@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from odyssey_megatron.errors import PeerFailed, Superseded
-from odyssey_megatron.rebuild.abort import AbortableWork, GlooAbort, NcclAbort, Use
+from odyssey_megatron.rebuild.abort import AbortableWork, NcclAbort, Use
+from odyssey_megatron.rebuild.abort_gloo import GlooAbort
 
 
 def helpers() -> int:

@@ -11,7 +11,7 @@ import torch.distributed as dist  # noqa: E402
 
 from odyssey_megatron.config import OdysseyConfig  # noqa: E402
 from odyssey_megatron.rebuild import hosts  # noqa: E402
-from odyssey_megatron.rebuild.abort import GlooAbort  # noqa: E402
+from odyssey_megatron.rebuild.abort_gloo import GlooAbort  # noqa: E402
 from odyssey_megatron.rebuild.library import Hosts  # noqa: E402
 
 
@@ -59,7 +59,7 @@ def test_all_operations_over_a_tree(size, monkeypatch):
     def run(rank):
         abort = GlooAbort()
         connect = library.connector(abort)
-        group = connect(library.rendezvous(store, "world", rank, size, abort), rank, size)
+        group = connect(library.rendezvous(store, "world", rank, size, abort), rank, size, None)
         return type(group).__name__, operations(group, rank, size)
 
     with ThreadPoolExecutor(size) as ranks:

@@ -142,11 +142,11 @@ class Hosts:
     def new_abort(self) -> HostAbort:
         return HostAbort()
 
-    def build_all(self, builders: Mapping[str, Callable[[], T]]) -> dict[str, T]:
+    def build_all(self, builders: Mapping[str, Callable[[], T]], abort: Any) -> dict[str, T]:
         return {name: builders[name]() for name in sorted(builders)}
 
     def connector(self, abort: Any) -> Connect:
-        def connect(store: Any, rank: int, size: int) -> Any:
+        def connect(store: Any, rank: int, size: int, way: Any) -> Any:
             groups = hosts.groups_of(rank, size)
             if size <= hosts.FAN:
                 return self._end(store.prefix, rank, size, abort)

@@ -4,6 +4,11 @@ A communicator has one stream on each device. Its operations run in the order in
 collectives alike, and each begins only once all ranks that it needs have come to it: nothing is buffered, no tag sorts
 anything. An operation waits for what the main stream was given before it; ``wait()`` on its work makes the main stream
 wait, and not the host. Abort ends this rank's side: what waits then, and what comes after it, writes garbage.
+
+Connecting is collective, takes its time, and cannot be ended by an abort: who connects with the dead does so for ever.
+What a pair needs for its messages, and all for a collective, may be connected when it is first used: then the hosts
+wait for one another in that call. That a peer has died may be noticed: its communicators' operations are said to be
+completed then, while their kernels go on.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from odyssey_megatron.errors import Superseded
+from odyssey_megatron.plan.groups import Channel
 from odyssey_megatron.rebuild.abort import Abort, NcclAbort, Use
 from odyssey_megatron.rebuild.kept import Spare
 from odyssey_megatron.rebuild.library import Connect
@@ -64,6 +70,7 @@ class Work(dist._Work):
     def __init__(self, end: End, event: Event, *, host_waits: bool = False):
         super().__init__()
         self._end, self._event, self._host_waits = end, event, host_waits
+        self._error: Exception | None = None
 
     def wait(self, timeout: Any = None) -> bool:
         device = self._end.memory.device
@@ -73,16 +80,24 @@ class Work(dist._Work):
         return True
 
     def is_completed(self) -> bool:
-        return self._event.query()
+        if not self._event.query() and self._end.notices_a_death:
+            self._error = RuntimeError("ncclRemoteError")
+        return self._error is not None or self._event.query()
+
+    def exception(self) -> Exception | None:
+        return self._error
 
 
 @dataclass(slots=True, eq=False)
 class Wire:
-    """What the ends of one communicator share."""
+    """What the ends of one communicator share. ``lazy``: part of it is connected when it is first used."""
 
     name: str
     size: int
+    lazy: bool
     ends: dict[int, End] = field(default_factory=dict)
+    met: dict[tuple[int, ...], set[int]] = field(default_factory=dict)
+    """By who is connected when it is first used who has come to that."""
     left: dict[int, tuple[bool, int]] = field(default_factory=dict)
     """Of each rank, whether its side was clean, and how much it had been given, at the first failure that it heard of.
     """
@@ -100,7 +115,6 @@ class End(dist.ProcessGroup):
         self.wire, self.memory, self.aborted = wire, memory, False
         self.stream: Stream = memory.device.stream(wire.name)
         self.steps: list[_Step] = []
-        wire.ends[rank] = self
 
     def getBackendName(self) -> str:  # torch's name
         return "strict"
@@ -108,6 +122,29 @@ class End(dist.ProcessGroup):
     def abort(self) -> None:
         """Any thread."""
         self.aborted = True
+
+    @property
+    def notices_a_death(self) -> bool:
+        """By now: of a peer."""
+        dead = any(end.memory.device.dead for end in self.wire.ends.values())
+        return dead and self.memory.device.machine.draw.random() < 0.5
+
+    def first_message(self, way: Channel) -> None:
+        source, target = way
+        self._connect(*(("send", target) if self.rank() == source else ("recv", source)))
+
+    def _connect(self, kind: str, peer: int) -> None:
+        """Where an operation is the first of its kind. Raises RuntimeError if this end is aborted meanwhile."""
+        if not self.wire.lazy:
+            return
+        own = self.rank()
+        ways = {"send": (own, peer), "recv": (peer, own)}
+        way = ways.get(kind, tuple(range(-1, self.size())))
+        here, needed = self.wire.met.setdefault(way, set()), {*way} - {-1}
+        here.add(own)
+        this_host().wait(lambda: here >= needed or self.aborted)
+        if not here >= needed:
+            raise RuntimeError("ncclCommAbort")
 
     # -- torch.distributed's operations ---------------------------------------------------------------------------
 
@@ -160,6 +197,7 @@ class End(dist.ProcessGroup):
         if kind == "broadcast" and peer == self.rank():
             writes = []
         sizes = others.get("sizes", ([], []))
+        self._connect(kind, peer)
         step = _Step(kind, peer, [one.data for one in tensors], [one.data for one in writes], sizes)
         self.steps.append(step)
         device = self.memory.device
@@ -307,8 +345,8 @@ class Library:
     def new_abort(self) -> Abort:
         return _Abort(self._memory)
 
-    def build_all(self, builders: Mapping[str, Callable[[], T]]) -> dict[str, T]:
-        """Side by side: each in a thread of this rank's."""
+    def build_all(self, builders: Mapping[str, Callable[[], T]], abort: Abort) -> dict[str, T]:
+        """Side by side: each in a thread of this rank's, which is left behind if the generation ends."""
         found: dict[str, T] = {}
         errors: list[Exception] = []
 
@@ -318,23 +356,28 @@ class Library:
             except Exception as error:  # noqa: BLE001 - the rank's own thread raises it
                 errors.append(error)
 
-        threads = [self._machine.host(f"connects {name}", partial(run, name)) for name in builders]
-        this_host().wait(lambda: all(one.over for one in threads))
+        threads = [
+            self._machine.host(f"connects {name}", partial(run, name), may_be_left=True) for name in builders
+        ]
+        this_host().wait(lambda: abort.fired or bool(errors) or all(one.over for one in threads))
+        if abort.fired:
+            raise Superseded("a newer generation exists")
         for error in errors:
             raise error
         return found
 
     def connector(self, abort: Any) -> Connect:
-        def connect(store: Any, rank: int, size: int) -> End:
-            wire = self._wires.setdefault(store.prefix, Wire(store.prefix, size))
+        def connect(store: Any, rank: int, size: int, way: Channel | None) -> End:
+            wire = self._wires.setdefault(store.prefix, Wire(store.prefix, size, self._machine.lazy))
             end = End(wire, rank, self._memory)
-            abort.adopt(end, use := Use())
+            abort.adopt(end, Use())
             for _ in range(self._machine.draw.choice((0, 1, 5))):
                 this_host().wait()  # it takes its time
-            this_host().wait(lambda: wire.connected or abort.fired)
-            if abort.fired:
-                raise Superseded("a newer generation exists")
-            use.connected = True
+            wire.ends[rank] = end
+            this_host().wait(lambda: wire.connected)
+            if way is not None:
+                end.first_message(way)
+            abort.connected(end)
             return end
 
         return connect

@@ -25,10 +25,10 @@ class Deadlock(Exception):
 
 
 class Host:
-    """A thread that runs while it has its turn."""
+    """A thread that runs while it has its turn. ``may_be_left``: nobody minds if it never ends."""
 
-    def __init__(self, machine: Machine, name: str, main: Callable[[], None]):
-        self.name, self.over, self.killed = name, False, False
+    def __init__(self, machine: Machine, name: str, main: Callable[[], None], *, may_be_left: bool = False):
+        self.name, self.over, self.killed, self.may_be_left = name, False, False, may_be_left
         self.error: BaseException | None = None
         self._machine, self._main = machine, main
         self._until: Callable[[], bool] | None = None
@@ -202,9 +202,11 @@ class Machine:
         self._weights: dict[Any, float] = {}
         self._stops = self.draw.choice((0.0, 0.02, 0.2))
         """How often a host is stopped in between, after it has given its device something to do."""
+        self.lazy = self.draw.random() < 0.5
+        """Parts of communicators are connected when they are first used."""
 
-    def host(self, name: str, main: Callable[[], None]) -> Host:
-        self.hosts.append(Host(self, name, main))
+    def host(self, name: str, main: Callable[[], None], *, may_be_left: bool = False) -> Host:
+        self.hosts.append(Host(self, name, main, may_be_left=may_be_left))
         return self.hosts[-1]
 
     def device(self, rank: int, *, one_queue: bool = False) -> Device:
@@ -218,7 +220,7 @@ class Machine:
 
     def run(self) -> None:
         """Until all hosts have ended. Raises what one of them raised, or Deadlock."""
-        while any(not host.over for host in self.hosts):
+        while any(not host.over and not host.may_be_left for host in self.hosts):
             movers = [*(host for host in self.hosts if host.may_run), *self.devices.values()]
             while movers:
                 mover = self.draw.choices(movers, [self._weight(one) for one in movers])[0]
@@ -233,6 +235,9 @@ class Machine:
             else:
                 raise Deadlock(self.state())
             self.hosts = [host for host in self.hosts if not host.over]
+        for left in self.hosts:
+            left.killed = True
+            left.run()
 
     def _advance(self, device: Device) -> bool:
         moved = False
