@@ -285,6 +285,7 @@ class AbortableGroup(dist.ProcessGroup):
         inner, use = self._inner, self._use
         if use is not None:
             use.begun += 1  # before the look at ``fired``: whoever fires looks here afterwards
+            _as_work([*args, *kwargs.values()])
         if self._abort.fired or inner is None:
             if use is not None:
                 use.begun -= 1
@@ -298,6 +299,16 @@ class AbortableGroup(dist.ProcessGroup):
             if self._abort.fired:
                 raise Superseded("the generation of this group is over") from error
             raise PeerFailed(f"{operation}: {error}") from error
+
+
+def _as_work(arguments: Iterable[Any]) -> None:
+    """From torch 2.8 on NCCL's backend returns nothing of a collective that is asked for with ``async_op=False``, and
+    runs it on the caller's stream. Here each has a work that can be waited for and looked at; who does not want to
+    wait for it himself has it waited for by ``torch.distributed``.
+    """
+    for one in arguments:
+        if hasattr(one, "asyncOp"):
+            one.asyncOp = True
 
 
 def _operation(name: str) -> Callable[..., AbortableWork]:

@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -175,6 +176,66 @@ def test_nccl_aborts_its_backends_once():
     assert not clean.aborted, "whoever has it uses it"
     with pytest.raises(Superseded):
         abort.call(lambda: 7)
+
+
+class Connecting:
+    """A communicator that no abort reaches before it is connected."""
+
+    def __init__(self):
+        self.peer_comes, self.aborted = threading.Event(), 0
+
+    def abort(self):
+        self.aborted += self.peer_comes.is_set()
+
+    def connect(self, abort):
+        abort.adopt(self, Use())
+        self.peer_comes.wait()
+        abort.connected(self)
+        return self
+
+
+def test_nccl_leaves_whoever_is_connecting_behind():
+    abort, quick, slow = NcclAbort(torch.ones(())), Connecting(), Connecting()
+    quick.peer_comes.set()
+    builders = {name: partial(one.connect, abort) for name, one in (("quick", quick), ("slow", slow))}
+
+    def fire():
+        eventually(lambda: any(use.connected for use in [*abort.uses.values()]))
+        abort.fire()
+
+    threading.Thread(target=fire).start()
+    with pytest.raises(Superseded):
+        abort.side_by_side(builders)
+    assert list(abort.hand_over()) == [quick], "it is as good as new"
+    slow.peer_comes.set()
+    eventually(lambda: slow.aborted)
+    with pytest.raises(Superseded):
+        abort.side_by_side(builders)
+
+
+def test_nccl_connects_side_by_side():
+    abort, meet = NcclAbort(torch.ones(())), threading.Barrier(2)
+    found = abort.side_by_side({name: lambda name=name: (name, meet.wait(10) >= 0) for name in "ab"})
+    assert found == {"a": ("a", True), "b": ("b", True)}
+    with pytest.raises(PeerFailed, match="refused"):
+        abort.side_by_side({"a": lambda: fail(PeerFailed("refused")), "b": threading.Event().wait})
+
+
+def test_what_nccl_says_to_be_completed_with_an_error_still_runs():
+    class Work:
+        error = None
+
+        def is_completed(self):
+            return True
+
+        def exception(self):
+            return self.error
+
+    use = Use()
+    use.connected, use.last = True, Work()
+    assert use.is_clean
+    use.last.error = RuntimeError("ncclRemoteError")
+    assert not use.is_clean
 
 
 def test_a_message_may_take_longer_than_connecting():

@@ -14,7 +14,7 @@ SHAPES = ((1, 2), (1, 3), (2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (4, 1))
 SLICED = ((1, 3), (1, 4), (1, 5), (2, 3), (3, 3))
 """Those in which a layer's optimizer state is cut over more holders than there are copies."""
 POINTS = ("forward", "backward", "weight_grad", "reduce", "agreement", "optimizer", "commit")
-PHASES = ("groups", "agree", "transfer")
+PHASES = ("groups", "connect", "agree", "transfer")
 
 
 def profile(draw: random.Random | None = None) -> Profile:

@@ -148,30 +148,40 @@ class End(dist.ProcessGroup):
 
     # -- torch.distributed's operations ---------------------------------------------------------------------------
 
-    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work | None:
         op = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
-        return self._give("allreduce MAX" if op == dist.ReduceOp.MAX else _named(op), tensors)
+        return self._collective(opts, "allreduce MAX" if op == dist.ReduceOp.MAX else _named(op), tensors)
 
-    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Work:
-        return self._give("broadcast", tensors, peer=opts.rootRank)
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Work | None:
+        return self._collective(opts, "broadcast", tensors, peer=opts.rootRank)
 
     def allgather(
         self, lists: list[list[torch.Tensor]], tensors: list[torch.Tensor], opts: Any = None
-    ) -> Work:
-        return self._give("allgather", tensors, result=lists[0])
+    ) -> Work | None:
+        return self._collective(opts, "allgather", tensors, result=lists[0])
 
-    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
-        return self._give("scatter SUM", [tensor], result=[output])
+    def reduce_scatter_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
+    ) -> Work | None:
+        return self._collective(opts, "scatter SUM", [tensor], result=[output])
 
     def all_to_all_single(
         self, output: torch.Tensor, tensor: torch.Tensor, come: list[int], sent: list[int], opts: Any = None
-    ) -> Work:
-        return self._give("alltoall", [tensor], result=[output], sizes=(come, sent))
+    ) -> Work | None:
+        return self._collective(opts, "alltoall", [tensor], result=[output], sizes=(come, sent))
 
     _reduce_scatter_base, alltoall_base = (
         reduce_scatter_single,
         all_to_all_single,
     )  # torch's names before 2.13
+
+    def _collective(self, opts: Any, kind: str, tensors: list[torch.Tensor], **others: Any) -> Work | None:
+        """Nothing is returned of one that is not asynchronous: it has been waited for."""
+        work = self._give(kind, tensors, **others)
+        if getattr(opts, "asyncOp", True):
+            return work
+        work.wait()
+        return None
 
     def barrier(self, opts: Any = None) -> Work:
         nothing = torch.ones(1, device=DEVICE)
@@ -341,12 +351,15 @@ class Library:
     def __init__(self, machine: Machine, memory: DeviceMemory, wires: dict[str, Wire]):
         self._machine, self._memory, self._wires = machine, memory, wires
         self.spare = Spare()
+        self.before: Callable[[], None] = lambda: None
+        """Is called before anything is connected."""
 
     def new_abort(self) -> Abort:
         return _Abort(self._memory)
 
     def build_all(self, builders: Mapping[str, Callable[[], T]], abort: Abort) -> dict[str, T]:
         """Side by side: each in a thread of this rank's, which is left behind if the generation ends."""
+        self.before()
         found: dict[str, T] = {}
         errors: list[Exception] = []
 

@@ -40,7 +40,7 @@ from tests.strict.sliced import Sliced
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kill:
-    """``rank`` dies where its host comes by ``point`` of ``step``."""
+    """``rank`` dies where its host comes by ``point`` of ``step``; by "connect" of any."""
 
     rank: int
     step: int
@@ -51,7 +51,8 @@ class Kill:
 
     def is_due(self, point: str, step: int, generation: int, microbatch: int) -> bool:
         return (
-            (point, step) == (self.point, self.step)
+            point == self.point
+            and (step == self.step or point == "connect")
             and self.microbatch in (-1, microbatch)
             and self.generation in (0, generation)
         )
@@ -310,6 +311,8 @@ class Rank:
                 }
 
     def _build(self, number: int, named: Any) -> Any:
+        devices, _ = self._libraries
+        devices.before = lambda: self._point("connect", step=-1, generation=number)
         return build_groups(self.member, number, named, self._coordinator.config, self._libraries)
 
     def _begins(self) -> None:

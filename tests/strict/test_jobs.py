@@ -162,6 +162,15 @@ def test_what_is_outstanding_is_aborted_and_the_rest_outlives_it():
     assert lost
 
 
+def test_whoever_connects_with_the_dead_is_left_behind_in_it():
+    """No abort reaches a communicator that is not connected yet."""
+    kills = (Kill(rank=1, step=1, point="backward"), Kill(rank=3, step=1, point="connect", generation=2))
+    for seed in range(3):
+        ended = check(healthy(stages=2, replicas=3, steps=3, kills=kills), seed)
+        half = [name for name, wire in ended.wires.items() if "/2/" in name and not wire.connected]
+        assert half, "somebody connects with the dead for ever"
+
+
 def test_the_world_is_a_tree_of_hosts(monkeypatch):
     """As in jobs of more ranks than one group connects: here three levels."""
     from odyssey_megatron.rebuild import hosts
@@ -344,6 +353,29 @@ def test_a_communicator_that_is_kept_with_something_outstanding_is_seen(monkeypa
             check(healthy(stages=3, steps=3, kills=(kill,), flags={"policy": "reroute"}), one)
             for one in range(4)
         ]
+
+
+def test_a_kernel_that_waits_for_the_dead_is_seen_though_its_work_is_said_to_be_completed(monkeypatch):
+    from odyssey_megatron.rebuild import abort
+
+    kill = Kill(rank=0, step=1, point="backward")
+    monkeypatch.setattr(abort, "_is_through", lambda work: work.is_completed())
+    with pytest.raises(Deadlock):
+        [
+            check(healthy(stages=3, steps=3, kills=(kill,), flags={"policy": "reroute"}), one)
+            for one in range(4)
+        ]
+
+
+def test_messages_that_are_connected_when_they_are_first_sent_are_seen(monkeypatch):
+    """A worker of one microbatch receives its gradient ahead of sending its activation, to the same one."""
+    from tests.strict.communicators import End
+
+    one, seed = replace(case(5), one_queue=True), 5
+    assert check(one, seed).wires["groups/2/0>2"].lazy
+    monkeypatch.setattr(End, "first_message", lambda self, way: None)
+    with pytest.raises(Deadlock):
+        check(one, seed)
 
 
 def test_a_message_that_is_used_before_its_event_is_seen(monkeypatch):
