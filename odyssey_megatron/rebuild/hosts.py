@@ -27,6 +27,11 @@ class StagedGroup(AbortableGroup):
 
     def post(self, operation: str, *args: Any, **kwargs: Any) -> AbortableWork:
         staged = list[tuple[torch.Tensor, torch.Tensor]]()
+        for options in (*args, *kwargs.values()):
+            if isinstance(options, dist.BarrierOptions):
+                options.device = torch.device(
+                    "cpu"
+                )  # torch names the machine's accelerator where there is one
         work = super().post(operation, *_on_host(args, staged), **kwargs)
         return _StagedWork(work, staged) if staged else work
 

@@ -66,6 +66,11 @@ class LivingWorld(FollowingGroup):
         self._together: Together | None = None
         self._inside = False
 
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """It lies between hosts, whatever its tensors are on (``rebuild/hosts.py``)."""
+        return [torch.device("cpu")]
+
     def follow(self, group: dist.ProcessGroup) -> None:
         super().follow(group)
         c10d._world.pg_group_ranks[self] = {one: one for one in range(self._size)}

@@ -10,6 +10,8 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
 
+from odyssey_megatron.rebuild.abort_gloo import GlooAbort  # noqa: E402
+from odyssey_megatron.rebuild.hosts import StagedGroup  # noqa: E402
 from odyssey_megatron.rebuild.world import LivingWorld  # noqa: E402
 
 
@@ -36,3 +38,23 @@ def test_room_for_the_dead_stays_as_it_is(living, operation):
     rooms = [list(room.split(1))] if operation == "allgather" else room
     getattr(living, operation)(rooms, [mine] if operation == "allgather" else mine)
     assert room.tolist() == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("of_the_world", [True, False])
+def test_a_barrier_lies_between_hosts_where_there_is_a_gpu(of_the_world, monkeypatch):
+    """torch names the machine's accelerator, which gloo's group knows nothing of."""
+    monkeypatch.setattr(torch._C, "_get_accelerator", lambda: torch.device("cuda", 0))
+    inner = dist.ProcessGroup(dist.HashStore(), 0, 1)
+    gloo = dist.ProcessGroup.BackendType.GLOO
+    backend = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=5))
+    inner._register_backend(torch.device("cpu"), gloo, backend)
+    inner._set_default_backend(gloo)
+    group = StagedGroup(inner, GlooAbort())
+    if of_the_world:
+        world = LivingWorld(0, 3, "cuda")
+        world.follow(group)
+        dist.barrier(group=world)
+    else:
+        options = dist.BarrierOptions()
+        options.device = torch.device("cuda", 0)
+        group.barrier(options).wait()
