@@ -283,6 +283,8 @@ def prepare_environment(env: MutableMapping[str, str]) -> None:
     env.setdefault("OPENBLAS_NUM_THREADS", env["OMP_NUM_THREADS"])
     # torch elastic would choose 1: each rank's watchdog ends it when a peer is gone.
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    # torch warns of messages one by one through a communicator, which here is theirs alone.
+    env.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "0")
     # torch's store client complains, with a C++ stack, of every connection that ends.
     env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Each of its connects makes a reverse lookup of the server's address, and a resolver that drops bursts
