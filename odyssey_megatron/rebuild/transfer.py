@@ -105,6 +105,8 @@ class Moving:
         self.arriving, self._sends, self._receives = set(), [], []
 
 
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 ROOM_BYTES = 2**29
 """For weights on their way, at least. Those for which there is no room wait until the oldest are where they belong."""
 
@@ -213,12 +215,9 @@ class Spreading:
             mine = torch.zeros_like(gathered[index])
             if sizes[index]:
                 mine[: sizes[index]] = packed([one for _, own in every[index] for one in own.values()])
-            work = dist.all_gather(
-                [*gathered.view(-1, length)],
-                mine[piece * length : (piece + 1) * length],
-                group=message.group,
-                async_op=True,
-            )
+            # Not into a list: NCCL's backend would gather into as much memory again, and copy.
+            own = mine[piece * length : (piece + 1) * length]
+            work = _all_gather(gathered.view(-1), own, group=message.group, async_op=True)
             self._under_way.append(_UnderWay(message, work, gathered))
 
     def arrive(self, layer: int) -> None:

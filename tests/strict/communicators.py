@@ -160,6 +160,9 @@ class End(dist.ProcessGroup):
     ) -> Work | None:
         return self._collective(opts, "allgather", tensors, result=lists[0])
 
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work | None:
+        return self._collective(opts, "gather", [tensor], result=[output])
+
     def reduce_scatter_single(
         self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
     ) -> Work | None:
@@ -170,10 +173,8 @@ class End(dist.ProcessGroup):
     ) -> Work | None:
         return self._collective(opts, "alltoall", [tensor], result=[output], sizes=(come, sent))
 
-    _reduce_scatter_base, alltoall_base = (
-        reduce_scatter_single,
-        all_to_all_single,
-    )  # torch's names before 2.13
+    _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
+    alltoall_base = all_to_all_single  # torch's names before 2.13
 
     def _collective(self, opts: Any, kind: str, tensors: list[torch.Tensor], **others: Any) -> Work | None:
         """Nothing is returned of one that is not asynchronous: it has been waited for."""
@@ -301,6 +302,12 @@ def _gather(steps: Sequence[_Step]) -> None:
             room.copy_(other.tensors[0])
 
 
+def _gather_flat(steps: Sequence[_Step]) -> None:
+    for one in steps:
+        for room, other in zip(one.result[0].chunk(len(steps)), steps, strict=True):
+            room.copy_(other.tensors[0])
+
+
 def _scatter(steps: Sequence[_Step]) -> None:
     total = torch.stack([one.tensors[0] for one in steps]).sum(0)
     for one, own in zip(steps, total.chunk(len(steps)), strict=True):
@@ -321,6 +328,7 @@ _COLLECTIVES: dict[str, Callable[[Sequence[_Step]], None]] = {
     "allreduce": _sum,
     "broadcast": _spread,
     "allgather": _gather,
+    "gather": _gather_flat,
     "scatter": _scatter,
     "alltoall": _exchange,
 }
