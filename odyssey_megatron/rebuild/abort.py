@@ -177,8 +177,9 @@ class NcclAbort:
 
     def hand_over(self) -> dict[Any, Use]:
         with self._lock:
-            clean, self.uses = self.uses, {}
-        return clean
+            uses, self.uses = self.uses, {}
+        # One that is connecting may have come behind :meth:`fire`: it goes when it is connected.
+        return {backend: use for backend, use in uses.items() if use.is_clean}
 
     def close(self) -> None:
         self.fire()
