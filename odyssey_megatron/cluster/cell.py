@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 
 class ParallelSizes(Protocol):
@@ -24,22 +24,9 @@ class ParallelSizes(Protocol):
     def expert_tensor_parallel_size(self) -> int | None: ...
 
 
-class Link(NamedTuple):
-    """From a rank to one of another worker."""
-
-    rank: int
-    places: range
-    """That both fill."""
-
-
 Shapes = Mapping[int, int]
 """Worker -> how many places each of its ranks fills (``Cell.each``), of those that are not whole."""
 NO_SHAPES: Shapes = MappingProxyType({})
-
-
-def ranks_that_go_on(size: int, living: int) -> int:
-    """Of a cell of ``size`` ranks that has so many ``living``: the most that divide a whole one; 0 if none lives."""
-    return max((one for one in range(1, living + 1) if size % one == 0), default=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +50,9 @@ class Cell:
     """``expert_tensor_parallel_size``: ranks that have each a part of the same experts; 0: as ``tensor``."""
     each: int = 1
     """Places of a whole cell that each rank fills: more than one in a smaller cell, which has lost ranks and goes on
-    with the first so many. Only cells of tensor-parallel ranks shrink."""
+    with the first so many."""
+    context_each: int = 1
+    """Of these, context-parallel ones, so many parts of the sequence; the others are parts of layers."""
 
     @classmethod
     def of(
@@ -102,14 +91,62 @@ class Cell:
             expert_tensor=sizes.expert_tensor_parallel_size,
         )
 
+    def divisions(self, *, tensor: bool) -> tuple[int, ...]:
+        """How many places each rank may fill, ascending, where this cell is whole. Context-parallel ranks are put
+        together first: they have the same of each layer. Then, if ``tensor``, tensor-parallel ones.
+        """
+        if self.lanes > 1:
+            return (1,)
+        levels = (1, self.context) if self.context_levels else range(1, self.context + 1)
+        of_context = [one for one in levels if self.context % one == 0]
+        of_tensor = [one for one in range(2, self.tensor + 1) if tensor and self.tensor % one == 0]
+        return tuple(dict.fromkeys([*of_context, *(self.context * one for one in of_tensor)]))
+
     def smaller(self, each: int) -> Cell:
-        """This rank's cell, which is whole, with one rank where there were ``each``."""
-        return replace(self, size=self.size // each, each=each, expert_tensor=0) if each > 1 else self
+        """This rank's cell, which is whole, with one rank where there were ``each``, one of its :meth:`divisions`."""
+        if each == 1:
+            return self
+        of_context = min(each, self.context)
+        return replace(
+            self,
+            size=self.size // each,
+            context=self.context // of_context,
+            context_levels=(),
+            expert_tensor=0,
+            each=each,
+            context_each=of_context,
+        )
+
+    def of_worker(self, worker: int, each: int) -> list[Cell]:
+        """The ranks of ``worker``, of which each fills so many places."""
+        whole = self if self.each == 1 else self.whole
+        shaped = replace(whole, rank=worker * self.full).smaller(each)
+        return [replace(shaped, rank=rank) for rank in shaped.ranks]
+
+    @property
+    def whole(self) -> Cell:
+        """Of this one, as far as smaller cells know it: without levels of context-parallel ranks."""
+        return replace(self, size=self.full, context=self.full_context, each=1, context_each=1)
 
     @property
     def full(self) -> int:
         """``JobSpec.cell_size``: ranks of a whole cell, and the places that there are in any."""
         return self.size * self.each
+
+    @property
+    def full_context(self) -> int:
+        """Parts of the sequence in a whole cell: ``context_parallel_size``."""
+        return self.context * self.context_each
+
+    @property
+    def tensor_each(self) -> int:
+        """Parts of each layer that this rank has."""
+        return self.each // self.context_each
+
+    @property
+    def full_tensor(self) -> int:
+        """Those of a whole cell: ``tensor_model_parallel_size``."""
+        return self.tensor * self.tensor_each
 
     @property
     def worker(self) -> int:
@@ -119,11 +156,6 @@ class Cell:
     def index(self) -> int:
         """This rank's number in its cell."""
         return self.rank % self.full
-
-    @property
-    def places(self) -> range:
-        """Those of a whole cell that this rank fills."""
-        return range(self.index * self.each, (self.index + 1) * self.each)
 
     @property
     def tensor(self) -> int:
@@ -140,12 +172,17 @@ class Cell:
     @property
     def held_parts(self) -> range:
         """Which shards of its layers this rank has, as the job's tensor parallelism cuts them."""
-        return range(self.tensor_rank * self.each, (self.tensor_rank + 1) * self.each)
+        return range(self.tensor_rank * self.tensor_each, (self.tensor_rank + 1) * self.tensor_each)
 
     @property
     def context_rank(self) -> int:
         """Which part of the sequence this rank has."""
         return self.index // self.tensor % self.context
+
+    @property
+    def held_contexts(self) -> range:
+        """Which parts of the sequence this rank has, as the job's context parallelism cuts it."""
+        return range(self.context_rank * self.context_each, (self.context_rank + 1) * self.context_each)
 
     @property
     def lane(self) -> int:
@@ -160,7 +197,7 @@ class Cell:
     @property
     def parts(self) -> int:
         """Different parts of a layer that its ranks have, experts included."""
-        return math.lcm(self.tensor, self.expert_parts) * self.each
+        return math.lcm(self.tensor, self.expert_parts) * self.tensor_each
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -172,19 +209,65 @@ class Cell:
         """Of the ranks that ``worker`` has if it is whole."""
         return range(worker * self.full, (worker + 1) * self.full)
 
+    def slot(self, part: int) -> int:
+        """Which rank of a whole cell has that ``part`` and what this one begins with of the sequence: of several, the
+        first.
+        """
+        return (self.lane * self.full_context + self.held_contexts[0]) * self.full_tensor + part
+
+    def own(self, parts: int) -> tuple[int, ...]:
+        """Of what is in so many ``parts`` on the ranks of a whole cell, those that this rank has."""
+        return (self.index % parts,) if self.each == 1 else tuple(self.held_parts)
+
     def having(self, worker: int, part: int, parts: int, each: int = 1) -> tuple[int, ...]:
         """The ranks of ``worker``, of which each fills ``each`` places, that have ``part`` of what is in ``parts``."""
-        return tuple(worker * self.full + place // each for place in range(part, self.full, parts))
+        if each == 1:
+            return tuple(range(worker * self.full + part, (worker + 1) * self.full, parts))
+        return tuple(one.rank for one in self.of_worker(worker, each) if part in one.held_parts)
 
-    def links(self, worker: int, each: int = 1) -> list[Link]:
-        """The ranks of ``worker``, of which each fills ``each`` places, that fill places of this one's: those to
-        exchange with, ascending.
+    def pieces(self, cuts: bool) -> tuple[int, ...]:
+        """Of the equal pieces of a sequence those that this rank has of an activation, in their order.
+
+        Context-parallel ranks have two pieces each, one from each end (``mcore/contexts.py``). With ``cuts`` (sequence
+        parallelism) those of tensor-parallel ranks are as many finer ones that lie side by side in these.
         """
-        first, places = worker * self.full, self.places
-        return [
-            Link(first + one, range(max(places.start, one * each), min(places.stop, (one + 1) * each)))
-            for one in range(places.start // each, (places.stop - 1) // each + 1)
-        ]
+        tensor, context = self.full_tensor if cuts else 1, self.full_context
+        own = [*range(tensor)]
+        if context > 1:
+            finer = tensor // 2 if tensor % 2 == 0 else tensor
+            low, high = self.held_contexts.start, self.held_contexts.stop
+            ends = (*range(low, high), *range(2 * context - high, 2 * context - low))
+            own = [end * finer + one for end in ends for one in range(finer)]
+        if cuts:
+            length = len(own) // self.tensor
+            own = own[self.tensor_rank * length : (self.tensor_rank + 1) * length]
+        return tuple(own)
+
+    def gives(self, other: Cell, *, cuts: bool) -> tuple[int, ...]:
+        """The :meth:`pieces` of an activation that it sends to the rank of ``other``. Where tensor-parallel ranks have
+        all the same, one does.
+        """
+        if self.lane != other.lane or not (cuts or other.held_parts[0] in self.held_parts):
+            return ()
+        wanted = set(other.pieces(cuts))
+        return tuple(one for one in self.pieces(cuts) if one in wanted)
+
+    def moves(self, other: Cell) -> tuple[int, ...]:
+        """The parts of a layer that it sends to the rank of ``other``: of ranks that have the same, one does."""
+        if self.lane != other.lane or other.held_contexts[0] not in self.held_contexts:
+            return ()
+        return tuple(part for part in self.held_parts if part in other.held_parts)
+
+    def counterparts(self, worker: int, each: int = 1) -> list[Cell]:
+        """The ranks of ``worker``, of which each fills ``each`` places, that this one exchanges anything with."""
+        if each == self.each:
+            return [replace(self, rank=worker * self.full + self.index)]
+
+        def exchange(one: Cell) -> bool:
+            ways = ((self, one), (one, self))
+            return any(a.moves(b) or a.gives(b, cuts=True) or a.gives(b, cuts=False) for a, b in ways)
+
+        return [one for one in self.of_worker(worker, each) if exchange(one)]
 
     @property
     def tensor_ranks(self) -> tuple[int, ...]:
@@ -230,6 +313,8 @@ class Cell:
         first = self.rank - self.index // step % count * step
         return tuple(range(first, first + count * step, step))
 
-    def named(self, name: str, places: range) -> str:
-        """``name`` of a group between workers, of which there is one for each link: for those ``places``."""
-        return name if self.full == 1 else f"{name}.{places.start}"
+    def named(self, name: str, rank: int) -> str:
+        """``name`` of a group between workers, of which there is one for each two ranks that exchange anything: for
+        this one and that ``rank``.
+        """
+        return name if self.full == 1 else f"{name}.{min(self.rank, rank)}-{max(self.rank, rank)}"

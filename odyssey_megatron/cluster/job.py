@@ -47,6 +47,8 @@ class JobSpec:
     expert_tensor_parallel_size: int | None = None
     whole_cells_only: str = ""
     """Why a cell that has lost ranks does not go on with fewer; empty: it may."""
+    whole_shards_only: str = ""
+    """Why it does not go on with fewer tensor-parallel ranks; empty: it may."""
     save_steps: int | None = None
     """Steps between two checkpoints; 0: it saves none; None: not known."""
 
@@ -63,6 +65,14 @@ class JobSpec:
     def cell_size(self) -> int:
         """Ranks of a worker."""
         return self.cell(0).size
+
+    @property
+    def cell_sizes(self) -> tuple[int, ...]:
+        """Of how many ranks a cell may be, the whole one first."""
+        if self.whole_cells_only:
+            return (self.cell_size,)
+        divisions = self.cell(0).divisions(tensor=not self.whole_shards_only)
+        return tuple(self.cell_size // each for each in divisions)
 
     def check(self, world_size: int) -> None:
         """Raises ConfigError if ``world_size`` ranks cannot form the initial layout."""

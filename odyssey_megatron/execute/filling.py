@@ -39,7 +39,7 @@ class Filling:
             num_layers=assignment.layout.num_layers,
             cell=assignment.cell,
             world=groups.world,
-            way=channels.of_transfer,
+            ways=channels.of_transfer,
             tensors_to_send=model.tensors_to_send,
             tensors_to_fill=model.tensors_to_fill,
             filled=model.filled,
@@ -81,7 +81,7 @@ class Filling:
             self._assignment.buckets,
             cell=self._assignment.cell,
             world=self._groups.world,
-            group_of=self._groups.holders_of,
+            holders_of=lambda *block: self._groups.holders_of(self._assignment, *block),
             weights_of=self._model.weights_of,
             arrived=self._model.weights_arrived,
         )

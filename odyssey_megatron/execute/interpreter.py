@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import takewhile
 from typing import Protocol
 
@@ -17,6 +17,7 @@ from odyssey_megatron.execute.progress import Progress
 from odyssey_megatron.execute.reduction import Reduction, Summed
 from odyssey_megatron.execute.scatter import Slices
 from odyssey_megatron.execute.timing import Trace
+from odyssey_megatron.plan.groups import Holders
 from odyssey_megatron.plan.resume import Visit
 from odyssey_megatron.plan.schedule import Instr, Op
 
@@ -93,9 +94,9 @@ class Compute(Protocol):
         """Of experts that are spread over ranks, which only those sum who have the same ones."""
         ...
 
-    def slices(self, first: int, last: int, part: int) -> tuple[int, Sequence[Slices], Sequence[Slices]]:
-        """How many hold these layers; and where not all of them need all sums, who needs what of :meth:`gradients`, and
-        of :meth:`expert_gradients`.
+    def slices(self, first: int, last: int, part: int) -> tuple[Sequence[Slices], Sequence[Slices]]:
+        """Where not all who hold these layers need all sums, who needs what of :meth:`gradients`, and of
+        :meth:`expert_gradients`.
         """
         ...
 
@@ -134,9 +135,8 @@ class Weights(Protocol):
 class Interpreter:
     """Runs programs over ``compute`` and ``channels``.
 
-    ``holder_groups(first, last)`` are, of these layers of one block, by part that this rank has the groups of all who
-    have it, and that of all who have its experts, None where it is the only one; ``tensor_group`` that of the worker's
-    ranks that have the other parts, None if there are none.
+    ``holder_groups(first, last)`` are those of these layers of one block, None where this rank is the only one;
+    ``tensor_group`` that of the worker's ranks that have the other parts, None if there are none.
     ``checkpoint(point, microbatch)`` is called before each instruction; it raises Superseded when the generation
     has ended, and is where faults are injected. Nothing here waits for a device: what it has really done its
     ``ledger`` knows.
@@ -146,9 +146,7 @@ class Interpreter:
         self,
         compute: Compute,
         channels: Channels,
-        holder_groups: Callable[
-            [int, int], tuple[Mapping[int, dist.ProcessGroup | None], dist.ProcessGroup | None]
-        ],
+        holder_groups: Callable[[int, int], Holders[dist.ProcessGroup | None]],
         *,
         weights: Weights,
         tensor_group: dist.ProcessGroup | None,
@@ -308,18 +306,19 @@ class Interpreter:
 
     def _reduce(self, instr: Instr) -> None:
         first, last = instr.first, instr.last
-        groups, expert_group = self.holder_groups(first, last)
-        of_parts = {part: self._compute.gradients(first, last, part) for part in groups}
+        holders = self.holder_groups(first, last)
+        expert_group = holders.experts
+        of_parts = {part: self._compute.gradients(first, last, part) for part in holders.groups}
         of_experts = self._compute.expert_gradients(first, last)
         every = [one for ones in of_parts.values() for one in ones]
         self._progress.add_up(Op.REDUCE_GRAD, -1, first, [*every, *of_experts])
         for part, gradients in of_parts.items():
-            holders, slices, expert_slices = self._compute.slices(first, last, part)
+            slices, expert_slices = self._compute.slices(first, last, part)
             self._reduction.start(
                 instr,
                 [
-                    Summed(gradients, groups[part], slices, holders),
-                    Summed(of_experts, expert_group, expert_slices, holders),
+                    Summed(gradients, holders.groups[part], slices, holders.ranks),
+                    Summed(of_experts, expert_group, expert_slices, holders.expert_ranks),
                 ],
                 self._compute.partial_gradients(first, last, part),
                 self._compute.share,

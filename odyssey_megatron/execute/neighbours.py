@@ -4,7 +4,7 @@ whom it holds layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,10 +12,11 @@ import torch.distributed as dist
 
 from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.execute.channels import Channels
+from odyssey_megatron.plan.groups import Holders
 from odyssey_megatron.plan.layout import Block, Layout
 from odyssey_megatron.plan.schedule import MESSAGE, SEND, Program
 
-HolderGroups = Callable[[int, int], tuple[Mapping[int, dist.ProcessGroup | None], dist.ProcessGroup | None]]
+HolderGroups = Callable[[int, int], Holders[dist.ProcessGroup | None]]
 _ROUNDS = 3
 """The fastest counts: the first also waits until the other is there."""
 
@@ -91,7 +92,7 @@ class Neighbours:
         """
         found = Summed()
         for holders, block in self._blocks.items():
-            groups, _ = self._holder_groups(block.first, block.last)
+            groups = self._holder_groups(block.first, block.last).groups
             group, rounds = groups[min(groups)], []
             for _ in range(_ROUNDS):
                 dist.all_reduce(message.new_zeros(1), group=group)

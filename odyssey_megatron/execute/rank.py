@@ -148,9 +148,9 @@ class RankRuntime:
         assert self._assignment is not None
         return self._assignment
 
-    def holders_of(self, first: int, last: int, place: int) -> dist.ProcessGroup:
+    def holders_of(self, first: int, last: int, slot: int) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
         """See ``Regrouping.holders_of``."""
-        return self._groups.holders_of(first, last, place)
+        return self._groups.holders_of(self._assigned, first, last, slot)
 
     # -- a recovery, phase by phase -------------------------------------------------------------------------------
 
@@ -261,7 +261,7 @@ class RankRuntime:
         return Interpreter(
             self._model,
             channels,
-            holder_groups(groups.find, cell, layout.blocks()),
+            holder_groups(groups.find, cell, layout.blocks(), self._assigned.shapes),
             weights=weights,
             tensor_group=groups.within_cell(cell.tensor_ranks),
             num_layers=layout.num_layers,

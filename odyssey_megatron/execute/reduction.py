@@ -48,7 +48,8 @@ class Summed(NamedTuple):
     """Of their holders; None where there is one."""
     slices: Sequence[Slices] = ()
     """Where no holder needs all of the sums: all of ``buffers``."""
-    holders: int = 1
+    ranks: Sequence[int] = (1,)
+    """Of each holder, in the group."""
 
 
 class Reduction:
@@ -76,7 +77,7 @@ class Reduction:
                 continue
             known = [*zip(partial, in_cell, strict=False)]
             if one.group is not None and any(each.views for each in one.slices):
-                self._scatter(instr, Rows(one.slices, one.holders, one.group), known, share, progress)
+                self._scatter(instr, Rows(one.slices, one.ranks, one.group), known, share, progress)
                 continue
             for piece in (piece for buffer in one.buffers for piece in torch.split(buffer, PIECE)):
                 self._make_room(piece.nbytes, progress)

@@ -125,12 +125,16 @@ class Regrouping:
         """If this rank is in it."""
         return self.entered[name] if name in self.entered else None
 
-    def holders_of(self, first: int, last: int, place: int) -> dist.ProcessGroup:
+    def holders_of(
+        self, assignment: Assignment, first: int, last: int, slot: int
+    ) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
         """The group of the holders of a block ``[first, last)``; of each all ranks that have the same of it as this one
-        in a ``place`` that it fills.
+        in a ``slot`` (``Cell.slot``), and how many these are.
         """
         parts = self._cell.parts
-        return self.entered[membership.block_group_name(first, last, place % parts, parts)]
+        (block,) = (one for one in assignment.layout.blocks() if (one.first, one.last) == (first, last))
+        ranks = membership.ranks_of_holders(block, self._cell, assignment.shapes, parts)
+        return self.entered[membership.block_group_name(first, last, slot % parts, parts)], ranks
 
     @property
     def are_over(self) -> bool:

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from odyssey_megatron.rebuild.transfer import places
+
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -36,18 +38,17 @@ class _Piece(NamedTuple):
 class Rows:
     """The gradients of one bucket in their rows, for one ``group`` of their ``holders``."""
 
-    def __init__(self, slices: Sequence[Slices], holders: int, group: dist.ProcessGroup):
-        self.group = group
-        self._each = group.size() // holders
-        """Ranks of a holder."""
-        self._rows: list[list[_Piece]] = [[] for _ in range(holders)]
-        lengths = [0] * holders
+    def __init__(self, slices: Sequence[Slices], ranks: Sequence[int], group: dist.ProcessGroup):
+        """``ranks``: of each holder, how many it has in the ``group``."""
+        self.group, self._places = group, places(ranks)
+        self._rows: list[list[_Piece]] = [[] for _ in ranks]
+        lengths = [0] * len(ranks)
         for one in slices:
             row = one.owners[0]
             for view in one.views:
                 self._rows[row].append(_Piece(lengths[row], one.owners, view))
                 lengths[row] += view.numel()
-        self.width = -(-max(lengths) // self._each)
+        self.width = max(-(-length // count) for length, count in zip(lengths, ranks, strict=True))
         """Of what a rank sums."""
         self._me = group.rank()
 
@@ -57,7 +58,7 @@ class Rows:
 
     def _within(self, rank: int, low: int, high: int, keeper: int = -1) -> Iterator[tuple[int, torch.Tensor]]:
         """(where, view) of what is in ``[low, high)`` of the piece of ``rank``, and is kept by ``keeper``, if any."""
-        row, number = divmod(rank, self._each)
+        row, number = self._places[rank]
         before = number * self.width
         for piece in self._rows[row]:
             if keeper < 0 or keeper in piece.owners:
@@ -109,4 +110,4 @@ class Rows:
     def _between(self, source: int, target: int) -> list[torch.Tensor]:
         if source == target:
             return []
-        return [view for _, view in self._within(source, 0, self.width, target // self._each)]
+        return [view for _, view in self._within(source, 0, self.width, self._places[target][0])]

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from odyssey_megatron.cluster.cell import NO_SHAPES, Cell, ranks_that_go_on
+from odyssey_megatron.cluster.cell import NO_SHAPES, Cell
 
 
 def completed(
@@ -49,16 +49,18 @@ def completed(
     return {}
 
 
-def shrunk(slots: Mapping[int, int], worker: int, cell_size: int) -> tuple[int, dict[int, int]]:
-    """How many places of a whole cell each rank of ``worker`` fills with what is left of it, 0 if nothing is; and which
-    ranks start in the places of which others, so that the first ones are there.
+def shrunk(slots: Mapping[int, int], worker: int, sizes: Sequence[int]) -> tuple[int, dict[int, int]]:
+    """How many places of a whole cell each rank of ``worker`` fills with what is left of it, 0 if that is too little;
+    and which ranks start in the places of which others, so that the first ones are there.
 
     Args:
-        slots, cell_size: as in :func:`completed`.
+        slots: as in :func:`completed`.
+        sizes: ``JobSpec.cell_sizes``.
     """
+    cell_size = max(sizes)
     of_cell = numbers(worker, cell_size)
     left = [rank for rank in of_cell if rank in slots]
-    size = ranks_that_go_on(cell_size, len(left))
+    size = max((one for one in sizes if one <= len(left)), default=0)
     if not size:
         return 0, {}
     lacking = [rank for rank in of_cell[:size] if rank not in slots]
@@ -116,20 +118,29 @@ class Places:
         grown = next((worker for worker in workers if self._smaller.pop(worker, 0)), None)
         return moves, grown
 
-    def can_shrink(self, worker: int, cell_size: int) -> int:
+    def can_shrink(self, worker: int, sizes: Sequence[int]) -> int:
         """How many places each rank of ``worker`` would fill with what is left of it, if it is to be another cell than
-        it is; 0: it stays as it is.
+        it is; 0: it stays as it is. ``sizes``: ``JobSpec.cell_sizes``.
         """
-        each, _ = shrunk(self._slots, worker, cell_size)
+        each, _ = shrunk(self._slots, worker, sizes)
         return 0 if each == self._smaller.get(worker, 1) else each
+
+    def living(self, worker: int, cell_size: int) -> list[int]:
+        """What is left of ``worker``."""
+        return [rank for rank in numbers(worker, cell_size) if rank in self._slots]
+
+    def too_few(self, worker: int, sizes: Sequence[int]) -> bool:
+        """``worker`` has been a smaller cell, and what is left of it is none: it stands by from now on."""
+        each, _ = shrunk(self._slots, worker, sizes)
+        return not each and self._smaller.pop(worker, 0) > 0
 
     def is_all_here(self, worker: int, cell_size: int) -> bool:
         """The whole cell began on this node: agents of several know of their own ranks only."""
         return self._began_with.issuperset(numbers(worker, cell_size))
 
-    def shrink(self, worker: int, cell_size: int) -> list[Move]:
+    def shrink(self, worker: int, sizes: Sequence[int]) -> list[Move]:
         """What is left of ``worker`` goes on as a smaller cell."""
-        each, moves = shrunk(self._slots, worker, cell_size)
+        each, moves = shrunk(self._slots, worker, sizes)
         self._smaller[worker] = each
         return [self._move(missing, spare) for missing, spare in moves.items()]
 

@@ -116,16 +116,21 @@ class Respawn:
     def _shrink(self, now_s: float, job: JobSpec, worker: int) -> None:
         """What is left of ``worker`` goes on as a smaller cell, if it has to be another one than it is."""
         ranks = numbers(worker, job.cell_size)
-        each = self._places.can_shrink(worker, job.cell_size) if self._shrinks else 0
-        if each and job.whole_cells_only:
+        if not self._shrinks:
+            return
+        each = self._places.can_shrink(worker, job.cell_sizes)
+        living = self._places.living(worker, job.cell_size)
+        if self._places.too_few(worker, job.cell_sizes):
+            self._control.put(keys.places_key(worker), "1")
+        why = job.whole_cells_only or job.whole_shards_only
+        if why and living and len(living) < min(job.cell_sizes):
             say(
-                f"[odyssey] what is left of ranks {list(ranks)} stands by, and does not go on as a smaller "
-                f"cell: {job.whole_cells_only}"
+                f"[odyssey] ranks {living} of {list(ranks)} stand by, and do not go on as a smaller cell: {why}"
             )
-        if not each or job.whole_cells_only or not self._places.is_all_here(worker, job.cell_size):
+        if not each or not self._places.is_all_here(worker, job.cell_size):
             return
         self._control.put(keys.places_key(worker), str(each))
-        for move in self._places.shrink(worker, job.cell_size):
+        for move in self._places.shrink(worker, job.cell_sizes):
             self._start_in_place(move, now_s)
         left = list(ranks[: job.cell_size // each])
         self._journal.event("cell_shrinks", ranks=left, whole=job.cell_size, echo=True)

@@ -308,6 +308,9 @@ class Session:
                 f"{job.micro_batch_size}{times if lanes > 1 else ''}. Choose a multiple of "
                 f"{job.micro_batch_size * lanes}."
             )
+        kept = kept_whole(
+            config, optimizer=job.model.optimizer_config.optimizer, is_packed=job.model.is_packed
+        )
         return JobSpec(
             num_layers=job.model.num_layers,
             is_tied=job.model.shares_embedding,
@@ -321,9 +324,8 @@ class Session:
             tokens_per_step=job.global_batch_size * job.seq_length,
             train_steps=job.train_iters,
             optimizer_copies=job.optimizer_copies,
-            whole_cells_only=kept_whole(
-                config, optimizer=job.model.optimizer_config.optimizer, is_packed=job.model.is_packed
-            ),
+            whole_cells_only=kept.whole,
+            whole_shards_only=kept.shards,
             least_holders=self.config.least_holders,
             eager_forwards=self.config.eager_forwards,
             save_steps=0,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
-from typing import TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from odyssey_megatron.cluster.cell import NO_SHAPES, Cell, Shapes
 from odyssey_megatron.plan.layout import Block, Layout
@@ -65,21 +65,36 @@ def block_group_name(first: int, last: int, part: int, parts: int) -> str:
     return f"block:{first}:{last}" if parts == 1 else f"block:{first}:{last}.{part}of{parts}"
 
 
-def holder_groups(
-    group: Callable[[str], T], cell: Cell, blocks: Sequence[Block]
-) -> Callable[[int, int], tuple[dict[int, T], T]]:
-    """Gives, of a first layer and the one behind the last, both of one of the ``blocks``, by part that the rank has of
-    it the ``group`` of all who have it, and that of all who have the same experts.
-    """
+class Holders(NamedTuple, Generic[T]):
+    """Of a block: those whom a rank sums its gradients with."""
 
-    def of_layers(first: int, last: int) -> tuple[dict[int, T], T]:
+    groups: dict[int, T]
+    """By part that the rank has of it, that of all who have it."""
+    ranks: tuple[int, ...]
+    """Of each holder, in such a group."""
+    experts: T
+    """That of all who have the same experts."""
+    expert_ranks: tuple[int, ...]
+
+
+def holder_groups(
+    group: Callable[[str], T], cell: Cell, blocks: Sequence[Block], shapes: Shapes = NO_SHAPES
+) -> Callable[[int, int], Holders[T]]:
+    """Gives, of a first layer and the one behind the last, both of one of the ``blocks``, its holders."""
+
+    def of_layers(first: int, last: int) -> Holders[T]:
         block = next(one for one in blocks if one.first <= first and last <= one.last)
 
         def of_part(part: int, parts: int) -> T:
             return group(block_group_name(block.first, block.last, part, parts))
 
-        dense = {part: of_part(part, cell.tensor * cell.each) for part in cell.held_parts}
-        return dense, of_part(cell.index % cell.expert_parts, cell.expert_parts)
+        parts, expert_parts = cell.full_tensor, cell.expert_parts
+        return Holders(
+            {part: of_part(part, parts) for part in cell.held_parts},
+            ranks_of_holders(block, cell, shapes, parts),
+            of_part(cell.index % expert_parts, expert_parts),
+            ranks_of_holders(block, cell, shapes, expert_parts),
+        )
 
     return of_layers
 
@@ -103,9 +118,8 @@ def group_members(
         program = plan.program(cell.worker)
         for between, ends in _channels_of(cell.worker, program, plan.transfers, beside=beside).items():
             other = ends[ends[0] == cell.worker]
-            for rank, places in cell.links(other, shapes.get(other, 1)):
-                name = cell.named(between, places)
-                groups[name] = (min(cell.rank, rank), max(cell.rank, rank))
+            for one in cell.counterparts(other, shapes.get(other, 1)):
+                groups[cell.named(between, one.rank)] = (min(cell.rank, one.rank), max(cell.rank, one.rank))
     for block in plan.layout.blocks():
         if cell.worker in block.holders:
             groups |= groups_of_block(block, cell, shapes)
@@ -116,13 +130,19 @@ def groups_of_block(block: Block, cell: Cell, shapes: Shapes = NO_SHAPES) -> dic
     """Those that a rank of one of its holders sums its gradients in."""
     # One sum over all who have the same part leaves the same bytes on all of them.
     groups = {}
-    for parts in {cell.tensor * cell.each, cell.expert_parts * cell.each, cell.parts}:
-        for part in {place % parts for place in cell.places}:
+    for parts in {cell.full_tensor, cell.expert_parts * cell.tensor_each, cell.parts}:
+        for part in cell.own(parts):
             having = (cell.having(one, part, parts, shapes.get(one, 1)) for one in block.holders)
             ranks = tuple(rank for one in having for rank in one)
             if len(ranks) > 1:
                 groups[block_group_name(block.first, block.last, part, parts)] = ranks
     return groups
+
+
+def ranks_of_holders(block: Block, cell: Cell, shapes: Shapes, parts: int) -> tuple[int, ...]:
+    """How many ranks each holder of ``block`` has in a group of those who have one of so many ``parts`` of it."""
+    part = cell.own(parts)[0]
+    return tuple(len(cell.having(one, part, parts, shapes.get(one, 1))) for one in block.holders)
 
 
 def pair(members: tuple[int, ...], rank: int) -> dict[str, tuple[int, ...]]:

@@ -25,6 +25,18 @@ TensorsOf = Callable[[int, int, Span], Tensors]
 """Layer, part, and what of it -> all its tensors by name, in an order that is the same on every rank."""
 
 
+class Way(NamedTuple):
+    """Of a part of a layer that moves, from or to this rank."""
+
+    part: int
+    slot: int
+    """``Cell.slot`` of the rank that it goes to."""
+    rank: int
+    """At the other end."""
+    where: dict[str, Any]
+    """How ``torch.distributed`` is told it."""
+
+
 class Moving:
     """This worker's transfers under way, those that it sends and is sent; every part of a layer travels as one message.
 
@@ -39,7 +51,7 @@ class Moving:
         num_layers: int,
         cell: Cell,
         world: dist.ProcessGroup,
-        way: Callable[[Transfer, int, int], tuple[int, dict[str, Any]]],
+        ways: Callable[[Transfer, int], Sequence[Way]],
         tensors_to_send: TensorsOf,
         tensors_to_fill: TensorsOf,
         filled: Callable[[int, int, Span, Tensors], None],
@@ -49,8 +61,7 @@ class Moving:
 
         Args:
             transfers: of this worker, in an order that those at the other ends have, too.
-            way: of a transfer, its number among those from its source to its target, and a place in the cell: the rank
-                at the other end, and how ``torch.distributed`` is told where it goes.
+            ways: of a transfer, and its number among those from its source to its target: of its parts.
             filled: is called with a layer, a part and a span of it whose tensors have come, and with these.
             checkpoint: is called between layers.
 
@@ -62,15 +73,15 @@ class Moving:
         self._receives: list[tuple[Any, torch.Tensor, tuple[int, int, Span, Tensors]]] = []
         self.arriving: set[int] = set()
         """Layers."""
-        ours: list[tuple[Transfer, Message, int, Tensors]] = []
+        ours: list[tuple[Transfer, Message, Way, Tensors]] = []
         numbers: dict[tuple[int, int], Iterator[int]] = defaultdict(count)
         for transfer in transfers:
             checkpoint()
             number = next(numbers[transfer.source, transfer.target])
             of_layer = tensors_to_send if transfer.source == cell.worker else tensors_to_fill
-            for place, part in zip(cell.places, cell.held_parts, strict=True):
-                message = Message(transfer.layer, transfer.source, transfer.target, number, place)
-                ours.append((transfer, message, part, of_layer(transfer.layer, part, transfer.span)))
+            for way in ways(transfer, number):
+                message = Message(transfer.layer, transfer.source, transfer.target, number, way.slot)
+                ours.append((transfer, message, way, of_layer(transfer.layer, way.part, transfer.span)))
         agree_on_messages(
             {message: tensors for one, message, _, tensors in ours if one.source == cell.worker},
             {message: tensors for one, message, _, tensors in ours if one.target == cell.worker},
@@ -78,19 +89,18 @@ class Moving:
             who=f"rank {cell.rank}",
             what=lambda message: layer_name(message.layer, num_layers),
         )
-        for transfer, message, part, tensors in ours:
+        for transfer, _, way, tensors in ours:
             if not tensors:  # an embedding whose only weight is the head's, too
                 if transfer.target == cell.worker:
-                    filled(transfer.layer, part, transfer.span, tensors)
+                    filled(transfer.layer, way.part, transfer.span, tensors)
                 continue
             checkpoint()
             flat = packed(tensors.values())
-            rank, where = way(transfer, message.number, message.place)
             if transfer.source == cell.worker:
-                self._sends.append((dist.isend(flat, rank, **where), flat))
+                self._sends.append((dist.isend(flat, way.rank, **way.where), flat))
             else:
-                work, layer = dist.irecv(flat, rank, **where), transfer.layer
-                self._receives.append((work, flat, (layer, part, transfer.span, tensors)))
+                work, layer = dist.irecv(flat, way.rank, **way.where), transfer.layer
+                self._receives.append((work, flat, (layer, way.part, transfer.span, tensors)))
                 self.arriving.add(layer)
 
     def finish(self) -> None:
@@ -137,7 +147,7 @@ class Spreading:
         *,
         cell: Cell,
         world: dist.ProcessGroup,
-        group_of: Callable[[int, int, int], dist.ProcessGroup],
+        holders_of: Callable[[int, int, int], tuple[dist.ProcessGroup, Sequence[int]]],
         weights_of: Callable[[int, int, Sequence[Span]], Tensors],
         arrived: Callable[[int, int, Sequence[Span], Tensors], None],
     ):
@@ -145,8 +155,8 @@ class Spreading:
 
         Args:
             buckets: the blocks of this worker, cut into what travels as one message: the same on all their holders.
-            group_of: the group of a block's holders, from its first layer and the one behind its last; of each all
-                ranks that have the same of it as this one in a place that it fills.
+            holders_of: the group of a block's holders, from its first layer and the one behind its last, and a
+                ``Cell.slot`` of this rank; of each all ranks that have the same of it, and how many these are.
             weights_of: of a layer, a part and spans of it, in place or in a copy.
             arrived: is called with a layer, a part and spans whose weights have come, and with these.
 
@@ -174,10 +184,11 @@ class Spreading:
             own = {
                 (layer, span) for layer, found in slices.items() for span in kept(found).get(cell.worker, ())
             }
-            for place, part in zip(cell.places, cell.held_parts, strict=True):
-                ours |= {layer * cell.full + place: weights_of(layer, part, [EVERYTHING]) for layer in slices}
-                group = group_of(block.first, block.last, place)
-                self._messages.append(_Message(group, part, frozenset(slices), stepped, own))
+            for part in cell.held_parts:
+                slot = cell.slot(part)
+                ours |= {layer * cell.full + slot: weights_of(layer, part, [EVERYTHING]) for layer in slices}
+                group, ranks = holders_of(block.first, block.last, slot)
+                self._messages.append(_Message(group, ranks, part, frozenset(slices), stepped, own))
         if layout.keepers:
             agree(
                 ours,
@@ -202,17 +213,17 @@ class Spreading:
         for message in self._messages:
             every = self._weights(message)
             sizes = [sum(one.nbytes for _, own in each for one in own.values()) for each in every]
-            pieces = message.group.size() // len(every)  # from as many ranks of a cell, which have the same
-            if not (length := -(-max(sizes) // pieces)):
+            # Each comes in pieces from all ranks of a cell that have the same.
+            if not (length := max(-(-size // each) for size, each in zip(sizes, message.ranks, strict=True))):
                 continue
             some = next(one for each in every for _, own in each for one in own.values())
             room = _room_bytes(some.device) if room is None else room
-            room -= len(every) * length * pieces
+            room -= message.group.size() * length
             while self._under_way and room < 0:
                 room += self._end(self._under_way.popleft())
-            index, piece = divmod(message.group.rank(), pieces)
-            gathered = some.new_empty((len(every), length * pieces), dtype=torch.uint8)
-            mine = torch.zeros_like(gathered[index])
+            index, piece = places(message.ranks)[message.group.rank()]
+            gathered = some.new_empty((message.group.size(), length), dtype=torch.uint8)
+            mine = gathered.new_zeros(message.ranks[index] * length)
             if sizes[index]:
                 mine[: sizes[index]] = packed([one for _, own in every[index] for one in own.values()])
             # Not into a list: NCCL's backend would gather into as much memory again, and copy.
@@ -242,7 +253,8 @@ class Spreading:
     def _end(self, one: _UnderWay) -> int:
         """It is where it belongs; gives the bytes that were kept for it."""
         one.work.wait()
-        for each, flat in zip(self._weights(one.message), one.gathered, strict=True):
+        rows = torch.split(one.gathered, [*one.message.ranks])
+        for each, flat in zip(self._weights(one.message), [row.reshape(-1) for row in rows], strict=True):
             at = 0
             for (layer, span), own in each:
                 size = sum(tensor.nbytes for tensor in own.values())
@@ -257,6 +269,8 @@ class _Message(NamedTuple):
     """Of one bucket."""
 
     group: dist.ProcessGroup
+    ranks: Sequence[int]
+    """Of each holder, in the group."""
     part: int
     layers: frozenset[int]
     stepped: list[list[tuple[int, Span]]]
@@ -270,7 +284,12 @@ class _UnderWay:
     message: _Message
     work: Any
     gathered: torch.Tensor
-    """uint8 [holders, bytes of the longest]."""
+    """uint8 [ranks, bytes of the longest piece]."""
+
+
+def places(ranks: Sequence[int]) -> list[tuple[int, int]]:
+    """(holder, number among its own) of each rank of a group, in which each holder has so many ``ranks``."""
+    return [(holder, number) for holder, count in enumerate(ranks) for number in range(count)]
 
 
 def packed(tensors: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -55,6 +55,26 @@ def test_what_is_left_of_a_cell_trains_on(jobs, undisturbed, name, cells):
     assert begun[max(begun)] == [0, 1, 2, 4, 5, 6, 7]
 
 
+CONTEXT = "--context-parallel-size 2 --num-layers 4 --global-batch-size 6"
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "",
+        pytest.param("--window-size 5,0 --calculate-per-token-loss", marks=matrix),
+    ],
+)
+def test_what_is_left_of_a_cell_of_context_ranks_trains_on(jobs, undisturbed, name, how):
+    """With the weights that each of its ranks had: rank 2 has the whole sequence, beside cells whose ranks have halves."""
+    job = f"{CONTEXT} {how} {LONG}".replace("  ", " ")
+    shot = jobs.run(name, ranks=RANKS, stages=STAGES, flags=f"{job} {SPENT} {lost(3, 1)}", timeout_s=200.0)
+    assert_equal_runs(shot, undisturbed(job), kills=2)
+    (shrinks,) = shot.named("cell_shrinks")
+    assert (shrinks["ranks"], shrinks["whole"]) == ([2], 2)
+    assert trained(shot) == [[[1, 2]]]
+
+
 def test_a_cell_that_trains_with_fewer_ranks_becomes_whole_again(jobs, undisturbed, name):
     """Rank 3 comes back in the place of rank 5, whose cell is broken, too: rank 2 leaves between two steps, and both
     come back. Whatever was lost, nobody waits for that.

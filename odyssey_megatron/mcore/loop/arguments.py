@@ -109,6 +109,12 @@ def job_of(
     optimizer_copies: int,
 ) -> JobSpec:
     """What the coordinator plans for; ``batch_size``: samples of the largest step."""
+    kept = parts.kept_whole(
+        transformer_config,
+        optimizer=args.optimizer,
+        is_packed=is_packed(args),
+        is_hybrid=bool(compat.layer_kinds(args)),
+    )
     return JobSpec(
         num_layers=args.num_layers + 2,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
@@ -124,12 +130,8 @@ def job_of(
         num_microbatches=batch_size // (args.micro_batch_size * Cell.in_job(0, args).lanes),
         tokens_per_step=batch_size * args.seq_length,
         train_steps=args.train_iters,
-        whole_cells_only=parts.kept_whole(
-            transformer_config,
-            optimizer=args.optimizer,
-            is_packed=is_packed(args),
-            is_hybrid=bool(compat.layer_kinds(args)),
-        ),
+        whole_cells_only=kept.whole,
+        whole_shards_only=kept.shards,
         least_holders=config.least_holders,
         eager_forwards=config.eager_forwards,
         optimizer_copies=optimizer_copies,

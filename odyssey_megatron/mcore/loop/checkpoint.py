@@ -58,8 +58,8 @@ def prepare(model: MegatronModel, block: LayerBlock) -> None:
         for shard in _shards(state):  # only the first of the holders writes
             place = experts if ".mlp.experts." in shard.key else others  # of what is no parameter
             shard.replica_id = (*shard.replica_id[:-1], places.get(id(shard.data), place))
-        if model.cell.each > 1:
-            dict_list_map_inplace(lambda shard: _in_parts(shard, model.cell.each), state)
+        if model.cell.tensor_each > 1:
+            dict_list_map_inplace(lambda shard: _in_parts(shard, model.cell.tensor_each), state)
         return state
 
     chunk.sharded_state_dict = sharded_state_dict
@@ -285,7 +285,7 @@ class OptimizerView:
         return whole
 
 
-def _nobody() -> dist.ProcessGroup:
+def _nobody() -> tuple[dist.ProcessGroup, tuple[int, ...]]:
     raise AssertionError("without a job there are no other holders")
 
 

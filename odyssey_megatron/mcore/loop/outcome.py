@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 
 from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.errors import ConfigError
@@ -69,8 +68,7 @@ def local_totals(
     *,
     tokens: Iterable[torch.Tensor | float],
     sequences: Mapping[int, tuple[float, float]],
-    tp_rank: int,
-    cp_rank: int,
+    cell: Cell,
     with_zeros: bool,
 ) -> torch.Tensor:
     """A rank's share.
@@ -80,8 +78,9 @@ def local_totals(
         losses: of the microbatches whose head this worker ran, or of this rank's part of their sequences.
         tokens: of each of these microbatches.
         sequences: of each microbatch that was read here, and has packed ones, as :attr:`StepOutcome.sequences`.
-        tp_rank: of this rank; what all tensor-parallel ranks have alike counts on the first one.
-        cp_rank: of this rank; the first one counts the microbatches.
+        cell: this rank's. What all tensor-parallel ranks have alike counts on the first one, the first context-parallel
+            one counts the microbatches, and a loss that is no sum stands for as many parts of a sequence as there are
+            here.
         with_zeros: count zeros.
     """
     totals = torch.zeros(num_totals(loss_names), dtype=torch.float64, device=torch.cuda.current_device())
@@ -89,17 +88,18 @@ def local_totals(
         totals[0] += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
         if with_zeros:
             totals[1] += gradient.numel() - torch.count_nonzero(gradient)
-    if tp_rank:
+    if cell.tensor_rank:
         return totals
     for one in tokens:
         totals[2] += one
-    totals[3] = 0 if cp_rank else len(losses)
+    totals[3] = 0 if cell.context_rank else len(losses)
     for microbatch, reported in sorted(losses.items()):
-        if not cp_rank and microbatch in sequences:
+        if not cell.context_rank and microbatch in sequences:
             totals[4:_BEFORE_LOSSES] += totals.new_tensor(sequences[microbatch])
         for index, name in enumerate(loss_names):
             value = reported[name].detach().to(torch.float64)
-            pair = value if value.numel() == 2 else torch.stack([value, torch.ones_like(value)])
+            alone = cell.context_each * torch.stack([value, torch.ones_like(value)])
+            pair = value if value.numel() == 2 else alone
             totals[_BEFORE_LOSSES + 2 * index :][:2] += pair
     return totals
 
@@ -143,7 +143,7 @@ def counted_numbers(layer: HeldLayer, spans: Sequence[Span], cell: Cell) -> list
     """The gradients of slices of ``layer`` that this rank of their first owner counts."""
     return [
         one.together(main_grad(one.parameter))
-        for one in ranges(layer, cell.each, spans)
+        for one in ranges(layer, cell.tensor_each, spans)
         if cell.index == 0 or _counts(one.parameter, cell)
     ]
 
@@ -171,22 +171,22 @@ def squared_weights(layers: Iterable[tuple[HeldLayer, Sequence[Span]]], cell: Ce
     return total
 
 
-# -- what the microbatches of an evaluation reported: [microbatches x context-parallel ranks, names, (value, count, how
+# -- what the microbatches of an evaluation reported: [microbatches x parts of a sequence, names, (value, count, how
 #    many numbers the forward step gave)], float64, summed over all ranks. Each rank's part of a sequence stands for
-#    itself: what becomes of them is Megatron's own, and with --sft a mean of means
+#    itself: what becomes of them is Megatron's own, and with --sft a mean of means. A rank of a smaller cell that has
+#    several parts says of all of them what is the mean, and a sum once
 
 
-def loss_table(
-    losses: Losses, loss_names: Sequence[str], num_microbatches: int, context: dist.ProcessGroup
-) -> torch.Tensor:
-    """A rank's share; ranks of ``context`` have each a part of a microbatch."""
-    shape = (num_microbatches, context.size(), len(loss_names), 3)
+def loss_table(losses: Losses, loss_names: Sequence[str], num_microbatches: int, cell: Cell) -> torch.Tensor:
+    """A rank's share; context-parallel ranks of ``cell`` have each a part of a microbatch."""
+    shape = (num_microbatches, cell.full_context, len(loss_names), 3)
     table = torch.zeros(shape, dtype=torch.float64, device=torch.cuda.current_device())
     for microbatch, reported in losses.items():
         for index, name in enumerate(loss_names):
             value = reported[name].detach().reshape(-1)
-            row = table[microbatch, context.rank(), index]
-            row[: value.numel()], row[2] = value.to(table.dtype), value.numel()
+            rows = table[microbatch, cell.held_contexts.start : cell.held_contexts.stop, index]
+            rows[:, 2] = value.numel()
+            rows[: 1 if value.numel() == 2 else len(rows), : value.numel()] = value.to(table.dtype)
     return table.flatten(0, 1)
 
 

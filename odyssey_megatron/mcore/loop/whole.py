@@ -14,11 +14,11 @@ import torch.distributed as dist
 from odyssey_megatron.mcore.model.model import MegatronModel
 from odyssey_megatron.mcore.model.optimizer import LayerOptimizer
 from odyssey_megatron.plan.slices import EVERYTHING, Slice, Span, firsts, kept
-from odyssey_megatron.rebuild.transfer import packed, unpack
+from odyssey_megatron.rebuild.transfer import packed, places, unpack
 
-GroupOf = Callable[[int, int, int], dist.ProcessGroup]
-"""That of a block's holders, from its first layer and the one behind its last; of each all ranks that have the same of
-it as this one in a place that it fills.
+HoldersOf = Callable[[int, int, int], tuple[dist.ProcessGroup, Sequence[int]]]
+"""The group of a block's holders, from its first layer and the one behind its last, and a ``Cell.slot`` of this rank;
+of each all ranks that have the same of it, and how many these are.
 """
 
 
@@ -29,6 +29,8 @@ class _Part(NamedTuple):
     number: int
     """Of the part, among those of this rank."""
     group: dist.ProcessGroup
+    ranks: Sequence[int]
+    """Of each holder, in the group."""
     holders: tuple[int, ...]
     speaker: int
     slices: tuple[Slice, ...]
@@ -36,16 +38,12 @@ class _Part(NamedTuple):
     @property
     def root(self) -> int:
         """In the group, the first rank of the one who speaks."""
-        return self.holders.index(self.speaker) * self._each
-
-    @property
-    def _each(self) -> int:
-        return self.group.size() // len(self.holders)
+        return sum(self.ranks[: self.holders.index(self.speaker)])
 
     @property
     def workers(self) -> list[int]:
         """Of each rank of the group."""
-        return [self.holders[rank // self._each] for rank in range(self.group.size())]
+        return [self.holders[holder] for holder, _ in places(self.ranks)]
 
     @property
     def is_here(self) -> bool:
@@ -55,8 +53,8 @@ class _Part(NamedTuple):
 class Whole:
     """The cut layers of a rank."""
 
-    def __init__(self, model: MegatronModel, group_of: GroupOf):
-        self._model, self._group_of = model, group_of
+    def __init__(self, model: MegatronModel, holders_of: HoldersOf):
+        self._model, self._holders_of = model, holders_of
 
     def _parts(self) -> Iterator[_Part]:
         place, states = self._model.place, self._model.place.layout.states
@@ -65,9 +63,9 @@ class Whole:
             for layer in range(block.first, block.last) if place.worker in block.holders else ():
                 if not is_cut(states[layer]):
                     continue
-                for number, at in enumerate(cell.places):
-                    group = self._group_of(block.first, block.last, at)
-                    yield _Part(layer, number, group, block.holders, layout.speaker(layer), states[layer])
+                for number, part in enumerate(cell.held_parts):
+                    shared = self._holders_of(block.first, block.last, cell.slot(part))
+                    yield _Part(layer, number, *shared, block.holders, layout.speaker(layer), states[layer])
 
     def new(self) -> dict[int, LayerOptimizer]:
         """Of the layers that are brought together here, with a state that nothing has been done with."""

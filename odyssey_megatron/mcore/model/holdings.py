@@ -58,7 +58,7 @@ class Holdings:
 
     def _hold(self, layer: int, parts: torch.nn.ModuleDict, *, kept: tuple[Span, ...] = ()) -> HeldLayer:
         self.routing.attach(layer, parts)
-        each = self.cell.each
+        each = self.cell.tensor_each
         return HeldLayer(self.spec, layer, parts, self._groups, self._seeds, kept=kept, each=each)
 
     # -- what moves -----------------------------------------------------------------------------------------------
@@ -71,7 +71,9 @@ class Holdings:
 
     def _weights_in(self, held: HeldLayer, part: int, spans: Sequence[Span]) -> dict[str, torch.Tensor]:
         number = self._parts.number(part)
-        found = {one.text: one.of_part(one.parameter, number) for one in ranges(held, self.cell.each, spans)}
+        found = {
+            one.text: one.of_part(one.parameter, number) for one in ranges(held, self.cell.tensor_each, spans)
+        }
         # Of no parameter, and no optimizer's.
         return found | (experts.biases(held) if any(span[0] == 0 for span in spans) else {})
 
@@ -80,7 +82,7 @@ class Holdings:
         self._put_weights(self._held[layer], part, spans, weights)
 
     def _put_weights(self, held: HeldLayer, part: int, spans: Sequence[Span], weights: Tensors) -> None:
-        for one in () if self._parts.is_one else ranges(held, self.cell.each, spans):
+        for one in () if self._parts.is_one else ranges(held, self.cell.tensor_each, spans):
             one.put(one.parameter, self._parts.number(part), weights[one.text])
 
     def moved_bytes(self, layer: int) -> int:
@@ -111,7 +113,7 @@ class Holdings:
 
     def optimizer_of(self, held: HeldLayer, spans: tuple[Span, ...]) -> LayerOptimizer:
         """A new one, of ``spans`` of a layer."""
-        return LayerOptimizer(held, self.spec, self._groups, spans, self.cell.each)
+        return LayerOptimizer(held, self.spec, self._groups, spans, self.cell.tensor_each)
 
     def tensors_to_send(self, layer: int, part: int, span: Span = EVERYTHING) -> dict[str, torch.Tensor]:
         """The current state of a held layer, or that of a ``span`` of it, which is kept here."""

@@ -19,7 +19,7 @@ from odyssey_megatron.mcore.loop.balance import Balance, heads
 from odyssey_megatron.mcore.loop.batches import Batches
 from odyssey_megatron.mcore.loop.data import MicrobatchSource
 from odyssey_megatron.mcore.loop.outcome import StepOutcome
-from odyssey_megatron.mcore.model import groups, needed, span, summed, te
+from odyssey_megatron.mcore.model import by_context, groups, needed, span, summed, te
 from odyssey_megatron.mcore.model.assembling import assembled, unsent
 from odyssey_megatron.mcore.model.clipping import clipped
 from odyssey_megatron.mcore.model.future import FutureTokens
@@ -235,12 +235,13 @@ class MegatronModel(Holdings):
             activation.requires_grad_()
         self.future.taken()  # what is left of a forward that was cut short
         tensor, reported, counted = activation, list[dict[str, torch.Tensor]](), 0
+        sums_losses = self.spec.config.calculate_per_token_loss
         for block in self._span(first, last):
             is_last_stage = block.last == self.spec.num_layers
             stage = groups.in_stage(*self.spec.reads_as(first=block.first == 0, last=is_last_stage))
             with stage, needed.asking(needs):
                 tensor, tokens = schedules.forward_step(
-                    self.forward_step,
+                    by_context.forward_step_of(self.cell, self.forward_step, sums_losses=sums_losses),
                     self.source,
                     block.model,
                     self._of_step * self._losses_of_one // self._replicas,
@@ -309,7 +310,7 @@ class MegatronModel(Holdings):
     def expert_gradients(self, first: int, last: int) -> Sequence[torch.Tensor]:
         return self._block(first, last).expert_gradients(first, last)
 
-    def slices(self, first: int, last: int, part: int) -> tuple[int, Sequence[Slices], Sequence[Slices]]:
+    def slices(self, first: int, last: int, part: int) -> tuple[Sequence[Slices], Sequence[Slices]]:
         block = self._block(first, last)
         return summed.slices(block, self._parts, self._layout, self.cell, first, last, part)
 
@@ -375,8 +376,7 @@ class MegatronModel(Holdings):
             self._tally.names,
             tokens=self._tally.tokens.values(),
             sequences=self.source.sequences if self.source is not None else {},
-            tp_rank=self._tp_rank,
-            cp_rank=self._cp_rank,
+            cell=self.cell,
             with_zeros=self.spec.optimizer_config.log_num_zeros_in_grad,
         )
         ahead = self.balance.local_totals(self._look_ahead(), speaks=self.cell.lane == 0)
@@ -393,7 +393,7 @@ class MegatronModel(Holdings):
     def local_losses(self) -> torch.Tensor:
         """What this rank's share of the evaluated microbatches reported; sums to a table of all."""
         losses = self._tally.losses if self._tp_rank == 0 else {}
-        return outcome.loss_table(losses, self.loss_names, self._of_step, self._groups.cp)
+        return outcome.loss_table(losses, self.loss_names, self._of_step, self.cell)
 
     def apply(self, totals: torch.Tensor, checkpoint: Callable[[], None]) -> StepOutcome:
         """The optimizer step from reduced gradients and everyone's totals; sends nothing.

@@ -1,9 +1,9 @@
 """What a rank of a smaller cell has, as the parts of the job's tensor parallelism.
 
 A job with tensor parallelism T cuts a layer into T parts. A cell that has lost ranks goes on with t of them, each with
-``each`` = T/t consecutive parts, and its modules are Megatron's own for tensor parallelism t: a tensor of theirs is
-what those parts' tensors are together. Whatever leaves such a rank, or arrives there, goes part by part, as a whole
-cell's rank has it: names, shapes, order and flat buffers.
+``tensor_each`` = T/t consecutive parts, and its modules are Megatron's own for tensor parallelism t: a tensor of theirs
+is what those parts' tensors are together. Whatever leaves such a rank, or arrives there, goes part by part, as a whole
+cell's rank has it: names, shapes, order and flat buffers. Where the cell has but fewer context-parallel ranks, t is T.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import copy
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,7 +28,7 @@ class Parts:
     """Those that the ranks of ``cell`` have of each layer."""
 
     def __init__(self, cell: Cell):
-        self._each, self._numbers = cell.each, cell.held_parts
+        self._each, self._numbers = cell.tensor_each, cell.held_parts
         self._staged: dict[tuple[int, int, int], _Staged] = {}
 
     def __iter__(self) -> Iterator[int]:
@@ -141,12 +141,15 @@ class _Staged:
 
 
 def adapt(config: Any, cell: Cell) -> Any:
-    """Makes the ``config`` of the job's model that of the tensor parallelism in ``cell``; returns what it was."""
+    """Makes the ``config`` of the job's model that of the parallel sizes of ``cell``; returns what it was."""
     if cell.each == 1:
         return config
     whole = copy.copy(config)
     config.tensor_model_parallel_size = cell.tensor
     config.sequence_parallel = config.sequence_parallel and cell.tensor > 1
+    config.context_parallel_size = cell.context
+    if cell.context_each > 1:
+        config.hierarchical_context_parallel_sizes = None
     return whole
 
 
@@ -155,13 +158,20 @@ def _may_be_te(config: Any) -> bool:
     return config.transformer_impl != "local" and importlib.util.find_spec("transformer_engine") is not None
 
 
-_KEPT_WHOLE: tuple[tuple[str, Callable[[Any], object]], ...] = (
-    ("it has no tensor parallelism", lambda config: config.tensor_model_parallel_size == 1),
-    ("it has context parallelism", lambda config: config.context_parallel_size > 1),
+_Reasons = tuple[tuple[str, Callable[[Any], object]], ...]
+
+_KEPT_WHOLE: _Reasons = (
+    (
+        "it has neither tensor nor context parallelism",
+        lambda config: config.tensor_model_parallel_size == config.context_parallel_size == 1,
+    ),
     ("its layers have experts", lambda config: config.num_moe_experts),
     ("it predicts several tokens (--mtp-num-layers)", lambda config: config.mtp_num_layers),
     ("its forward draws numbers (dropout)", lambda config: config.attention_dropout or config.hidden_dropout),
     ("it computes in 8 bits", lambda config: getattr(config, "fp8", None)),
+)
+
+_SHARDS_KEPT: _Reasons = (
     (
         "its layers may be Transformer Engine's (transformer_impl is not local)",
         lambda config: _may_be_te(config),
@@ -179,18 +189,33 @@ _KEPT_WHOLE: tuple[tuple[str, Callable[[Any], object]], ...] = (
 )
 
 
+class Kept(NamedTuple):
+    """Why a cell does not go on with fewer ranks; empty: it does."""
+
+    whole: str
+    """With any."""
+    shards: str
+    """With fewer tensor-parallel ones, each of which would have more of a layer."""
+
+
 def kept_whole(
     config: Any, *, optimizer: str = "adam", is_packed: bool = False, is_hybrid: bool = False
-) -> str:
-    """Why a cell of this model, of Megatron's ``config``, does not go on with fewer ranks; empty: it does.
+) -> Kept:
+    """Of a cell of this model, of Megatron's ``config``.
 
     ``optimizer``: Megatron's name of it; ``is_packed``: see ``ModelSpec``; ``is_hybrid``: its layers are of several
     kinds.
     """
+    whole = _first(_KEPT_WHOLE, config)
     if is_packed:
-        return "its sequences are packed"
-    if is_hybrid and config.tensor_model_parallel_size > 1:
-        return "it is a hybrid model"
+        whole = "its sequences are packed"
+    elif is_hybrid and config.tensor_model_parallel_size * config.context_parallel_size > 1:
+        whole = "it is a hybrid model"
+    shards = _first(_SHARDS_KEPT, config)
     if compat.is_muon(optimizer):
-        return "Muon goes by the matrix that each rank of a whole cell has"
-    return next((why for why, holds in _KEPT_WHOLE if holds(config)), "")
+        shards = "Muon goes by the matrix that each rank of a whole cell has"
+    return Kept(whole or (shards if config.context_parallel_size == 1 else ""), shards)
+
+
+def _first(reasons: _Reasons, config: Any) -> str:
+    return next((why for why, holds in reasons if holds(config)), "")

@@ -25,13 +25,15 @@ class Place:
         holders, speaker = self.layout.all_holders[layer], self.layout.speaker(layer)
         order = [speaker, *(worker for worker in holders if worker != speaker)]
         parts = self.cell.expert_parts if spread else self.cell.tensor
-        return order.index(self.worker) * (self.cell.size // parts) + self.cell.index // parts
+        each = (
+            self.cell.size * self.cell.context_each // parts
+        )  # as many numbers as a whole cell has ranks for it
+        return order.index(self.worker) * each + self.cell.index // parts
 
     @property
     def parts(self) -> tuple[int, ...]:
         """Of the different parts of a layer that ranks of a cell have, this one's numbers."""
-        cell = self.cell
-        return tuple(cell.held_parts) if cell.each > 1 else (cell.index % cell.parts,)
+        return self.cell.own(self.cell.parts)
 
     @property
     def shards(self) -> tuple[str, ...]:

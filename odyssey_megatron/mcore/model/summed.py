@@ -34,22 +34,22 @@ def partial_gradients(
 
 def slices(
     block: LayerBlock, parts: Parts, layout: Layout, cell: Cell, first: int, last: int, part: int
-) -> tuple[int, Sequence[Slices], Sequence[Slices]]:
-    """How many hold these layers; and where not all of them need all sums, who needs what of :func:`gradients`, and of
-    those of experts that are spread over ranks.
+) -> tuple[Sequence[Slices], Sequence[Slices]]:
+    """Where not all who hold these layers need all sums, who needs what of :func:`gradients`, and of those of experts
+    that are spread over ranks.
     """
     holders, states = layout.all_holders[first], layout.states
     found: tuple[list[Slices], list[Slices]] = ([], [])
     if all(len(one.owners) == len(holders) for layer in range(first, last) for one in states[layer]):
-        return len(holders), *found
+        return found
     for layer in block.inside(first, last):
         for of_layer, owners in states[layer.index]:
             views: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-            for one in ranges(layer, cell.each, [of_layer]):
+            for one in ranges(layer, cell.tensor_each, [of_layer]):
                 views[is_spread(one.parameter)].append(_numbers(one, parts, first, last, part))
             for kind, own in zip(found, views, strict=True):
                 kind.append(Slices(tuple(map(holders.index, owners)), own))
-    return len(holders), *found
+    return found
 
 
 def _numbers(one: Range, parts: Parts, first: int, last: int, part: int) -> torch.Tensor:
