@@ -59,11 +59,10 @@ def test_a_cell_is_lost_with_any_of_its_ranks():
 def test_ranks_of_a_cell_talk_to_their_likes():
     cell = Cell(rank=5, size=2)
     assert (cell.worker, cell.index, cell.ranks) == (2, 1, (4, 5))
-    ((rank, places),) = cell.links(0)
-    assert (rank, places) == (1, range(1, 2))
-    names = {Cell(rank=one, size=2).named("0>2", Cell(rank=one, size=2).links(0)[0].places) for one in (4, 5)}
+    assert [one.rank for one in cell.counterparts(0)] == [1]
+    names = {Cell(rank=one, size=2).named("0>2", one - 4) for one in (4, 5)}
     assert len(names) == 2, "two groups, with an address each"
-    assert [one.rank for one in Cell(rank=5).links(3)] == [3]
+    assert [one.rank for one in Cell(rank=5).counterparts(3)] == [3]
 
 
 def test_ranks_of_a_cell_have_shards_and_parts_of_the_sequence():
@@ -73,7 +72,7 @@ def test_ranks_of_a_cell_have_shards_and_parts_of_the_sequence():
     assert (cell.tensor_ranks, cell.context_ranks) == ((12, 13), (9, 11, 13, 15))
     assert cell.having(0, cell.index % cell.tensor, cell.tensor) == (1, 3, 5, 7)
     twin = Cell(rank=15, size=8, context=4)
-    assert cell.named("0>1", cell.places) != twin.named("0>1", twin.places)
+    assert cell.named("0>1", 5) != twin.named("0>1", 7)
 
 
 def test_ranks_that_share_out_experts_are_a_worker():

@@ -166,30 +166,71 @@ def test_whatever_happens_each_worker_has_its_ranks_once(story):
 SHAPES = [{}, {1: 2}, {0: 3, 2: 2}, {0: 6, 1: 3}, {0: 2, 1: 2, 2: 6}]
 
 
-def cell_of(rank: int, size: int, shapes: dict[int, int]) -> Cell:
-    return Cell.of(rank, tensor=size, expert_tensor=size).smaller(shapes.get(rank // size, 1))
+def cell_of(rank: int, size: int, shapes: dict[int, int], context: int = 1) -> Cell:
+    tensor = size // context
+    whole = Cell.of(rank, tensor=tensor, context=context, expert_tensor=tensor)
+    return whole.smaller(shapes.get(rank // size, 1))
 
 
 def members_of(size: int, shapes: dict[int, int]) -> list[int]:
     return [w * size + index for w in range(WORKERS) for index in range(size // shapes.get(w, 1))]
 
 
-@pytest.mark.parametrize("shapes", SHAPES)
-def test_two_ranks_agree_on_what_they_have_in_common(shapes):
-    """Of six places, in any two divisions: each of a rank's is at one rank of the other worker."""
-    for rank in members_of(6, shapes):
-        cell = cell_of(rank, 6, shapes)
-        for other in set(range(WORKERS)) - {cell.worker}:
-            links = cell.links(other, shapes.get(other, 1))
-            assert [place for _, places in links for place in places] == list(cell.places)
-            for peer, places in links:
-                back = cell_of(peer, 6, shapes).links(cell.worker, cell.each)
-                assert (rank, places) in back
-                assert cell.named("a", places) == cell_of(peer, 6, shapes).named("a", places)
+WHOLE = [
+    {"tensor": 6},
+    {"tensor": 2, "context": 3},
+    {"tensor": 3, "context": 2},
+    {"tensor": 4, "context": 4},
+    {"context": 6},
+    {"context": 4, "context_levels": (2, 2)},
+]
 
 
-@pytest.mark.parametrize(("shapes", "tagged"), list(product(SHAPES, [False, True])))
-def test_all_of_a_group_know_the_same_of_it(shapes, tagged):
+@pytest.mark.parametrize("sizes", WHOLE, ids=str)
+def test_two_ranks_agree_on_what_they_have_in_common(sizes):
+    """Between cells of any two divisions: each rank is given all that it needs, once."""
+    whole = Cell.of(0, **{"tensor": 1, **sizes})
+    divisions = whole.divisions(tensor=True)
+    assert divisions[0] == 1
+    assert divisions[-1] == whole.size
+    for ours, theirs in product(divisions, divisions):
+        here, there = whole.of_worker(0, ours), whole.of_worker(1, theirs)
+        for one in there:
+            counterparts = {other.rank for other in one.counterparts(0, ours)}
+            for cuts in (False, True):
+                gives = {other.rank: other.gives(one, cuts=cuts) for other in here}
+                assert sorted(at for own in gives.values() for at in own) == sorted(one.pieces(cuts))
+                assert {rank for rank, own in gives.items() if own} <= counterparts
+                if ours == theirs:
+                    assert gives[one.index] == one.pieces(cuts), "all of it, as it lies"
+            moves = {other.rank: other.moves(one) for other in here}
+            assert sorted(part for own in moves.values() for part in own) == list(one.held_parts)
+            assert {rank for rank, own in moves.items() if own} <= counterparts
+            for other in (other for other in here if other.rank in counterparts):
+                assert one.rank in {back.rank for back in other.counterparts(1, theirs)}
+                assert one.named("a", other.rank) == other.named("a", one.rank)
+        slots = [one.slot(part) for one in there for part in one.held_parts]
+        assert len(slots) == len(set(slots))
+        assert set(slots) <= set(range(whole.size))
+
+
+def test_context_ranks_are_put_together_first():
+    """Their number changes nothing of a layer."""
+    whole = Cell.of(0, tensor=4, context=4)
+    assert whole.divisions(tensor=True) == (1, 2, 4, 8, 16)
+    assert whole.divisions(tensor=False) == (1, 2, 4)
+    sizes = [(one.tensor, one.context) for one in map(whole.smaller, whole.divisions(tensor=True))]
+    assert sizes == [(4, 4), (4, 2), (4, 1), (2, 1), (1, 1)]
+    assert Cell.of(0, tensor=1, context=4, context_levels=(2, 2)).divisions(tensor=True) == (1, 4)
+    assert Cell.of(0, tensor=2, expert=4).divisions(tensor=True) == (1,), "lanes"
+    assert Cell.of(0, tensor=2, context=3).divisions(tensor=True) == (1, 3, 6)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "context", "tagged"),
+    [*product(SHAPES, [1], [False, True]), *product([{}, {1: 2}, {0: 6, 1: 2}], [2], [False, True])],
+)
+def test_all_of_a_group_know_the_same_of_it(shapes, context, tagged):
     routes = (pipeline_route((0, 1), (2, 4), (0, 1)), pipeline_route((2, 1), (2, 4), (2, 3)))
     layout = layout_from_routes(4, routes)
     plan = Plan(
@@ -206,16 +247,18 @@ def test_all_of_a_group_know_the_same_of_it(shapes, tagged):
     known: dict[str, tuple[int, ...]] = {}
     for rank in everyone:
         for name, ranks in group_members(
-            plan, everyone, cell_of(rank, 6, shapes), shapes, tagged=tagged
+            plan, everyone, cell_of(rank, 6, shapes, context), shapes, tagged=tagged
         ).items():
             assert rank in ranks
             assert len(set(ranks)) == len(ranks)
             assert known.setdefault(name, ranks) == ranks, name
     for name, ranks in known.items():
         for rank in ranks:
-            assert name in group_members(plan, everyone, cell_of(rank, 6, shapes), shapes, tagged=tagged)
+            assert name in group_members(
+                plan, everyone, cell_of(rank, 6, shapes, context), shapes, tagged=tagged
+            )
     blocks = {name: ranks for name, ranks in known.items() if name.startswith("block:0:")}
-    assert len(blocks) == 6, "a sum for each part"
+    assert len(blocks) == 6 // context, "a sum for each part"
     for name, ranks in blocks.items():
         part = int(name.rpartition(".")[2].partition("of")[0])
-        assert all(part in cell_of(rank, 6, shapes).held_parts for rank in ranks)
+        assert all(part in cell_of(rank, 6, shapes, context).held_parts for rank in ranks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from odyssey_megatron.cluster.events import (
     Event,
@@ -17,6 +18,18 @@ from odyssey_megatron.cluster.events import (
     Retry,
 )
 from odyssey_megatron.errors import EXIT_FENCED
+
+
+class Share(NamedTuple):
+    """Beside a whole cell's: what a worker's ranks can do and keep. All plans count as if workers were whole cells."""
+
+    ranks: float = 1.0
+    """How many there are. Each has 1/this times the work, and times the bytes of activations."""
+    state: float = 1.0
+    """And times this the bytes of weights and optimizer state: context-parallel ranks have all the same."""
+
+
+WHOLE_CELL = Share()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +46,9 @@ class WorkerState:
     speed: float = 1.0
     """Relative to a healthy worker of as many ranks; 0.5 needs twice the time."""
     share: float = 1.0
-    """Of a whole cell's ranks, those that this one has. Each of them has 1/share times the bytes of a whole cell's."""
+    """Of a whole cell's ranks, those that this one has."""
+    context: int = 1
+    """Of a whole cell: ranks that have each a part of the sequence, and the same of all layers."""
     missing: tuple[int, ...] = ()
     """The ranks that a smaller cell does without: the last ones of its worker."""
 
@@ -46,6 +61,11 @@ class WorkerState:
     def each(self) -> int:
         """Places of a whole cell that each of its ranks fills (:class:`Cell`)."""
         return (len(self.ranks) + len(self.missing)) // len(self.ranks)
+
+    @property
+    def beside_whole(self) -> Share:
+        """Itself beside a whole cell: context-parallel ranks are put together first (:meth:`Cell.divisions`)."""
+        return Share(self.share, 1 / min(self.each, self.context))
 
     @property
     def whole(self) -> WorkerState:
@@ -157,14 +177,19 @@ class ClusterState:
         raise KeyError(rank)
 
 
-def initial_state(*, nodes: tuple[int, ...], started_s: float = 0.0, cell_size: int = 1) -> ClusterState:
-    """All ranks alive; ``nodes[r]`` is the node of rank r, and a cell is where its first rank is."""
+def initial_state(
+    *, nodes: tuple[int, ...], started_s: float = 0.0, cell_size: int = 1, context: int = 1
+) -> ClusterState:
+    """All ranks alive; ``nodes[r]`` is the node of rank r, and a cell is where its first rank is. ``context``: see
+    :class:`WorkerState`.
+    """
     size = cell_size
     workers = tuple(
         WorkerState(
             worker=first // size,
             node=nodes[first],
             ranks=tuple(range(first, first + size)),
+            context=context,
             other_nodes=tuple(sorted({*nodes[first : first + size]} - {nodes[first]})),
         )
         for first in range(0, len(nodes), size)

@@ -151,7 +151,10 @@ class Coordinator:
             spec = from_json(JobSpec, posted["job"])
             spec.check(self._world_size)
             cluster = initial_state(
-                nodes=job.nodes, started_s=job.cluster.started_s, cell_size=spec.cell_size
+                nodes=job.nodes,
+                started_s=job.cluster.started_s,
+                cell_size=spec.cell_size,
+                context=spec.context_parallel_size,
             )
             self._job = job = replace(job, cluster=cluster)
             decided = self._planner.start(spec, cluster, posted["profile"])

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from itertools import groupby
 from math import ceil
 
+from odyssey_megatron.cluster.state import WHOLE_CELL, Share
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.names import size_text
 from odyssey_megatron.plan.costs import Costs
@@ -86,7 +87,7 @@ def activation_caps(
     *,
     extra: int = 0,
     budget_bytes: int | None = None,
-    shares: Mapping[int, float] | None = None,
+    shares: Mapping[int, Share] | None = None,
 ) -> dict[int, int]:
     """Worker -> bytes of activations that a schedule may keep there, counted as a whole cell's rank has them.
 
@@ -94,8 +95,8 @@ def activation_caps(
         extra: microbatches above 1F1B's in-flight number.
         budget_bytes: what one worker has for state and activations; then all of it that the state leaves
             may be used, wherever in the pipeline the worker sits, and ``extra`` does not matter.
-        shares: worker -> ``WorkerState.share``, where that is not 1: so much of ``budget_bytes`` is what a whole cell's
-            rank would need for what fills one of this cell's.
+        shares: of workers that are not whole cells: so much of ``budget_bytes`` is what a whole cell's rank would need
+            for what fills one of theirs.
 
     Raises:
         PlanInfeasible: ``budget_bytes`` is too small for some worker; says what it needs at the least.
@@ -105,25 +106,27 @@ def activation_caps(
         wanted: Mapping[int, int] = one_f_one_b_bytes(layout, costs, extra)
         return {worker: max(floor[worker], wanted[worker]) for worker in floor}
     state, shares = state_bytes(layout, costs), shares or {}
-    budget = {worker: int(budget_bytes * shares.get(worker, 1.0)) for worker in floor}
+    most = _alike(layout, state)
+    if shares:
+        state, most = _kept(state, shares), _kept(most, shares)
+    budget = {worker: int(budget_bytes * shares.get(worker, WHOLE_CELL).ranks) for worker in floor}
     for worker, least in floor.items():
         if state[worker] + least > budget[worker]:
-            share = shares.get(worker, 1.0)
+            share = shares.get(worker, WHOLE_CELL).ranks
             needs = [size_text(round(size / share)) for size in (state[worker] + least, state[worker], least)]
             ranks = f", with {share:.0%} of a cell's ranks," if share != 1.0 else ""
             raise PlanInfeasible(
                 f"worker {worker}{ranks} needs {needs[0]} ({needs[1]} of state, {needs[2]} of activations at the "
                 f"least), and {size_text(budget_bytes)} may be used"
             )
-    most = _alike(layout, state)
     return {worker: max(least, budget[worker] - most[worker]) for worker, least in floor.items()}
 
 
-def caps_for(layout: Layout, costs: Costs, shares: Mapping[int, float] | None = None) -> dict[int, int]:
+def caps_for(layout: Layout, costs: Costs, shares: Mapping[int, Share] | None = None) -> dict[int, int]:
     """Bytes of activations for each worker. Raises PlanInfeasible if the state alone does not fit.
 
     GPUs are alike, so where memory is not known each may fill what 1F1B's fullest worker needs; one that is not a whole
-    cell (``shares``: worker -> ``WorkerState.share``) what it needs itself, if there is to be any plan with it.
+    cell (``shares``) what it needs itself, if there is to be any plan with it.
     """
     if costs.memory_bytes is not None:
         return activation_caps(layout, costs, budget_bytes=costs.memory_bytes, shares=shares)
@@ -150,7 +153,19 @@ def _alike(layout: Layout, state: Mapping[int, int]) -> Mapping[int, int]:
 
 
 def per_rank(
-    peak_bytes: tuple[tuple[int, int], ...], shares: Mapping[int, float]
+    peak_bytes: tuple[tuple[int, int], ...], shares: Mapping[int, Share], layout: Layout, costs: Costs
 ) -> tuple[tuple[int, int], ...]:
     """Of each worker, as its own ranks have it: schedules count as if all were whole cells."""
-    return tuple((worker, ceil(size / shares.get(worker, 1.0))) for worker, size in peak_bytes)
+    if not shares:
+        return peak_bytes
+    state = state_bytes(layout, costs)
+    found = []
+    for worker, size in peak_bytes:
+        one = shares.get(worker, WHOLE_CELL)
+        found.append((worker, ceil((size - state[worker] + state[worker] * one.state) / one.ranks)))
+    return tuple(found)
+
+
+def _kept(state: Mapping[int, int], shares: Mapping[int, Share]) -> dict[int, int]:
+    """Of the bytes that stay on each worker, what counts beside activations in its share of a whole cell's memory."""
+    return {worker: ceil(size * shares.get(worker, WHOLE_CELL).state) for worker, size in state.items()}

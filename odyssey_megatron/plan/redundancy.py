@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import groupby
 
+from odyssey_megatron.cluster.state import WHOLE_CELL, Share
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.slices import ring_of
@@ -19,16 +20,16 @@ def with_shadows(
     costs: Costs,
     *,
     eager: bool = False,
-    shares: Mapping[int, float] | None = None,
+    shares: Mapping[int, Share] | None = None,
 ) -> Layout:
     """``layout`` with at least ``least`` holders of each layer, as far as there are workers.
 
     A shadow, a holder without microbatches, takes part in the layers' gradient reduction and step, so that it can take
     over with nothing sent (design section 2). Layers with the same holders get the same shadow: one that has their
     state already (``previous``), on a node that holds none of them (``nodes``: node of each living worker), with the
-    least to hold for its ranks (``shares``: worker -> ``WorkerState.share``, where that is not 1). ``eager``: before
-    that, if it can be had, the worker before them on a route, which has the input of their forwards; before the first
-    ones the last, which waits longest for its own.
+    least to hold for its ranks (``shares``: of workers that are not whole cells). ``eager``: before that, if it can be
+    had, the worker before them on a route, which has the input of their forwards; before the first ones the last, which
+    waits longest for its own.
     """
     before = _workers_before(layout) if eager else {}
     before_holders = previous.holders if previous is not None else ()
@@ -36,6 +37,9 @@ def with_shadows(
     for layer, holders in enumerate(layout.holders):
         for worker in holders:
             load[worker] += costs.layers[layer].state_bytes
+    of_rank = {
+        worker: one.state / one.ranks for worker in nodes for one in [(shares or {}).get(worker, WHOLE_CELL)]
+    }
     new = list(layout.holders)
     runs = [
         [layer for layer, _ in run] for _, run in groupby(enumerate(layout.holders), key=lambda item: item[1])
@@ -51,7 +55,7 @@ def with_shadows(
                     nodes[worker] in there,
                     bool(before_holders) and not all(worker in before_holders[layer] for layer in run),
                     eager and not all(worker in before[layer] for layer in run),
-                    load[worker] / (shares or {}).get(worker, 1.0),
+                    load[worker] * of_rank[worker],
                     (worker - holders[0]) % (max(nodes) + 1),
                 ),
             )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from odyssey_megatron.cluster.job import JobSpec
-from odyssey_megatron.cluster.state import ClusterState
+from odyssey_megatron.cluster.state import WHOLE_CELL, ClusterState, Share
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.policy.kinds import Slow
@@ -58,7 +58,7 @@ class Case:
         return worker_speeds(self.state)
 
     @cached_property
-    def shares(self) -> dict[int, float]:
+    def shares(self) -> dict[int, Share]:
         """Only of workers that are not whole cells."""
         return worker_shares(self.state)
 
@@ -77,7 +77,7 @@ class Case:
         """Of the living that are slow, or not whole cells, their sort."""
         speeds, shares = self.speeds, self.shares
         return {
-            worker: Slow.of(min(1.0, speeds.get(worker, 1.0)), shares.get(worker, 1.0))
+            worker: Slow.of(min(1.0, speeds.get(worker, 1.0)), shares.get(worker, WHOLE_CELL))
             for worker in self.alive
             if speeds.get(worker, 1.0) < 1.0 or worker in shares
         }
@@ -143,7 +143,8 @@ class Case:
         """Share of the next losses that would leave some layer of ``layout`` without a holder: any rank may be next."""
         alone = set(layout.alone())
         ranks, of_all = (
-            sum(self.shares.get(worker, 1.0) for worker in workers) for workers in (alone, self.alive)
+            sum(self.shares.get(worker, WHOLE_CELL).ranks for worker in workers)
+            for workers in (alone, self.alive)
         )
         return ranks / of_all
 
@@ -160,6 +161,6 @@ def worker_speeds(state: ClusterState) -> dict[int, float]:
     return {w.worker: w.pace for w in state.workers if w.pace != 1.0}
 
 
-def worker_shares(state: ClusterState) -> dict[int, float]:
-    """Worker -> ``WorkerState.share``, where it is not a whole cell."""
-    return {w.worker: w.share for w in state.workers if w.share != 1.0}
+def worker_shares(state: ClusterState) -> dict[int, Share]:
+    """Of workers that are not whole cells."""
+    return {w.worker: w.beside_whole for w in state.workers if w.share != 1.0}

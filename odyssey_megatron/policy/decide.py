@@ -101,7 +101,7 @@ class Decision:
             step_s=best.step_s,
             bound_s=best.option.least_step_s,
             transition_s=best.transition_s,
-            peak_bytes=per_rank(assembled.peak_bytes, case.shares),
+            peak_bytes=per_rank(assembled.peak_bytes, case.shares, best.layout, case.profile.costs),
             ahead=assembled.ahead,
         )
 
@@ -128,7 +128,7 @@ def scheduled(
         step_s=step_end_s(layout, profile.costs, order.done_s, order.tails()),
         bound_s=lower_bound_s(layout, profile.costs, speeds, caps),
         transition_s=0.0,
-        peak_bytes=per_rank(assembled.peak_bytes, shares),
+        peak_bytes=per_rank(assembled.peak_bytes, shares, layout, profile.costs),
         ahead=assembled.ahead,
     )
 

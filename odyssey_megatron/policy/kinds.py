@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from odyssey_megatron.cluster.state import WHOLE_CELL, Share
+
 _BITS = 16
 _STEPS = 100
 """Of speeds, what is below a hundredth makes no other sort."""
@@ -23,11 +25,10 @@ class Slow:
 
     speed: float
     """Beside a healthy whole cell."""
-    share: float = 1.0
-    """See ``WorkerState.share``."""
+    share: Share = WHOLE_CELL
 
     @classmethod
-    def of(cls, speed: float, share: float) -> Slow:
+    def of(cls, speed: float, share: Share) -> Slow:
         """Its sort: as fast as the slowest of them."""
         return cls(max(1, int(speed * _STEPS + 1e-6)) / _STEPS, share)
 

@@ -11,6 +11,7 @@ from heapq import heapify, heapreplace
 from itertools import accumulate, compress
 from math import inf
 
+from odyssey_megatron.cluster.state import WHOLE_CELL
 from odyssey_megatron.plan.layout import Hop, Route, layout_from_routes
 from odyssey_megatron.plan.list_schedule import Shape as Group
 from odyssey_megatron.plan.list_schedule import Solved
@@ -216,9 +217,9 @@ class Pipelines:
             needs.append(sum(each))
             usual.append(state[-1] + min(microbatches, len(hops) - one.hop) * each[0])
         # Where memory is not known, what 1F1B needs on its fullest worker.
-        alike = [one.share == 1.0 for one in splits.stages(kind)]
+        alike = [one.share == WHOLE_CELL for one in splits.stages(kind)]
         budget = max(compress(usual, alike), default=0) if splits.budget is None else splits.budget
-        rooms = [int(budget * one.share) for one in splits.stages(kind)]
+        rooms = [int(budget * one.share.ranks) for one in splits.stages(kind)]
         if splits.budget is None:
             rooms = [budget if whole else own for whole, own in zip(alike, usual, strict=True)]
         caps = tuple(room - one for room, one in zip(rooms, state, strict=True))

@@ -6,7 +6,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from math import inf
+from math import ceil, inf
 from typing import NamedTuple
 
 import numpy as np
@@ -121,10 +121,11 @@ class Splits:
         return self._stages[kind]
 
     def kept_bytes(self, one: Stage) -> int:
-        """Of a worker of a pipeline: weights, gradients and optimizer state."""
+        """Of a worker of a pipeline: weights, gradients and optimizer state (:class:`Share`)."""
         both_ends = len(one.spans) > 1 and one.first == 0 and one.spans[-1][1] == self.last
         twice = self.costs.tied.kept_bytes if self.costs.tied and both_ends else 0
-        return sum(self.costs.spans.kept_bytes(a, b) for a, b in one.spans) - twice
+        whole = sum(self.costs.spans.kept_bytes(a, b) for a, b in one.spans) - twice
+        return whole if one.share.state == 1.0 else ceil(whole * one.share.state)
 
     @property
     def _healthy(self) -> tuple[Slow, Table]:
@@ -197,9 +198,12 @@ def stage_times_s(
     work = cut.compute_s.table() / slow.speed
     found = work
     if budget_bytes is not None:
-        room = int(budget_bytes * slow.share) - cut.kept_bytes_table()
+        kept = cut.kept_bytes_table()
         if legs > 1 and costs.tied:
-            room[0] -= costs.tied.kept_bytes
+            kept[0] += costs.tied.kept_bytes
+        if slow.share.state != 1.0:
+            kept = np.ceil(kept * slow.share.state).astype(np.int64)
+        room = int(budget_bytes * slow.share.ranks) - kept
         each = cut.activation_bytes.table()
         has_room, keeps = room >= each, each > 0
         if legs > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from odyssey_megatron.cluster.state import WHOLE_CELL, Share
 from odyssey_megatron.plan.costs import Costs
 
 
@@ -20,8 +21,7 @@ class Stage:
     each_s: float
     """Seconds a microbatch that it can sustain."""
     speed: float = 1.0
-    share: float = 1.0
-    """See ``Slow``."""
+    share: Share = WHOLE_CELL
 
     @property
     def first(self) -> int:

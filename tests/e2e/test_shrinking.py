@@ -14,6 +14,8 @@ LONG = "--train-iters 45 --global-batch-size 12"
 SPENT = "--odyssey-hang-s 10 --odyssey-respawn 1 --odyssey-policy reroute --odyssey-inject"
 """By routes, a plan uses whatever there is: of layers as small as these half a cell would be left out."""
 FOUR = "--tensor-model-parallel-size 4 --num-query-groups 4 --num-layers 2 --global-batch-size 4"
+CONTEXT = "--context-parallel-size 2 --num-layers 4 --global-batch-size 6"
+BOTH = f"{FOUR.replace('size 4', 'size 2', 1)} --context-parallel-size 2 --sequence-parallel"
 TIED = "--share-embeddings-and-output-weights"
 HASHED = "--check-weight-hash-across-dp-replicas-interval 1"
 matrix = pytest.mark.matrix
@@ -43,8 +45,23 @@ def trained(shot: Outcome) -> list[list[list[int]]]:
     return found
 
 
-@pytest.mark.parametrize("cells", [pytest.param(CELLS, marks=matrix), pytest.param(SEQUENCE, marks=matrix)])
+@pytest.mark.parametrize(
+    "cells",
+    [
+        CONTEXT,
+        *(
+            pytest.param(one, marks=matrix)
+            for one in (
+                CELLS,
+                SEQUENCE,
+                f"{CONTEXT} --window-size 5,0 --calculate-per-token-loss",
+                f"{CONTEXT} {TIED} {HASHED}",
+            )
+        ),
+    ],
+)
 def test_what_is_left_of_a_cell_trains_on(jobs, undisturbed, name, cells):
+    """Also where its ranks have each a part of the sequence: of this, rank 2 has all from then on."""
     job = f"{cells} {LONG}"
     shot = jobs.run(name, ranks=RANKS, stages=STAGES, flags=f"{job} {SPENT} {lost(3, 1)}", timeout_s=200.0)
     assert_equal_runs(shot, undisturbed(job), kills=2)
@@ -55,31 +72,12 @@ def test_what_is_left_of_a_cell_trains_on(jobs, undisturbed, name, cells):
     assert begun[max(begun)] == [0, 1, 2, 4, 5, 6, 7]
 
 
-CONTEXT = "--context-parallel-size 2 --num-layers 4 --global-batch-size 6"
-
-
-@pytest.mark.parametrize(
-    "how",
-    [
-        "",
-        pytest.param("--window-size 5,0 --calculate-per-token-loss", marks=matrix),
-    ],
-)
-def test_what_is_left_of_a_cell_of_context_ranks_trains_on(jobs, undisturbed, name, how):
-    """With the weights that each of its ranks had: rank 2 has the whole sequence, beside cells whose ranks have halves."""
-    job = f"{CONTEXT} {how} {LONG}".replace("  ", " ")
-    shot = jobs.run(name, ranks=RANKS, stages=STAGES, flags=f"{job} {SPENT} {lost(3, 1)}", timeout_s=200.0)
-    assert_equal_runs(shot, undisturbed(job), kills=2)
-    (shrinks,) = shot.named("cell_shrinks")
-    assert (shrinks["ranks"], shrinks["whole"]) == ([2], 2)
-    assert trained(shot) == [[[1, 2]]]
-
-
-def test_a_cell_that_trains_with_fewer_ranks_becomes_whole_again(jobs, undisturbed, name):
+@pytest.mark.parametrize("cells", [SEQUENCE, pytest.param(CONTEXT, marks=matrix)])
+def test_a_cell_that_trains_with_fewer_ranks_becomes_whole_again(jobs, undisturbed, name, cells):
     """Rank 3 comes back in the place of rank 5, whose cell is broken, too: rank 2 leaves between two steps, and both
     come back. Whatever was lost, nobody waits for that.
     """
-    job = f"{SEQUENCE} --train-iters 70"
+    job = f"{cells} --train-iters 70"
     shot = jobs.run(
         name, ranks=RANKS, stages=STAGES, flags=f"{job} {SPENT} {lost(3, 1)};{lost(4, 14)}", timeout_s=200.0
     )
@@ -97,10 +95,12 @@ def test_a_cell_that_trains_with_fewer_ranks_becomes_whole_again(jobs, undisturb
 
 
 @matrix
-@pytest.mark.parametrize("sequence", ["", "--sequence-parallel"])
-def test_four_ranks_are_two(jobs, undisturbed, name, sequence):
+@pytest.mark.parametrize(
+    "cells", [FOUR, f"{FOUR} --sequence-parallel", BOTH, f"{CONTEXT.replace('2', '4', 1)} --num-layers 2"]
+)
+def test_four_ranks_are_two(jobs, undisturbed, name, cells):
     """Rank 5 is lost, and plays where rank 7 was; rank 6 stands by. As a smaller cell they are lost and come back."""
-    job = f"{FOUR} {sequence} --train-iters 40"
+    job = f"{cells} --train-iters 40"
     inject = f"{lost(5, 1)};rank=4,step=-1,at=backward,incarnation=2"
     shot = jobs.run(name, ranks=8, stages=1, flags=f"{job} {SPENT} {inject}", timeout_s=200.0)
     assert_equal_runs(shot, undisturbed(job, ranks=4), kills=3)
@@ -109,6 +109,20 @@ def test_four_ranks_are_two(jobs, undisturbed, name, sequence):
 
 
 @matrix
+@pytest.mark.parametrize("cells", [BOTH, f"{CONTEXT.replace('2', '4', 1)} --num-layers 2"])
+def test_four_ranks_are_two_and_then_one(jobs, undisturbed, name, cells):
+    """Ranks 5, 6 and 7 are lost one after the other."""
+    job = f"{cells} --train-iters 60"
+    inject = f"{lost(5, 1)};rank=4,step=-1,at=backward,incarnation=2;rank=4,step=-1,at=groups,incarnation=3"
+    shot = jobs.run(name, ranks=8, stages=1, flags=f"{job} {SPENT} {inject}", timeout_s=240.0)
+    assert_equal_runs(shot, undisturbed(job, ranks=4), kills=3)
+    assert [[1, 2]] in trained(shot)
+    assert [len(event["ranks"]) for event in shot.named("cell_shrinks")] == [2, 1]
+    assert [[1, 4]] in trained(shot)
+
+
+@matrix
+@pytest.mark.parametrize("cells", [SEQUENCE, CONTEXT])
 @pytest.mark.parametrize(
     "inject",
     [
@@ -125,8 +139,8 @@ def test_four_ranks_are_two(jobs, undisturbed, name, sequence):
         "rank=6,step=20,at=commit",
     ],
 )
-def test_whoever_dies_beside_a_smaller_cell_or_is_it(jobs, undisturbed, name, inject):
-    job = f"{SEQUENCE} {LONG}"
+def test_whoever_dies_beside_a_smaller_cell_or_is_it(jobs, undisturbed, name, cells, inject):
+    job = f"{cells} {LONG}"
     shot = jobs.run(
         name, ranks=RANKS, stages=STAGES, flags=f"{job} {SPENT} {lost(3, 1)};{inject}", timeout_s=200.0
     )
@@ -151,9 +165,10 @@ def test_holders_in_cells_of_unlike_size_have_the_same_bytes(jobs, undisturbed, 
 
 
 @matrix
-def test_a_smaller_cell_keeps_optimizer_state_for_whole_ones(jobs, undisturbed, name):
+@pytest.mark.parametrize("cells", [CELLS, CONTEXT])
+def test_a_smaller_cell_keeps_optimizer_state_for_whole_ones(jobs, undisturbed, name, cells):
     """Of four replicas two keep the state of a layer; the others are sent its weights."""
-    job = f"{CELLS} {LONG} --global-batch-size 14"
+    job = f"{cells} {LONG} --global-batch-size 14"
     inject = f"{lost(3, 1)};rank=5,step=20,at=backward"
     shot = jobs.run(
         name,

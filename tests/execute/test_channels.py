@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
 from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.execute import channels
 from odyssey_megatron.execute.channels import Channels
+from odyssey_megatron.mcore.contexts import places
 from odyssey_megatron.plan.schedule import Instr, Op
 
-SIZE = 6
-WHOLE = torch.arange(2.0 * SIZE * 3).view(2 * SIZE, 1, 3)
+WHOLE = torch.arange(48.0 * 3).view(48, 1, 3)
 
 
 class Post:
@@ -27,25 +29,33 @@ class Post:
         return self
 
     def irecv(self, room, rank, **where):
-        room.copy_(self._messages.pop((rank, self._rank, where["tag"])))
+        room.view(-1).copy_(self._messages.pop((rank, self._rank, where["tag"])).view(-1))
         return self
 
     def wait(self) -> None: ...
 
 
+def of_rank(cell: Cell, *, cuts: bool) -> torch.Tensor:
+    """Of the whole sequence, as Megatron cuts it."""
+    own = WHOLE[places(torch.tensor([0, len(WHOLE)]), cell.context, cell.context_rank)]
+    return own.unflatten(0, (cell.tensor, -1))[cell.tensor_rank] if cuts else own
+
+
 @pytest.mark.parametrize("cuts", [False, True])
 @pytest.mark.parametrize("word", [None, torch.tensor(1.0)])
-@pytest.mark.parametrize("theirs", [1, 2, 3, 6])
-@pytest.mark.parametrize("ours", [1, 2, 3, 6])
-def test_each_rank_gets_its_piece(monkeypatch, ours, theirs, word, cuts):
-    shapes, messages = {0: ours, 1: theirs}, {}
-    ends = {}
+@pytest.mark.parametrize(("tensor", "context"), [(6, 1), (1, 6), (2, 4), (4, 2), (3, 2), (2, 3)])
+def test_each_rank_gets_its_piece(monkeypatch, tensor, context, word, cuts):
+    whole = Cell.of(0, tensor=tensor, context=context)
+    for ours, theirs in product(whole.divisions(tensor=True), repeat=2):
+        send_and_receive(monkeypatch, whole, {0: ours, 1: theirs}, word, cuts=cuts)
+
+
+def send_and_receive(monkeypatch, whole, shapes, word, *, cuts):
+    ends, messages = {}, {}
     for worker, each in shapes.items():
-        for rank in range(worker * SIZE, worker * SIZE + SIZE // each):
-            cell = Cell.of(rank, tensor=SIZE).smaller(each)
+        for cell in whole.of_worker(worker, each):
             made = Channels({"world": None}, cell=cell, num_layers=4, tagged=True, shapes=shapes, cuts=cuts)
-            piece = WHOLE.unflatten(0, (SIZE, -1))[cell.places].flatten(0, 1) if cuts else WHOLE
-            ends[rank] = worker, made, piece
+            ends[cell.rank] = worker, made, of_rank(cell, cuts=cuts)
     for rank, (worker, made, piece) in ends.items():
         monkeypatch.setattr(channels, "dist", Post(rank, messages))
         if worker == 0:

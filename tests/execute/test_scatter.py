@@ -11,14 +11,16 @@ import pytest
 torch = pytest.importorskip("torch")
 
 
-def holder(rank: int, size: int, each: int, folder: Path) -> None:
-    """Of so many ranks, ``each`` of which have the same gradients to sum."""
+def holder(rank: int, ranks: tuple[int, ...], folder: Path) -> None:
+    """Of holders that have so many ``ranks``, which have the same gradients to sum."""
     import torch.distributed as dist
 
     from odyssey_megatron.execute.scatter import Rows, Slices
+    from odyssey_megatron.rebuild.transfer import places
 
+    size, of_rank = sum(ranks), [one for one, _ in places(ranks)]
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
-    holders, draw = size // each, random.Random(3)
+    holders, draw = len(ranks), random.Random(3)
     for case in range(8):
         sizes = [draw.choice([0, 1, 5, 17]) for _ in range(3 * holders)] + [2]
         owners = [tuple(draw.sample(range(holders), min(2, holders))) for _ in sizes]
@@ -32,7 +34,7 @@ def holder(rank: int, size: int, each: int, folder: Path) -> None:
         slices = [
             Slices(who, [*torch.tensor_split(view, 2)]) for who, view in zip(owners, views, strict=True)
         ]
-        rows = Rows(slices, holders, dist.group.WORLD)
+        rows = Rows(slices, ranks, dist.group.WORLD)
         for low in range(0, rows.width, 7):
             high = min(low + 7, rows.width)
             sums, work = rows.sum(rows.packed(low, high, 0.5))
@@ -47,7 +49,7 @@ def holder(rank: int, size: int, each: int, folder: Path) -> None:
         for who, number in zip(owners, sizes, strict=True):
             here = slice(at, at + number)
             for other in range(size):
-                if {rank // each, other // each} <= set(who):
+                if {of_rank[rank], of_rank[other]} <= set(who):
                     assert torch.allclose(mine[here].double(), expected[here], atol=1e-5)
                     assert torch.equal(mine[here], found[other][here])
             at += number
@@ -55,13 +57,13 @@ def holder(rank: int, size: int, each: int, folder: Path) -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("size", "each"), [(2, 1), (3, 1), (4, 1), (4, 2)])
-def test_all_who_keep_a_slice_have_its_sums(tmp_path, size, each):
+@pytest.mark.parametrize("ranks", [(1, 1), (1, 1, 1), (1, 1, 1, 1), (2, 2), (2, 1), (1, 4, 2)])
+def test_all_who_keep_a_slice_have_its_sums(tmp_path, ranks):
     fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=holder, args=(rank, size, each, tmp_path)) for rank in range(size)]
-    for one in ranks:
+    started = [fork.Process(target=holder, args=(rank, ranks, tmp_path)) for rank in range(sum(ranks))]
+    for one in started:
         one.start()
-    for one in ranks:
+    for one in started:
         one.join(60)
         one.kill()
-    assert len([*tmp_path.glob("done*")]) == size
+    assert len([*tmp_path.glob("done*")]) == sum(ranks)

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from odyssey_megatron.launch.places import completed, shrunk
+from odyssey_megatron.launch.places import Move, Places, completed, shrunk
 
 EIGHT = {rank: rank for rank in range(8)}
 
@@ -59,13 +59,14 @@ def test_slots_stay_with_their_processes():
     ],
 )
 def test_what_is_left_of_a_cell_has_its_first_numbers(cell_size, lost, worker, each, moves):
-    assert shrunk(left(*lost), worker, cell_size) == (each, moves)
+    sizes = [one for one in range(cell_size, 0, -1) if cell_size % one == 0]
+    assert shrunk(left(*lost), worker, sizes) == (each, moves)
 
 
 @pytest.mark.parametrize("lost", [subset for n in range(7) for subset in combinations(range(6), n)])
 def test_as_many_ranks_go_on_as_divide_a_cell(lost):
     slots = left(*lost)
-    each, moves = shrunk(slots, 0, 6)
+    each, moves = shrunk(slots, 0, [6, 3, 2, 1])
     living = 6 - len(lost)
     assert each == {0: 0, 1: 6, 2: 3, 3: 2, 4: 2, 5: 2, 6: 1}[living]
     there = (set(slots) | set(moves)) - set(moves.values())
@@ -81,3 +82,20 @@ def test_no_rank_of_a_cell_that_trains_goes_to_another():
     assert completed(slots, [3, 6, 7], 4, {1: 2}) == {6: 0, 7: 1}, "four and one, rather than twice two"
     assert completed(left(3, 7), [3, 7], 4, {0: 2}) == {7: 2}, "what stands by beside a smaller cell does"
     assert completed(left(3, 4), [3, 4], 2, {1: 2}) == {3: 5}, "what has just been broken is no cell yet"
+
+
+def test_a_cell_that_has_become_too_small_stands_by():
+    """Of four ranks two may go on, one may not; another cell can have it then."""
+    places = Places(EIGHT)
+    places.lose(3)
+    assert places.can_shrink(0, [4, 2]) == 2
+    assert places.shrink(0, [4, 2]) == []
+    assert not places.too_few(0, [4, 2])
+    places.lose(1)
+    assert places.can_shrink(0, [4, 2]) == 0, "ranks 0 and 2 are still two"
+    places.lose(2)
+    assert places.can_shrink(0, [4, 2]) == 0
+    assert places.too_few(0, [4, 2])
+    assert places.filled(0, 4) == 1
+    places.lose(5)
+    assert places.complete(4)[0] == [Move(5, 0, 0)]

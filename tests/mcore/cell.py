@@ -102,7 +102,7 @@ class Rank:
                 setattr(spec.config, name.partition(".")[2], value)
         if spec.config.params_dtype == torch.float64:
             float64.install()
-        assert parts.kept_whole(spec.config) == ""
+        assert parts.kept_whole(spec.config) == ("", "")
         parts.adapt(spec.config, cell)
         samples = [
             {"tokens": torch.arange(i, i + 16) * 7 % 251, "labels": torch.arange(i, i + 16) * 5 % 241}

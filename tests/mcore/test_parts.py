@@ -45,8 +45,8 @@ def passed(tmp_path_factory: Any) -> str:
     [
         ({}, ""),
         ({"num_query_groups": 1, "qk_layernorm": True, "sequence_parallel": True}, ""),
-        ({"tensor_model_parallel_size": 1}, "no tensor parallelism"),
-        ({"context_parallel_size": 2}, "context parallelism"),
+        ({"tensor_model_parallel_size": 1}, "neither tensor nor context"),
+        ({"tensor_model_parallel_size": 1, "context_parallel_size": 2}, ""),
         ({"num_experts": 4, "moe_router_enable_expert_bias": False}, "experts"),
         ({"mtp_num_layers": 1}, "several tokens"),
         ({"attention_dropout": 0.1}, "draws numbers"),
@@ -60,10 +60,23 @@ def test_why_cells_are_kept_whole(megatron, changes, why):
 
     flags = {**MODEL, "tensor_model_parallel_size": 2, **changes}
     config = pretrain_llama.transformer_config(argparse.Namespace(**flags), torch.float64)
-    found = kept_whole(config)
+    found = kept_whole(config).whole
     assert why in found
     assert bool(found) == bool(why)
-    assert "packed" in kept_whole(config, is_packed=True)
+    assert "packed" in kept_whole(config, is_packed=True).whole
+
+
+def test_fewer_context_ranks_may_go_on_where_layers_are_kept_whole(megatron):
+    import pretrain_llama
+
+    from odyssey_megatron.mcore.model.parts import kept_whole
+
+    flags = {**MODEL, "tensor_model_parallel_size": 2, "context_parallel_size": 2}
+    config = pretrain_llama.transformer_config(argparse.Namespace(**flags), torch.float64)
+    config.multi_latent_attention = True
+    assert kept_whole(config) == ("", "it has multi-latent attention")
+    config.context_parallel_size = 1
+    assert kept_whole(config).whole == "it has multi-latent attention"
 
 
 @pytest.mark.parametrize("case", CASES)

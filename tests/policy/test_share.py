@@ -6,10 +6,16 @@ from dataclasses import replace
 import pytest
 
 from odyssey_megatron.cluster.events import RankJoined
-from odyssey_megatron.cluster.state import apply, initial_state
+from odyssey_megatron.cluster.state import Share, apply, initial_state
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import PlanInfeasible
-from odyssey_megatron.plan.memory import activation_caps, caps_for, fullest_bytes, state_bytes
+from odyssey_megatron.plan.memory import (
+    activation_caps,
+    caps_for,
+    fullest_bytes,
+    per_rank,
+    state_bytes,
+)
 from odyssey_megatron.policy.case import worker_shares, worker_speeds
 from odyssey_megatron.policy.decide import decide
 from odyssey_megatron.policy.initial import initial_plan
@@ -47,7 +53,7 @@ def test_it_is_as_fast_as_its_share_unless_it_was_measured():
     state = initial_state(nodes=(0,) * 3)
     workers = (state.workers[0], replace(state.workers[1], share=0.5), replace(state.workers[2], speed=0.8))
     assert worker_speeds(replace(state, workers=workers)) == {1: 0.5, 2: 0.8}
-    assert worker_shares(replace(state, workers=workers)) == {1: 0.5}
+    assert worker_shares(replace(state, workers=workers)) == {1: Share(0.5)}
     faster = (workers[0], replace(workers[1], speed=1.4), workers[2])
     assert worker_speeds(replace(state, workers=faster)) == {1: 0.7, 2: 0.8}
 
@@ -64,19 +70,33 @@ def test_bytes_of_each_of_its_ranks():
     layout = initial_plan(job(4, 24, 14), initial_state(nodes=(0,) * 8), Profile(costs=COSTS)).layout
     budget = 2 * fullest_bytes(layout, COSTS) + 1
     state = state_bytes(layout, COSTS)
-    caps = activation_caps(layout, COSTS, budget_bytes=budget, shares={SMALL: 0.5})
+    caps = activation_caps(layout, COSTS, budget_bytes=budget, shares={SMALL: Share(0.5)})
     assert caps[SMALL] == budget // 2 - state[SMALL]
     assert caps[0] == budget - state[0]
     with pytest.raises(
         PlanInfeasible, match=r"worker 4, with 25% of a cell's ranks, needs 60 bytes \(48 bytes of"
     ):
-        activation_caps(layout, COSTS, budget_bytes=59, shares={SMALL: 0.25})
-    activation_caps(layout, COSTS, budget_bytes=60, shares={SMALL: 0.25})
+        activation_caps(layout, COSTS, budget_bytes=59, shares={SMALL: Share(0.25)})
+    activation_caps(layout, COSTS, budget_bytes=60, shares={SMALL: Share(0.25)})
+
+
+def test_weights_of_context_ranks_are_the_same_however_many_there_are():
+    """Half of the context-parallel ranks have twice the activations each, and no more weights."""
+    state = initial_state(nodes=(0,) * 16, cell_size=4, context=2)
+    both = [state.workers[0].smaller(each).beside_whole for each in (1, 2, 4)]
+    assert both == [Share(), Share(0.5, 0.5), Share(0.25, 0.5)]
+    layout = initial_plan(job(4, 24, 14), initial_state(nodes=(0,) * 8), Profile(costs=COSTS)).layout
+    budget, kept = 2 * fullest_bytes(layout, COSTS), state_bytes(layout, COSTS)
+    caps = activation_caps(layout, COSTS, budget_bytes=budget, shares={SMALL: Share(0.5, 0.5)})
+    assert 2 * caps[SMALL] == budget - kept[SMALL], "each of its ranks has twice that"
+    shares = {SMALL: Share(0.5, 0.5)}
+    ((_, peak),) = per_rank(((SMALL, kept[SMALL] + 10),), shares, layout, COSTS)
+    assert peak == kept[SMALL] + 20
 
 
 def test_where_memory_is_not_known_nobody_is_refused():
     layout = initial_plan(job(4, 24, 14), initial_state(nodes=(0,) * 8), Profile(costs=COSTS)).layout
-    whole, caps = (caps_for(layout, COSTS, shares) for shares in ({}, {SMALL: 0.25}))
+    whole, caps = (caps_for(layout, COSTS, shares) for shares in ({}, {SMALL: Share(0.25)}))
     assert {worker for worker in caps if caps[worker] != whole[worker]} <= {SMALL}
     assert caps[SMALL] == activation_caps(layout, COSTS)[SMALL]
 

@@ -5,6 +5,7 @@ from itertools import combinations, pairwise, product
 
 import pytest
 
+from odyssey_megatron.cluster.state import Share
 from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
 from odyssey_megatron.policy import ways
 from odyssey_megatron.policy.kinds import Slow, healthy_of, mixed, sort_of, stages_of
@@ -72,7 +73,9 @@ def slowest_s(splits, ends, place_of_slow, slow):
 
 @pytest.mark.parametrize("legs", [1, 2])
 @pytest.mark.parametrize("memory", [None, 70, 50])
-@pytest.mark.parametrize("slow", [Slow(0.8), Slow(0.4), Slow(0.5, 0.5), Slow(1.0, 0.25)])
+@pytest.mark.parametrize(
+    "slow", [Slow(0.8), Slow(0.4), Slow(0.5, Share(0.5)), Slow(1.0, Share(0.25)), Slow(0.5, Share(0.5, 0.5))]
+)
 def test_no_place_and_no_cut_is_faster(slow, memory, legs):
     costs = uniform_costs(9, ends=True)
     splits = Splits(costs, memory, legs=legs)

@@ -18,7 +18,7 @@ from odyssey_megatron.plan.plan import Transfer
 from odyssey_megatron.plan.slices import Span, elements
 from odyssey_megatron.rebuild.groups import GroupSet, build_groups, init_default_group
 from odyssey_megatron.rebuild.manifest import Tensors
-from odyssey_megatron.rebuild.transfer import Moving, Spreading
+from odyssey_megatron.rebuild.transfer import Moving, Spreading, Way
 from tests.launch.toy import posted_job
 
 TRANSFERS = (Transfer(layer=1, source=0, target=1), Transfer(layer=3, source=2, target=0))
@@ -47,10 +47,14 @@ def move(groups: GroupSet, rank: int, room: Tensors) -> list[Tensors]:
         num_layers=5,
         cell=Cell(rank=rank),
         world=groups["world"],
-        way=lambda transfer, number, place: (
-            transfer.target if transfer.source == rank else transfer.source,
-            {"group": groups["world"], "tag": number},
-        ),
+        ways=lambda transfer, number: [
+            Way(
+                part=0,
+                slot=0,
+                rank=transfer.target if transfer.source == rank else transfer.source,
+                where={"group": groups["world"], "tag": number},
+            )
+        ],
         tensors_to_send=lambda layer, part, span: {name: one * (rank + 7) for name, one in WHOLE.items()},
         tensors_to_fill=to_fill,
         filled=lambda layer, part, span, tensors: None,
@@ -69,7 +73,7 @@ def give_weights(groups: GroupSet, rank: int, mine: torch.Tensor) -> None:
         layout.blocks(),
         cell=Cell(rank=rank),
         world=groups["world"],
-        group_of=lambda first, last, place: groups["world"],
+        holders_of=lambda first, last, slot: (groups["world"], (1, 1, 1)),
         weights_of=lambda layer, part, spans: {
             "weight": mine[layer][slice(*elements(spans[0], mine.shape[1]))]
         },

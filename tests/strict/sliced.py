@@ -106,10 +106,10 @@ class Sliced(Stack):
 
     # -- one step -------------------------------------------------------------------------------------------------
 
-    def slices(self, first: int, last: int, part: int) -> tuple[int, list[Any], list[Any]]:
+    def slices(self, first: int, last: int, part: int) -> tuple[list[Any], list[Any]]:
         holders, states = self._layout.holders[first], self._layout.states
         if all(len(one.owners) == len(holders) for layer in range(first, last) for one in states[layer]):
-            return len(holders), [], []
+            return [], []
         found = [
             Slices(
                 tuple(map(holders.index, one.owners)),
@@ -118,7 +118,7 @@ class Sliced(Stack):
             for layer in range(first, last)
             for one in states[layer]
         ]
-        return len(holders), found, []
+        return found, []
 
     def apply(self, totals: torch.Tensor, checkpoint: Any) -> Outcome:
         kept = self._layout.spans_kept_by(self._worker)

@@ -426,9 +426,9 @@ def test_a_reused_buffer_is_seen(monkeypatch):
 
     def receive(self, instr, room, *, with_word):
         message = rooms.setdefault(id(self), room.new_empty(room.numel() + 1))
-        ((peer, places),) = self._cell.links(instr.peer)
-        work = torch.distributed.irecv(message, peer, **self._where(instr, places))
-        return Pending([Piece(work, message, room)], room, with_word)
+        ((peer, *_),) = self._ends_at(instr.peer)
+        work = torch.distributed.irecv(message, peer, **self._where(instr, peer))
+        return Pending([Piece(work, message, [room])], room, with_word)
 
     monkeypatch.setattr(Channels, "receive", receive)
     with pytest.raises(Race, match="may still be using"):
