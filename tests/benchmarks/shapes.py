@@ -4,7 +4,8 @@
 
 **(a)** Cells that go on with fewer ranks: SIMULATED, by this planner's clock.
 
-Single GPUs die in jobs of published models, whose workers are cells of eight or four of them. Without shrinking a cell
+Single GPUs die in jobs of published models, whose workers are cells of eight or four of them, tensor-parallel ones
+alone or four times two context-parallel ones. Without shrinking a cell
 is lost with any of its GPUs. With it the cell goes on with the largest part of its size that its living ranks allow, 4
 of 8, or 2, or 1, if that pays and memory allows. A smaller cell is taken to do its share of what a whole one does: no
 GPU has been asked. Layouts, schedules and step times on both sides are ``decide()``'s; a gain is throughput with
@@ -43,7 +44,6 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from odyssey_megatron.cluster.cell import ranks_that_go_on
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import ClusterState, initial_state
 from odyssey_megatron.config import OdysseyConfig
@@ -58,12 +58,14 @@ from tests.benchmarks import overhead
 from tests.benchmarks.bars import at_least, at_most, finish, summarize
 
 SETTINGS = (
-    ("llama2-13b", "a100", 8, 4, 2, 32),
-    ("llama2-13b", "a100", 4, 2, 4, 32),
-    ("llama2-70b", "h100", 8, 2, 8, 32),
-    ("llama2-70b", "h100", 8, 4, 8, 32),
+    ("llama2-13b", "a100", 8, 1, 4, 2, 32),
+    ("llama2-13b", "a100", 4, 1, 2, 4, 32),
+    ("llama2-70b", "h100", 8, 1, 2, 8, 32),
+    ("llama2-70b", "h100", 8, 1, 4, 8, 32),
+    ("llama2-13b", "a100", 4, 2, 4, 2, 32),
+    ("llama2-70b", "h100", 4, 2, 4, 8, 32),
 )
-"""(model, GPU, tensor parallel, data parallel, pipeline parallel, microbatches a pipeline)."""
+"""(model, GPU, tensor parallel, context parallel, data parallel, pipeline parallel, microbatches a pipeline)."""
 DRAWS = 4
 
 
@@ -71,14 +73,14 @@ def throughput(
     job: JobSpec, profile: Profile, state: ClusterState, healthy: Plan, dead: Sequence[int], *, shrinks: bool
 ) -> float:
     """Beside the healthy job's, after the GPUs ``dead`` have died one by one; 0.0 if that has ended the job."""
-    config, size = OdysseyConfig(horizon_s=1e9, mtbf_s=1e9), job.tensor_model_parallel_size
+    config, size = OdysseyConfig(horizon_s=1e9, mtbf_s=1e9), job.cell_size
     plan, lost = healthy, Counter[int]()
     for gpu in dead:
         worker = gpu // size
         lost[worker] += 1
-        steps = [with_worker(state, worker, alive=False, share=1.0)]
-        if shrinks and (share := ranks_that_go_on(size, size - lost[worker]) / size):
-            steps.append(with_worker(state, worker, alive=True, share=share))
+        steps = [with_worker(state, worker, alive=False, each=1)]
+        if left := max((one for one in job.cell_sizes if shrinks and one <= size - lost[worker]), default=0):
+            steps.append(with_worker(state, worker, alive=True, each=size // left))
         for state in steps:
             try:
                 plan = decide(
@@ -95,34 +97,40 @@ def throughput(
     return healthy.step_s / plan.step_s
 
 
-def with_worker(state: ClusterState, worker: int, *, alive: bool, share: float) -> ClusterState:
+def with_worker(state: ClusterState, worker: int, *, alive: bool, each: int) -> ClusterState:
     """``state`` in which ``worker`` is that."""
-    changed = (replace(w, alive=alive, share=share) if w.worker == worker else w for w in state.workers)
+    changed = (
+        replace(w.whole.smaller(each), alive=alive) if w.worker == worker else w for w in state.workers
+    )
     return replace(state, workers=tuple(changed))
 
 
-def measured(model: str, accelerator: str, tp: int, dp: int, pp: int, microbatches: int) -> dict[str, Any]:
+def measured(
+    model: str, accelerator: str, tp: int, cp: int, dp: int, pp: int, microbatches: int
+) -> dict[str, Any]:
     """Of one job."""
-    profile = preset_profile(model, accelerator, tensor_parallel_size=tp)
+    profile = preset_profile(model, accelerator, tensor_parallel_size=tp, context_parallel_size=cp)
     job = JobSpec(
         num_layers=len(profile.costs.layers),
         pipeline_model_parallel_size=pp,
         tensor_model_parallel_size=tp,
+        context_parallel_size=cp,
         num_microbatches=dp * microbatches,
         tokens_per_step=dp * microbatches,
         train_steps=1,
     )
-    gpus, rng = tp * dp * pp, random.Random(0)
-    state = initial_state(nodes=tuple(gpu // 8 for gpu in range(gpus)), cell_size=tp)
+    cell, rng = tp * cp, random.Random(0)
+    gpus = cell * dp * pp
+    state = initial_state(nodes=tuple(gpu // 8 for gpu in range(gpus)), cell_size=cell, context=cp)
     healthy = initial_plan(job, state, profile)
-    draws = [(tp + 1,), *(tuple(rng.sample(range(gpus), gpus // 8)) for _ in range(DRAWS))]
+    draws = [(cell + 1,), *(tuple(rng.sample(range(gpus), gpus // 8)) for _ in range(DRAWS))]
     both = [
         [throughput(job, profile, state, healthy, dead, shrinks=shrinks) for shrinks in (False, True)]
         for dead in draws
     ]
     gains = [smaller / without for without, smaller in both[1:] if without]
     return {
-        "setting": f"{model} {accelerator} TP{tp} DP{dp} PP{pp}",
+        "setting": f"{model} {accelerator} TP{tp} CP{cp} DP{dp} PP{pp}",
         "one_lost": both[0],
         "gain_of_one": both[0][1] / both[0][0],
         "gain_of_many": statistics.median(gains) if gains else None,
@@ -165,7 +173,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--rounds", type=int, default=3, help="of (b)")
+    parser.add_argument("--rounds", type=int, default=3, help="of (b); 0: (a) alone")
     parser.add_argument("--steps", type=int, default=12, help="of (b)")
     args = parser.parse_args()
     rows = [measured(*setting) for setting in SETTINGS]
@@ -173,6 +181,8 @@ def main() -> int:
     for kind in ("gain_of_one", "gain_of_many"):
         values = [row[kind] for row in rows if row[kind] is not None]
         bars.append(at_least(f"{kind} (least)", min(values, default=math.nan), 1.0))
+    if not args.rounds:
+        return finish({"(a), simulated": rows}, bars, as_json=args.json)
     cut = slices_measured(args.rounds, args.steps)
     ours, theirs = (cut["optimizer_bytes"][name] for name in ("odyssey", "megatron"))
     bars.append(at_most("optimizer state of the fullest rank / Megatron's share", ours / theirs, 2.1))

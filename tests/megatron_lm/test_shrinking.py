@@ -7,16 +7,26 @@ import pytest
 from tests.megatron_lm.jobs import FLOAT64, MOCK, assert_equal_checkpoints, assert_same_lines
 
 pytestmark = pytest.mark.timeout(500)
-CELLS = f"{MOCK} --train-iters 90 --eval-interval 45 --tensor-model-parallel-size 2"
-STEPS = f"{CELLS} --odyssey-float64 on --save-interval 30 --log-params-norm --log-num-zeros-in-grad"
-WAYS = {"activations": "", "pieces": "--sequence-parallel"}
+LONG = f"{MOCK} --train-iters 90 --eval-interval 45"
+CELLS = f"{LONG} --tensor-model-parallel-size 2"
+STEPS = f"{LONG} --odyssey-float64 on --save-interval 30 --log-params-norm --log-num-zeros-in-grad"
+WAYS = {
+    "activations": "--tensor-model-parallel-size 2",
+    "pieces": "--tensor-model-parallel-size 2 --sequence-parallel",
+    "contexts": "--context-parallel-size 2",
+}
 LOST = "rank=5,step=2,at=backward;rank=5,step=-1,at=groups,incarnation=1"
 """Rank 5 dies until it is not started any more, and rank 4 goes on without it."""
 THEN = "rank=6,step=50,at=backward"
 """By then rank 4 computes, beside ranks 6 and 7, which come back, and are filled by it."""
 
 
-@pytest.fixture(scope="module", params=WAYS.values(), ids=[*WAYS])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(WAYS[one], id=one, marks=[pytest.mark.matrix] * (one == "contexts")) for one in WAYS
+    ],
+)
 def flags(request):
     return f"{STEPS} {request.param}"
 
@@ -41,7 +51,7 @@ def test_a_cell_goes_on_with_half_of_its_ranks(jobs, flags, undisturbed, name):
     alone = [e["step"] for e in begun.values() if e["members"] == [0, 1, 2, 3, 4]]
     assert alone == [50], "it is the only one that has the second stage then"
     ended = {event["rank"]: event["digest"] for event in run.named("weights")}
-    assert ended[4].items() == (ended[6] | ended[7]).items(), "both parts, each to the last bit"
+    assert ended[4].items() == (ended[6] | ended[7]).items(), "all parts, each to the last bit"
     for iteration in (30, 60, 90):
         assert_equal_checkpoints(saved, theirs, iteration)
 
