@@ -120,10 +120,10 @@ class Places:
 
     def can_shrink(self, worker: int, sizes: Sequence[int]) -> int:
         """How many places each rank of ``worker`` would fill with what is left of it, if it is to be another cell than
-        it is; 0: it stays as it is. ``sizes``: ``JobSpec.cell_sizes``.
+        it is, or to have others of the ranks that are left; 0: it stays as it is. ``sizes``: ``JobSpec.cell_sizes``.
         """
-        each, _ = shrunk(self._slots, worker, sizes)
-        return 0 if each == self._smaller.get(worker, 1) else each
+        each, moves = shrunk(self._slots, worker, sizes)
+        return 0 if each == self._smaller.get(worker, 1) and not moves else each
 
     def living(self, worker: int, cell_size: int) -> list[int]:
         """What is left of ``worker``."""

@@ -13,6 +13,7 @@ from itertools import groupby
 from math import inf
 from random import Random
 
+from odyssey_megatron.cluster.state import Share
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Hop, Layout, Route, layout_from_routes
@@ -99,7 +100,7 @@ class Mixing:
 def judged_by(
     costs: Costs,
     speeds: Mapping[int, float],
-    shares: Mapping[int, float],
+    shares: Mapping[int, Share],
     kept: Callable[[Layout], Layout],
 ) -> Judge:
     """``kept``: a layout with those who hold it, or keep its state, besides."""

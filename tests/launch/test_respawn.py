@@ -92,8 +92,10 @@ def test_a_cell_that_has_become_too_small_stands_by():
     assert places.shrink(0, [4, 2]) == []
     assert not places.too_few(0, [4, 2])
     places.lose(1)
-    assert places.can_shrink(0, [4, 2]) == 0, "ranks 0 and 2 are still two"
-    places.lose(2)
+    assert places.can_shrink(0, [4, 2]) == 2, "rank 2 can be rank 1"
+    assert places.shrink(0, [4, 2]) == [Move(1, 2, 2)]
+    assert places.can_shrink(0, [4, 2]) == 0
+    places.lose(1)
     assert places.can_shrink(0, [4, 2]) == 0
     assert places.too_few(0, [4, 2])
     assert places.filled(0, 4) == 1
