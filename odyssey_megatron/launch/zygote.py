@@ -283,6 +283,11 @@ def prepare_environment(env: MutableMapping[str, str]) -> None:
     env.setdefault("OPENBLAS_NUM_THREADS", env["OMP_NUM_THREADS"])
     # torch elastic would choose 1: each rank's watchdog ends it when a peer is gone.
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    # Where a peer's end is noticed the watchdog, whatever the above, has debug information dumped: it sleeps four times
+    # this long, with a lock that the next operation waits for, and minutes later its monitor ends the process. Source:
+    # torch 2.8 ProcessGroupNCCL.cpp, Watchdog::runLoop and HeartbeatMonitor::runLoop.
+    env.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+    env.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "0")
     # torch warns of messages one by one through a communicator, which here is theirs alone.
     env.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "0")
     # torch's store client complains, with a C++ stack, of every connection that ends.

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from odyssey_megatron.errors import ConfigError, OdysseyError
-from odyssey_megatron.launch.zygote import Zygote
+from odyssey_megatron.launch.zygote import Zygote, prepare_environment
 from tests.launch.jobserver import CHECKOUT
 from tests.launch.test_survival import is_running
 
@@ -134,3 +134,10 @@ def test_a_process_with_the_pid_of_an_earlier_one(zygote, tmp_path):
     assert second.poll() is None
     assert second.wait(10) == 3
     assert first.poll() == 0
+
+
+def test_what_torch_would_do_of_a_lost_peer_by_itself_is_off_unless_asked_for():
+    env = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    prepare_environment(env)
+    assert env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == env["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] == "0"
+    assert env["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
