@@ -118,5 +118,5 @@ class Entering:
         lost = f" (lost: {list(dead)})" if dead is not None else ""
         return Fenced(
             f"generation {number} goes on without rank {self._rank}, which was declared dead or whose "
-            f"cell has lost a rank{lost}, or is to be whole again"
+            f"cell has lost a rank{lost}, or is to be whole again, or which is slow and replaced"
         )

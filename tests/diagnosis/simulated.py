@@ -15,7 +15,7 @@ JITTER = (0.015, 0.021)
 _KINDS = ("forward", "backward")
 _MEAN_DOCUMENT = 1200.0
 """Tokens; the lengths are lognormal with a sigma of 1.5, so that some fill a whole microbatch."""
-_QUADRATIC_AT = 24_000.0
+QUADRATIC_AT = 24_000.0
 """The sequence length at which attention scores cost as much as all else, about that of a 7B model."""
 
 
@@ -45,7 +45,7 @@ class Simulated:
         squares = self._squares(rng, shape[:3])
         step, replica, microbatch, stage, kind = (one.ravel() for one in np.indices(shape))
         worker = replica * self.stages + stage
-        work = self.tokens + squares[step, replica, microbatch] / _QUADRATIC_AT
+        work = self.tokens + squares[step, replica, microbatch] / QUADRATIC_AT
         seconds = (
             1e-5 * work * np.where(kind == 0, 1.0, 1.9) * np.exp(rng.normal(0.0, np.array(JITTER)[kind]))
         )

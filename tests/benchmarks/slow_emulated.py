@@ -1,0 +1,94 @@
+"""One worker of 32 becomes slow in the middle of a job of emulated accelerators; by the wall clock, for ``slow.py``.
+
+Launcher, coordinator, groups, messages, agreement, measurements, verdict, ``decide()``, offer and change of plan are
+the product's; only compute is a sleep. The planner is told nothing: it has what the ranks measure of their
+accelerators, noise included. Each job has its healthy steps, those that are slow until the plan changes, and those of
+the plan that it ends with, so that all are of one machine in one state.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from odyssey_megatron.cluster.job import JobSpec
+from odyssey_megatron.metrics.run import Run
+from odyssey_megatron.policy.profile import Profile
+from tests.benchmarks import emulated_jobs
+from tests.benchmarks.model_error import OPTIMIZER_S, times
+from tests.benchmarks.policies import profile_of
+from tests.execute.emulation import Emulation, Truth
+from tests.launch.jobserver import JobServer
+
+SLOW = 13
+SLOW_FROM, STEPS = 5, 22
+NOISE = 0.02
+"""As of real instructions: 1.5 % of a forward, 2.1 % of a backward (``tests/diagnosis/simulated.py``)."""
+SECONDS_A_LAYER = 0.012
+
+
+def emulation_of(dp: int, pp: int, microbatches: int, speed: float) -> tuple[Emulation, Truth]:
+    """The job of a setting of ``policies.py``, with the memory of a 7B model and 1F1B's of one microbatch more."""
+    known = profile_of(pp, 1, 4).costs
+    layers = tuple(times(layer, SECONDS_A_LAYER) for layer in known.layers)
+    known = replace(known, layers=layers, message_bytes=1, optimizer_s=OPTIMIZER_S)
+    job = JobSpec(
+        num_layers=len(layers),
+        pipeline_model_parallel_size=pp,
+        tensor_model_parallel_size=1,
+        num_microbatches=dp * microbatches,
+        tokens_per_step=dp * microbatches,
+        train_steps=STEPS,
+    )
+    truth = Truth(costs=known, noise=NOISE, reduce_latency_s=0.0, reduce_bytes_per_s=known.link_bytes_per_s)
+    slowed = ((SLOW, speed, SLOW_FROM),)
+    return Emulation(job=job, profile=Profile(costs=known), slowed=slowed), truth
+
+
+def measured(
+    server: JobServer, folder: Path, dp: int, pp: int, microbatches: int, speed: float
+) -> dict[str, Any]:
+    """Of one job; raises RuntimeError if it fails."""
+    emulation, truth = emulation_of(dp, pp, microbatches, speed)
+    name = f"dp{dp}_pp{pp}_m{microbatches}_speed{speed}"
+    run = emulated_jobs.run(
+        server, folder / name, emulation, dp * pp,
+        "--odyssey-rebalance", "auto", "--odyssey-profile-steps", 1, "--odyssey-build-timeout-s", 30,
+        "--odyssey-hang-s", 30, truth=truth,
+    )  # fmt: skip
+    return {"setting": name, **_figures(run, dp * pp, speed)}
+
+
+def _figures(run: Run, workers: int, speed: float) -> dict[str, Any]:
+    mended = [one for one in run.switches if one.step > SLOW_FROM]
+    if not mended:
+        raise RuntimeError("the plan has not changed")
+    first, last = mended[0], mended[-1]
+
+    def step_s(since: int, until: int) -> float:
+        took = [one.losses["modelled_s"] for one in run.steps if since <= one.step < until]
+        return statistics.median(took)
+
+    def wall_s(since: int, until: int) -> float:
+        took = [one.interval_s for one in run.steps if since <= one.step < until and one.interval_s]
+        return statistics.median(took)
+
+    healthy, nothing = step_s(2, SLOW_FROM), step_s(SLOW_FROM, first.step)
+    best = healthy * workers / (workers - 1 + speed)
+    after = step_s(last.step + 1, STEPS)
+    return {
+        "healthy_s": healthy,
+        "nothing_s": nothing,
+        "mended_s": after,
+        "of_share": best / after,
+        "over_nothing": nothing / after,
+        "over_nothing_wall": wall_s(SLOW_FROM, first.step) / wall_s(last.step + 1, STEPS),
+        "steps_until_mended": last.step - SLOW_FROM,
+        "seconds_until_mended": sum(
+            one.interval_s or 0.0 for one in run.steps if SLOW_FROM <= one.step < last.step
+        ),
+        "stall_of_step": max(one.stall_s for one in mended) / wall_s(2, SLOW_FROM),
+        "policy": last.policy,
+    }
