@@ -437,7 +437,7 @@ def test_launch_scripts(tmp_path, examples):
             text = text[:at] + word + text[at:]
         path.write_bytes(text.encode(errors="replace"))
         try:
-            found.append(judged(read_job(str(path))).starts)
+            found.append(judged(read_job(str(path)).flags).starts)
         except ConfigError:
             found.append(None)
 

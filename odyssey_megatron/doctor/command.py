@@ -81,7 +81,8 @@ def _after(flag: str, rest: list[str]) -> str | None:
 
 def _judge(named: str, checkout: Path | None, more: Sequence[str], *, as_json: bool) -> int:
     version = Source((*([checkout] if checkout else ()), *_installed())).version()
-    verdict = launch_line.judged([*launch_line.read_job(named), *more], version)
+    line = launch_line.read_job(named)
+    verdict = launch_line.judged([*line.flags, *more], version, line.script)
     if as_json:
         print(json.dumps({"starts": verdict.starts, **asdict(verdict)}, indent=1))
     else:

@@ -49,7 +49,7 @@ def rows(job: Job, version: str | None) -> Iterator[Row]:
     args, parser, strange = looked_at(job.flags, version)
     state = WARNING if job.config.mode == "observe" else PROBLEM
     for one in refusals.refused(args, parser):
-        yield _row(one.flag, state, "does not work with --odyssey yet", one.remedy)
+        yield _row(one.flag, state, f"{one.verdict}: {one.reason}", one.remedy)
     ignored = {flag for flag, _ in refusals.ignored(args, parser)} if job.config.is_strict else ()
     for flag, why in refusals.moot(args, parser):
         bad, remedy = flag in ignored, "Leave it out, or leave out --odyssey-strict."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +11,11 @@ from typing import Any
 from odyssey_megatron import codec
 from odyssey_megatron.config import config_from_argv
 from odyssey_megatron.doctor.flags import looked_at
-from odyssey_megatron.doctor.launch_script import job_flags
+from odyssey_megatron.doctor.launch_script import Line, launch_line
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.inputs import read_text
 from odyssey_megatron.upstream import refusals
+from odyssey_megatron.upstream.refused import TRIED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,11 +23,13 @@ class Verdict:
     """What becomes of a job under ``--odyssey``, as far as its flags say."""
 
     refused: dict[str, str]
-    """Flag -> the sentence that the job would end with."""
+    """Flag, or script -> the sentence that the job would end with."""
     ignored: dict[str, str]
     """Flag -> why it changes nothing."""
     unknown: tuple[str, ...]
     """Not among Megatron-LM's flags; they pass if the script adds them."""
+    script: str = ""
+    """If it is none that has been tried."""
 
     @property
     def starts(self) -> bool:
@@ -43,25 +47,34 @@ class Verdict:
         lines += [f"  {flag} changes nothing: {why}" for flag, why in self.ignored.items()]
         if self.unknown:
             lines.append(f"  not Megatron-LM's, so of the script's own: {' '.join(self.unknown)}")
+        if self.script and not self.refused:
+            lines.append(
+                f"  {self.script} is none of {', '.join(TRIED)}: what it builds is looked at when the job starts, and "
+                "must be one of their models"
+            )
         return "\n".join(lines)
 
 
-def judged(flags: Sequence[str], version: str | None = None) -> Verdict:
-    """What a job with ``flags`` would say. Raises ConfigError: of Odyssey's own flags one is wrong."""
+def judged(flags: Sequence[str], version: str | None = None, script: str = "") -> Verdict:
+    """What a job of ``script`` with ``flags`` would say. Raises ConfigError: of Odyssey's own flags one is wrong."""
     config = config_from_argv(flags)
     args, parser, strange = looked_at(flags, version)
     ignored = dict(refusals.ignored(args, parser))
+    name = os.path.basename(script)
+    other = refusals.script_refused(script)
     return Verdict(
-        refused=refusals.reasons(args, parser, config.accepted, strict=config.is_strict),
+        refused=({name: other} if other else {})
+        | refusals.reasons(args, parser, config.accepted, strict=config.is_strict),
         ignored={} if config.is_strict else ignored,
         unknown=tuple(
             one for one in strange if not one.startswith("--odyssey") and one[2:] not in config.accepted
         ),
+        script="" if name in TRIED else name,
     )
 
 
-def read_job(named: str) -> list[str]:
-    """The flags in the file ``named``; ``FILE:NAME`` is one of several cases in it.
+def read_job(named: str) -> Line:
+    """The launch line in the file ``named``; ``FILE:NAME`` is one of several cases in it.
 
     Raises ConfigError.
     """
@@ -71,7 +84,7 @@ def read_job(named: str) -> list[str]:
     try:
         text = read_text(path)
         if not text.lstrip().startswith("{"):
-            return job_flags(text)
+            return launch_line(text)
         found = codec.parsed(text)
         cases = found.get("cases", [found])
         if not isinstance(cases, list):
@@ -81,7 +94,7 @@ def read_job(named: str) -> list[str]:
             raise ValueError(
                 f"it has {len(cases)} cases: name one, as {path}:{next(iter(named_cases), 'NAME')}"
             )
-        return case_flags(named_cases[name] if name else cases[0])
+        return Line("", case_flags(named_cases[name] if name else cases[0]))
     except (ValueError, ConfigError) as error:
         raise ConfigError(f"--job {named}: {error}") from None
 

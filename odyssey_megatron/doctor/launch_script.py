@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from odyssey_megatron.errors import ConfigError
 
@@ -23,8 +24,16 @@ _MOST_WORDS = 100_000
 Variables = dict[str, list[str]]
 
 
-def job_flags(text: str) -> list[str]:
-    """The arguments of the Python script that shell script ``text`` runs; of several, of the one with most flags.
+class Line(NamedTuple):
+    """What starts a job."""
+
+    script: str
+    """Empty if it is not known."""
+    flags: list[str]
+
+
+def launch_line(text: str) -> Line:
+    """The Python script that shell script ``text`` runs, with its arguments; of several, the one with most flags.
 
     Raises:
         ConfigError: it is no shell script, or runs no Python script.
@@ -41,15 +50,15 @@ def job_flags(text: str) -> list[str]:
             "no command in it runs a Python script (a word that ends in .py) with flags. Give the flags themselves, in "
             "its place."
         )
-    return max(found, key=_number_of_flags)
+    return max(found, key=lambda line: _number_of_flags(line.flags))
 
 
 def _number_of_flags(arguments: Sequence[str]) -> int:
     return sum(one.startswith("--") for one in arguments)
 
 
-def _launches(text: str, variables: Variables, depth: int = 0) -> Iterator[list[str]]:
-    """The arguments of each Python script that is run with flags."""
+def _launches(text: str, variables: Variables, depth: int = 0) -> Iterator[Line]:
+    """Each Python script that is run with flags."""
     for command in _commands(text, variables):
         words = list(_expanded(command, variables))
         for position, word in enumerate(words):
@@ -61,7 +70,7 @@ def _launches(text: str, variables: Variables, depth: int = 0) -> Iterator[list[
                     for part in (one.split() if one[:2] == "--" else [one])
                 ]
                 if _number_of_flags(arguments):
-                    yield arguments
+                    yield Line(word, arguments)
                 break
             if ".py" in word and len(word.split()) > 1 and depth < 3:  # as for sh -c
                 yield from _launches(word, variables, depth + 1)
@@ -71,21 +80,25 @@ def _commands(text: str, variables: Variables) -> Iterator[list[str]]:
     """The commands with their words, variables not yet replaced; assignments go to ``variables``."""
     command: list[str] = []
     array: str | None = None
+    words: list[str] = []  # of the array, which may have what it had before among them
+    before: Variables = {}
     for word in _words(text):
         assigned = _ASSIGNMENT.fullmatch(word)
         if array is not None:
             if word == ")":
-                array = None
+                variables[array], array = words, None
             elif word not in _SEPARATORS:
-                variables[array] += list(_expanded([word], variables))
+                words += _expanded([word], variables)
         elif assigned and all(_ASSIGNMENT.fullmatch(one) or one in ("export", "local") for one in command):
             name, more, value = assigned.groups()
-            known = variables.setdefault(name, []) if more else []
-            variables[name] = known + ([_replaced(value, variables)] if value else [])
+            before[name] = variables.get(name, [])
+            variables[name] = (before[name] if more else []) + (
+                [_replaced(value, variables)] if value else []
+            )
             command.append(word)
         elif word == "(" and command and command[-1].endswith("=") and _ASSIGNMENT.fullmatch(command[-1]):
             array = command.pop().rstrip("+=")
-            variables.setdefault(array, [])
+            words, variables[array] = variables.get(array, []), before.pop(array, [])
         elif word in _SEPARATORS:
             yield command
             command = []

@@ -151,7 +151,7 @@ def _line(options: argparse.Namespace, more: Sequence[str]) -> LaunchLine:
             raise ConfigError(f"--model and {also} both say which model it is: leave one of them out.")
         if not options.job:
             return launch_line.read((), more)
-        return replace(launch_line.read(read_job(options.job), more), name=options.job)
+        return replace(launch_line.read(read_job(options.job).flags, more), name=options.job)
     if more and not more[0].startswith("--"):
         raise ConfigError(f"{more[0]} is no flag. 'odyssey plan --help' lists what there is.")
     name = options.model or _MODEL

@@ -61,6 +61,15 @@ def check_pretrain(named: Mapping[str, Any]) -> None:
         )
 
 
+def check_model(chunk: Any) -> None:
+    """Raises ConfigError: ``chunk`` is part of something else than GPTModel and Megatron's hybrid models are."""
+    if hasattr(chunk, "encoder") or not hasattr(chunk, "decoder"):
+        raise ConfigError(
+            f"the script's model is a {type(chunk).__name__}, not one row of layers (decoder) between an embedding and "
+            "a head, as GPTModel and Megatron's hybrid models are. Train it without --odyssey."
+        )
+
+
 def check_packed(args: Any) -> None:
     """Raises ConfigError where Megatron itself would end in its first forward, or compute what nobody means.
 

@@ -1,7 +1,7 @@
 """Every argument of Megatron-LM's that Odyssey has been taught, by its destination in the parsed arguments.
 
 Three lists, which hold each argument of each tested version once (``tests/doctor/test_flags.py``): those that work and
-those that are moot are here, by the reason; those that are refused are in ``upstream/refusals.py``. What is on none is
+those that are moot are here, by the reason; those that are refused are in ``upstream/refused.py``. What is on none is
 refused as unknown. Needs neither torch nor megatron.
 """
 
@@ -102,7 +102,7 @@ _WORKS = {
     moe_router_bias_update_rate moe_aux_loss_coeff moe_z_loss_coeff moe_input_jitter_eps
     moe_per_layer_logging moe_expert_capacity_factor moe_pad_expert_input_to_capacity
     moe_token_drop_policy moe_layer_recompute moe_apply_probs_on_input moe_grouped_gemm
-    moe_permute_fusion moe_router_fusion use_fused_weighted_squared_relu
+    moe_permute_fusion moe_router_fusion use_fused_weighted_squared_relu moe_router_force_load_balancing
     """,
     "hybrid models: tests/megatron_lm/test_hybrid.py": """
     mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads use_mamba_mem_eff_path

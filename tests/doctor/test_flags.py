@@ -45,6 +45,20 @@ def test_no_list_has_what_no_version_knows():
     assert {*WORKS, *MOOT, *refusals.REFUSED} - known == set()
 
 
+def test_a_refusal_says_why_and_from_which_version_on_it_could_work():
+    first = {dest: tag for tag in reversed(TAGS) for dest in destinations(tag)}
+    for one in refusals.REFUSALS:
+        assert one.why.endswith(".")
+        assert one.remedy.endswith(".")
+        if one.since and one.dest not in NOT_OF_THE_PARSER:
+            assert one.since.split()[0] == first[one.dest], one.flag
+    (line,) = said(["--fp4-format", "e2m1"])
+    assert line.startswith("--fp4-format e2m1 does not work with --odyssey yet: ")
+    assert " It could from core_v0.16.1 with Transformer Engine 2.7 on. Use " in line
+    (line,) = said(["--freeze-all-layers"])
+    assert line.startswith("--freeze-all-layers is refused with --odyssey: Nothing is trained")
+
+
 @pytest.mark.parametrize("flag", SLIPPED)
 def test_flags_that_once_slipped_past(flag):
     found = list(flags.rows(Job(config=OdysseyConfig(), flags=(flag, SLIPPED[flag])), "0.16.1"))

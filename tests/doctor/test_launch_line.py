@@ -8,7 +8,7 @@ import pytest
 
 from odyssey_megatron.cli import main
 from odyssey_megatron.doctor.launch_line import judged, read_job
-from odyssey_megatron.doctor.launch_script import job_flags
+from odyssey_megatron.doctor.launch_script import launch_line
 from odyssey_megatron.errors import ConfigError
 from tests.benchmarks.launch_lines import counted
 
@@ -41,22 +41,27 @@ srun -l --output=log sh -c "${run_cmd}" --not-of-the-job
 def test_a_script_with_arrays():
     flags = "--num-layers 24 --hidden-size 1024 --untie-embeddings-and-output-weights --bf16"
     more = ["--wandb-exp-name", "a b", "--save", "$UNKNOWN", "--split", "99,1"]
-    assert job_flags(ARRAYS) == [*flags.split(), "--pipeline-model-parallel-size", "4", *more]
+    assert launch_line(ARRAYS).flags == [*flags.split(), "--pipeline-model-parallel-size", "4", *more]
+
+
+def test_an_array_that_is_put_before_more():
+    text = 'A=(--x 1)\nB=$A\nif [ -n "$FSDP" ]; then\nA=(\n"${A[@]}"\n--y 2\n)\nfi\nA+=(--z)\npython a.py ${A[@]}'
+    assert launch_line(text) == ("a.py", ["--x", "1", "--y", "2", "--z"])
 
 
 def test_a_script_with_a_command_in_a_string():
-    assert job_flags(STRING) == "--num-layers 24 --untie-embeddings-and-output-weights --bf16".split()
+    assert launch_line(STRING).flags == "--num-layers 24 --untie-embeddings-and-output-weights --bf16".split()
 
 
 def test_the_scripts_of_this_repository_start(checkout):
-    flags = read_job(str(checkout / "examples" / "megatron_lm" / "tiny.sh"))
+    flags = read_job(str(checkout / "examples" / "megatron_lm" / "tiny.sh")).flags
     assert {"--num-layers", "--odyssey", "--mock-data"} < set(flags)
     assert judged(flags).starts
 
 
 def test_the_scripts_of_megatron_lm(megatron_lm):
     found = {
-        name: judged(read_job(str(megatron_lm / "examples" / f"{name}.sh")), "0.16.1")
+        name: judged(read_job(str(megatron_lm / "examples" / f"{name}.sh")).flags, "0.16.1")
         for name in ("gpt3/train_gpt3_175b_distributed", "llama/train_llama3_8b_h100_fp8")
     }
     gpt3, llama = found.values()
@@ -65,6 +70,22 @@ def test_the_scripts_of_megatron_lm(megatron_lm):
     assert "--overlap-grad-reduce" in llama.ignored
     assert not gpt3.unknown
     assert not llama.unknown
+
+
+def test_a_script_that_trains_something_else_is_refused(tmp_path, capsys):
+    """Whatever its flags say; of one that nobody knows it is said that its model has not been looked at."""
+    told = {}
+    for script in ("pretrain_t5.py", "mine.py", "pretrain_gpt.py"):
+        path = tmp_path / f"{script}.sh"
+        path.write_text(f"torchrun $ROOT/{script} --num-layers 4 --bf16")
+        told[script] = main(["doctor", "--job", str(path)]), capsys.readouterr().out
+    assert [code for code, _ in told.values()] == [1, 0, 0]
+    assert (
+        "pretrain_t5.py does not work with --odyssey: it trains an encoder and a decoder"
+        in told["pretrain_t5.py"][1]
+    )
+    assert "mine.py is none of pretrain_gpt.py, " in told["mine.py"][1]
+    assert told["pretrain_gpt.py"][1].endswith("starts with --odyssey as far as its flags say\n")
 
 
 def case(name, **args):

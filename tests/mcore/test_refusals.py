@@ -10,13 +10,15 @@ BEGIN, END = r"<!-- refused: begin[^>]*-->\n", r"<!-- refused: end -->"
 
 
 def refused_table() -> str:
-    by_remedy: dict[str, list[str]] = {}
+    rows: dict[tuple[str, str, str], list[str]] = {}
     for one in REFUSALS:
-        by_remedy.setdefault(one.remedy, []).append(
-            f"`{one.flag}`" if one.flag.startswith("--") else one.flag
-        )
-    rows = [f"| {', '.join(flags)} | {remedy} |" for remedy, flags in by_remedy.items()]
-    return "\n".join(["| refused | what to do |", "|---|---|", *rows]) + "\n"
+        told = one.why, one.since.replace("core_v", "") or "never", one.remedy
+        rows.setdefault(told, []).append(f"`{one.flag}`" if one.flag.startswith("--") else one.flag)
+    lines = ["| refused | why | could work from | what to do |", "|---|---|---|---|"]
+    for told, flags in rows.items():
+        cells = [", ".join(flags), *(one.replace("|", "\\|") for one in told)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
 
 
 def test_the_table_in_the_documentation_is_that_of_the_code(checkout):

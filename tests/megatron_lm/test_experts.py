@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from tests.megatron_lm.jobs import FLOAT32, MOCK, assert_same_lines, checkpoint
+from tests.megatron_lm.jobs import FLOAT32, FLOAT64, MOCK, assert_same_lines, checkpoint
 from tests.megatron_lm.test_flags import INTERLEAVED
 
 MIXTRAL = (
@@ -107,6 +107,28 @@ def test_experts_of_newer_versions(other_jobs, name, gangs):
     assert_same_lines(run, plain)
     assert_same_auxiliary_losses(run, plain)
     assert len(run.killed) == (4 if gangs else 2)
+
+
+DRAWN = {
+    "alone": (6, 2, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+    "gangs": (8, 2, GANGS),
+    "cells": (8, 2, CELLS),
+}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("case", DRAWN)
+def test_routers_that_draw_go_on_with_what_they_would_have_drawn(jobs, name, case):
+    """With --moe-router-force-load-balancing, as benchmarks do: by (seed, step, microbatch, layer)."""
+    ranks, stages, more = DRAWN[case]
+    flags = f"{MOCK} {MIXTRAL} --moe-router-force-load-balancing {more} --odyssey-float64 on"
+    how = {"ranks": ranks, "stages": stages}
+    whole = jobs.odyssey(f"{name}-whole", flags, **how)
+    run = jobs.odyssey(name, flags, **how, inject="rank=0,step=1,at=backward;rank=5,step=3,at=reduce")
+    assert_same_lines(run, whole, rel=FLOAT64)
+    assert {0, 5} <= set(run.killed)
+    routed = jobs.odyssey(f"{name}-routed", flags.replace("--moe-router-force-load-balancing", ""), **how)
+    assert [one.loss for one in routed.iterations] != [one.loss for one in whole.iterations]
 
 
 SAVES = {

@@ -36,7 +36,7 @@ RECIPES = {
 def flags_of(job):
     """``{"--flag": value}`` of the launch script ``job``, as a case has them."""
     found, flag = {}, ""
-    for word in read_job(str(job)):
+    for word in read_job(str(job)).flags:
         if word.startswith("--"):
             flag, found[word] = word, True
         else:
@@ -76,7 +76,7 @@ def assert_recipe(jobs, name, recipe):
     job = jobs.checkout / "examples" / script
     if recipe == "mamba":
         pytest.importorskip("einops", reason="Megatron's state spaces need it")
-    refused = judged(read_job(str(job)), Source((jobs.checkout,)).version()).refused
+    refused = judged(read_job(str(job)).flags, Source((jobs.checkout,)).version()).refused
     assert set(refused) <= {"--fp8-recipe"}, "delayed scaling alone, which needs a GPU"
     flags, ranks, stages = small(job)
     how = {"ranks": ranks, "stages": stages, "model": flags, "script": of}

@@ -118,7 +118,6 @@ GIVEN = {
     "--moe-mlp-glu-interleave-size": "--moe-mlp-glu-interleave-size 4 --num-experts 4",
     "--moe-paged-stash": "--moe-paged-stash --num-experts 4",
     "--moe-router-force-biased": "--moe-router-force-biased 1.0 --num-experts 4",
-    "--moe-router-force-load-balancing": "--moe-router-force-load-balancing --num-experts 4",
     "--moe-router-load-balancing-type": "--moe-router-load-balancing-type global_aux_loss --num-experts 4",
     "--moe-routing-trace-path": "--moe-routing-trace-path there --num-experts 4",
     "--moe-shared-expert-glu-interleave-size": "--moe-shared-expert-glu-interleave-size 4 --num-experts 4",
@@ -204,6 +203,22 @@ def test_what_megatron_asserts_is_one_message(jobs, name):
     assert "Traceback" not in run.log
     assert run.log.count("Megatron-LM itself refuses these flags (arguments.py, line") == 1
     assert "assert not args.bf16" in run.log
+
+
+@pytest.mark.parametrize("called", ["pretrain_t5.py", "mine.py"])
+def test_a_script_that_trains_something_else_ends_with_one_message(jobs, name, called, tmp_path):
+    """By its name, or by the model that it builds."""
+    script = tmp_path / called
+    script.write_text((jobs.checkout / "pretrain_t5.py").read_text())
+    run = jobs.odyssey(name, f"{MOCK} --decoder-seq-length 16", ranks=2, stages=1, script=str(script))
+    assert run.exit_code == 2, run.log[-3000:]
+    said = {
+        "pretrain_t5.py": "pretrain_t5.py does not work with --odyssey: it trains an encoder and a decoder",
+        "mine.py": "the script's model is a T5Model, not one row of layers",
+    }
+    assert run.log.count(said[called]) == 1, run.log[-3000:]
+    assert "Traceback" not in run.log
+    assert not run.iterations
 
 
 def test_fp8_without_transformer_engine_is_refused(jobs, name):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from odyssey_megatron.upstream.refusals import REFUSALS
 from tests.megatron_lm import torchrun
 from tests.megatron_lm.jobs import MOCK, assert_same_lines
 from tests.megatron_lm.test_refusals import assert_recorded, assert_refused
@@ -102,7 +103,8 @@ def test_a_refused_job_ends_with_one_message(other_jobs, name, flag):
     run = other_jobs.odyssey(name, f"{MOCK} {flag}", ranks=2, stages=2)
     assert run.exit_code == 2, run.log[-3000:]
     assert "Traceback" not in run.log
-    assert run.log.count(f"{flag} does not work with --odyssey yet") == 1, run.log[-3000:]
+    (refusal,) = (one for one in REFUSALS if one.flag == flag)
+    assert run.log.count(f"{flag} {refusal.verdict}: {refusal.reason}") == 1, run.log[-3000:]
 
 
 def test_observing_changes_nothing(other_jobs, name):

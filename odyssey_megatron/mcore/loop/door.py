@@ -9,6 +9,7 @@ logging, evaluation, checkpoints, exit conditions and timers stay Megatron's.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.cluster.job import check_world
 from odyssey_megatron.config import OdysseyConfig, add_arguments
-from odyssey_megatron.errors import EXIT_NOT_SAVED
+from odyssey_megatron.errors import EXIT_NOT_SAVED, ConfigError
 from odyssey_megatron.launch.inject import Injector
 from odyssey_megatron.mcore.loop import (
     arguments,
@@ -119,6 +120,8 @@ class Door:
     def pretrain(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         with self._joined():
             compat.check_pretrain(kwargs)
+            if refused := refusals.script_refused(sys.argv[0]):
+                raise ConfigError(refused)
             try:
                 result = original(*args, **kwargs)
             except SystemExit as end:

@@ -72,7 +72,10 @@ class Observer:
         from megatron.training.arguments import core_transformer_config_from_args
 
         args = get_args()
-        for message in refusals.reasons(args, self._parser).values():
+        said = list(refusals.reasons(args, self._parser).values())
+        if other := refusals.script_refused(sys.argv[0]):
+            said.append(other)
+        for message in said:
             self._say(f"--odyssey recover would refuse this job: {message}")
         config = core_transformer_config_from_args(args)
         job = arguments.job_of(

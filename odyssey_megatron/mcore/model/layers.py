@@ -311,6 +311,7 @@ def _build_chunk(
     stage = own.in_stage(*own.place(first=pre_process, last=post_process))
     with span.building(offset, max(count, 0)), stage, _to_build_with(spec, empty=empty):
         chunk = spec.model_provider(pre_process=pre_process, post_process=post_process, pg_collection=groups)
+    compat.check_model(chunk)
     compat.number_layers(chunk.decoder.layers, offset)
     return chunk
 

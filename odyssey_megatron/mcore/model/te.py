@@ -43,7 +43,7 @@ import torch
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.mcore.model import wgrad
 from odyssey_megatron.upstream import compat
-from odyssey_megatron.upstream.refusals import STATELESS
+from odyssey_megatron.upstream.refused import STATELESS
 
 _QUANTIZED = "fp8_param", "fp4", "use_kitchen", "quant_recipe"
 _ELSEWHERE = "tp_comm_overlap", "cpu_offloading", "fine_grained_activation_offloading"
