@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from odyssey_megatron.doctor.rows import OK, PROBLEM, WARNING, Host, Job, Row
 
 _INSTALL = {"yaml": "PyYAML"}
 """Distributions that are not called as they are imported."""
-_TORCH = (2, 13)
-"""The first version that Odyssey runs with (pyproject.toml)."""
+_TORCH = (2, 13), (2, 14)
+"""The versions that tests have run with (docs/versions.md); the first is the least one (pyproject.toml)."""
+_PYTHON = (3, 11), (3, 12)
+"""The same of Python."""
 _TE_READS_LATE = (2, 6)
 """``te.READS_LATE`` of ``mcore/model/te.py``, which needs torch."""
 
@@ -20,6 +22,7 @@ def rows(host: Host, job: Job, needed: Mapping[str, str]) -> Iterator[Row]:
     Args:
         needed: what importing megatron.training needs, each with a module that wants it.
     """
+    yield _python(host)
     yield _torch(host)
     for name, wanted_by in sorted(needed.items()):
         if name != "torch":
@@ -32,19 +35,39 @@ def _row(name: str, state: str, found: str, remedy: str = "") -> Row:
     return Row(area="packages", name=name, state=state, found=found, remedy=remedy)
 
 
+def _python(host: Host) -> Row:
+    found = _dotted(host.python)
+    if host.python < _PYTHON[0]:
+        older = f"{found} is older than {_dotted(_PYTHON[0])}"
+        return _row("Python", PROBLEM, older, f"Use {_either(_PYTHON)}.")
+    if host.python > _PYTHON[-1]:
+        newer = f"{found} is newer than any that tests have run with"
+        return _row("Python", WARNING, newer, f"Use {_either(_PYTHON)}, or try a short job first.")
+    return _row("Python", OK, found)
+
+
 def _torch(host: Host) -> Row:
     package = host.packages.get("torch")
     if package is None:
         return _row("torch", PROBLEM, "not installed", "pip install torch, or use a container that has it.")
-    if _numbers(package.version) < _TORCH:
-        wanted = ".".join(map(str, _TORCH))
-        return _row(
-            "torch",
-            WARNING,
-            f"{package.version}; Odyssey was run with {wanted} only",
-            "Try a short job first.",
-        )
-    return _row("torch", OK, package.version)
+    version = _numbers(package.version)
+    if _TORCH[0] <= version <= _TORCH[-1]:
+        return _row("torch", OK, package.version)
+    age = "older" if version < _TORCH[0] else "newer"
+    return _row(
+        "torch",
+        WARNING,
+        f"{package.version} is {age} than any that tests have run with",
+        f"Use {_either(_TORCH)}, or try a short job first.",
+    )
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+def _either(versions: Sequence[tuple[int, ...]]) -> str:
+    return " or ".join(map(_dotted, versions))
 
 
 def _needed(host: Host, job: Job, name: str, wanted_by: str) -> Row:

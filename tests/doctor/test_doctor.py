@@ -152,6 +152,11 @@ def test_a_job_on_the_cpu_needs_neither_gpu_nor_nccl():
     [
         (replace(HOST, packages={}), {"torch": "problem"}),
         (having(torch="2.9.1"), {"torch": "warning"}),
+        (having(torch="2.14.1"), {}),
+        (having(torch="2.15.0a0+1234567.nv26.10"), {"torch": "warning"}),
+        (replace(HOST, python=(3, 10)), {"Python": "problem"}),
+        (replace(HOST, python=(3, 11)), {}),
+        (replace(HOST, python=(3, 13)), {"Python": "warning"}),
         (having(transformer_engine="2.9.0"), {"transformer-engine": "problem"}),
         (having(transformer_engine="2.9.0", transformer_engine_cu12="2.9.0"), {}),
         (having(transformer_engine="2.9.0+70f53666"), {}),

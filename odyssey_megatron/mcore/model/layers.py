@@ -188,7 +188,8 @@ class HeldLayer(torch.nn.Module):
 
 def _is_random(config: TransformerConfig) -> bool:
     """Whether a forward draws numbers."""
-    return bool(config.attention_dropout or config.hidden_dropout or config.moe_input_jitter_eps)
+    drawn = config.attention_dropout, config.hidden_dropout, config.moe_input_jitter_eps
+    return any(drawn) or config.moe_router_force_load_balancing
 
 
 def initial_parts(
