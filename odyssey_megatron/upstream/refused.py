@@ -98,7 +98,6 @@ _16 = _since(
     ("te_precision_config_file kitchen_config_file kitchen_recipe_number",
      "A layer's recipe, by its name, may be one whose scales would not move with the layer; the file is not looked at.",
      "Use --bf16 alone, or --fp8-format.", _not_none),
-    ("use_kitchen_attention", "It is in a package of NVIDIA's that cannot be had.", _LEAVE_OUT),
     ("symmetric_ar_type", "Its buffers belong to the ranks that the job started with: they would have to be made anew "
      "in a recovery.", _LEAVE_OUT),
     ("batch_invariant_mode", "It replaces torch's products by kernels of its own, whose weight gradients would have to "
@@ -174,8 +173,6 @@ _16 = _since(
      "Leave it out, or load the optimizer's state, too."),
     ("use_mp_args_from_checkpoint_args", "The job is planned by its flags, before a checkpoint is opened.",
      "Give the sizes of the job by flags."),
-    ("adlr_autoresume", "It is in a package of NVIDIA's that cannot be had.",
-     "Use --exit-signal-handler, or --exit-duration-in-mins."),
     ("distributed_timeout_seconds_after_init", "The groups whose limit it sets are Odyssey's, anew in each generation.",
      "Use --distributed-timeout-minutes, or --odyssey-op-timeout-s."),
     ("sft", "Packed sequences are not tried with hybrid models; its samples do not make larger batches, and have no "
@@ -200,7 +197,8 @@ _17 = _since(
      "tried.", _LEAVE_OUT),
     ("moe_router_force_biased", "Below 0 it draws its numbers once, on each rank; above, others on each "
      "tensor-parallel rank.", "Use --moe-router-force-load-balancing.", _not_none),
-    ("mtp_use_repeated_layer", "A router that runs several times for a microbatch would be counted once.", _LEAVE_OUT),
+    ("mtp_use_repeated_layer", "What a block does several times for a microbatch would be counted as done once.",
+     _LEAVE_OUT),
     ("hybrid_layer_pattern",
      f"Of a hybrid pattern the layers {', '.join(_KINDS)} have been tried, and ends of stages (|); no multi-token "
      "prediction (/), and no layers of other kinds.", f"Use these, with --spec {_STACKS}.", _no_known_pattern),
@@ -255,6 +253,9 @@ _NEVER = _since(
     "",
     ("yaml_cfg", "The values in the file are not looked at, and would take the place of the flags.",
      "Give the model by flags."),
+    ("use_kitchen_attention", "It is in a package of NVIDIA's that cannot be had.", _LEAVE_OUT),
+    ("adlr_autoresume", "It is in a package of NVIDIA's that cannot be had.",
+     "Use --exit-signal-handler, or --exit-duration-in-mins."),
     ("moe_use_legacy_grouped_gemm use_legacy_models",
      "Later versions of Megatron-LM have it no more.", "Leave it out, and use what has taken its place there."),
     ("init_model_with_meta_device", "It is for FSDP: else weights would stay undrawn until a checkpoint is read, and a "
