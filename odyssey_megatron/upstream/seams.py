@@ -89,14 +89,23 @@ def check(seam: Seam, source: Source, version: str) -> Finding:
 
 
 def check_live(seam: Seam, version: str) -> Finding:
-    """Looks ``seam`` up in the imported Megatron."""
+    """Looks ``seam`` up in the imported Megatron. Raises MegatronIncompatible: that cannot be imported."""
     expected = seam.expected(version)
     found = None
     if expected is not None:
         try:
             owner, name = _resolve(seam.target)
             found = _parameters_of(vars(owner)[name])
-        except (ImportError, AttributeError, KeyError):
+        except ImportError as error:
+            module = seam.target.partition(":")[0]
+            if not f"{module}.".startswith(f"{error.name}.") or not isinstance(error, ModuleNotFoundError):
+                python = ".".join(map(str, sys.version_info[:2]))
+                raise MegatronIncompatible(
+                    f"{module} of megatron-core {version} cannot be imported ({error}; Python {python}). odyssey "
+                    "doctor, with the path of the checkout, names packages that are missing, and the Python that this "
+                    "version asks for."
+                ) from error
+        except (AttributeError, KeyError):
             pass  # missing, which is what the finding says
     return Finding(seam=seam, version=version, expected=expected, found=found)
 

@@ -41,6 +41,27 @@ def test_the_installed_megatron_core_has_the_seam(seam, untouched):
     assert live == seams.check(seam, INSTALLED, version), "source and object are told apart"
 
 
+@pytest.mark.parametrize(
+    ("imports", "found"),
+    [
+        ("from typing import of_a_newer_python", "cannot import name 'of_a_newer_python'"),
+        ("import of_nobody", "of_nobody"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_no_missing_name(tmp_path, monkeypatch, imports, found):
+    (tmp_path / "needy.py").write_text(imports)
+    monkeypatch.syspath_prepend(tmp_path)
+    seam = Seam(target="needy:name", why="", signatures={"0.16": ""})
+    with pytest.raises(
+        MegatronIncompatible, match=f"needy of megatron-core 0.16.1 cannot be imported .*{found}"
+    ):
+        seams.check_live(seam, "0.16.1")
+    assert (
+        seams.check_live(Seam(target="needier:name", why="", signatures={"0.16": ""}), "0.16.1").state
+        == "missing"
+    )
+
+
 def test_a_replacement_reaches_every_copy_and_goes_again(untouched):
     from megatron.core.transformer import transformer_block
 
