@@ -19,7 +19,7 @@ from odyssey_megatron.mcore.loop.balance import Balance, heads
 from odyssey_megatron.mcore.loop.batches import Batches
 from odyssey_megatron.mcore.loop.data import MicrobatchSource
 from odyssey_megatron.mcore.loop.outcome import StepOutcome
-from odyssey_megatron.mcore.model import by_context, groups, needed, span, summed, te
+from odyssey_megatron.mcore.model import by_context, groups, needed, rng, span, summed, te
 from odyssey_megatron.mcore.model.assembling import assembled, unsent
 from odyssey_megatron.mcore.model.clipping import clipped
 from odyssey_megatron.mcore.model.future import FutureTokens
@@ -185,6 +185,7 @@ class MegatronModel(Holdings):
     def begin_evaluation(self, first: int, microbatches: int) -> None:
         """As a step, of those ``microbatches`` of the source from ``first`` on; nothing is kept for a backward."""
         lanes = self.cell.lanes
+        self._seeds.step = rng.INITIAL - 1 - first
         self._begin(microbatches * lanes, before=first * lanes * self._micro_batch_size, training=False)
         self.balance.begin(-1)
 

@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel.random import (
 )
 
 INITIAL = -1
-"""The "step" and "microbatch" under which weights are initialised."""
+"""The "step" and "microbatch" under which weights are initialised; "steps" below are evaluations'."""
 
 
 def derive_seed(*parts: int) -> int:
@@ -62,7 +62,9 @@ def set_state(seed: int, *, step: int, microbatch: int, layer: int, part: Part =
 
 
 class LayerSeeds:
-    """Reseeds before each layer's forward. The engine names the (step, microbatch) at hand, also for recomputation."""
+    """Reseeds before each layer's forward. The engine names the (step, microbatch) at hand, also for recomputation, and
+    in evaluations, in which routers may draw.
+    """
 
     def __init__(self, seed: int, part: Part = _WHOLE):
         self._seed, self._part = seed, part
@@ -72,9 +74,6 @@ class LayerSeeds:
         """From now on ``module`` draws the numbers of ``layer``."""
 
         def reseed(module: torch.nn.Module, args: Any) -> None:
-            if module.training:
-                set_state(
-                    self._seed, step=self.step, microbatch=self.microbatch, layer=layer, part=self._part
-                )
+            set_state(self._seed, step=self.step, microbatch=self.microbatch, layer=layer, part=self._part)
 
         module.register_forward_pre_hook(reseed)
