@@ -209,7 +209,8 @@ def test_what_megatron_asserts_is_one_message(jobs, name):
 def test_a_script_that_trains_something_else_ends_with_one_message(jobs, name, called, tmp_path):
     """By its name, or by the model that it builds."""
     script = tmp_path / called
-    script.write_text((jobs.checkout / "pretrain_t5.py").read_text())
+    found = f"import sys\nsys.path.insert(0, {str(jobs.checkout)!r})\n"
+    script.write_text(found + (jobs.checkout / "pretrain_t5.py").read_text())
     run = jobs.odyssey(name, f"{MOCK} --decoder-seq-length 16", ranks=2, stages=1, script=str(script))
     assert run.exit_code == 2, run.log[-3000:]
     said = {
