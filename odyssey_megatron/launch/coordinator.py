@@ -96,7 +96,7 @@ class Coordinator:
         acts = config.rebalance == "auto"
         self._offers = Offers(
             planner,
-            Rebalancing(planner, journal, say, acts=acts),
+            Rebalancing(planner, journal, say, acts=acts, seeks=config.layout == "auto"),
             Replacing(planner, journal, say, acts=acts, restarts=config.respawn > 0),
         )
         self._unheard: list[Event] = []

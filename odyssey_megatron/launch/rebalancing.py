@@ -43,10 +43,21 @@ class Better:
 
 
 class Rebalancing:
-    """Looks at each diagnosis once. ``acts``: plans change; otherwise it is only said what that would gain."""
+    """Looks at each diagnosis once. ``acts``: plans change; otherwise it is only said what that would gain. ``seeks``:
+    the job began with the best layout by estimated costs, and moves to a better one, if there is one, by measured ones.
+    """
 
-    def __init__(self, planner: Planner, journal: Journal, say: Callable[[str], None], *, acts: bool):
+    def __init__(
+        self,
+        planner: Planner,
+        journal: Journal,
+        say: Callable[[str], None],
+        *,
+        acts: bool,
+        seeks: bool = False,
+    ):
         self._planner, self._journal, self._say, self._acts = planner, journal, say, acts
+        self._seeks, self._has_sought = seeks, False
         self._seen: Diagnosis | None = None
         self._said: set[tuple[str, tuple[int, int], int, tuple[int, ...]]] = set()
         self._known: dict[int, float] = {}
@@ -89,7 +100,20 @@ class Rebalancing:
         state = with_slow_links(state, _longest_s(self._links.values()))
         is_new, why = bool(changed or of_links), why + of_links
         better = self._compare("; ".join(why), state, live, now_s, is_new=is_new) if why else None
+        if not why and self._is_to_seek(diagnosis, state):
+            better = self._compare("layers' costs are measured", state, live, now_s, is_new=False, acts=True)
+            return before, better
         return (state, better) if self._acts else (before, None)
+
+    def _is_to_seek(self, diagnosis: Diagnosis, state: ClusterState) -> bool:
+        """Once, as soon as costs are measured and nobody is slow or dead; once more when all are back."""
+        if not self._is_back(state) or diagnosis.slow or diagnosis.links.slow:
+            self._has_sought &= self._is_back(state)
+            return False
+        if not self._seeks or self._has_sought or not diagnosis.factors:
+            return False
+        self._has_sought = True
+        return True
 
     def _forget_gone(self, still: Collection[int]) -> None:
         """Who has left, or has been replaced, is not slow any more."""
@@ -193,9 +217,16 @@ class Rebalancing:
                 self._event(one.kind, _ranks_of(state, one.workers), 1 / one.factor, one.evidence)
 
     def _compare(
-        self, why: str, state: ClusterState, live: Plan, now_s: float, *, is_new: bool
+        self,
+        why: str,
+        state: ClusterState,
+        live: Plan,
+        now_s: float,
+        *,
+        is_new: bool,
+        acts: bool = False,
     ) -> Better | None:
-        """``is_new``: some worker has another speed than before."""
+        """``is_new``: some worker has another speed than before; ``acts``: in any case."""
         self._began_s = {
             one: since_s for one, since_s in self._began_s.items() if one in self._known or one in self._links
         }
@@ -214,7 +245,7 @@ class Rebalancing:
             self._say(f"[odyssey] {why}: the plan stays, as no other is {_LEAST_GAIN:.0%} faster")
             return None
         gain = f"steps {found.gain:.0%} faster" if found.gain >= _LEAST_GAIN else "as before"
-        if not self._acts:
+        if not (self._acts or acts):
             policy = found.decided.plan.policy
             self._say(f"[odyssey] {why}: with --odyssey-rebalance auto, {policy} would make {gain}")
             return None

@@ -73,6 +73,39 @@ def test_who_has_left_is_not_slow_any_more_and_who_was_blamed_is_cleared(job):
     assert [(e["slow_ranks"], e["speed"]) for e in read_journal(job.folder)] == [([7], 0.5), ([7], 1.0)]
 
 
+@pytest.mark.parametrize("layout", ["auto", "megatron"])
+def test_a_job_that_chose_its_layout_by_an_estimate_looks_once_more(job, layout):
+    """By what its layers turn out to cost, without being asked for anything else."""
+    planner, plan, state = planner_of(layout=layout, memory_bytes=60 * 10**6)
+    rebalancing = Rebalancing(
+        planner, Journal(job.folder, source="agent0"), job.said.append, acts=False, seeks=layout == "auto"
+    )
+    costs = planner._learned.costs
+    heavy = [
+        replace(one, forward_s=9 * one.forward_s, input_grad_s=9 * one.input_grad_s) if at == 2 else one
+        for at, one in enumerate(costs.all_layers)
+    ]
+    planner._learned = replace(planner._learned, costs=costs.with_layers(heavy))
+    measured = [Diagnosis(costs={}, newest=step, factors={0: 1.0}) for step in (4, 5, 6)]
+    assert rebalancing.look(slow(4, w5=2.0), state, plan, 8.0) == (state, None), (
+        "not while somebody may be slow"
+    )
+    after, better = rebalancing.look(measured[0], state, plan, 9.0)
+    assert after == state
+    if layout == "megatron":
+        assert (better, job.said) == (None, [])
+        return
+    assert better.why.startswith("layers' costs are measured: steps ")
+    moved = better.decided.plan
+    assert planner.step_s(state, moved) < 0.97 * planner.step_s(state, plan)
+    assert rebalancing.look(measured[1], state, moved, 10.0) == (state, None)
+    gone = replace(state, workers=(replace(state.workers[0], alive=False), *state.workers[1:]))
+    assert rebalancing.look(measured[2], gone, moved, 11.0) == (gone, None)
+    rebalancing.look(Diagnosis(costs={}, newest=7, factors={0: 1.0}), state, moved, 12.0)
+    (said,) = job.said
+    assert said.startswith("[odyssey] layers' costs are measured: the plan stays")
+
+
 def with_link(step, factor, *, longer_s=0.5, network=False, latest=None, link=(0, 2)) -> Diagnosis:
     """The link takes ``factor`` times its time, which was certain in step 4."""
     kind, workers = ("slow network", link[:1]) if network else ("slow link", link)

@@ -161,9 +161,10 @@ def test_layers_that_only_a_slow_worker_computes_cost_what_they_did_before():
     assert alone.diagnosis({3}, learned).slow == {3: pytest.approx(0.5)}
 
 
-def planner_of(ranks=8, **config):
+def planner_of(ranks=8, memory_bytes=None, **config):
     planner, state = PolicyPlanner(OdysseyConfig(**config)), initial_state(nodes=(0,) * ranks)
-    return planner, planner.start(job(4), state, to_json(PROFILE)).plan, state
+    profile = replace(PROFILE, costs=replace(PROFILE.costs, memory_bytes=memory_bytes))
+    return planner, planner.start(job(4), state, to_json(profile)).plan, state
 
 
 @pytest.mark.parametrize("speed", [0.7, 0.3])
