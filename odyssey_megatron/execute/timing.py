@@ -254,14 +254,14 @@ def _medians(step: int, trace: Trace) -> Iterator[Observation]:
         )
 
 
-_PROBE_SIZE, _PROBES = {"cpu": 96, "cuda": 1024}, 5
+_PROBE_SIZE, _PROBE_SIZE_ON_GPU, _PROBES = 96, 1024, 5
 """Of each, large enough that it takes longer than it takes to begin."""
 
 
 def _probe(step: int, trace: Trace) -> Observation:
     """A product that is the same on all ranks, as an empty span: it tells how fast one is that has nothing to do."""
     stopwatch, marks = trace.stopwatch, []
-    size = _PROBE_SIZE[stopwatch.device]
+    size = _PROBE_SIZE_ON_GPU if stopwatch.device == "cuda" else _PROBE_SIZE
     matrix = torch.ones(size, size, device=stopwatch.device)
     for _ in range(_PROBES):
         began = stopwatch.mark()
@@ -281,8 +281,7 @@ def _held(step: int, trace: Trace) -> HeldSeen:
     """Who had nothing to compute multiplies for a while, at most half as long as the step took: others wait for it."""
     if trace.marks:
         return HeldSeen(step=step, computed_s=sum(trace.compute_s().values()), wall_s=trace.wall_s)
-    size = _PROBE_SIZE["cpu"]
-    matrix, began_s, computed_s = torch.ones(size, size), time.monotonic(), time.thread_time()
+    matrix, began_s, computed_s = torch.ones(_PROBE_SIZE, _PROBE_SIZE), time.monotonic(), time.thread_time()
     ends_s = began_s + min(_LONG_S, (began_s - trace.began_s) / 2)
     while (now_s := time.monotonic()) < ends_s:
         torch.mm(matrix, matrix)
