@@ -15,12 +15,12 @@ from odyssey_megatron.plan.known import known
 from odyssey_megatron.plan.layout import Hop, Layout, Route, layout_from_routes
 from odyssey_megatron.plan.list_schedule import Solved
 from odyssey_megatron.plan.memory import state_bytes
-from odyssey_megatron.plan.messages import with_messages
+from odyssey_megatron.plan.messages import with_turns
 from odyssey_megatron.plan.order import Order
 from odyssey_megatron.plan.programs import Programs
 from odyssey_megatron.plan.reductions import buckets, reduction_order, tail_length, with_reductions
 from odyssey_megatron.plan.schedule import Instr, Op
-from odyssey_megatron.plan.verify import verify_codes
+from odyssey_megatron.plan.verify import verify_lowered
 from odyssey_megatron.plan.visits import OPS, RECV_FORWARD, SEND_BACKWARD, SEND_FORWARD, Visits
 
 
@@ -97,15 +97,10 @@ class Kind:
         )
         layout = layout_from_routes(len(costs.layers), routes, tied=costs.tied is not None)
         visits = Visits(layout, buckets(layout, costs))
-        programs = with_messages({seat: list(queue) for seat, queue in enumerate(solved.queues)}, visits)
-        timeline = verify_codes(
-            visits,
-            with_reductions(programs, visits),
-            costs,
-            in_flight_cap=dict(enumerate(shape.caps)),
-            speeds=dict(enumerate(shape.speeds)),
-        )
-        self.peaks = [peak for _, peak in timeline.activation_bytes]
+        programs, turns = with_turns({seat: list(queue) for seat, queue in enumerate(solved.queues)}, visits)
+        summing = with_reductions(programs, visits)
+        peaks = verify_lowered(visits, summing, turns, costs, dict(enumerate(shape.caps)))
+        self.peaks = [peaks[seat] for seat in range(len(shape.caps))]
         self.heads: list[str] = []
         self.tails: list[list[tuple[int, int, int]]] = []
         """Per worker, the weight gradients that it ends with: the microbatch's place, and the layers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from math import gcd
 from typing import NamedTuple
@@ -83,15 +84,19 @@ class _Visits(NamedTuple):
     beside_s: float
     """The longest input gradient that nobody waits for."""
 
-    def joined(self, other: _Visits) -> _Visits:
-        return _Visits(
-            head_s=min(self.head_s, other.head_s),
-            tail_s=min(self.tail_s, other.tail_s),
-            drain_s=self.drain_s + other.drain_s,
-            weight_grads_s=self.weight_grads_s + other.weight_grads_s,
-            byte_s=self.byte_s + other.byte_s,
-            portion=gcd(self.portion, other.portion),
-            beside_s=max(self.beside_s, other.beside_s),
+    @classmethod
+    def joined(cls, several: Sequence[_Visits]) -> _Visits:
+        if len(several) == 1:
+            return several[0]
+        heads_s, tails_s, drains_s, weight_grads_s, bytes_s, portions, beside_s = zip(*several, strict=True)
+        return cls(
+            head_s=min(heads_s),
+            tail_s=min(tails_s),
+            drain_s=sum(drains_s),
+            weight_grads_s=sum(weight_grads_s),
+            byte_s=sum(bytes_s),
+            portion=gcd(*portions),
+            beside_s=max(beside_s),
         )
 
 
@@ -100,11 +105,10 @@ class _Work:
 
     def __init__(self, layout: Layout, costs: Costs, speeds: Mapping[int, float]) -> None:
         self.costs, self.speeds, self.lag = costs, speeds, costs.message_s()
-        self.visits: dict[int, _Visits] = {}
-        """By worker; none of those without a microbatch."""
         self.path_s = 0.0
         """Of one microbatch, down and up and to its last weight gradient."""
         known: dict[tuple[object, ...], list[_Visits]] = {}
+        several: dict[int, list[_Visits]] = defaultdict(list)
         for route in layout.routes:
             if not route.microbatches:
                 continue
@@ -113,8 +117,9 @@ class _Work:
             if kind not in known:
                 known[kind] = self._of(route)
             for hop, visits in zip(route.hops, known[kind], strict=True):
-                there = self.visits.get(hop.worker)
-                self.visits[hop.worker] = there.joined(visits) if there else visits
+                several[hop.worker].append(visits)
+        self.visits = {worker: _Visits.joined(found) for worker, found in several.items()}
+        """By worker; none of those without a microbatch."""
 
     def _times(self, route: Route) -> list[tuple[float, float, float]]:
         """(forward, input gradient, weight gradient) of each hop, at its worker's speed."""

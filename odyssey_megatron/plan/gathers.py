@@ -6,10 +6,11 @@ what they compute with. Everybody goes through the buckets in one order, that in
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Block, Layout
+from odyssey_megatron.plan.reductions import holders_of
 
 
 def gather_order(buckets: Iterable[Block], num_layers: int) -> list[Block]:
@@ -36,17 +37,19 @@ def least_late_s(costs: Costs, holders: int, copies: int) -> float:
     return shared_s + gather_s(costs, 0, 1, holders)
 
 
-def weights_late_s(layout: Layout, buckets: Iterable[Block], costs: Costs) -> float:
+def weights_late_s(
+    layout: Layout, buckets: Iterable[Block], costs: Costs, alike: Mapping[int, int] | None = None
+) -> float:
     """How much longer a step is for the weights that its first forwards wait for: as the latest of them is late, all of
-    it is taken to be. 0.0 where each holder steps all that it holds.
+    it is taken to be. 0.0 where each holder steps all that it holds. ``alike``: see ``reductions.holders_of``.
     """
     if not layout.copies:
         return 0.0
     free_s, arrived_s = dict.fromkeys(layout.workers, 0.0), list[tuple[Block, float]]()
     for one in gather_order(buckets, layout.num_layers):
-        if len(one.holders) > layout.copies:
+        if (holders := holders_of(one, alike)) > layout.copies:
             start_s = max(free_s[worker] for worker in one.holders)
-            end_s = start_s + gather_s(costs, one.first, one.last, len(one.holders))
+            end_s = start_s + gather_s(costs, one.first, one.last, holders)
             free_s.update(dict.fromkeys(one.holders, end_s))
             arrived_s.append((one, end_s))
     late_s = max((end_s for one, end_s in arrived_s if one.first >= layout.num_layers), default=0.0)

@@ -30,72 +30,74 @@ def with_messages(programs: Codes, visits: Visits) -> Codes:
     its turn waits for nothing that comes later, and nobody waits for ever, not even where a device does not begin
     anything before all that it was given earlier has begun (``plan/queue.py``).
     """
+    return with_turns(programs, visits)[0]
+
+
+def with_turns(programs: Codes, visits: Visits) -> tuple[Codes, list[int]]:
+    """:func:`with_messages`, and the turn of each compute instruction in the one order of all, by its code."""
     turns, sent = _turns(programs, visits)
     of = {worker: [turns[code] for code in program] for worker, program in programs.items()}
-    place = {code: at for program in programs.values() for at, code in enumerate(program)}
+    place = [-1] * visits.reductions
+    for program in programs.values():
+        for at, code in enumerate(program):
+            place[code] = at
     posts: dict[int, list[tuple[int, int, int, int]]] = {worker: [] for worker in programs}
     for (_, receiver), receives in sent.items():
-        latest, previous = len(of[receiver]), list[tuple[int, int]]()
+        own = of[receiver]
+        latest, previous = len(own), list[tuple[int, int, int]]()
         for receive in reversed(receives):
-            consumer = place[_consumer(receive, place)]
-            latest = min(latest, max(0, consumer - 1), bisect_left(of[receiver], turns[receive]))
-            previous.append((latest, receive))
-        before = -1
-        for at, receive in reversed(previous):
             turn = turns[receive]
-            posts[receiver].append((max(at, bisect_left(of[receiver], before)), before, turn, receive))
+            consumer = place[_consumer(receive, place)]
+            latest = min(latest, max(0, consumer - 1), bisect_left(own, turn))
+            previous.append((latest, turn, receive))
+        before = -1
+        for at, turn, receive in reversed(previous):
+            posts[receiver].append((max(at, bisect_left(own, before)), before, turn, receive))
             before = turn
-    return {worker: _merged(program, sorted(posts[worker]), visits) for worker, program in programs.items()}
+    merged = {worker: _merged(program, sorted(posts[worker]), visits) for worker, program in programs.items()}
+    return merged, turns
 
 
-def _consumer(receive: int, place: dict[int, int]) -> int:
+def _consumer(receive: int, place: list[int]) -> int:
     """The compute instruction that waits for it."""
     visit = receive & ~7
     if receive & 7 == RECV_FORWARD:
         return visit + FORWARD
-    return visit + INPUT_GRAD if visit + INPUT_GRAD in place else visit + BACKWARD
+    return visit + INPUT_GRAD if place[visit + INPUT_GRAD] >= 0 else visit + BACKWARD
 
 
 def _merged(program: list[int], posts: list[tuple[int, int, int, int]], visits: Visits) -> list[int]:
     """``program`` with its sends, and each of ``posts`` (place, ..., receive) before what stands there."""
-    out, at = list[int](), 0
+    out, at, next_at = list[int](), 0, posts[0][0] if posts else len(program)
+    before, behind = visits.before, visits.behind
     for here, code in enumerate(program):
-        while at < len(posts) and posts[at][0] <= here:
+        while next_at <= here:
             out.append(posts[at][3])
             at += 1
+            next_at = posts[at][0] if at < len(posts) else len(program)
         out.append(code)
-        visit, kind = code >> 3, code & 7
-        if kind == FORWARD and visits.behind[visit] >= 0:
-            out.append(visit * 8 + SEND_FORWARD)
-        elif kind in (INPUT_GRAD, BACKWARD) and visits.before[visit] >= 0:
-            out.append(visit * 8 + SEND_BACKWARD)
+        kind = code & 7
+        if kind == FORWARD:
+            if behind[code >> 3] >= 0:
+                out.append(code - FORWARD + SEND_FORWARD)
+        elif kind != WEIGHT_GRAD and before[code >> 3] >= 0:
+            out.append(code - kind + SEND_BACKWARD)
     return out
 
 
-def _input(code: int, visits: Visits) -> int:
-    """The receive that a compute instruction waits for; -1 if none."""
-    visit, kind = code >> 3, code & 7
-    if kind == FORWARD:
-        return visit * 8 + RECV_FORWARD if visits.before[visit] >= 0 else -1
-    return visit * 8 + RECV_BACKWARD if kind != WEIGHT_GRAD and visits.behind[visit] >= 0 else -1
-
-
-def _output(code: int, visits: Visits) -> tuple[int, int]:
-    """Who gets its result, and by which receive; -1 if nobody."""
-    visit, kind = code >> 3, code & 7
-    if kind == FORWARD:
-        return visits.behind[visit], (visit + 1) * 8 + RECV_FORWARD
-    return (visits.before[visit] if kind != WEIGHT_GRAD else -1), (visit - 1) * 8 + RECV_BACKWARD
-
-
-def _turns(programs: Codes, visits: Visits) -> tuple[dict[int, int], dict[tuple[int, int], list[int]]]:
+def _turns(programs: Codes, visits: Visits) -> tuple[list[int], dict[tuple[int, int], list[int]]]:
     """One order of all compute instructions, as they would begin if a layer took a second for everybody.
 
     Returns:
-        The turn of each of them, and of each receive that before which its message is through: of the instruction
-        that needs it, or of the sender's next one; and of each channel its receives, in the order of their sends.
+        By code the turn of each of them, and of each receive that before which its message is through: of the
+        instruction that needs it, or of the sender's next one; and of each channel its receives, in the order of their
+        sends.
     """
-    turn, turns, given = 0, dict[int, int](), dict[int, int]()
+    turn, turns, given = (
+        0,
+        [-1] * (visits.reductions + 1),
+        dict[int, int](),
+    )  # behind them that of nothing, -1
     sent: dict[tuple[int, int], list[int]] = {}
     arrival: dict[int, int] = {-1: 0}
     asleep: dict[int, tuple[int, int, int]] = {}
@@ -114,8 +116,8 @@ def _turns(programs: Codes, visits: Visits) -> tuple[dict[int, int], dict[tuple[
             heappush(ready, (arrival[needed], layer, worker, code))
             continue
         turns[code] = turn
-        turns.setdefault(needed, turn)
-        turns.setdefault(given.pop(worker, -1), turn)
+        for one in (needed, given.pop(worker, -1)):
+            turns[one] = turn if turns[one] < 0 else turns[one]
         turn += 1
         visit = code >> 3
         end = start + (visits.last[visit] - visits.first[visit]) * (2 if code & 7 == BACKWARD else 1)
@@ -132,3 +134,19 @@ def _turns(programs: Codes, visits: Visits) -> tuple[dict[int, int], dict[tuple[
             "the workers' compute orders wait for each other in a circle: a bug of the generator"
         )
     return turns, sent
+
+
+def _output(code: int, visits: Visits) -> tuple[int, int]:
+    """Who gets its result, and by which receive; -1 if nobody."""
+    visit, kind = code >> 3, code & 7
+    if kind == FORWARD:
+        return visits.behind[visit], (visit + 1) * 8 + RECV_FORWARD
+    return (visits.before[visit] if kind != WEIGHT_GRAD else -1), (visit - 1) * 8 + RECV_BACKWARD
+
+
+def _input(code: int, visits: Visits) -> int:
+    """The receive that a compute instruction waits for; -1 if none."""
+    kind = code & 7
+    if kind == FORWARD:
+        return code - FORWARD + RECV_FORWARD if visits.before[code >> 3] >= 0 else -1
+    return code - kind + RECV_BACKWARD if kind != WEIGHT_GRAD and visits.behind[code >> 3] >= 0 else -1

@@ -10,6 +10,8 @@ That is the worst case. With more queues, or where sends are buffered, as gloo's
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from odyssey_megatron.errors import ScheduleInvalid
 from odyssey_megatron.plan.visits import (
     NEEDS,
@@ -26,19 +28,22 @@ Channel = tuple[int, int]
 """(sender, receiver)."""
 
 
-def check_queue(visits: Visits, programs: Codes) -> None:
+def check_queue(visits: Visits, programs: Codes, begun: Mapping[int, int] | None = None) -> None:
     """All of ``programs`` come to their ends so, whatever takes how long.
+
+    Args:
+        begun: worker -> how many of its instructions are known to begin, with all that they wait for.
 
     Raises:
         ScheduleInvalid: they do not; names a worker and where it stands.
     """
-    _Queues(visits, programs).run()
+    _Queues(visits, programs, begun or dict.fromkeys(programs, 0)).run()
 
 
 class _Queues:
-    def __init__(self, visits: Visits, programs: Codes):
+    def __init__(self, visits: Visits, programs: Codes, begun: Mapping[int, int]):
         self.visits, self.programs = visits, programs
-        self.position = dict.fromkeys(programs, 0)
+        self.position = dict(begun)
         self.sends: dict[Channel, int] = {}
         self.receives: dict[Channel, int] = {}
         """How many have begun."""

@@ -11,7 +11,7 @@ then begins within it, as soon as it has passed the layers of a bucket and one m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -29,20 +29,30 @@ _GRADIENT_BYTES = 4
 """Of a parameter, in float32."""
 
 
-def buckets(layout: Layout, costs: Costs) -> tuple[Block, ...]:
+def buckets(layout: Layout, costs: Costs, alike: Mapping[int, int] | None = None) -> tuple[Block, ...]:
     """The blocks of ``layout``, cut such that each bucket has ``costs.bucket_bytes`` of gradients, or a layer more. The
-    lowest layers of a block, which are done last, are what is left.
+    lowest layers of a block, which are done last, are what is left. ``alike``: see :func:`holders_of`.
     """
     return tuple(
         Block(first=a, last=b, holders=block.holders)
         for block in layout.blocks()
-        for a, b in cut(block.first, block.last, len(block.holders), costs)
+        for a, b in cut(block.first, block.last, holders_of(block, alike), costs)
     )
+
+
+def holders_of(block: Block, alike: Mapping[int, int] | None = None) -> int:
+    """How many hold it. ``alike``: worker -> how many it stands for, itself among them; by default itself alone."""
+    return sum(alike[worker] for worker in block.holders) if alike else len(block.holders)
 
 
 def cut(first: int, last: int, holders: int, costs: Costs) -> list[tuple[int, int]]:
     """The buckets of layers that so many hold."""
-    ends, least = [last], bucket_bytes(costs, holders)
+    return cut_in(first, last, bucket_bytes(costs, holders), costs)
+
+
+def cut_in(first: int, last: int, least: int, costs: Costs) -> list[tuple[int, int]]:
+    """The buckets of layers that have at least so many bytes."""
+    ends = [last]
     for layer in range(last - 1, first, -1):
         if costs.spans.gradient_bytes(layer, ends[-1]) >= least:
             ends.append(layer)

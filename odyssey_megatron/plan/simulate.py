@@ -28,6 +28,8 @@ from odyssey_megatron.plan.visits import (
     RECV_FORWARD,
     SEND_BACKWARD,
     SEND_FORWARD,
+    TO_NEXT,
+    TO_PREVIOUS,
     WEIGHT_GRAD,
     Codes,
     Visits,
@@ -54,9 +56,13 @@ def reduce_s(costs: Costs, first: int, last: int, holders: int, copies: int = 0)
     """
     if holders < 2:
         return 0.0
-    size = costs.spans.gradient_bytes(first, last)
-    hops = holders - 1 + (min(copies, holders) or holders) - 1
+    size, hops = costs.spans.gradient_bytes(first, last), reduce_hops(holders, copies)
     return hops * costs.link_latency_s + hops / holders * size / costs.link_bytes_per_s
+
+
+def reduce_hops(holders: int, copies: int = 0) -> int:
+    """How often a k-th of the bytes is sent in :func:`reduce_s`."""
+    return holders - 1 + (min(copies, holders) or holders) - 1
 
 
 def computed_before_s(layout: Layout, costs: Costs, end_s: float) -> dict[int, float]:
@@ -148,11 +154,6 @@ def run_clock(visits: Visits, programs: Codes, costs: Costs, speeds: Mapping[int
 
 Effect = tuple[float, int]
 """Seconds that an instruction takes, and bytes of activations that it adds, or frees if negative."""
-
-
-_TO_NEXT = 8 + RECV_FORWARD - SEND_FORWARD
-_TO_PREVIOUS = -8 + RECV_BACKWARD - SEND_BACKWARD
-"""From a send to its receive, at the visit after or before."""
 
 
 class _Clock:
@@ -258,7 +259,7 @@ class _Clock:
                 if live > peak:
                     peak = live
             elif kind == SEND_FORWARD or kind == SEND_BACKWARD:
-                received = code + (_TO_NEXT if kind == SEND_FORWARD else _TO_PREVIOUS)
+                received = code + (TO_NEXT if kind == SEND_FORWARD else TO_PREVIOUS)
                 arrival[received] = now + lag + late[received] if late else now + lag
                 if received in sleeping:
                     woken.append(sleeping.pop(received))

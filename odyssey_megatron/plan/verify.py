@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from odyssey_megatron.errors import ScheduleInvalid
 from odyssey_megatron.plan.costs import Costs, LayerCost
+from odyssey_megatron.plan.heads import Heads, heads_in_order
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.queue import check_queue
 from odyssey_megatron.plan.reductions import buckets_of
@@ -89,23 +90,56 @@ def verify_codes(
     speeds: Mapping[int, float] | None = None,
 ) -> Timeline:
     """:func:`verify` of programs that are integers already, ascending by worker."""
-    layout, found = visits.layout, tuple(programs)
-    if found != layout.workers:
-        raise ScheduleInvalid(f"programs of workers {found}, the layout has {layout.workers}")
-    check = _Check(visits)
-    for worker, program in programs.items():
-        check.program(worker, program)
-    check.channels()
-    check.complete()
-    timeline = run_clock(visits, programs, costs or _unit_costs(layout), speeds or {})
+    _check(visits, programs, heads_in_order(visits, programs, None))
+    timeline = run_clock(visits, programs, costs or _unit_costs(visits.layout), speeds or {})
     check_queue(visits, programs)
-    caps = in_flight_cap or {}
-    for worker, peak in timeline.activation_bytes:
+    _check_memory(timeline.activation_bytes, in_flight_cap or {})
+    return timeline
+
+
+def verify_lowered(
+    visits: Visits, programs: Codes, turns: Sequence[int], costs: Costs, caps: Mapping[int, int]
+) -> dict[int, int]:
+    """:func:`verify` without a clock: nothing is asked that depends on how long something takes. Who comes to the end
+    with one queue does so with more (``plan/queue.py``).
+
+    Args:
+        turns: what ``plan/messages.py`` says of these programs. It is not believed, but is quickly checked.
+
+    Returns:
+        The most bytes of activations that each worker keeps.
+    """
+    heads = heads_in_order(visits, programs, costs, turns)
+    if heads is None or not heads.queue:
+        peaks = dict(verify_codes(visits, programs, costs, in_flight_cap=caps).activation_bytes)
+    else:
+        _check(visits, programs, heads)
+        check_queue(visits, programs, heads.ends)
+        peaks = heads.peaks
+    _check_memory(peaks.items(), caps)
+    return peaks
+
+
+def _check_memory(peaks: Iterable[tuple[int, int]], caps: Mapping[int, int]) -> None:
+    for worker, peak in peaks:
         if peak > caps.get(worker, peak):
             raise ScheduleInvalid(
                 f"worker {worker} keeps {peak} bytes of activations, allowed are {caps[worker]}"
             )
-    return timeline
+
+
+def _check(visits: Visits, programs: Codes, heads: Heads | None) -> None:
+    """What an order says without a clock."""
+    layout, found = visits.layout, tuple(programs)
+    if found != layout.workers:
+        raise ScheduleInvalid(f"programs of workers {found}, the layout has {layout.workers}")
+    check = _Check(visits)
+    if heads:
+        check.left = [later << WEIGHT_GRAD for later in heads.summed_later]
+    for worker, program in programs.items():
+        check.program(worker, program, heads.ends[worker] if heads else 0)
+    check.channels()
+    check.complete()
 
 
 def _unit_costs(layout: Layout) -> Costs:
@@ -154,10 +188,10 @@ class _Check:
         self.received: dict[tuple[int, int], list[int]] = defaultdict(list)
         """(sender, receiver) -> the code of each message's receive."""
 
-    def program(self, worker: int, program: list[int]) -> None:
-        """Everything that can be seen in one worker's program."""
+    def program(self, worker: int, program: list[int], start: int) -> None:
+        """Everything that can be seen in one worker's program from ``start`` on."""
         visits, step = self.visits, self.visits.step
-        for at, code in enumerate(program):
+        for at, code in enumerate(program[start:], start):
             if code < visits.reductions:
                 problem = self._visit(worker, code)
             elif code < step:

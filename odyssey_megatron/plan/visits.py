@@ -32,6 +32,10 @@ FORWARD, INPUT_GRAD, WEIGHT_GRAD, BACKWARD, SEND_FORWARD, RECV_FORWARD, SEND_BAC
 NEEDS = (RECV_FORWARD - FORWARD, RECV_BACKWARD - INPUT_GRAD, 0, RECV_BACKWARD - BACKWARD)
 """From the code of each kind of compute instruction to the receive that it waits for; a weight gradient for none."""
 
+TO_NEXT = 8 + RECV_FORWARD - SEND_FORWARD
+TO_PREVIOUS = -8 + RECV_BACKWARD - SEND_BACKWARD
+"""From a send to its receive, at the visit after or before."""
+
 NOTHING, FORWARDED, BACKED, FINISHED = range(4)
 """How far a visit is: its forward, its input gradient, its weight gradient has run."""
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
+from typing import NamedTuple
 
-from odyssey_megatron.plan.reductions import cut
-from odyssey_megatron.plan.simulate import reduce_s
+from odyssey_megatron.plan.reductions import bucket_bytes, cut_in
+from odyssey_megatron.plan.simulate import reduce_hops
 from odyssey_megatron.policy.seating import Shape
 from odyssey_megatron.policy.shares import Rate, finish_s, min_max_shares
 from odyssey_megatron.policy.splits import Splits
-from odyssey_megatron.policy.stages import Stage, path_s, reached_s, up_s
+from odyssey_megatron.policy.stages import path_s, reached_s, up_s
 
 
 def even(num_workers: int, pipelines: int, most_stages: int) -> list[tuple[int, int]]:
@@ -21,6 +22,20 @@ def even(num_workers: int, pipelines: int, most_stages: int) -> list[tuple[int, 
     return [(min(length, most_stages), count) for length, count in both if count]
 
 
+class _Summing(NamedTuple):
+    """Of a stage."""
+
+    begins_s: float
+    whole_s: float
+    """The same, from where it sums all that it has."""
+    each_s: float
+    down_and_up_s: float
+    last_bytes: int
+    """That are summed last."""
+    bytes: int
+    buckets: int
+
+
 @dataclass(frozen=True, slots=True)
 class Balanced:
     """What balanced shapes of these splits come to."""
@@ -28,6 +43,7 @@ class Balanced:
     splits: Splits
     sums: int
     """The copies of optimizer state to whose owners gradients go; 0: every holder."""
+    _known: dict[tuple[int, int], list[_Summing]] = field(default_factory=dict, compare=False)
 
     def estimate_s(self, num_workers: int, num_microbatches: int, pipelines: int) -> float | None:
         """Estimated step of the balanced shape of so many pipelines; None if it does not fit."""
@@ -79,17 +95,31 @@ class Balanced:
         its forwards and input gradients, of which the last one may run on beside, and all its sums.
         """
         last, whole, costs = (-inf, 0.0, 0.0), (-inf, 0.0, 0.0), self.splits.costs
-        for one in self.splits.stages(stages):
-            begins_s = reached_s(costs, one)
-            buckets = self._buckets(one, pipelines)
-            sums_s = [reduce_s(costs, *bucket, pipelines, self.sums) for bucket in buckets]
-            last = max(last, _line(begins_s + sums_s[0], one.each_s, share))
-            whole = max(whole, _line(begins_s - one.beside_s(costs) + sum(sums_s), one.down_and_up_s, share))
+        hops = reduce_hops(pipelines, self.sums)
+        lag_s, byte_s = hops * costs.link_latency_s, hops / pipelines / costs.link_bytes_per_s
+        for one in self._summing(stages, bucket_bytes(costs, pipelines)):
+            last_s = one.begins_s + lag_s + one.last_bytes * byte_s
+            all_s = one.whole_s + one.buckets * lag_s + one.bytes * byte_s
+            last = max(last, _line(last_s, one.each_s, share))
+            whole = max(whole, _line(all_s, one.down_and_up_s, share))
         return Rate(head_s=last[1], each_s=last[2]), Rate(head_s=whole[1], each_s=whole[2])
 
-    def _buckets(self, one: Stage, holders: int) -> list[tuple[int, int]]:
-        """What a stage sums, the last of them first."""
-        return [bucket for a, b in one.spans for bucket in cut(a, b, holders, self.splits.costs)]
+    def _summing(self, stages: int, least_bytes: int) -> list[_Summing]:
+        """Of each stage what it sums, in buckets of that size."""
+        if (stages, least_bytes) not in self._known:
+            costs, found = self.splits.costs, list[_Summing]()
+            for one in self.splits.stages(stages):
+                begins_s = reached_s(costs, one)
+                buckets = [bucket for a, b in one.spans for bucket in cut_in(a, b, least_bytes, costs)]
+                sizes = [costs.spans.gradient_bytes(*bucket) for bucket in buckets]
+                whole_s = begins_s - one.beside_s(costs)
+                found.append(
+                    _Summing(
+                        begins_s, whole_s, one.each_s, one.down_and_up_s, sizes[0], sum(sizes), len(sizes)
+                    )
+                )
+            self._known[stages, least_bytes] = found
+        return self._known[stages, least_bytes]
 
     def _drain(self, stages: int) -> Rate:
         """Forwards and input gradients of the stage with most of them; before and after it, the way to the first."""

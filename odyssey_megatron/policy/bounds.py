@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from odyssey_megatron.plan.reductions import bucket_bytes, cut
+from odyssey_megatron.plan.simulate import reduce_hops
 from odyssey_megatron.policy.kinds import sort_of, stages_of
 from odyssey_megatron.policy.shares import SLACK
 from odyssey_megatron.policy.splits import Splits
@@ -84,9 +85,9 @@ class Bounds:
         self.scale_s = spans.compute_s(0, splits.last)
         """Of one microbatch."""
 
-    def reduce_among(self, number: int) -> None:
+    def reduce_among(self, number: int, copies: int) -> None:
         """With reductions among so many pipelines: :func:`odyssey_megatron.plan.simulate.reduce_s`."""
-        hops, least = 2 * (number - 1), bucket_bytes(self._costs, number)
+        hops, least = reduce_hops(number, copies), bucket_bytes(self._costs, number)
         if least not in self._sizes:
             self._sizes[least] = np.array(self._summed(number), dtype=float)
         bytes_s = hops / number * self._sizes[least] / self._costs.link_bytes_per_s
@@ -106,9 +107,10 @@ class Bounds:
             found.append(known[only])
         return found
 
-    def learn(self, known_s: Mapping[int, float], trust: float) -> None:
+    def learn(self, known_s: Mapping[int, float], trust: float, near: float = inf) -> None:
         """``known_s``: of some kinds, how much later than its bound one of them was. Lengths between two known ones are
-        alike, and with a slow worker as without it, where nothing else is known.
+        alike, and with a slow worker as without it, where nothing else is known. ``near``: nothing is said of lengths
+        that differ by more stages from all that are known.
         """
         late_s = np.zeros(len(self._stages))
         for sort in np.unique(self._sort).tolist():
@@ -119,10 +121,15 @@ class Bounds:
             if of_sort:
                 stages, each_s = zip(*of_sort, strict=True)
                 here = self._sort == sort
-                late_s[here] = trust * np.interp(self._stages[here], stages, each_s)
+                own = self._stages[here]
+                far = np.abs(own[:, np.newaxis] - np.array(stages)).min(axis=1) > near
+                late_s[here] = np.where(far, 0.0, trust * np.interp(own, stages, each_s))
         for kind, one_s in known_s.items():
             late_s[self._at[kind]] = one_s * (1 + trust) / 2
         self.late_s = late_s
+
+    def late_of(self, kind: int) -> float:
+        return float(self.late_s[self._at[kind]])
 
     def most(self, time_s: float, most: int) -> list[int]:
         """Microbatches that a pipeline of each kind can do in ``time_s``, up to ``most``."""
@@ -133,7 +140,7 @@ class Bounds:
         return [int(one) for one in np.maximum(counts, 0).astype(np.int64)]
 
     def estimate_s(self, kind: int, microbatches: int) -> float:
-        return self.least_s(kind, microbatches) + float(self.late_s[self._at[kind]])
+        return self.least_s(kind, microbatches) + self.late_of(kind)
 
     def least_s(self, kind: int, microbatches: int, *, sums: bool = True) -> float:
         """``sums``: with them, as they are cut where all pipelines are alike."""

@@ -38,7 +38,7 @@ from odyssey_megatron.policy.options import (
 )
 from odyssey_megatron.policy.pipelines import ALIKE
 from odyssey_megatron.policy.profile import Profile
-from odyssey_megatron.policy.proposal import Proposal
+from odyssey_megatron.policy.proposal import Proposal, Sketch
 from odyssey_megatron.policy.rerouting import heirs
 from odyssey_megatron.policy.score import mean_time_between_failures_s
 from odyssey_megatron.policy.shares import SLACK
@@ -301,9 +301,7 @@ def _search(
                 worked.append(_work_out(case, option, option.found, best, longest_s))
                 settled |= wanted(option)
             else:
-                made = Proposal(layout=option.found.make(), note=option.note)
-                least = option.found.least_holders or case.job.least_holders
-                option = lay_out(case, option.policy, made, least_holders=least)
+                option = _nearer(case, option, option.found)
                 heappush(queue, (place(option), option))
         except PlanInfeasible as error:
             rows.append(_unscored(option.name, None, f"{option.note}: {error}"))
@@ -312,6 +310,15 @@ def _search(
     best_one = max(worked, key=lambda one: (_on_paper(one.score), -one.transition_s))
     rows += [_row(case, one, False, _lost(one, best_one)) for one in worked if one is not best_one]
     return best_one, rows + _left_over(case, left, best_one, wanted)
+
+
+def _nearer(case: Case, option: Option, sketch: Sketch) -> Option:
+    """``option`` with a better bound, where it has one; else laid out. Raises PlanInfeasible."""
+    if sketch.tighter:
+        least_s = max(option.least_step_s, sketch.tighter())
+        return replace(option, least_step_s=least_s, found=replace(sketch, tighter=None))
+    made = Proposal(layout=sketch.make(), note=option.note)
+    return lay_out(case, option.policy, made, least_holders=sketch.least_holders or case.job.least_holders)
 
 
 def _on_paper(score: float) -> float:

@@ -14,13 +14,15 @@ and remainders of the layers, and simulates each.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
 from math import inf
 from typing import TYPE_CHECKING
 
 from odyssey_megatron.plan.simulate import reduce_s
 from odyssey_megatron.policy.balanced import even
 from odyssey_megatron.policy.pipelines import ALIKE, MANY_WORKERS, WORTH, Pipelines, Shares
+from odyssey_megatron.policy.shares import SLACK
 from odyssey_megatron.policy.splits import Splits
 
 if TYPE_CHECKING:
@@ -33,6 +35,9 @@ left idle takes part in nothing, so that less than this is not worth it; steps o
 _VISITS = 8192
 """Of microbatches to stages, that one search schedules at most: a count and not a clock, so that the same arguments
 give the same plan on every machine."""
+
+_VISITS_OF_MANY = 1024
+"""The same of many workers, as long as somebody waits: then no knapsack is solved either."""
 
 _LOOK = 64
 """Visits that could be scheduled while the knapsack is solved once more."""
@@ -63,14 +68,16 @@ class Partition:
     """How often routes go through the workers of a pipeline (:mod:`odyssey_megatron.policy.ways`)."""
 
 
-def ranked(search: Search, workers: int, microbatches: int) -> tuple[Partition, ...]:
+def ranked(
+    search: Search, workers: int, microbatches: int, *, thorough: bool = False
+) -> tuple[Partition, ...]:
     """The best partition into each number of pipelines, fastest first.
 
     A single pipeline comes last: its next loss ends the job, so that it is only wanted if it is faster than all others,
     and others may be wanted if it is. Then those whose routes visit workers more than once, of which only the most
     promising numbers are looked at, and which must be better by ``WORTH``.
     """
-    look = _Look(search, workers, (), microbatches)
+    look = _Look(search, workers, (), microbatches, thorough)
     numbers = sorted(search.ranked(workers, microbatches), key=lambda one: (one[1] == 1, one))
     found = {
         number: Partition(
@@ -108,7 +115,17 @@ def ranked_with_slow(
 class _Look:
     """Over the numbers of pipelines that there may be."""
 
-    def __init__(self, search: Search, workers: int, slow: tuple[int, ...], microbatches: int) -> None:
+    def __init__(
+        self,
+        search: Search,
+        workers: int,
+        slow: tuple[int, ...],
+        microbatches: int,
+        thorough: bool = False,
+    ) -> None:
+        self.thorough = thorough
+        self.visits = _VISITS if thorough else _VISITS_OF_MANY
+        """That may still be scheduled, of many workers."""
         self.search, self.workers, self.slow, self.microbatches = search, workers, slow, microbatches
         self._trusts = _TRUST if workers <= MANY_WORKERS else _TRUST[:1]
 
@@ -122,10 +139,9 @@ class _Look:
         """``found`` with what is better than ``least_s``, and better ways through the workers; ``known``: partitions
         that have to be beaten.
         """
-        looked_at = numbers[:_PROMISING] if self.workers > MANY_WORKERS else numbers
-        least_s = self._at(found, self.search, looked_at, self._trusts, least_s)
+        least_s = self._at(found, self.search, numbers, self._trusts, least_s)
         partitions = [*found.values()]
-        promising, behind = (_PROMISING, 1.0) if self.workers > MANY_WORKERS else (2 * _PROMISING, _BEHIND)
+        behind = 1.0 if self.workers > MANY_WORKERS else _BEHIND
         for turned in self.search.turned:
             of_these = (one.estimate_s for one in known if one.shares and one.legs == turned.splits.legs)
             limit_s = min([least_s * WORTH, *of_these])
@@ -137,7 +153,7 @@ class _Look:
                 and 1 < self.workers // number <= turned.splits.most_stages
             ]
             better: dict[int, Partition] = {}
-            limit_s = self._at(better, turned, numbers[:promising], _TRUST[:1], limit_s)
+            limit_s = self._at(better, turned, numbers[: 2 * _PROMISING], _TRUST[:1], limit_s)
             if better:
                 least_s = limit_s
             partitions += better.values()
@@ -154,14 +170,14 @@ class _Look:
         """Works out the best partition into each of ``numbers``, (estimate, number of pipelines), and puts those into
         ``found`` that are better than ``least_s``, or that were not there; the least that is found then.
         """
+        if self.workers > MANY_WORKERS:
+            return self._promising(found, search, numbers, least_s)
         visits = _VISITS if search.splits.legs == 1 else _VISITS // 2
         for trust in trusts:
             for estimate_s, number in numbers:
                 own = search.sharing(number).pipelines(self.workers, self.slow, self.microbatches)
                 own.count(number, visits, trust)
-                one, whole = _best(
-                    own, even(self.workers, number, search.splits.most_stages), estimate_s, least_s
-                )
+                one, whole = _best(own, self._even(search, number), estimate_s, least_s)
                 visits = own.visits
                 if whole:
                     least_s = one.estimate_s
@@ -169,19 +185,66 @@ class _Look:
                     found[number] = one
         return least_s
 
+    def _promising(
+        self,
+        found: dict[int, Partition],
+        search: Search,
+        numbers: Sequence[tuple[float, int]],
+        least_s: float,
+    ) -> float:
+        """As :meth:`_at`, of the few numbers that are best by all that is known when they are looked at: what others
+        of about their lengths have taken, and what waits for weights where optimizer state is cut.
+        """
+        queue = [(estimate_s, number) for estimate_s, number in numbers]
+        estimates_s = {number: estimate_s for estimate_s, number in numbers}
+        heapify(queue)
+        if self.thorough:
+            self.visits = _VISITS
+        while queue and self.visits > 0 and queue[0][0] < least_s * (1 - ALIKE):
+            expected_s, number = heappop(queue)
+            lengths, estimate_s = self._even(search, number), estimates_s[number]
+            own = search.sharing(number).pipelines(self.workers, self.slow, self.microbatches)
+            waits_s = search.weights_late_s(number, self.workers)
+            now_s = estimate_s + waits_s + own.late_s(length for length, _ in lengths)
+            if now_s > expected_s * SLACK:
+                heappush(queue, (now_s, number))
+                if number in found:
+                    found[number] = replace(found[number], estimate_s=now_s - waits_s)
+                continue
+            own.count(number, self.visits - _LOOK, _TRUST[0])
+            one, whole = _best(own, lengths, estimate_s, least_s - waits_s, ragged=self.thorough)
+            self.visits = own.visits
+            if whole:
+                least_s = min(
+                    least_s, one.estimate_s + search.weights_late_s(number, self.workers, one.shares)
+                )
+            if one.shares or (number in found and not found[number].shares):
+                found[number] = one
+        return least_s
+
+    def _even(self, search: Search, number: int) -> list[tuple[int, int]]:
+        return even(self.workers, number, search.splits.most_stages)
+
 
 def _best(
-    own: Pipelines, lengths: Sequence[tuple[int, int]], estimate_s: float, limit_s: float
+    own: Pipelines,
+    lengths: Sequence[tuple[int, int]],
+    estimate_s: float,
+    limit_s: float,
+    *,
+    ragged: bool = True,
 ) -> tuple[Partition, bool]:
     """The best partition, and whether all of it was scheduled; without shares if it is not better than ``limit_s``.
 
     ``lengths``: (stages, how many) if lengths differ by one at most, which is preferred to what is hardly better.
+    ``ragged``: others are looked at.
     """
     true: tuple[float, Shares] | None = None
     while True:
         below_s = min(limit_s, true[0] if true else inf) * (1 - ALIKE)
         best = own.least(lambda time_s: own.these(lengths, time_s), estimate_s, below_s)
-        best = own.least(own.any, 0.0, best[0] * (1 - ALIKE) if best else below_s) or best
+        if ragged:
+            best = own.least(own.any, 0.0, best[0] * (1 - ALIKE) if best else below_s) or best
         if best is None or own.visits <= 0:
             break
         own.visits -= _LOOK

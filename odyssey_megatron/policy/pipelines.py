@@ -6,18 +6,20 @@ knapsack, and the least such time is bisected.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from heapq import heapify, heapreplace
 from itertools import accumulate, compress
 from math import inf
 
 from odyssey_megatron.cluster.state import WHOLE_CELL
-from odyssey_megatron.plan.layout import Hop, Route, layout_from_routes
+from odyssey_megatron.plan.gathers import least_late_s, weights_late_s
+from odyssey_megatron.plan.layout import Hop, Layout, Route, layout_from_routes
 from odyssey_megatron.plan.list_schedule import Shape as Group
 from odyssey_megatron.plan.list_schedule import Solved
 from odyssey_megatron.plan.order import solve
-from odyssey_megatron.plan.reductions import NO_TAIL, Tail, bucket_bytes, cut
-from odyssey_megatron.plan.simulate import step_end_s
+from odyssey_megatron.plan.reductions import NO_TAIL, Tail, bucket_bytes, buckets, cut
+from odyssey_megatron.plan.simulate import reduce_hops, step_end_s
 from odyssey_megatron.policy import ways
 from odyssey_megatron.policy.bounds import Bounds, Rows
 from odyssey_megatron.policy.kinds import mixed
@@ -37,6 +39,11 @@ _EXACT = 1e-5
 
 MANY_WORKERS = 128
 """From here on not every number of pipelines is looked at, and of those only the most promising in full."""
+
+_NEAR = 1
+"""Of many workers there are pipelines of many lengths, of which few are scheduled: so far what is known of one is
+believed of others.
+"""
 
 Done = tuple[float, Tail]
 """When a worker has computed, and the weight gradients that it ends with, beside which it sums."""
@@ -63,8 +70,12 @@ class Pipelines:
         microbatches: int,
         known: Pipelines | None = None,
         rows: dict[int, Rows] | None = None,
+        sums: int = 0,
     ) -> None:
-        """``known``: the same without slow workers, with what has been scheduled of them; ``rows``: see ``Bounds``."""
+        """``known``: the same without slow workers, with what has been scheduled of them; ``rows``: see ``Bounds``;
+        ``sums``: the copies of optimizer state to whose owners gradients go, 0: every holder.
+        """
+        self._sums = sums
         self.splits, self.workers, self.slow, self.microbatches = splits, workers, slow, microbatches
         self.number, self.visits, self._trust = 1, 0, 1.0
         self.lengths = [
@@ -90,7 +101,7 @@ class Pipelines:
     def count(self, number: int, visits: int, trust: float) -> None:
         """From here on for so many pipelines, and with so many visits left to schedule."""
         self.number, self.visits, self._trust = number, visits, trust
-        self._bounds.reduce_among(number)
+        self._bounds.reduce_among(number, self._sums)
         self._alone_s = {one: self._with_reductions_s(*one) for one in self._done}
         self._true_s = dict(self._alone_s)
         self._learn()
@@ -103,6 +114,10 @@ class Pipelines:
     def least_s(self, kind: int, microbatches: int) -> float:
         """Until it has computed, at the least."""
         return self._bounds.least_s(kind, microbatches, sums=False)
+
+    def late_s(self, lengths: Iterable[int]) -> float:
+        """How much later than their bounds pipelines of all these lengths are, as far as that is known."""
+        return min(self._bounds.late_of(length) for length in lengths)
 
     def most(self, time_s: float) -> dict[int, int]:
         """Kind -> microbatches that such a pipeline can do in ``time_s``; only where that is one at the least."""
@@ -137,6 +152,8 @@ class Pipelines:
         for one in dict.fromkeys(shares):
             self.schedule(*one)
         time_s = max(self._alone_s[one] for one in shares)
+        if time_s < below_s:
+            time_s += self._waits_s(shares)
         return (time_s, shares) if time_s < below_s else None
 
     def any(self, time_s: float) -> list[tuple[int, int]] | None:
@@ -159,7 +176,8 @@ class Pipelines:
                 if high_s > 1e6 * self._bounds.scale_s * self.microbatches:
                     return None
         best = None
-        while best is None or high_s - from_s > _EXACT * high_s:
+        exact = _EXACT if self.workers <= MANY_WORKERS else ALIKE / 4
+        while best is None or high_s - from_s > exact * high_s:
             at_s = high_s if best is None else (from_s + high_s) / 2
             found = done(at_s)
             if found is None and best is None:
@@ -201,7 +219,7 @@ class Pipelines:
                 one_s = true_s - self._bounds.least_s(kind, microbatches)
                 late_s[kind] = min(one_s, late_s.get(kind, inf))
         if late_s:
-            self._bounds.learn(late_s, self._trust)
+            self._bounds.learn(late_s, self._trust, inf if self.workers <= MANY_WORKERS else _NEAR)
 
     def schedule(self, kind: int, microbatches: int) -> float:
         """The true time; infinite if it does not fit."""
@@ -238,13 +256,33 @@ class Pipelines:
         return self._true_s[kind, microbatches]
 
     def join(self, shares: Shares) -> float:
-        """The time of these, which are scheduled, together.
+        """The time of these, which are scheduled, together, and with what their first forwards wait for weights, of
+        which it is without the least.
 
         What the reductions add is counted to the shortest pipelines from here on: they have the largest blocks.
         """
         alone_s = max(self.time_s(*one) for one in shares)
         if self.workers > MANY_WORKERS:
             return alone_s
+        layout, done_s, tails = self._beside_each_other(shares)
+        costs = self.splits.costs
+        joint_s = step_end_s(layout, costs, done_s, tails) - costs.optimizer_s - self._least_late_s
+        self._true_s[shares[-1]] = max(joint_s, self._true_s[shares[-1]])
+        return joint_s
+
+    @property
+    def _least_late_s(self) -> float:
+        return least_late_s(self.splits.costs, self.number, self._sums)
+
+    def _waits_s(self, shares: Shares) -> float:
+        """How much longer than at the least first forwards wait for weights."""
+        if not self._least_late_s:
+            return 0.0
+        layout, costs = self._beside_each_other(shares)[0], self.splits.costs
+        return weights_late_s(layout, buckets(layout, costs), costs) - self._least_late_s
+
+    def _beside_each_other(self, shares: Shares) -> tuple[Layout, dict[int, float], dict[int, Tail]]:
+        """The layout of these, which are scheduled, and of each worker when it has computed, and its tail."""
         routes, done_s, tails = [], dict[int, float](), dict[int, Tail]()
         for at, (kind, microbatches) in enumerate(shares):
             first = len(done_s)
@@ -253,20 +291,19 @@ class Pipelines:
             done = self._done[kind, microbatches]
             done_s |= {first + place: end_s for place, (end_s, _) in enumerate(done)}
             tails |= {first + place: tail for place, (_, tail) in enumerate(done)}
-        costs = self.splits.costs
-        layout = layout_from_routes(self.splits.last, tuple(routes), tied=costs.tied is not None)
-        joint_s = step_end_s(layout, costs, done_s, tails) - costs.optimizer_s
-        self._true_s[shares[-1]] = max(joint_s, self._true_s[shares[-1]])
-        return joint_s
+        layout = layout_from_routes(self.splits.last, tuple(routes), tied=self.splits.costs.tied is not None)
+        if 0 < self._sums < self.number:
+            layout = replace(layout, copies=self._sums)
+        return layout, done_s, tails
 
     def _with_reductions_s(self, kind: int, microbatches: int) -> float:
         """Until its workers have computed and summed, each as soon as it can."""
         costs, longest_s = self.splits.costs, 0.0
-        hops = 2 * (self.number - 1)
+        hops = reduce_hops(self.number, self._sums)
         lag_s, byte_s = hops * costs.link_latency_s, hops / self.number / costs.link_bytes_per_s
-        for now_s, buckets in self._ends(kind, microbatches):
+        for now_s, sums in self._ends(kind, microbatches):
             free_s = 0.0
-            for within_s, left_s, size in buckets:
+            for within_s, left_s, size in sums:
                 now_s += within_s
                 come_s = now_s - left_s
                 free_s = (come_s if come_s > free_s else free_s) + lag_s + size * byte_s

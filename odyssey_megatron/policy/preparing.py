@@ -30,6 +30,8 @@ def prepare(job: JobSpec, state: ClusterState, profile: Profile) -> None:
     together = [2**n for n in range(_MOST_LOST.bit_length()) if 2 ** (n + 2) <= alive]  # at most a quarter
     for lost in sorted({1, node, *together}):
         workers = alive - lost
-        for found in search.partitions(workers, job.num_microbatches)[:1] if workers > 0 else ():
+        if workers <= 0:
+            continue
+        for found in search.partitions(workers, job.num_microbatches, thorough=True)[:1]:
             for order in search.solved(found, workers, job.num_microbatches):
                 lowered(order, costs)

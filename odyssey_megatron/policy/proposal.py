@@ -36,6 +36,8 @@ class Sketch:
     """A bound, or an estimate that leaves out what messages and reductions cost."""
     fatal_share: float
     """See :meth:`odyssey_megatron.policy.case.Case.fatal_share`."""
+    tighter: Callable[[], float] | None = None
+    """A better ``least_step_s``, for which it needs not be made."""
     least_holders: int = 0
     """Each layer gets so many, some without microbatches; 0: as many as the job asks for."""
 

@@ -10,13 +10,16 @@ from itertools import accumulate, pairwise
 
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.costs import Costs
+from odyssey_megatron.plan.gathers import least_late_s, weights_late_s
+from odyssey_megatron.plan.layout import Route, layout_from_routes
 from odyssey_megatron.plan.list_schedule import Solved
-from odyssey_megatron.policy import partition
+from odyssey_megatron.plan.reductions import buckets
+from odyssey_megatron.policy import partition, ways
 from odyssey_megatron.policy.balanced import Balanced, even
 from odyssey_megatron.policy.bounds import Rows
 from odyssey_megatron.policy.kinds import Slow, Sorts, sort_of, stages_of
 from odyssey_megatron.policy.partition import Partition
-from odyssey_megatron.policy.pipelines import MANY_WORKERS, Pipelines
+from odyssey_megatron.policy.pipelines import MANY_WORKERS, Pipelines, Shares
 from odyssey_megatron.policy.seating import Shape
 from odyssey_megatron.policy.splits import Splits
 
@@ -78,15 +81,16 @@ class Search:
         self._rows: dict[int, Rows] = {}
         self._pipelines: dict[tuple[int, tuple[int, ...], int], Pipelines] = {}
         self._partitions: dict[tuple[int, int, tuple[int, ...]], tuple[Partition, ...]] = {}
+        self._late_s: dict[tuple[tuple[tuple[int, ...], int], ...], float] = {}
 
     # -- the same job, seen otherwise -----------------------------------------------------------------------------
 
     def sharing(self, pipelines: int) -> Search:
         """This search, where each layer's optimizer state is shared out among the holders in so many pipelines.
 
-        Of many only the first four binary digits count: what is kept of the state is little then, and searches few.
+        Of many only the first three binary digits count: what is kept of the state is little then, and searches few.
         """
-        rounded = max(0, pipelines.bit_length() - 4)
+        rounded = max(0, pipelines.bit_length() - (4 if pipelines < 16 else 3))
         pipelines, splits = pipelines >> rounded << rounded, self.splits
         if splits.budget is None or not 0 < self.copies < pipelines:
             return self
@@ -113,16 +117,26 @@ class Search:
     # -- pipelines of any lengths ---------------------------------------------------------------------------------
 
     def partitions(
-        self, num_workers: int, num_microbatches: int, slow: Sequence[Slow] = ()
+        self,
+        num_workers: int,
+        num_microbatches: int,
+        slow: Sequence[Slow] = (),
+        *,
+        thorough: bool = False,
     ) -> tuple[Partition, ...]:
-        """The best for each number of pipelines, of any lengths, fastest first. ``slow``: besides ``num_workers``."""
+        """The best for each number of pipelines, of any lengths, fastest first.
+
+        Args:
+            slow: besides ``num_workers``.
+            thorough: nobody waits for it: of many workers more is looked at, which later calls then know.
+        """
         key = num_workers, num_microbatches, self.splits.sorts.numbers(sorted(slow, reverse=True))
         if key not in self._partitions:
             workers, microbatches, sorts = key
             self._partitions[key] = (
                 partition.ranked_with_slow(self, workers, sorts, microbatches)
                 if sorts
-                else partition.ranked(self, workers, microbatches)
+                else partition.ranked(self, workers, microbatches, thorough=thorough)
             )
         return self._partitions[key]
 
@@ -131,7 +145,7 @@ class Search:
         key = num_workers, slow, num_microbatches
         if key not in self._pipelines:
             known = self.pipelines(num_workers, (), num_microbatches) if slow else None
-            self._pipelines[key] = Pipelines(self.splits, *key, known, self._rows)
+            self._pipelines[key] = Pipelines(self.splits, *key, known, self._rows, self.balanced.sums)
         return self._pipelines[key]
 
     def solved(self, found: Partition, num_workers: int, num_microbatches: int) -> list[Solved]:
@@ -160,6 +174,34 @@ class Search:
             estimate_s=found.estimate_s,
             legs=found.legs,
         )
+
+    def weights_late_s(self, number: int, num_workers: int, shares: Shares = ()) -> float:
+        """:func:`odyssey_megatron.plan.gathers.weights_late_s` of so many pipelines: of those that are alike one will
+        do. Without ``shares`` balanced ones.
+        """
+        if not 0 < self.copies < number:
+            return 0.0
+        splits = self.sharing(number).splits
+        kinds = [*Counter(kind for kind, _ in shares).items()] or even(
+            num_workers, number, splits.most_stages
+        )
+        pipelines = tuple((splits.split(kind) or (), count) for kind, count in kinds)
+        if pipelines not in self._late_s:
+            costs, routes, alike = splits.costs, list[Route](), dict[int, int]()
+            for at, (ends, count) in enumerate(pipelines):
+                workers = range(len(alike), len(alike) + len(ends))
+                routes.append(ways.route(workers, ends, splits.legs, (at,)))
+                alike |= dict.fromkeys(workers, count)
+            layout = layout_from_routes(len(costs.layers), tuple(routes), tied=costs.tied is not None)
+            layout = replace(layout, copies=self.copies)
+            self._late_s[pipelines] = weights_late_s(layout, buckets(layout, costs, alike), costs, alike)
+        return self._late_s[pipelines]
+
+    def waits_s(self, found: Partition, num_workers: int) -> float:
+        """:meth:`weights_late_s` of ``found``, as far as its estimate does not know it."""
+        if found.shares and num_workers <= MANY_WORKERS:
+            return least_late_s(self.splits.costs, found.number, self.copies)
+        return self._with_legs(found.legs).weights_late_s(found.number, num_workers, found.shares)
 
     def lengths(self, found: Partition, num_workers: int) -> str:
         """Stages of each pipeline: ``8+8+7``; ``125x8+3x7`` where there are many; and how routes go through them."""

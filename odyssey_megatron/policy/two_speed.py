@@ -18,8 +18,14 @@ from odyssey_megatron.plan.generation import CandidateRow
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.redundancy import filling
 from odyssey_megatron.plan.transfer import plan_transfers, transfer_s
+from odyssey_megatron.policy.case import Case
 from odyssey_megatron.policy.decide import Decision, at_once, decide_at_once, scheduled
 from odyssey_megatron.policy.profile import Profile
+
+_VISIT_S = 30e-6
+"""What it takes to schedule, lower and verify a microbatch's visit to a stage that nobody has scheduled before. Source:
+``python tests/benchmarks/planner.py``, of jobs whose pipelines are rerouted as one group.
+"""
 
 _HALVINGS = 12
 """To a thousandth and less of what is looked for."""
@@ -65,20 +71,29 @@ def two_speed(direct: Decision, config: OdysseyConfig) -> TwoSpeed | None:
         lived = mean * (math.exp(-min(start, end) / mean) - math.exp(-end / mean))
         return job.tokens_per_step / step_s * lived
 
-    def in_turn(first_s: float, switch_s: float) -> float:
-        return tokens(first_s, profile.group_build_s, min(switch_s, horizon)) + tokens(
+    def in_turn(first_s: float, switch_s: float, thinks_s: float = 0.0) -> float:
+        began_s, switch_s = profile.group_build_s + thinks_s, switch_s + thinks_s
+        return tokens(first_s, began_s, min(switch_s, horizon)) + tokens(
             then_s, switch_s + profile.group_build_s, horizon
         )
 
     direct_tokens = tokens(then_s, direct.best.transition_s, horizon)
-    proposed = at_once(direct)
-    least_s = min((one.least_step_s for one in proposed.found), default=math.inf)
+    thinks_s = _thinks_s(direct.case)
 
     def wins(first_s: float) -> bool:
-        """Whether so long a step may: it takes at least one, and as many as hide what moves."""
-        return in_turn(first_s, profile.group_build_s + max(hidden_s, first_s)) > direct_tokens
+        """Whether so long a step may: it takes at least one, and as many as hide what moves; all wait until it is
+        worked out.
+        """
+        switch_s = profile.group_build_s + max(hidden_s, first_s)
+        return in_turn(first_s, switch_s, thinks_s) > direct_tokens
 
-    longest_s = math.inf
+    # What moves nothing has the routes of what was tried: it is no faster.
+    least_s = min((one.least_step_s for *_, one in direct.options.tried if one), default=math.inf)
+    slower = least_s * math.exp(-profile.group_build_s / mean) >= then_s
+    if slower and not wins(least_s):
+        return None
+    proposed, longest_s = at_once(direct), math.inf
+    least_s = min((one.least_step_s for one in proposed.found), default=math.inf)
     if least_s * math.exp(-profile.group_build_s / mean) >= then_s:  # then slower steps only cost
         if not wins(least_s):
             return None
@@ -95,6 +110,14 @@ def two_speed(direct: Decision, config: OdysseyConfig) -> TwoSpeed | None:
         tokens=in_turn(first.best.step_s, profile.group_build_s + steps * first.best.step_s),
         direct_tokens=direct_tokens,
     )
+
+
+def _thinks_s(case: Case) -> float:
+    """How long it takes to work out what moves nothing; 0.0 of a single loss, which has been worked out before."""
+    layout = case.previous
+    if len(set(layout.workers).difference(case.alive)) < 2:
+        return 0.0
+    return _VISIT_S * sum(len(route.microbatches) * len(route.hops) for route in layout.routes)
 
 
 def _last(holds: Callable[[float], bool], low: float) -> float:

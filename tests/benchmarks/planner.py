@@ -37,6 +37,7 @@ from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.launch import control as keys
+from odyssey_megatron.launch import coordinator as coordinator_module
 from odyssey_megatron.launch import generations
 from odyssey_megatron.launch.control import Control, EventReader
 from odyssey_megatron.launch.coordinator import Coordinator
@@ -44,7 +45,7 @@ from odyssey_megatron.launch.local_rendezvous import LocalRendezvous
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.plan.generation import Generation
 from odyssey_megatron.plan.groups import group_members
-from odyssey_megatron.plan.layout import megatron_layout
+from odyssey_megatron.plan.layout import Layout, megatron_layout
 from odyssey_megatron.policy.measured import LinkTimes, Measured
 from odyssey_megatron.policy.planner import PolicyPlanner
 from odyssey_megatron.policy.profile import Observation, Profile
@@ -62,6 +63,8 @@ CLUSTERS = (
 DEAD = (1, 8, 64)
 COPIES = (0, 2)
 """Of a layer's optimizer state: one on every holder, or those of a distributed optimizer."""
+COALESCE_S = 1.0
+"""So long the deaths of one incident may take to be told, by a process that plays all ranks: one decision sees all."""
 TOKEN = "benchmark"
 GPUS_A_NODE = 8
 
@@ -108,6 +111,7 @@ def coordinate(pipe: Connection, config: OdysseyConfig, nodes: dict[int, int], f
     def connect(kind: type[Control]) -> Control:
         return kind.connect(address.master_addr, address.master_port, TOKEN)
 
+    coordinator_module._COALESCE_S = COALESCE_S
     control = connect(TimedControl)
     reader = TimedReader(connect(Control))
     control.clocks = reader.clocks = clocks
@@ -207,6 +211,18 @@ class Ranks:
             self.control.send(RankDied(rank=worker * size, code=-9, cause="killed", t_s=0.0))
 
 
+def spread(layout: Layout, dead: int) -> list[int]:
+    """So many workers over pipelines and stages, such that some owner of each slice of state is left."""
+    workers, found = layout.workers, set[int]()
+    owners = [one for kind in set(layout.owners) for one in kind]
+    for at in range(len(workers)):  # coprime steps
+        one = workers[(3 + at * 37) % len(workers)]
+        if len(found) < dead and not any(found.issuperset({*kind} - {one}) for kind in owners if one in kind):
+            found.add(one)
+    assert len(found) == dead, f"only {len(found)} of {dead} workers can be lost"
+    return sorted(found)
+
+
 class CountingControl(Control):
     """How much a rank reads."""
 
@@ -249,12 +265,11 @@ def measure(
         for _ in range(2):
             ranks.publish()
             time.sleep(settle_s)
-        # Spread over pipelines and stages; coprime steps, so that no stage loses all its replicas.
-        lost = sorted({(3 + i * 37) % (gpus // tp) for i in range(dead)})
+        reader = CountingControl.connect(host, port, TOKEN)
+        lost = spread(read(1, 0, tp, reader)[0].plan.layout, dead)
         ranks.die(lost)
         pipe.send("clocks")
         cpu_ms, wall_ms = pipe.recv()
-        reader = CountingControl.connect(host, port, TOKEN)
         workers = [one for one in range(gpus // tp) if one not in lost]
         several = [read(2, worker * tp, tp, reader) for worker in workers[:: max(1, len(workers) // 16)]]
         pipe.send("end")

@@ -29,7 +29,7 @@ class Replan(Policy):
         alive, steady, fits, microbatches = case.alive, case.steady, False, case.job.num_microbatches
         slow = dict(sorted(case.slow.items(), key=lambda one: (-one[1].speed, one[0]))[:MOST_SLOW])
         if len(slow) != 1 or not steady:
-            for found in case.search.partitions(len(alive), microbatches):
+            for found in case.search.partitions(len(alive), microbatches, thorough=case.thorough):
                 fits = True
                 yield _sketch(case, alive, found, {})
         if slow and steady:
@@ -56,7 +56,7 @@ def _sketch(case: Case, workers: tuple[int, ...], found: Partition, slow: Mappin
     if speeds or not is_exact:
         bound_s = cluster_bound_s(case.job.num_microbatches, costs, case.alive, case.speeds)
         least_s = max(least_s, bound_s)
-    least_s += least_late_s(costs, found.number, case.job.optimizer_copies)
+    late_s = least_late_s(costs, found.number, case.job.optimizer_copies)
 
     def layout() -> Layout:
         shape = search.shape_of(found, len(workers), case.job.num_microbatches)
@@ -65,7 +65,8 @@ def _sketch(case: Case, workers: tuple[int, ...], found: Partition, slow: Mappin
     return Sketch(
         make=layout,
         note=note,
-        least_step_s=least_s,
+        least_step_s=least_s + late_s,
+        tighter=(lambda: least_s + search.waits_s(found, len(workers))) if late_s else None,
         fatal_share=min(len(workers), search.splits.most_stages) / alive if found.number == 1 else 0.0,
     )
 
