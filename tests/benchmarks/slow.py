@@ -53,7 +53,6 @@ from odyssey_megatron.plan.layout import Layout, Route
 from odyssey_megatron.policy.decide import decide, scheduled
 from odyssey_megatron.policy.initial import initial_plan
 from odyssey_megatron.policy.profile import Profile
-from tests.benchmarks import emulated_jobs, slow_emulated
 from tests.benchmarks.bars import Bar, at_least, at_most, finish
 from tests.benchmarks.policies import LAYERS, SETTINGS, WORKERS, costs, job_of, profile_of
 from tests.diagnosis.simulated import QUADRATIC_AT, Simulated
@@ -205,6 +204,9 @@ def with_slow_links(dp: int, pp: int, microbatches: int, where: str, factor: flo
 
 def emulated() -> tuple[list[dict[str, Any]], list[Bar]]:
     """A job for each speed."""
+    # Here, since they put their planner in the product's place, and tests import this module.
+    from tests.benchmarks import emulated_jobs, slow_emulated
+
     server = emulated_jobs.start_server()
     try:
         with tempfile.TemporaryDirectory() as folder:

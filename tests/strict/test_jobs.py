@@ -383,7 +383,7 @@ def test_a_message_that_is_used_before_its_event_is_seen(monkeypatch):
     from tests.strict.device import Race
 
     def wait(self):
-        ((_, arrives, room),) = self.pieces
+        ((_, arrives, (room,)),) = self.pieces
         return arrives[:-1].view(room.shape), arrives[-1]  # it waits for nothing
 
     monkeypatch.setattr(Pending, "wait", wait)
