@@ -286,7 +286,7 @@ def measure(
         "dead": len(generation.dead) // tp,
         "policy": generation.plan.policy,
         "cpu_ms": round(cpu_ms, 1),
-        "wall_ms": round(wall_ms, 1),
+        "wall_ms": round(wall_ms - 1e3 * COALESCE_S, 1),
         "rank_bytes": max(size for _, size, _ in several),
         "rank_ms": round(max(ms for _, _, ms in several), 1),
         "coordinator_mb": round(largest_mb),
