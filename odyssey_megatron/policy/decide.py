@@ -28,10 +28,12 @@ from odyssey_megatron.plan.simulate import computed_before_s, step_end_s
 from odyssey_megatron.plan.transfer import check_living
 from odyssey_megatron.policy.case import Case, with_links, worker_shares, worker_speeds
 from odyssey_megatron.policy.options import (
+    Drawn,
     LaidOut,
     Option,
     Options,
-    lay_out,
+    drawn,
+    laid_out,
     options,
     restart,
     without_transfers,
@@ -190,9 +192,11 @@ def decide(
     return _decided(case, proposed, config, previous.policy)
 
 
-def at_once(direct: Decision) -> Options:
-    """After the loss that ``direct`` was decided on: of what was proposed, all that needs nothing to move."""
-    found = without_transfers(direct.case, direct.options.tried)
+def at_once(direct: Decision, longest_s: float = math.inf) -> Options:
+    """After the loss that ``direct`` was decided on: of what was proposed, all that needs nothing to move, and whose
+    step may be no longer than ``longest_s``.
+    """
+    found = without_transfers(direct.case, direct.options.tried, longest_s)
     return replace(direct.options, found=tuple(found), impossible=())
 
 
@@ -258,9 +262,9 @@ def _search(
 ) -> tuple[_Candidate | None, list[CandidateRow]]:
     """Branch and bound: options in order of the best score they could have, until nobody can win any more.
 
-    What comes first is laid out, if it is not yet, and takes the place in the order that its own bound gives it; only
-    what comes first again is scheduled. An option of the policy asked for comes before all others, and ends the
-    search if it can be had. Returns the winner, and a row for everything else.
+    What comes first is made and laid out, if it is not yet, and takes the place in the order that its own bound gives
+    it; only what comes first again is scheduled. An option of the policy asked for comes before all others, and ends
+    the search if it can be had. Returns the winner, and a row for everything else.
     """
 
     def wanted(option: Option) -> bool:
@@ -269,12 +273,12 @@ def _search(
     many = len(case.state.workers) > _MANY_WORKERS
     finalists, margin = (1, 0.005) if many else (_FINALISTS, 0.0)
 
-    def place(option: Option) -> tuple[object, ...]:
+    def place(option: Option, number: int) -> tuple[object, ...]:
         first = (not option.policy.many_shapes, not isinstance(option.found, LaidOut)) if many else ()
-        return (not wanted(option), *first, -_on_paper(option.promise(case)), next(number))
+        return (not wanted(option), *first, -_on_paper(option.promise(case)), number)
 
-    number = itertools.count()
-    queue = [(place(option), option) for option in found]
+    numbers = itertools.count()
+    queue = [(place(option, number), number, option) for number, option in zip(numbers, found, strict=False)]
     heapify(queue)
     worked: list[_Candidate] = []
     rows: list[CandidateRow] = []
@@ -282,7 +286,7 @@ def _search(
     shapes = Counter[str]()  # of each policy, that were scheduled
     settled = False  # something of the policy asked for can be had
     while queue:
-        option = heappop(queue)[1]
+        _, number, option = heappop(queue)
         best = max((one.score for one in worked), default=-math.inf)
         promise = option.promise(case)
         hopeless = settled and not wanted(option)
@@ -300,9 +304,10 @@ def _search(
                 shapes[option.policy.name] += 1
                 worked.append(_work_out(case, option, option.found, best, longest_s))
                 settled |= wanted(option)
-            else:
-                option = _nearer(case, option, option.found)
-                heappush(queue, (place(option), option))
+            else:  # what had to be made comes behind what had not, where it is no better
+                number = number if isinstance(option.found, Drawn) else next(numbers)
+                option = _nearer(case, option)
+                heappush(queue, (place(option, number), number, option))
         except PlanInfeasible as error:
             rows.append(_unscored(option.name, None, f"{option.note}: {error}"))
     if not worked:
@@ -312,13 +317,17 @@ def _search(
     return best_one, rows + _left_over(case, left, best_one, wanted)
 
 
-def _nearer(case: Case, option: Option, sketch: Sketch) -> Option:
-    """``option`` with a better bound, where it has one; else laid out. Raises PlanInfeasible."""
+def _nearer(case: Case, option: Option) -> Option:
+    """``option`` with a better bound, where it has one; else made, and laid out. Raises PlanInfeasible."""
+    sketch = option.found
+    if not isinstance(sketch, Sketch):
+        return laid_out(case, option)
     if sketch.tighter:
         least_s = max(option.least_step_s, sketch.tighter())
         return replace(option, least_step_s=least_s, found=replace(sketch, tighter=None))
     made = Proposal(layout=sketch.make(), note=option.note)
-    return lay_out(case, option.policy, made, least_holders=sketch.least_holders or case.job.least_holders)
+    least_holders = sketch.least_holders or case.job.least_holders
+    return laid_out(case, drawn(case, option.policy, made, least_holders=least_holders))
 
 
 def _on_paper(score: float) -> float:

@@ -20,13 +20,19 @@ from odyssey_megatron.policy.proposal import Policy, Proposal, Sketch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LaidOut:
-    """A layout, how to get there, and what it may keep in memory."""
+class Drawn:
+    """A layout, and what it may keep in memory."""
 
     layout: Layout
-    transfers: tuple[Transfer, ...]
     caps: dict[int, int]
     """See :func:`caps_for`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaidOut(Drawn):
+    """And how to get there, which only those need that may win by their step."""
+
+    transfers: tuple[Transfer, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +47,7 @@ class Option:
     least_transition_s: float
     """The transition itself, once it is laid out."""
     fatal_share: float
-    found: LaidOut | Sketch
+    found: Drawn | Sketch
 
     def promise(self, case: Case) -> float:
         """The best score that it could have."""
@@ -82,7 +88,7 @@ def options(case: Case) -> Options:
                 safer = replace(proposal, note=note, fatal_share=0.0, least_holders=case.spare_holders)
                 sketches.append(_sketched(case, policy, safer))
             continue
-        option = _laid_out(case, policy, proposal, impossible)
+        option = _possible(case, policy, proposal, impossible)
         tried.append((policy, proposal, option))
         if option and proposal.settles:
             return Options(found=(option,), impossible=tuple(impossible), tried=tuple(tried))
@@ -100,13 +106,20 @@ def _proposals(case: Case, impossible: list[tuple[str, str]]) -> Iterator[tuple[
             impossible.append((policy.name, str(error)))
 
 
-def _laid_out(
-    case: Case, policy: Policy, proposal: Proposal, impossible: list[tuple[str, str]]
+def _possible(
+    case: Case,
+    policy: Policy,
+    proposal: Proposal,
+    impossible: list[tuple[str, str]],
+    *,
+    least_holders: int = 0,
+    joins: bool = True,
 ) -> Option | None:
     try:
-        return lay_out(case, policy, proposal)
+        return drawn(case, policy, proposal, least_holders=least_holders, joins=joins)
     except PlanInfeasible as error:
-        impossible.append((policy.name, str(error)))
+        note = f"{proposal.note}: " if least_holders else ""
+        impossible.append((policy.name, f"{note}{error}"))
         return None
 
 
@@ -127,37 +140,34 @@ def _shadowed(case: Case, tried: Sequence[Tried], impossible: list[tuple[str, st
     asked = case.job.least_holders
     least = asked or case.spare_holders
     for policy, proposal, option in tried if case.lost and least else ():
-        if option and isinstance(option.found, LaidOut) and (asked or option.fatal_share):
-            layout, note = option.found.layout, f"{proposal.note}, with new shadows"
-            try:
-                shadowed = lay_out(
-                    case, policy, replace(proposal, layout=layout, note=note), least_holders=least
-                )
-            except PlanInfeasible as error:
-                impossible.append((option.name, f"{note}: {error}"))
-                continue
-            if isinstance(shadowed.found, LaidOut) and shadowed.found.layout != layout:
+        if option and isinstance(option.found, Drawn) and (asked or option.fatal_share):
+            layout = option.found.layout
+            safer = replace(proposal, layout=layout, note=f"{proposal.note}, with new shadows")
+            shadowed = _possible(case, policy, safer, impossible, least_holders=least)
+            if shadowed and isinstance(shadowed.found, Drawn) and shadowed.found.layout != layout:
                 yield shadowed
 
 
-def without_transfers(case: Case, tried: Sequence[Tried]) -> list[Option]:
-    """Of ``tried`` what needs nothing to move: optimizer state that was lost stays with those who have it still."""
+def without_transfers(case: Case, tried: Sequence[Tried], longest_s: float) -> list[Option]:
+    """Of ``tried`` what needs nothing to move, and may have a step of ``longest_s``: optimizer state that was lost
+    stays with those who have it still.
+    """
     found = []
     for policy, proposal, option in tried:
+        if option and option.least_step_s > longest_s:
+            continue
         if case.job.optimizer_copies:
-            try:
-                option = lay_out(case, policy, proposal, joins=False)
-            except PlanInfeasible:
-                continue
+            option = _possible(case, policy, proposal, [], joins=False)
+        option = laid_out(case, option) if option else None
         if option and isinstance(option.found, LaidOut) and not option.found.transfers:
             found.append(option)
     return found
 
 
-def lay_out(
+def drawn(
     case: Case, policy: Policy, proposal: Proposal, *, least_holders: int = 0, joins: bool = True
 ) -> Option:
-    """The option that ``proposal`` is, with its bound and its transition.
+    """The option that ``proposal`` is, with its holders and keepers, and its bound.
 
     Args:
         least_holders: a layer that has fewer gets shadows.
@@ -166,7 +176,7 @@ def lay_out(
     Raises:
         PlanInfeasible: it does not fit.
     """
-    profile, costs, layout = case.profile, case.profile.costs, proposal.layout
+    costs, layout = case.profile.costs, proposal.layout
     nodes = {worker.worker: worker.node for worker in case.state.workers if worker.alive}
     if not policy.stays:
         layout = around(layout, costs)
@@ -175,18 +185,29 @@ def lay_out(
         layout = with_shadows(
             layout, case.previous, nodes, least_holders, costs, eager=eager, shares=case.shares
         )
-    copies = case.job.optimizer_copies
-    layout = with_keepers(layout, case.previous, nodes, copies, joins=joins)
-    transfers = plan_transfers(case.previous, layout, case.alive, costs)
+    layout = with_keepers(layout, case.previous, nodes, case.job.optimizer_copies, joins=joins)
     caps = caps_for(layout, costs, case.shares)
     return Option(
         policy=policy,
         name=proposal.name or policy.name,
         note=proposal.note,
         least_step_s=lower_bound_s(layout, costs, case.speeds, caps),
-        least_transition_s=profile.group_build_s + transfer_s(transfers, costs),
+        least_transition_s=case.profile.group_build_s,
         fatal_share=case.fatal_share(layout),
-        found=LaidOut(layout=layout, transfers=transfers, caps=caps),
+        found=Drawn(layout=layout, caps=caps),
+    )
+
+
+def laid_out(case: Case, option: Option) -> Option:
+    """``option``, of which there is a layout, with what must move."""
+    one = option.found
+    assert isinstance(one, Drawn)
+    costs = case.profile.costs
+    transfers = plan_transfers(case.previous, one.layout, case.alive, costs)
+    return replace(
+        option,
+        least_transition_s=case.profile.group_build_s + transfer_s(transfers, costs),
+        found=LaidOut(layout=one.layout, caps=one.caps, transfers=transfers),
     )
 
 

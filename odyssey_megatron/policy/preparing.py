@@ -12,8 +12,8 @@ from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.search import search_for
 
 _MOST_LOST = 64
-"""Losses of 1, 2, 4, ... workers are prepared for, up to so many: what fails together, as the nodes of a rack or on one
-switch, is mostly such a number.
+"""Losses of 1, 2, 4, ... workers are prepared for, up to so many, beside all that one node can lose: what fails
+together, as the nodes of a rack or on one switch, is mostly such a number.
 """
 
 
@@ -27,8 +27,8 @@ def prepare(job: JobSpec, state: ClusterState, profile: Profile) -> None:
     search = search_for(costs, costs.memory_bytes, job.optimizer_copies, revisits=job.revisits)
     alive = len(state.alive)
     node = max(Counter(worker.node for worker in state.workers if worker.alive).values(), default=1)
-    together = [2**n for n in range(_MOST_LOST.bit_length()) if 2 ** (n + 2) <= alive]  # at most a quarter
-    for lost in sorted({1, node, *together}):
+    together = {2**n for n in range(_MOST_LOST.bit_length())} | {*range(1, node + 1)}
+    for lost in sorted(one for one in together if one <= max(1, node, alive // 4)):
         workers = alive - lost
         if workers <= 0:
             continue

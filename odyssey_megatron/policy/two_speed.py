@@ -87,19 +87,22 @@ def two_speed(direct: Decision, config: OdysseyConfig) -> TwoSpeed | None:
         switch_s = profile.group_build_s + max(hidden_s, first_s)
         return in_turn(first_s, switch_s, thinks_s) > direct_tokens
 
+    def longest_s(least_s: float) -> float:
+        """That a step of what cannot be faster than ``least_s`` may take; 0.0 if none may."""
+        if least_s * math.exp(-profile.group_build_s / mean) < then_s:
+            return math.inf
+        return _last(wins, least_s) if wins(least_s) else 0.0  # slower steps only cost
+
     # What moves nothing has the routes of what was tried: it is no faster.
-    least_s = min((one.least_step_s for *_, one in direct.options.tried if one), default=math.inf)
-    slower = least_s * math.exp(-profile.group_build_s / mean) >= then_s
-    if slower and not wins(least_s):
+    limit_s = longest_s(min((one.least_step_s for *_, one in direct.options.tried if one), default=math.inf))
+    if not limit_s:
         return None
-    proposed, longest_s = at_once(direct), math.inf
-    least_s = min((one.least_step_s for one in proposed.found), default=math.inf)
-    if least_s * math.exp(-profile.group_build_s / mean) >= then_s:  # then slower steps only cost
-        if not wins(least_s):
-            return None
-        longest_s = _last(wins, least_s)
+    proposed = at_once(direct, limit_s)
+    limit_s = longest_s(min((one.least_step_s for one in proposed.found), default=math.inf))
+    if not limit_s:
+        return None
     try:
-        first = decide_at_once(direct, proposed, config, longest_s)
+        first = decide_at_once(direct, proposed, config, limit_s)
     except PlanInfeasible:
         return None
     steps = max(1, math.ceil(hidden_s / first.best.step_s))
