@@ -53,7 +53,7 @@ def fit(timings: Timings, known: Mapping[Piece, tuple[float, float]] | None = No
             rows = timings.piece == index
             holders = np.unique(timings.worker[rows])
             alone[index] = len(holders) == 1
-            alpha[index], beta[index] = _cost(healthy_s[rows], timings.tokens[rows], timings.squares[rows])
+            alpha[index], beta[index] = cost(healthy_s[rows], timings.tokens[rows], timings.squares[rows])
             if piece in known:
                 alpha[index], beta[index] = known[piece]
             cost_s = alpha[index] * timings.tokens[rows] + beta[index] * timings.squares[rows]
@@ -79,7 +79,7 @@ def fit(timings: Timings, known: Mapping[Piece, tuple[float, float]] | None = No
     )
 
 
-def _cost(seconds: Floats, tokens: Floats, squares: Floats) -> tuple[float, float]:
+def cost(seconds: Floats, tokens: Floats, squares: Floats) -> tuple[float, float]:
     """(alpha, beta) with the least relative error, large ones counted by their size (Huber); neither is negative."""
     level = float(np.median(seconds / tokens))
     per_token = squares / tokens

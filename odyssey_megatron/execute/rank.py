@@ -302,6 +302,8 @@ class RankRuntime:
             time.monotonic() - began_s,
             lambda: {layer: self._model.moved_bytes(layer) for layer in kept_by(worker)},
         )
+        if trace.measured:
+            self._model.timed(trace.compute_s)
         if self._groups.boundary or self._member.asked == Ask.LEAVE:
             self.settle()  # while all are there that send any
         if self._member.asked == Ask.LEAVE:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ from odyssey_megatron.mcore.model.wgrad import Flight, Flights, WeightGrads
 from odyssey_megatron.names import step_name
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.resume import Visit
+from odyssey_megatron.plan.schedule import Instr
 from odyssey_megatron.plan.slices import EVERYTHING, firsts
 from odyssey_megatron.upstream import compat
 
@@ -383,6 +384,10 @@ class MegatronModel(Holdings):
         ahead = self.balance.local_totals(self._look_ahead(), speaks=self.cell.lane == 0)
         logits = self.logits.local_totals(self.layers)
         return torch.cat([totals, self.routing.local_totals(), logits, ahead.to(totals.device)])
+
+    def timed(self, took_s: Callable[[], Mapping[Instr, float]]) -> None:
+        """``took_s``: what this rank's instructions of a step have taken, which is over."""
+        self.balance.timed(took_s)
 
     def squared_weights(self) -> torch.Tensor:
         """This rank's share of the sum of all squared parameters: of each slice the first of those that keep its
