@@ -248,7 +248,7 @@ class RankRuntime:
             live=live,
         )
         if not self._filling.may_wait:
-            self.settle()
+            self._fill()
         with torch.enable_grad():  # an evaluation, which runs without, may have been cut short
             model.take_layout(assignment.layout, assignment.worker)
         interpreter = self._interpreter(channels, self._filling.prepare_spreading())
@@ -270,8 +270,15 @@ class RankRuntime:
         )
 
     def settle(self) -> None:
-        """All state of the plan is here, and the last step's weights. Before anything that changes weights, or needs
-        those that were sent.
+        """See ``recover.Rank``. The host waits for its device: what that has not come to would go with groups that are
+        left, or with the process.
+        """
+        self._fill()
+        self._groups.entered.settle()
+
+    def _fill(self) -> None:
+        """All state of the plan is here, and the last step's weights, for what the device is given from now on. Before
+        anything that changes weights, or needs those that were sent.
         """
         if self._filling is not None and (waited_s := self._filling.finish()) is not None:
             self.chronicle.filled(self.committed, waited_s)
@@ -312,7 +319,7 @@ class RankRuntime:
     def _agreed(self, progress: Progress) -> torch.Tensor:
         """All gradients of the step are reduced here: everyone's totals, once they are everywhere. 1-D, on the host."""
         self.chronicle.samples(self.committed, self._model.samples_of_losses())
-        self.settle()
+        self._fill()
         self._lookout.check("agreement")
         own = self._model.local_totals()
         # Here the host waits for its device, once a step: whoever enters the agreement has computed all of it.
@@ -374,8 +381,9 @@ class RankRuntime:
 
     def together(self, work: Callable[[dist.ProcessGroup], None]) -> None:
         self._position.begin()
-        self.settle()
+        self._fill()
         work(self._groups.world)
+        self._groups.entered.settle()
         self._lookout.check("")
         self._position.complete = Piece.OTHER
         dist.barrier(group=self._groups.world)

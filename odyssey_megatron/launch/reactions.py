@@ -188,9 +188,10 @@ def _goes_on(job: JobState, event: GenerationLive) -> tuple[JobState, list[Actio
     if job.current is None:
         return job, []
     job = replace(job, live_plan=job.current.plan)
-    # Every member has read this generation, so nobody still waits for an earlier one, but for those that join.
+    # Every member has read this generation, so nobody still waits for an earlier one, but for those that join: they
+    # hear of all that is offered, one after the other.
     assert job.current is not None
-    return job, [] if job.cluster.joining else [Forget(number=job.current.number)]
+    return job, [] if job.cluster.waiting_ranks else [Forget(number=job.current.number)]
 
 
 def deaths(job: JobState, lost: Collection[int], events: Sequence[Event]) -> Report:

@@ -9,6 +9,7 @@ goes to a group of the same members, and with the same use, in the next generati
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -50,13 +51,15 @@ class Communicator:
 
 
 class Spare:
-    """What this rank has laid by."""
+    """What this rank has laid by. Two threads of it may build groups at once: of a generation, and of one on offer."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._laid_by: list[Communicator] = []
 
     def lay_by(self, communicators: Sequence[Communicator]) -> None:
-        self._laid_by = [*self._laid_by, *communicators]
+        with self._lock:
+            self._laid_by += communicators
 
     def take(
         self, named: Mapping[str, Ranks], world: dist.ProcessGroup, members: Ranks
@@ -64,8 +67,13 @@ class Spare:
         """Those of ``named``, groups by their ranks, that need not be connected anew. Collective over ``world``, of all
         ``members``; whatever else is laid by goes.
         """
-        everywhere = self._told(world, members)
-        laid_by, self._laid_by = self._laid_by, []
+        with self._lock:  # before others are told of it: it is nobody else's by then
+            laid_by, self._laid_by = self._laid_by, []
+        try:
+            everywhere = _told(laid_by, world, members)
+        except BaseException:
+            self.lay_by(laid_by)
+            raise
         there: dict[tuple[Ranks, Channel | None], list[Communicator]] = defaultdict(list)
         for one in sorted(laid_by, key=lambda one: (one.number, one.name)):
             if all(one.mark in everywhere.get(rank, ()) for rank in one.ranks):
@@ -81,11 +89,12 @@ class Spare:
                 one.backend.abort()
         return taken
 
-    def _told(self, world: dist.ProcessGroup, members: Ranks) -> dict[int, set[int]]:
-        """Rank -> the marks of what it has laid by."""
-        mine = torch.zeros(_AT_MOST, dtype=torch.int64)
-        marks = sorted(one.mark for one in self._laid_by)[:_AT_MOST]
-        mine[: len(marks)] = torch.tensor(marks, dtype=torch.int64)
-        rows = [torch.empty_like(mine) for _ in members]
-        dist.all_gather(rows, mine, group=world)
-        return {rank: set(row.tolist()) for rank, row in zip(members, rows, strict=True)}
+
+def _told(laid_by: Sequence[Communicator], world: dist.ProcessGroup, members: Ranks) -> dict[int, set[int]]:
+    """Rank -> the marks of what it has laid by."""
+    mine = torch.zeros(_AT_MOST, dtype=torch.int64)
+    marks = sorted(one.mark for one in laid_by)[:_AT_MOST]
+    mine[: len(marks)] = torch.tensor(marks, dtype=torch.int64)
+    rows = [torch.empty_like(mine) for _ in members]
+    dist.all_gather(rows, mine, group=world)
+    return {rank: set(row.tolist()) for rank, row in zip(members, rows, strict=True)}

@@ -157,6 +157,26 @@ def smaller_cells() -> JobState:
     return all_live(job, 3)
 
 
+def test_what_a_rank_that_joins_may_not_have_heard_yet_stays():
+    """It hears of all generations in turn, of offers that came to nothing, too."""
+    job = all_live(begun()[0], 1)
+    job, _ = react(job, [RankDied(rank=3, code=-9, cause="killed")], now_s=1.0)
+    job = all_live(published(job, PLAN, "failure", dead=(3,))[0], 2)
+    job, _ = react(job, [RankJoined(rank=3, node=1, incarnation=1)], now_s=2.0)
+    job, _ = offered(job, PLAN, "joined", decide_s=0.0)
+    job, _ = react(job, [RankDied(rank=4, code=-9, cause="killed")], now_s=3.0)
+    job, _ = published(job, PLAN, "failure", dead=(4,))
+
+    def lives(job, number, members):
+        events = [GenerationLive(rank=rank, generation=number) for rank in members]
+        return react(job, events, now_s=4.0)
+
+    job, actions = lives(job, 4, (0, 1, 2, 5))
+    assert not actions, "rank 3 may be about to read the third"
+    job, _ = offered(job, PLAN, "joined", decide_s=0.0)
+    assert lives(job, 5, (0, 1, 2, 3, 5))[1] == [Forget(number=5)]
+
+
 def test_a_smaller_cell_that_leaves_is_not_lost():
     job = smaller_cells()
     job, actions = react(job, [RankReturned(rank=3)], now_s=3.0)

@@ -5,6 +5,10 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+from odyssey_megatron.launch.reactions import JobState
+from odyssey_megatron.plan.plan import Plan
+from odyssey_megatron.policy.initial import initial_plan
+from odyssey_megatron.policy.planner import PolicyPlanner
 from odyssey_megatron.policy.profile import Attention, Precision, Profile, estimated_profile
 from tests.execute.stack import LAYERS, WIDTH
 from tests.strict.job import Case, Kill
@@ -69,4 +73,57 @@ def case(number: int, *, copies: int = 0) -> Case:
         copies=copies,
         kills=tuple(kills),
         flags={"policy": draw.choice(("auto", "reroute", "replan")), "redundancy": redundancy},
+    )
+
+
+def heavy(of: Profile) -> Profile:
+    """Layers take so long to move that it pays to go on by routes alone first."""
+    costs = replace(of.costs, link_bytes_per_s=1e9, link_latency_s=0.0)
+    layers = tuple(replace(one, state_bytes=10**8) for one in of.costs.layers)
+    return replace(of, costs=replace(costs, layers=layers), group_build_s=0.0)
+
+
+def fewer_stages(planner: PolicyPlanner, job: JobState) -> Plan:
+    """Twice as many pipelines of half as many stages: most layers move."""
+    assert job.start_plan is not None
+    spec = replace(planner.job, pipeline_model_parallel_size=len(job.start_plan.layout.routes[0].hops) // 2)
+    return initial_plan(spec, job.cluster, profile())
+
+
+KINDS = ("come back", "two speeds", "move", "leave")
+"""What changes plans between steps."""
+
+
+def changing(kind: str, number: int, *, copies: int = 0) -> Case:
+    """A job that changes its plan between two steps. From ``number`` 1 on somebody dies anywhere on the way."""
+    draw = random.Random(f"{kind} {number}")
+    stages, replicas = draw.choice(((2, 3), (2, 2)) if not copies else ((2, 3), (2, 4)))
+    if kind == "two speeds":
+        stages, replicas = 4, 2
+    ranks = stages * replicas
+    first = Kill(rank=draw.randrange(ranks), step=0, point=draw.choice(POINTS), leaves=kind == "leave")
+    kills = [first] * (kind != "move")
+    if number:
+        points = (*POINTS, *PHASES, *(("param_gather",) if copies else ()))
+        generation = draw.choice((2, 3, 4) if kills else (1, 2, 3))
+        others = [rank for rank in range(ranks) if not kills or rank != first.rank]
+        step, point = draw.randrange(4), draw.choice(points)
+        kills.append(
+            Kill(
+                rank=draw.choice(others),
+                step=-1 if point in PHASES else step,
+                point=point,
+                generation=generation,
+            )
+        )
+    return Case(
+        stages=stages,
+        replicas=replicas,
+        profile=heavy(profile()) if kind == "two speeds" else profile(draw),
+        steps=8,
+        copies=copies,
+        kills=tuple(kills),
+        flags={"policy": "auto" if kind == "two speeds" else draw.choice(("auto", "reroute", "replan"))},
+        respawns=1 if kind in ("come back", "leave") else 0,
+        aim=fewer_stages if kind == "move" else None,
     )

@@ -377,9 +377,7 @@ class Library:
             except Exception as error:  # noqa: BLE001 - the rank's own thread raises it
                 errors.append(error)
 
-        threads = [
-            self._machine.host(f"connects {name}", partial(run, name), may_be_left=True) for name in builders
-        ]
+        threads = [self._machine.thread(f"connects {name}", partial(run, name)) for name in builders]
         this_host().wait(lambda: abort.fired or bool(errors) or all(one.over for one in threads))
         if abort.fired:
             raise Superseded("a newer generation exists")

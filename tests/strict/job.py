@@ -1,7 +1,6 @@
 """A job of several ranks in one process, on strict devices: the product's own runtime, recovery, groups and decisions.
 
-Only what stands between processes is of this file: a coordinator that hears of deaths and publishes generations, and
-each rank's line to it.
+The processes are of this file; what they hear of each other by is ``control.py``.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,30 +16,31 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from odyssey_megatron import recover
-from odyssey_megatron.cluster.events import Ask, GenerationLive, RankDied
+from odyssey_megatron.cluster.events import Ask, RankDied
 from odyssey_megatron.cluster.job import JobSpec
-from odyssey_megatron.cluster.state import apply, initial_state, next_generation
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.errors import JobStopped, LayersLost, Superseded
+from odyssey_megatron.errors import EXIT_FENCED, ControlPlaneLost, Fenced, JobStopped
 from odyssey_megatron.execute.rank import RankRuntime
-from odyssey_megatron.plan.generation import Generation, Stop
+from odyssey_megatron.launch.control import observations_key
+from odyssey_megatron.launch.reactions import JobState
+from odyssey_megatron.plan.generation import Generation
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.slices import Span
-from odyssey_megatron.policy.decide import decide
-from odyssey_megatron.policy.initial import initial_plan
+from odyssey_megatron.policy.planner import PolicyPlanner
 from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.rebuild.groups import build_groups
 from tests.execute.stack import LAYERS, MICROBATCHES, Stack
 from tests.strict.between_hosts import Hosts, Table
 from tests.strict.communicators import Library, Wire
+from tests.strict.control import Coordinator, Journal, member_of, taking_turns
 from tests.strict.device import DEVICE, DeviceMemory, on_device
-from tests.strict.machine import Device, Host, Killed, Machine, this_host
+from tests.strict.machine import Device, Killed, Machine, this_host
 from tests.strict.sliced import Sliced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kill:
-    """``rank`` dies where its host comes by ``point`` of ``step``; by "connect" of any."""
+    """``rank`` dies where its host comes by ``point`` of ``step``, -1: of any; by "connect" of any."""
 
     rank: int
     step: int
@@ -48,11 +48,17 @@ class Kill:
     microbatch: int = -1
     generation: int = 0
     """0: any."""
+    incarnation: int = 0
+    leaves: bool = False
+    """Its node was asked to leave: it goes by itself, behind the step."""
+
+    def concerns(self, one: Rank) -> bool:
+        return (one.rank, one.incarnation) == (self.rank, self.incarnation)
 
     def is_due(self, point: str, step: int, generation: int, microbatch: int) -> bool:
         return (
             point == self.point
-            and (step == self.step or point == "connect")
+            and (step == self.step or self.step < 0 or point == "connect")
             and self.microbatch in (-1, microbatch)
             and self.generation in (0, generation)
         )
@@ -72,166 +78,22 @@ class Case:
     one_queue: bool = False
     copies: int = 0
     """Of each slice of optimizer state; 0: every holder keeps all."""
+    respawns: int = 0
+    """How often each rank is started again."""
+    aim: Callable[[PolicyPlanner, JobState], Plan] | None = None
+    """Where the job goes once it trains, though nobody has died."""
 
     @property
     def ranks(self) -> range:
         return range(self.stages * self.replicas)
 
-
-class Coordinator:
-    """Who lives, and which plan they carry out. Its own moves come whenever the machine lets it."""
-
-    def __init__(self, case: Case, machine: Machine, config: OdysseyConfig):
-        self.machine, self.config, self.profile = machine, config, case.profile
-        self.job = JobSpec(
-            num_layers=LAYERS, pipeline_model_parallel_size=case.stages, tensor_model_parallel_size=1,
-            num_microbatches=MICROBATCHES, tokens_per_step=MICROBATCHES, train_steps=case.steps,
+    def spec(self, config: OdysseyConfig) -> JobSpec:
+        return JobSpec(
+            num_layers=LAYERS, pipeline_model_parallel_size=self.stages, tensor_model_parallel_size=1,
+            num_microbatches=MICROBATCHES, tokens_per_step=MICROBATCHES, train_steps=self.steps,
             least_holders=config.least_holders, eager_forwards=config.eager_forwards,
-            virtual_stages=case.virtual_stages, optimizer_copies=case.copies,
+            virtual_stages=self.virtual_stages, optimizer_copies=self.copies,
         )  # fmt: skip
-        state = initial_state(nodes=tuple(0 for _ in case.ranks))
-        self.plan = initial_plan(self.job, state, self.profile)
-        self.state = next_generation(state)
-        self.live: Plan | None = None
-        self.newest: Generation | Stop = self._generation(previous=None, dead=())
-        self.dead: list[int] = []
-        self.asked_again = False
-        self.finished: set[int] = set()
-        self.hears: dict[int, list[Callable[[], None]]] = {}
-        machine.host("coordinator", self._decides)
-
-    @property
-    def done(self) -> bool:
-        return set(self.state.ranks) <= self.finished
-
-    def report_live(self, rank: int, number: int, done: int) -> None:
-        self.state = apply(self.state, GenerationLive(rank=rank, generation=number, done=done))
-        if self.state.is_live:
-            self.live = self.plan
-
-    def _decides(self) -> None:
-        while True:
-            this_host().wait(lambda: bool(self.dead) or self.asked_again or self.done)
-            if self.done and not self.dead:
-                return
-            dead, self.dead, self.asked_again = tuple(self.dead), [], False
-            for rank in dead:
-                self.state = apply(self.state, RankDied(rank=rank, code=-9, cause="killed"))
-            previous = self.live or self.plan
-            try:
-                self.plan = decide(
-                    job=self.job, state=self.state, previous=previous, profile=self.profile, config=self.config,
-                    now_s=1.0,
-                ).plan  # fmt: skip
-            except LayersLost as lost:
-                self.newest = Stop(number=self.state.newest + 1, why=str(lost), code=93)
-            else:
-                if self.live is None:  # nobody has trained yet, and all make their layers
-                    self.plan = replace(self.plan, transfers=(), transition_s=0.0)
-                self.state = next_generation(self.state)
-                self.newest = self._generation(previous=self.live, dead=dead)
-            self.finished.clear()
-            for rank in self.state.ranks:
-                for hear in self.hears.get(rank, []):
-                    hear()
-            if isinstance(self.newest, Stop):
-                return
-
-    def _generation(self, previous: Plan | None, dead: tuple[int, ...]) -> Generation:
-        return Generation(
-            number=self.state.generation, members=tuple(sorted(self.state.members)), dead=dead, why="",
-            previous=previous.layout if previous else None, plan=self.plan, plan_hash=self.plan.hash(),
-        )  # fmt: skip
-
-
-class Member:
-    """One rank's line to the coordinator: ``launch/member.py`` within a process."""
-
-    incarnation, heard_s, asked = 0, 0.0, int(Ask.NOTHING)
-
-    def __init__(self, rank: int, world_size: int, coordinator: Coordinator):
-        self.rank, self.world_size, self.store = rank, world_size, dist.HashStore()
-        self._coordinator, self._known = coordinator, 0
-        self._newer: dict[int, Callable[[], None]] = {}
-        self._watcher: Host | None = None
-        self.published: list[str] = []
-        coordinator.hears.setdefault(rank, []).append(self._hear)
-
-    def _hear(self) -> None:
-        """A thread of the rank's own learns of it, some time later."""
-        number = self._coordinator.newest.number
-
-        def watch() -> None:
-            self._known = max(self._known, number)
-            for older in [one for one in self._newer if one < number]:
-                self._newer.pop(older)()
-
-        self._watcher = self._coordinator.machine.host(f"watcher {self.rank}", watch)
-
-    def kill(self) -> None:
-        if self._watcher is not None:
-            self._watcher.killed = True
-
-    # what steps and groups need
-    def newer_than(self, number: int) -> bool:
-        return self._known > number
-
-    def on_newer(self, number: int, callback: Callable[[], None]) -> None:
-        self._newer[number] = callback
-
-    def forget(self, number: int) -> None:
-        self._newer.pop(number, None)
-
-    def with_all_routes(self, number: int, layout: Any) -> Any:
-        return layout
-
-    def on_offer(self, callback: Any) -> None: ...
-    def decline(self, number: int, reason: str) -> None: ...
-    def publish_observations(self, text: str) -> None:
-        self.published.append(text)
-
-    # recover.Control
-    def next_generation(self, after: int, timeout_s: float | None = None) -> Generation:
-        if self._coordinator.newest.number == after:
-            self._coordinator.asked_again = True
-        this_host().wait(lambda: self._coordinator.newest.number > after)
-        self._known = max(self._known, self._coordinator.newest.number)
-        newest = self._coordinator.newest
-        if isinstance(newest, Stop):
-            raise JobStopped(newest.why, newest.code)
-        own = tuple(one for one in newest.plan.transfers if self.rank in (one.source, one.target))
-        return replace(
-            newest, plan=replace(newest.plan, transfers=own)
-        )  # as it reads its part of a generation
-
-    def take_offer(self, number: int) -> None: ...
-
-    def report_live(self, number: int, done: int) -> None:
-        if number == self._coordinator.state.generation:
-            self._coordinator.report_live(self.rank, number, done)
-
-    def finish(self, number: int, early: int = -1) -> None:
-        def is_newer() -> bool:
-            return self._coordinator.newest.number > number
-
-        if not is_newer():  # else there is something to help with, or the job has been stopped
-            self._coordinator.finished.add(self.rank)
-        this_host().wait(lambda: self._coordinator.done or is_newer())
-        if is_newer():
-            raise Superseded("a rank died behind the last step")
-
-
-class Journal:
-    """What a rank writes down."""
-
-    def __init__(self) -> None:
-        self.events: list[dict[str, Any]] = []
-
-    def event(self, name: str, **values: Any) -> None:
-        self.events.append({"name": name, **values})
-
-    def named(self, name: str) -> list[dict[str, Any]]:
-        return [one for one in self.events if one["name"] == name]
 
 
 class _Stopwatch:
@@ -261,23 +123,14 @@ class _Stopwatch:
 
 
 class Rank:
-    """A process of the job, and its device."""
+    """A process of the job, and its device. ``incarnation``: how many its rank has had before."""
 
-    def __init__(
-        self,
-        rank: int,
-        case: Case,
-        machine: Machine,
-        coordinator: Coordinator,
-        wires: dict[str, Wire],
-        tables: dict[str, Table],
-    ):
-        self.rank, self._case, self._machine, self._coordinator = rank, case, machine, coordinator
-        self.device: Device = machine.device(rank, one_queue=case.one_queue)
+    def __init__(self, rank: int, job: Job, incarnation: int = 0):
+        self.rank, self.incarnation, self._job = rank, incarnation, job
+        self.device: Device = job.machine.device(rank, one_queue=job.case.one_queue)
         self.memory = DeviceMemory(self.device)
-        self._libraries = Library(machine, self.memory, wires), Hosts(machine, tables)
-        self.member = Member(rank, len(case.ranks), coordinator)
-        self.journal, self.model = Journal(), (Sliced if case.copies else Stack)(DEVICE.type)
+        self._libraries = Library(job.machine, self.memory, job.wires), Hosts(job.machine, job.tables)
+        self.journal, self.model = Journal(), (Sliced if job.case.copies else Stack)(DEVICE.type)
         self.model.begins = self._begins
         self.weights: dict[int, torch.Tensor] = {}
         self.momenta: dict[tuple[int, Span], torch.Tensor] = {}
@@ -285,13 +138,32 @@ class Rank:
         self.syncs: list[list[str]] = []
         """Of each step that came to its agreement, what this host had waited for its device for by then."""
         self._before = 0
-        self.host = machine.host(f"rank {rank}", self._main)
+        self.member: Any = None
+        self.host = job.machine.host(f"rank {rank}", self._main)
+
+    @property
+    def measured(self) -> str:
+        """What it has published of that."""
+        return self._job.coordinator.store.texts[observations_key(self.rank)]
 
     def _main(self) -> None:
+        try:
+            self._train()
+        except Fenced:
+            self._end(EXIT_FENCED)
+        except (JobStopped, ControlPlaneLost) as end:
+            if not self.member.joins or getattr(end, "exit_code", 0):
+                raise  # else the others were through before it had joined
+
+    def _train(self) -> None:
+        case, coordinator = self._job.case, self._job.coordinator
+        self.member = member_of(self.rank, len(case.ranks), self.incarnation, coordinator)
         with on_device(self.memory):
+            if self.member.joins:
+                self.member.join()
             runtime = RankRuntime(
-                config=self._coordinator.config,
-                member=self.member,  # type: ignore[arg-type]
+                config=coordinator.config,
+                member=self.member,
                 model=self.model,  # type: ignore[arg-type]
                 build=self._build,
                 tagged_messages=False,
@@ -301,7 +173,7 @@ class Rank:
                 device=DEVICE.type,
                 stopwatch=_Stopwatch(self.device),
             )
-            recover.train(self.member, runtime, train_steps=self._case.steps)
+            recover.train(self.member, runtime, train_steps=case.steps)
             runtime.chronicle.log_last_step()
             self.weights = {layer: state[0].cpu() for layer, state in self.model.held.items()}
             if isinstance(self.model, Sliced):
@@ -313,7 +185,7 @@ class Rank:
     def _build(self, number: int, named: Any) -> Any:
         devices, _ = self._libraries
         devices.before = lambda: self._point("connect", step=-1, generation=number)
-        return build_groups(self.member, number, named, self._coordinator.config, self._libraries)
+        return build_groups(self.member, number, named, self._job.coordinator.config, self._libraries)
 
     def _begins(self) -> None:
         self._before = len(self.device.syncs)
@@ -321,12 +193,48 @@ class Rank:
     def _point(self, point: str, *, step: int, generation: int, microbatch: int = -1) -> None:
         if point == "agreement":
             self.syncs.append(self.device.syncs[self._before :])
-        for kill in self._case.kills:
-            if kill.rank == self.rank and kill.is_due(point, step, generation, microbatch):
-                self.device.dead = self.host.killed = True
-                self.member.kill()
-                self._coordinator.dead.append(self.rank)
-                raise Killed
+        for kill in self._job.case.kills:
+            if kill.concerns(self) and kill.is_due(point, step, generation, microbatch):
+                self._job.struck.add((kill, self.incarnation))
+                if kill.leaves:
+                    self.member._heartbeat.asked = Ask.LEAVE
+                else:
+                    self._end(-9)
+                    raise Killed
+
+    def _end(self, code: int) -> None:
+        self.device.dead = True
+        self.host.kill_process()
+        self._job.ended(self, code)
+
+
+class Job:
+    """All processes of a case, on one machine."""
+
+    def __init__(self, case: Case, seed: int):
+        self.case, self.machine = case, Machine(seed)
+        config = OdysseyConfig(device="cpu", **case.flags)
+        self.coordinator = Coordinator(
+            case.spec(config), len(case.ranks), case.profile, self.machine, config, case.aim
+        )
+        self.wires: dict[str, Wire] = {}
+        self.tables: dict[str, Table] = {}
+        self.struck: set[tuple[Kill, int]] = set()
+        """The kills that have come, with the incarnation of whom they have met."""
+        self.ranks = [Rank(rank, self) for rank in case.ranks]
+        self._gone: list[Rank] = []
+        self.machine.host("agent", self._start_again, may_be_left=True)
+
+    def ended(self, rank: Rank, code: int) -> None:
+        self.coordinator.store.send(RankDied(rank=rank.rank, code=code, cause="killed"))
+        if rank.incarnation < self.case.respawns:
+            self._gone.append(rank)
+
+    def _start_again(self) -> None:
+        while True:
+            this_host().wait(lambda: bool(self._gone))
+            rank = self._gone.pop(0)
+            self.ranks.append(Rank(rank.rank, self, rank.incarnation + 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,7 +243,16 @@ class Ended:
 
     case: Case
     ranks: list[Rank]
+    """All processes, also those that came later."""
     wires: dict[str, Wire]
+    generations: list[Generation]
+    struck: set[tuple[Kill, int]]
+
+    @property
+    def entered(self) -> list[Generation]:
+        """Those that a step was committed in."""
+        numbers = {event["generation"] for one in self.ranks for event in one.journal.named("step_committed")}
+        return [one for one in self.generations if one.number in numbers]
 
     @property
     def alive(self) -> list[Rank]:
@@ -399,12 +316,7 @@ def _one_process() -> Iterator[None]:
 
 def run(case: Case, seed: int) -> Ended:
     """Raises what a rank raised, and Deadlock, Race, OrdersDiffer, WrongPlace."""
-    machine = Machine(seed)
-    config = OdysseyConfig(device="cpu", **case.flags)
-    coordinator = Coordinator(case, machine, config)
-    wires: dict[str, Wire] = {}
-    tables: dict[str, Table] = {}
-    ranks = [Rank(rank, case, machine, coordinator, wires, tables) for rank in case.ranks]
-    with torch.no_grad(), _one_process():
-        machine.run()
-    return Ended(case, ranks, wires)
+    job = Job(case, seed)
+    with torch.no_grad(), _one_process(), taking_turns(job.machine, job.coordinator.store):
+        job.machine.run()
+    return Ended(case, job.ranks, job.wires, job.coordinator.generations, job.struck)

@@ -25,10 +25,24 @@ class Deadlock(Exception):
 
 
 class Host:
-    """A thread that runs while it has its turn. ``may_be_left``: nobody minds if it never ends."""
+    """A thread that runs while it has its turn. ``may_be_left``: nobody minds if it never ends.
 
-    def __init__(self, machine: Machine, name: str, main: Callable[[], None], *, may_be_left: bool = False):
+    Args:
+        process: the hosts that are killed together with it.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        name: str,
+        main: Callable[[], None],
+        process: list[Host],
+        *,
+        may_be_left: bool = False,
+    ):
         self.name, self.over, self.killed, self.may_be_left = name, False, False, may_be_left
+        self.process = process
+        self.process.append(self)
         self.error: BaseException | None = None
         self._machine, self._main = machine, main
         self._until: Callable[[], bool] | None = None
@@ -56,6 +70,11 @@ class Host:
         self._turn.acquire()
         if self.killed:
             raise Killed
+
+    def kill_process(self) -> None:
+        """All its threads, whatever they are in."""
+        for one in self.process:
+            one.killed = True
 
     def _run(self) -> None:
         self._turn.acquire()
@@ -206,7 +225,13 @@ class Machine:
         """Parts of communicators are connected when they are first used."""
 
     def host(self, name: str, main: Callable[[], None], *, may_be_left: bool = False) -> Host:
-        self.hosts.append(Host(self, name, main, may_be_left=may_be_left))
+        """The first one of a process."""
+        self.hosts.append(Host(self, name, main, [], may_be_left=may_be_left))
+        return self.hosts[-1]
+
+    def thread(self, name: str, main: Callable[[], None]) -> Host:
+        """One more of the process whose turn it is."""
+        self.hosts.append(Host(self, name, main, this_host().process, may_be_left=True))
         return self.hosts[-1]
 
     def device(self, rank: int, *, one_queue: bool = False) -> Device:

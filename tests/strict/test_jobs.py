@@ -250,7 +250,7 @@ def test_the_host_waits_for_nothing_before_the_agreement(copies):
     ended = check(healthy(stages=2, replicas=3, steps=3, copies=copies), seed=1)
     assert [rank.syncs for rank in ended.ranks] == [[[], [], []]] * 6
     assert all(rank.device.syncs for rank in ended.ranks), "the agreement itself is one"
-    measured = [one for rank in ended.ranks for one in spans(rank.member.published[-1])]
+    measured = [one for rank in ended.ranks for one in spans(rank.measured)]
     assert len(measured) >= len(ended.ranks)
     assert all(one["forward_s"] > 0 and one["input_grad_s"] > 0 for one in measured)
 

@@ -1,0 +1,53 @@
+"""Plans that change between steps, under the rules of CUDA and NCCL: ranks that come back, layers that move behind the
+steps, a node that leaves. Groups of what is on offer are connected by threads, beside steps and recoveries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from tests.strict.cases import KINDS, changing  # noqa: E402
+from tests.strict.test_jobs import check  # noqa: E402
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plan_begins_between_two_steps(kind):
+    ended = check(changing(kind, 0), seed=0)
+    offered = [one for one in ended.entered if one.planned]
+    assert offered
+    assert any(one.plan.transfers for one in offered), "layers move behind a step"
+    if kind in ("come back", "leave"):
+        assert len(ended.entered[-1].members) == len(ended.case.ranks), "all are back"
+
+
+@pytest.mark.parametrize(
+    ("kind", "number", "copies"), [("come back", 4, 0), ("two speeds", 1, 0), ("move", 1, 2)]
+)
+def test_killed_on_the_way(kind, number, copies):
+    one = changing(kind, number, copies=copies)
+    ended = check(replace(one, one_queue=True), seed=1)
+    assert len(ended.struck) == len(one.kills)
+
+
+def test_whoever_prepares_an_offer_takes_nothing_that_a_recovery_counts_on():
+    """A rank dies as it connects what is on offer: the thread that prepares it, and the one that recovers, look for
+    communicators that have outlived the generation at once.
+    """
+    for seed in (300, 301):
+        assert len(check(changing("two speeds", 3), seed).struck) == 2
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("copies", [0, 2])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("part", range(5))
+def test_killed_anywhere(part, kind, copies):
+    for number in range(part, 50, 5):
+        for seed in range(2):
+            one = changing(kind, number, copies=copies)
+            check(replace(one, one_queue=bool(seed)), seed=100 * number + seed)
