@@ -127,9 +127,9 @@ class OdysseyConfig:
     )
     shrink: str = _flag(
         "auto",
-        "with --odyssey-respawn: what is left of a cell of tensor- and context-parallel ranks, of which one has used "
-        "up its starts, joins as a smaller cell, and trains where that pays. off: it stands by until the cell can be "
-        "whole",
+        "with --odyssey-respawn: what is left of a cell of tensor-, context- or expert-parallel ranks, of which one "
+        "has used up its starts, joins as a smaller cell, and trains where that pays. off: it stands by until the cell "
+        "can be whole",
         choices=SHRINKS,
     )
     rebalance: str = _flag(

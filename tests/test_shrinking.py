@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from odyssey_megatron.cluster.cell import Cell
+from odyssey_megatron.cluster.cell import Cell, Each
 from odyssey_megatron.cluster.events import Event, GenerationLive, RankDied, RankJoined, RankReturned
 from odyssey_megatron.cluster.state import (
     ClusterState,
@@ -183,6 +183,13 @@ WHOLE = [
     {"tensor": 4, "context": 4},
     {"context": 6},
     {"context": 4, "context_levels": (2, 2)},
+    {"expert": 4},
+    {"expert": 6},
+    {"tensor": 2, "expert": 4},
+    {"context": 2, "expert": 2},
+    {"tensor": 2, "context": 2, "expert": 4},
+    {"context": 4, "expert": 2},
+    {"context": 4, "context_levels": (2, 2), "expert": 8},
 ]
 
 
@@ -192,7 +199,7 @@ def test_two_ranks_agree_on_what_they_have_in_common(sizes):
     whole = Cell.of(0, **{"tensor": 1, **sizes})
     divisions = whole.divisions(tensor=True)
     assert divisions[0] == 1
-    assert divisions[-1] == whole.size
+    assert divisions[-1] == whole.size // (whole.tensor if whole.expert > 1 else 1)
     for ours, theirs in product(divisions, divisions):
         here, there = whole.of_worker(0, ours), whole.of_worker(1, theirs)
         for one in there:
@@ -205,6 +212,7 @@ def test_two_ranks_agree_on_what_they_have_in_common(sizes):
                     assert gives[one.index] == one.pieces(cuts), "all of it, as it lies"
             moves = {other.rank: other.moves(one) for other in here}
             assert sorted(part for own in moves.values() for part in own) == list(one.held_parts)
+            assert all(part in other.held_parts for other in here for part in moves[other.rank])
             assert {rank for rank, own in moves.items() if own} <= counterparts
             for other in (other for other in here if other.rank in counterparts):
                 assert one.rank in {back.rank for back in other.counterparts(1, theirs)}
@@ -212,6 +220,26 @@ def test_two_ranks_agree_on_what_they_have_in_common(sizes):
         slots = [one.slot(part) for one in there for part in one.held_parts]
         assert len(slots) == len(set(slots))
         assert set(slots) <= set(range(whole.size))
+        for one in there:
+            assert all(one.fills(one.slot(part)) for part in one.held_parts)
+            assert [one.slot(part) % whole.parts for part in one.held_parts] == [*one.held_parts]
+            for parts in {whole.full_tensor, whole.full_expert_parts, whole.parts}:
+                having = {part: whole.having(1, part, parts, theirs) for part in range(parts)}
+                assert [part for part in having if one.rank in having[part]] == sorted(one.own(parts))
+                assert len({len(ranks) for ranks in having.values()}) == 1
+
+
+def test_a_rank_of_a_smaller_gang_has_neighbouring_lanes_and_experts():
+    """Where Megatron puts the experts of as many expert-parallel ranks as there are then."""
+    halves = Cell.of(0, tensor=2, expert=4).of_worker(1, 2)
+    assert [one.rank for one in halves] == [8, 9, 10, 11]
+    assert [(one.size, one.lanes, one.expert, one.tensor) for one in halves] == [(4, 2, 2, 2)] * 4
+    assert [[*one.held_lanes] for one in halves] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [one.held_parts for one in halves] == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert [one.expert_ranks for one in halves] == [(8, 10), (9, 11), (8, 10), (9, 11)]
+    assert {one.of_layer for one in halves} == {Each(1, 2)}
+    (alone,) = Cell.of(0, tensor=1, expert=4).of_worker(0, 4)
+    assert ([*alone.held_lanes], alone.held_parts, alone.expert_ranks) == ([0, 1, 2, 3], (0, 1, 2, 3), (0,))
 
 
 def test_context_ranks_are_put_together_first():
@@ -222,7 +250,9 @@ def test_context_ranks_are_put_together_first():
     sizes = [(one.tensor, one.context) for one in map(whole.smaller, whole.divisions(tensor=True))]
     assert sizes == [(4, 4), (4, 2), (4, 1), (2, 1), (1, 1)]
     assert Cell.of(0, tensor=1, context=4, context_levels=(2, 2)).divisions(tensor=True) == (1, 4)
-    assert Cell.of(0, tensor=2, expert=4).divisions(tensor=True) == (1,), "lanes"
+    assert Cell.of(0, tensor=2, expert=4).divisions(tensor=True) == (1, 2, 4), "its lanes"
+    assert Cell.of(0, tensor=1, expert=6).divisions(tensor=True) == (1, 2, 3, 6)
+    assert Cell.of(0, tensor=2, expert=4, expert_tensor=1).divisions(tensor=True) == (1,)
     assert Cell.of(0, tensor=2, context=3).divisions(tensor=True) == (1, 3, 6)
 
 

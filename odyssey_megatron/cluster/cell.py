@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
 class ParallelSizes(Protocol):
@@ -29,6 +29,18 @@ Shapes = Mapping[int, int]
 NO_SHAPES: Shapes = MappingProxyType({})
 
 
+class Each(NamedTuple):
+    """How much of a layer a rank has, beside one of a whole cell."""
+
+    shards: int = 1
+    """Of what is cut over tensor-parallel ranks."""
+    experts: int = 1
+    """Of those that are spread over expert-parallel ranks: so many times as many."""
+
+
+ONE = Each()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
     """Which worker a rank belongs to, and its place there: consecutive ranks in Megatron's order, tensor parallelism
@@ -43,7 +55,7 @@ class Cell:
     context_levels: tuple[int, ...] = ()
     """``hierarchical_context_parallel_sizes``, whose product ``context`` is: ranks in a row, rows in a row, ..."""
     lanes: int = 1
-    """Each computes a microbatch of its own, in step with the others."""
+    """Each computes a microbatch of its own, in step with the others; where it has lost ranks several in turn."""
     expert: int = 1
     """``expert_model_parallel_size``: ranks that have each some of a layer's experts."""
     expert_tensor: int = 0
@@ -52,7 +64,11 @@ class Cell:
     """Places of a whole cell that each rank fills: more than one in a smaller cell, which has lost ranks and goes on
     with the first so many."""
     context_each: int = 1
-    """Of these, context-parallel ones, so many parts of the sequence; the others are parts of layers."""
+    """Of these, context-parallel ones, so many parts of the sequence; the others are lanes, or parts of layers."""
+    lane_each: int = 1
+    """Of these, lanes: so many microbatches of a plan's one."""
+    expert_each: int = 1
+    """Expert-parallel ranks of a whole cell whose experts each rank has."""
 
     @classmethod
     def of(
@@ -93,28 +109,37 @@ class Cell:
 
     def divisions(self, *, tensor: bool) -> tuple[int, ...]:
         """How many places each rank may fill, ascending, where this cell is whole. Context-parallel ranks are put
-        together first: they have the same of each layer. Then, if ``tensor``, tensor-parallel ones.
+        together first: they have the same of each layer. Then lanes, whose ranks have the same but for experts; and in
+        cells without expert parallelism, if ``tensor``, tensor-parallel ranks.
         """
-        if self.lanes > 1:
-            return (1,)
         levels = (1, self.context) if self.context_levels else range(1, self.context + 1)
-        of_context = [one for one in levels if self.context % one == 0]
-        of_tensor = [one for one in range(2, self.tensor + 1) if tensor and self.tensor % one == 0]
-        return tuple(dict.fromkeys([*of_context, *(self.context * one for one in of_tensor)]))
+        found = [one for one in levels if self.context % one == 0]
+        found += [self.context * one for one in range(2, self.lanes + 1) if self.lanes % one == 0]
+        if self.expert == 1:
+            of_tensor = range(2, self.tensor + 1) if tensor else ()
+            return (*found, *(self.context * one for one in of_tensor if self.tensor % one == 0))
+        if self.expert_tensor not in (0, self.tensor):
+            return (1,)  # the experts of ranks that are put together would not follow upon each other
+        return tuple(one for one in found if self.expert % one == 0 or one % self.expert == 0)
 
     def smaller(self, each: int) -> Cell:
         """This rank's cell, which is whole, with one rank where there were ``each``, one of its :meth:`divisions`."""
         if each == 1:
             return self
-        of_context = min(each, self.context)
+        of_context, of_experts = min(each, self.context), min(each, self.expert)
+        of_lanes = min(each // of_context, self.lanes)
         return replace(
             self,
             size=self.size // each,
             context=self.context // of_context,
             context_levels=(),
+            lanes=self.lanes // of_lanes,
+            expert=self.expert // of_experts,
             expert_tensor=0,
             each=each,
             context_each=of_context,
+            lane_each=of_lanes,
+            expert_each=of_experts,
         )
 
     def of_worker(self, worker: int, each: int) -> list[Cell]:
@@ -126,7 +151,17 @@ class Cell:
     @property
     def whole(self) -> Cell:
         """Of this one, as far as smaller cells know it: without levels of context-parallel ranks."""
-        return replace(self, size=self.full, context=self.full_context, each=1, context_each=1)
+        return replace(
+            self,
+            size=self.full,
+            context=self.full_context,
+            lanes=self.full_lanes,
+            expert=self.full_expert,
+            each=1,
+            context_each=1,
+            lane_each=1,
+            expert_each=1,
+        )
 
     @property
     def full(self) -> int:
@@ -139,9 +174,24 @@ class Cell:
         return self.context * self.context_each
 
     @property
+    def full_lanes(self) -> int:
+        """Microbatches that a whole cell computes at once."""
+        return self.lanes * self.lane_each
+
+    @property
+    def full_expert(self) -> int:
+        """``expert_model_parallel_size``."""
+        return self.expert * self.expert_each
+
+    @property
     def tensor_each(self) -> int:
-        """Parts of each layer that this rank has."""
-        return self.each // self.context_each
+        """Tensor-parallel parts of each layer that this rank has."""
+        return self.each // (self.context_each * self.lane_each)
+
+    @property
+    def of_layer(self) -> Each:
+        """What this rank has of each layer."""
+        return Each(self.tensor_each, self.expert_each)
 
     @property
     def full_tensor(self) -> int:
@@ -170,9 +220,19 @@ class Cell:
         return self.index % self.tensor
 
     @property
-    def held_parts(self) -> range:
+    def held_shards(self) -> range:
         """Which shards of its layers this rank has, as the job's tensor parallelism cuts them."""
         return range(self.tensor_rank * self.tensor_each, (self.tensor_rank + 1) * self.tensor_each)
+
+    @property
+    def held_parts(self) -> tuple[int, ...]:
+        """Which of the :attr:`parts` of its layers this rank has. In a smaller gang they are alike but for experts."""
+        if self.each == 1:
+            return (self.index % self.parts,)
+        if self.full_expert == 1:
+            return tuple(self.held_shards)
+        first = self.index // self.tensor % self.expert * self.expert_each
+        return tuple(self.tensor_rank + self.tensor * one for one in range(first, first + self.expert_each))
 
     @property
     def context_rank(self) -> int:
@@ -186,8 +246,13 @@ class Cell:
 
     @property
     def lane(self) -> int:
-        """Which of the cell's microbatches this rank computes."""
+        """The number of this rank's among those of its cell."""
         return self.index // (self.tensor * self.context)
+
+    @property
+    def held_lanes(self) -> range:
+        """Which of a whole cell's microbatches this rank computes."""
+        return range(self.lane * self.lane_each, (self.lane + 1) * self.lane_each)
 
     @property
     def expert_parts(self) -> int:
@@ -195,9 +260,14 @@ class Cell:
         return self.expert * (self.expert_tensor or self.tensor)
 
     @property
+    def full_expert_parts(self) -> int:
+        """Those of a whole cell."""
+        return self.expert_parts * self.expert_each * self.tensor_each
+
+    @property
     def parts(self) -> int:
-        """Different parts of a layer that its ranks have, experts included."""
-        return math.lcm(self.tensor, self.expert_parts) * self.tensor_each
+        """Different parts of a layer that the ranks of a whole cell have, experts included."""
+        return math.lcm(self.tensor, self.expert_parts) * self.expert_each * self.tensor_each
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -210,53 +280,61 @@ class Cell:
         return range(worker * self.full, (worker + 1) * self.full)
 
     def slot(self, part: int) -> int:
-        """Which rank of a whole cell has that ``part`` and what this one begins with of the sequence: of several, the
-        first.
-        """
-        return (self.lane * self.full_context + self.held_contexts[0]) * self.full_tensor + part
+        """Of the ranks of a whole cell whose places this one fills, the first that has that ``part``."""
+        if self.each == 1:
+            return self.index
+        expert, shard = divmod(part, self.full_tensor)
+        first = self.held_lanes[0] * self.full_context + self.held_contexts[0]
+        return (first + (expert - first) % self.full_expert) * self.full_tensor + shard
+
+    def fills(self, slot: int) -> bool:
+        """Whether this rank is in that place of a whole cell, among others perhaps."""
+        place, shard = divmod(slot, self.full_tensor)
+        lane, context = divmod(place, self.full_context)
+        return lane in self.held_lanes and context in self.held_contexts and shard in self.held_shards
 
     def own(self, parts: int) -> tuple[int, ...]:
         """Of what is in so many ``parts`` on the ranks of a whole cell, those that this rank has."""
-        return (self.index % parts,) if self.each == 1 else tuple(self.held_parts)
+        if self.each == 1:
+            return (self.index % parts,)
+        return tuple(self.held_shards) if parts == self.full_tensor else self.held_parts
 
     def having(self, worker: int, part: int, parts: int, each: int = 1) -> tuple[int, ...]:
         """The ranks of ``worker``, of which each fills ``each`` places, that have ``part`` of what is in ``parts``."""
         if each == 1:
             return tuple(range(worker * self.full + part, (worker + 1) * self.full, parts))
-        return tuple(one.rank for one in self.of_worker(worker, each) if part in one.held_parts)
+        return tuple(one.rank for one in self.of_worker(worker, each) if part in one.own(parts))
 
     def pieces(self, cuts: bool) -> tuple[int, ...]:
-        """Of the equal pieces of a sequence those that this rank has of an activation, in their order.
+        """Of the equal pieces of all lanes' sequences those that this rank has of an activation, in their order.
 
         Context-parallel ranks have two pieces each, one from each end (``mcore/contexts.py``). With ``cuts`` (sequence
         parallelism) those of tensor-parallel ranks are as many finer ones that lie side by side in these.
         """
         tensor, context = self.full_tensor if cuts else 1, self.full_context
-        own = [*range(tensor)]
+        count, own = tensor, [*range(tensor)]
         if context > 1:
             finer = tensor // 2 if tensor % 2 == 0 else tensor
             low, high = self.held_contexts.start, self.held_contexts.stop
             ends = (*range(low, high), *range(2 * context - high, 2 * context - low))
-            own = [end * finer + one for end in ends for one in range(finer)]
+            count, own = 2 * context * finer, [end * finer + one for end in ends for one in range(finer)]
         if cuts:
             length = len(own) // self.tensor
             own = own[self.tensor_rank * length : (self.tensor_rank + 1) * length]
-        return tuple(own)
+        return tuple(lane * count + one for lane in self.held_lanes for one in own)
 
     def gives(self, other: Cell, *, cuts: bool) -> tuple[int, ...]:
         """The :meth:`pieces` of an activation that it sends to the rank of ``other``. Where tensor-parallel ranks have
         all the same, one does.
         """
-        if self.lane != other.lane or not (cuts or other.held_parts[0] in self.held_parts):
+        if not (cuts or other.held_shards[0] in self.held_shards):
             return ()
         wanted = set(other.pieces(cuts))
         return tuple(one for one in self.pieces(cuts) if one in wanted)
 
     def moves(self, other: Cell) -> tuple[int, ...]:
         """The parts of a layer that it sends to the rank of ``other``: of ranks that have the same, one does."""
-        if self.lane != other.lane or other.held_contexts[0] not in self.held_contexts:
-            return ()
-        return tuple(part for part in self.held_parts if part in other.held_parts)
+        return tuple(part for part in other.held_parts if self.fills(other.slot(part)))
 
     def counterparts(self, worker: int, each: int = 1) -> list[Cell]:
         """The ranks of ``worker``, of which each fills ``each`` places, that this one exchanges anything with."""

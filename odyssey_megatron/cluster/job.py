@@ -74,6 +74,13 @@ class JobSpec:
         divisions = self.cell(0).divisions(tensor=not self.whole_shards_only)
         return tuple(self.cell_size // each for each in divisions)
 
+    @property
+    def alike_ranks(self) -> int:
+        """Ranks of a cell that have the same of all layers, and come first in :meth:`Cell.divisions`: with experts
+        spread over them they have not. What ranks of a smaller gang have besides is counted as if experts were all.
+        """
+        return self.context_parallel_size if self.expert_model_parallel_size == 1 else 1
+
     def check(self, world_size: int) -> None:
         """Raises ConfigError if ``world_size`` ranks cannot form the initial layout."""
         pp, size = self.pipeline_model_parallel_size, self.cell_size

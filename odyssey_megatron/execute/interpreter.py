@@ -86,18 +86,22 @@ class Compute(Protocol):
 
     def gradients(self, first: int, last: int, part: int) -> Sequence[torch.Tensor]:
         """1-D, those of layers ``[first, last)`` of one block, to be summed over its holders: of ``part``, one of the
-        rank's ``Cell.held_parts``, as the ranks of whole cells have them, in place; in smaller cells in a copy.
+        rank's ``Cell.held_shards``, as the ranks of whole cells have them, in place; in smaller cells in a copy.
         """
         ...
 
-    def expert_gradients(self, first: int, last: int) -> Sequence[torch.Tensor]:
-        """Of experts that are spread over ranks, which only those sum who have the same ones."""
+    def expert_gradients(self, first: int, last: int, part: int) -> Sequence[torch.Tensor]:
+        """Of experts that are spread over ranks, which only those sum who have the same ones: of one of the parts that
+        this rank has of them.
+        """
         ...
 
-    def slices(self, first: int, last: int, part: int) -> tuple[Sequence[Slices], Sequence[Slices]]:
-        """Where not all who hold these layers need all sums, who needs what of :meth:`gradients`, and of
-        :meth:`expert_gradients`.
-        """
+    def slices(self, first: int, last: int, part: int) -> Sequence[Slices]:
+        """Where not all who hold these layers need all sums, who needs what of :meth:`gradients`."""
+        ...
+
+    def expert_slices(self, first: int, last: int, part: int) -> Sequence[Slices]:
+        """The same of :meth:`expert_gradients`."""
         ...
 
     @property
@@ -110,7 +114,7 @@ class Compute(Protocol):
         ...
 
     def take_sums(self) -> None:
-        """What is in the copies that :meth:`gradients` has made in this step, under this layout, are the gradients from
+        """What is in the copies that were made of gradients in this step, under this layout, are the gradients from
         now on. Called again behind a failure, where the copies hold what the gradients were.
         """
         ...
@@ -307,24 +311,20 @@ class Interpreter:
     def _reduce(self, instr: Instr) -> None:
         first, last = instr.first, instr.last
         holders = self.holder_groups(first, last)
-        expert_group = holders.experts
         of_parts = {part: self._compute.gradients(first, last, part) for part in holders.groups}
-        of_experts = self._compute.expert_gradients(first, last)
-        every = [one for ones in of_parts.values() for one in ones]
-        self._progress.add_up(Op.REDUCE_GRAD, -1, first, [*every, *of_experts])
+        of_experts = {part: self._compute.expert_gradients(first, last, part) for part in holders.experts}
+        every = [one for kind in (of_parts, of_experts) for ones in kind.values() for one in ones]
+        self._progress.add_up(Op.REDUCE_GRAD, -1, first, every)
+        share = self._compute.share
         for part, gradients in of_parts.items():
-            slices, expert_slices = self._compute.slices(first, last, part)
-            self._reduction.start(
-                instr,
-                [
-                    Summed(gradients, holders.groups[part], slices, holders.ranks),
-                    Summed(of_experts, expert_group, expert_slices, holders.expert_ranks),
-                ],
-                self._compute.partial_gradients(first, last, part),
-                self._compute.share,
-                self._progress,
-            )
-            of_experts, expert_group = (), None
+            slices = self._compute.slices(first, last, part)
+            summed = Summed(gradients, holders.groups[part], slices, holders.ranks)
+            partial = self._compute.partial_gradients(first, last, part)
+            self._reduction.start(instr, summed, partial, share, self._progress)
+        for part, gradients in of_experts.items():
+            slices = self._compute.expert_slices(first, last, part)
+            summed = Summed(gradients, holders.experts[part], slices, holders.expert_ranks)
+            self._reduction.start(instr, summed, (), share, self._progress)
 
 
 def _is_last(instr: Instr) -> bool:

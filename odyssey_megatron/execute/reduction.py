@@ -65,30 +65,28 @@ class Reduction:
     def start(
         self,
         instr: Instr,
-        gradients: Sequence[Summed],
+        gradients: Summed,
         partial: Sequence[torch.Tensor],
         share: float,
         progress: Progress,
     ) -> None:
         """``gradients`` are multiplied with ``share`` before they are summed. ``partial`` are views of them."""
+        group = gradients.group
         in_cell = self._summed_in_cell(partial, share) if self._tensor_group is not None else []
-        for one in gradients:
-            if one.group is None and share == 1.0 and not in_cell:
-                continue
-            known = [*zip(partial, in_cell, strict=False)]
-            if one.group is not None and any(each.views for each in one.slices):
-                self._scatter(instr, Rows(one.slices, one.ranks, one.group), known, share, progress)
-                continue
-            for piece in (piece for buffer in one.buffers for piece in torch.split(buffer, PIECE)):
-                self._make_room(piece.nbytes, progress)
-                total = piece * share
-                for view, values in known:
-                    _overwrite(piece, total, view, values)
-                work = (
-                    dist.all_reduce(total, group=one.group, async_op=True) if one.group is not None else None
-                )
-                self._under_way.append(_Piece(instr, [piece], [total], work, total.nbytes))
-                self._bytes += total.nbytes
+        if group is None and share == 1.0 and not in_cell:
+            return
+        known = [*zip(partial, in_cell, strict=False)]
+        if group is not None and any(each.views for each in gradients.slices):
+            self._scatter(instr, Rows(gradients.slices, gradients.ranks, group), known, share, progress)
+            return
+        for piece in (piece for buffer in gradients.buffers for piece in torch.split(buffer, PIECE)):
+            self._make_room(piece.nbytes, progress)
+            total = piece * share
+            for view, values in known:
+                _overwrite(piece, total, view, values)
+            work = dist.all_reduce(total, group=group, async_op=True) if group is not None else None
+            self._under_way.append(_Piece(instr, [piece], [total], work, total.nbytes))
+            self._bytes += total.nbytes
 
     def _scatter(
         self,

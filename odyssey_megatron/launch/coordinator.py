@@ -154,7 +154,7 @@ class Coordinator:
                 nodes=job.nodes,
                 started_s=job.cluster.started_s,
                 cell_size=spec.cell_size,
-                context=spec.context_parallel_size,
+                context=spec.alike_ranks,
             )
             self._job = job = replace(job, cluster=cluster)
             decided = self._planner.start(spec, cluster, posted["profile"])

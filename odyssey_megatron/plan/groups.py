@@ -72,8 +72,8 @@ class Holders(NamedTuple, Generic[T]):
     """By part that the rank has of it, that of all who have it."""
     ranks: tuple[int, ...]
     """Of each holder, in such a group."""
-    experts: T
-    """That of all who have the same experts."""
+    experts: dict[int, T]
+    """By part that the rank has of what experts are spread in, that of all who have the same ones."""
     expert_ranks: tuple[int, ...]
 
 
@@ -88,11 +88,11 @@ def holder_groups(
         def of_part(part: int, parts: int) -> T:
             return group(block_group_name(block.first, block.last, part, parts))
 
-        parts, expert_parts = cell.full_tensor, cell.expert_parts
+        parts, expert_parts = cell.full_tensor, cell.full_expert_parts
         return Holders(
-            {part: of_part(part, parts) for part in cell.held_parts},
+            {part: of_part(part, parts) for part in cell.held_shards},
             ranks_of_holders(block, cell, shapes, parts),
-            of_part(cell.index % expert_parts, expert_parts),
+            {part: of_part(part, expert_parts) for part in cell.own(expert_parts)},
             ranks_of_holders(block, cell, shapes, expert_parts),
         )
 
@@ -130,7 +130,7 @@ def groups_of_block(block: Block, cell: Cell, shapes: Shapes = NO_SHAPES) -> dic
     """Those that a rank of one of its holders sums its gradients in."""
     # One sum over all who have the same part leaves the same bytes on all of them.
     groups = {}
-    for parts in {cell.full_tensor, cell.expert_parts * cell.tensor_each, cell.parts}:
+    for parts in {cell.full_tensor, cell.full_expert_parts, cell.parts}:
         for part in cell.own(parts):
             having = (cell.having(one, part, parts, shapes.get(one, 1)) for one in block.holders)
             ranks = tuple(rank for one in having for rank in one)

@@ -151,12 +151,16 @@ def preset_profile(
     *,
     tensor_parallel_size: int = 1,
     context_parallel_size: int = 1,
+    expert_parts: int = 0,
     micro_batch_size: int = 1,
 ) -> Profile:
-    """The estimated profile of a named model on a named accelerator. Raises ConfigError."""
+    """The estimated profile of a named model on a named accelerator; ``expert_parts``: see :meth:`Model.profile`.
+    Raises ConfigError.
+    """
     return named("model", model, MODELS).profile(
         named("accelerator", accelerator, ACCELERATORS),
         tensor_parallel_size=tensor_parallel_size,
         context_parallel_size=context_parallel_size,
+        expert_parts=expert_parts,
         micro_batch_size=micro_batch_size,
     )

@@ -5,11 +5,11 @@
 **(a)** Cells that go on with fewer ranks: SIMULATED, by this planner's clock.
 
 Single GPUs die in jobs of published models, whose workers are cells of eight or four of them, tensor-parallel ones
-alone or four times two context-parallel ones. Without shrinking a cell
-is lost with any of its GPUs. With it the cell goes on with the largest part of its size that its living ranks allow, 4
-of 8, or 2, or 1, if that pays and memory allows. A smaller cell is taken to do its share of what a whole one does: no
-GPU has been asked. Layouts, schedules and step times on both sides are ``decide()``'s; a gain is throughput with
-shrinking beside that without.
+alone or four times two context-parallel ones, or gangs of eight, over which experts are spread. Without shrinking a
+cell is lost with any of its GPUs. With it the cell goes on with the largest part of its size that its living ranks
+allow, 4 of 8, or 2, or 1, if that pays and memory allows. A smaller cell is taken to do its share of what a whole one
+does: no GPU has been asked. Layouts, schedules and step times on both sides are ``decide()``'s; a gain is throughput
+with shrinking beside that without.
 
 ``gain_of_one``: one GPU is lost, so a cell without shrinking, and half of one with it. ``gain_of_many``: an eighth of
 all GPUs has died, one by one, wherever chance puts them: the median of those of four draws that a job survives without
@@ -21,8 +21,7 @@ where no whole cell is left.
 x DP4, from the same weights on the same microbatches; runs alternate. Bytes are those of optimizer state on the fullest
 rank, which keeps each slice twice, where Megatron has it once. Step times are from commit to commit, on gloo and two
 cores: they show what is sent, and this project's own Python. Gloo's reduce-scatter sends as much as its all-reduce, on
-both sides; what NCCL's saves, and what runs beside one another on a GPU, they do not show. (c), a gang of experts that
-loses a rank, is not measured yet: it leaves as a whole.
+both sides; what NCCL's saves, and what runs beside one another on a GPU, they do not show.
 """
 
 from __future__ import annotations
@@ -58,14 +57,18 @@ from tests.benchmarks import overhead
 from tests.benchmarks.bars import at_least, at_most, finish, summarize
 
 SETTINGS = (
-    ("llama2-13b", "a100", 8, 1, 4, 2, 32),
-    ("llama2-13b", "a100", 4, 1, 2, 4, 32),
-    ("llama2-70b", "h100", 8, 1, 2, 8, 32),
-    ("llama2-70b", "h100", 8, 1, 4, 8, 32),
-    ("llama2-13b", "a100", 4, 2, 4, 2, 32),
-    ("llama2-70b", "h100", 4, 2, 4, 8, 32),
+    ("llama2-13b", "a100", 8, 1, 1, 4, 2, 32),
+    ("llama2-13b", "a100", 4, 1, 1, 2, 4, 32),
+    ("llama2-70b", "h100", 8, 1, 1, 2, 8, 32),
+    ("llama2-70b", "h100", 8, 1, 1, 4, 8, 32),
+    ("llama2-13b", "a100", 4, 2, 1, 4, 2, 32),
+    ("llama2-70b", "h100", 4, 2, 1, 4, 8, 32),
+    ("mixtral-8x7b", "h100", 1, 1, 8, 4, 4, 32),
+    ("qwen3-30b-a3b", "h100", 1, 1, 8, 4, 2, 32),
 )
-"""(model, GPU, tensor parallel, context parallel, data parallel, pipeline parallel, microbatches a pipeline)."""
+"""(model, GPU, tensor, context and expert parallel, workers of a stage, pipeline parallel, microbatches a pipeline, of
+each lane).
+"""
 DRAWS = 4
 
 
@@ -106,22 +109,31 @@ def with_worker(state: ClusterState, worker: int, *, alive: bool, each: int) -> 
 
 
 def measured(
-    model: str, accelerator: str, tp: int, cp: int, dp: int, pp: int, microbatches: int
+    model: str, accelerator: str, tp: int, cp: int, ep: int, dp: int, pp: int, microbatches: int
 ) -> dict[str, Any]:
     """Of one job."""
-    profile = preset_profile(model, accelerator, tensor_parallel_size=tp, context_parallel_size=cp)
+    profile = preset_profile(
+        model,
+        accelerator,
+        tensor_parallel_size=tp,
+        context_parallel_size=cp,
+        expert_parts=ep * tp if ep > 1 else 0,
+    )
     job = JobSpec(
         num_layers=len(profile.costs.layers),
         pipeline_model_parallel_size=pp,
         tensor_model_parallel_size=tp,
         context_parallel_size=cp,
+        expert_model_parallel_size=ep,
         num_microbatches=dp * microbatches,
         tokens_per_step=dp * microbatches,
         train_steps=1,
     )
-    cell, rng = tp * cp, random.Random(0)
+    cell, rng = job.cell_size, random.Random(0)
     gpus = cell * dp * pp
-    state = initial_state(nodes=tuple(gpu // 8 for gpu in range(gpus)), cell_size=cell, context=cp)
+    state = initial_state(
+        nodes=tuple(gpu // 8 for gpu in range(gpus)), cell_size=cell, context=job.alike_ranks
+    )
     healthy = initial_plan(job, state, profile)
     draws = [(cell + 1,), *(tuple(rng.sample(range(gpus), gpus // 8)) for _ in range(DRAWS))]
     both = [
@@ -130,7 +142,7 @@ def measured(
     ]
     gains = [smaller / without for without, smaller in both[1:] if without]
     return {
-        "setting": f"{model} {accelerator} TP{tp} CP{cp} DP{dp} PP{pp}",
+        "setting": f"{model} {accelerator} TP{tp} CP{cp} EP{ep} x {dp} PP{pp}",
         "one_lost": both[0],
         "gain_of_one": both[0][1] / both[0][0],
         "gain_of_many": statistics.median(gains) if gains else None,

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "llama"))
 
 import pretrain_llama
 
+from odyssey_megatron.cluster.cell import ONE
 from odyssey_megatron.mcore.model.flat import ranges
 from odyssey_megatron.mcore.plugin import Session
 from odyssey_megatron.plan.slices import EVERYTHING, without
@@ -40,7 +41,7 @@ def main() -> None:
                 tensor, at = next(one for one in tensors.values() if one.dim()), 0
                 if what == "sent":  # by the owners of slices that this rank does not keep
                     others = without([EVERYTHING], held.optimizer.spans)
-                    one = next(ranges(held, 1, others))
+                    one = next(ranges(held, ONE, others))
                     tensor, at = one.parameter, one.start
                 tensor.data.view(torch.int64).view(-1)[at] ^= 1
 

@@ -8,6 +8,7 @@ import pytest
 
 from odyssey_megatron.metrics.steps import loss_difference
 from tests.e2e.jobs import BFLOAT16, ROUNDING, Outcome, assert_equal_runs, assert_holders_agree
+from tests.e2e.test_experts import DEEPSEEK, MIXTRAL
 from tests.e2e.test_tensor_parallel import CELLS, RANKS, SEQUENCE, STAGES
 
 LONG = "--train-iters 45 --global-batch-size 12"
@@ -17,6 +18,14 @@ FOUR = "--tensor-model-parallel-size 4 --num-query-groups 4 --num-layers 2 --glo
 CONTEXT = "--context-parallel-size 2 --num-layers 4 --global-batch-size 6"
 CONTEXTS = "--context-parallel-size 4 --num-layers 2 --global-batch-size 4"
 BOTH = f"{FOUR.replace('size 4', 'size 2', 1)} --context-parallel-size 2 --sequence-parallel"
+CALM = "--lr 1e-3 --num-layers 4 --global-batch-size 12"
+"""A norm that leaps shows what is rounded elsewhere."""
+GANG = f"{DEEPSEEK} --expert-model-parallel-size 2 {CALM}"
+GANGS = (
+    f"{MIXTRAL} --num-experts 8 --expert-model-parallel-size 4 {CALM} --num-layers 2 --global-batch-size 24"
+)
+SMALL_GANG = f"{GANG} --num-layers 2 --global-batch-size 8"
+WIDE_GANGS = f"{GANG} --tensor-model-parallel-size 2 --sequence-parallel"
 TIED = "--share-embeddings-and-output-weights"
 HASHED = "--check-weight-hash-across-dp-replicas-interval 1"
 matrix = pytest.mark.matrix
@@ -73,7 +82,7 @@ def test_what_is_left_of_a_cell_trains_on(jobs, undisturbed, name, cells):
     assert begun[max(begun)] == [0, 1, 2, 4, 5, 6, 7]
 
 
-@pytest.mark.parametrize("cells", [SEQUENCE, pytest.param(CONTEXT, marks=matrix)])
+@pytest.mark.parametrize("cells", [SEQUENCE, *(pytest.param(one, marks=matrix) for one in (CONTEXT, GANG))])
 def test_a_cell_that_trains_with_fewer_ranks_becomes_whole_again(jobs, undisturbed, name, cells):
     """Rank 3 comes back in the place of rank 5, whose cell is broken, too: rank 2 leaves between two steps, and both
     come back. Whatever was lost, nobody waits for that.
@@ -95,11 +104,49 @@ def test_a_cell_that_trains_with_fewer_ranks_becomes_whole_again(jobs, undisturb
     assert sorted(dead) == [2, 2, 3, 3, 4, 4, 5, 5], "it has left, and was not lost"
 
 
+@pytest.mark.parametrize(
+    ("cells", "stages", "group"),
+    [
+        (SMALL_GANG, 1, 2),
+        *(
+            pytest.param(*one, marks=matrix)
+            for one in (
+                (GANG, 2, 2),
+                (f"{GANG} --hidden-dropout 0.1 --attention-dropout 0.1", 1, 2),
+                (f"{GANG} --mtp-num-layers 1", 1, 2),
+                (f"{MIXTRAL} --expert-model-parallel-size 2 {CALM} --moe-expert-capacity-factor 1.25", 2, 2),
+                (
+                    f"{MIXTRAL} --expert-model-parallel-size 2 {CALM} --moe-token-dispatcher-type allgather",
+                    1,
+                    2,
+                ),
+                (WIDE_GANGS, 1, 4),
+                (f"{GANG} --context-parallel-size 2", 2, 2),
+                (f"{MIXTRAL} {CONTEXT} {CALM}", 1, 2),
+                (f"{GANGS} --context-parallel-size 2", 1, 4),
+            )
+        ),
+    ],
+)
+def test_what_is_left_of_a_gang_has_the_experts_of_those_that_are_lost(
+    jobs, undisturbed, name, cells, stages, group
+):
+    """And computes several microbatches in turn, where each of its ranks computed one."""
+    job, ranks = f"{cells} --train-iters 45", 2 * stages * group
+    shot = jobs.run(
+        name, ranks=ranks, stages=stages, flags=f"{job} {SPENT} {lost(group + 1, 1)}", timeout_s=200.0
+    )
+    assert_equal_runs(shot, undisturbed(job, ranks=group), kills=2)
+    (shrinks,) = shot.named("cell_shrinks")
+    assert (shrinks["ranks"], shrinks["whole"]) == ([*range(group, group + group // 2)], group)
+    assert trained(shot) == [[[1, 2]]]
+
+
 @matrix
 @pytest.mark.parametrize(
     "cells",
-    [FOUR, f"{FOUR} --sequence-parallel", BOTH, CONTEXTS],
-    ids=["tensor", "sequence", "both", "contexts"],
+    [FOUR, f"{FOUR} --sequence-parallel", BOTH, CONTEXTS, GANGS],
+    ids=["tensor", "sequence", "both", "contexts", "gangs"],
 )
 def test_four_ranks_are_two(jobs, undisturbed, name, cells):
     """Rank 5 is lost, and plays where rank 7 was; rank 6 stands by. As a smaller cell they are lost and come back."""
@@ -112,7 +159,7 @@ def test_four_ranks_are_two(jobs, undisturbed, name, cells):
 
 
 @matrix
-@pytest.mark.parametrize("cells", [BOTH, CONTEXTS], ids=["both", "contexts"])
+@pytest.mark.parametrize("cells", [BOTH, CONTEXTS, GANGS], ids=["both", "contexts", "gangs"])
 def test_four_ranks_are_two_again_and_then_one(jobs, undisturbed, name, cells):
     """Ranks of the smaller cell are lost: first rank 6 plays one, which stood by; then there is one left."""
     job = f"{cells} --train-iters 120"
@@ -125,7 +172,7 @@ def test_four_ranks_are_two_again_and_then_one(jobs, undisturbed, name, cells):
 
 
 @matrix
-@pytest.mark.parametrize("cells", [SEQUENCE, CONTEXT])
+@pytest.mark.parametrize("cells", [SEQUENCE, CONTEXT, GANG], ids=["tensor", "context", "gang"])
 @pytest.mark.parametrize(
     "inject",
     [
@@ -168,7 +215,7 @@ def test_holders_in_cells_of_unlike_size_have_the_same_bytes(jobs, undisturbed, 
 
 
 @matrix
-@pytest.mark.parametrize("cells", [CELLS, CONTEXT])
+@pytest.mark.parametrize("cells", [CELLS, CONTEXT, GANG])
 def test_a_smaller_cell_keeps_optimizer_state_for_whole_ones(jobs, undisturbed, name, cells):
     """Of four replicas two keep the state of a layer; the others are sent its weights."""
     job = f"{cells} {LONG} --global-batch-size 14"

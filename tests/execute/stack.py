@@ -94,11 +94,14 @@ class CellOfOne:
     def partial_gradients(self, first: int, last: int, part: int) -> list[torch.Tensor]:
         return []
 
-    def expert_gradients(self, first: int, last: int) -> list[torch.Tensor]:
+    def expert_gradients(self, first: int, last: int, part: int) -> list[torch.Tensor]:
         return []
 
-    def slices(self, first: int, last: int, part: int) -> tuple[list[Any], list[Any]]:
-        return [], []
+    def slices(self, first: int, last: int, part: int) -> list[Any]:
+        return []
+
+    def expert_slices(self, first: int, last: int, part: int) -> list[Any]:
+        return []
 
 
 class Stack(CellOfOne):

@@ -4,6 +4,8 @@ A whole cell (t = T) takes a step, and writes down part by part the state that i
 smaller one, whose ranks have several parts each, is filled with that state, does the second step itself, and must have
 come to the same; with the same gradients it must come to the same bytes.
 
+So of gangs, where T is how many ranks a whole one has.
+
 ``CASES``, as JSON: name -> the sizes T, t, ... of cells, and changes of the example's flags and of Megatron's config
 (``config.NAME``). Prints a line ``NAME: ok`` for each that is right on all ranks, which are forked, so that Megatron is
 imported once.
@@ -34,7 +36,7 @@ from odyssey_megatron.mcore.loop.shards import Saved
 from odyssey_megatron.mcore.model import float64, groups, parts, wgrad
 from odyssey_megatron.mcore.model.model import MegatronModel
 from odyssey_megatron.mcore.model.optimizer import LearningRate
-from odyssey_megatron.plan.groups import cell_group_name, groups_of_cell
+from odyssey_megatron.plan.groups import groups_of_cell
 from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
 from tests.launch.jobserver import CHECKOUT
 from tests.mcore.conftest import MODEL, SCHEDULE
@@ -59,17 +61,21 @@ HALVES = ((0, WHOLE // 2), (WHOLE // 2, WHOLE))
 
 def numbers(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
     """Of those that a whole cell's rank has, what is called ``parameter[start:stop]``."""
+    if name in tensors:  # no parameter
+        return tensors[name]
     inner, _, cut = name.partition("[")
     start, stop = map(int, cut[:-1].split(":"))
     return tensors[inner].reshape(-1)[start:stop]
 
 
 class Rank:
-    """Of a cell of ``size`` in a job with tensor parallelism ``tensor``."""
+    """Of a cell of ``size`` in a job whose whole cells have ``full`` ranks."""
 
-    def __init__(self, folder: Path, tensor: int, size: int, rank: int, changes: dict[str, Any]):
+    def __init__(self, folder: Path, full: int, size: int, rank: int, changes: dict[str, Any]):
         self.folder = folder
-        cell = Cell.of(rank, tensor=tensor).smaller(tensor // size)
+        expert = changes.get("expert_model_parallel_size", 1)
+        tensor = full // expert
+        cell = Cell.of(rank, tensor=tensor, expert=expert).smaller(full // size)
         own = groups.OwnCell(cell, size, "cpu", data_parallel=True)  # as in a job of unmodified Megatron-LM
         store = dist.FileStore(str(folder / f"store-{size}"), size)
         self.group = group_of("all", store, rank, size)
@@ -86,7 +92,10 @@ class Rank:
         tied = self.model.spec.shares_embedding
         layout = layout_from_routes(LAYERS, (pipeline_route((0,), (LAYERS,), (0, 1)),), tied=tied)
         self.layout, self.cell, self.of_layers = layout, cell, range(len(layout.all_holders))
-        self.tensor_group = own.groups.tp if cell_group_name(cell.tensor_ranks) and size > 1 else None
+        self.tensor_group = own.groups.tp if cell.tensor > 1 else None
+        having = cell.having(0, cell.held_shards[0], tensor, cell.each)
+        self.lanes_group = group_of(f"lanes{having}", store, having.index(rank), len(having))
+        """Of those who have the same but for experts."""
 
     def _model(self, cell: Cell, of_cell: Any, tensor: int, changes: dict[str, Any]) -> MegatronModel:
         sys.path.insert(0, str(CHECKOUT / "examples" / "llama"))
@@ -102,11 +111,12 @@ class Rank:
                 setattr(spec.config, name.partition(".")[2], value)
         if spec.config.params_dtype == torch.float64:
             float64.install()
-        assert parts.kept_whole(spec.config) == ("", "")
+        kept = parts.kept_whole(spec.config)
+        assert not (kept.whole if cell.full_expert > 1 else kept.whole or kept.shards)
         parts.adapt(spec.config, cell)
         samples = [
             {"tokens": torch.arange(i, i + 16) * 7 % 251, "labels": torch.arange(i, i + 16) * 5 % 241}
-            for i in range(8)
+            for i in range(16)
         ]
         for one in samples:
             one |= {"loss_mask": torch.ones(16), "position_ids": torch.arange(16)}
@@ -115,7 +125,7 @@ class Rank:
             forward_step=pretrain_llama.forward_step,
             source=MicrobatchSource(samples, micro_batch_size=1),
             learning_rate=LearningRate(**SCHEDULE),
-            num_microbatches=2,
+            num_microbatches=2 * cell.full_lanes,
             seq_length=16,
             micro_batch_size=1,
             groups_of_cell=of_cell,
@@ -131,17 +141,12 @@ class Rank:
             model.forward(microbatch, 0, LAYERS, None)
             model.input_grad(microbatch, 0, LAYERS, None)
             model.weight_grad(microbatch, 0, LAYERS)
-        found, sums = {}, list[torch.Tensor]()
-        for part in self.cell.held_parts:
-            found[part] = [
-                one
-                for block in self.layout.blocks()
-                for one in model.gradients(block.first, block.last, part)
-            ]
+        sums, found = list[torch.Tensor](), self.buffers()
+        for shard in self.cell.held_shards:
             shared = [
                 one
                 for block in self.layout.blocks()
-                for one in model.partial_gradients(block.first, block.last, part)
+                for one in model.partial_gradients(block.first, block.last, shard)
             ]
             if not sums:
                 sums = [one.clone() for one in shared]
@@ -149,7 +154,23 @@ class Rank:
                     dist.all_reduce(one, group=self.tensor_group)
             for view, value in zip(shared, sums, strict=True):
                 view.copy_(value)
+        for one in found[self.cell.held_parts[0]][0] if self.cell.full_lanes > 1 else ():
+            dist.all_reduce(one, group=self.lanes_group)
         model.take_sums()
+        return {part: [*dense, *of_experts] for part, (dense, of_experts) in found.items()}
+
+    def buffers(self) -> dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]]:
+        """Part -> the gradients of it, as a whole cell's rank has them, and those of experts."""
+        blocks, model, found = self.layout.blocks(), self.model, {}
+        dense = {
+            shard: [one for block in blocks for one in model.gradients(block.first, block.last, shard)]
+            for shard in self.cell.held_shards
+        }
+        for part in self.cell.held_parts:
+            of_experts = [
+                one for block in blocks for one in model.expert_gradients(block.first, block.last, part)
+            ]
+            found[part] = dense[part % self.cell.full_tensor], of_experts
         return found
 
     def totals(self) -> torch.Tensor:
@@ -276,15 +297,13 @@ class Rank:
             found = []
             for spans in ((EVERYTHING,), THIRDS):
                 one = model.optimizer_of(layer, spans)
-                for part in self.cell.held_parts:
-                    number = part - self.cell.held_parts[0]
+                for number, _ in enumerate(self.cell.held_parts):
                     for span in spans:
                         one.put(number, span, layer.optimizer.numbers(number, span))
                 model.learning_rate.set([one], 1, model.batches, model.loss_scale)
                 one.apply(1.0)
                 after = [one.clone() for one in layer.weights().values()]
-                for part in self.cell.held_parts:
-                    number = part - self.cell.held_parts[0]
+                for number, _ in enumerate(self.cell.held_parts):
                     for span in (*THIRDS, *HALVES):
                         after += [x.clone() for x in one.numbers(number, span).values()]
                 found.append(after)
@@ -295,13 +314,8 @@ class Rank:
 
     def same_sums(self, made: dict[int, Any]) -> None:
         """The gradients are those of the whole cell, as if they had been summed with its."""
-        for part in self.cell.held_parts:
-            staged = [
-                one
-                for block in self.layout.blocks()
-                for one in self.model.gradients(block.first, block.last, part)
-            ]
-            for own, theirs in zip(staged, made[part]["gradients"], strict=True):
+        for part, (dense, of_experts) in self.buffers().items():
+            for own, theirs in zip([*dense, *of_experts], made[part]["gradients"], strict=True):
                 own.copy_(theirs)
         self.model.take_sums()
 
@@ -329,9 +343,9 @@ class Rank:
                 assert not odd, (when, part, layer, odd)
 
 
-def run(folder: Path, tensor: int, size: int, rank: int, changes: dict[str, Any]) -> None:
-    one = Rank(folder, tensor, size, rank, changes)
-    one.write() if tensor == size else one.compare()
+def run(folder: Path, full: int, size: int, rank: int, changes: dict[str, Any]) -> None:
+    one = Rank(folder, full, size, rank, changes)
+    one.write() if full == size else one.compare()
 
 
 def main(folder: Path, cases: dict[str, tuple[list[int], dict[str, Any]]]) -> None:

@@ -17,6 +17,10 @@ torch = pytest.importorskip("torch")
 
 FOUR = [4, 2, 1]
 WIDE = {"num_attention_heads": 8, "num_query_groups": 4}
+EXPERTS = {
+    "num_experts": 4, "moe_router_topk": 2, "moe_router_enable_expert_bias": True, "moe_aux_loss_coeff": 1e-1,
+    "moe_router_load_balancing_type": "aux_loss", "moe_z_loss_coeff": 1e-2, "moe_shared_expert_intermediate_size": 16,
+}  # fmt: skip
 CASES: dict[str, tuple[list[int], dict[str, Any]]] = {
     "grouped": (FOUR, WIDE),
     "fewer groups than ranks": (FOUR, WIDE | {"num_query_groups": 2}),
@@ -27,6 +31,14 @@ CASES: dict[str, tuple[list[int], dict[str, Any]]] = {
     "16 bits": (FOUR, WIDE | {"bf16": True}),
     "plain MLP, SGD": (FOUR, WIDE | {"config.gated_linear_unit": False, "optimizer": "sgd"}),
     "two ranks": ([2, 1], {}),
+    "gangs": (FOUR, EXPERTS | {"expert_model_parallel_size": 4, "num_experts": 8}),
+    "gangs of twelve experts each": (
+        [2, 1],
+        EXPERTS
+        | {"expert_model_parallel_size": 2, "num_experts": 24, "moe_shared_expert_intermediate_size": None}
+        | {"config.add_bias_linear": True},
+    ),
+    "gangs of cells": ([4, 2], EXPERTS | {"expert_model_parallel_size": 2, "sequence_parallel": True}),
 }
 """Sizes of cells, and changes of the example's flags."""
 
@@ -40,12 +52,22 @@ def passed(tmp_path_factory: Any) -> str:
     return ran.stdout
 
 
+GANGS = {"num_experts": 4, "expert_model_parallel_size": 2, "moe_router_enable_expert_bias": False}
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
         ({}, ""),
         ({"num_query_groups": 1, "qk_layernorm": True, "sequence_parallel": True}, ""),
-        ({"tensor_model_parallel_size": 1}, "neither tensor nor context"),
+        ({"tensor_model_parallel_size": 1}, "neither tensor, context nor expert"),
+        (GANGS, ""),
+        (GANGS | {"tensor_model_parallel_size": 1, "mtp_num_layers": 1, "hidden_dropout": 0.1}, ""),
+        (GANGS | {"context_parallel_size": 2}, ""),
+        (GANGS | {"context_parallel_size": 2, "mtp_num_layers": 1}, "several tokens"),
+        (GANGS | {"context_parallel_size": 2, "moe_expert_capacity_factor": 1.0}, "a capacity factor"),
+        (GANGS | {"moe_expert_capacity_factor": 1.0}, ""),
+        (GANGS | {"expert_tensor_parallel_size": 1}, "--expert-tensor-parallel-size"),
         ({"tensor_model_parallel_size": 1, "context_parallel_size": 2}, ""),
         ({"num_experts": 4, "moe_router_enable_expert_bias": False}, "experts"),
         ({"mtp_num_layers": 1}, "several tokens"),
@@ -63,7 +85,20 @@ def test_why_cells_are_kept_whole(megatron, changes, why):
     found = kept_whole(config).whole
     assert why in found
     assert bool(found) == bool(why)
-    assert "packed" in kept_whole(config, is_packed=True).whole
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_kept"),
+    [({}, True), (GANGS, False), (GANGS | {"context_parallel_size": 2}, True)],
+)
+def test_a_lane_has_all_of_its_packed_sequences(megatron, changes, is_kept):
+    import pretrain_llama
+
+    from odyssey_megatron.mcore.model.parts import kept_whole
+
+    flags = {**MODEL, "tensor_model_parallel_size": 2, **changes}
+    config = pretrain_llama.transformer_config(argparse.Namespace(**flags), torch.float64)
+    assert ("packed" in kept_whole(config, is_packed=True).whole) == is_kept
 
 
 def test_fewer_context_ranks_may_go_on_where_layers_are_kept_whole(megatron):

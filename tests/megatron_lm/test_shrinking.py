@@ -5,16 +5,21 @@ from __future__ import annotations
 import pytest
 
 from tests.megatron_lm.jobs import FLOAT64, MOCK, assert_equal_checkpoints, assert_same_lines
+from tests.megatron_lm.test_experts import DEEPSEEK, GANGS, MIXTRAL
 
 pytestmark = pytest.mark.timeout(500)
 LONG = f"{MOCK} --train-iters 90 --eval-interval 45"
 CELLS = f"{LONG} --tensor-model-parallel-size 2"
 STEPS = f"{LONG} --odyssey-float64 on --save-interval 30 --log-params-norm --log-num-zeros-in-grad"
+RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 WAYS = {
     "activations": "--tensor-model-parallel-size 2",
     "pieces": "--tensor-model-parallel-size 2 --sequence-parallel",
     "contexts": "--context-parallel-size 2",
+    "gangs": f"{DEEPSEEK} --moe-router-dtype fp64 --moe-router-bias-update-rate 1e-3 {GANGS} {RECOMPUTED}",
+    "gangs-slices": f"{MIXTRAL} {GANGS} --use-distributed-optimizer",
 }
+ALWAYS = {"activations", "pieces"}
 LOST = "rank=5,step=2,at=backward;rank=5,step=-1,at=groups,incarnation=1"
 """Rank 5 dies until it is not started any more, and rank 4 goes on without it."""
 THEN = "rank=6,step=50,at=backward"
@@ -24,7 +29,7 @@ THEN = "rank=6,step=50,at=backward"
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(WAYS[one], id=one, marks=[pytest.mark.matrix] * (one == "contexts")) for one in WAYS
+        pytest.param(WAYS[one], id=one, marks=() if one in ALWAYS else pytest.mark.matrix) for one in WAYS
     ],
 )
 def flags(request):

@@ -143,7 +143,7 @@ def counted_numbers(layer: HeldLayer, spans: Sequence[Span], cell: Cell) -> list
     """The gradients of slices of ``layer`` that this rank of their first owner counts."""
     return [
         one.together(main_grad(one.parameter))
-        for one in ranges(layer, cell.tensor_each, spans)
+        for one in ranges(layer, cell.of_layer, spans)
         if cell.index == 0 or _counts(one.parameter, cell)
     ]
 

@@ -146,7 +146,7 @@ class Steps:
 
         if not forward_only or kwargs.get("collect_non_loss_data"):
             raise ConfigError("only evaluations may call the schedule; training goes through train_step.")
-        source, lanes = self.feed.source(data_iterator), self.work.groups.cell.lanes
+        source, lanes = self.feed.source(data_iterator), self.work.groups.cell.full_lanes
         most = self.most_samples // (get_args().micro_batch_size * lanes)
         num_microbatches -= num_microbatches % self.feed.replicas  # none has more of them than another one
 

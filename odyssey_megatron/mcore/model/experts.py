@@ -8,6 +8,7 @@ balancing), and Megatron logs its auxiliary losses.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -46,6 +47,26 @@ def with_experts(config: TransformerConfig) -> list[int]:
 def is_spread(parameter: torch.Tensor) -> bool:
     """Whether ``parameter`` is of an expert that not every expert-parallel rank has."""
     return not getattr(parameter, "allreduce", True)
+
+
+_OF_ONE = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(\d+)(.*)")
+"""The name of a parameter of one expert, or of what an optimizer keeps of it: megatron core_v0.16.1
+transformer/moe/experts.py, ``SequentialMLP`` and ``TEGroupedMLP``.
+"""
+
+
+def of_one_rank(config: TransformerConfig) -> int:
+    """How many experts of a layer each rank of a whole cell has."""
+    return (config.num_moe_experts or 0) // config.expert_model_parallel_size
+
+
+def in_whole(name: str, count: int) -> tuple[int, str]:
+    """Of a parameter of an expert, where several expert-parallel ranks' experts are on one, ``count`` of each: the
+    number of its rank among these, and its ``name`` there.
+    """
+    before, number, behind = _OF_ONE.fullmatch(name).groups()  # type: ignore[union-attr]
+    rank, own = divmod(int(number), count)
+    return rank, f"{before}{own}{behind}"
 
 
 def _check(config: TransformerConfig) -> None:

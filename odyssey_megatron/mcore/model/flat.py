@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from odyssey_megatron.mcore.model.experts import is_spread
-from odyssey_megatron.plan.slices import Span, elements
+from odyssey_megatron.cluster.cell import Each
+from odyssey_megatron.mcore.model.experts import in_whole, is_spread, of_one_rank
+from odyssey_megatron.plan.slices import EVERYTHING, Span, elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,11 @@ class Range(NamedTuple):
     """Of a parameter of a layer the numbers ``[start, stop)``, as a part of it has them."""
 
     name: str
+    """Its own."""
+    in_whole: str
+    """That of a whole cell's."""
+    part: int | None
+    """The number of the part, among those of the rank, if it is of that one alone."""
     parameter: torch.nn.Parameter
     cut: Cut
     start: int
@@ -74,7 +80,7 @@ class Range(NamedTuple):
     @property
     def text(self) -> str:
         """A name."""
-        return f"{self.name}[{self.start}:{self.stop}]"
+        return f"{self.in_whole}[{self.start}:{self.stop}]"
 
     def of_part(self, merged: torch.Tensor, number: int) -> torch.Tensor:
         """These numbers of part ``number`` of a tensor like the parameter, 1-D; a copy where they lie apart."""
@@ -99,35 +105,48 @@ class Range(NamedTuple):
         return self.cut.each if self.cut.dim is not None else 1
 
 
-def ranges(layer: Any, each: int, spans: Iterable[Span]) -> Iterator[Range]:
-    """Which numbers of a held ``layer``, of a rank with ``each`` parts of it, are in ``spans``.
+def ranges(layer: Any, each: Each, spans: Iterable[Span], part: int | None = None) -> Iterator[Range]:
+    """Which numbers of a held ``layer``, of a rank with ``each`` of it, are in ``spans``: of all its parts, or of the
+    one of that number.
 
     Experts that are spread over ranks are a row of numbers of their own: their holders are others.
     """
     spans = list(spans)
-    for parameters, begins in _rows(layer, each):
+    for kinds, begins in _rows(layer, each):
         for span in spans:
             low, high = elements(span, begins[-1])
             at = bisect_right(begins, low) - 1
-            while at < len(parameters) and begins[at] < high:
+            while at < len(kinds) and begins[at] < high:
                 start, stop = max(low, begins[at]), min(high, begins[at + 1])
-                if start < stop:
-                    yield Range(*parameters[at], start - begins[at], stop - begins[at], span)
+                for one in kinds[at] if start < stop else ():
+                    if part is None or one.part in (None, part):
+                        yield one._replace(start=start - begins[at], stop=stop - begins[at], span=span)
                 at += 1
 
 
-_Row = tuple[list[tuple[str, torch.nn.Parameter, Cut]], list[int]]
-"""Parameters, and where each begins; last, where the row ends."""
+_Row = tuple[list[list[Range]], list[int]]
+"""Parameters, of experts those of each part together, and where each begins; last, where the row ends."""
 
 
-def _rows(layer: Any, each: int) -> list[_Row]:
-    known: dict[int, list[_Row]] = layer.__dict__.setdefault("flat_rows", {})
+def _rows(layer: Any, each: Each) -> list[_Row]:
+    known: dict[Each, list[_Row]] = layer.__dict__.setdefault("flat_rows", {})
     if each not in known:
         rows: list[_Row] = [([], [0]), ([], [0])]
-        for name, parameter in sorted(layer.named_parameters()):
-            parameters, begins = rows[is_spread(parameter)]
-            cut = Cut.of(parameter, each)
-            parameters.append((name, parameter, cut))
-            begins.append(begins[-1] + parameter.numel() // (each if cut.dim is not None else 1))
+        for _, kind in sorted(_by_name_in_whole(layer, each).items()):
+            kinds, begins = rows[is_spread(kind[0].parameter)]
+            kinds.append(kind)
+            begins.append(begins[-1] + kind[0].parameter.numel() // kind[0].parts)
         known[each] = rows
     return known[each]
+
+
+def _by_name_in_whole(layer: Any, each: Each) -> dict[str, list[Range]]:
+    found: dict[str, list[Range]] = {}
+    for name, parameter in layer.named_parameters():
+        part, in_whole_cell = None, name
+        if is_spread(parameter) and each.experts > 1:
+            part, in_whole_cell = in_whole(name, of_one_rank(layer.config))
+        cut = Cut.of(parameter, each.shards)
+        one = Range(name, in_whole_cell, part, parameter, cut, 0, parameter.numel(), EVERYTHING)
+        found.setdefault(in_whole_cell, []).append(one)
+    return {name: sorted(kind, key=lambda one: one.part or 0) for name, kind in found.items()}

@@ -58,7 +58,7 @@ class Holdings:
 
     def _hold(self, layer: int, parts: torch.nn.ModuleDict, *, kept: tuple[Span, ...] = ()) -> HeldLayer:
         self.routing.attach(layer, parts)
-        each = self.cell.tensor_each
+        each = self.cell.of_layer
         return HeldLayer(self.spec, layer, parts, self._groups, self._seeds, kept=kept, each=each)
 
     # -- what moves -----------------------------------------------------------------------------------------------
@@ -72,7 +72,8 @@ class Holdings:
     def _weights_in(self, held: HeldLayer, part: int, spans: Sequence[Span]) -> dict[str, torch.Tensor]:
         number = self._parts.number(part)
         found = {
-            one.text: one.of_part(one.parameter, number) for one in ranges(held, self.cell.tensor_each, spans)
+            one.text: one.of_part(one.parameter, number)
+            for one in ranges(held, self.cell.of_layer, spans, number)
         }
         # Of no parameter, and no optimizer's.
         return found | (experts.biases(held) if any(span[0] == 0 for span in spans) else {})
@@ -82,8 +83,9 @@ class Holdings:
         self._put_weights(self._held[layer], part, spans, weights)
 
     def _put_weights(self, held: HeldLayer, part: int, spans: Sequence[Span], weights: Tensors) -> None:
-        for one in () if self._parts.is_one else ranges(held, self.cell.tensor_each, spans):
-            one.put(one.parameter, self._parts.number(part), weights[one.text])
+        number = self._parts.number(part)
+        for one in () if self._parts.is_one else ranges(held, self.cell.of_layer, spans, number):
+            one.put(one.parameter, number, weights[one.text])
 
     def moved_bytes(self, layer: int) -> int:
         """Bytes of all state of one part of a layer, wherever its tensors lie."""
@@ -113,7 +115,7 @@ class Holdings:
 
     def optimizer_of(self, held: HeldLayer, spans: tuple[Span, ...]) -> LayerOptimizer:
         """A new one, of ``spans`` of a layer."""
-        return LayerOptimizer(held, self.spec, self._groups, spans, self.cell.tensor_each)
+        return LayerOptimizer(held, self.spec, self._groups, spans, self.cell.of_layer)
 
     def tensors_to_send(self, layer: int, part: int, span: Span = EVERYTHING) -> dict[str, torch.Tensor]:
         """The current state of a held layer, or that of a ``span`` of it, which is kept here."""
@@ -218,7 +220,10 @@ class Holdings:
         found = {}
         for index, layer in sorted(self._held.items()):
             first = self.place.first_of(layer)
+            mine = {name: one for name, one in layer.weights().items() if name in first}
             for part, shard in zip(self._parts, self.place.shards, strict=True):
-                weights = self._parts.of(layer, layer.weights(), part)
-                found[index, shard] = {name: one.cpu() for name, one in weights.items() if name in first}
+                weights = self._parts.of(layer, mine, part)
+                found[index, shard] = {name: one.cpu() for name, one in weights.items()}
+                if self.cell.of_layer.experts > 1:  # all the rest is the same in each part
+                    mine = {name: one for name, one in mine.items() if name in self._parts.spread(layer)}
         return {place: weights for place, weights in found.items() if weights}

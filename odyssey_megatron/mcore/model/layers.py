@@ -20,6 +20,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 
+from odyssey_megatron.cluster.cell import ONE, Each
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.mcore.model import experts, needed, rng, span, te, wgrad
 from odyssey_megatron.mcore.model import groups as own
@@ -139,9 +140,9 @@ class HeldLayer(torch.nn.Module):
         seeds: rng.LayerSeeds,
         *,
         kept: tuple[Span, ...] = (EVERYTHING,),
-        each: int = 1,
+        each: Each = ONE,
     ):
-        """``kept``: with the optimizer of these, and its state. ``each``: parts of it that this rank has."""
+        """``kept``: with the optimizer of these, and its state. ``each``: what this rank has of it."""
         super().__init__()
         self.index, self.config, self.ddp_config, self.parts = index, spec.config, spec.ddp_config, parts
         if _is_random(spec.config):
@@ -450,11 +451,11 @@ class LayerBlock:
             found += [buffer[low - buffer.storage_offset() : high - buffer.storage_offset()]] * bool(own)
         return found
 
-    def buffered(self, first: int, last: int) -> list[list[torch.nn.Parameter]]:
-        """The parameters of layers ``[first, last)`` of this block: of each of :meth:`gradients`, in their order."""
+    def buffered(self, first: int, last: int, *, spread: bool = False) -> list[list[torch.nn.Parameter]]:
+        """The parameters in each of :meth:`gradients`, or, if ``spread``, of :meth:`expert_gradients`, in order."""
         mine = [parameter for layer in self.inside(first, last) for parameter in layer.parameters()]
         found = []
-        for buffer in self.buffers:
+        for buffer in self.expert_buffers if spread else self.buffers:
             start = buffer.untyped_storage().data_ptr()
             inside = [one for one in mine if main_grad(one).untyped_storage().data_ptr() == start]
             if inside:

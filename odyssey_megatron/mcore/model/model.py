@@ -19,7 +19,7 @@ from odyssey_megatron.mcore.loop.balance import Balance, heads
 from odyssey_megatron.mcore.loop.batches import Batches
 from odyssey_megatron.mcore.loop.data import MicrobatchSource
 from odyssey_megatron.mcore.loop.outcome import StepOutcome
-from odyssey_megatron.mcore.model import by_context, groups, needed, rng, span, summed, te
+from odyssey_megatron.mcore.model import by_context, groups, lanes, needed, rng, span, summed, te
 from odyssey_megatron.mcore.model.assembling import assembled, unsent
 from odyssey_megatron.mcore.model.clipping import clipped
 from odyssey_megatron.mcore.model.future import FutureTokens
@@ -97,9 +97,10 @@ class MegatronModel(Holdings):
         """Losses of a microbatch: a mean for each part of its sequence, which Megatron averages, or one sum."""
         self.cuts_activations = config.sequence_parallel if cuts_activations is None else cuts_activations
         parts = self._groups.tp_cp if config.sequence_parallel else self._groups.cp
-        self._message_shape = spec.activation_shape(seq_length, micro_batch_size, parts.size())
+        length, *rest = spec.activation_shape(seq_length, micro_batch_size, parts.size())
+        self._message_shape = (length * cell.lane_each, *rest)
         self._flights = Flights()
-        self._step, self.balance = -1, Balance()
+        self._step, self._lane, self.balance = -1, cell.held_lanes[0], Balance()
         self.future = FutureTokens(config)
         self.logits = LargestLogit(config, cell.rank, world_size)
         self._tally = Tally(self.loss_names, self.future, self.routing)
@@ -169,7 +170,7 @@ class MegatronModel(Holdings):
     def begin_step(self, step: int) -> None:
         """Forgets whatever an earlier attempt left, and zeroes the gradients."""
         self._step = self._seeds.step = step
-        microbatches = self.microbatches_of(step) * self.cell.lanes
+        microbatches = self.microbatches_of(step) * self.cell.full_lanes
         self._begin(microbatches, before=self.batches.before(step), training=True)
         self.balance.begin(step)
         self._look_ahead()  # now, since whoever computes heads waits for the first activation
@@ -181,11 +182,11 @@ class MegatronModel(Holdings):
     def microbatches_of(self, step: int) -> int:
         """As a plan counts: a cell computes as many at once as it has lanes."""
         size = 0 if step in self.batches.left_out else self.batches.size(step)
-        return size // (self._micro_batch_size * self.cell.lanes)
+        return size // (self._micro_batch_size * self.cell.full_lanes)
 
     def begin_evaluation(self, first: int, microbatches: int) -> None:
         """As a step, of those ``microbatches`` of the source from ``first`` on; nothing is kept for a backward."""
-        lanes = self.cell.lanes
+        lanes = self.cell.full_lanes
         self._seeds.step = rng.INITIAL - 1 - first
         self._begin(microbatches * lanes, before=first * lanes * self._micro_batch_size, training=False)
         self.balance.begin(-1)
@@ -202,21 +203,21 @@ class MegatronModel(Holdings):
 
     def _look_ahead(self) -> dict[int, int]:
         """At the next step's microbatches that would have their heads here; gives the first of the route of each."""
-        step, lanes = self._step + 1, self.cell.lanes
+        step, lanes, own = self._step + 1, self.cell.full_lanes, self.cell.held_lanes
         if self._tp_rank or self._cp_rank or not self.balance.num_totals:
             return {}
         routes = heads(self._layout, self._worker, self.microbatches_of(step))
-        before = self.batches.before(step)
-        source = self.source
+        source, before = self.source, self.batches.before(step)
         assert source is not None
         self.balance.look_ahead(
-            step, routes, lambda one: source.squares(before, one * lanes + self.cell.lane)
+            step, routes, lambda one: sum(source.squares(before, one * lanes + lane) for lane in own)
         )
         return routes
 
-    def _go_to(self, microbatch: int) -> int:
-        """To this lane's of a plan's ``microbatch``; gives its number in the step, by which all here know it."""
-        microbatch = self.balance.in_place(microbatch) * self.cell.lanes + self.cell.lane
+    def _go_to(self, microbatch: int, lane: int | None = None) -> int:
+        """To a ``lane``'s of a plan's ``microbatch``, or the first one's here; gives its number in the step."""
+        self._lane = self.cell.held_lanes[0] if lane is None else lane
+        microbatch = self.balance.in_place(microbatch) * self.cell.full_lanes + self._lane
         self._seeds.microbatch = microbatch
         assert self.source is not None
         self.source.go_to(microbatch)
@@ -232,9 +233,31 @@ class MegatronModel(Holdings):
         ahead: bool = False,
         needs: Needs = None,
     ) -> torch.Tensor:
-        microbatch = self._go_to(microbatch)
         if activation is not None and self._training:
             activation.requires_grad_()
+        output = lanes.in_turn(
+            self.cell,
+            activation,
+            lambda lane: self._go_to(microbatch, lane),
+            lambda number, rows: self._forward_of_lane(number, first, last, rows, ahead=ahead, needs=needs),
+        )
+        if self._training:
+            self._flights[self._go_to(microbatch), first] = Flight(
+                activation, output, WeightGrads(), last - first
+            )
+        return output
+
+    def _forward_of_lane(
+        self,
+        microbatch: int,
+        first: int,
+        last: int,
+        activation: torch.Tensor | None,
+        *,
+        ahead: bool,
+        needs: Needs,
+    ) -> torch.Tensor:
+        """Of a ``microbatch`` of the step, which is at hand."""
         self.future.taken()  # what is left of a forward that was cut short
         tensor, reported, counted = activation, list[dict[str, torch.Tensor]](), 0
         sums_losses = self.spec.config.calculate_per_token_loss
@@ -255,18 +278,12 @@ class MegatronModel(Holdings):
                     is_last_stage=is_last_stage,
                 )
             counted += tokens
-        losses = self._tally.read(reported)
-        if ahead:
-            self._tally.put_aside(microbatch, first, last, counted, losses)
-        else:
-            self._tally.count(microbatch, counted, losses)
+        self._tally.add(microbatch, first, last, counted, self._tally.read(reported), ahead=ahead)
         assert tensor is not None
-        if self._training:
-            self._flights[microbatch, first] = Flight(activation, tensor, WeightGrads(), last - first)
         return tensor
 
     def adopt(self, visits: Collection[Visit]) -> None:
-        ours = {(self._go_to(microbatch), first) for microbatch, first, _ in visits}
+        ours = {(self._go_to(one, lane), first) for one, first, _ in visits for lane in self.cell.held_lanes}
         for place in self._tally.adopt(ours):
             self._flights.pop(place, None)
 
@@ -278,9 +295,9 @@ class MegatronModel(Holdings):
 
     def undo(self, visits: Collection[Visit]) -> None:
         for microbatch, first, last in visits:
-            microbatch = self._go_to(microbatch)
-            self._flights.pop((microbatch, first), None)
-            self._tally.undo(microbatch, first, last, with_losses=last == self.spec.num_layers)
+            for number in (self._go_to(microbatch, lane) for lane in self.cell.held_lanes):
+                self._flights.pop((number, first), None)
+                self._tally.undo(number, first, last, with_losses=last == self.spec.num_layers)
 
     def input_grad(
         self,
@@ -294,8 +311,9 @@ class MegatronModel(Holdings):
     ) -> torch.Tensor | None:
         def on_the_way(layer: int) -> None:
             assert passed is not None
-            passed(layer)
-            self._go_to(microbatch)  # back to it: what is recomputed draws numbers
+            if self._lane == self.cell.held_lanes[0]:  # the last one to come here
+                passed(layer)
+                self._go_to(microbatch)  # back to it: what is recomputed draws numbers
 
         if passed is not None:
             passed(last)
@@ -309,12 +327,16 @@ class MegatronModel(Holdings):
     def gradients(self, first: int, last: int, part: int) -> Sequence[torch.Tensor]:
         return summed.gradients(self._block(first, last), self._parts, first, last, part)
 
-    def expert_gradients(self, first: int, last: int) -> Sequence[torch.Tensor]:
-        return self._block(first, last).expert_gradients(first, last)
+    def expert_gradients(self, first: int, last: int, part: int) -> Sequence[torch.Tensor]:
+        return summed.expert_gradients(self._block(first, last), self._parts, first, last, part)
 
-    def slices(self, first: int, last: int, part: int) -> tuple[Sequence[Slices], Sequence[Slices]]:
+    def slices(self, first: int, last: int, part: int) -> Sequence[Slices]:
         block = self._block(first, last)
-        return summed.slices(block, self._parts, self._layout, self.cell, first, last, part)
+        return summed.slices(block, self._parts, self._layout, first, last, part, spread=False)
+
+    def expert_slices(self, first: int, last: int, part: int) -> Sequence[Slices]:
+        block = self._block(first, last)
+        return summed.slices(block, self._parts, self._layout, first, last, part, spread=True)
 
     def partial_gradients(self, first: int, last: int, part: int) -> Sequence[torch.Tensor]:
         return summed.partial_gradients(self._block(first, last), self._parts, first, last, part)

@@ -17,6 +17,7 @@ import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from odyssey_megatron.cluster.cell import ONE, Each
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.mcore.model.flat import Range, ranges
 from odyssey_megatron.mcore.model.parking import Parking
@@ -96,9 +97,9 @@ class LayerOptimizer:
         spec: ModelSpec,
         groups: ProcessGroupCollection,
         spans: tuple[Span, ...] = (EVERYTHING,),
-        each: int = 1,
+        each: Each = ONE,
     ):
-        """``each``: parts of the layer that this rank has."""
+        """``each``: what this rank has of the layer."""
         config = spec.optimizer_config
         if config.use_distributed_optimizer:
             raise ConfigError(
@@ -183,12 +184,13 @@ class LayerOptimizer:
     def part_bytes(self) -> int:
         """Of the state of one part of the whole layer, if all of it is like what is kept here."""
         numbers = {span: 0 for span in (EVERYTHING, *self.spans)}
-        for one in ranges(self._module, self._each, numbers):
+        for one in ranges(self._module, self._each, numbers, 0):
             numbers[one.span] += one.stop - one.start
         here = sum(numbers[span] for span in self.spans)
         kept = sum(
             one.nbytes // (each.of.parts if one.dim() else 1)
             for each in self._each_kept()
+            if each.of.part in (None, 0)
             for one in each.tensors().values()
         )
         return round(kept * numbers[EVERYTHING] / here) if here else 0
@@ -208,7 +210,7 @@ class LayerOptimizer:
         """What is kept of ``span`` of part ``number``: each 1-D, with its parameter's name; in place, or a copy."""
         self.fetch()
         found: dict[str, torch.Tensor] = {}
-        for wanted in ranges(self._module, self._each, [span]):
+        for wanted in ranges(self._module, self._each, [span], number):
             pieces: dict[str, list[torch.Tensor]] = defaultdict(list)
             for one in self._kept.get(wanted.name, ()):
                 start, stop = max(one.of.start, wanted.start), min(one.of.stop, wanted.stop)
@@ -218,19 +220,19 @@ class LayerOptimizer:
                         pieces[kept].append(part[start - at : stop - at] if tensor.dim() else part)
             for kept, own in pieces.items():
                 counts = kept == "step"  # alike in all of them
-                found[f"{wanted.name}.{kept}"] = own[0] if counts or len(own) == 1 else torch.cat(own)
+                found[f"{wanted.in_whole}.{kept}"] = own[0] if counts or len(own) == 1 else torch.cat(own)
         return found
 
     @torch.no_grad()
     def put(self, number: int, span: Span, given: Mapping[str, torch.Tensor]) -> None:
         """What :meth:`numbers` has given of ``span``, here or elsewhere, is kept from now on."""
         self.fetch()
-        for wanted in ranges(self._module, self._each, [span]):
+        for wanted in ranges(self._module, self._each, [span], number):
             for one in self._kept.get(wanted.name, ()):
                 start, stop = max(one.of.start, wanted.start), min(one.of.stop, wanted.stop)
                 if start < stop:
                     for kept, tensor in one.tensors().items():
-                        numbers = given[f"{wanted.name}.{kept}"]
+                        numbers = given[f"{wanted.in_whole}.{kept}"]
                         cut = numbers[start - wanted.start : stop - wanted.start] if tensor.dim() else numbers
                         one.put(tensor, number, cut, start, stop)
 

@@ -4,6 +4,8 @@ A job with tensor parallelism T cuts a layer into T parts. A cell that has lost 
 ``tensor_each`` = T/t consecutive parts, and its modules are Megatron's own for tensor parallelism t: a tensor of theirs
 is what those parts' tensors are together. Whatever leaves such a rank, or arrives there, goes part by part, as a whole
 cell's rank has it: names, shapes, order and flat buffers. Where the cell has but fewer context-parallel ranks, t is T.
+A rank of a smaller gang has several consecutive expert-parallel ranks' experts: of these each is in one part alone, and
+all else is the same in all of them.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from odyssey_megatron.cluster.cell import Cell
+from odyssey_megatron.cluster.cell import ONE, Cell
+from odyssey_megatron.mcore.model.experts import in_whole, is_spread, of_one_rank
 from odyssey_megatron.mcore.model.flat import Cut
 from odyssey_megatron.mcore.model.layers import HeldLayer, LayerBlock, main_grad
 from odyssey_megatron.upstream import compat
@@ -28,8 +31,8 @@ class Parts:
     """Those that the ranks of ``cell`` have of each layer."""
 
     def __init__(self, cell: Cell):
-        self._each, self._numbers = cell.tensor_each, cell.held_parts
-        self._staged: dict[tuple[int, int, int], _Staged] = {}
+        self.each, self._numbers = cell.of_layer, cell.held_parts
+        self._staged: dict[tuple[int, int, int, bool], _Staged] = {}
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._numbers)
@@ -41,55 +44,98 @@ class Parts:
     @property
     def is_one(self) -> bool:
         """As in whole cells: it is the tensors themselves, and nothing here does anything."""
-        return self._each == 1
+        return self.each == ONE
 
     def of(self, layer: HeldLayer, tensors: Tensors, part: int) -> dict[str, torch.Tensor]:
         """Of ``tensors`` of ``layer``, weights and state alike, those of ``part``."""
         if self.is_one:
             return dict(tensors)
-        cuts, number = self._cuts(layer, tensors), self._numbers.index(part)
+        number = self._numbers.index(part)
+        if self.each.experts > 1:
+            return self._with_experts(layer, tensors, number)
+        cuts = self._cuts(layer, tensors)
         return {name: cuts[name].part(one.detach(), number) for name, one in tensors.items()}
 
     @torch.no_grad()
     def arrived(self, layer: HeldLayer, tensors: Tensors, part: int, sent: Tensors) -> None:
         """What was received in ``sent``, which :meth:`of` has given, is that ``part`` of ``tensors`` from now on."""
-        if not self.is_one:
+        if self.each.shards > 1:  # else it is these tensors
             cuts, number = self._cuts(layer, tensors), self._numbers.index(part)
             for name, one in sent.items():
                 cuts[name].put(tensors[name], number, one)
 
     def bytes_of_one(self, layer: HeldLayer) -> int:
         """Of all that moves of ``layer``, of one part: what is kept here of its optimizer state is a share of that."""
-        weights = layer.weights()
-        cuts = self._cuts(layer, weights) if not self.is_one else {}
+        weights, spread = layer.weights(), self.spread(layer)
+        cuts = self._cuts(layer, weights) if self.each.shards > 1 else {}
         of_weights = sum(
-            one.nbytes // (self._each if name in cuts and cuts[name].dim is not None else 1)
+            one.nbytes
+            // (self.each.shards if name in cuts and cuts[name].dim is not None else 1)
+            // (self.each.experts if name in spread else 1)
             for name, one in weights.items()
         )
         return of_weights + (layer.optimizer.part_bytes() if layer.optimizer else 0)
 
     def _cuts(self, layer: HeldLayer, names: Iterable[str]) -> dict[str, Cut]:
         """Of a parameter, or what an optimizer keeps of it: it is cut in the same way, if it has numbers of its own."""
-        parameters = dict(layer.named_parameters())
+        parameters, each = dict(layer.named_parameters()), self.each.shards
         found = {}
         for name in names:
             if (parameter := parameters.get(name)) is None:
                 parameter = parameters[name.rpartition(".")[0]]
             alike = name.endswith(".step")
-            found[name] = Cut(self._each) if alike else Cut.of(parameter, self._each)
+            found[name] = Cut(each) if alike else Cut.of(parameter, each)
         return found
+
+    # -- experts ----------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def spread(layer: HeldLayer) -> set[str]:
+        """The names of parameters of experts that are spread over ranks."""
+        return {name for name, one in layer.named_parameters() if is_spread(one)}
+
+    def _with_experts(self, layer: HeldLayer, tensors: Tensors, number: int) -> dict[str, torch.Tensor]:
+        """The tensors themselves, without other parts' experts: with the names of a whole cell's rank, in its order.
+        That is weights by name, what is no parameter, and by the names of parameters what optimizers keep.
+        """
+        parameters, found = dict(layer.named_parameters()), list[tuple[int, str, str, torch.Tensor]]()
+        for name, one in tensors.items():
+            kind, parameter, kept = 0, name, ""
+            if name not in parameters:
+                before, _, behind = name.rpartition(".")
+                kind, parameter, kept = (2, before, f".{behind}") if before in parameters else (1, "", name)
+            if parameter and is_spread(parameters[parameter]):
+                part, parameter = in_whole(parameter, of_one_rank(layer.config))
+                if part != number:
+                    continue
+            found.append((kind, parameter, f"{parameter}{kept}", one.detach()))
+        return {name: one for *_, name, one in sorted(found, key=lambda each: each[:2])}
+
+    def of_part(self, layer: HeldLayer, part: int) -> set[int]:
+        """The ids of the parameters of experts that are in ``part``."""
+        number, count = self._numbers.index(part), of_one_rank(layer.config)
+        names = {name: one for name, one in layer.named_parameters() if is_spread(one)}
+        return {id(one) for name, one in names.items() if in_whole(name, count)[0] == number}
 
     # -- gradients ------------------------------------------------------------------------------------------------
 
-    def stage(self, block: LayerBlock, first: int, last: int, part: int) -> _Staged:
-        """The gradients of layers ``[first, last)`` of ``block``, copied into buffers like a whole cell's."""
-        number = self._numbers.index(part)
-        found = self._staged[first, last, part] = _Staged.of(block, first, last, self._each, number)
-        return found
+    def stage(self, block: LayerBlock, first: int, last: int, part: int, *, spread: bool = False) -> _Staged:
+        """The gradients of layers ``[first, last)`` of ``block``, or of their experts that are ``spread`` over ranks,
+        copied into buffers like a whole cell's.
+        """
+        if spread:
+            ours = {one for layer in block.inside(first, last) for one in self.of_part(layer, part)}
+            every = block.buffered(first, last, spread=True)
+            made = _Staged.of([[one for one in own if id(one) in ours] for own in every], 1, 0)
+        else:
+            number = self._numbers.index(part)
+            made = _Staged.of(block.buffered(first, last), self.each.shards, number)
+        self._staged[first, last, part, spread] = made
+        return made
 
-    def staged(self, first: int, last: int, part: int) -> _Staged:
+    def staged(self, first: int, last: int, part: int, *, spread: bool = False) -> _Staged:
         """As :meth:`stage` has given it last."""
-        return self._staged[first, last, part]
+        return self._staged[first, last, part, spread]
 
     def take_sums(self) -> None:
         """What has become of the staged gradients is what the layers' gradients are from now on."""
@@ -115,9 +161,9 @@ class _Staged:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, block: LayerBlock, first: int, last: int, each: int, number: int) -> _Staged:
+    def of(cls, buffered: Iterable[Sequence[torch.nn.Parameter]], each: int, number: int) -> _Staged:
         made: _Staged = cls([], [], each, number)
-        for parameters in block.buffered(first, last):
+        for parameters in buffered:
             pieces = [Cut.of(one, each).part(main_grad(one), number) for one in parameters]
             buffer = torch.cat([one.reshape(-1) for one in pieces])
             made.buffers.append(buffer)
@@ -162,16 +208,51 @@ _Reasons = tuple[tuple[str, Callable[[Any], object]], ...]
 
 _KEPT_WHOLE: _Reasons = (
     (
-        "it has neither tensor nor context parallelism",
-        lambda config: config.tensor_model_parallel_size == config.context_parallel_size == 1,
+        "it has neither tensor, context nor expert parallelism",
+        lambda config: (
+            config.tensor_model_parallel_size == config.context_parallel_size == 1 and not _has_gangs(config)
+        ),
     ),
-    ("its layers have experts", lambda config: config.num_moe_experts),
-    ("it predicts several tokens (--mtp-num-layers)", lambda config: config.mtp_num_layers),
-    ("its forward draws numbers (dropout)", lambda config: config.attention_dropout or config.hidden_dropout),
     ("it computes in 8 bits", lambda config: getattr(config, "fp8", None)),
+    (
+        "its experts are cut over other ranks than its layers (--expert-tensor-parallel-size)",
+        lambda config: (
+            _has_gangs(config)
+            and config.expert_tensor_parallel_size not in (None, config.tensor_model_parallel_size)
+        ),
+    ),
+    (
+        "its experts are one tensor (moe_use_legacy_grouped_gemm)",
+        lambda config: _has_gangs(config) and getattr(config, "moe_use_legacy_grouped_gemm", False),
+    ),
 )
 
+_SEQUENCES_KEPT: _Reasons = (
+    ("it predicts several tokens (--mtp-num-layers)", lambda config: config.mtp_num_layers),
+    (
+        "its forward draws numbers (dropout, routers)",
+        lambda config: (
+            config.attention_dropout
+            or config.hidden_dropout
+            or config.moe_input_jitter_eps
+            or config.moe_router_force_load_balancing
+        ),
+    ),
+    (
+        "its routers go by the tokens of one rank (a capacity factor, sinkhorn)",
+        lambda config: (
+            config.num_moe_experts
+            and (
+                config.moe_expert_capacity_factor is not None
+                or "sinkhorn" in config.moe_router_load_balancing_type
+            )
+        ),
+    ),
+)
+"""Where a rank would have several parts of a sequence, or of a layer: a lane has all of a microbatch."""
+
 _SHARDS_KEPT: _Reasons = (
+    ("its layers have experts", lambda config: config.num_moe_experts),
     (
         "its layers may be Transformer Engine's (transformer_impl is not local)",
         lambda config: _may_be_te(config),
@@ -206,15 +287,23 @@ def kept_whole(
     ``optimizer``: Megatron's name of it; ``is_packed``: see ``ModelSpec``; ``is_hybrid``: its layers are of several
     kinds.
     """
-    whole = _first(_KEPT_WHOLE, config)
-    if is_packed:
-        whole = "its sequences are packed"
-    elif is_hybrid and config.tensor_model_parallel_size * config.context_parallel_size > 1:
+    whole, has_lanes_only = (
+        _first(_KEPT_WHOLE, config),
+        _has_gangs(config) and config.context_parallel_size == 1,
+    )
+    if not whole and not has_lanes_only:
+        whole = "its sequences are packed" if is_packed else _first(_SEQUENCES_KEPT, config)
+    if not whole and is_hybrid:
         whole = "it is a hybrid model"
     shards = _first(_SHARDS_KEPT, config)
     if compat.is_muon(optimizer):
         shards = "Muon goes by the matrix that each rank of a whole cell has"
-    return Kept(whole or (shards if config.context_parallel_size == 1 else ""), shards)
+    others = config.context_parallel_size > 1 or _has_gangs(config)
+    return Kept(whole or ("" if others else shards), shards)
+
+
+def _has_gangs(config: Any) -> bool:
+    return bool(config.num_moe_experts) and config.expert_model_parallel_size > 1
 
 
 def _first(reasons: _Reasons, config: Any) -> str:

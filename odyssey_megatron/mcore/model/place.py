@@ -24,11 +24,12 @@ class Place:
         """
         holders, speaker = self.layout.all_holders[layer], self.layout.speaker(layer)
         order = [speaker, *(worker for worker in holders if worker != speaker)]
-        parts = self.cell.expert_parts if spread else self.cell.tensor
-        each = (
-            self.cell.size * self.cell.context_each // parts
-        )  # as many numbers as a whole cell has ranks for it
-        return order.index(self.worker) * each + self.cell.index // parts
+        cell = self.cell
+        parts, full = (
+            (cell.expert_parts, cell.full_expert_parts) if spread else (cell.tensor, cell.full_tensor)
+        )
+        each = cell.full // full  # as many numbers as a whole cell has ranks for it
+        return order.index(self.worker) * each + cell.index // parts
 
     @property
     def parts(self) -> tuple[int, ...]:
@@ -38,7 +39,7 @@ class Place:
     @property
     def shards(self) -> tuple[str, ...]:
         """Their names: ``tp0``, ..., with experts that are spread over ranks ``part0``, ...; empty: all of it."""
-        kind = "part" if self.cell.expert > 1 else "tp" if self.cell.parts > 1 else ""
+        kind = "part" if self.cell.full_expert > 1 else "tp" if self.cell.parts > 1 else ""
         return tuple(f"{kind}{part}" if kind else "" for part in self.parts)
 
     def first_of(self, layer: HeldLayer) -> set[str]:

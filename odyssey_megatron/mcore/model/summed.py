@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.execute.scatter import Slices
 from odyssey_megatron.mcore.model.experts import is_spread
 from odyssey_megatron.mcore.model.flat import Range, ranges
@@ -17,9 +16,18 @@ from odyssey_megatron.plan.layout import Layout
 
 def gradients(block: LayerBlock, parts: Parts, first: int, last: int, part: int) -> Sequence[torch.Tensor]:
     """Of layers ``[first, last)`` of ``block``, 1-D: in place, or, in a smaller cell, in a copy of that ``part``."""
-    if parts.is_one:
+    if parts.each.shards == 1:
         return block.gradients(first, last)
     return parts.stage(block, first, last, part).buffers
+
+
+def expert_gradients(
+    block: LayerBlock, parts: Parts, first: int, last: int, part: int
+) -> Sequence[torch.Tensor]:
+    """The same of experts that are spread over ranks."""
+    if parts.each.experts == 1:
+        return block.expert_gradients(first, last)
+    return parts.stage(block, first, last, part, spread=True).buffers
 
 
 def partial_gradients(
@@ -27,34 +35,35 @@ def partial_gradients(
 ) -> Sequence[torch.Tensor]:
     """Those of :func:`gradients`, as views, of which each tensor-parallel rank has computed a part only."""
     partial = block.partial_parameters(first, last)
-    if parts.is_one:
+    if parts.each.shards == 1:
         return [main_grad(one) for one in partial]
     return parts.staged(first, last, part).of_parameters(partial)
 
 
 def slices(
-    block: LayerBlock, parts: Parts, layout: Layout, cell: Cell, first: int, last: int, part: int
-) -> tuple[Sequence[Slices], Sequence[Slices]]:
-    """Where not all who hold these layers need all sums, who needs what of :func:`gradients`, and of those of experts
-    that are spread over ranks.
+    block: LayerBlock, parts: Parts, layout: Layout, first: int, last: int, part: int, *, spread: bool
+) -> Sequence[Slices]:
+    """Where not all who hold these layers need all sums, who needs what of :func:`gradients`, or of those of experts
+    that are ``spread`` over ranks.
     """
     holders, states = layout.all_holders[first], layout.states
-    found: tuple[list[Slices], list[Slices]] = ([], [])
     if all(len(one.owners) == len(holders) for layer in range(first, last) for one in states[layer]):
-        return found
+        return []
+    found = []
     for layer in block.inside(first, last):
         for of_layer, owners in states[layer.index]:
-            views: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-            for one in ranges(layer, cell.tensor_each, [of_layer]):
-                views[is_spread(one.parameter)].append(_numbers(one, parts, first, last, part))
-            for kind, own in zip(found, views, strict=True):
-                kind.append(Slices(tuple(map(holders.index, owners)), own))
+            own = [
+                _numbers(one, parts, first, last, part, spread=spread)
+                for one in ranges(layer, parts.each, [of_layer], parts.number(part) if spread else None)
+                if is_spread(one.parameter) == spread
+            ]
+            found.append(Slices(tuple(map(holders.index, owners)), own))
     return found
 
 
-def _numbers(one: Range, parts: Parts, first: int, last: int, part: int) -> torch.Tensor:
+def _numbers(one: Range, parts: Parts, first: int, last: int, part: int, *, spread: bool) -> torch.Tensor:
     """Of :func:`gradients`, as a view."""
-    if parts.is_one:
+    if (parts.each.experts if spread else parts.each.shards) == 1:
         return one.of_part(main_grad(one.parameter), 0)
-    (staged,) = parts.staged(first, last, part).of_parameters([one.parameter])
+    (staged,) = parts.staged(first, last, part, spread=spread).of_parameters([one.parameter])
     return staged.reshape(-1)[one.start : one.stop]

@@ -50,8 +50,12 @@ class Tally:
             self.tokens[microbatch] = tokens
             self.losses[microbatch] = reported
 
-    def put_aside(self, microbatch: int, first: int, last: int, tokens: Tokens, reported: Reported) -> None:
-        """As :meth:`count`, of a forward that is run ahead."""
+    def add(
+        self, microbatch: int, first: int, last: int, tokens: Tokens, reported: Reported, *, ahead: bool
+    ) -> None:
+        """As :meth:`count`; nothing yet of a forward that is run ``ahead``."""
+        if not ahead:
+            return self.count(microbatch, tokens, reported)
         self._ahead[microbatch, first] = tokens, reported, self._routing.take_back(microbatch, first, last)
 
     def undo(self, microbatch: int, first: int, last: int, *, with_losses: bool) -> None:
