@@ -34,9 +34,11 @@ class Progress:
     Args:
         keeps: results stay until the step's end, so that they can be sent once more to whoever takes over for a dead
             worker; else until they are sent.
+        alone: a worker is one rank. Where several compute together, what they exchange within an instruction is
+            garbage once groups are aborted: gradients then are not what they were, though it began with nothing.
     """
 
-    def __init__(self, num_microbatches: int, num_layers: int, *, keeps: bool):
+    def __init__(self, num_microbatches: int, num_layers: int, *, keeps: bool, alone: bool = True):
         self.table = torch.zeros(num_microbatches, num_layers, dtype=torch.uint8)
         """See ``plan/resume.py``: a failure costs the survivors nothing of it. Behind :meth:`take_stock`."""
         self._noted: list[_Noted] = []
@@ -50,7 +52,7 @@ class Progress:
         """
         self.ahead: dict[Visit, torch.Tensor] = {}
         """What leaves the visits of other workers that this one has run ahead."""
-        self._whole, self._adding = True, 0
+        self._whole, self._adding, self._alone = True, 0, alone
         self._own: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Gradients that are sums by now, and what they were."""
         self._take: Callable[[], None] = lambda: None
@@ -157,13 +159,13 @@ class Progress:
                     self.ahead.pop(visit, None)
                     undone[visit] = None
             elif op is Op.WEIGHT_GRAD:  # it needs nothing but what its input gradient has left here
-                self.whole = self.whole and began == ended
+                self.whole = self.whole and began == ended and bool(self._alone or ended)
                 if not any(m == visit[0] and a <= visit[1] and visit[2] <= b for m, a, b in undone):
                     self._mark(instr, REACHES[op])
             elif ended:
                 self._mark(instr, REACHES[op])
             else:  # autograd has let go of the forward, too
-                self.whole = self.whole and (began == ended or op is Op.FORWARD)
+                self.whole = self.whole and ((began == ended and self._alone) or op is Op.FORWARD)
                 self._mark(instr, 0)
                 undone[visit] = None
         return list(undone)

@@ -154,4 +154,5 @@ class StepRunner:
 
 def new_progress(assignment: Assignment, *, keeps: bool = False) -> Progress:
     """Of a step, or an evaluation, of which nothing is done; ``keeps``: see :class:`Progress`."""
-    return Progress(assignment.layout.num_microbatches, assignment.layout.num_layers, keeps=keeps)
+    layout = assignment.layout
+    return Progress(layout.num_microbatches, layout.num_layers, keeps=keeps, alone=assignment.cell.size == 1)

@@ -124,6 +124,24 @@ def test_what_became_a_sum_for_good_beside_an_input_gradient_is_not_forgotten():
     assert not progress.whole
 
 
+def test_what_ranks_that_compute_together_began_with_nothing_may_have_changed_gradients():
+    """What they exchange within is garbage behind an abort; a rank alone has only zeros to add."""
+    from odyssey_megatron.execute.progress import Progress
+    from odyssey_megatron.plan.schedule import parse_instr
+
+    stands, fallen = torch.ones(()), torch.zeros(())
+    for alone in (True, False):
+        for text in ("I0[0:4]", "W0[0:4]"):
+            progress = Progress(1, 4, keeps=True, alone=alone)
+            instr = parse_instr(text)
+            progress.reached(instr, instr.op, stands, stands)
+            progress.take_stock()
+            assert progress.whole
+            progress.reached(instr, instr.op, fallen, fallen)
+            progress.take_stock()
+            assert progress.whole is alone
+
+
 def test_results_stay_until_the_step_ends_or_until_they_are_sent():
     from odyssey_megatron.execute.progress import Progress
     from odyssey_megatron.plan.schedule import Op

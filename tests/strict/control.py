@@ -181,7 +181,7 @@ class Coordinator:
         self.store.over = True
 
 
-def member_of(rank: int, ranks: int, incarnation: int, coordinator: Coordinator) -> member.Member:
+def member_of(rank: int, ranks: int, incarnation: int, each: int, coordinator: Coordinator) -> member.Member:
     """A process's line to the coordinator. Called by a host of that process."""
     store: Any = coordinator.store
     heartbeat: Any = SimpleNamespace(asked=Ask.NOTHING)
@@ -192,6 +192,7 @@ def member_of(rank: int, ranks: int, incarnation: int, coordinator: Coordinator)
         watch=store,
         config=coordinator.config,
         incarnation=incarnation,
+        each=each,
         heartbeat=heartbeat,
     )
 

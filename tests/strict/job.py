@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from odyssey_megatron import recover
+from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.cluster.events import Ask, RankDied
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.config import OdysseyConfig
@@ -31,6 +32,7 @@ from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.rebuild.groups import build_groups
 from tests.execute.stack import LAYERS, MICROBATCHES, Stack
 from tests.strict.between_hosts import Hosts, Table
+from tests.strict.cells import CellStack
 from tests.strict.communicators import Library, Wire
 from tests.strict.control import Coordinator, Journal, member_of, taking_turns
 from tests.strict.device import DEVICE, DeviceMemory, on_device
@@ -80,20 +82,35 @@ class Case:
     """Of each slice of optimizer state; 0: every holder keeps all."""
     respawns: int = 0
     """How often each rank is started again."""
+    tensor: int = 1
+    context: int = 1
+    shrinks_to: int = 0
+    """What is left of a broken cell comes back with so many ranks; 0: it does not."""
     aim: Callable[[PolicyPlanner, JobState], Plan] | None = None
     """Where the job goes once it trains, though nobody has died."""
 
     @property
     def ranks(self) -> range:
-        return range(self.stages * self.replicas)
+        return range(self.stages * self.replicas * self.cell_size)
+
+    @property
+    def cell_size(self) -> int:
+        return self.tensor * self.context
 
     def spec(self, config: OdysseyConfig) -> JobSpec:
         return JobSpec(
-            num_layers=LAYERS, pipeline_model_parallel_size=self.stages, tensor_model_parallel_size=1,
-            num_microbatches=MICROBATCHES, tokens_per_step=MICROBATCHES, train_steps=self.steps,
-            least_holders=config.least_holders, eager_forwards=config.eager_forwards,
-            virtual_stages=self.virtual_stages, optimizer_copies=self.copies,
-        )  # fmt: skip
+            num_layers=LAYERS,
+            pipeline_model_parallel_size=self.stages,
+            tensor_model_parallel_size=self.tensor,
+            context_parallel_size=self.context,
+            num_microbatches=MICROBATCHES,
+            tokens_per_step=MICROBATCHES,
+            train_steps=self.steps,
+            least_holders=config.least_holders,
+            eager_forwards=config.eager_forwards,
+            virtual_stages=self.virtual_stages,
+            optimizer_copies=self.copies,
+        )
 
 
 class _Stopwatch:
@@ -123,16 +140,28 @@ class _Stopwatch:
 
 
 class Rank:
-    """A process of the job, and its device. ``incarnation``: how many its rank has had before."""
+    """A process of the job, and its device.
 
-    def __init__(self, rank: int, job: Job, incarnation: int = 0):
-        self.rank, self.incarnation, self._job = rank, incarnation, job
+    Args:
+        incarnation: how many its rank has had before.
+        each: places of a whole cell that it fills.
+    """
+
+    def __init__(self, rank: int, job: Job, incarnation: int = 0, each: int = 1):
+        self.rank, self.incarnation, self._job, self._each = rank, incarnation, job, each
+        self.cell = Cell.of(rank, tensor=job.case.tensor, context=job.case.context).smaller(each)
         self.device: Device = job.machine.device(rank, one_queue=job.case.one_queue)
         self.memory = DeviceMemory(self.device)
         self._libraries = Library(job.machine, self.memory, job.wires), Hosts(job.machine, job.tables)
-        self.journal, self.model = Journal(), (Sliced if job.case.copies else Stack)(DEVICE.type)
+        self.journal = Journal()
+        self.model: Stack | CellStack
+        if job.case.cell_size > 1:
+            self.model = CellStack(DEVICE.type, self.cell)
+        else:
+            self.model = (Sliced if job.case.copies else Stack)(DEVICE.type)
         self.model.begins = self._begins
         self.weights: dict[int, torch.Tensor] = {}
+        """Of cells the columns that this rank has."""
         self.momenta: dict[tuple[int, Span], torch.Tensor] = {}
         """Of slices that are kept here."""
         self.syncs: list[list[str]] = []
@@ -157,7 +186,7 @@ class Rank:
 
     def _train(self) -> None:
         case, coordinator = self._job.case, self._job.coordinator
-        self.member = member_of(self.rank, len(case.ranks), self.incarnation, coordinator)
+        self.member = member_of(self.rank, len(case.ranks), self.incarnation, self._each, coordinator)
         with on_device(self.memory):
             if self.member.joins:
                 self.member.join()
@@ -170,11 +199,16 @@ class Rank:
                 fault_point=self._point,
                 journal=self.journal,  # type: ignore[arg-type]
                 on_commit=lambda step, outcome: None,
+                on_groups=self.model.enter if isinstance(self.model, CellStack) else lambda groups: None,
+                cell=self.cell,
                 device=DEVICE.type,
                 stopwatch=_Stopwatch(self.device),
             )
             recover.train(self.member, runtime, train_steps=case.steps)
             runtime.chronicle.log_last_step()
+            if isinstance(self.model, CellStack):
+                self.weights = {layer: self.model._weight(layer).cpu() for layer in self.model.held}
+                return
             self.weights = {layer: state[0].cpu() for layer, state in self.model.held.items()}
             if isinstance(self.model, Sliced):
                 kept = {layer: states[0] for layer, states in self.model.states.items()}
@@ -222,19 +256,24 @@ class Job:
         self.struck: set[tuple[Kill, int]] = set()
         """The kills that have come, with the incarnation of whom they have met."""
         self.ranks = [Rank(rank, self) for rank in case.ranks]
-        self._gone: list[Rank] = []
+        self._gone: list[tuple[int, int, int]] = []
         self.machine.host("agent", self._start_again, may_be_left=True)
 
     def ended(self, rank: Rank, code: int) -> None:
         self.coordinator.store.send(RankDied(rank=rank.rank, code=code, cause="killed"))
         if rank.incarnation < self.case.respawns:
-            self._gone.append(rank)
+            self._gone.append((rank.rank, rank.incarnation + 1, 1))
+        elif self.case.shrinks_to and not rank.incarnation:
+            whole = {one.rank: one.device.dead for one in self.ranks if one.cell.worker == rank.cell.worker}
+            if all(whole.values()):
+                left = sorted(whole)[: self.case.shrinks_to]
+                self._gone += [(one, 1, len(whole) // len(left)) for one in left]
 
     def _start_again(self) -> None:
         while True:
             this_host().wait(lambda: bool(self._gone))
-            rank = self._gone.pop(0)
-            self.ranks.append(Rank(rank.rank, self, rank.incarnation + 1))
+            rank, incarnation, each = self._gone.pop(0)
+            self.ranks.append(Rank(rank, self, incarnation, each))
 
 
 @dataclass(frozen=True, slots=True)
