@@ -26,6 +26,7 @@ from odyssey_megatron.policy.kinds import mixed
 from odyssey_megatron.policy.knapsack import packed
 from odyssey_megatron.policy.shares import SLACK
 from odyssey_megatron.policy.splits import Splits
+from odyssey_megatron.policy.turns import TURNS
 
 ALIKE = 0.001
 """A shape that could at best be this share better than another one is not worth scheduling."""
@@ -165,7 +166,11 @@ class Pipelines:
     def least(
         self, done: Callable[[float], list[tuple[int, int]] | None], from_s: float, below_s: float
     ) -> tuple[float, Shares] | None:
-        """(time, pipelines) of the least time for which ``done`` has some; None if there is none below ``below_s``."""
+        """(time, pipelines) of the least time for which ``done`` has some; None if there is none below ``below_s``.
+
+        Raises Preempted.
+        """
+        TURNS.check()
         if from_s >= below_s:
             return None
         high_s = below_s
@@ -222,9 +227,10 @@ class Pipelines:
             self._bounds.learn(late_s, self._trust, inf if self.workers <= MANY_WORKERS else _NEAR)
 
     def schedule(self, kind: int, microbatches: int) -> float:
-        """The true time; infinite if it does not fit."""
+        """The true time; infinite if it does not fit. Raises Preempted."""
         if (kind, microbatches) in self._true_s:
             return self._true_s[kind, microbatches]
+        TURNS.check()
         splits, costs = self.splits, self.splits.costs
         hops = self._hops(kind)
         state, needs, usual = [], [], []

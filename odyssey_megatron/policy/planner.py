@@ -31,6 +31,7 @@ from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.redundancy import Standing
 from odyssey_megatron.policy.replacing import WithoutThem
 from odyssey_megatron.policy.score import mean_time_between_failures_s, restart_cost_s
+from odyssey_megatron.policy.turns import TURNS
 from odyssey_megatron.policy.two_speed import rows as rows_of
 from odyssey_megatron.policy.two_speed import towards, two_speed
 
@@ -226,6 +227,9 @@ class PolicyPlanner:
         return WithoutThem(price=price, plan=decided.plan, rows=decided.rows)
 
     def decide(self, state: ClusterState, previous: Plan, now_s: float) -> Decided:
+        return TURNS.run(lambda: self._decide(state, previous, now_s), yields=False)
+
+    def _decide(self, state: ClusterState, previous: Plan, now_s: float) -> Decided:
         before = self._job
         weighed: tuple[CandidateRow, ...] = ()
         if self._standings:

@@ -22,6 +22,7 @@ from odyssey_megatron.policy.partition import Partition
 from odyssey_megatron.policy.pipelines import MANY_WORKERS, Pipelines, Shares
 from odyssey_megatron.policy.seating import Shape
 from odyssey_megatron.policy.splits import Splits
+from odyssey_megatron.policy.turns import TURNS
 
 _LEGS = {2: " in a V", 4: " in a W"}
 """Of routes that visit workers more than once, and how they look in tables."""
@@ -128,8 +129,16 @@ class Search:
 
         Args:
             slow: besides ``num_workers``.
-            thorough: nobody waits for it: of many workers more is looked at, which later calls then know.
+            thorough: nobody waits for it: of many workers more is looked at, which later calls then know; and a thread
+                that decides goes first.
         """
+        return TURNS.run(
+            lambda: self._known_partitions(num_workers, num_microbatches, slow, thorough), yields=thorough
+        )
+
+    def _known_partitions(
+        self, num_workers: int, num_microbatches: int, slow: Sequence[Slow], thorough: bool
+    ) -> tuple[Partition, ...]:
         key = num_workers, num_microbatches, self.splits.sorts.numbers(sorted(slow, reverse=True))
         if key not in self._partitions:
             workers, microbatches, sorts = key

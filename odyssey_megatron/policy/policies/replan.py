@@ -33,7 +33,9 @@ class Replan(Policy):
                 fits = True
                 yield _sketch(case, alive, found, {})
         if slow and steady:
-            for found in case.search.partitions(len(steady), microbatches, [*slow.values()]):
+            for found in case.search.partitions(
+                len(steady), microbatches, [*slow.values()], thorough=case.thorough
+            ):
                 fits = True
                 yield _sketch(case, steady, found, slow)
         if not fits:
