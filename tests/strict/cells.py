@@ -67,7 +67,7 @@ class CellStack(CellOfOne):
 
     def create_layers(self, layers: tuple[int, ...], kept: Mapping[int, tuple[Span, ...]]) -> None:
         for layer in layers:
-            self.held.setdefault(layer, {part: self._columns(layer, part) for part in self._cell.held_parts})
+            self.held.setdefault(layer, {part: self._columns(layer, part) for part in self._cell.held_shards})
 
     def _columns(self, layer: int, part: int) -> list[torch.Tensor]:
         own = initial(layer)[:, part * self._width : (part + 1) * self._width].clone()
@@ -101,7 +101,7 @@ class CellStack(CellOfOne):
         before, size = self._gradients, WIDTH * self._width
         self._spans, self._gradients = {}, {}
         for block in layout.blocks():
-            for part in self._cell.held_parts if worker in block.holders else ():
+            for part in self._cell.held_shards if worker in block.holders else ():
                 span = torch.zeros((block.last - block.first) * size, **self._where)
                 self._spans[block.first, block.last, part] = span
                 for at, piece in enumerate(span.split(size)):
@@ -158,8 +158,8 @@ class CellStack(CellOfOne):
         flight = self._flights[microbatch, first]
         if grad is None:
             grad = 2 * flight[-1][1] / (ROWS * WIDTH) * word
-        low = self._cell.held_parts.start * self._width
-        high = self._cell.held_parts.stop * self._width
+        low = self._cell.held_shards.start * self._width
+        high = self._cell.held_shards.stop * self._width
         for at in reversed(range(len(flight))):
             mixed, y = flight[at]
             inner = (grad * (1 - y.square()))[:, low:high]
@@ -174,7 +174,7 @@ class CellStack(CellOfOne):
         found = self._flights[microbatch, begin]
         for layer in range(first, last):
             columns = found[layer - begin].split(self._width, dim=1)
-            for part, own in zip(self._cell.held_parts, columns, strict=True):
+            for part, own in zip(self._cell.held_shards, columns, strict=True):
                 self._gradients[layer, part] += own
             found[layer - begin] = None
         if not any(one is not None for one in found):

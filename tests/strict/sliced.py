@@ -106,11 +106,11 @@ class Sliced(Stack):
 
     # -- one step -------------------------------------------------------------------------------------------------
 
-    def slices(self, first: int, last: int, part: int) -> tuple[list[Any], list[Any]]:
+    def slices(self, first: int, last: int, part: int) -> list[Any]:
         holders, states = self._layout.holders[first], self._layout.states
         if all(len(one.owners) == len(holders) for layer in range(first, last) for one in states[layer]):
-            return [], []
-        found = [
+            return []
+        return [
             Slices(
                 tuple(map(holders.index, one.owners)),
                 [self._gradients[layer].view(-1)[slice(*elements(one.span, SIZE))]],
@@ -118,7 +118,6 @@ class Sliced(Stack):
             for layer in range(first, last)
             for one in states[layer]
         ]
-        return found, []
 
     def apply(self, totals: torch.Tensor, checkpoint: Any) -> Outcome:
         kept = self._layout.spans_kept_by(self._worker)

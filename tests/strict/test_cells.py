@@ -23,7 +23,7 @@ def check(one, seed):
     assert [ended.losses[step] for step in range(one.steps)] == pytest.approx(losses, rel=1e-12)
     found = {}
     for rank in ended.alive:
-        low = rank.cell.held_parts.start * (WIDTH // rank.cell.full_tensor)
+        low = rank.cell.held_shards.start * (WIDTH // rank.cell.full_tensor)
         for layer, own in rank.weights.items():
             for at, column in enumerate(own.t(), start=low):
                 assert torch.equal(found.setdefault((layer, at), column), column), "holders differ"
