@@ -121,9 +121,6 @@ def test_a_cell_that_trains_with_fewer_ranks_becomes_whole_again(jobs, undisturb
                     2,
                 ),
                 (WIDE_GANGS, 1, 4),
-                (f"{GANG} --context-parallel-size 2", 2, 2),
-                (f"{MIXTRAL} {CONTEXT} {CALM}", 1, 2),
-                (f"{GANGS} --context-parallel-size 2", 1, 4),
             )
         ),
     ],

@@ -228,31 +228,15 @@ _KEPT_WHOLE: _Reasons = (
 )
 
 _SEQUENCES_KEPT: _Reasons = (
+    # Megatron weighs an auxiliary loss by the tokens of one rank (megatron core_v0.16.1 transformer/moe/router.py,
+    # ``attach_and_log_load_balancing_loss``), and experts with a capacity drop tokens of one.
+    ("its layers have experts", lambda config: config.num_moe_experts),
     ("it predicts several tokens (--mtp-num-layers)", lambda config: config.mtp_num_layers),
-    (
-        "its forward draws numbers (dropout, routers)",
-        lambda config: (
-            config.attention_dropout
-            or config.hidden_dropout
-            or config.moe_input_jitter_eps
-            or config.moe_router_force_load_balancing
-        ),
-    ),
-    (
-        "its routers go by the tokens of one rank (a capacity factor, sinkhorn)",
-        lambda config: (
-            config.num_moe_experts
-            and (
-                config.moe_expert_capacity_factor is not None
-                or "sinkhorn" in config.moe_router_load_balancing_type
-            )
-        ),
-    ),
+    ("its forward draws numbers (dropout)", lambda config: config.attention_dropout or config.hidden_dropout),
 )
 """Where a rank would have several parts of a sequence, or of a layer: a lane has all of a microbatch."""
 
 _SHARDS_KEPT: _Reasons = (
-    ("its layers have experts", lambda config: config.num_moe_experts),
     (
         "its layers may be Transformer Engine's (transformer_impl is not local)",
         lambda config: _may_be_te(config),
@@ -287,19 +271,17 @@ def kept_whole(
     ``optimizer``: Megatron's name of it; ``is_packed``: see ``ModelSpec``; ``is_hybrid``: its layers are of several
     kinds.
     """
-    whole, has_lanes_only = (
-        _first(_KEPT_WHOLE, config),
-        _has_gangs(config) and config.context_parallel_size == 1,
-    )
-    if not whole and not has_lanes_only:
+    whole, shards = _first(_KEPT_WHOLE, config), _first(_SHARDS_KEPT, config)
+    has_lanes = _has_gangs(config) and config.context_parallel_size == 1
+    if not whole and not has_lanes:
         whole = "its sequences are packed" if is_packed else _first(_SEQUENCES_KEPT, config)
     if not whole and is_hybrid:
         whole = "it is a hybrid model"
-    shards = _first(_SHARDS_KEPT, config)
     if compat.is_muon(optimizer):
         shards = "Muon goes by the matrix that each rank of a whole cell has"
-    others = config.context_parallel_size > 1 or _has_gangs(config)
-    return Kept(whole or ("" if others else shards), shards)
+    if not whole and not has_lanes and config.context_parallel_size == 1:
+        whole = shards
+    return Kept(whole, shards)
 
 
 def _has_gangs(config: Any) -> bool:
