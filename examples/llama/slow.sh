@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# A rank that is slow, and not dead: the job of demo.sh on 4 ranks, once undisturbed, and once with 70 % of the CPU of
-# rank 3 taken away for 40 steps. It is found, gets less to do, and gets it back; the losses stay the same. It wants a
-# machine with a core for each rank, and nothing else to do: three minutes there.
+# A rank that is slow, and not dead: the job of demo.sh on 4 ranks (2 where there are fewer than 4 cores), once
+# undisturbed, and once with 70 % of the CPU of the last rank taken away for 40 steps. It is found, gets less to do, and
+# gets it back; the losses stay the same. It wants a machine with nothing else to do: three minutes there.
 #
 #   bash examples/llama/slow.sh [FOLDER]      default: odyssey-slow in the current folder
 set -euo pipefail
@@ -13,12 +13,15 @@ mkdir -p "$out"
 rm -rf "$out/undisturbed" "$out/slowed" "$out/report"
 export PYTHONWARNINGS="ignore::UserWarning" OMP_NUM_THREADS=1
 
+if (($(nproc) >= 4)); then ranks=4 stages=2; else ranks=2 stages=1; fi
+slow=$((ranks - 1))
+
 train() { # run-dir, then further flags
   local run_dir="$1"
   shift
-  odyssey run --nproc-per-node 4 --preload odyssey_megatron.mcore.cpu_preload \
+  odyssey run --nproc-per-node $ranks --preload odyssey_megatron.mcore.cpu_preload \
     "$checkout/examples/llama/pretrain_llama.py" \
-    --pipeline-model-parallel-size 2 \
+    --pipeline-model-parallel-size $stages \
     --num-layers 8 --hidden-size 64 --ffn-hidden-size 192 \
     --num-attention-heads 4 --num-query-groups 2 --seq-length 64 \
     --micro-batch-size 1 --global-batch-size 16 --train-iters 120 --lr 3e-3 \
@@ -32,14 +35,14 @@ reached() { # step, of the job that is slowed
   done
 }
 
-echo "== 1/3 the job, undisturbed: 4 ranks, 2 pipeline stages x 2 pipelines, 120 steps"
+echo "== 1/3 the job, undisturbed: $ranks ranks, $stages pipeline stage(s) x 2 pipelines, 120 steps"
 train "$out/undisturbed"
 
-echo "== 2/3 the same job; from step 20 to step 60 rank 3 runs for three tenths of the time"
+echo "== 2/3 the same job; from step 20 to step 60 rank $slow runs for three tenths of the time"
 train "$out/slowed" --odyssey-rebalance auto --odyssey-profile-steps 2 &
 job=$!
 reached 20
-odyssey inject "$out/slowed" --rank 3 --slow 3.3 &
+odyssey inject "$out/slowed" --rank "$slow" --slow 3.3 &
 robber=$!
 reached 60
 odyssey top "$out/slowed" --once || true

@@ -36,7 +36,7 @@ def initial_plan(job: JobSpec, state: ClusterState, profile: Profile) -> Plan:
         stage_layers=job.stage_layers,
         tied=job.is_tied,
     )
-    prepare(job, state, profile)
+    prepare(job, state, profile, is_measured=False)
     if not job.chooses_layout:
         return _healthy(own, job, state, profile)
     plans, reasons = list[Plan](), list[str]()

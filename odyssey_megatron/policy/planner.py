@@ -160,7 +160,7 @@ class PolicyPlanner:
         profile = replace(self._learned, group_build_s=found.group_build_s)
         if not alike(found.costs, profile.costs):
             profile = found
-        prepare(self._job, state, profile)
+        prepare(self._job, state, profile, is_measured=True)
         for worker, *_ in one_of_each(current, state):
             died = RankDied(rank=state.workers[worker].ranks[0], code=0, cause="rehearsal", t_s=now_s)
             left = apply(state, died)

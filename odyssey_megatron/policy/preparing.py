@@ -17,18 +17,22 @@ together, as the nodes of a rack or on one switch, is mostly such a number.
 """
 
 
-def prepare(job: JobSpec, state: ClusterState, profile: Profile) -> None:
+def prepare(job: JobSpec, state: ClusterState, profile: Profile, *, is_measured: bool) -> None:
     """Works out what the next decision will look up, so that a recovery does not wait for it.
 
     Optional; worth calling after each change of the profile or of the membership, off the critical path.
+
+    Args:
+        is_measured: costs are not estimated ones, for whose few steps only what is likely is prepared.
     """
     warm_up()
     costs = profile.costs
     search = search_for(costs, costs.memory_bytes, job.optimizer_copies, revisits=job.revisits)
     alive = len(state.alive)
     node = max(Counter(worker.node for worker in state.workers if worker.alive).values(), default=1)
-    together = {2**n for n in range(_MOST_LOST.bit_length())} | {*range(1, node + 1)}
-    for lost in sorted(one for one in together if one <= max(1, node, alive // 4)):
+    together = {2**n for n in range(_MOST_LOST.bit_length()) if 2 ** (n + 2) <= alive} | {1, node}
+    together |= {*range(1, node)} if is_measured else set()
+    for lost in sorted(together):
         workers = alive - lost
         if workers <= 0:
             continue

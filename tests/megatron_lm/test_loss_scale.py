@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from odyssey_megatron.errors import EXIT_UNSOUND
+from odyssey_megatron.upstream.source import Source
 from tests.e2e.jobs import ROUNDING, assert_holders_agree
 from tests.megatron_lm.jobs import FLOAT32, MOCK
 
@@ -75,11 +76,17 @@ def skipped(run):
     return [int(one.exact[0]) for one in lines(run) if math.isnan(one.grad_norm)]
 
 
+def is_first(jobs):
+    """Of a version whose steps are known: others begin with other weights, and other ones of theirs overflow."""
+    return Source((jobs.checkout,)).version().startswith("0.16.")
+
+
 @pytest.mark.parametrize("case", KILLS)
 def test_lines_are_those_of_plain_megatron_lm(jobs, name, case):
     run = jobs.odyssey(name, FP16, ranks=8, stages=2, inject=KILLS[case])
     plain = jobs.plain(FP16, ranks=8, stages=2)
-    assert skipped(plain) == [1, 5, 6]
+    assert skipped(plain)
+    assert not is_first(jobs) or skipped(plain) == [1, 5, 6]
     assert_same(run, plain)
     assert len(run.killed) == 2
     assert_holders_agree(run)
@@ -125,7 +132,7 @@ def test_checkpoints_have_the_scale_and_its_counts(jobs, name, optimizer):
     )
     assert shot.exit_code == 0, shot.log[-4000:]
     whole = jobs.plain(f"{FP16} {optimizer} --load {saves['plain']}", ranks=8, stages=2)
-    assert skipped(whole) == [5, 6]
+    assert not is_first(jobs) or skipped(whole) == [5, 6]
     assert_same(jobs.plain(f"{FP16} {optimizer} --load {saves['odyssey']}", ranks=8, stages=2), whole)
     loaded = jobs.odyssey(
         f"{name}-loaded",
