@@ -83,8 +83,12 @@ def is_first(jobs):
 
 @pytest.mark.parametrize("case", KILLS)
 def test_lines_are_those_of_plain_megatron_lm(jobs, name, case):
-    run = jobs.odyssey(name, FP16, ranks=8, stages=2, inject=KILLS[case])
-    plain = jobs.plain(FP16, ranks=8, stages=2)
+    """With other weights the scale is so near the largest number that the sums of a worker with more microbatches are
+    too large, where gradients are added up in 16 bits (docs/not-yet.md): there in 32.
+    """
+    flags = FP16 if is_first(jobs) else f"{FP16} {BUFFERS}"
+    run = jobs.odyssey(name, flags, ranks=8, stages=2, inject=KILLS[case])
+    plain = jobs.plain(flags, ranks=8, stages=2)
     assert skipped(plain)
     assert not is_first(jobs) or skipped(plain) == [1, 5, 6]
     assert_same(run, plain)
