@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 
 from odyssey_megatron.cluster.state import ClusterState, without_fresh
 from odyssey_megatron.diagnosis.verdicts import Diagnosis
@@ -22,20 +23,51 @@ _EVERY_S = 1.0
 _CLOSES_S = 0.5
 """Reading takes less."""
 _SHARE = 0.05
-"""Of a core, that learning may take as long as the plan is the same."""
+"""Of a core, that either may take as long as the plan is the same."""
+
+
+class _Beside:
+    """Work beside the coordinator's, now and then: a thread at a time."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._thread: threading.Thread | None = None
+        self._for: Plan | None = None
+        self._due_s = 0.0
+
+    def look(self, current: Plan, work: Callable[[], None]) -> None:
+        """Begins with ``work`` where that is due, or was for another plan. Returns at once."""
+        if self._thread is not None and self._thread.is_alive():
+            return
+        if time.monotonic() < self._due_s and current is self._for:
+            return
+        self._for = current
+        self._thread = threading.Thread(target=self._run, args=(work,), name=self._name, daemon=True)
+        self._thread.start()
+
+    def _run(self, work: Callable[[], None]) -> None:
+        began_s = time.thread_time()
+        try:
+            work()
+        except ControlPlaneLost:
+            return
+        except Exception:  # noqa: BLE001 - the job goes on by what was known before
+            _log.exception("what the ranks have measured was not taken in. Please report this.")
+        finally:
+            self._due_s = time.monotonic() + max(_EVERY_S, (time.thread_time() - began_s) / _SHARE)
 
 
 class Learning:
-    """A thread at a time, now and then: ``Planner.learn`` with what the ranks have published."""
+    """``Planner.learn`` with what the ranks have published, and ``Planner.rehearse``. Who is slow is known within a
+    second or two of what shows it, however long it takes to work out the next decisions.
+    """
 
     def __init__(self, planner: Planner, control: Control, world_size: int):
         self._planner, self._control = planner, control
         self._keys = [keys.observations_key(rank) for rank in range(world_size)]
-        self._thread: threading.Thread | None = None
-        self._learned: Plan | None = None
+        self._learns, self._rehearses = _Beside("odyssey-learn"), _Beside("odyssey-rehearse")
         self._has_learned = False
         self._reading = threading.Lock()
-        self._due_s = 0.0
         self.diagnosis: Diagnosis | None = None
         """By what was read last."""
 
@@ -57,29 +89,15 @@ class Learning:
 
     def look(self, state: ClusterState, current: Plan) -> None:
         """Learns for the next failure of ``current``, where that is due. Returns at once."""
-        now_s = time.monotonic()
-        if (self._thread is None or not self._thread.is_alive()) and (
-            now_s >= self._due_s or current is not self._learned
-        ):
-            self._learned = current
-            self._thread = threading.Thread(
-                target=self._run, args=(without_fresh(state), current), name="odyssey-learn", daemon=True
-            )
-            self._thread.start()
+        state = without_fresh(state)
+        self._learns.look(current, lambda: self._learn(state, current))
+        self._rehearses.look(current, lambda: self._planner.rehearse(state, current, time.monotonic()))
 
-    def _run(self, state: ClusterState, current: Plan) -> None:
-        began_s = time.thread_time()
-        try:
-            with self._reading:
-                observations = self.observations()
-            if any(observations) and not self._has_learned:
-                # Working out what the next decisions look up takes seconds, and nobody is to read all this again.
-                self._planner.adopt(observations)
-                self._has_learned = True
-            self.diagnosis = self._planner.learn(state, current, observations, time.monotonic())
-        except ControlPlaneLost:
-            return
-        except Exception:  # noqa: BLE001 - the job goes on by what was known before
-            _log.exception("what the ranks have measured was not taken in. Please report this.")
-        finally:
-            self._due_s = time.monotonic() + max(_EVERY_S, (time.thread_time() - began_s) / _SHARE)
+    def _learn(self, state: ClusterState, current: Plan) -> None:
+        with self._reading:
+            observations = self.observations()
+        if any(observations) and not self._has_learned:
+            # Working out what the next decisions look up takes seconds, and nobody is to read all this again.
+            self._planner.adopt(observations)
+            self._has_learned = True
+        self.diagnosis = self._planner.learn(state, current, observations, time.monotonic())

@@ -23,9 +23,9 @@ class Planner(Protocol):
     def learn(
         self, state: ClusterState, current: Plan, observations: Sequence[str], now_s: float
     ) -> Diagnosis | None:
-        """Takes in what the ranks have measured, and works out what the next decisions will look up.
+        """Takes in what the ranks have measured.
 
-        It may take long, and run beside them in another thread: they go by what was learned last.
+        It may run beside decisions in another thread: they go by what was rehearsed last.
 
         Args:
             current: the plan that the job trains with.
@@ -33,6 +33,12 @@ class Planner(Protocol):
 
         Returns:
             Who is slow by what is known now, and why.
+        """
+        ...
+
+    def rehearse(self, state: ClusterState, current: Plan, now_s: float) -> None:
+        """Works out what the next decisions will look up, by what was learned last. Takes as long as it takes, beside
+        them and :meth:`learn` in a thread of its own.
         """
         ...
 

@@ -85,7 +85,7 @@ class PolicyPlanner:
         self._profile = replace(self._profile, costs=replace(self._profile.costs, keeps_messages=keeps))
         job.check(len(state.ranks))
         decided = self._first_plan(job, state)
-        self._home, self._learned = decided.plan, self._profile
+        self._home, self._learned, self._measured = decided.plan, self._profile, self._profile
         self._history = History(job.cell_size)
         return decided
 
@@ -156,10 +156,11 @@ class PolicyPlanner:
         if self._start_s is None and any(observations):
             steps_s = self._config.profile_steps * current.step_s
             self._start_s = max(0.0, now_s - state.started_s - steps_s)
-        found, diagnosis = self._taken_in(observations, dict(state.incarnations), state.nodes)
-        profile = replace(self._learned, group_build_s=found.group_build_s)
-        if not alike(found.costs, profile.costs):
-            profile = found
+        self._measured, diagnosis = self._taken_in(observations, dict(state.incarnations), state.nodes)
+        return diagnosis
+
+    def rehearse(self, state: ClusterState, current: Plan, now_s: float) -> None:
+        profile = self._newest()
         prepare(self._job, state, profile, is_measured=True)
         for worker, *_ in one_of_each(current, state):
             died = RankDied(rank=state.workers[worker].ranks[0], code=0, cause="rehearsal", t_s=now_s)
@@ -168,10 +169,14 @@ class PolicyPlanner:
                 with contextlib.suppress(OdysseyError):
                     self._going_on(left, current, profile, now_s, home=self._home, thorough=True)
         self._learned = profile  # not before all this is known
-        return diagnosis
+
+    def _newest(self) -> Profile:
+        """By what was learned last, with the costs that decisions were rehearsed with, where these are no others."""
+        found, known = self._measured, self._learned
+        return replace(known, group_build_s=found.group_build_s) if alike(found.costs, known.costs) else found
 
     def adopt(self, observations: Sequence[str]) -> None:
-        self._learned = self._taken_in(observations)[0]
+        self._learned = self._measured = self._taken_in(observations)[0]
 
     def rebalance(
         self, state: ClusterState, current: Plan, now_s: float, lasts_s: float, *, anew: bool = False
@@ -182,7 +187,7 @@ class PolicyPlanner:
         decided = self._going_on(
             without_fresh(state),
             current,
-            self._learned,
+            self._newest(),
             now_s,
             home=None if anew else self._home,
             horizon_s=lasts_s,
@@ -198,7 +203,7 @@ class PolicyPlanner:
         return Rebalanced(decided=decided, gain=kept_s / chosen.step_s - 1)
 
     def step_s(self, state: ClusterState, plan: Plan) -> float:
-        return scheduled("keep", plan.layout, (), state, self._learned).step_s
+        return scheduled("keep", plan.layout, (), state, self._newest()).step_s
 
     def slowed_s(self, state: ClusterState, live: Plan) -> tuple[float, float]:
         """The step as it is, and as it would be if nobody were slow."""
@@ -214,7 +219,7 @@ class PolicyPlanner:
         kept_s, healthy_s = self.slowed_s(state, live)
         away_s = replacing.away_s(self._start_s or 0.0, kept_s)
         left = without(state, workers)
-        decided = self._going_on(left, live, self._learned, now_s, home=self._home, horizon_s=away_s)
+        decided = self._going_on(left, live, self._newest(), now_s, home=self._home, horizon_s=away_s)
         if replacing.takes_a_risk(decided.plan.layout, live.layout):
             raise PlanInfeasible("without it some layers have a single holder")
         price = replacing.Price(
@@ -222,7 +227,7 @@ class PolicyPlanner:
             kept_s=kept_s,
             without_s=decided.plan.step_s,
             away_s=away_s,
-            pause_s=2 * self._learned.group_build_s,
+            pause_s=2 * self._newest().group_build_s,
         )
         return WithoutThem(price=price, plan=decided.plan, rows=decided.rows)
 

@@ -64,7 +64,7 @@ def run(
     script = CHECKOUT / "tests" / "execute" / "emulated.py"
     job = server.run(
         ["--nproc-per-node", ranks, script, "--odyssey-device", "cpu", "--odyssey-run-dir", folder, *flags],
-        log=folder.with_suffix(".log"),
+        log=folder.parent / f"{folder.name}.log",
         env=ENVIRONMENT,
     )
     if job.wait(180) != 0:

@@ -213,6 +213,8 @@ def emulated() -> tuple[list[dict[str, Any]], list[Bar]]:
             rows = [slow_emulated.measured(server, Path(folder), 4, 8, 16, speed) for speed in SPEEDS]
     finally:
         server.close()
+    if all(row["policy"] == "the plan stays" for row in rows):
+        raise RuntimeError("no plan has changed for a worker that is slow")
     bars = [
         at_least("emulated: of_share (least)", min(row["of_share"] for row in rows), 0.97),
         at_least("emulated: over_nothing (least)", min(row["over_nothing"] for row in rows), 1.0),

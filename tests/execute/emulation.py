@@ -114,6 +114,9 @@ class EmulationPlanner(planner.PolicyPlanner):
     def learn(self, state: ClusterState, current: Plan, observations: Sequence[str], now_s: float):
         return super().learn(self._slowed(state), current, observations, now_s)
 
+    def rehearse(self, state: ClusterState, current: Plan, now_s: float) -> None:
+        super().rehearse(self._slowed(state), current, now_s)
+
     def decide(self, state: ClusterState, previous: Plan, now_s: float) -> Decided:
         if self._emulation.two_speed:
             return super().decide(self._slowed(state), previous, now_s)

@@ -45,6 +45,7 @@ class FakePlanner:
     def __init__(self) -> None:
         self.previous: list[Plan] = []
         self.learned: list[tuple[Plan, tuple[str, ...]]] = []
+        self.rehearsed: list[Plan] = []
         self.adopted: list[tuple[str, ...]] = []
         self.error: Exception | None = None
         self.target: Plan | None = None
@@ -57,6 +58,9 @@ class FakePlanner:
 
     def learn(self, state, current, observations, now_s):
         self.learned.append((current, tuple(observations)))
+
+    def rehearse(self, state, current, now_s):
+        self.rehearsed.append(current)
 
     def adopt(self, observations):
         self.adopted.append(tuple(observations))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -45,6 +46,25 @@ def test_at_once_for_what_trains_now(started):
     assert started.absent(3)
     current, seen = started.planner.learned[-1]
     assert (current.step_s, seen) == (second.plan.step_s, SEEN)
+
+
+def test_who_is_slow_is_known_while_decisions_are_worked_out(started):
+    begun = threading.Event()
+
+    def takes_long(*args):
+        begun.set()
+        time.sleep(60)
+
+    started.planner.rehearse = takes_long
+    started.died(2)
+    started.generation(2)
+    started.live(2, 0, 1, 3)
+    assert begun.wait(10)
+    known = len(started.planner.learned)
+    deadline_s = time.monotonic() + 20
+    while len(started.planner.learned) < known + 2 and time.monotonic() < deadline_s:
+        started.absent(3)
+    assert len(started.planner.learned) >= known + 2
 
 
 def test_what_goes_wrong_in_it_costs_the_job_nothing(started, caplog):

@@ -85,7 +85,7 @@ def test_a_job_that_chose_its_layout_by_an_estimate_looks_once_more(job, layout)
         replace(one, forward_s=9 * one.forward_s, input_grad_s=9 * one.input_grad_s) if at == 2 else one
         for at, one in enumerate(costs.all_layers)
     ]
-    planner._learned = replace(planner._learned, costs=costs.with_layers(heavy))
+    planner._measured = planner._learned = replace(planner._learned, costs=costs.with_layers(heavy))
     measured = [Diagnosis(costs={}, newest=step, factors={0: 1.0}) for step in (4, 5, 6)]
     assert rebalancing.look(slow(4, w5=2.0), state, plan, 8.0) == (state, None), (
         "not while somebody may be slow"

@@ -45,6 +45,7 @@ def died(state, *ranks):
 def test_a_death_in_any_stage_is_looked_up_with_measured_costs(policy, monkeypatch):
     planner, plan, state = started(policy=policy)
     planner.learn(state, plan, OBSERVED, 0.0)
+    planner.rehearse(state, plan, 0.0)
     monkeypatch.setattr(order, "best_order", lambda *args: pytest.fail("worked out once more"))
     for rank in range(8):
         assert planner.decide(died(state, rank), plan, 1.0).plan.policy != "initial"
@@ -57,6 +58,7 @@ def test_whichever_of_four_replicas_dies(copies, monkeypatch):
     spec = replace(job(4, microbatches=24), optimizer_copies=copies)
     plan = planner.start(spec, state, to_json(PROFILE)).plan
     planner.learn(state, plan, OBSERVED, 0.0)
+    planner.rehearse(state, plan, 0.0)
     monkeypatch.setattr(order, "best_order", lambda *args: pytest.fail("worked out once more"))
     for rank in range(16):
         assert planner.decide(died(state, rank), plan, 1.0).plan.policy != "initial"
@@ -65,6 +67,7 @@ def test_whichever_of_four_replicas_dies(copies, monkeypatch):
 def test_decisions_are_what_they_are_without_it():
     learned, plan, state = started()
     learned.learn(state, plan, OBSERVED, 0.0)
+    learned.rehearse(state, plan, 0.0)
     for dead in ((3,), (6, 1), (0, 5, 7)):
         looked_up = learned.decide(died(state, *dead), plan, 1.0)
         known.cache_clear()
