@@ -56,6 +56,8 @@ def rows(job: Job, version: str | None) -> Iterator[Row]:
         yield _row(
             flag, state if bad else OK, f"changes nothing with --odyssey: {why}", remedy if bad else ""
         )
+    for flag, what in refusals.cautions(args):
+        yield _row(flag, OK, what)
     for flag in strange:
         if not flag.startswith("--odyssey"):
             yield _row(

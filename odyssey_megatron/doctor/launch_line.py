@@ -26,6 +26,8 @@ class Verdict:
     """Flag, or script -> the sentence that the job would end with."""
     ignored: dict[str, str]
     """Flag -> why it changes nothing."""
+    cautions: dict[str, str]
+    """Flag -> what a loss may change with it."""
     unknown: tuple[str, ...]
     """Not among Megatron-LM's flags; they pass if the script adds them."""
     script: str = ""
@@ -45,6 +47,8 @@ class Verdict:
             head = "starts with --odyssey as far as its flags say"
         lines = [f"{name}: {head}", *(f"  {sentence}" for sentence in self.refused.values())]
         lines += [f"  {flag} changes nothing: {why}" for flag, why in self.ignored.items()]
+        if self.starts:
+            lines += [f"  {flag}: {what}" for flag, what in self.cautions.items()]
         if self.unknown:
             lines.append(f"  not Megatron-LM's, so of the script's own: {' '.join(self.unknown)}")
         if self.script and not self.refused:
@@ -66,6 +70,7 @@ def judged(flags: Sequence[str], version: str | None = None, script: str = "") -
         refused=({name: other} if other else {})
         | refusals.reasons(args, parser, config.accepted, strict=config.is_strict),
         ignored={} if config.is_strict else ignored,
+        cautions=dict(refusals.cautions(args)),
         unknown=tuple(
             one for one in strange if not one.startswith("--odyssey") and one[2:] not in config.accepted
         ),

@@ -127,6 +127,19 @@ def ignored(args: Any, parser: Parser) -> Iterator[tuple[str, str]]:
             yield "--use-distributed-optimizer", _WHOLE_MOMENTUM
 
 
+def cautions(args: Any) -> Iterator[tuple[str, str]]:
+    """The flags of ``args`` that work, where a loss may yet leave a trace in what the job computes: each with what, and
+    the remedy.
+    """
+    if getattr(args, "fp16", False) and not getattr(args, "accumulate_allreduce_grads_in_fp32", False):
+        yield (
+            "--fp16",
+            "gradients are added up in 16 bits, so that a worker with the microbatches of a dead one may overflow in a "
+            "step that would not have without the loss. Such a step is skipped on all ranks, and the scale halved. "
+            "With --accumulate-allreduce-grads-in-fp32 the same steps are skipped as without a loss.",
+        )
+
+
 def reasons(
     args: Any, parser: Parser, accepted: Collection[str] | None = None, *, strict: bool = False
 ) -> dict[str, str]:

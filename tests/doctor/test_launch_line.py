@@ -100,6 +100,8 @@ CASES = [
     case("refused", num_layers=8, use_megatron_fsdp=True),
     case("twice", num_layers=8, use_megatron_fsdp=True, use_torch_fsdp2=True),
     case("strange", num_layers=8, of_nobody=3),
+    case("half", num_layers=8, fp16=True),
+    case("half-wide", num_layers=8, fp16=True, accumulate_allreduce_grads_in_fp32=True),
 ]
 
 
@@ -110,11 +112,13 @@ def test_a_case_starts_with_a_line_or_is_refused(tmp_path, capsys):
     for one in CASES:
         code = main(["doctor", "--job", f"{path}:{one['name']}"])
         told[one["name"]] = code, capsys.readouterr().out
-    assert [code for code, _ in told.values()] == [0, 0, 1, 1, 0]
+    assert [code for code, _ in told.values()] == [0, 0, 1, 1, 0, 0, 0]
     assert told["plain"][1].endswith("starts with --odyssey as far as its flags say\n")
     assert "--overlap-grad-reduce changes nothing: " in told["ignored"][1]
     assert "--use-megatron-fsdp does not work with --odyssey yet" in told["refused"][1]
     assert "not Megatron-LM's, so of the script's own: --of-nobody" in told["strange"][1]
+    assert "With --accumulate-allreduce-grads-in-fp32 the same steps are skipped" in told["half"][1]
+    assert told["half-wide"][1].endswith("starts with --odyssey as far as its flags say\n")
     assert main(["doctor", "--job", f"{path}:ignored", "--odyssey-strict", "--json"]) == 1
     said = json.loads(capsys.readouterr().out)
     assert said["starts"] is False
@@ -123,7 +127,7 @@ def test_a_case_starts_with_a_line_or_is_refused(tmp_path, capsys):
 
 def test_the_benchmark_counts_what_the_doctor_says():
     found = counted(CASES, "0.16.1")
-    assert (found["cases"], found["start"], found["with no flag ignored"]) == (5, 2, 1)
+    assert (found["cases"], found["start"], found["with no flag ignored"]) == (7, 4, 3)
     assert found["ignored in those that start"] == {"--overlap-grad-reduce": 1}
     by_whom = found["refused by (cases, of these by it alone)"]
     assert by_whom == {"--use-megatron-fsdp": (2, 1), "--use-torch-fsdp2": (1, 0), "--of-nobody": (1, 1)}

@@ -46,10 +46,12 @@ def quiet_rebuilding() -> None:
 
 
 def say_moot(args: Any, parser: refusals.Parser) -> None:
-    """On one rank, a line for each flag that is given and ignored."""
+    """On one rank, a line for each flag that is given and ignored, or that a loss may not leave without a trace."""
     if args.rank == 0:
         for flag, why in refusals.ignored(args, parser):
             sys.stderr.write(f"[odyssey] {flag} changes nothing with --odyssey: {why}.\n")
+        for flag, what in refusals.cautions(args):
+            sys.stderr.write(f"[odyssey] {flag}: {what}\n")
 
 
 def optimizer_copies(args: Any, config: OdysseyConfig) -> int:
