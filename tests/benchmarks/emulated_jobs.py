@@ -58,6 +58,7 @@ def run(
     ranks: int,
     *flags: object,
     truth: Truth | None = None,
+    within_s: float = 180,
 ) -> Run:
     """One job, its run folder ``folder``, to its end. Raises RuntimeError if it fails."""
     emulation.save(folder, truth)
@@ -67,7 +68,7 @@ def run(
         log=folder.parent / f"{folder.name}.log",
         env=ENVIRONMENT,
     )
-    if job.wait(180) != 0:
+    if job.wait(within_s) != 0:
         raise RuntimeError(job.log()[-3000:])
     return read_run(folder)
 
