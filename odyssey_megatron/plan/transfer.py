@@ -95,14 +95,20 @@ def _missing(
     """
     found = []
     had, starts = kept(before), [one.span[0] for one in before]
+    there = [alive.intersection(one.owners) for one in before]
+    senders: dict[
+        tuple[int, int], tuple[int, ...]
+    ] = {}  # by the first and the last of ``before`` that they have
     for worker, spans in sorted(kept(after).items()):
         for start, stop in without(joined(spans), had.get(worker, ())):
             while start < stop:
-                place = bisect_right(starts, start) - 1
-                sources, end = alive.intersection(before[place].owners), before[place].span[1]
-                while end < stop and (further := sources.intersection(before[place + 1].owners)):
+                place = first = bisect_right(starts, start) - 1
+                sources, end = there[place], before[place].span[1]
+                while end < stop and (further := sources & there[place + 1]):
                     sources, place, end = further, place + 1, before[place + 1].span[1]
-                found.append((worker, (start, min(end, stop)), tuple(sorted(sources))))
+                if (first, place) not in senders:
+                    senders[first, place] = tuple(sorted(sources))
+                found.append((worker, (start, min(end, stop)), senders[first, place]))
                 start = end
     return tuple(found)
 
