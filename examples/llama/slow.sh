@@ -3,12 +3,15 @@
 # undisturbed, and once with 70 % of the CPU of the last rank taken away for 40 steps. It is found, gets less to do, and
 # gets it back; the losses stay the same. It wants a machine with nothing else to do: three minutes there.
 #
-#   bash examples/llama/slow.sh [FOLDER]      default: odyssey-slow in the current folder
+#   bash examples/llama/slow.sh [FOLDER [FLAG...]]      default: odyssey-slow in the current folder
+#
+# FLAG: of the slowed job, as --odyssey-page-port 8080, to see it on a page.
 set -euo pipefail
 checkout="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 source "$checkout/examples/llama/setup.sh" requirements.txt
 
 out="${1:-$PWD/odyssey-slow}"
+shift $(($# > 0))
 mkdir -p "$out"
 rm -rf "$out/undisturbed" "$out/slowed" "$out/report"
 export PYTHONWARNINGS="ignore::UserWarning" OMP_NUM_THREADS=1
@@ -39,7 +42,7 @@ echo "== 1/3 the job, undisturbed: $ranks ranks, $stages pipeline stage(s) x 2 p
 train "$out/undisturbed"
 
 echo "== 2/3 the same job; from step 20 to step 60 rank $slow runs for three tenths of the time"
-train "$out/slowed" --odyssey-rebalance auto --odyssey-profile-steps 2 &
+train "$out/slowed" --odyssey-rebalance auto --odyssey-profile-steps 2 "$@" &
 job=$!
 reached 20
 odyssey inject "$out/slowed" --rank "$slow" --slow 3.3 &
