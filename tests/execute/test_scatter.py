@@ -19,6 +19,8 @@ def holder(rank: int, ranks: tuple[int, ...], folder: Path) -> None:
     from odyssey_megatron.rebuild.transfer import places
 
     size, of_rank = sum(ranks), [one for one, _ in places(ranks)]
+    if dist.is_initialized():  # this is a fork of the test process, where other tests need a group
+        dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     holders, draw = len(ranks), random.Random(3)
     for case in range(8):
