@@ -40,30 +40,21 @@ from odyssey_megatron.launch.environment import journal_of
 from odyssey_megatron.launch.inject import Injector
 from odyssey_megatron.launch.member import Member
 from odyssey_megatron.mcore import device
+from odyssey_megatron.mcore.estimate import estimate
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.metrics.outlet import say
-from odyssey_megatron.policy.block_configs import UnlikeLayers, hybrid_layers, unlike_layers
-from odyssey_megatron.policy.profile import (
-    Attention,
-    Experts,
-    Precision,
-    Profile,
-    estimated_profile,
-    load_profile,
-    recomputed,
-)
+from odyssey_megatron.policy.profile import Profile, load_profile
 from odyssey_megatron.upstream import compat
 
 if TYPE_CHECKING:
     from odyssey_megatron.execute.rank import RankRuntime
+    from odyssey_megatron.mcore.loop.balance import Balance
     from odyssey_megatron.mcore.loop.outcome import StepOutcome
     from odyssey_megatron.mcore.model.groups import OwnCell
     from odyssey_megatron.mcore.model.layers import ModelSpec
     from odyssey_megatron.mcore.model.model import ForwardStep, MegatronModel
 
 
-_CPU_GUESS: dict[str, Any] = {"flops_per_s": 1e10, "link_latency_s": 2e-4, "link_bytes_per_s": 1e9}
-"""One core and loopback, until the job has measured itself."""
 _LAST_WORDS_S = 1.0
 """For what a rank that leaves has written down."""
 
@@ -90,6 +81,11 @@ class TrainingJob:
     loss_names: Sequence[str] = ("lm loss",)
     check_weight_hash_across_dp_replicas_interval: int = 0
     """Steps between two checks that all holders of a layer have the same weights and optimizer state; 0: none."""
+    squared_lengths: Callable[[int], float] | None = None
+    """For ``--odyssey-sequence-balance``: of a sample, by its global index, the sum of the squared lengths of the
+    sequences packed in it, by which attention costs; at most ``seq_length**2``. Equal on all ranks, which ask it of the
+    next step's samples in every step, so that it should not read them.
+    """
     on_step: Callable[[int, StepOutcome], None] = lambda step, outcome: None
     """Called after each committed step on the lowest living rank, e.g. to print."""
     on_end: Callable[[MegatronModel], None] | None = None
@@ -179,10 +175,11 @@ class Session:
             JobStopped: no holder of some layer is left.
             Unsound: the loss is not finite; or holders of a layer differ, where that is checked.
         """
-        if self.config.sequence_balance != "off":
+        if self.config.sequence_balance != "off" and job.squared_lengths is None:
             raise ConfigError(
-                f"--odyssey-sequence-balance {self.config.sequence_balance} deals the packed samples of Megatron-LM's "
-                "own training loop; a TrainingJob's go in their order. Leave it out."
+                f"--odyssey-sequence-balance {self.config.sequence_balance} deals microbatches by the lengths of the "
+                "sequences in them, and this script's TrainingJob does not say how long these are. Give it "
+                "squared_lengths, or leave the flag out."
             )
         spec = self._job_spec(job)
         self.post(spec, self._profile(job))
@@ -191,6 +188,7 @@ class Session:
             self.member.starting.meet(own.ranks)
         cell = self._take_cell(own, job.model)
         model = self._model(job, own, cell)
+        model.balance = self._balance(job, places=spec.num_microbatches)
         rank = self.enter(
             model, on_commit=job.on_step, on_groups=cell.follow if cell else lambda groups: None
         )
@@ -334,13 +332,30 @@ class Session:
     def _profile(self, job: TrainingJob) -> Profile:
         if self.config.profile:
             return load_profile(self.config.profile)
+        return self._estimated(job, job.seq_length)
+
+    def _estimated(self, job: TrainingJob, seq_length: int) -> Profile:
         return estimate(
             job.model.config,
             self.config,
-            seq_length=job.seq_length,
+            seq_length=seq_length,
             micro_batch_size=job.micro_batch_size,
             vocab_size=job.vocab_size,
             is_tied=job.model.is_tied,
+        )
+
+    def _balance(self, job: TrainingJob, *, places: int) -> Balance:
+        from odyssey_megatron.mcore.loop.balance import Balance
+
+        return Balance.of(
+            self.config,
+            is_packed=job.squared_lengths is not None,
+            speaks=self.rank == 0,
+            places=places,
+            steps=job.train_iters,
+            seq_length=job.seq_length,
+            rows=job.micro_batch_size,
+            profile=lambda length: self._estimated(job, length),
         )
 
     def _take_cell(self, cell: Cell, model: ModelSpec) -> OwnCell | None:
@@ -369,7 +384,11 @@ class Session:
         return MegatronModel(
             job.model,
             forward_step=job.forward_step,
-            source=MicrobatchSource(job.dataset, micro_batch_size=job.micro_batch_size),
+            source=MicrobatchSource(
+                job.dataset,
+                micro_batch_size=job.micro_batch_size,
+                squared_lengths=job.squared_lengths,
+            ),
             learning_rate=LearningRate(**job.scheduler),
             num_microbatches=job.global_batch_size // job.micro_batch_size,
             seq_length=job.seq_length,
@@ -380,101 +399,3 @@ class Session:
             cell=own,
             cuts_activations=whole.sequence_parallel,
         )
-
-
-def _experts(config: Any) -> Experts | None:
-    from odyssey_megatron.mcore.model.experts import with_experts
-
-    if config.num_moe_experts is None:
-        return None
-    return Experts(
-        layers=frozenset(with_experts(config)),
-        count=config.num_moe_experts,
-        topk=config.moe_router_topk,
-        ffn_hidden_size=config.moe_ffn_hidden_size or config.ffn_hidden_size,
-        shared_ffn_hidden_size=config.moe_shared_expert_intermediate_size or 0,
-        parts=config.expert_model_parallel_size * config.expert_tensor_parallel_size,
-    )
-
-
-def _attention(config: Any) -> Attention:
-    if config.multi_latent_attention:
-        return Attention.latent(
-            config.hidden_size,
-            config.num_attention_heads,
-            q_lora_rank=config.q_lora_rank,
-            kv_lora_rank=config.kv_lora_rank,
-            qk_head_dim=config.qk_head_dim,
-            qk_pos_emb_head_dim=config.qk_pos_emb_head_dim,
-            v_head_dim=config.v_head_dim,
-        )
-    heads = config.num_attention_heads
-    return Attention.grouped(config.hidden_size, heads, config.num_query_groups or heads, config.kv_channels)
-
-
-def _unlike(config: Any, kinds: str, seq_length: int) -> UnlikeLayers:
-    """The layers of a ``HeterogeneousTransformerConfig``, or of a hybrid model; of others nothing."""
-    if kinds:
-        state_space = Attention.state_space(
-            config.hidden_size,
-            heads=config.mamba_num_heads,
-            head_dim=config.mamba_head_dim,
-            groups=config.mamba_num_groups,
-            states=config.mamba_state_dim,
-            seq_length=seq_length,
-        )
-        return hybrid_layers(kinds, _attention(config), state_space, config.ffn_hidden_size)
-    if not config.heterogeneous_block_specs:
-        return ()
-    return unlike_layers(
-        config.heterogeneous_layers_config_encoded_json,
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        heads=config.num_attention_heads,
-        kv_channels=config.kv_channels,
-        is_gated=config.gated_linear_unit,
-    )
-
-
-def estimate(
-    config: Any,
-    settings: OdysseyConfig,
-    *,
-    seq_length: int,
-    micro_batch_size: int,
-    vocab_size: int,
-    is_tied: bool = False,
-    kinds: str = "",
-    precision: Precision | None = None,
-) -> Profile:
-    """The profile of a model of Megatron's ``config`` until the job has measured itself; ``kinds``: of a hybrid model
-    those of its layers.
-    """
-    on_cpu = settings.device == "cpu"
-    usable_percent = 100 - settings.memory_headroom_percent
-    return estimated_profile(
-        num_transformer_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        ffn_hidden_size=config.ffn_hidden_size,
-        attention=_attention(config),
-        seq_length=seq_length,
-        micro_batch_size=micro_batch_size,
-        vocab_size=vocab_size,
-        is_tied=is_tied,
-        is_gated=config.gated_linear_unit,
-        recomputed_share=recomputed(
-            config.recompute_granularity,
-            config.recompute_method,
-            config.recompute_num_layers,
-            config.num_layers / config.pipeline_model_parallel_size,
-        ),
-        experts=_experts(config),
-        unlike=_unlike(config, kinds, seq_length),
-        mtp_num_layers=config.mtp_num_layers or 0,
-        precision=precision or Precision(dtype_bytes=config.params_dtype.itemsize),
-        memory_bytes=None if on_cpu else torch.cuda.mem_get_info()[1] * usable_percent // 100,
-        tensor_parallel_size=config.tensor_model_parallel_size,
-        context_parallel_size=config.context_parallel_size,
-        sequence_parallel=config.sequence_parallel,
-        **(_CPU_GUESS if on_cpu else {}),
-    )

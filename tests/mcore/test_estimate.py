@@ -48,8 +48,8 @@ def test_parameters_are_those_of_the_model(name, megatron, monkeypatch):
     from megatron.core.transformer import TransformerConfig
 
     from odyssey_megatron.config import OdysseyConfig
+    from odyssey_megatron.mcore.estimate import estimate
     from odyssey_megatron.mcore.model import groups
-    from odyssey_megatron.mcore.plugin import estimate
     from odyssey_megatron.studies.presets import ACCELERATORS
 
     flags, changes = CASES[name]
@@ -97,7 +97,7 @@ def test_layers_that_are_not_alike(megatron, tmp_path):
     from megatron.core.transformer.heterogeneous.heterogeneous_config import HeterogeneousTransformerConfig
 
     from odyssey_megatron.config import OdysseyConfig
-    from odyssey_megatron.mcore.plugin import estimate
+    from odyssey_megatron.mcore.estimate import estimate
     from odyssey_megatron.studies.presets import ACCELERATORS
 
     path = tmp_path / "layers.json"
@@ -153,7 +153,7 @@ def test_layers_of_a_hybrid_model(megatron):
 
     from odyssey_megatron.config import OdysseyConfig
     from odyssey_megatron.mcore import cpu_hybrid
-    from odyssey_megatron.mcore.plugin import estimate
+    from odyssey_megatron.mcore.estimate import estimate
     from odyssey_megatron.policy.block_configs import kinds_of_ratios
     from odyssey_megatron.studies.presets import ACCELERATORS
 

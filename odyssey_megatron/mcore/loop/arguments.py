@@ -19,11 +19,11 @@ from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import ConfigError, MegatronIncompatible
+from odyssey_megatron.mcore.estimate import estimate
 from odyssey_megatron.mcore.loop.balance import Balance
 from odyssey_megatron.mcore.loop.batches import Batches
 from odyssey_megatron.mcore.model import groups, parts, span
 from odyssey_megatron.mcore.model.layers import ModelSpec
-from odyssey_megatron.mcore.plugin import estimate
 from odyssey_megatron.policy.profile import Precision, Profile, load_profile
 from odyssey_megatron.upstream import compat, refusals
 

@@ -65,14 +65,16 @@ class MicrobatchSource:
         order: Order | None = None,
         collate: Callable[[list[Any]], Any] = default_collate,
         offset: int = 0,
+        squared_lengths: Callable[[int], float] | None = None,
     ):
         """
         Args:
             order: None: ``dataset`` is read from its first sample to its last.
             offset: the place that the first step begins with.
+            squared_lengths: of a sample, as ``TrainingJob`` has it; None: its ``cu_seqlens`` say it.
         """
         self._dataset, self._order, self._collate, self._offset = dataset, order, collate, offset
-        self._micro_batch_size = micro_batch_size
+        self._micro_batch_size, self._squared_lengths = micro_batch_size, squared_lengths
         self._before, self._microbatch, self._batch = 0, -1, None
         self.evaluated = 0
         """Microbatches that evaluations have taken."""
@@ -98,8 +100,11 @@ class MicrobatchSource:
 
     def squares(self, before: int, microbatch: int) -> float:
         """The sum of the squared lengths of its packed sequences, of a microbatch behind so many samples."""
-        samples = self._samples(self._places(before, microbatch))
-        return sum(_lengths(self._dataset[one]).square().sum().item() for one in samples)
+        of_sample = self._squared_lengths or self._read_squared_lengths
+        return sum(of_sample(one) for one in self._samples(self._places(before, microbatch)))
+
+    def _read_squared_lengths(self, sample: int) -> float:
+        return _lengths(self._dataset[sample]).square().sum().item()
 
     def _places(self, before: int, microbatch: int) -> range:
         first = self._offset + before
