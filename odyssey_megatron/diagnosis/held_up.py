@@ -2,8 +2,9 @@
 
 By the time of its own thread such a worker is as fast as others; and by the clock on the wall each of several on a
 busy machine is slow now and then. So the one is divided by the other, step by step, and compared with what others
-have in the same step (what all have in common is the machine's), and with what the worker itself has had before: where
-ranks share cores, who computes while others wait gets more of them, always.
+have in the same step (what all have in common is the machine's), and with what the worker itself has had before. What
+ranks wait for cores that they share is not in it (``execute/timing.py``): as soon as one of them is slow, others
+compute beside other ones than before, and wait for them for another time.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from odyssey_megatron.codec import to_json
+from odyssey_megatron.execute import cores
 from odyssey_megatron.execute.neighbours import Exchanged, Neighbours, Summed
 from odyssey_megatron.plan.runs import to_runs
 from odyssey_megatron.plan.schedule import COMPUTE, Instr, Op
@@ -87,7 +88,9 @@ class Trace:
     marks: list[tuple[Instr, Any, Any]] = field(default_factory=list)
     began_s: float = field(default_factory=time.monotonic)
     wall_s: float = 0.0
-    """That what computes has taken, by the clock on the wall."""
+    """That what computes has taken, by ``wall``."""
+    wall: Callable[[], float] = time.monotonic
+    """The clock on the wall, perhaps without what this thread waits for."""
 
     _open: tuple[Instr, Any, float] | None = None
     """What computes, and since which mark, and when."""
@@ -123,14 +126,14 @@ class Trace:
             self._begin(instr)
 
     def _begin(self, instr: Instr) -> None:
-        self._open = instr, self.stopwatch.mark(), time.monotonic()
+        self._open = instr, self.stopwatch.mark(), self.wall()
 
     def _close(self) -> Instr | None:
         if self._open is None:
             return None
         (instr, began, began_s), self._open = self._open, None
         self.marks.append((instr, began, self.end_of(began)))
-        self.wall_s += time.monotonic() - began_s
+        self.wall_s += self.wall() - began_s
         return instr
 
     def end_of(self, began: Any) -> Any:
@@ -174,6 +177,7 @@ class Measurements:
     ) -> None:
         self._every, self._slowness, self._incarnation = every, slowness, incarnation
         self._stopwatch = stopwatch or OwnTime()
+        self._wall = _wall() if self._stopwatch.device == "cpu" else None
         self.link: LinkTimes | None = None
         self.regroup_s: float | None = None
         """How long the last recovery took until it was known what to move."""
@@ -190,7 +194,12 @@ class Measurements:
 
     def trace(self, step: int) -> Trace:
         """For the instructions of ``step``."""
-        return Trace(measured=self.measures(step), stopwatch=self._stopwatch, slowness=self._slowness(step))
+        return Trace(
+            measured=self.measures(step),
+            stopwatch=self._stopwatch,
+            slowness=self._slowness(step),
+            wall=self._wall or time.monotonic,
+        )
 
     def exchange(self, step: int, neighbours: Neighbours, message: torch.Tensor) -> None:
         """Times messages to those that this worker exchanges some with, and sums, before ``step``."""
@@ -205,8 +214,8 @@ class Measurements:
         """
         self._took.extend([took] if took else [])
         self._steps.append((*_medians(step, trace), _probe(step, trace)))
-        if self._stopwatch.device == "cpu":
-            self._held.append(_held(step, trace))
+        if self._wall is not None:
+            self._held.append(_held(step, trace, self._wall))
         if self._exchanged[0] == step:
             _, exchanged, summed = self._exchanged
             self._links.append(tuple(_links(step, exchanged, self._stopwatch)))
@@ -277,15 +286,28 @@ _LONG_S = 0.06
 """Longer than a processor is mostly taken away at a time: the kernel's period for groups that have a share is 0.1 s."""
 
 
-def _held(step: int, trace: Trace) -> HeldSeen:
+def _wall() -> Callable[[], float] | None:
+    """The clock by which it is seen who does not get its processor; None: nobody is judged by it.
+
+    Where the ranks of a node share cores, they wait for each other's. Who waits for whom changes with what they do, and
+    is nobody's fault: without that, where the kernel says how long it is.
+    """
+    if not cores.are_shared():
+        return time.monotonic
+    queued_s = cores.queued()
+    return None if queued_s is None else lambda: time.monotonic() - queued_s()
+
+
+def _held(step: int, trace: Trace, wall: Callable[[], float]) -> HeldSeen:
     """Who had nothing to compute multiplies for a while, at most half as long as the step took: others wait for it."""
     if trace.marks:
         return HeldSeen(step=step, computed_s=sum(trace.compute_s().values()), wall_s=trace.wall_s)
-    matrix, began_s, computed_s = torch.ones(_PROBE_SIZE, _PROBE_SIZE), time.monotonic(), time.thread_time()
-    ends_s = began_s + min(_LONG_S, (began_s - trace.began_s) / 2)
-    while (now_s := time.monotonic()) < ends_s:
+    matrix, now_s = torch.ones(_PROBE_SIZE, _PROBE_SIZE), time.monotonic()
+    ends_s = now_s + min(_LONG_S, (now_s - trace.began_s) / 2)
+    began_s, computed_s = wall(), time.thread_time()
+    while time.monotonic() < ends_s:
         torch.mm(matrix, matrix)
-    return HeldSeen(step=step, computed_s=time.thread_time() - computed_s, wall_s=now_s - began_s)
+    return HeldSeen(step=step, computed_s=time.thread_time() - computed_s, wall_s=wall() - began_s)
 
 
 def _links(step: int, exchanged: Exchanged, stopwatch: Stopwatch) -> Iterator[LinkSeen]:

@@ -52,7 +52,9 @@ class StepSeen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldSeen:
-    """What was computed in a step, by the thread's own clock and by that on the wall. Where a CPU computes."""
+    """What was computed in a step, by the thread's own clock and by that on the wall, without what it has waited for
+    cores that the ranks of its node share. Where a CPU computes.
+    """
 
     step: int
     computed_s: float

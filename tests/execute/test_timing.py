@@ -1,13 +1,22 @@
-"""What is timed of a step whose last input gradient others run within."""
+"""What is timed of a step: without what runs within an input gradient, and without what is waited for shared cores."""
 
 from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from multiprocessing.connection import Connection
 
 import pytest
 
 pytest.importorskip("torch")
 
-from odyssey_megatron.execute.timing import Trace
+from odyssey_megatron.codec import from_json
+from odyssey_megatron.execute import cores
+from odyssey_megatron.execute.timing import Measurements, Trace
 from odyssey_megatron.plan.schedule import parse_instr
+from odyssey_megatron.policy.measured import Measured
 
 
 class Ticks:
@@ -50,3 +59,70 @@ def test_what_is_not_measured_is_not_timed():
     with trace.span(outer), trace.computing(outer), trace.apart():
         pass
     assert trace.compute_s() == {}
+
+
+def compute(ranks: int, parent: Connection) -> None:
+    """As one of so many ranks of a node, all on one core, until the parent says that it is enough, and longer than its
+    turns are. Tells (seconds by its own clock, by that on the wall that counts, by that on the wall).
+    """
+    os.environ["LOCAL_WORLD_SIZE"] = str(ranks)
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    trace = Measurements(1, lambda step: 1.0).trace(0)
+    instr = parse_instr("F0[0:1]")
+    parent.send("begins")
+    began_s, least_s = time.monotonic(), time.thread_time() + 0.3
+    with trace.computing(instr):
+        while not parent.poll() or time.thread_time() < least_s:
+            pass
+    parent.send((trace.compute_s()[instr], trace.wall_s, time.monotonic() - began_s))
+
+
+def computed(count: int, ranks: int, stopped_s: float = 0.0) -> list[tuple[float, float, float]]:
+    """What ``count`` processes that compute at once tell, the first of them stopped for so long."""
+    context = multiprocessing.get_context("fork")
+    pipes = [context.Pipe() for _ in range(count)]
+    processes = [context.Process(target=compute, args=(ranks, theirs)) for _, theirs in pipes]
+    try:
+        for one in processes:
+            one.start()
+        for ours, _ in pipes:
+            assert ours.recv() == "begins"
+        if stopped_s:
+            os.kill(processes[0].pid, signal.SIGSTOP)
+            os.waitpid(processes[0].pid, os.WUNTRACED)  # it stops once it has a core
+            time.sleep(stopped_s)
+            os.kill(processes[0].pid, signal.SIGCONT)
+        for ours, _ in pipes:
+            ours.send("enough")
+        return [ours.recv() for ours, _ in pipes]
+    finally:
+        for one in processes:
+            one.kill()
+            one.join()
+
+
+@pytest.mark.skipif(cores.queued() is None, reason="this kernel does not say what a thread waits for a core")
+def test_what_is_waited_for_cores_that_ranks_share_is_nobodys_fault():
+    for own_s, counted_s, wall_s in computed(3, ranks=3):
+        assert wall_s > 1.5 * own_s, "three on one core"
+        assert counted_s < 1.2 * own_s
+    for own_s, counted_s, wall_s in computed(3, ranks=1):
+        assert wall_s > 1.5 * own_s
+        assert counted_s > 1.5 * own_s, "who has a core of its own has lost it to something else"
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_who_is_stopped_has_lost_its_processor(ranks):
+    if ranks > 1 and cores.queued() is None:
+        pytest.skip("this kernel does not say what a thread waits for a core")
+    ((own_s, counted_s, _),) = computed(1, ranks, stopped_s=0.5)
+    assert counted_s - own_s > 0.45
+
+
+def test_where_the_kernel_does_not_say_it_nobody_is_judged_on_cores_that_are_shared(monkeypatch):
+    monkeypatch.setattr(cores, "_SCHEDSTAT", "/proc/nothing")
+    step = Measurements(1, lambda step: 1.0).trace(0)
+    for ranks, judged in ((1, 1), (10_000, 0)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        told = from_json(Measured, Measurements(1, lambda step: 1.0).with_step(0, step, {}))
+        assert len(told.held) == judged
