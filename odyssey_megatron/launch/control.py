@@ -91,6 +91,11 @@ def places_key(worker: int) -> str:
     return f"places/{worker}"
 
 
+def comes_back_key(worker: int) -> str:
+    """Where the coordinator says, before a cell leaves between two steps, as what it is to come back."""
+    return f"comes-back/{worker}"
+
+
 def left_key(rank: int) -> str:
     """Where a rank that has finished says that its script has ended, too."""
     return f"left/{rank}"

@@ -33,7 +33,8 @@ from odyssey_megatron.launch import generations, reactions
 from odyssey_megatron.launch.control import Control, EventReader
 from odyssey_megatron.launch.learning import Learning
 from odyssey_megatron.launch.leases import Leases
-from odyssey_megatron.launch.offers import Offers
+from odyssey_megatron.launch.offers import Offers, Proposal
+from odyssey_megatron.launch.places import ComesBack
 from odyssey_megatron.launch.planner import Planner
 from odyssey_megatron.launch.reactions import Action, Answer, Forget, JobState, Recover, Report, stop
 from odyssey_megatron.launch.rebalancing import Rebalancing
@@ -270,12 +271,26 @@ class Coordinator:
         self._job, proposal = self._offers.following(self._job, self._learning.diagnosis, began_s)
         if proposal is not None:
             decide_s = time.monotonic() - began_s
+            self._say_what_comes_back(proposal)
             self._publish(
                 reactions.offered(
                     self._job, proposal.plan, proposal.why, decide_s=decide_s, leaving=proposal.leaving
                 ),
                 proposal.rows,
             )
+
+    def _say_what_comes_back(self, proposal: Proposal) -> None:
+        """To the agents, before any rank of a cell leaves."""
+        cluster = self._job.cluster
+        known = dict(cluster.incarnations)
+        for worker in proposal.leaving if cluster.cell_size > 1 else ():
+            ranks = cluster.workers[worker].ranks
+            wanted = ComesBack(
+                generation=cluster.newest + 1,
+                incarnations=tuple(known.get(rank, 0) for rank in ranks),
+                without=proposal.without.get(worker, ()),
+            )
+            self._control.put(keys.comes_back_key(worker), to_json(wanted))
 
     def _finish(self, finished: Finished) -> Verdict:
         """Tells the members that all have finished, and waits for their exit codes."""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 from odyssey_megatron.cluster.state import without
-from odyssey_megatron.diagnosis.verdicts import Diagnosis
+from odyssey_megatron.diagnosis.verdicts import SLOW_WORKER, Diagnosis
 from odyssey_megatron.errors import OdysseyError
+from odyssey_megatron.launch.aside import Aside
 from odyssey_megatron.launch.planner import Planner
 from odyssey_megatron.launch.reactions import JobState
 from odyssey_megatron.launch.rebalancing import Rebalancing
-from odyssey_megatron.launch.replacing import Replacing
+from odyssey_megatron.launch.replacing import Leaving, Named, Replacing
 from odyssey_megatron.plan.generation import CandidateRow
 from odyssey_megatron.plan.plan import Plan
 
@@ -30,6 +31,8 @@ class Proposal:
     rows: tuple[CandidateRow, ...] = ()
     leaving: frozenset[int] = frozenset()
     """Workers that are to leave, and to come back: as whole cells, or as fresh processes."""
+    without: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """Of these, which come back without some of their ranks."""
 
 
 class Offers:
@@ -37,6 +40,7 @@ class Offers:
 
     def __init__(self, planner: Planner, rebalancing: Rebalancing, replacing: Replacing):
         self._planner, self._rebalancing, self._replacing = planner, rebalancing, replacing
+        self._aside = Aside(planner)
         self._target: Callable[[], Plan] | None = None
         self._why = _MOVED
 
@@ -52,11 +56,15 @@ class Offers:
         if live is None or not job.may_offer or job.tries.waits(now_s):
             return job, None
         cluster, better = self._rebalancing.look(diagnosis, job.cluster, live, now_s)
-        job, rows, leaving = replace(job, cluster=cluster), tuple[CandidateRow, ...](), cluster.can_be_whole
+        job, rows, named = replace(job, cluster=cluster), tuple[CandidateRow, ...](), _named(diagnosis)
+        leaving, whole_why = self._aside.may_be_whole(
+            cluster, live, now_s, lambda: self._target is None or self._target().layout == live.layout
+        )
         if leaving or cluster.fresh:
             cells = [cluster.workers[one] for one in sorted(leaving)]
             why = (
                 f"the cell(s) of rank(s) {[list(one.ranks) for one in cells]} can be whole again, and leave for that"
+                + (f": {whole_why}" if whole_why else "")
                 if leaving
                 else f"rank(s) {list(cluster.fresh_ranks)} joined"
             )
@@ -70,12 +78,10 @@ class Offers:
             self.aim(decided.target if leaving else lambda: target)
         elif better is not None:
             target, why = better.decided.plan, better.why
-            rows = (*better.decided.rows, *self._replacing.row(cluster, target, now_s))
+            rows = (*better.decided.rows, *self._replacing.row(cluster, target, now_s, named))
             self.aim(lambda: target, why)
-        elif (found := self._replacing.look(cluster, live, now_s)) is not None:
-            self.aim(None)
-            leaves = frozenset([found.worker])
-            return job, Proposal(plan=found.plan, why=found.why, rows=found.rows, leaving=leaves)
+        elif (found := self._replacing.look(cluster, live, now_s, named)) is not None:
+            return job, self._leaves(found, now_s)
         elif self._target is None or (target := self._target()).layout == live.layout:
             self._target = None
             return job, None
@@ -83,3 +89,18 @@ class Offers:
             why = self._why
         plan = target if leaving else self._planner.towards(cluster, live, target)
         return job, Proposal(plan=plan, why=why, rows=rows, leaving=leaving)
+
+    def _leaves(self, found: Leaving, now_s: float) -> Proposal:
+        self.aim(None)
+        without = {found.worker: found.without} if found.without else {}
+        for worker, ranks in without.items():
+            self._aside.note(worker, ranks, now_s)
+        leaves = frozenset([found.worker])
+        return Proposal(plan=found.plan, why=found.why, rows=found.rows, leaving=leaves, without=without)
+
+
+def _named(diagnosis: Diagnosis | None) -> Named:
+    """Slow cells whose slow ranks are known."""
+    if diagnosis is None:
+        return {}
+    return {one.worker: one.ranks for one in diagnosis.verdicts if one.kind == SLOW_WORKER and one.ranks}

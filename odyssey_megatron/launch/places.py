@@ -5,11 +5,15 @@ that; what is over stands by: processes that join, and wait for the rest of thei
 one can be completed: its missing rank is started where a rank of the other stood by. For the job that is a rank that
 comes back; only the agent knows that it came back in another place. A smaller cell is the first ranks of its worker,
 whichever of them are lost: its processes start in the places of those that are left.
+
+A cell with a slow rank may go on without it in the same way: nobody is lost then, and who is slow stands by as the last
+of the cell, in the place where it was slow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from odyssey_megatron.cluster.cell import NO_SHAPES, Cell
@@ -80,6 +84,18 @@ class Move(NamedTuple):
     slot: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComesBack:
+    """As what a cell comes back that leaves between two steps."""
+
+    generation: int
+    """That begins without it."""
+    incarnations: tuple[int, ...]
+    """Of its ranks that leave: others are none of these."""
+    without: tuple[int, ...] = ()
+    """Ranks that stand by, while the others are a smaller cell; none: as it was before any stood by for being slow."""
+
+
 class Places:
     """Of one node.
 
@@ -94,6 +110,8 @@ class Places:
         self._lost: list[int] = []
         self._smaller: dict[int, int] = {}
         """Worker -> places of a whole cell that each of its ranks fills, of those that go on as smaller cells."""
+        self._aside: set[int] = set()
+        """Of these workers, those that have lost nobody: who was slow stands by."""
 
     def slot(self, rank: int) -> int:
         return self._slots[rank]
@@ -116,6 +134,7 @@ class Places:
         moves = [self._move(missing, ranks[slot]) for missing, slot in found.items()]
         workers = {Cell(rank=missing, size=cell_size).worker for missing in found}
         grown = next((worker for worker in workers if self._smaller.pop(worker, 0)), None)
+        self._aside -= workers
         return moves, grown
 
     def can_shrink(self, worker: int, sizes: Sequence[int]) -> int:
@@ -132,7 +151,10 @@ class Places:
     def too_few(self, worker: int, sizes: Sequence[int]) -> bool:
         """``worker`` has been a smaller cell, and what is left of it is none: it stands by from now on."""
         each, _ = shrunk(self._slots, worker, sizes)
-        return not each and self._smaller.pop(worker, 0) > 0
+        if each:
+            return False
+        self._aside.discard(worker)
+        return self._smaller.pop(worker, 0) > 0
 
     def is_all_here(self, worker: int, cell_size: int) -> bool:
         """The whole cell began on this node: agents of several know of their own ranks only."""
@@ -143,6 +165,33 @@ class Places:
         each, moves = shrunk(self._slots, worker, sizes)
         self._smaller[worker] = each
         return [self._move(missing, spare) for missing, spare in moves.items()]
+
+    def set_aside(self, worker: int, slow: Collection[int], sizes: Sequence[int]) -> int:
+        """``worker``, a whole cell, goes on as a smaller one without its ``slow`` ranks: who would be in it in one of
+        their places changes places with one that would not. Returns how many places each rank fills; 0: it stays whole.
+        """
+        of_cell = numbers(worker, max(sizes))
+        size = max((one for one in sizes if one <= len(of_cell) - len(slow)), default=0)
+        if not size or worker in self._smaller or not self._has_all(worker, max(sizes)):
+            return 0
+        within = [rank for rank in of_cell[:size] if rank in slow]
+        others = [rank for rank in of_cell[size:] if rank not in slow]
+        for one, other in zip(within, reversed(others), strict=False):
+            self._slots[one], self._slots[other] = self._slots[other], self._slots[one]
+        self._smaller[worker] = each = len(of_cell) // size
+        self._aside.add(worker)
+        return each
+
+    def take_back(self, worker: int, cell_size: int) -> bool:
+        """``worker`` is a whole cell again, if only slow ranks of it stood by; whether it is."""
+        if worker not in self._aside or not self._has_all(worker, cell_size):
+            return False
+        self._aside.remove(worker)
+        del self._smaller[worker]
+        return True
+
+    def _has_all(self, worker: int, cell_size: int) -> bool:
+        return all(rank in self._slots for rank in numbers(worker, cell_size))
 
     def _move(self, missing: int, spare: int) -> Move:
         slot = self._slots[missing] = self._slots.pop(spare)

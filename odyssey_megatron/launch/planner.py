@@ -10,7 +10,7 @@ from odyssey_megatron.cluster.state import ClusterState
 from odyssey_megatron.diagnosis.verdicts import Diagnosis
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.policy.planner import Decided, Rebalanced
-from odyssey_megatron.policy.replacing import WithoutThem
+from odyssey_megatron.policy.replacing import Smaller, WithoutThem
 
 
 class Planner(Protocol):
@@ -74,15 +74,28 @@ class Planner(Protocol):
         """
         ...
 
-    def slowed_s(self, state: ClusterState, live: Plan) -> tuple[float, float]:
-        """The step of ``live``, as above, and as it would be if nobody were slow."""
+    def slowed_s(self, state: ClusterState, live: Plan, whole: Collection[int] = ()) -> tuple[float, float]:
+        """The step of ``live``, as above, and as it would be if nobody were slow, and the cells ``whole``."""
+        ...
+
+    def smaller(
+        self, state: ClusterState, live: Plan, worker: int, without: Sequence[int], now_s: float
+    ) -> Smaller:
+        """What a slow cell would be that goes on ``without`` some of its ranks. Raises PlanInfeasible, also where it
+        cannot be smaller.
+        """
         ...
 
     def without_slow(
-        self, state: ClusterState, live: Plan, workers: Collection[int], now_s: float
+        self,
+        state: ClusterState,
+        live: Plan,
+        workers: Collection[int],
+        now_s: float,
+        whole: Collection[int] = (),
     ) -> WithoutThem:
-        """What the job does while slow ``workers`` are replaced, and what that costs. Raises LayersLost, or
-        PlanInfeasible, also where the next loss could end the job meanwhile.
+        """What the job does while slow ``workers`` are replaced, and what that costs, with the risk that it takes
+        meanwhile. ``whole``: as above. Raises LayersLost, or PlanInfeasible.
         """
         ...
 

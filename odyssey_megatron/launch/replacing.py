@@ -1,11 +1,14 @@
-"""When a slow worker leaves, for a fresh process to take its place: once its slowness has cost as much as that does."""
+"""When a slow worker leaves, for fresh processes to take its place, or, of a cell, to come back without its slow ranks:
+once its slowness has cost as much as that does.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from odyssey_megatron.cluster.state import ClusterState
 from odyssey_megatron.errors import OdysseyError
@@ -13,7 +16,14 @@ from odyssey_megatron.launch.planner import Planner
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.plan.generation import CandidateRow
 from odyssey_megatron.plan.plan import Plan
-from odyssey_megatron.policy.replacing import WithoutThem, row, share_lost, with_row
+from odyssey_megatron.policy.replacing import (
+    Smaller,
+    WithoutThem,
+    row,
+    row_smaller,
+    share_lost,
+    with_row,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -24,6 +34,12 @@ _LEAST_LOST = 0.03
 """Share of the training: for less nobody leaves, however long it lasts."""
 _NOT_OFTENER = 2.0
 """So many times as much must slowness have cost after each replacement that was slow as well: the fault lies deeper."""
+_LEAST_GAIN = 0.03
+"""Of the step: what a cell without its slow ranks wins less by is not worth it."""
+
+Named = Mapping[int, tuple[int, ...]]
+"""Slow cell -> its ranks that the others wait for."""
+NOBODY: Named = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -37,6 +53,10 @@ class _Account:
     lost: float = 0.0
     """Share of the training, by now."""
     offered: bool = False
+    named: tuple[int, ...] = ()
+    """Of a cell, the ranks that it is slow by, where that has been found."""
+    without: tuple[int, ...] = ()
+    """Of these, those that are offered to be done without."""
     said: set[str] = field(default_factory=set)
     """Why it stays."""
     priced: tuple[Plan | None, float] = (None, -math.inf)
@@ -51,6 +71,8 @@ class Leaving:
     plan: Plan
     why: str
     rows: tuple[CandidateRow, ...]
+    without: tuple[int, ...] = ()
+    """Ranks of its cell that do not come back with it."""
 
 
 @dataclass(slots=True)
@@ -76,7 +98,7 @@ class Replacing:
     _away_until_s: dict[int, float] = field(default_factory=dict)
     """Worker that has left -> when it is not waited for any more."""
 
-    def look(self, state: ClusterState, live: Plan, now_s: float) -> Leaving | None:
+    def look(self, state: ClusterState, live: Plan, now_s: float, named: Named = NOBODY) -> Leaving | None:
         """Who is to leave behind the step at hand. ``state``: with speeds as they are known."""
         since_s = now_s - self._looked_s
         if not self.acts or since_s < _EVERY_S:
@@ -90,6 +112,9 @@ class Replacing:
         for account in self._accounts.values():
             account.cost_s += account.lost * min(since_s, _LONGEST_S)
         self._share(state, live, slow)
+        for worker in slow:
+            account = self._accounts[worker]
+            account.named = named.get(worker, account.named)
         if any(now_s < until_s for until_s in self._away_until_s.values()):
             return None  # one after the other
         for worker in sorted(slow, key=lambda one: state.workers[one].speed):
@@ -97,8 +122,12 @@ class Replacing:
                 return found
         return None
 
-    def row(self, state: ClusterState, live: Plan, now_s: float) -> tuple[CandidateRow, ...]:
-        """For the table of another decision: what the replacement of who costs most would cost, and gain."""
+    def row(
+        self, state: ClusterState, live: Plan, now_s: float, named: Named = NOBODY
+    ) -> tuple[CandidateRow, ...]:
+        """For the table of another decision: what the replacement of who costs most would cost, and gain, and what his
+        cell without its slow ranks would.
+        """
         slow = [one.worker for one in state.workers if one.alive and one.speed < 1.0]
         if not (self.acts and self.restarts and slow):
             return ()
@@ -108,7 +137,13 @@ class Replacing:
         except OdysseyError:
             return ()
         cost_s = self._accounts[worker].cost_s if worker in self._accounts else 0.0
-        return (row(found.price, cost_s, self._threshold_s(worker, found), chosen=False),)
+        rows = [row(found.price, cost_s, self._threshold_s(worker, found), chosen=False)]
+        smaller = self._smaller(worker, named.get(worker, ()), state, live, now_s)
+        if isinstance(smaller, Smaller):
+            rows.append(row_smaller(smaller, found.price, cost_s, chosen=False))
+        elif smaller:
+            rows.append(_impossible(smaller))
+        return tuple(rows)
 
     def _note_gone(self, state: ClusterState) -> None:
         """Of whom other processes are there, or none, the account is closed."""
@@ -121,7 +156,8 @@ class Replacing:
             del self._accounts[worker]
             if account.offered:
                 self._times[worker] = self._times.get(worker, 0) + 1
-                self.journal.event("replaced", echo=True, slow_ranks=list(one.ranks), cost_s=account.cost_s)
+                name, ranks = ("set_aside", account.without) if account.without else ("replaced", one.ranks)
+                self.journal.event(name, echo=True, slow_ranks=list(ranks), cost_s=account.cost_s)
 
     def _share(self, state: ClusterState, live: Plan, slow: list[int]) -> None:
         """Works out what slowness costs by now; for the same plan and speeds that is the same."""
@@ -143,7 +179,7 @@ class Replacing:
 
     def _judged(self, worker: int, state: ClusterState, live: Plan, now_s: float) -> Leaving | None:
         account, ranks = self._accounts[worker], list(state.workers[worker].ranks)
-        account.offered = False  # nothing is on offer now
+        account.offered, account.without = False, ()  # nothing is on offer now
         plan, cost_s = account.priced
         if account.lost < _LEAST_LOST or (plan is live and account.cost_s < 1.1 * cost_s + 1.0):
             return None
@@ -153,7 +189,11 @@ class Replacing:
         except OdysseyError as error:
             self._stays(account, "needed", f"rank(s) {ranks} are slow, and cannot be done without: {error}")
             return None
-        threshold_s = self._threshold_s(worker, found)
+        threshold_s, smaller = self._threshold_s(worker, found), None
+        if self.restarts and self._times.get(worker, 0):  # fresh processes were slow as well
+            smaller = self._smaller(worker, account.named, state, live, now_s)
+        if isinstance(smaller, Smaller) and smaller.gain(found.price) >= _LEAST_GAIN:
+            return self._without(worker, account, found, smaller, now_s)
         if account.cost_s < threshold_s:
             return None
         if not self.restarts:
@@ -169,6 +209,33 @@ class Replacing:
         rows = with_row(found.rows, row(found.price, account.cost_s, threshold_s, chosen=True))
         return Leaving(worker=worker, plan=found.plan, why=why, rows=rows)
 
+    def _without(
+        self, worker: int, account: _Account, found: WithoutThem, smaller: Smaller, now_s: float
+    ) -> Leaving | None:
+        """Its cell goes on without its slow ranks, once that would have saved what it costs."""
+        if smaller.saved_s(found.price, account.cost_s) < found.price.seconds:
+            return None
+        account.offered, self._away_until_s[worker] = True, now_s + 3 * found.price.away_s
+        account.without = smaller.without
+        why = (
+            f"rank(s) {list(smaller.without)} have cost {account.cost_s:.1f} s of training by being slow, as their "
+            f"fresh processes are, too: their cell leaves, and comes back without them, for steps that are "
+            f"{smaller.gain(found.price):.0%} faster"
+        )
+        rows = with_row(found.rows, row_smaller(smaller, found.price, account.cost_s, chosen=True))
+        return Leaving(worker=worker, plan=found.plan, why=why, rows=rows, without=smaller.without)
+
+    def _smaller(
+        self, worker: int, named: tuple[int, ...], state: ClusterState, live: Plan, now_s: float
+    ) -> Smaller | str:
+        """Its cell without the ranks that it is slow by, or why that cannot be; empty where there is no such rank."""
+        if not named or not set(named) < set(state.workers[worker].ranks):
+            return ""
+        try:
+            return self.planner.smaller(state, live, worker, named, now_s)
+        except OdysseyError as error:
+            return f"the cell of rank(s) {list(named)} without them: {error}"
+
     def _threshold_s(self, worker: int, found: WithoutThem) -> float:
         return found.price.seconds * _NOT_OFTENER ** self._times.get(worker, 0)
 
@@ -176,3 +243,9 @@ class Replacing:
         if kind not in account.said:
             account.said.add(kind)
             self.say(f"[odyssey] {why}")
+
+
+def _impossible(reason: str) -> CandidateRow:
+    return CandidateRow(
+        name="smaller", step_s=None, transition_s=None, score=None, chosen=False, reason=reason
+    )

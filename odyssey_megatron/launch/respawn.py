@@ -21,11 +21,12 @@ from torch.distributed.elastic.multiprocessing import api as multiprocessing_api
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.codec import from_json
 from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.errors import EXIT_FENCED
 from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch.control import Control
 from odyssey_megatron.launch.forking import forking
 from odyssey_megatron.launch.lives import ANEW, Lives
-from odyssey_megatron.launch.places import Move, Places, numbers
+from odyssey_megatron.launch.places import ComesBack, Move, Places, numbers
 from odyssey_megatron.launch.zygote import Zygote
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.metrics.outlet import say
@@ -43,6 +44,11 @@ def _job(control: Control) -> JobSpec | None:
     if not control.has([keys.JOB]):
         return None
     return from_json(JobSpec, json.loads(control.get(keys.JOB))["job"])
+
+
+def _first_incarnation() -> int:
+    """Of the processes that were started with this agent."""
+    return int(os.environ.get("ODYSSEY_INCARNATION", "0"))
 
 
 class Respawn:
@@ -65,6 +71,12 @@ class Respawn:
         """(when, rank)."""
         self.wanted: set[int] = set()
         """Slots whose processes must end, for another rank."""
+        self._running = set(context.envs)
+        """Slots with a process."""
+        self._incarnations: dict[int, int] = {}
+        """Of those that have been started again."""
+        self._carried_out: dict[int, str] = {}
+        """Worker -> what of ``keys.comes_back_key`` has been seen to."""
 
     def unmissed(self, rank: int, code: int) -> bool:
         """Whether nobody has to hear that ``rank`` has ended with ``code``: before the job begins it starts anew."""
@@ -85,6 +97,7 @@ class Respawn:
         """``rank`` ended in ``slot``. Not started again: one that has finished, was refused, has died too often, or
         whose numbers were wrong twice.
         """
+        self._running.discard(slot)
         self._control.put(keys.here_key(rank), "")
         if slot in self.wanted:
             self.wanted.discard(slot)
@@ -93,6 +106,8 @@ class Respawn:
             return
         if self._lives.was_wrong_before(slot, code):
             say(f"[odyssey] rank {rank} was left out for wrong numbers before: it is not started again")
+        if code == EXIT_FENCED:
+            self._arrange(rank)
         in_s = self._lives.next_in_s(rank, slot, code, now_s)
         if in_s is not None:
             self._due.append((now_s + in_s, rank))
@@ -112,6 +127,30 @@ class Respawn:
             self._start_in_place(move, now_s)
         if grown is not None:
             self._control.put(keys.places_key(grown), "1")
+
+    def _arrange(self, rank: int) -> None:
+        """The cell of ``rank``, which has left, comes back as it is wanted, if it has left for that."""
+        job = _job(self._control)
+        if job is None or job.cell_size == 1:
+            return
+        worker, size = rank // job.cell_size, job.cell_size
+        text = self._control.peek(keys.comes_back_key(worker)) or ""
+        if not text or text == self._carried_out.get(worker):
+            return
+        self._carried_out[worker] = text
+        wanted, living = from_json(ComesBack, text), self._places.living(worker, size)
+        if not wanted.without:
+            if self._places.take_back(worker, size):
+                self._control.put(keys.places_key(worker), "1")
+            return
+        known = tuple(self._incarnations.get(one, _first_incarnation()) for one in living)
+        running = all(one == rank or self._places.slot(one) in self._running for one in living)
+        if known != wanted.incarnations or not running or not self._places.is_all_here(worker, size):
+            return  # it has lost somebody before it could leave, and comes back as it was
+        if each := self._places.set_aside(worker, wanted.without, job.cell_sizes):
+            self._control.put(keys.places_key(worker), str(each))
+            left = list(numbers(worker, size)[: size // each])
+            self._journal.event("cell_shrinks", ranks=left, whole=size, echo=True)
 
     def _shrink(self, now_s: float, job: JobSpec, worker: int) -> None:
         """What is left of ``worker`` goes on as a smaller cell, if it has to be another one than it is."""
@@ -147,7 +186,9 @@ class Respawn:
 
     def due(self, now_s: float) -> list[tuple[int, int]]:
         """(rank, slot) of those whose time has come."""
-        ready = [one for one in self._due if one[0] <= now_s and self._places.slot(one[1]) not in self.wanted]
+        ready = [
+            one for one in self._due if one[0] <= now_s and self._places.slot(one[1]) not in self._running
+        ]
         self._due = [one for one in self._due if one not in ready]
         return [(rank, self._places.slot(rank)) for _, rank in ready]
 
@@ -155,7 +196,8 @@ class Respawn:
         """The new process, with the environment of ``slot``."""
         context = self._context
         number, missed = self._lives.start(rank, time.monotonic())
-        incarnation = missed + int(os.environ.get("ODYSSEY_INCARNATION", "0"))
+        self._incarnations[rank] = incarnation = missed + _first_incarnation()
+        self._running.add(slot)
         logs = [
             f"{path}.{number}" if path else None for path in (context.stdouts[slot], context.stderrs[slot])
         ]

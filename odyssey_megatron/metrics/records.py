@@ -53,6 +53,7 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "offer_failed": ("why",),
     "slowness": ("kind", "slow_ranks", "speed", "why"),
     "replaced": ("slow_ranks", "cost_s"),
+    "set_aside": ("slow_ranks", "cost_s"),
     "measured": ("factors", "costs"),
     "asked": ("signal", "how"),
     "job_finished": ("verdict", "exit_code"),
@@ -110,8 +111,9 @@ their sequences, and as ``dealt``. ``trace``: [[text, start_s, end_s], ...] on t
 clock. ``dead`` is a list of ranks everywhere. ``left_out`` (of a rank that stays): rank ``target`` leaves, since its
 numbers are wrong. ``slowness``: what makes steps longer, or does no more: ``slow_ranks`` of a slow worker, whose
 ``speed`` is 1 if it is healthy. ``replaced``: slow ranks have left for fresh processes to take their place; ``cost_s``
-of training is what their slowness had cost. ``measured``, now and then: ``factors`` are [worker, so many times what its
-work takes elsewhere], ``costs`` [first layer, behind the last one, kind of work, seconds on a healthy worker].
+of training is what their slowness had cost; ``set_aside``: their cell has left, and goes on without them. ``measured``,
+now and then: ``factors`` are [worker, so many times what its work takes elsewhere], ``costs`` [first layer, behind the
+last one, kind of work, seconds on a healthy worker].
 ``cell_size``: ranks of a whole worker; ``shapes``: [worker, places that each of its ranks fills] of smaller ones.
 ``cell_shrinks``: what is left of a cell of ``whole`` ranks joins as ``ranks``. ``slowed``: the compute of this rank
 takes ``slow`` times its time from here on, as was asked for; ``link_slowed``: messages from it to rank ``receiver`` do.

@@ -80,10 +80,11 @@ def _deaths(events: Sequence[JournalEvent], nodes: Mapping[int, str], found: _Ev
 
 def _slowness(events: Sequence[JournalEvent], nodes: Mapping[int, str], found: _Evidence) -> None:
     for at, event in enumerate(events):
-        if event["event"] == "replaced":
+        if event["event"] in ("replaced", "set_aside"):
             before = nodes_of(events[:at])  # others may have come in their place, on another one
             listed = ", ".join(map(str, event["slow_ranks"]))
-            why = f"rank(s) {listed} replaced: being slow had cost {event['cost_s']:.0f} s of training"
+            what = event["event"].replace("_", " ")
+            why = f"rank(s) {listed} {what}: being slow had cost {event['cost_s']:.0f} s of training"
             for node in sorted({before.get(rank, "?") for rank in event["slow_ranks"]}):
                 found.add(node, why, incident=True)
     for rank, why in slow_ranks(events).items():

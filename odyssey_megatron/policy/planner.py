@@ -29,8 +29,8 @@ from odyssey_megatron.policy.measured import Measured, alike, with_measured
 from odyssey_megatron.policy.preparing import prepare
 from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.redundancy import Standing
-from odyssey_megatron.policy.replacing import WithoutThem
-from odyssey_megatron.policy.score import mean_time_between_failures_s, restart_cost_s
+from odyssey_megatron.policy.replacing import Smaller, WithoutThem
+from odyssey_megatron.policy.score import mean_time_between_failures_s, next_loss_s, restart_cost_s
 from odyssey_megatron.policy.turns import TURNS
 from odyssey_megatron.policy.two_speed import rows as rows_of
 from odyssey_megatron.policy.two_speed import towards, two_speed
@@ -156,7 +156,10 @@ class PolicyPlanner:
         if self._start_s is None and any(observations):
             steps_s = self._config.profile_steps * current.step_s
             self._start_s = max(0.0, now_s - state.started_s - steps_s)
-        self._measured, diagnosis = self._taken_in(observations, dict(state.incarnations), state.nodes)
+        # Of ranks that a smaller cell does without nothing counts: their last processes may have been slow.
+        gone = {rank: -1 for worker in state.workers for rank in worker.missing}
+        incarnations = dict(state.incarnations) | gone
+        self._measured, diagnosis = self._taken_in(observations, incarnations, state.nodes)
         return diagnosis
 
     def rehearse(self, state: ClusterState, current: Plan, now_s: float) -> None:
@@ -205,31 +208,68 @@ class PolicyPlanner:
     def step_s(self, state: ClusterState, plan: Plan) -> float:
         return scheduled("keep", plan.layout, (), state, self._newest()).step_s
 
-    def slowed_s(self, state: ClusterState, live: Plan) -> tuple[float, float]:
-        """The step as it is, and as it would be if nobody were slow."""
+    def slowed_s(self, state: ClusterState, live: Plan, whole: Collection[int] = ()) -> tuple[float, float]:
+        """The step as it is, and as it would be if nobody were slow, and the cells ``whole``."""
         well = with_speeds(state, dict.fromkeys(state.alive, 1.0))
+        made_whole = (one.whole if one.worker in whole else one for one in well.workers)
+        well = replace(well, workers=tuple(made_whole))
         plans = [live]
         if self._home is not None and set(self._home.layout.workers) <= set(state.alive):
             plans.append(self._home)
         return self.step_s(state, live), min(self.step_s(well, plan) for plan in plans)
 
+    def smaller(
+        self, state: ClusterState, live: Plan, worker: int, without: Sequence[int], now_s: float
+    ) -> Smaller:
+        if self._config.shrink == "off":
+            raise PlanInfeasible("--odyssey-shrink off")
+        cell = state.workers[worker]
+        each = replacing.places_each(self._job, cell, len(without))
+        left = replace(cell.smaller(each), speed=1.0)
+        workers = tuple(left if one.worker == worker else one for one in state.workers)
+        decided = self._going_on(
+            without_fresh(replace(state, workers=workers)),
+            live,
+            self._newest(),
+            now_s,
+            home=self._home,
+            rebalances=True,
+        )
+        step_s = next(row.step_s for row in decided.rows if row.chosen)
+        assert step_s is not None
+        return Smaller(without=tuple(without), each=each, step_s=step_s)
+
     def without_slow(
-        self, state: ClusterState, live: Plan, workers: Collection[int], now_s: float
+        self,
+        state: ClusterState,
+        live: Plan,
+        workers: Collection[int],
+        now_s: float,
+        whole: Collection[int] = (),
     ) -> WithoutThem:
-        kept_s, healthy_s = self.slowed_s(state, live)
+        kept_s, healthy_s = self.slowed_s(state, live, whole)
         away_s = replacing.away_s(self._start_s or 0.0, kept_s)
         left = without(state, workers)
         decided = self._going_on(left, live, self._newest(), now_s, home=self._home, horizon_s=away_s)
-        if replacing.takes_a_risk(decided.plan.layout, live.layout):
-            raise PlanInfeasible("without it some layers have a single holder")
         price = replacing.Price(
             healthy_s=healthy_s,
             kept_s=kept_s,
             without_s=decided.plan.step_s,
             away_s=away_s,
             pause_s=2 * self._newest().group_build_s,
+            risk_s=self._risk_s(left, live, decided.plan, away_s, now_s),
         )
         return WithoutThem(price=price, plan=decided.plan, rows=decided.rows)
+
+    def _risk_s(self, left: ClusterState, live: Plan, without: Plan, away_s: float, now_s: float) -> float:
+        """Of the next loss while the job goes on ``without`` some: see ``replacing.Price``."""
+        if not replacing.takes_a_risk(without.layout, live.layout):
+            return 0.0
+        ranks = {one.worker: len(one.ranks) for one in left.workers}
+        alone = sum(ranks[worker] for worker in without.layout.alone())
+        restart_s = self._priced(self._newest(), left, live.step_s, now_s).restart_s
+        mtbf_s = mean_time_between_failures_s(left, self._config.mtbf_s, now_s)
+        return next_loss_s(alone / len(left.ranks), restart_s, 1.0, mtbf_s, away_s)
 
     def decide(self, state: ClusterState, previous: Plan, now_s: float) -> Decided:
         return TURNS.run(lambda: self._decide(state, previous, now_s), yields=False)

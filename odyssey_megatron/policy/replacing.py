@@ -1,4 +1,5 @@
-"""What it costs to have slow workers replaced: they leave between two steps, and fresh ones come in their place.
+"""What it costs to have slow workers replaced: they leave between two steps, and fresh ones come in their place; or, of
+a cell, to have it come back without its slow ranks.
 
 The rule for when to do so is that of renting or buying skis, where nobody knows how long winter lasts: replace once
 what slowness has cost so far reaches what replacing costs. That costs at most twice what the best choice would have,
@@ -10,6 +11,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
+from odyssey_megatron.cluster.job import JobSpec
+from odyssey_megatron.cluster.state import WorkerState
+from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.generation import CandidateRow
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.plan import Plan
@@ -33,6 +37,8 @@ class Price:
     """How long the job is expected to go on without them."""
     pause_s: float
     """Of the two changes together."""
+    risk_s: float = 0.0
+    """That somebody is lost meanwhile who alone has some layer, and not before: what that costs on average."""
 
     @property
     def lost(self) -> float:
@@ -43,7 +49,54 @@ class Price:
     def seconds(self) -> float:
         """Of training: what is lost until they are back. Never less than staying slow for as long."""
         while_away = max(self.lost, share_lost(self.without_s, self.healthy_s))
-        return self.away_s * while_away + self.pause_s
+        return self.away_s * while_away + self.pause_s + self.risk_s
+
+    @property
+    def meanwhile(self) -> str:
+        """What is known of it, for the table."""
+        risk = (
+            f", {self.risk_s:.1f} s for the risk that a layer's last holder is lost then"
+            if self.risk_s
+            else ""
+        )
+        return f"{self.away_s:.0f} s with steps of {self.without_s:.3g} s{risk}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Smaller:
+    """A slow cell without its slow ranks."""
+
+    without: tuple[int, ...]
+    each: int
+    """Places of a whole cell that each of the others fills."""
+    step_s: float
+    """Of the best plan with it."""
+
+    def gain(self, price: Price) -> float:
+        """Steps are so much faster than with the slow ranks."""
+        return price.kept_s / self.step_s - 1
+
+    def saved_s(self, price: Price, cost_s: float) -> float:
+        """Of the training that slowness has cost, what would not have been lost without the slow ranks."""
+        still = share_lost(self.step_s, price.healthy_s)
+        return cost_s * max(0.0, 1 - still / price.lost) if price.lost > 0 else 0.0
+
+
+def places_each(job: JobSpec, cell: WorkerState, without: int) -> int:
+    """How many places of a whole cell each rank of ``cell`` fills once it goes on ``without`` so many of them.
+
+    Raises:
+        PlanInfeasible: it cannot.
+    """
+    if cell.missing:
+        raise PlanInfeasible("it is a smaller cell already")
+    if cell.other_nodes:
+        raise PlanInfeasible("its ranks are on several nodes")
+    size = max((one for one in job.cell_sizes if one <= len(cell.ranks) - without), default=0)
+    if not size:
+        reason = job.whole_cells_only or job.whole_shards_only
+        raise PlanInfeasible(reason or f"{len(cell.ranks) - without} ranks are too few for a cell")
+    return len(cell.ranks) // size
 
 
 def share_lost(step_s: float, healthy_s: float) -> float:
@@ -59,7 +112,7 @@ def away_s(start_s: float, step_s: float) -> float:
 
 
 def takes_a_risk(without: Layout, before: Layout) -> bool:
-    """Whether layers would have a single holder that have more, so that the next loss could end the job."""
+    """Whether layers would have a single holder that have more, so that the next loss would end the job."""
     alone, has = ({layer for layers in one.alone().values() for layer in layers} for one in (without, before))
     return not alone <= has
 
@@ -76,7 +129,24 @@ def row(price: Price, cost_s: float, threshold_s: float, *, chosen: bool) -> Can
         reason=(
             f"steps {price.kept_s / price.healthy_s - 1:.0%} faster once nobody is slow; that has cost "
             f"{cost_s:.1f} s of training {sign} {threshold_s:.1f} s that it costs to leave and to come back "
-            f"({price.away_s:.0f} s with steps of {price.without_s:.3g} s)"
+            f"({price.meanwhile})"
+        ),
+    )
+
+
+def row_smaller(found: Smaller, price: Price, cost_s: float, *, chosen: bool) -> CandidateRow:
+    """Of the table: what it costs and gains to go on without the slow ranks of a cell."""
+    saved_s = found.saved_s(price, cost_s)
+    return CandidateRow(
+        name="smaller",
+        step_s=found.step_s,
+        transition_s=price.seconds,
+        score=None,
+        chosen=chosen,
+        reason=(
+            f"steps {found.gain(price):.0%} faster with the cell of rank(s) {list(found.without)} going on without "
+            f"them; so far that would have saved {saved_s:.1f} s of training {'>=' if chosen else '<'} "
+            f"{price.seconds:.1f} s that it costs to leave and to come back ({price.meanwhile})"
         ),
     )
 

@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from tests.e2e.jobs import LONG, assert_equal_runs
+from tests.e2e.test_shrinking import decisions, trained
 from tests.launch.jobserver import events, wait_for
 
 pytestmark = pytest.mark.matrix
@@ -83,6 +84,36 @@ def test_it_leaves_and_a_fresh_process_takes_its_place(jobs, undisturbed, name):
     assert hashes[0] in hashes[1:], "exactly the first plan"
     assert not shot.run.recoveries, "nothing was interrupted"
     assert any("they leave, and fresh processes take their place" in one.why for one in shot.run.switches)
+
+
+def of_all(rank: int, times: float, incarnations: int) -> str:
+    """``rank`` is slow, and so are its next processes."""
+    return ";".join(f"rank={rank},step=6,slow={times},incarnation={one}" for one in range(incarnations))
+
+
+SPLIT = "--num-layers 4 --train-iters 200 --global-batch-size 12 --odyssey-profile-steps 2"
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("rank", [3, 2], ids=["last", "first"])
+@pytest.mark.parametrize("cells", ["tensor-model", "context"])
+def test_a_cell_goes_on_without_its_slow_rank_and_is_whole_again(jobs, undisturbed, name, cells, rank):
+    """Of two cells. A first replacement does not help; the third process of the rank is healthy. Where the first rank
+    is slow, the second one plays it.
+    """
+    job = f"{SPLIT} --{cells}-parallel-size 2"
+    inject = f"--odyssey-rebalance auto --odyssey-respawn 1 --odyssey-inject {of_all(rank, 8, 2)}"
+    shot = jobs.run(name, ranks=4, stages=1, flags=f"{job} {inject} --odyssey-hang-s 10", timeout_s=400)
+    assert_equal_runs(shot, undisturbed(job), kills=0)
+    assert [one["slow_ranks"] for one in shot.named("replaced")] == [[2, 3]]
+    assert [one["slow_ranks"] for one in shot.named("set_aside")] == [[rank]]
+    assert [(one["ranks"], one["whole"]) for one in shot.named("cell_shrinks")] == [([2], 2)]
+    assert trained(shot)[:2] == [[[1, 2]], []], "smaller, and then whole"
+    left = [event["why"] for event in decisions(shot) if "leave" in event["why"]]
+    assert "comes back without them" in left[1]
+    assert f"without rank(s) [{rank}], which were slow" in left[2]
+    assert not shot.named("failure_detected"), "nobody was lost"
+    assert not shot.run.recoveries, "nothing was interrupted"
 
 
 @pytest.mark.parametrize(

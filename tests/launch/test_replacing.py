@@ -20,9 +20,9 @@ from tests.policy.test_decide import job as job_of
 START_S = 20.0
 
 
-def planner_of(*, stages: int):
+def planner_of(*, stages: int, **config):
     """With the first plan of eight workers."""
-    planner, state = PolicyPlanner(OdysseyConfig()), initial_state(nodes=(0,) * 8)
+    planner, state = PolicyPlanner(OdysseyConfig(**config)), initial_state(nodes=(0,) * 8)
     plan = planner.start(job_of(stages, 16), state, to_json(PROFILE)).plan
     planner._start_s = START_S
     return planner, plan, state
@@ -153,6 +153,20 @@ def test_who_has_layers_that_nobody_else_has_stays(tmp_path):
     assert job.until_it_leaves(3600.0) is None
     (said,) = job.said
     assert "cannot be done without: " in said
+
+
+def test_that_a_layer_has_a_single_holder_meanwhile_costs_what_it_risks(tmp_path):
+    risks_s = []
+    for mtbf_s in (1e4, 1e5):
+        planner, plan, state = planner_of(stages=4, mtbf_s=mtbf_s, policy="reroute")
+        state = with_speeds(state, {5: 0.3})
+        found = planner.without_slow(state, plan, [5], 0.0)
+        assert found.plan.layout.alone()
+        price = found.price
+        assert f"{price.risk_s:.1f} s for the risk" in price.meanwhile
+        assert price.seconds == pytest.approx(replace(price, risk_s=0.0).seconds + price.risk_s)
+        risks_s.append(price.risk_s)
+    assert risks_s[0] / risks_s[1] == pytest.approx(10.0, rel=0.05)
 
 
 def test_one_after_the_other(job):

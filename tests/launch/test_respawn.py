@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from itertools import combinations
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("torch")
 
-from odyssey_megatron.launch.places import Move, Places, completed, shrunk
+from odyssey_megatron.cluster.job import JobSpec
+from odyssey_megatron.codec import to_json
+from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.errors import EXIT_FENCED
+from odyssey_megatron.launch import control as keys
+from odyssey_megatron.launch.control import Control
+from odyssey_megatron.launch.local_rendezvous import LocalRendezvous
+from odyssey_megatron.launch.places import ComesBack, Move, Places, completed, shrunk
+from odyssey_megatron.launch.respawn import Respawn
+from odyssey_megatron.metrics.journal import Journal, read_journal
 
 EIGHT = {rank: rank for rank in range(8)}
 
@@ -101,3 +111,118 @@ def test_a_cell_that_has_become_too_small_stands_by():
     assert places.filled(0, 4) == 1
     places.lose(5)
     assert places.complete(4)[0] == [Move(5, 0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("slow", "each", "slots"),
+    [
+        ((6,), 2, [4, 5, 6, 7]),  # it stands by, beside rank 7
+        ((4,), 2, [7, 5, 6, 4]),  # rank 4 plays where rank 7 was, which stands by where it is slow
+        ((4, 7), 2, [6, 5, 4, 7]),
+        ((4, 5), 2, [7, 6, 5, 4]),
+        ((4, 5, 6), 4, [7, 5, 6, 4]),
+        ((4, 5, 6, 7), 0, [4, 5, 6, 7]),
+    ],
+)
+def test_who_is_slow_stands_by_and_nobody_is_lost(slow, each, slots):
+    places = Places(EIGHT)
+    assert places.set_aside(1, slow, [4, 2, 1]) == each
+    assert [places.slot(rank) for rank in range(4, 8)] == slots
+    assert not places.broken(4)
+    assert places.filled(4, 4) == max(each, 1)
+    assert places.filled(7, 4) == 1
+    assert places.take_back(1, 4) == bool(each)
+    assert not places.has_smaller
+    assert not places.take_back(1, 4), "it is whole"
+
+
+def test_a_cell_that_loses_a_rank_meanwhile_is_as_others_that_have():
+    places = Places(EIGHT)
+    assert places.set_aside(1, [7], [4, 2, 1]) == 2
+    assert places.set_aside(1, [6], [4, 2, 1]) == 0, "it is a smaller one already"
+    places.lose(4)
+    assert places.shrink(1, [4, 2, 1]) == [Move(4, 7, 7)]
+    assert not places.take_back(1, 4)
+    places.lose(0)
+    assert places.set_aside(0, [1], [4, 2, 1]) == 0
+    assert places.complete(4) == ([Move(0, 6, 6)], None)
+
+
+class Node:
+    """Two cells of two ranks, as their agent has them; their ends are the test's."""
+
+    def __init__(self, folder):
+        self.rendezvous, self.folder = LocalRendezvous("test"), folder
+        address = self.rendezvous.next_rendezvous().bootstrap_store_info
+        self.control = Control.connect(address.master_addr, address.master_port, "token", timeout_s=5)
+        spec = JobSpec(
+            num_layers=4,
+            pipeline_model_parallel_size=1,
+            tensor_model_parallel_size=2,
+            num_microbatches=4,
+            tokens_per_step=64,
+            train_steps=10,
+        )
+        self.control.put(keys.JOB, to_json({"job": to_json(spec), "profile": ""}))
+        envs = {slot: {"RANK": str(slot), "WORLD_SIZE": "4"} for slot in range(4)}
+        journal = Journal(folder, source="agent0")
+        config = OdysseyConfig(respawn=1)
+        self.respawn = Respawn(SimpleNamespace(envs=envs), self.control, config, None, journal)
+        self.now_s = 100.0
+
+    def leaves(self, *, without=(), incarnations=(0, 0), generation=2):
+        """The coordinator says as what cell 1 is to come back."""
+        wanted = ComesBack(generation=generation, incarnations=incarnations, without=without)
+        self.control.put(keys.comes_back_key(1), to_json(wanted))
+
+    def ends(self, rank, slot, code=EXIT_FENCED):
+        self.respawn.note_end(rank, slot, code, self.now_s)
+
+    def due(self):
+        self.now_s += 60.0
+        return self.respawn.due(self.now_s)
+
+    @property
+    def places(self):
+        return self.control.peek(keys.places_key(1))
+
+
+@pytest.fixture
+def node(tmp_path):
+    return Node(tmp_path)
+
+
+def test_ranks_change_places_when_both_have_left(node):
+    node.leaves(without=(2,))
+    node.ends(2, 2)
+    assert node.places == "2"
+    assert node.due() == [], "rank 3 has not left yet, and rank 2 is to start in its place"
+    node.ends(3, 3)
+    assert sorted(node.due()) == [(2, 3), (3, 2)]
+    (shrinks,) = [one for one in read_journal(node.folder) if one["event"] == "cell_shrinks"]
+    assert (shrinks["ranks"], shrinks["whole"]) == ([2], 2)
+
+
+def test_the_cell_is_whole_when_it_leaves_for_that(node):
+    node.leaves(without=(3,))
+    node.ends(3, 3)
+    node.ends(2, 2)
+    assert sorted(node.due()) == [(2, 2), (3, 3)]
+    node.ends(2, 2)
+    assert node.places == "2", "what it left for once holds once"
+    node.leaves(incarnations=(1,), generation=9)
+    node.ends(2, 2)
+    assert node.places == "1"
+
+
+@pytest.mark.parametrize("died_before", [False, True])
+def test_a_cell_that_loses_a_rank_before_it_can_leave_comes_back_whole(node, died_before):
+    node.leaves(without=(2,), incarnations=(0, 0) if died_before else (1, 0))
+    if died_before:
+        node.ends(3, 3, code=-9)
+        node.ends(2, 2)
+    else:
+        node.ends(2, 2)
+        node.ends(3, 3)
+    assert node.places is None
+    assert sorted(node.due()) == [(2, 2), (3, 3)]

@@ -1,0 +1,197 @@
+"""A cell with a slow rank goes on without it where fresh processes do not help, and is whole again when it may pay."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from odyssey_megatron.cluster.events import RankJoined, RankReturned
+from odyssey_megatron.cluster.state import apply, initial_state, with_speeds
+from odyssey_megatron.codec import to_json
+from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.diagnosis.verdicts import SLOW_WORKER, Diagnosis, Verdict
+from odyssey_megatron.errors import PlanInfeasible
+from odyssey_megatron.launch.aside import Aside
+from odyssey_megatron.launch.offers import Offers
+from odyssey_megatron.launch.reactions import JobState
+from odyssey_megatron.launch.rebalancing import Rebalancing
+from odyssey_megatron.launch.replacing import Replacing
+from odyssey_megatron.metrics.journal import Journal, read_journal
+from odyssey_megatron.policy.planner import PolicyPlanner
+from tests.policy.test_decide import PROFILE
+from tests.policy.test_decide import job as job_of
+
+START_S, CELL, SLOW_RANK = 20.0, 5, 10
+NAMED = {CELL: (SLOW_RANK,)}
+
+
+class Job:
+    """Eight cells of two ranks, of which number 5 is slow by its first rank; the clock is the test's."""
+
+    def __init__(self, folder, **config):
+        self.planner = PolicyPlanner(OdysseyConfig(**config))
+        self.spec = replace(job_of(1, 16), tensor_model_parallel_size=2)
+        self.state = initial_state(nodes=(0,) * 16, cell_size=2)
+        self.plan = self.planner.start(self.spec, self.state, to_json(PROFILE)).plan
+        self.planner._start_s = START_S
+        self.folder, self.said, self.now_s = folder, [], 0.0
+        self.replacing = Replacing(
+            self.planner, Journal(folder, source="agent0"), self.said.append, acts=True, restarts=True
+        )
+        self.aside = Aside(self.planner)
+
+    def slow(self, speed: float) -> None:
+        self.state = with_speeds(self.state, {CELL: speed})
+        self.plan = self.planner.rebalance(self.state, self.plan, self.now_s, 600.0).decided.plan
+
+    def until_it_leaves(self, most_s: float = 36_000.0, named=NAMED):
+        began_s = self.now_s
+        while self.now_s < began_s + most_s:
+            self.now_s += 1.0
+            if (found := self.replacing.look(self.state, self.plan, self.now_s, named)) is not None:
+                return found
+        raise AssertionError(f"it stays for {most_s} s")
+
+    def comes_back(self, each: int = 1) -> None:
+        """It leaves, and fresh processes of it come, as a cell that is whole or smaller."""
+        workers = tuple(replace(w.whole, alive=w.worker != CELL) for w in self.state.workers)
+        gone = replace(self.state, workers=workers, returned=frozenset())
+        self.now_s += 1.0
+        assert self.replacing.look(gone, self.plan, self.now_s) is None
+        number = 1 + max([0, *dict(self.state.incarnations).values()])
+        for rank in (SLOW_RANK, SLOW_RANK + 1)[: 2 // each]:
+            gone = apply(gone, RankJoined(rank=rank, node=0, incarnation=number, each=each))
+        self.now_s += START_S
+        self.aside.may_be_whole(gone, self.plan, self.now_s)
+        self.state = replace(gone, fresh=frozenset())
+        self.plan = self.planner.rebalance(self.state, self.plan, self.now_s, 600.0).decided.plan
+        assert self.replacing.look(self.state, self.plan, self.now_s) is None
+
+    def until_it_may_be_whole(self, most_s: float = 36_000.0) -> tuple[float, str]:
+        self.state = apply(self.state, RankReturned(rank=SLOW_RANK + 1))
+        began_s = self.now_s
+        while self.now_s < began_s + most_s:
+            self.now_s += 1.0
+            found, why = self.aside.may_be_whole(self.state, self.plan, self.now_s)
+            if found:
+                assert found == {CELL}
+                return self.now_s - began_s, why
+        raise AssertionError(f"it stays smaller for {most_s} s")
+
+
+@pytest.fixture
+def job(tmp_path):
+    return Job(tmp_path)
+
+
+def test_replaced_first_and_then_done_without(job):
+    job.slow(0.2)
+    assert job.until_it_leaves().without == ()
+    job.comes_back()
+    job.slow(0.2)
+    began_s = job.now_s
+    found = job.until_it_leaves()
+    assert (found.worker, found.without) == (CELL, (SLOW_RANK,))
+    assert CELL not in found.plan.layout.workers, "what is left of it comes back as fresh processes"
+    chosen, *others = found.rows
+    assert (chosen.name, chosen.chosen) == ("smaller", True)
+    assert not any(one.chosen for one in others)
+    assert "as their fresh processes are, too" in found.why
+    price = job.planner.without_slow(job.state, job.plan, [CELL], job.now_s).price
+    smaller = job.planner.smaller(job.state, job.plan, CELL, (SLOW_RANK,), job.now_s)
+    assert price.healthy_s < smaller.step_s < price.kept_s
+    cost_s = (job.now_s - began_s) * price.lost
+    assert smaller.saved_s(price, cost_s) == pytest.approx(price.seconds, rel=0.15)
+    job.comes_back(each=2)
+    told = [(one["event"], one["slow_ranks"]) for one in read_journal(job.folder)]
+    assert told == [("replaced", [10, 11]), ("set_aside", [10])]
+
+
+@pytest.mark.parametrize(
+    ("speed", "named"), [(0.2, {}), (0.2, {CELL: (10, 11)}), (0.6, NAMED)], ids=["unknown", "all", "half"]
+)
+def test_it_is_replaced_again_where_fewer_ranks_are_no_better(job, speed, named):
+    """Nobody knows whose fault it is; or all of them are slow; or half a cell is slower still."""
+    for _ in range(2):
+        job.slow(speed)
+        assert job.until_it_leaves(named=named).without == ()
+        job.comes_back()
+
+
+def test_the_table_of_another_decision_has_it(job):
+    job.slow(0.2)
+    rows = {one.name: one for one in job.replacing.row(job.state, job.plan, 1.0, NAMED)}
+    assert rows.keys() == {"replace", "smaller"}
+    assert rows["replace"].step_s < rows["smaller"].step_s
+    assert "faster with the cell of rank(s) [10] going on without them" in rows["smaller"].reason
+    assert "< " in rows["smaller"].reason
+    assert len(job.replacing.row(job.state, job.plan, 1.0)) == 1, "nobody knows by which rank it is slow"
+
+
+def test_why_it_cannot_be_smaller_is_in_the_table(tmp_path):
+    job = Job(tmp_path, shrink="off")
+    job.slow(0.2)
+    (_, row) = job.replacing.row(job.state, job.plan, 1.0, NAMED)
+    assert (row.step_s, row.reason) == (None, "the cell of rank(s) [10] without them: --odyssey-shrink off")
+
+
+@pytest.mark.parametrize(
+    ("cell", "spec", "reason"),
+    [
+        ({"other_nodes": (1,)}, {}, "several nodes"),
+        ({"ranks": (10,), "missing": (11,)}, {}, "already"),
+        ({}, {"whole_cells_only": "fp8"}, "fp8"),
+        ({}, {"whole_shards_only": "Muon"}, "Muon"),
+    ],
+)
+def test_which_cells_stay_whole(job, cell, spec, reason):
+    workers = tuple(replace(w, **cell) if w.worker == CELL else w for w in job.state.workers)
+    job.planner._job = replace(job.spec, **spec)
+    with pytest.raises(PlanInfeasible, match=reason):
+        job.planner.smaller(replace(job.state, workers=workers), job.plan, CELL, (SLOW_RANK,), 1.0)
+
+
+def test_it_is_whole_again_once_that_has_cost_as_much_and_each_time_twice(job):
+    took_s = []
+    for _ in range(3):
+        job.aside.note(CELL, (SLOW_RANK,), job.now_s)
+        job.comes_back(each=2)
+        found, why = job.aside.may_be_whole(job.state, job.plan, job.now_s)
+        assert not found
+        seconds, why = job.until_it_may_be_whole()
+        took_s.append(seconds)
+        assert "to be without rank(s) [10], which were slow, has cost" in why
+        job.comes_back()
+        assert job.aside.may_be_whole(job.state, job.plan, job.now_s) == (frozenset(), "")
+    price = job.planner.without_slow(job.state, job.plan, [CELL], job.now_s).price
+    assert took_s[0] > price.away_s * price.lost
+    assert took_s[1] / took_s[0] == pytest.approx(2.0, rel=0.3)
+    assert took_s[2] / took_s[1] == pytest.approx(2.0, rel=0.3)
+
+
+def test_what_is_smaller_for_another_reason_is_whole_at_once(job):
+    job.comes_back(each=2)
+    job.state = apply(job.state, RankReturned(rank=SLOW_RANK + 1))
+    assert job.aside.may_be_whole(job.state, job.plan, job.now_s) == (frozenset({CELL}), "")
+
+
+def test_an_offer_says_who_comes_back_without_whom(job):
+    """As the coordinator asks for one."""
+    rebalancing = Rebalancing(job.planner, job.replacing.journal, job.said.append, acts=True)
+    offers = Offers(job.planner, rebalancing, job.replacing)
+    job.slow(0.2)
+    job.until_it_leaves()
+    job.comes_back()
+    job.slow(0.2)
+    known = replace(job.state, generation=1)
+    played = JobState(cluster=known, nodes=(0,) * 16, start_plan=job.plan, live_plan=job.plan)
+    verdict = Verdict(
+        kind=SLOW_WORKER, worker=CELL, ranks=(SLOW_RANK,), factor=5.0, since=1, found=3, evidence=""
+    )
+    diagnosis = Diagnosis(verdicts=(verdict,), costs={}, latest={CELL: 5.0}, newest=9)
+    for second in range(10_000):
+        played, proposal = offers.following(played, diagnosis, job.now_s + second)
+        if proposal is not None and proposal.leaving:
+            break
+    assert (proposal.leaving, dict(proposal.without)) == ({CELL}, NAMED)
