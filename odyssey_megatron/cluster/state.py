@@ -20,6 +20,21 @@ from odyssey_megatron.cluster.events import (
 from odyssey_megatron.errors import EXIT_FENCED
 
 
+class SlowSums(NamedTuple):
+    """Sums over holders that take longer than others."""
+
+    workers: tuple[int, ...]
+    crosses: bool
+    """These are over some of ``workers`` and others, as what lies between is slow; else over all of ``workers``."""
+    factor: float
+    """They take so many times as long."""
+
+    def slows(self, holders: Collection[int]) -> bool:
+        """Whether the sum over ``holders`` is one of them."""
+        there = sum(worker in holders for worker in self.workers)
+        return 0 < there < len(holders) if self.crosses else there == len(self.workers)
+
+
 class Share(NamedTuple):
     """Beside a whole cell's: what a worker's ranks can do and keep. All plans count as if workers were whole cells."""
 
@@ -112,6 +127,8 @@ class ClusterState:
     """(rank, incarnation) of those that are not their rank's first process, ascending."""
     slow_links: tuple[tuple[int, int, float], ...] = ()
     """(sender, receiver, seconds): a message between these workers takes so much longer than others."""
+    slow_sums: tuple[SlowSums, ...] = ()
+    """Of gradients."""
 
     @property
     def alive(self) -> tuple[int, ...]:
@@ -248,6 +265,11 @@ def with_speeds(state: ClusterState, speeds: Mapping[int, float]) -> ClusterStat
 def with_slow_links(state: ClusterState, longer_s: Mapping[tuple[int, int], float]) -> ClusterState:
     """``state`` with these links slow, and no others. ``longer_s``: (sender, receiver) -> see ``slow_links``."""
     return replace(state, slow_links=tuple((*link, seconds) for link, seconds in sorted(longer_s.items())))
+
+
+def with_slow_sums(state: ClusterState, slow: Collection[SlowSums]) -> ClusterState:
+    """``state`` with these sums slow, and no others."""
+    return replace(state, slow_sums=tuple(sorted(slow)))
 
 
 def without_fresh(state: ClusterState) -> ClusterState:

@@ -9,7 +9,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import product
 
-from odyssey_megatron.cluster.state import ClusterState, with_slow_links, with_speeds
+from odyssey_megatron.cluster.state import (
+    ClusterState,
+    SlowSums,
+    with_slow_links,
+    with_slow_sums,
+    with_speeds,
+)
 from odyssey_megatron.diagnosis.lasting import COMPUTE_S, LINK_S, remaining_s
 from odyssey_megatron.diagnosis.links import LEAST_FACTOR, SLOW_LINK, Links, LinkVerdict
 from odyssey_megatron.diagnosis.steps import Shown, shown
@@ -62,8 +68,10 @@ class Rebalancing:
         self._said: set[tuple[str, tuple[int, int], int, tuple[int, ...]]] = set()
         self._known: dict[int, float] = {}
         """Slow worker -> its speed."""
-        self._sums: list[LinkVerdict] = []
-        """Slow sums that have been said."""
+        self._sums: dict[LinkVerdict, tuple[SlowSums, ...]] = {}
+        """What makes sums slow -> those."""
+        self._beside_sums: dict[LinkVerdict, dict[tuple[int, int], float]] = {}
+        """What makes sums slow -> what messages are expected to take longer, where nobody sends any that way."""
         self._links: dict[LinkVerdict, dict[tuple[int, int], float]] = {}
         """What makes links slow -> those, and what a message takes longer: also of links that nobody has measured."""
         self._doubted: set[int | tuple[tuple[int, ...], ...]] = set()
@@ -96,8 +104,8 @@ class Rebalancing:
         self._forget_gone({*self._known, *changed})
         why += [self._note(worker, speed, diagnosis, seen, state, now_s) for worker, speed in changed.items()]
         of_links = self._look_at_links(diagnosis, state, live, now_s)
-        self._note_sums(diagnosis.sums, state)
-        state = with_slow_links(state, _longest_s(self._links.values()))
+        of_links += self._look_at_sums(diagnosis, state, live, now_s)
+        state = self._with_slow(state, diagnosis)
         is_new, why = bool(changed or of_links), why + of_links
         better = self._compare("; ".join(why), state, live, now_s, is_new=is_new) if why else None
         if not why and self._is_to_seek(diagnosis, state):
@@ -129,7 +137,8 @@ class Rebalancing:
             worker: speed for worker, speed in changed.items() if speed < 1.0 and worker not in self._known
         }
         verdicts = [one for one in diagnosis.verdicts if one.kind == SLOW_WORKER and one.worker in new]
-        self._doubted &= {*diagnosis.slow, *(one.links for one in diagnosis.links.verdicts)}
+        of_links = (*diagnosis.links.verdicts, *diagnosis.sums.verdicts)
+        self._doubted &= {*diagnosis.slow, *(one.links for one in of_links)}
         if not verdicts:
             return changed, Shown(is_so=True)
         since = min(one.since for one in verdicts)
@@ -205,16 +214,41 @@ class Rebalancing:
             )
         }
 
-    def _note_sums(self, sums: Links, state: ClusterState) -> None:
-        """Nothing is done about them: whoever has a layer sums its gradients."""
+    def _look_at_sums(self, diagnosis: Diagnosis, state: ClusterState, live: Plan, now_s: float) -> list[str]:
+        """As above: what is not summed any more stays as it was when it was measured last."""
+        why, sums = list[str](), diagnosis.sums
         for one in [known for known in self._sums if _is_over(known, sums)]:
-            self._sums.remove(one)
-            self._event(one.kind, _ranks_of(state, one.workers), 1.0, "sums take no longer than they did")
+            del self._sums[one], self._beside_sums[one]
+            self._lasted_s.append(now_s - self._began_s.pop(one))
+            ranks = _ranks_of(state, one.workers)
+            self._event(one.kind, ranks, 1.0, "sums take no longer than they did")
+            why.append(f"sums of rank(s) {ranks} as fast as before")
         for one in sums.verdicts:
             known = {workers for of in self._sums for workers in of.links}
-            if not known >= set(one.links) and _borne_out(one, sums):
-                self._sums.append(one)
-                self._event(one.kind, _ranks_of(state, one.workers), 1 / one.factor, one.evidence)
+            if known >= set(one.links) or not _borne_out(one, sums):
+                continue
+            slow = _slow_sums(one, state)
+            before = self._with_slow(state, diagnosis)
+            after = with_slow_sums(before, {*before.slow_sums, *slow})
+            seen = self._shown(one.since, before, after, diagnosis, live)
+            ranks = _ranks_of(state, one.workers)
+            if not seen.is_so:
+                self._doubt(one.links, ranks, one.evidence, seen)
+                continue
+            for less in [less for less in self._sums if set(less.links) <= set(one.links)]:
+                del self._sums[less], self._beside_sums[less], self._began_s[less]  # part of it
+            self._sums[one], self._began_s[one] = slow, now_s
+            self._beside_sums[one] = _messages(one, sums, state)
+            self._event(one.kind, ranks, 1 / one.factor, _joined(one.evidence, seen))
+            why.append(f"sums of rank(s) {ranks} slow, {one.factor:.2f} times the time")
+        return why
+
+    def _with_slow(self, state: ClusterState, diagnosis: Diagnosis) -> ClusterState:
+        """With the links and sums that are known to be slow, or taken to be."""
+        measured = diagnosis.links.factors
+        unknown = (of for of in self._beside_sums.values() if measured.keys().isdisjoint(of))
+        state = with_slow_links(state, _longest_s([*self._links.values(), *unknown]))
+        return with_slow_sums(state, {one for of in self._sums.values() for one in of})
 
     def _compare(
         self,
@@ -227,9 +261,8 @@ class Rebalancing:
         acts: bool = False,
     ) -> Better | None:
         """``is_new``: some worker has another speed than before; ``acts``: in any case."""
-        self._began_s = {
-            one: since_s for one, since_s in self._began_s.items() if one in self._known or one in self._links
-        }
+        known = {*self._known, *self._links, *self._sums}
+        self._began_s = {one: since_s for one, since_s in self._began_s.items() if one in known}
         ages_s = [now_s - since_s for since_s in self._began_s.values()]
         mean_s = COMPUTE_S if self._known else LINK_S
         lasts_s = remaining_s(min(ages_s), self._lasted_s, mean_s) if ages_s else math.inf
@@ -255,7 +288,7 @@ class Rebalancing:
     def _is_back(state: ClusterState) -> bool:
         """Nobody is slow or dead any more: the first plan is as good as any, and the one that the user has chosen."""
         whole = all(worker.alive and worker.pace == 1.0 for worker in state.workers)
-        return whole and not state.slow_links
+        return whole and not state.slow_links and not state.slow_sums
 
     def _note(
         self,
@@ -350,6 +383,26 @@ def _whose(one: LinkVerdict, ranks: list[int]) -> str:
     if len(one.nodes) == 1:
         return f"network of node {one.nodes[0]}"
     return f"network between nodes {[*one.nodes]}" if one.nodes else f"network of rank(s) {ranks}"
+
+
+def _slow_sums(one: LinkVerdict, state: ClusterState) -> tuple[SlowSums, ...]:
+    """All sums that a node with a slow network has a part in, with others; or those that were measured."""
+    if one.nodes:
+        inside = tuple(sorted(worker for worker, node in state.nodes.items() if node in one.nodes))
+        return (SlowSums(inside, True, one.factor),)
+    return tuple(SlowSums(tuple(workers), False, one.factor) for workers in one.links)
+
+
+def _messages(one: LinkVerdict, sums: Links, state: ClusterState) -> dict[tuple[int, int], float]:
+    """What a message from a node with slow sums, or to it, would take longer, if its network is slow: a sum over k of
+    that size sends 2 (k - 1) / k times as many bytes (``plan.simulate.reduce_s``). Of others nothing is known.
+    """
+    if not one.nodes:
+        return {}
+    longer_s = max(sums.longer_s.get(of, 0.0) * len(of) / (2 * (len(of) - 1)) for of in one.links)
+    inside = {worker for worker in state.alive if state.nodes[worker] in one.nodes}
+    ways = product(inside, set(state.alive) - inside)
+    return {way: longer_s for a, b in ways for way in ((a, b), (b, a))}
 
 
 def _reach(one: LinkVerdict, state: ClusterState) -> set[tuple[int, int]]:

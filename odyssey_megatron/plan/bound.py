@@ -11,7 +11,7 @@ from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.gathers import weights_late_s
 from odyssey_megatron.plan.layout import Block, Layout, Route
 from odyssey_megatron.plan.reductions import buckets
-from odyssey_megatron.plan.simulate import reduce_s
+from odyssey_megatron.plan.simulate import sum_s
 
 
 def lower_bound_s(
@@ -61,7 +61,7 @@ def _sums_s(layout: Layout, cut: Sequence[Block], costs: Costs) -> dict[int, lis
     """Of each worker, how long each of its buckets takes."""
     found: dict[int, list[float]] = {worker: [] for worker in layout.workers}
     for bucket in cut:
-        seconds = reduce_s(costs, bucket.first, bucket.last, len(bucket.holders), layout.copies)
+        seconds = sum_s(costs, bucket, layout.copies)
         for worker in bucket.holders:
             found[worker].append(seconds)
     return found

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from odyssey_megatron.cluster.state import SlowSums
 from odyssey_megatron.inputs import Between
 
 COST_S = Annotated[float, Between(0, 1e6)]
@@ -121,6 +122,8 @@ class Costs:
     """The step's end: agreement and optimizer, on the worker that takes longest."""
     slow_links: tuple[tuple[int, int, float], ...] = ()
     """(sender, receiver, seconds): activations between these two workers take so much longer than others."""
+    slow_sums: tuple[SlowSums, ...] = ()
+    """Of gradients, those that take longer than others."""
 
     @cached_property
     def spans(self) -> Spans:
@@ -147,7 +150,11 @@ class Costs:
         """(sender, receiver) -> what a message between them takes longer than :meth:`message_s`."""
         return {(sender, receiver): longer_s for sender, receiver, longer_s in self.slow_links}
 
+    def sum_factor(self, holders: tuple[int, ...]) -> float:
+        """How many times its usual time the sum over ``holders`` takes."""
+        return max((one.factor for one in self.slow_sums if one.slows(holders)), default=1.0)
+
     @cached_property
     def without_slow_links(self) -> Costs:
-        """What is the same wherever the workers are: itself where no link is slow."""
-        return replace(self, slow_links=()) if self.slow_links else self
+        """What is the same wherever the workers are: itself where no link is slow, and no sum."""
+        return replace(self, slow_links=(), slow_sums=()) if self.slow_links or self.slow_sums else self

@@ -60,6 +60,12 @@ def reduce_s(costs: Costs, first: int, last: int, holders: int, copies: int = 0)
     return hops * costs.link_latency_s + hops / holders * size / costs.link_bytes_per_s
 
 
+def sum_s(costs: Costs, block: Block, copies: int) -> float:
+    """:func:`reduce_s` of a block by its holders, which may be slow at it."""
+    usual_s = reduce_s(costs, block.first, block.last, len(block.holders), copies)
+    return usual_s * costs.sum_factor(block.holders) if costs.slow_sums else usual_s
+
+
 def reduce_hops(holders: int, copies: int = 0) -> int:
     """How often a k-th of the bytes is sent in :func:`reduce_s`."""
     return holders - 1 + (min(copies, holders) or holders) - 1
@@ -72,7 +78,7 @@ def computed_before_s(layout: Layout, costs: Costs, end_s: float) -> dict[int, f
     least_s, cut = dict.fromkeys(layout.workers, math.inf), buckets(layout, costs)
     end_s -= costs.optimizer_s + weights_late_s(layout, cut, costs)
     for bucket in cut:
-        seconds = reduce_s(costs, bucket.first, bucket.last, len(bucket.holders), layout.copies)
+        seconds = sum_s(costs, bucket, layout.copies)
         for worker in bucket.holders:
             least_s[worker] = min(least_s[worker], seconds)
     return {worker: end_s - own_s for worker, own_s in least_s.items()}
@@ -104,7 +110,7 @@ def step_end_s(
             ready_s[worker] -= known_s[key]
     for bucket, start_s in reversed(starts):
         start_s = max(start_s, *(free_s[worker] for worker in bucket.holders))
-        end_s = start_s + reduce_s(costs, bucket.first, bucket.last, len(bucket.holders), layout.copies)
+        end_s = start_s + sum_s(costs, bucket, layout.copies)
         free_s.update(dict.fromkeys(bucket.holders, end_s))
     late_s = weights_late_s(layout, gathered, costs)
     return max(*done_s.values(), *free_s.values()) + costs.optimizer_s + late_s
@@ -285,8 +291,7 @@ class _Clock:
             if not all(self.summing[one] and self.summing[one][0][0] == code for one in bucket.holders):
                 continue
             start = max(max(self.summing[one][0][1], self.free[one]) for one in bucket.holders)
-            holders, copies = len(bucket.holders), self.visits.layout.copies
-            end = start + reduce_s(self.costs, bucket.first, bucket.last, holders, copies)
+            end = start + sum_s(self.costs, bucket, self.visits.layout.copies)
             for one in bucket.holders:
                 _, _, at = self.summing[one].popleft()
                 self.spans[one][at], self.free[one] = (start, end), end

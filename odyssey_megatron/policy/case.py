@@ -150,10 +150,11 @@ class Case:
 
 
 def with_links(profile: Profile, state: ClusterState) -> Profile:
-    """``profile`` with the links that are slow now."""
-    if profile.costs.slow_links == state.slow_links:
+    """``profile`` with the links and sums that are slow now."""
+    costs, slow = profile.costs, (state.slow_links, state.slow_sums)
+    if (costs.slow_links, costs.slow_sums) == slow:
         return profile
-    return replace(profile, costs=replace(profile.costs, slow_links=state.slow_links))
+    return replace(profile, costs=replace(costs, slow_links=slow[0], slow_sums=slow[1]))
 
 
 def worker_speeds(state: ClusterState) -> dict[int, float]:

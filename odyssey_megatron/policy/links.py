@@ -1,4 +1,4 @@
-"""Layouts whose routes do without slow links."""
+"""Layouts whose routes do without slow links, and whose sums do."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from itertools import pairwise
 
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Hop, Layout
+from odyssey_megatron.plan.simulate import reduce_s
 from odyssey_megatron.plan.spread import with_places
 from odyssey_megatron.plan.transfer import cheapest_assignment
 from odyssey_megatron.policy.paths import group_routes
@@ -102,6 +103,47 @@ def exchanged(layout: Layout, costs: Costs) -> Layout:
             break
         best = found
     return best
+
+
+def sums_wait_s(layout: Layout, costs: Costs) -> float:
+    """What the sums of a step take longer than if none were slow, all added up."""
+    if not costs.slow_sums:
+        return 0.0
+    return sum(
+        (costs.sum_factor(block.holders) - 1)
+        * reduce_s(costs, block.first, block.last, len(block.holders), layout.copies)
+        for block in layout.blocks()
+    )
+
+
+def side_by_side(layout: Layout, costs: Costs) -> Layout:
+    """``layout`` with workers in each other's places, so that fewer sums are between a node whose network is slow, or
+    whatever has made them slow, and others: of who computes the same, all are there or none, as far as there is room.
+    Activations go that way instead. Itself where that is no better.
+    """
+    best = layout
+    for slow in costs.slow_sums if not layout.revisits else ():
+        if slow.crosses:
+            found = around(_side_by_side(best, {*slow.workers} & {*layout.workers}), costs)
+            best = found if sums_wait_s(found, costs) < sums_wait_s(best, costs) else best
+    return best
+
+
+def _side_by_side(layout: Layout, inside: set[int]) -> Layout:
+    """Those who compute the same come ``inside`` as wholes, first those of whom most are there; in their places go
+    others that are there, as few as can be.
+    """
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for worker in layout.workers:
+        alike.setdefault(tuple(layout.held_by(worker)), []).append(worker)
+    room, come, stay = len(inside), list[int](), set[int]()
+    for workers in sorted(alike.values(), key=lambda of: (-len(inside.intersection(of)), of)):
+        if len(workers) <= room and not (len(workers) == 1 and workers[0] not in inside):
+            room -= len(workers)
+            come += [worker for worker in workers if worker not in inside]
+            stay |= inside.intersection(workers)
+    pairs = dict(zip(come, sorted(inside - stay), strict=False))
+    return with_places(layout, _places(layout.workers, pairs | {b: a for a, b in pairs.items()}))
 
 
 def _exchanges(layout: Layout, costs: Costs) -> Iterator[Layout]:

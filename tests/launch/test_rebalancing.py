@@ -234,23 +234,87 @@ def test_a_slow_link_that_makes_no_step_longer_is_said_once_and_nothing_else(job
     assert state.slow_links == ((0, 2, 0.5),)
 
 
-def test_slow_sums_are_said_once_and_when_they_are_over(job):
-    rebalancing = job(acts=True)
+def with_sums(step: int, factor: float, *, who=((0, 1),), node=None, longer_s=1e-6) -> Diagnosis:
+    """Sums over ``who`` take ``factor`` times their time, which was certain in step 4; by ``node``, if one is given."""
+    nodes, now = () if node is None else (node,), dict.fromkeys(who, factor)
+    members = tuple(sorted({one for of in who for one in of}))
+    verdict = LinkVerdict(
+        kind="slow sums", links=who, workers=members, nodes=nodes, factor=factor, evidence="by the test"
+    )
+    is_slow = factor > 1.5
+    sums = Links(
+        verdicts=(verdict,) if is_slow else (),
+        slow=now if is_slow else {},
+        longer_s=dict.fromkeys(who, longer_s),
+        found=dict.fromkeys(who, 4),
+        latest=now,
+        newest=step,
+    )
+    return Diagnosis(costs={}, newest=step, sums=sums)
 
-    def with_sums(step: int, factor: float) -> Diagnosis:
-        who = (0, 1)
-        one = LinkVerdict(kind="slow sums", links=(who,), workers=who, factor=factor, evidence="by the test")
-        slow, now = ({who: factor}, (one,)) if factor > 1.5 else ({}, ()), {who: factor}
-        sums = Links(verdicts=slow[1], slow=slow[0], found={who: 4}, latest=now, newest=step)
-        return Diagnosis(costs={}, newest=step, sums=sums)
 
-    for step, factor in ((4, 3.0), (5, 3.0), (6, 3.1), (7, 1.0), (8, 1.0)):
-        found = with_sums(step, factor)
-        assert rebalancing.look(found, job.state, job.plan, float(step)) == (job.state, None)
+def test_slow_sums_count_in_decisions_and_are_said_once_and_when_they_are_over(job):
+    rebalancing, state = job(acts=True), job.state
+    assert rebalancing.look(with_sums(4, 3.0), state, job.plan, 4.0) == (state, None), "a second look"
+    for step, factor in ((5, 3.0), (6, 3.1)):
+        state, _ = rebalancing.look(with_sums(step, factor), state, job.plan, float(step))
+        assert state.slow_sums == (((0, 1), False, 3.0),)
+        assert not state.slow_links
+    assert job.planner.step_s(state, job.plan) > job.planner.step_s(job.state, job.plan)
+    for step in (7, 8):
+        state, _ = rebalancing.look(with_sums(step, 1.0), state, job.plan, float(step))
+        assert state == job.state
     assert [(e["kind"], e["slow_ranks"], e["speed"]) for e in read_journal(job.folder)] == [
         ("slow sums", [0, 1], pytest.approx(1 / 3)),
         ("slow sums", [0, 1], 1.0),
     ]
+
+
+def test_sums_that_make_no_step_longer_are_said_once_and_nothing_else(job):
+    rebalancing = job(acts=True)
+    for step in (5, 6):
+        found = with_sums(step, 400.0)
+        sums = replace(found.sums, verdicts=(replace(found.sums.verdicts[0], since=3),))
+        seconds = {one: 1.0 for one in range(6)}
+        found = replace(found, sums=sums, took=StepTimes(generation=0, seconds=seconds))
+        assert rebalancing.look(found, job.state, job.plan, float(step)) == (job.state, None)
+    (said,) = job.said
+    assert "rank(s) [0, 1]: by the test; but steps take 1.00 times as long as before, " in said
+
+
+def test_off_only_says_so_of_sums(job):
+    rebalancing = job(acts=False)
+    for step in (5, 6):
+        found = with_sums(step, 400.0)
+        assert rebalancing.look(found, job.state, job.plan, 10.0) == (job.state, None)
+    (said,) = job.said
+    assert "sums of rank(s) [0, 1] slow, 400.00 times the time" in said
+
+
+@pytest.mark.parametrize("longer_s", [1e-9, 1e3])
+def test_who_sums_over_a_slow_network_is_put_side_by_side_unless_messages_are_slow_as_well(job, longer_s):
+    """Of two nodes each has a replica of all; nobody has sent a message between them, and they may be as slow."""
+    state = replace(
+        job.state,
+        workers=tuple(replace(one, node=one.worker % 2) for one in job.state.workers),
+    )
+    holders = sorted({tuple(sorted(held)) for held in job.plan.layout.holders})
+    assert all(len({worker % 2 for worker in of}) == 2 for of in holders)
+    found = with_sums(5, 1e4, who=tuple(holders), node=1, longer_s=longer_s)
+    state, better = job(acts=True).look(found, state, job.plan, 10.0)
+    assert state.slow_sums == ((tuple(range(1, 8, 2)), True, 1e4),)
+    assert {(a % 2, b % 2) for a, b, _ in state.slow_links} == {(0, 1), (1, 0)}
+    if longer_s > 1:
+        assert better is None or not any(row.name == "relink" and row.chosen for row in better.decided.rows)
+        return
+    chosen = next(row for row in better.decided.rows if row.chosen)
+    assert chosen.name == "relink"
+    assert "side by side" in chosen.reason
+    moved = better.decided.plan.layout
+    assert all(len({worker % 2 for worker in of}) == 1 for of in moved.holders)
+    measured = replace(with_sums(6, 1e4), links=Links(factors={(0, 1): 1.0}, newest=6), sums=Links())
+    after, _ = job(acts=True).look(measured, state, better.decided.plan, 20.0)
+    assert not after.slow_links, "they are measured by now, and are not"
 
 
 def test_what_a_second_look_does_not_bear_out_costs_nothing(job):

@@ -8,14 +8,21 @@ from dataclasses import replace
 import pytest
 
 from odyssey_megatron.cluster.events import RankDied
-from odyssey_megatron.cluster.state import apply, initial_state, with_slow_links
+from odyssey_megatron.cluster.state import (
+    SlowSums,
+    apply,
+    initial_state,
+    with_slow_links,
+    with_slow_sums,
+)
 from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.plan.bound import lower_bound_s
 from odyssey_megatron.plan.layout import megatron_layout
 from odyssey_megatron.plan.schedule import Schedule
 from odyssey_megatron.plan.simulate import simulate
 from odyssey_megatron.policy.decide import decide, scheduled
 from odyssey_megatron.policy.initial import initial_plan
-from odyssey_megatron.policy.links import around, exchanged, waits_s
+from odyssey_megatron.policy.links import around, exchanged, side_by_side, sums_wait_s, waits_s
 from tests.policy.test_decide import PROFILE, job
 from tests.policy.test_history import FOREVER, planner_of
 
@@ -131,3 +138,48 @@ def test_after_a_loss_slow_links_are_done_without_too():
     costs = replace(COSTS, slow_links=found.case.profile.costs.slow_links)
     assert waits_s(decide(state=died, **known).plan.layout, costs) > 0
     assert waits_s(found.plan.layout, costs) == 0
+
+
+NODE = SlowSums((0, 3, 6, 9), True, 50.0)
+"""Of each stage of :func:`layout` one replica, all of one pipeline."""
+
+
+@pytest.mark.parametrize("slow", [NODE, SlowSums((3, 4, 5), False, 50.0)], ids=["node", "alone"])
+def test_the_clock_and_the_order_agree_on_slow_sums(slow):
+    costs = replace(COSTS, slow_sums=(slow,))
+    state = with_slow_sums(initial_state(nodes=(0,) * 12), [slow])
+    plan = scheduled("keep", layout(), (), state, PROFILE)
+    programs = tuple((worker, plan.program(worker)) for worker in layout().workers)
+    assert plan.step_s == pytest.approx(simulate(Schedule(programs=programs), layout(), costs).step_s)
+    usual = scheduled("keep", layout(), (), initial_state(nodes=(0,) * 12), PROFILE)
+    assert usual.step_s < plan.step_s
+    assert usual.bound_s <= lower_bound_s(layout(), costs) <= plan.step_s
+
+
+@pytest.mark.parametrize(
+    ("slow", "holders", "slows"),
+    [
+        (NODE, (0, 1, 2), True),
+        (NODE, (1, 2), False),
+        (NODE, (0, 3), False),
+        (NODE, (0,), False),
+        (SlowSums((0, 1), False, 2.0), (0, 1), True),
+        (SlowSums((0, 1), False, 2.0), (0, 1, 2), True),
+        (SlowSums((0, 1), False, 2.0), (0, 2), False),
+    ],
+)
+def test_which_sums_are_slow(slow, holders, slows):
+    assert slow.slows(holders) == slows
+
+
+def test_who_sums_is_put_side_by_side():
+    """Of four workers of a node three can have a stage to themselves; the fourth sums with others still."""
+    costs = replace(COSTS, slow_sums=(NODE,))
+    found = side_by_side(layout(), costs)
+    crossing = {tuple(sorted(held)) for held in found.holders if NODE.slows(held)}
+    assert len(crossing) == 1
+    assert 0 < sums_wait_s(found, costs) < sums_wait_s(layout(), costs)
+    assert sorted(found.workers) == sorted(layout().workers)
+    few = replace(COSTS, slow_sums=(SlowSums((0, 3), True, 50.0),))
+    assert side_by_side(layout(), few) == layout(), "there is no room"
+    assert side_by_side(layout(), COSTS) == layout()

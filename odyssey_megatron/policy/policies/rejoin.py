@@ -24,7 +24,8 @@ class Rejoin(Policy):
         else:
             note = "the first layout without the dead"
             layout = reroute(home, alive, case.profile.costs, case.speeds)
-        is_whole = not (case.state.dead or case.speeds or case.state.slow_links)
+        state = case.state
+        is_whole = not (state.dead or case.speeds or state.slow_links or state.slow_sums)
         yield Proposal(layout=layout, note=note, settles=is_whole)
 
 

@@ -1,11 +1,11 @@
-"""Some links are slow: routes go on by others."""
+"""Some links are slow: routes go on by others, and sums are made elsewhere."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from odyssey_megatron.policy.case import Case
-from odyssey_megatron.policy.links import around, exchanged, waits_s
+from odyssey_megatron.policy.links import around, exchanged, side_by_side, sums_wait_s, waits_s
 from odyssey_megatron.policy.proposal import Policy, Proposal
 
 
@@ -15,9 +15,15 @@ class Relink(Policy):
     name, order, always = "relink", 5, True
 
     def propose(self, case: Case) -> Iterable[Proposal]:
-        """Where nobody is lost and messages take slow links."""
+        """Where nobody is lost and messages take slow links, or sums do."""
         costs = case.profile.costs
-        if case.lost or not waits_s(case.previous, costs):
+        if case.lost:
+            return
+        if sums_wait_s(case.previous, costs):
+            moved = side_by_side(case.previous, costs)
+            if moved is not case.previous:
+                yield Proposal(layout=moved, note="who holds the same layers side by side, off slow sums")
+        if not waits_s(case.previous, costs):
             return
         layout = around(case.previous, costs)
         if layout is not case.previous:
