@@ -128,8 +128,8 @@ class OdysseyConfig:
     shrink: str = _flag(
         "auto",
         "with --odyssey-respawn: what is left of a cell of tensor-, context- or expert-parallel ranks, of which one "
-        "has used up its starts, joins as a smaller cell, and trains where that pays. off: it stands by until the cell "
-        "can be whole",
+        "has used up its starts, joins as a smaller cell, and trains where that pays; so does a cell that is slow by "
+        "one of its ranks, without it (--odyssey-rebalance auto). off: it stands by until the cell can be whole",
         choices=SHRINKS,
     )
     rebalance: str = _flag(
