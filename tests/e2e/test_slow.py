@@ -91,7 +91,7 @@ def of_all(rank: int, times: float, incarnations: int) -> str:
     return ";".join(f"rank={rank},step=6,slow={times},incarnation={one}" for one in range(incarnations))
 
 
-SPLIT = "--num-layers 4 --train-iters 200 --global-batch-size 12 --odyssey-profile-steps 2"
+SPLIT = "--num-layers 4 --train-iters 160 --global-batch-size 12 --odyssey-profile-steps 2"
 
 
 @pytest.mark.timeout(600)
@@ -105,13 +105,15 @@ def test_a_cell_goes_on_without_its_slow_rank_and_is_whole_again(jobs, undisturb
     inject = f"--odyssey-rebalance auto --odyssey-respawn 1 --odyssey-inject {of_all(rank, 8, 2)}"
     shot = jobs.run(name, ranks=4, stages=1, flags=f"{job} {inject} --odyssey-hang-s 10", timeout_s=400)
     assert_equal_runs(shot, undisturbed(job), kills=0)
-    assert [one["slow_ranks"] for one in shot.named("replaced")] == [[2, 3]]
+    assert shot.named("replaced")[0]["slow_ranks"] == [2, 3]
     assert [one["slow_ranks"] for one in shot.named("set_aside")] == [[rank]]
     assert [(one["ranks"], one["whole"]) for one in shot.named("cell_shrinks")] == [([2], 2)]
-    assert trained(shot)[:2] == [[[1, 2]], []], "smaller, and then whole"
-    left = [event["why"] for event in decisions(shot) if "leave" in event["why"]]
-    assert "comes back without them" in left[1]
-    assert f"without rank(s) [{rank}], which were slow" in left[2]
+    assert [[1, 2]] in trained(shot)
+    assert decisions(shot)[-1]["shapes"] == []
+    left = " ".join(event["why"] for event in decisions(shot))
+    assert f"rank(s) [{rank}] have cost" in left
+    assert "their cell leaves, and comes back without them" in left
+    assert f"to be without rank(s) [{rank}], which were slow" in left
     assert not shot.named("failure_detected"), "nobody was lost"
     assert not shot.run.recoveries, "nothing was interrupted"
 
