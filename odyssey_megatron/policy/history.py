@@ -119,14 +119,16 @@ class History:
         return [SumTiming(step, from_runs(of), seconds) for (step, of), seconds in sorted(longest.items())]
 
     def held_up(self) -> list[HeldUp]:
-        """By worker: of a cell that of the rank which is held up most, as the others wait for it."""
-        most: dict[tuple[int, int], HeldSeen] = {}
-        for rank, of_rank in self.seen.items():
-            for step, one in of_rank.held.items():
-                key = step, rank // self.cell_size
-                known = most.get(key, one)
-                most[key] = max(known, one, key=lambda seen: seen.wall_s / max(seen.computed_s, 1e-9))
-        return [HeldUp(*key, one.computed_s, one.wall_s) for key, one in sorted(most.items())]
+        """By worker. Not of cells: their ranks wait for each other in the midst of what they compute, so that by the
+        clock on the wall each of them is held up, and whoever waits most, most.
+        """
+        if self.cell_size > 1:
+            return []
+        seen = ((step, rank, one) for rank, of in self.seen.items() for step, one in of.held.items())
+        return [
+            HeldUp(step, rank, one.computed_s, one.wall_s)
+            for step, rank, one in sorted(seen, key=lambda row: row[:2])
+        ]
 
     def own_work(self) -> Iterable[OwnWork]:
         """By rank."""

@@ -10,7 +10,7 @@ from odyssey_megatron.cluster.state import initial_state, with_speeds
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.policy.history import History
-from odyssey_megatron.policy.measured import LinkSeen, Measured, StepSeen, SumSeen
+from odyssey_megatron.policy.measured import HeldSeen, LinkSeen, Measured, StepSeen, SumSeen
 from odyssey_megatron.policy.planner import PolicyPlanner
 from odyssey_megatron.policy.profile import Observation
 from tests.policy.test_decide import PROFILE, job
@@ -285,3 +285,22 @@ def test_how_long_steps_of_the_newest_generation_took():
     after = before.with_published(published(2, 3.0, 5.0), {}).diagnosis((), PROFILE.costs).took
     assert (after.generation, after.seconds) == (2, {20: 4.0, 21: 4.0})
     assert History(1).diagnosis((), PROFILE.costs).took.generation == -1
+
+
+@pytest.mark.parametrize(("cell_size", "found"), [(1, {3}), (2, set())])
+def test_ranks_of_a_cell_that_wait_for_each_other_have_not_lost_their_processors(cell_size, found):
+    """Rank 3 takes three times its own time on the wall, from step 8 on."""
+    steps = range(16)
+    known = {
+        rank: replace(
+            one,
+            held=tuple(
+                HeldSeen(step=step, computed_s=0.1, wall_s=0.3 if rank == 3 and step >= 8 else 0.1)
+                for step in steps
+            ),
+        )
+        for rank, one in published(*steps).items()
+    }
+    diagnosis = History(cell_size).with_published(known, {}).diagnosis((), PROFILE.costs)
+    assert diagnosis.held_up == found
+    assert diagnosis.slow.keys() == found
