@@ -26,7 +26,8 @@ MORE = ("--expert-tensor-parallel-size 1", "", "--moe-token-dispatcher-type allg
 @pytest.mark.parametrize(
     "flags",
     [
-        *("", CELLS, f"{CELLS} --sequence-parallel", CONTEXT, EXPERTS),
+        *("", f"{CELLS} --sequence-parallel", CONTEXT),
+        *(pytest.param(one, marks=pytest.mark.matrix) for one in (CELLS, EXPERTS)),
         pytest.param(f"{EXPERTS} --context-parallel-size 2", marks=pytest.mark.matrix),
         pytest.param(f"{EXPERTS} --expert-tensor-parallel-size 2", marks=pytest.mark.matrix),
         *(pytest.param(f"{GANGS} {more}", marks=pytest.mark.matrix) for more in MORE),

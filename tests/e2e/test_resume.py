@@ -76,7 +76,13 @@ DONE_AGAIN = {
 """Some of these would go on if they were let."""
 
 
-@pytest.mark.parametrize("case", DONE_AGAIN)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(one, marks=[pytest.mark.matrix] * (one not in ("rerouted", "two-at-once")))
+        for one in DONE_AGAIN
+    ],
+)
 def test_a_step_is_done_again_where_that_is_asked_for(jobs, undisturbed, name, case):
     ranks, stages, more, policy, inject = DONE_AGAIN[case]
     flags = (

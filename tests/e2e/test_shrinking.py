@@ -55,19 +55,15 @@ def trained(shot: Outcome) -> list[list[list[int]]]:
     return found
 
 
+@matrix  # that of a cell is in the next test, too, and in tests/strict
 @pytest.mark.parametrize(
     "cells",
     [
         CONTEXT,
-        *(
-            pytest.param(one, marks=matrix)
-            for one in (
-                CELLS,
-                SEQUENCE,
-                f"{CONTEXT} --window-size 5,0 --calculate-per-token-loss",
-                f"{CONTEXT} {TIED} {HASHED}",
-            )
-        ),
+        CELLS,
+        SEQUENCE,
+        f"{CONTEXT} --window-size 5,0 --calculate-per-token-loss",
+        f"{CONTEXT} {TIED} {HASHED}",
     ],
 )
 def test_what_is_left_of_a_cell_trains_on(jobs, undisturbed, name, cells):

@@ -26,7 +26,8 @@ def state(runs):
     return live("shot_at", Follower(runs["shot_at"]).events())
 
 
-def test_one_frame_has_all_there_is(runs, capsys):
+def test_one_frame_has_all_there_is(runs, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     assert cli.main(["top", str(runs["shot_at"]), "--once"]) == 0
     text = capsys.readouterr().out
     for wanted in (
