@@ -97,7 +97,7 @@ def diagnose(timings: Timings, known: Mapping[Piece, tuple[float, float]] | None
     found = replace(found, costs=_healthy_costs(timings, found, {one.worker for one in slow}))
     verdicts = [
         *slow,
-        *_uneven_stages(timings, found),
+        *_uneven_stages(timings, found, {one.worker: one.factor for one in slow}),
         *_uneven_sequences(timings, found),
         *_all_slower(timings, common),
     ]
@@ -174,9 +174,10 @@ def _slow_workers(timings: Timings, series: Floats) -> list[Verdict]:
     return verdicts
 
 
-def _uneven_stages(timings: Timings, found: Fit) -> list[Verdict]:
+def _uneven_stages(timings: Timings, found: Fit, slow: Mapping[int, float]) -> list[Verdict]:
     """Of those of the last step, if all pipelines are cut alike. No slow worker explains them: costs are those of
-    healthy ones. Where workers are visited more than once, a stage is all that the same ones compute.
+    healthy ones. Nor are stages uneven whose others are shorter as their workers are ``slow``, so many times. Where
+    workers are visited more than once, a stage is all that the same ones compute.
     """
     spans: dict[tuple[int, int], float] = {}
     on: dict[tuple[int, int], set[int]] = {}
@@ -190,13 +191,16 @@ def _uneven_stages(timings: Timings, found: Fit) -> list[Verdict]:
     if len(spans) < 2 or any(one[1] > other[0] for one, other in pairwise(sorted(spans))):
         return []
     stages: dict[tuple[int, int], float] = {}
+    takes: dict[tuple[int, int], float] = {}  # on the fastest of its workers
     for own in {frozenset(workers) for workers in on.values()}:
         visits = [span for span in spans if on[span] == own]
-        stages[max(visits, key=lambda one: (spans[one], one))] = sum(spans[one] for one in visits)
+        stage = max(visits, key=lambda one: (spans[one], one))
+        stages[stage] = sum(spans[one] for one in visits)
+        takes[stage] = stages[stage] * min(slow.get(worker, 1.0) for worker in own)
     if len(stages) < 2:
         return []
     (dearest, most), *rest = sorted(stages.items(), key=lambda one: (-one[1], one[0]))
-    others = float(np.median([seconds for _, seconds in rest]))
+    others = float(np.median([takes[stage] for stage, _ in rest]))
     if others <= 0 or most < _MUCH * others:
         return []
     alone = any((piece.first, piece.last) == dearest for piece in found.alone)

@@ -80,6 +80,16 @@ def test_a_dear_stage_is_not_a_slow_worker():
     assert kinds(Simulated(dear={3: 1.6}, slow={1: (1.5, 5, ALWAYS)})) == ["slow worker", "uneven stage"]
 
 
+def test_a_stage_that_is_longer_as_the_other_one_s_worker_is_slow_is_not_dear():
+    """As where layers have been moved off it."""
+    known = diagnose(Simulated(replicas=1, stages=2, dear={0: 3.0}).timings()).costs
+    found = diagnose(
+        Simulated(replicas=1, stages=2, dear={0: 3.0}, slow={1: (3.0, 0, ALWAYS)}).timings(), known
+    )
+    assert found.slow == {1: pytest.approx(1 / 3, rel=0.03)}
+    assert [one.kind for one in found.verdicts] == ["slow worker"]
+
+
 def test_everybody_slower():
     (verdict,) = diagnose(Simulated(everybody=(1.2, 15)).timings()).verdicts
     assert (verdict.kind, verdict.since) == ("all slower", 15)
