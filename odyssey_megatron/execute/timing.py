@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ from odyssey_megatron.codec import to_json
 from odyssey_megatron.execute import cores
 from odyssey_megatron.execute.neighbours import Exchanged, Neighbours, Summed
 from odyssey_megatron.plan.runs import to_runs
-from odyssey_megatron.plan.schedule import COMPUTE, Instr, Op
+from odyssey_megatron.plan.schedule import COMPUTE, Instr, Op, by_microbatch
 from odyssey_megatron.policy.measured import HeldSeen, LinkSeen, LinkTimes, Measured, StepSeen, SumSeen
 from odyssey_megatron.policy.profile import Observation
 
@@ -236,9 +236,8 @@ class Measurements:
 
 def _medians(step: int, trace: Trace) -> Iterator[Observation]:
     """One observation a span of layers. One microbatch may be held up by anything; half of them are not."""
-    took, of_microbatch = trace.compute_s(), defaultdict[int, list[Instr]](list)
-    for instr in took:
-        of_microbatch[instr.microbatch].append(instr)
+    took = trace.compute_s()
+    of_microbatch = by_microbatch(took)
     spans: dict[tuple[int, int], tuple[list[float], list[float], list[float]]] = {}
     for visit, seconds in took.items():
         if visit.op is not Op.FORWARD:

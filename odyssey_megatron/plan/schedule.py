@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import enum
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -107,6 +108,14 @@ def computed_layers(program: Program) -> set[int]:
     """The layers that ``program`` runs, also ahead of others."""
     computing = (one for one in program if one.op in COMPUTE or one.op is Op.EAGER_FORWARD)
     return {layer for one in computing for layer in range(one.first, one.last)}
+
+
+def by_microbatch(instrs: Iterable[Instr]) -> dict[int, list[Instr]]:
+    """``instrs`` of each microbatch, in their order."""
+    found: dict[int, list[Instr]] = {}
+    for one in instrs:
+        found.setdefault(one.microbatch, []).append(one)
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

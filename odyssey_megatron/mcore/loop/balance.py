@@ -28,7 +28,7 @@ from odyssey_megatron.metrics.outlet import say
 from odyssey_megatron.names import step_name
 from odyssey_megatron.plan.dealing import deal, dearest
 from odyssey_megatron.plan.layout import Layout
-from odyssey_megatron.plan.schedule import Instr
+from odyssey_megatron.plan.schedule import Instr, by_microbatch
 from odyssey_megatron.policy.profile import Profile
 
 _FINE = 2**30
@@ -229,9 +229,8 @@ class Balance:
         squares = self.dealt.squares
         if not squares:
             return
-        seconds, of_place = took_s(), dict[int, list[Instr]]()
-        for instr in seconds:
-            of_place.setdefault(instr.microbatch, []).append(instr)
+        seconds = took_s()
+        of_place = by_microbatch(seconds)
         kinds = {
             place: tuple(sorted((one.op.name, one.first, one.last) for one in own))
             for place, own in of_place.items()
