@@ -59,7 +59,9 @@ class Reduction:
         self._ledger, self._tensor_group = ledger, tensor_group
         self._under_way: deque[_Piece] = deque()
         self._scattered: list[tuple[Instr, Rows]] = []
-        """Whose sums others need, too."""
+        """Whose sums others need, too, and get when all are made."""
+        self._to_pass: list[tuple[Instr, Rows, torch.Tensor, range]] = []
+        """Those that others get before the next sum of their group: of which row pieces."""
         self._bytes = 0
 
     def start(
@@ -97,6 +99,10 @@ class Reduction:
         progress: Progress,
     ) -> None:
         each = max(1, PIECE // rows.group.size())
+        # On gloo operations of a group may overtake each other. Elsewhere what was summed in it last is passed on by
+        # now: not at once, as on one hardware queue whatever comes behind would wait for that sum.
+        passes_on = rows.passes_on and bool(self._ledger)
+        self._pass_on(rows.group)
         for low in range(0, rows.width, each):
             high = min(low + each, rows.width)
             self._make_room((high - low) * rows.group.size() * rows.element_bytes, progress)
@@ -109,7 +115,24 @@ class Reduction:
             totals = [sums[at : at + view.numel()] for at, view in own]
             self._under_way.append(_Piece(instr, [view for _, view in own], totals, work, packed.nbytes))
             self._bytes += packed.nbytes
-        self._scattered.append((instr, rows))
+            if passes_on:
+                self._to_pass.append((instr, rows, sums, range(low, high)))
+        if not passes_on:
+            self._scattered.append((instr, rows))
+
+    def _pass_on(self, group: dist.ProcessGroup | None = None) -> None:
+        """Sends those sums to others that are under way in ``group``, or in any, in the order of all buckets."""
+        waiting, self._to_pass = self._to_pass, []
+        for one in waiting:
+            instr, rows, sums, where = one
+            if group is not None and rows.group is not group:
+                self._to_pass.append(one)
+                continue
+            pairs, work = rows.pass_on(sums, where.start, where.stop)
+            totals = [total for _, total in pairs]
+            num_bytes = sum(total.nbytes for total in totals)
+            self._under_way.append(_Piece(instr, [view for view, _ in pairs], totals, work, num_bytes))
+            self._bytes += num_bytes
 
     def _make_room(self, num_bytes: int, progress: Progress) -> None:
         while self._under_way and self._bytes + num_bytes > ROOM_BYTES:
@@ -117,6 +140,7 @@ class Reduction:
 
     def finish(self, progress: Progress) -> list[Instr]:
         """Behind it the gradients are the sums, where this rank needs them. Returns what was still under way, once."""
+        self._pass_on()
         scattered, self._scattered = self._scattered, []
         found = dict.fromkeys([one.instr for one in self._under_way] + [instr for instr, _ in scattered])
         while self._under_way:
@@ -130,6 +154,7 @@ class Reduction:
         """Lets go of sums that will not become whole."""
         self._under_way.clear()
         self._scattered.clear()
+        self._to_pass.clear()
         self._bytes = 0
 
     def _end(self, piece: _Piece, progress: Progress, *, keeps: bool) -> None:

@@ -3,7 +3,8 @@
 The slices of a bucket's layers are put one behind the other, those of the first owner first. So each holder has a row,
 as long as the longest; where a holder has several ranks with the same gradients (context parallelism), each of them has
 a piece of its row. A reduce-scatter of the rows sums them, and each rank has the sums of its piece. Then it sends them
-to the others who keep them. All who keep a slice have one rank's sums of it, and so the same bytes.
+to the others who keep them: as they are, without waiting for them, where they lie in the order of those
+(:attr:`Rows.passes_on`). All who keep a slice have one rank's sums of it, and so the same bytes.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ class Rows:
         self.group, self._places = group, places(ranks)
         self._rows: list[list[_Piece]] = [[] for _ in ranks]
         lengths = [0] * len(ranks)
-        for one in slices:
+        self.passes_on = {*ranks} == {1} and max(len(one.owners) for one in slices) == 2
+        """What each rank has summed goes to others piece by piece, none to several, if it is sent on at all."""
+        for one in sorted(slices, key=lambda one: one.owners[1:] or (len(ranks),)):
             row = one.owners[0]
             for view in one.views:
                 self._rows[row].append(_Piece(lengths[row], one.owners, view))
@@ -90,6 +93,25 @@ class Rows:
         """This rank's sums of what :meth:`packed` has given, when the second has been waited for."""
         found = rows.new_empty(rows.shape[1])
         return found, _reduce_scatter(found, rows.view(-1), group=self.group, async_op=True)
+
+    def pass_on(
+        self, sums: torch.Tensor, low: int, high: int
+    ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], dist.Work]:
+        """Sends the ``sums`` that :meth:`sum` gives for ``[low, high)`` to the others who keep them, if this
+        :attr:`passes_on`; collective. A device comes to it behind that sum, which no host need have waited for. Gives
+        pairs of a gradient and what its sum is when the second has been waited for.
+        """
+        others = [other for other in range(self.group.size()) if other != self._me]
+        sent, come = [0] * self.group.size(), [0] * self.group.size()
+        views = []
+        for other in others:
+            sent[other] = sum(view.numel() for _, view in self._within(self._me, low, high, other))
+            own = [view for _, view in self._within(other, low, high, self._me)]
+            come[other] = sum(view.numel() for view in own)
+            views += own
+        taken = sums.new_empty(sum(come))
+        work = dist.all_to_all_single(taken, sums[: sum(sent)], come, sent, group=self.group, async_op=True)
+        return [*zip(views, torch.split(taken, [view.numel() for view in views]), strict=True)], work
 
     def exchange(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Sends the sums that this rank has to the others who keep them; collective. Gives pairs of a gradient and the

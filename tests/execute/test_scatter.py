@@ -1,4 +1,6 @@
-"""Sums of gradients of which each holder needs some slices: those who keep one have the same bytes of it."""
+"""Sums of gradients of which each holder needs some slices: those who keep one have the same bytes of it, whether they
+are passed on one by one or all at the end.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +39,20 @@ def holder(rank: int, ranks: tuple[int, ...], folder: Path) -> None:
             Slices(who, [*torch.tensor_split(view, 2)]) for who, view in zip(owners, views, strict=True)
         ]
         rows = Rows(slices, ranks, dist.group.WORLD)
+        assert rows.passes_on is ({*ranks} == {1})
+        at_once = rows.passes_on and case % 2
         for low in range(0, rows.width, 7):
             high = min(low + 7, rows.width)
             sums, work = rows.sum(rows.packed(low, high, 0.5))
             work.wait()
-            for at, view in rows.own(low, high):
-                view.copy_(sums[at : at + view.numel()])
-        for view, total in rows.exchange():
+            pairs, behind = rows.pass_on(sums, low, high) if at_once else ([], work)
+            behind.wait()
+            for view, total in [
+                *pairs,
+                *((view, sums[at : at + view.numel()]) for at, view in rows.own(low, high)),
+            ]:
+                view.copy_(total)
+        for view, total in [] if at_once else rows.exchange():
             view.copy_(total)
         found = [torch.empty_like(mine) for _ in range(size)]
         dist.all_gather(found, mine)
