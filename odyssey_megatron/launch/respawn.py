@@ -192,12 +192,17 @@ class Respawn:
         self._due = [one for one in self._due if one not in ready]
         return [(rank, self._places.slot(rank)) for _, rank in ready]
 
+    def begin(self, rank: int, slot: int, now_s: float) -> tuple[int, int]:
+        """A process of ``rank`` begins in ``slot``: the number of its log, and its incarnation."""
+        number, missed = self._lives.start(rank, now_s)
+        self._incarnations[rank] = missed + _first_incarnation()
+        self._running.add(slot)
+        return number, self._incarnations[rank]
+
     def start(self, rank: int, slot: int) -> Any:
         """The new process, with the environment of ``slot``."""
         context = self._context
-        number, missed = self._lives.start(rank, time.monotonic())
-        self._incarnations[rank] = incarnation = missed + _first_incarnation()
-        self._running.add(slot)
+        number, incarnation = self.begin(rank, slot, time.monotonic())
         logs = [
             f"{path}.{number}" if path else None for path in (context.stdouts[slot], context.stderrs[slot])
         ]

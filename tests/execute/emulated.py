@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,18 +47,15 @@ from odyssey_megatron.plan.slices import EVERYTHING, Span, firsts
 from odyssey_megatron.policy.measured import HeldSeen, LinkTimes
 from odyssey_megatron.rebuild.groups import build_groups, init_default_group
 from tests.execute.emulation import Emulation, Truth, load_emulation, load_truth
-from tests.execute.stack import CellOfOne, NoLossScale, Outcome, by_number
+from tests.execute.held import Held, Outcome
 
 
-class Accelerator(CellOfOne):
+class Accelerator(Held):
     """Implements ``execute.rank.Model``. A layer's state counts the steps that it was updated in."""
-
-    share, loss_scale = 1.0, NoLossScale()
 
     def __init__(self, emulation: Emulation, truth: Truth | None, rank: int, world_size: int):
         self.num_totals = 2 * world_size  # of each rank: when it is done, and its greatest lateness
-        self.held: dict[int, list[torch.Tensor]] = {}
-        self._incoming: dict[int, list[torch.Tensor]] = {}
+        super().__init__()
         self._costs, self._tokens = emulation.profile.costs, emulation.job.tokens_per_step
         self._times = truth.costs if truth else self._costs
         self._truth, self._rng = truth, random.Random(rank)
@@ -180,8 +177,6 @@ class Accelerator(CellOfOne):
     def adopt(self, visits: Collection[tuple[int, int, int]]) -> None:
         self._heads += [microbatch for microbatch, _, last in visits if last == len(self._costs.layers)]
 
-    def kept(self, microbatch: int, first: int, last: int) -> None: ...
-
     def undo(self, visits: Any) -> None: ...
 
     def input_grad(
@@ -240,55 +235,33 @@ class Accelerator(CellOfOne):
             one.fill_(self._done_s)
         checkpoint()
         self.held = {layer: self.held[layer] for layer in self._mine}
-        for updates, _ in self.held.values():
-            updates += 1
+        for state in self.held.values():
+            state["w0"][0] += 1
         return Outcome(
             losses={"modelled_s": self._done_s - self._began_s, "late_s": max(late_s, self._late_s)},
             tokens=self._tokens,
             num_microbatches=self._microbatches,
         )
 
-    def timed(self, took_s: object) -> None:
-        """All microbatches are alike."""
-
     def samples_of_losses(self) -> dict[int, list[int]]:
         return {m: [self._step * self._microbatches + m] for m in self._heads}
 
     # -- state ------------------------------------------------------------------------------------------------------
 
-    def create_layers(self, layers: tuple[int, ...], kept: Mapping[int, tuple[Span, ...]]) -> None:
-        for layer in layers:
-            self.held.setdefault(layer, self._state(0))
+    def _begun(self, layer: int, name: str) -> list[torch.Tensor]:
+        return [torch.tensor([0]), torch.zeros(self._layer_bytes, dtype=torch.uint8)]
 
-    def _state(self, updates: int) -> list[torch.Tensor]:
-        return [torch.tensor([updates]), torch.zeros(self._layer_bytes, dtype=torch.uint8)]
-
-    def moved_bytes(self, layer: int) -> int:
-        return sum(tensor.nbytes for tensor in self.held[layer])
+    def _empty(self, layer: int, name: str) -> list[torch.Tensor]:
+        return [torch.tensor([-1]), torch.zeros(self._layer_bytes, dtype=torch.uint8)]
 
     def weights_of(self, layer: int, part: int, spans: Sequence[Span]) -> dict[str, torch.Tensor]:
         if not self._stepped:
-            return {str(layer): self.held[layer][0]}
+            return super().weights_of(layer, part, spans)
         found = self._stepped[layer]
         return {f"{layer} {span}": found[span] for span in (found if EVERYTHING in spans else spans)}
 
-    def tensors_to_send(self, layer: int, part: int, span: Span) -> dict[str, torch.Tensor]:
-        return by_number(self.held[layer])
-
-    def tensors_to_fill(self, layer: int, part: int, span: Span) -> dict[str, torch.Tensor]:
-        self._incoming[layer] = self._state(-1)
-        return by_number(self._incoming[layer])
-
-    def discard_incoming(self) -> None:
-        self._incoming.clear()
-
-    def forget(self) -> None:
-        self.discard_incoming()
-        self.held.clear()
-
     def take_layout(self, layout: Layout, worker: int) -> None:
-        self.held.update(self._incoming)
-        self._incoming.clear()
+        super().take_layout(layout, worker)
         self._workers = {(block.first, block.last): len(block.holders) for block in layout.blocks()}
         self._mine = layout.held_by(worker)
         self._copies, states = layout.copies, layout.states
@@ -372,7 +345,7 @@ def main() -> None:
         recover.train(member, rank, train_steps=emulation.job.train_steps)
     except JobStopped as stop:
         raise SystemExit(stop.exit_code) from None
-    journal.event("weights", digest={str(layer): int(updates) for layer, (updates, _) in model.held.items()})
+    journal.event("weights", digest={str(layer): int(state["w0"][0]) for layer, state in model.held.items()})
     Path(config.run_dir, f"cpu_s-{member.rank}").write_text(str(time.process_time()))
 
 

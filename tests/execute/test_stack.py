@@ -124,14 +124,14 @@ def test_without_memory_to_go_on_the_step_is_done_again(server, tmp_path):
 
 def check(folder):
     """The run in ``folder`` is that of one process."""
-    from tests.execute.stack import undisturbed
+    from tests.execute.alone import undisturbed
 
-    losses, weights = undisturbed()
+    alone = undisturbed()
     run = read_run(folder / "run")
-    assert [step.loss for step in run.steps] == pytest.approx(losses, rel=1e-12)
+    assert [step.loss for step in run.steps] == pytest.approx(alone.losses, rel=1e-12)
     held = [torch.load(path) for path in folder.glob("weights.*")]
-    assert {layer for one in held for layer in one} == set(weights)
+    assert {layer for one in held for layer in one} == {layer for layer, _ in alone.weights}
     for one in held:
         for layer, weight in one.items():
-            assert torch.allclose(weight, weights[layer], rtol=1e-12, atol=1e-14)
+            assert torch.allclose(weight, alone.weights[layer, "w0"], rtol=1e-12, atol=1e-14)
     return run

@@ -9,8 +9,8 @@ from odyssey_megatron.launch.reactions import JobState
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.policy.initial import initial_plan
 from odyssey_megatron.policy.planner import PolicyPlanner
-from odyssey_megatron.policy.profile import Attention, Precision, Profile, estimated_profile
-from tests.execute.stack import LAYERS, WIDTH
+from odyssey_megatron.policy.profile import Profile
+from tests.execute import stack
 from tests.strict.job import Case, Kill
 
 SHAPES = ((1, 2), (1, 3), (2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (4, 1))
@@ -21,15 +21,11 @@ POINTS = ("forward", "backward", "weight_grad", "reduce", "agreement", "optimize
 PHASES = ("groups", "connect", "agree", "transfer")
 
 
-def profile(draw: random.Random | None = None) -> Profile:
+def profile(draw: random.Random | None = None, *, tied: bool = False) -> Profile:
     """Of the stack; with ``draw`` its layers cost unlike times, so that schedules and partitions are others. Each
     layer is summed by itself, beside the others.
     """
-    same = estimated_profile(
-        num_transformer_layers=LAYERS - 2, hidden_size=WIDTH, ffn_hidden_size=WIDTH,
-        attention=Attention.grouped(WIDTH, 1, 1, WIDTH), seq_length=2, micro_batch_size=1, vocab_size=WIDTH,
-        precision=Precision(dtype_bytes=8), flops_per_s=1e9,
-    )  # fmt: skip
+    same = stack.profile(tied=tied)
     same = replace(same, costs=replace(same.costs, bucket_bytes=0))
     if draw is None:
         return same
@@ -45,13 +41,17 @@ def profile(draw: random.Random | None = None) -> Profile:
     return replace(same, costs=replace(same.costs, layers=layers))
 
 
-def case(number: int, *, copies: int = 0) -> Case:
+def case(
+    number: int, *, copies: int = 0, tied: bool = False, evaluates: bool = False, times_links: bool = False
+) -> Case:
     """The job of that number: one or two ranks die anywhere, perhaps one more in the recovery. ``copies``: of slices of
-    optimizer state; 0: every holder keeps all.
+    optimizer state; 0: every holder keeps all. The others: see :class:`Case`.
     """
     draw = random.Random(number)
     stages, replicas = draw.choice(SLICED if copies else SHAPES)
-    points = (*POINTS, "param_gather") if copies else POINTS
+    points = (
+        POINTS + ("param_gather",) * bool(copies) + ("evaluate",) * evaluates + ("exchange",) * times_links
+    )
     ranks = stages * replicas
     redundancy = (
         draw.choice(("state", "compute")) if replicas == 1 else draw.choice(("off", "state", "compute"))
@@ -68,12 +68,19 @@ def case(number: int, *, copies: int = 0) -> Case:
     return Case(
         stages=stages,
         replicas=replicas,
-        profile=profile(draw),
+        profile=profile(draw, tied=tied),
         steps=3 if copies else 2,
         copies=copies,
         kills=tuple(kills),
-        flags={"policy": draw.choice(("auto", "reroute", "replan")), "redundancy": redundancy},
+        tied=tied,
+        evaluates=evaluates,
+        flags={"policy": draw.choice(("auto", "reroute", "replan")), "redundancy": redundancy}
+        | (LINKS if times_links else {}),
     )
+
+
+LINKS = {"time_links": "on", "profile_steps": 1}
+"""Before each step but the first of a generation links are timed."""
 
 
 def heavy(of: Profile) -> Profile:

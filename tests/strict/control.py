@@ -6,7 +6,7 @@ Of this file are the store, the coordinator's shell, and the threads of members,
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import ControlPlaneLost, LayersLost, OdysseyError
 from odyssey_megatron.execute import prepare
 from odyssey_megatron.launch import control as keys
-from odyssey_megatron.launch import generations, member, reactions, watch
+from odyssey_megatron.launch import generations, member, reactions, starting, watch
 from odyssey_megatron.launch.offers import Offers
 from odyssey_megatron.launch.reactions import Answer, Forget, JobState, Recover
 from odyssey_megatron.launch.rebalancing import Rebalancing
@@ -59,13 +59,21 @@ class Store:
         """The coordinator has nothing to do."""
         self.over = False
         """It has left."""
+        self.changes = 0
         self.store = dist.HashStore()
 
     def put(self, key: str, text: str) -> None:
-        self.texts[key] = text
+        self.put_all({key: text})
 
     def put_all(self, texts: dict[str, str]) -> None:
         self.texts |= texts
+        self.changes += 1
+
+    def has(self, names: Iterable[str]) -> bool:
+        return set(names) <= self.texts.keys()
+
+    def read(self, names: Iterable[str]) -> list[str]:
+        return [self.texts[name] for name in names]
 
     def get(self, key: str) -> str:
         this_host().wait(lambda: key in self.texts)
@@ -75,8 +83,8 @@ class Store:
         return self.texts.get(key)
 
     def wait(self, names: list[str], timeout_s: float | None = None) -> None:
-        this_host().wait(lambda: self.over or set(names) <= set(self.texts))
-        if not set(names) <= set(self.texts):
+        this_host().wait(lambda: self.over or self.has(names))
+        if not self.has(names):
             raise ControlPlaneLost("the job has ended")
 
     def send(self, event: Event, *, acknowledged: bool = False) -> None:
@@ -103,7 +111,8 @@ class Coordinator:
         self.store, self.config, self.journal = Store(), config, Journal()
         self._planner = PolicyPlanner(config)
         nodes = tuple(0 for _ in range(ranks))
-        cluster = initial_state(nodes=nodes, cell_size=spec.cell_size, context=spec.context_parallel_size)
+        cluster = initial_state(nodes=nodes, cell_size=spec.cell_size, context=spec.alike_ranks)
+        self.store.put(keys.JOB, to_json({"job": to_json(spec), "profile": to_json(profile)}))
         self._offers = Offers(
             self._planner,
             Rebalancing(self._planner, self.journal, lambda text: None, acts=False),  # type: ignore[arg-type]
@@ -179,6 +188,7 @@ class Coordinator:
     def _end(self, message: Stop | Finished) -> None:
         generations.send(message, self.job.cluster.cell_size, self.store)  # type: ignore[arg-type]
         self.store.over = True
+        self.store.put(keys.VERDICT, "")
 
 
 def member_of(rank: int, ranks: int, incarnation: int, each: int, coordinator: Coordinator) -> member.Member:
@@ -226,12 +236,19 @@ def taking_turns(machine: Machine, store: Store) -> Iterator[None]:
         def start(self) -> None:
             machine.thread(self._name, self._main)
 
+    def sleep(seconds: float) -> None:
+        """Until there is something new to look at."""
+        seen = store.changes
+        this_host().wait(lambda: store.changes != seen)
+
     threads = SimpleNamespace(
         Condition=Condition, Event=Event, Thread=Thread, Lock=contextlib.nullcontext, Semaphore=None
     )
     with (
         mock.patch.object(watch, "threading", threads),
         mock.patch.object(prepare, "threading", threads),
+        mock.patch.object(starting, "threading", threads),
+        mock.patch.object(starting, "time", SimpleNamespace(sleep=sleep)),
         mock.patch.object(member, "atexit", SimpleNamespace(register=lambda function: None)),
     ):
         yield

@@ -265,7 +265,8 @@ class _Operations(TorchDispatchMode):
                 room.copy_(value)
             return True
 
-        memory.give(device.main, str(func), run, reads=here, writes=written)
+        reads = [] if func in _ONLY_LIKE else here
+        memory.give(device.main, str(func), run, reads=reads, writes=written)
         device.machine.may_stop()
         return found
 
@@ -282,6 +283,13 @@ class _Operations(TorchDispatchMode):
 
         self._memory.give(self._memory.device.main, "copy", run, reads=[], writes=[room])
         return room
+
+
+_ONLY_LIKE = {
+    getattr(torch.ops.aten, name).default
+    for name in ("new_empty", "new_zeros", "new_ones", "empty_like", "zeros_like", "ones_like")
+}
+"""What makes a tensor like another one, and does not look at what is in that."""
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:

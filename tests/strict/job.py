@@ -1,6 +1,6 @@
 """A job of several ranks in one process, on strict devices: the product's own runtime, recovery, groups and decisions.
 
-The processes are of this file; what they hear of each other by is ``control.py``.
+The processes are of this file; what they hear of each other by is ``control.py``, who starts them again ``agent.py``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from odyssey_megatron import recover
 from odyssey_megatron.cluster.cell import Cell
-from odyssey_megatron.cluster.events import Ask, RankDied
+from odyssey_megatron.cluster.events import Ask
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import EXIT_FENCED, ControlPlaneLost, Fenced, JobStopped
@@ -30,13 +30,15 @@ from odyssey_megatron.plan.slices import Span
 from odyssey_megatron.policy.planner import PolicyPlanner
 from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.rebuild.groups import build_groups
-from tests.execute.stack import LAYERS, MICROBATCHES, Stack
+from tests.execute.alone import MICROBATCHES
+from tests.execute.model import Stack
+from tests.execute.stack import job_of
+from tests.strict.agent import Agent
 from tests.strict.between_hosts import Hosts, Table
-from tests.strict.cells import CellStack
 from tests.strict.communicators import Library, Wire
 from tests.strict.control import Coordinator, Journal, member_of, taking_turns
 from tests.strict.device import DEVICE, DeviceMemory, on_device
-from tests.strict.machine import Device, Killed, Machine, this_host
+from tests.strict.machine import Device, Killed, Machine
 from tests.strict.sliced import Sliced
 
 
@@ -53,6 +55,8 @@ class Kill:
     incarnation: int = 0
     leaves: bool = False
     """Its node was asked to leave: it goes by itself, behind the step."""
+    breaks: bool = False
+    """Its GPU has broken: whatever is started there dies."""
 
     def concerns(self, one: Rank) -> bool:
         return (one.rank, one.incarnation) == (self.rank, self.incarnation)
@@ -84,30 +88,35 @@ class Case:
     """How often each rank is started again."""
     tensor: int = 1
     context: int = 1
-    shrinks_to: int = 0
-    """What is left of a broken cell comes back with so many ranks; 0: it does not."""
+    expert: int = 1
+    """Experts of a layer, each on a rank of its own where gangs are whole."""
+    tied: bool = False
+    evaluates: bool = False
+    """Behind each step, in two parts."""
     aim: Callable[[PolicyPlanner, JobState], Plan] | None = None
     """Where the job goes once it trains, though nobody has died."""
 
     @property
     def ranks(self) -> range:
-        return range(self.stages * self.replicas * self.cell_size)
+        return range(self.stages * self.replicas * self.cell(0).size)
+
+    def cell(self, rank: int) -> Cell:
+        return Cell.of(rank, tensor=self.tensor, context=self.context, expert=self.expert)
 
     @property
-    def cell_size(self) -> int:
-        return self.tensor * self.context
+    def config(self) -> OdysseyConfig:
+        return OdysseyConfig(device="cpu", respawn=self.respawns, **self.flags)
 
-    def spec(self, config: OdysseyConfig) -> JobSpec:
-        return JobSpec(
-            num_layers=LAYERS,
+    @property
+    def spec(self) -> JobSpec:
+        return job_of(
+            self.config,
             pipeline_model_parallel_size=self.stages,
             tensor_model_parallel_size=self.tensor,
             context_parallel_size=self.context,
-            num_microbatches=MICROBATCHES,
-            tokens_per_step=MICROBATCHES,
+            expert_model_parallel_size=self.expert,
+            is_tied=self.tied,
             train_steps=self.steps,
-            least_holders=config.least_holders,
-            eager_forwards=config.eager_forwards,
             virtual_stages=self.virtual_stages,
             optimizer_copies=self.copies,
         )
@@ -143,30 +152,33 @@ class Rank:
     """A process of the job, and its device.
 
     Args:
+        slot: which of its node's GPUs is its.
         incarnation: how many its rank has had before.
         each: places of a whole cell that it fills.
     """
 
-    def __init__(self, rank: int, job: Job, incarnation: int = 0, each: int = 1):
-        self.rank, self.incarnation, self._job, self._each = rank, incarnation, job, each
-        self.cell = Cell.of(rank, tensor=job.case.tensor, context=job.case.context).smaller(each)
+    def __init__(self, rank: int, job: Job, *, slot: int, incarnation: int = 0, each: int = 1):
+        self.rank, self.incarnation, self.slot, self._job, self._each = rank, incarnation, slot, job, each
+        self.cell = job.case.cell(rank).smaller(each)
         self.device: Device = job.machine.device(rank, one_queue=job.case.one_queue)
         self.memory = DeviceMemory(self.device)
         self._libraries = Library(job.machine, self.memory, job.wires), Hosts(job.machine, job.tables)
         self.journal = Journal()
-        self.model: Stack | CellStack
-        if job.case.cell_size > 1:
-            self.model = CellStack(DEVICE.type, self.cell)
-        else:
-            self.model = (Sliced if job.case.copies else Stack)(DEVICE.type)
+        tied = job.case.tied
+        self.model: Stack = (
+            Sliced(DEVICE.type, tied=tied) if job.case.copies else Stack(DEVICE.type, self.cell, tied=tied)
+        )
         self.model.begins = self._begins
-        self.weights: dict[int, torch.Tensor] = {}
-        """Of cells the columns that this rank has."""
+        self.weights: dict[tuple[int, str], torch.Tensor] = {}
+        """By layer and piece."""
         self.momenta: dict[tuple[int, Span], torch.Tensor] = {}
         """Of slices that are kept here."""
         self.syncs: list[list[str]] = []
         """Of each step that came to its agreement, what this host had waited for its device for by then."""
+        self.evaluated: dict[int, float] = {}
+        """Behind so many steps."""
         self._before = 0
+        self._runtime: Any = None
         self.member: Any = None
         self.host = job.machine.host(f"rank {rank}", self._main)
 
@@ -177,6 +189,8 @@ class Rank:
 
     def _main(self) -> None:
         try:
+            if self.slot in self._job.broken:
+                self.die()
             self._train()
         except Fenced:
             self._end(EXIT_FENCED)
@@ -189,8 +203,10 @@ class Rank:
         self.member = member_of(self.rank, len(case.ranks), self.incarnation, self._each, coordinator)
         with on_device(self.memory):
             if self.member.joins:
+                if self.cell.full > 1:
+                    self.member.starting.meet(self.cell.ranks)
                 self.member.join()
-            runtime = RankRuntime(
+            self._runtime = runtime = RankRuntime(
                 config=coordinator.config,
                 member=self.member,
                 model=self.model,  # type: ignore[arg-type]
@@ -199,22 +215,38 @@ class Rank:
                 fault_point=self._point,
                 journal=self.journal,  # type: ignore[arg-type]
                 on_commit=lambda step, outcome: None,
-                on_groups=self.model.enter if isinstance(self.model, CellStack) else lambda groups: None,
+                on_groups=self.model.enter,
                 cell=self.cell,
                 device=DEVICE.type,
                 stopwatch=_Stopwatch(self.device),
             )
-            recover.train(self.member, runtime, train_steps=case.steps)
+            recover.train(self.member, runtime, train_steps=case.steps, after_step=self._after_step)
             runtime.chronicle.log_last_step()
-            if isinstance(self.model, CellStack):
-                self.weights = {layer: self.model._weight(layer).cpu() for layer in self.model.held}
-                return
-            self.weights = {layer: state[0].cpu() for layer, state in self.model.held.items()}
+            self.weights = {
+                (layer, name): piece[0].cpu()
+                for layer, pieces in self.model.held.items()
+                for name, piece in pieces.items()
+            }
             if isinstance(self.model, Sliced):
                 kept = {layer: states[0] for layer, states in self.model.states.items()}
                 self.momenta = {
                     (layer, span): one.cpu() for layer, own in kept.items() for span, one in own.items()
                 }
+
+    def _after_step(self, recovery: recover.Recovery) -> None:
+        if not self._job.case.evaluates:
+            return
+
+        def work(world: Any) -> float:
+            total, count, part = 0.0, 0.0, MICROBATCHES // 2 + 1
+            for first, microbatches in ((0, part), (part, MICROBATCHES - part)):
+                self._runtime.evaluate(first, microbatches)
+                totals = self.model.local_totals().cpu()
+                dist.all_reduce(totals, group=world)
+                total, count = total + float(totals[0]), count + float(totals[1])
+            return total / count
+
+        self.evaluated[self._runtime.committed] = recovery.together(work)
 
     def _build(self, number: int, named: Any) -> Any:
         devices, _ = self._libraries
@@ -232,14 +264,23 @@ class Rank:
                 self._job.struck.add((kill, self.incarnation))
                 if kill.leaves:
                     self.member._heartbeat.asked = Ask.LEAVE
-                else:
-                    self._end(-9)
-                    raise Killed
+                    continue
+                if kill.breaks:
+                    self._job.broken.add(self.slot)
+                self.die()
+
+    def die(self) -> NoReturn:
+        """Called by a host of its own."""
+        self.kill()
+        raise Killed
+
+    def kill(self) -> None:
+        self._end(-9)
 
     def _end(self, code: int) -> None:
         self.device.dead = True
         self.host.kill_process()
-        self._job.ended(self, code)
+        self._job.agent.ended(self.rank, self.slot, code)
 
 
 class Job:
@@ -247,33 +288,26 @@ class Job:
 
     def __init__(self, case: Case, seed: int):
         self.case, self.machine = case, Machine(seed)
-        config = OdysseyConfig(device="cpu", **case.flags)
         self.coordinator = Coordinator(
-            case.spec(config), len(case.ranks), case.profile, self.machine, config, case.aim
+            case.spec, len(case.ranks), case.profile, self.machine, case.config, case.aim
         )
         self.wires: dict[str, Wire] = {}
         self.tables: dict[str, Table] = {}
         self.struck: set[tuple[Kill, int]] = set()
         """The kills that have come, with the incarnation of whom they have met."""
-        self.ranks = [Rank(rank, self) for rank in case.ranks]
-        self._gone: list[tuple[int, int, int]] = []
-        self.machine.host("agent", self._start_again, may_be_left=True)
+        self.broken: set[int] = set()
+        """Slots whose GPU has broken."""
+        self.agent = Agent(self.coordinator, len(case.ranks), start=self._start, vacate=self._vacate)
+        self.ranks = [Rank(rank, self, slot=rank) for rank in case.ranks]
+        self.machine.host("agent", self.agent.run, may_be_left=True)
 
-    def ended(self, rank: Rank, code: int) -> None:
-        self.coordinator.store.send(RankDied(rank=rank.rank, code=code, cause="killed"))
-        if rank.incarnation < self.case.respawns:
-            self._gone.append((rank.rank, rank.incarnation + 1, 1))
-        elif self.case.shrinks_to and not rank.incarnation:
-            whole = {one.rank: one.device.dead for one in self.ranks if one.cell.worker == rank.cell.worker}
-            if all(whole.values()):
-                left = sorted(whole)[: self.case.shrinks_to]
-                self._gone += [(one, 1, len(whole) // len(left)) for one in left]
+    def _start(self, rank: int, slot: int, incarnation: int, each: int) -> None:
+        self.ranks.append(Rank(rank, self, slot=slot, incarnation=incarnation, each=each))
 
-    def _start_again(self) -> None:
-        while True:
-            this_host().wait(lambda: bool(self._gone))
-            rank, incarnation, each = self._gone.pop(0)
-            self.ranks.append(Rank(rank, self, incarnation, each))
+    def _vacate(self, slot: int) -> None:
+        for one in self.ranks:
+            if one.slot == slot and not one.device.dead:
+                one.kill()
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,6 +337,15 @@ class Ended:
         found: dict[int, float] = {}
         for one in self.ranks:
             found |= {event["step"]: event["loss"]["loss"] for event in one.journal.named("step_committed")}
+        return found
+
+    @property
+    def evaluated(self) -> dict[int, float]:
+        """Behind so many steps, as those who say it have found together."""
+        found: dict[int, float] = {}
+        for one in self.ranks:
+            for steps, loss in one.evaluated.items():
+                assert found.setdefault(steps, loss) == loss
         return found
 
     def connected(self, generation: int) -> set[str]:

@@ -164,6 +164,7 @@ class Device:
         self.streams: list[Stream] = []
         self.given: deque[tuple[Stream, Operation]] = deque()
         self.host_knows: dict[Stream, int] = {}
+        self._began = 0
         self.main = self.stream("main")
         self.syncs: list[str] = []
         """Of each time that the host waited for the device what for."""
@@ -188,7 +189,12 @@ class Device:
         """One operation of one stream, if there is one that can be done."""
         busy = [stream for stream in self.streams if stream.queue]
         draw.shuffle(busy)
-        return not self.dead and any(self._advance(stream) for stream in busy)
+        began = -1
+        while not self.dead and began < self._began:  # what begins may let others begin
+            began = self._began
+            if any(self._advance(stream) for stream in busy):
+                return True
+        return False
 
     def _advance(self, stream: Stream) -> bool:
         operation = stream.queue[0]
@@ -200,6 +206,7 @@ class Device:
             if self.one_queue and self.given[0][1] is not operation:
                 return False
             operation.started = True
+            self._began += 1
         if not operation.done():
             return False
         stream.queue.popleft()

@@ -13,44 +13,16 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tests.execute.stack import LAYERS, Stack  # noqa: E402
+from tests.execute.alone import LAYERS  # noqa: E402
+from tests.execute.model import Stack  # noqa: E402
 from tests.strict.cases import POINTS, case, profile  # noqa: E402
+from tests.strict.checking import check  # noqa: E402
 from tests.strict.communicators import OrdersDiffer  # noqa: E402
-from tests.strict.job import Case, Kill, run  # noqa: E402
+from tests.strict.job import Case, Kill  # noqa: E402
 from tests.strict.machine import Deadlock, this_host  # noqa: E402
 
 PLANS, TIMINGS = 200, 20
 """What the tests marked ``matrix`` try; the others try a few."""
-
-
-def check(one, seed):
-    """The job ends as one process does, or, with a layer lost, says so."""
-    from odyssey_megatron.errors import JobStopped
-    from tests.execute.stack import undisturbed
-
-    try:
-        ended = run(one, seed)
-    except JobStopped:
-        assert len(one.kills) > 1, "one death is survived"
-        return None
-    losses, weights = undisturbed(one.steps)
-    assert [ended.losses[step] for step in range(one.steps)] == pytest.approx(losses, rel=1e-12)
-    copies = {}
-    for rank in ended.alive:
-        for layer, weight in rank.weights.items():
-            assert torch.equal(copies.setdefault(layer, weight), weight), (
-                f"layer {layer} differs among holders"
-            )
-            assert torch.allclose(weight, weights[layer], rtol=1e-12, atol=1e-14)
-    assert set(copies) == set(weights)
-    slices = {}
-    for rank in ended.alive:
-        for slice_, momentum in rank.momenta.items():
-            assert torch.equal(slices.setdefault(slice_, momentum), momentum), (
-                f"{slice_} differs among owners"
-            )
-    assert bool(slices) is bool(one.copies)
-    return ended
 
 
 def healthy(*, stages=2, replicas=2, steps=2, **others):
@@ -95,7 +67,7 @@ def test_routes_that_turn_on_one_hardware_queue(kills):
     for seed in range(3):
         ended = check(turning, seed)
         if not kills:
-            both_ends = [{0, LAYERS - 1} <= set(rank.weights) for rank in ended.ranks]
+            both_ends = [{0, LAYERS - 1} <= {layer for layer, _ in rank.weights} for rank in ended.ranks]
             assert sorted(both_ends) == [False, False, True, True]
 
 
@@ -229,15 +201,15 @@ def test_sums_begin_within_the_last_input_gradient(monkeypatch):
     inside = []
 
     def starts(self, instr, *args, **others):
-        begun.setdefault(bool(inside), set()).add(instr.first)
+        begun.setdefault(this_host() in inside, set()).add(instr.first)
         start(self, instr, *args, **others)
 
     def goes_back(self, *args, **others):
-        inside.append(args)
+        inside.append(this_host())
         try:
             return input_grad(self, *args, **others)
         finally:
-            inside.clear()
+            inside.remove(this_host())
 
     monkeypatch.setattr(Reduction, "start", starts)
     monkeypatch.setattr(Stack, "input_grad", goes_back)
@@ -247,7 +219,10 @@ def test_sums_begin_within_the_last_input_gradient(monkeypatch):
 
 @pytest.mark.parametrize("copies", [0, 2])
 def test_the_host_waits_for_nothing_before_the_agreement(copies):
-    ended = check(healthy(stages=2, replicas=3, steps=3, copies=copies), seed=1)
+    one = replace(
+        healthy(stages=2, replicas=3, steps=3, copies=copies, tied=True), profile=profile(tied=True)
+    )
+    ended = check(one, seed=1)
     assert [rank.syncs for rank in ended.ranks] == [[[], [], []]] * 6
     assert all(rank.device.syncs for rank in ended.ranks), "the agreement itself is one"
     measured = [one for rank in ended.ranks for one in spans(rank.measured)]
@@ -298,6 +273,24 @@ def test_killed_while_weights_arrive(rank, one_queue):
     for seed in range(4):
         killed = healthy(stages=2, replicas=3, steps=3, copies=2, kills=(kill,), one_queue=one_queue)
         assert check(killed, seed).outcomes()
+
+
+@pytest.mark.parametrize("copies", [2, 3])
+def test_the_second_copys_sums_follow_each_bucket(monkeypatch, copies):
+    """They run beside what is left. Where two others need the same sums, those are sent when all are made."""
+    from tests.strict.communicators import End
+
+    given, give = {}, End._give
+
+    def gives(self, kind, *args, **others):
+        if kind in ("scatter SUM", "alltoall"):
+            given.setdefault((self.rank(), self.wire.name), []).append(kind[0])
+        return give(self, kind, *args, **others)
+
+    monkeypatch.setattr(End, "_give", gives)
+    check(healthy(stages=1, replicas=4, steps=1, copies=copies), seed=1)
+    expected = "sa" * LAYERS if copies == 2 else "s" * LAYERS + "a" * LAYERS
+    assert {"".join(kinds) for kinds in given.values()} == {expected}
 
 
 # -- mistakes that must be seen -----------------------------------------------------------------------------------

