@@ -27,7 +27,8 @@ beside the layout as it was; ``slower`` is what the slowness costs if nothing is
 
 ``emulated`` (not with ``--simulated``): ``tests/benchmarks/slow_emulated.py``. ``of_share`` is as above,
 ``over_nothing`` beside its own slow steps, by the deadlines of accelerators and by the wall clock (``_wall``);
-``stall_of_step`` is how long training stood still for the change.
+``stall_of_step`` is how long training stood still for the change. The last one is a node of eight, which has all
+replicas of two stages: for the share of speed that is left there is no bar, as the memory of a 7B model binds.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ from tests.benchmarks.policies import LAYERS, SETTINGS, WORKERS, costs, job_of, 
 from tests.diagnosis.simulated import QUADRATIC_AT, Simulated
 
 SPEEDS = (0.8, 0.65, 0.45, 0.3)
-SLOW, NODE = 13, tuple(range(8, 16))
+SLOW, NODE, NODE_SPEED = 13, tuple(range(8, 16)), 0.45
 LINK_FACTORS = (10.0, 40.0, 200.0)
 
 
@@ -211,16 +212,17 @@ def emulated() -> tuple[list[dict[str, Any]], list[Bar]]:
     try:
         with tempfile.TemporaryDirectory() as folder:
             rows = [slow_emulated.measured(server, Path(folder), 4, 8, 16, speed) for speed in SPEEDS]
+            node = slow_emulated.measured(server, Path(folder), 4, 8, 16, NODE_SPEED, NODE)
     finally:
         server.close()
     if all(row["policy"] == "the plan stays" for row in rows):
         raise RuntimeError("no plan has changed for a worker that is slow")
     bars = [
         at_least("emulated: of_share (least)", min(row["of_share"] for row in rows), 0.97),
-        at_least("emulated: over_nothing (least)", min(row["over_nothing"] for row in rows), 1.0),
+        at_least("emulated: over_nothing (least)", min(row["over_nothing"] for row in (*rows, node)), 1.0),
         at_most("emulated: stall_of_step (most)", max(row["stall_of_step"] for row in rows), 0.05),
     ]
-    return rows, bars
+    return [*rows, node], bars
 
 
 def main() -> int:

@@ -33,7 +33,9 @@ SECONDS_A_LAYER = 0.05
 """A step of 11 s: 32 ranks on two cores take half a second to change their plan, 8 a tenth of that."""
 
 
-def emulation_of(dp: int, pp: int, microbatches: int, speed: float) -> tuple[Emulation, Truth]:
+def emulation_of(
+    dp: int, pp: int, microbatches: int, speed: float, who: tuple[int, ...]
+) -> tuple[Emulation, Truth]:
     """The job of a setting of ``policies.py``, with the memory of a 7B model and 1F1B's of one microbatch more."""
     known = profile_of(pp, 1, 4).costs
     layers = tuple(times(layer, SECONDS_A_LAYER) for layer in known.layers)
@@ -47,25 +49,31 @@ def emulation_of(dp: int, pp: int, microbatches: int, speed: float) -> tuple[Emu
         train_steps=STEPS,
     )
     truth = Truth(costs=known, noise=NOISE, reduce_latency_s=0.0, reduce_bytes_per_s=known.link_bytes_per_s)
-    slowed = ((SLOW, speed, SLOW_FROM),)
+    slowed = tuple((one, speed, SLOW_FROM) for one in who)
     return Emulation(job=job, profile=Profile(costs=known), slowed=slowed), truth
 
 
 def measured(
-    server: JobServer, folder: Path, dp: int, pp: int, microbatches: int, speed: float
+    server: JobServer,
+    folder: Path,
+    dp: int,
+    pp: int,
+    microbatches: int,
+    speed: float,
+    who: tuple[int, ...] = (SLOW,),
 ) -> dict[str, Any]:
     """Of one job; raises RuntimeError if it fails."""
-    emulation, truth = emulation_of(dp, pp, microbatches, speed)
-    name = f"dp{dp}_pp{pp}_m{microbatches}_speed{speed}"
+    emulation, truth = emulation_of(dp, pp, microbatches, speed, who)
+    name = f"dp{dp}_pp{pp}_m{microbatches}_speed{speed}" + "_node" * (len(who) > 1)
     run = emulated_jobs.run(
         server, folder / name, emulation, dp * pp,
         "--odyssey-rebalance", "auto", "--odyssey-profile-steps", 1, "--odyssey-build-timeout-s", 30,
         "--odyssey-hang-s", 30, truth=truth, within_s=600,
     )  # fmt: skip
-    return {"setting": name, **_figures(run, dp * pp, speed)}
+    return {"setting": name, **_figures(run, dp * pp, len(who), speed)}
 
 
-def _figures(run: Run, workers: int, speed: float) -> dict[str, Any]:
+def _figures(run: Run, workers: int, slow: int, speed: float) -> dict[str, Any]:
     changes = [one for one in run.switches if one.step > SLOW_FROM]
 
     def median(since: int, until: int, of: Callable[[CommittedStep], float | None]) -> float:
@@ -86,7 +94,7 @@ def _figures(run: Run, workers: int, speed: float) -> dict[str, Any]:
         "healthy_s": healthy,
         "nothing_s": nothing,
         "mended_s": after,
-        "of_share": healthy * workers / (workers - 1 + speed) / after,
+        "of_share": healthy * workers / (workers - slow * (1 - speed)) / after,
         "over_nothing": nothing / after,
         "over_nothing_wall": wall_nothing / wall_after,
         "steps_until_mended": until - SLOW_FROM,

@@ -306,7 +306,7 @@ def measure_the_accelerator(model: Accelerator) -> None:
     timing.time = SimpleNamespace(monotonic=time.monotonic, thread_time=lambda: model.busy_s)
     product_rank.link_times = ping_pong
     # What an instruction waits for is within it here, and so the clock on the wall says nothing about processors.
-    timing._held = lambda step, trace: HeldSeen(step=step, computed_s=1.0, wall_s=1.0)
+    timing._held = lambda step, trace, wall: HeldSeen(step=step, computed_s=1.0, wall_s=1.0)
 
 
 class QuietMember(Member):
