@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.errors import ConfigError
+
+
+def largest_cell(sizes: Iterable[int], ranks: int) -> int:
+    """Of ``sizes`` (``JobSpec.cell_sizes``) the largest that so many ``ranks`` can be; 0: they are too few."""
+    return max((one for one in sizes if one <= ranks), default=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,14 +15,11 @@ from dataclasses import dataclass, field
 from odyssey_megatron.cluster.state import ClusterState
 from odyssey_megatron.errors import OdysseyError
 from odyssey_megatron.launch.planner import Planner
+from odyssey_megatron.launch.replacing import LONGEST_S, NOT_OFTENER
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.policy.replacing import share_lost
 
 _log = logging.getLogger(__name__)
-
-_LONGEST_S = 30.0
-"""As for who is slow (``replacing.py``)."""
-_NOT_OFTENER = 2.0
 
 
 @dataclass(slots=True)
@@ -68,7 +65,7 @@ class Aside:
             self._charge(worker, cell, state, live, now_s, has_settled)
             if worker not in state.can_be_whole:
                 continue
-            times = _NOT_OFTENER ** self._times[worker]
+            times = NOT_OFTENER ** self._times[worker]
             price_s = times * self._price_s(worker, cell, state, live, now_s)
             if cell.cost_s < price_s:
                 kept.add(worker)
@@ -95,7 +92,7 @@ class Aside:
         has_settled: Callable[[], bool],
     ) -> None:
         """What has been lost since the last look."""
-        since_s, cell.looked_s = min(now_s - cell.looked_s, _LONGEST_S), now_s
+        since_s, cell.looked_s = min(now_s - cell.looked_s, LONGEST_S), now_s
         if worker not in state.alive or worker in state.fresh or not has_settled():
             return
         if cell.lost[0] is not live:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from odyssey_megatron.cluster.cell import NO_SHAPES, Cell
+from odyssey_megatron.cluster.job import largest_cell
 
 
 def completed(
@@ -64,7 +65,7 @@ def shrunk(slots: Mapping[int, int], worker: int, sizes: Sequence[int]) -> tuple
     cell_size = max(sizes)
     of_cell = numbers(worker, cell_size)
     left = [rank for rank in of_cell if rank in slots]
-    size = max((one for one in sizes if one <= len(left)), default=0)
+    size = largest_cell(sizes, len(left))
     if not size:
         return 0, {}
     lacking = [rank for rank in of_cell[:size] if rank not in slots]
@@ -171,7 +172,7 @@ class Places:
         their places changes places with one that would not. Returns how many places each rank fills; 0: it stays whole.
         """
         of_cell = numbers(worker, max(sizes))
-        size = max((one for one in sizes if one <= len(of_cell) - len(slow)), default=0)
+        size = largest_cell(sizes, len(of_cell) - len(slow))
         if not size or worker in self._smaller or not self._has_all(worker, max(sizes)):
             return 0
         within = [rank for rank in of_cell[:size] if rank in slow]

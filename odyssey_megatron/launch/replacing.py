@@ -28,11 +28,11 @@ from odyssey_megatron.policy.replacing import (
 _log = logging.getLogger(__name__)
 
 _EVERY_S = 1.0
-_LONGEST_S = 30.0
+LONGEST_S = 30.0
 """Between two looks, of what counts: for longer the coordinator was busy with other things, or asleep."""
 _LEAST_LOST = 0.03
 """Share of the training: for less nobody leaves, however long it lasts."""
-_NOT_OFTENER = 2.0
+NOT_OFTENER = 2.0
 """So many times as much must slowness have cost after each replacement that was slow as well: the fault lies deeper."""
 _LEAST_GAIN = 0.03
 """Of the step: what a cell without its slow ranks wins less by is not worth it."""
@@ -110,7 +110,7 @@ class Replacing:
         }
         slow = [one.worker for one in state.workers if one.alive and one.speed < 1.0]
         for account in self._accounts.values():
-            account.cost_s += account.lost * min(since_s, _LONGEST_S)
+            account.cost_s += account.lost * min(since_s, LONGEST_S)
         self._share(state, live, slow)
         for worker in slow:
             account = self._accounts[worker]
@@ -237,7 +237,7 @@ class Replacing:
             return f"the cell of rank(s) {list(named)} without them: {error}"
 
     def _threshold_s(self, worker: int, found: WithoutThem) -> float:
-        return found.price.seconds * _NOT_OFTENER ** self._times.get(worker, 0)
+        return found.price.seconds * NOT_OFTENER ** self._times.get(worker, 0)
 
     def _stays(self, account: _Account, kind: str, why: str) -> None:
         if kind not in account.said:

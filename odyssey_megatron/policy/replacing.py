@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from odyssey_megatron.cluster.job import JobSpec
+from odyssey_megatron.cluster.job import JobSpec, largest_cell
 from odyssey_megatron.cluster.state import WorkerState
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.generation import CandidateRow
@@ -92,7 +92,7 @@ def places_each(job: JobSpec, cell: WorkerState, without: int) -> int:
         raise PlanInfeasible("it is a smaller cell already")
     if cell.other_nodes:
         raise PlanInfeasible("its ranks are on several nodes")
-    size = max((one for one in job.cell_sizes if one <= len(cell.ranks) - without), default=0)
+    size = largest_cell(job.cell_sizes, len(cell.ranks) - without)
     if not size:
         reason = job.whole_cells_only or job.whole_shards_only
         raise PlanInfeasible(reason or f"{len(cell.ranks) - without} ranks are too few for a cell")
