@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from odyssey_megatron.cluster.state import without
+from odyssey_megatron.cluster.state import ClusterState, without
 from odyssey_megatron.diagnosis.verdicts import SLOW_WORKER, Diagnosis
 from odyssey_megatron.errors import OdysseyError
 from odyssey_megatron.launch.aside import Aside
@@ -16,6 +16,7 @@ from odyssey_megatron.launch.rebalancing import Rebalancing
 from odyssey_megatron.launch.replacing import Leaving, Named, Replacing
 from odyssey_megatron.plan.generation import CandidateRow
 from odyssey_megatron.plan.plan import Plan
+from odyssey_megatron.policy.planner import Decided
 
 _log = logging.getLogger(__name__)
 
@@ -43,6 +44,8 @@ class Offers:
         self._aside = Aside(planner)
         self._target: Callable[[], Plan] | None = None
         self._why = _MOVED
+        self._stuck: tuple[object, ...] = ()
+        """Where no cell can leave that could be whole: the plan, who lives, who is fresh, and those cells."""
 
     def aim(self, target: Callable[[], Plan] | None, why: str = _MOVED) -> None:
         """Sets where to go from the live plan. None: nowhere, it is the best."""
@@ -60,43 +63,84 @@ class Offers:
         leaving, whole_why = self._aside.may_be_whole(
             cluster, live, now_s, lambda: self._target is None or self._target().layout == live.layout
         )
+        if self._stuck == (live, cluster.alive, cluster.fresh, leaving):
+            leaving = frozenset()
         if leaving or cluster.fresh:
-            cells = [cluster.workers[one] for one in sorted(leaving)]
-            why = (
-                f"the cell(s) of rank(s) {[list(one.ranks) for one in cells]} can be whole again, and leave for that"
-                + (f": {whole_why}" if whole_why else "")
-                if leaving
-                else f"rank(s) {list(cluster.fresh_ranks)} joined"
-            )
-            cluster = without(cluster, leaving)
-            try:
-                decided = self._planner.decide(cluster, live, now_s)
-            except OdysseyError as error:
-                _log.warning("no plan, though %s: %s", why, error)
+            if (proposal := self._entering(cluster, live, leaving, whole_why, now_s)) is not None:
+                return job, proposal
+            if cluster.fresh:
                 return replace(job, tries=job.tries.after_failure(now_s, for_now=True)), None
-            target, rows = decided.plan, decided.rows
-            self.aim(decided.target if leaving else lambda: target)
-        elif better is not None:
+        if better is not None:
             target, why = better.decided.plan, better.why
             rows = (*better.decided.rows, *self._replacing.row(cluster, target, now_s, named))
             self.aim(lambda: target, why)
         elif (found := self._replacing.look(cluster, live, now_s, named)) is not None:
-            return job, self._leaves(found, now_s)
+            return job, self._leaves(found, cluster, live, now_s)
         elif self._target is None or (target := self._target()).layout == live.layout:
             self._target = None
             return job, None
         else:
             why = self._why
-        plan = target if leaving else self._planner.towards(cluster, live, target)
-        return job, Proposal(plan=plan, why=why, rows=rows, leaving=leaving)
+        return job, Proposal(plan=self._planner.towards(cluster, live, target), why=why, rows=rows)
 
-    def _leaves(self, found: Leaving, now_s: float) -> Proposal:
+    def _entering(
+        self, cluster: ClusterState, live: Plan, leaving: frozenset[int], whole_why: str, now_s: float
+    ) -> Proposal | None:
+        """Fresh ranks get a place, and cells leave that can be whole: all at once, or one after the other. Those that
+        alone have some layers first give them away.
+        """
+        for group, gives in _ways(leaving, bool(cluster.fresh)):
+            why = _why_entering(cluster, group, whole_why)
+            try:
+                if gives:
+                    freed = self._planner.freeing(cluster, live, group, now_s)
+                    why += ", once others have the layers that they alone have"
+                    return self._behind_steps(freed, cluster, live, why)
+                decided = self._planner.decide(without(cluster, group), live, now_s)
+            except OdysseyError as error:
+                _log.warning("no plan, though %s: %s", why, error)
+                continue
+            if not group:
+                return self._behind_steps(decided, cluster, live, why)
+            self.aim(decided.target)
+            return Proposal(plan=decided.plan, why=why, rows=decided.rows, leaving=group)
+        self._stuck = live, cluster.alive, cluster.fresh, leaving
+        return None
+
+    def _behind_steps(self, decided: Decided, cluster: ClusterState, live: Plan, why: str) -> Proposal:
+        """Layers move first."""
+        self.aim(lambda: decided.plan)
+        plan = self._planner.towards(cluster, live, decided.plan)
+        return Proposal(plan=plan, why=why, rows=decided.rows)
+
+    def _leaves(self, found: Leaving, cluster: ClusterState, live: Plan, now_s: float) -> Proposal:
+        if found.gives_first:
+            self.aim(lambda: found.plan, found.why)
+            plan = self._planner.towards(cluster, live, found.plan)
+            return Proposal(plan=plan, why=found.why, rows=found.rows)
         self.aim(None)
         without = {found.worker: found.without} if found.without else {}
         for worker, ranks in without.items():
             self._aside.note(worker, ranks, now_s)
         leaves = frozenset([found.worker])
         return Proposal(plan=found.plan, why=found.why, rows=found.rows, leaving=leaves, without=without)
+
+
+def _ways(leaving: frozenset[int], has_fresh: bool) -> list[tuple[frozenset[int], bool]]:
+    """(Who leaves, and whether they first give away what they alone have), best first."""
+    groups = [leaving]
+    if len(leaving) > 1:
+        groups += [frozenset([one]) for one in sorted(leaving)]
+    ways = [(group, gives) for gives in (False, True) for group in groups if group or not gives]
+    return [*ways, (frozenset[int](), False)] if leaving and has_fresh else ways
+
+
+def _why_entering(cluster: ClusterState, leaving: frozenset[int], whole_why: str) -> str:
+    if not leaving:
+        return f"rank(s) {list(cluster.fresh_ranks)} joined"
+    cells = [list(cluster.workers[one].ranks) for one in sorted(leaving)]
+    why = f"the cell(s) of rank(s) {cells} can be whole again, and leave for that"
+    return f"{why}: {whole_why}" if whole_why else why
 
 
 def _named(diagnosis: Diagnosis | None) -> Named:

@@ -95,7 +95,13 @@ class Planner(Protocol):
         whole: Collection[int] = (),
     ) -> WithoutThem:
         """What the job does while slow ``workers`` are replaced, and what that costs, with the risk that it takes
-        meanwhile. ``whole``: as above. Raises LayersLost, or PlanInfeasible.
+        meanwhile. ``whole``: as above. Raises PlanInfeasible.
+        """
+        ...
+
+    def freeing(self, state: ClusterState, live: Plan, workers: Collection[int], now_s: float) -> Decided:
+        """A plan that can go on without ``workers``, who live, and alone have some layers by now: others take these
+        over from them. Raises PlanInfeasible.
         """
         ...
 

@@ -65,7 +65,7 @@ class _Account:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaving:
-    """Who leaves for good, with what the others do meanwhile."""
+    """Who leaves for good, with what the others do meanwhile; or, ``gives_first``, before."""
 
     worker: int
     plan: Plan
@@ -73,6 +73,8 @@ class Leaving:
     rows: tuple[CandidateRow, ...]
     without: tuple[int, ...] = ()
     """Ranks of its cell that do not come back with it."""
+    gives_first: bool = False
+    """See ``WithoutThem``: nobody leaves yet."""
 
 
 @dataclass(slots=True)
@@ -201,13 +203,12 @@ class Replacing:
             remedy = "--odyssey-respawn has fresh processes take their place"
             self._stays(account, "not started", f"{cost} would cost {threshold_s:.1f} s: {remedy}")
             return None
-        account.offered, self._away_until_s[worker] = True, now_s + 3 * found.price.away_s
         why = (
             f"rank(s) {ranks} have cost {account.cost_s:.1f} s of training by being slow, as much as it costs to "
             f"replace them: they leave, and fresh processes take their place"
         )
-        rows = with_row(found.rows, row(found.price, account.cost_s, threshold_s, chosen=True))
-        return Leaving(worker=worker, plan=found.plan, why=why, rows=rows)
+        chosen = row(found.price, account.cost_s, threshold_s, chosen=True)
+        return self._leaving(worker, found, why, chosen, now_s)
 
     def _without(
         self, worker: int, account: _Account, found: WithoutThem, smaller: Smaller, now_s: float
@@ -215,15 +216,37 @@ class Replacing:
         """Its cell goes on without its slow ranks, once that would have saved what it costs."""
         if smaller.saved_s(found.price, account.cost_s) < found.price.seconds:
             return None
-        account.offered, self._away_until_s[worker] = True, now_s + 3 * found.price.away_s
-        account.without = smaller.without
         why = (
             f"rank(s) {list(smaller.without)} have cost {account.cost_s:.1f} s of training by being slow, as their "
             f"fresh processes are, too: their cell leaves, and comes back without them, for steps that are "
             f"{smaller.gain(found.price):.0%} faster"
         )
-        rows = with_row(found.rows, row_smaller(smaller, found.price, account.cost_s, chosen=True))
-        return Leaving(worker=worker, plan=found.plan, why=why, rows=rows, without=smaller.without)
+        chosen = row_smaller(smaller, found.price, account.cost_s, chosen=True)
+        return self._leaving(worker, found, why, chosen, now_s, smaller.without)
+
+    def _leaving(
+        self,
+        worker: int,
+        found: WithoutThem,
+        why: str,
+        chosen: CandidateRow,
+        now_s: float,
+        without: tuple[int, ...] = (),
+    ) -> Leaving:
+        if found.gives_first:
+            why += ", once others have the layers that they alone have"
+        else:
+            account = self._accounts[worker]
+            account.offered, account.without = True, without
+            self._away_until_s[worker] = now_s + 3 * found.price.away_s
+        return Leaving(
+            worker=worker,
+            plan=found.plan,
+            why=why,
+            rows=with_row(found.rows, chosen),
+            without=without,
+            gives_first=found.gives_first,
+        )
 
     def _smaller(
         self, worker: int, named: tuple[int, ...], state: ClusterState, live: Plan, now_s: float

@@ -17,10 +17,11 @@ from odyssey_megatron.cluster.state import ClusterState, apply, with_speeds, wit
 from odyssey_megatron.codec import from_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.diagnosis.verdicts import Diagnosis
-from odyssey_megatron.errors import ConfigError, OdysseyError, PlanInfeasible
+from odyssey_megatron.errors import ConfigError, LayersLost, OdysseyError, PlanInfeasible
 from odyssey_megatron.metrics.outlet import Outlet
 from odyssey_megatron.plan.generation import CandidateRow
 from odyssey_megatron.plan.plan import Plan
+from odyssey_megatron.plan.transfer import check_living
 from odyssey_megatron.policy import redundancy, replacing
 from odyssey_megatron.policy.decide import decide, scheduled
 from odyssey_megatron.policy.history import History
@@ -36,6 +37,9 @@ from odyssey_megatron.policy.two_speed import rows as rows_of
 from odyssey_megatron.policy.two_speed import towards, two_speed
 
 _log = logging.getLogger(__name__)
+
+_GIVES_ALL = 1e-3
+"""The speed of a worker that is to be left: any other one is a better place for its layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,10 +202,10 @@ class PolicyPlanner:
         )
         chosen = next(row for row in decided.rows if row.chosen)
         kept = next((row for row in decided.rows if row.name == "keep"), None)
-        if kept is None or not kept.step_s or not chosen.step_s:
+        if kept is None or not chosen.step_s:
             return Rebalanced(decided=decided, gain=0.0)
         kept_s = kept.step_s
-        if state.slow_links and kept.score is None:  # a bound, which knows nothing of these
+        if kept_s is None or kept.score is None:  # none, or a bound: it was given up before it was worked out
             kept_s = self.step_s(state, current)
         return Rebalanced(decided=decided, gain=kept_s / chosen.step_s - 1)
 
@@ -249,17 +253,29 @@ class PolicyPlanner:
     ) -> WithoutThem:
         kept_s, healthy_s = self.slowed_s(state, live, whole)
         away_s = replacing.away_s(self._start_s or 0.0, kept_s)
-        left = without(state, workers)
-        decided = self._going_on(left, live, self._newest(), now_s, home=self._home, horizon_s=away_s)
+        left, gives_first = without(state, workers), False
+        try:
+            decided = self._going_on(left, live, self._newest(), now_s, home=self._home, horizon_s=away_s)
+        except LayersLost:
+            decided, gives_first = self.freeing(state, live, workers, now_s), True
         price = replacing.Price(
             healthy_s=healthy_s,
             kept_s=kept_s,
             without_s=decided.plan.step_s,
             away_s=away_s,
-            pause_s=2 * self._newest().group_build_s,
+            pause_s=(3 if gives_first else 2) * self._newest().group_build_s,
             risk_s=self._risk_s(left, live, decided.plan, away_s, now_s),
         )
-        return WithoutThem(price=price, plan=decided.plan, rows=decided.rows)
+        return WithoutThem(price=price, plan=decided.plan, rows=decided.rows, gives_first=gives_first)
+
+    def freeing(self, state: ClusterState, live: Plan, workers: Collection[int], now_s: float) -> Decided:
+        slow = with_speeds(state, dict.fromkeys(workers, _GIVES_ALL))
+        decided = self._going_on(slow, live, self._newest(), now_s, home=None, rebalances=True)
+        try:
+            check_living(decided.plan.layout, set(state.alive) - set(workers))
+        except LayersLost as error:
+            raise PlanInfeasible(f"nobody else has room for what they alone have: {error}") from None
+        return decided
 
     def _risk_s(self, left: ClusterState, live: Plan, without: Plan, away_s: float, now_s: float) -> float:
         """Of the next loss while the job goes on ``without`` some: see ``replacing.Price``."""

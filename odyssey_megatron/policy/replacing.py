@@ -164,8 +164,10 @@ def with_row(rows: Collection[CandidateRow], first: CandidateRow) -> tuple[Candi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WithoutThem:
-    """What the job does while slow workers are being replaced."""
+    """What the job does while slow workers are being replaced, or before."""
 
     price: Price
     plan: Plan
     rows: tuple[CandidateRow, ...]
+    gives_first: bool = False
+    """They alone have some layers: with ``plan``, in which they still are, others take these over."""

@@ -27,8 +27,9 @@ beside the layout as it was; ``slower`` is what the slowness costs if nothing is
 
 ``emulated`` (not with ``--simulated``): ``tests/benchmarks/slow_emulated.py``. ``of_share`` is as above,
 ``over_nothing`` beside its own slow steps, by the deadlines of accelerators and by the wall clock (``_wall``);
-``stall_of_step`` is how long training stood still for the change. The last one is a node of eight, which has all
-replicas of two stages: for the share of speed that is left there is no bar, as the memory of a 7B model binds.
+``stall_of_step`` is how long training stood still for the change. The node of eight has all replicas of two stages: for
+the share of speed that is left there is no bar, as the memory of a 7B model binds. The slow link and the heavy last
+stage are those of the simulation.
 """
 
 from __future__ import annotations
@@ -213,16 +214,21 @@ def emulated() -> tuple[list[dict[str, Any]], list[Bar]]:
         with tempfile.TemporaryDirectory() as folder:
             rows = [slow_emulated.measured(server, Path(folder), 4, 8, 16, speed) for speed in SPEEDS]
             node = slow_emulated.measured(server, Path(folder), 4, 8, 16, NODE_SPEED, NODE)
+            link = slow_emulated.with_a_slow_link(server, Path(folder), 4, 8, 16, LINK_FACTORS[1])
+            heavy = slow_emulated.with_a_heavy_head(server, Path(folder), 4, 8, 16)
     finally:
         server.close()
     if all(row["policy"] == "the plan stays" for row in rows):
         raise RuntimeError("no plan has changed for a worker that is slow")
+    every = [*rows, node, link, heavy]
     bars = [
         at_least("emulated: of_share (least)", min(row["of_share"] for row in rows), 0.97),
-        at_least("emulated: over_nothing (least)", min(row["over_nothing"] for row in (*rows, node)), 1.0),
-        at_most("emulated: stall_of_step (most)", max(row["stall_of_step"] for row in rows), 0.05),
+        at_least("emulated: over_nothing (least)", min(row["over_nothing"] for row in every), 1.0),
+        at_most("emulated: stall_of_step (most)", max(row["stall_of_step"] for row in every), 0.05),
+        at_least("emulated: a slow link: of_healthy", link["of_healthy"], 0.97),
+        at_least("emulated: a heavy last stage: of_gain", heavy["of_gain"], 0.9),
     ]
-    return [*rows, node], bars
+    return every, bars
 
 
 def main() -> int:

@@ -1,7 +1,7 @@
 """A rank with an emulated accelerator: everything real but the compute, which is a sleep.
 
 Run by ``odyssey run``: launcher, coordinator, groups, interpreter, messages, agreement and recovery are the
-product's. Each message carries the time at which its sender's accelerator is done, on the machine's monotonic clock. An
+product's. Each message says who sends it, and when its accelerator is done, on the machine's monotonic clock. An
 instruction is done at max(own accelerator, sender + link) + its cost / the worker's speed, and the rank sleeps until
 then. So a rank that was late, because a hundred processes share two cores, does not make the next one late as long as
 it is late by less than an instruction takes; what remains is what the schedule, the messages and their order make of
@@ -65,6 +65,7 @@ class Accelerator(Held):
         self._microbatches = emulation.job.num_microbatches
         self._speed = self._first_speed = dict(emulation.speeds).get(rank, 1.0)
         self._slowed = {step: speed for who, speed, step in emulation.slowed if who == rank}
+        self._slowed_links = [one for one in emulation.slowed_links if rank in one[:2]]
         self._rank, self._world_size, self._seamless = rank, world_size, emulation.seamless
         self._fused, self._megatron_start = False, emulation.megatron_start
         self._copies = 0
@@ -102,19 +103,30 @@ class Accelerator(Held):
     ) -> torch.Tensor:
         seconds = sum(getattr(layer, kind) for layer in self._times.layers[first:last] for kind in kinds)
         seconds *= self._more_or_less() / self._speed
-        ready_s = 0.0 if message is None else float(message[0]) + self.message_s()
+        ready_s = 0.0
+        if message is not None:
+            done_s, sender = message.tolist()
+            ready_s = done_s + self.message_s((int(sender), self._rank))
         self.busy_s += seconds
         self._until(max(self._done_s, ready_s, weights_s) + seconds)
-        return torch.tensor([self._done_s], dtype=torch.float64)
+        return torch.tensor([self._done_s, self._rank], dtype=torch.float64)
 
     def _more_or_less(self) -> float:
         noise = self._truth.noise if self._truth else 0.0
         return 1.0 + self._rng.uniform(-noise, noise)
 
-    def message_s(self, share: float = 1.0) -> float:
-        """Of one message on its way, or of one with this share of its bytes."""
+    def message_s(self, link: tuple[int, int] | None = None, share: float = 1.0) -> float:
+        """Of one message on its way, or of one with this share of its bytes. ``link``: None is one that is not slow."""
         transfer_s = share * self._times.message_bytes / self._times.link_bytes_per_s
-        return (self._times.link_latency_s + transfer_s) * self._more_or_less()
+        slow = [
+            factor for *of, factor, step in self._slowed_links if tuple(of) == link and step <= self._step
+        ]
+        factor = slow[-1] if slow else 1.0
+        return (self._times.link_latency_s + transfer_s) * factor * self._more_or_less()
+
+    def round_trip_s(self, peer: int, share: float) -> float:
+        """Of this share of a message to ``peer``, and an empty one back."""
+        return self.message_s((self._rank, peer), share) + self.message_s((peer, self._rank), 0.0)
 
     def _reduce_s(self, first: int, last: int) -> float:
         holders = next(count for (a, b), count in self._workers.items() if a <= first and last <= b)
@@ -219,7 +231,7 @@ class Accelerator(Held):
         self._until(max(self._done_s, free_s))
 
     def empty_message(self) -> torch.Tensor:
-        return torch.empty(1, dtype=torch.float64)
+        return torch.empty(2, dtype=torch.float64)
 
     def local_totals(self) -> torch.Tensor:
         self._wait_for_sums()
@@ -291,13 +303,14 @@ def measure_the_accelerator(model: Accelerator) -> None:
     """
 
     def ping_pong(group: Any, message: torch.Tensor, *, round_trips: int = 5) -> LinkTimes:
-        times_s = {share: min(model.message_s(share) for _ in range(round_trips)) for share in (0.0, 1.0)}
-        size = model.bytes_of_a_message
-        return LinkTimes(message_bytes=size, empty_s=times_s[0.0], message_s=times_s[1.0])
+        empty_s, message_s = (
+            min(model.message_s(share=share) for _ in range(round_trips)) for share in (0.0, 1.0)
+        )
+        return LinkTimes(message_bytes=model.bytes_of_a_message, empty_s=empty_s, message_s=message_s)
 
     def exchange(neighbours: Neighbours, message: torch.Tensor, now: Any) -> Exchanged:
         return {
-            peer: [((0.0, 2 * model.message_s(0.0)), (0.0, model.message_s(0.0) + model.message_s()))] * 3
+            peer: [((0.0, model.round_trip_s(peer, 0.0)), (0.0, model.round_trip_s(peer, 1.0)))] * 3
             for peer in neighbours.order
         }
 

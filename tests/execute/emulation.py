@@ -63,6 +63,8 @@ class Emulation:
     """(worker, speed) of those that are not as fast as the others; known to the planner from the start."""
     slowed: tuple[tuple[int, float, int], ...] = ()
     """(worker, speed, first step): nobody tells the planner."""
+    slowed_links: tuple[tuple[int, int, float, int], ...] = ()
+    """(sender, receiver, factor, first step): messages take so many times theirs; nobody tells the planner."""
     megatron_start: bool = False
     """Start with Megatron's 1F1B, backward in one, in place of the planner's own schedule."""
     seamless: bool = False

@@ -195,3 +195,69 @@ def test_an_offer_says_who_comes_back_without_whom(job):
         if proposal is not None and proposal.leaving:
             break
     assert (proposal.leaving, dict(proposal.without)) == ({CELL}, NAMED)
+
+
+@pytest.mark.parametrize("slow", [False, True], ids=["was-smaller", "was-slow"])
+def test_who_alone_has_layers_gives_them_away_before_it_leaves(tmp_path, slow):
+    """Two cells, one for each half of the layers: the second one can be whole again, or is slow and to be replaced."""
+    job = Job(tmp_path)
+    spec = replace(job.spec, pipeline_model_parallel_size=2)
+    state = initial_state(nodes=(0,) * 4, cell_size=2)
+    plan = job.planner.start(spec, state, to_json(PROFILE)).plan
+    assert len(plan.layout.holders[-1]) == 1
+    cell = state.workers[1]
+    cell = replace(cell, speed=0.2) if slow else cell.smaller(2)
+    state = replace(state, workers=(state.workers[0], cell), returned=frozenset(cell.missing), generation=1)
+    offers = Offers(
+        job.planner, Rebalancing(job.planner, job.replacing.journal, print, acts=True), job.replacing
+    )
+    played, second = JobState(cluster=state, nodes=(0,) * 4, start_plan=plan, live_plan=plan), 0.0
+    seen = []
+    while not seen or not seen[-1].leaving:
+        for _ in range(10_000):
+            second += 1.0
+            played, proposal = offers.following(played, None, second)
+            if proposal is not None:
+                break
+        seen.append(proposal)
+        played = replace(played, live_plan=proposal.plan)
+    first, last = seen[0], seen[-1]
+    assert "once others have the layers that they alone have" in first.why
+    assert "once others" not in last.why
+    assert last.leaving == {1}
+    assert set(seen[-2].plan.layout.holders[-1]) >= {0}, "the other one has all layers"
+    assert last.plan.layout.workers == (0,)
+    assert last.plan.transfers == ()
+
+
+def test_it_waits_for_somebody_who_has_room_for_what_it_alone_has(tmp_path):
+    """Two cells a stage, of which one is lost of each, and the others are smaller; that of the second stage can be
+    whole.
+    """
+    job = Job(tmp_path)
+    spec = replace(job.spec, pipeline_model_parallel_size=2)
+    state = initial_state(nodes=(0,) * 8, cell_size=2)
+    costs = replace(PROFILE.costs, memory_bytes=116_000_000)
+    """Of a rank, which has half of all layers, with what there were two for."""
+    plan = job.planner.start(spec, state, to_json(replace(PROFILE, costs=costs))).plan
+    assert plan.layout.holders[-1] == (2, 3)
+    cell = state.workers[2].smaller(2)
+    workers = (replace(state.workers[0], alive=False), state.workers[1].smaller(2), cell)
+    workers += (replace(state.workers[3], alive=False),)
+    state = replace(state, workers=workers, generation=1)
+    plan = job.planner.decide(state, plan, 1.0).plan
+    assert plan.layout.holders[-1] == (2,)
+    offers = Offers(
+        job.planner, Rebalancing(job.planner, job.replacing.journal, print, acts=True), job.replacing
+    )
+    state = replace(state, returned=frozenset(cell.missing))
+    played = JobState(cluster=state, nodes=(0,) * 8, start_plan=plan, live_plan=plan)
+    for second in range(100):
+        played, proposal = offers.following(played, None, float(second))
+        assert proposal is None
+    for rank in state.workers[3].ranks:
+        state = apply(state, RankJoined(rank=rank, node=0, incarnation=1))
+    assert state.fresh == {3}
+    _, proposal = offers.following(replace(played, cluster=state), None, 100.0)
+    assert "once others have the layers that they alone have" in proposal.why
+    assert 3 in proposal.plan.layout.holders[-1]

@@ -20,10 +20,11 @@ from tests.policy.test_decide import job as job_of
 START_S = 20.0
 
 
-def planner_of(*, stages: int, **config):
+def planner_of(*, stages: int, memory_bytes: int | None = None, **config):
     """With the first plan of eight workers."""
     planner, state = PolicyPlanner(OdysseyConfig(**config)), initial_state(nodes=(0,) * 8)
-    plan = planner.start(job_of(stages, 16), state, to_json(PROFILE)).plan
+    profile = replace(PROFILE, costs=replace(PROFILE.costs, memory_bytes=memory_bytes))
+    plan = planner.start(job_of(stages, 16), state, to_json(profile)).plan
     planner._start_s = START_S
     return planner, plan, state
 
@@ -145,9 +146,25 @@ def test_without_rebalancing_nobody_leaves(tmp_path):
     assert not job.said
 
 
-def test_who_has_layers_that_nobody_else_has_stays(tmp_path):
+def test_who_alone_has_layers_gives_them_away_and_then_leaves(tmp_path):
     job = Job(tmp_path)
     job.planner, job.plan, job.state = planner_of(stages=8)
+    job.replacing.planner = job.planner
+    job.state = with_speeds(job.state, {5: 0.3})
+    _, first = job.until_it_leaves(3600.0)
+    assert first.gives_first
+    assert "once others have the layers that they alone have" in first.why
+    assert first.plan.transfers
+    assert 5 not in first.plan.layout.alone()
+    job.plan = first.plan
+    _, then = job.until_it_leaves(3600.0)
+    assert (then.worker, then.gives_first) == (5, False)
+    assert 5 not in then.plan.layout.workers
+
+
+def test_who_has_layers_that_nobody_else_has_room_for_stays(tmp_path):
+    job = Job(tmp_path)
+    job.planner, job.plan, job.state = planner_of(stages=8, memory_bytes=28_000_000)
     job.replacing.planner = job.planner
     job.state = with_speeds(job.state, {5: 0.3})
     assert job.until_it_leaves(3600.0) is None

@@ -15,6 +15,7 @@ from odyssey_megatron.cluster.state import (
     with_slow_links,
     with_slow_sums,
 )
+from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.plan.bound import lower_bound_s
 from odyssey_megatron.plan.layout import megatron_layout
@@ -23,6 +24,9 @@ from odyssey_megatron.plan.simulate import simulate
 from odyssey_megatron.policy.decide import decide, scheduled
 from odyssey_megatron.policy.initial import initial_plan
 from odyssey_megatron.policy.links import around, exchanged, side_by_side, sums_wait_s, waits_s
+from odyssey_megatron.policy.planner import PolicyPlanner
+from tests.benchmarks.policies import job_of as benchmark_job
+from tests.benchmarks.policies import profile_of
 from tests.policy.test_decide import PROFILE, job
 from tests.policy.test_history import FOREVER, planner_of
 
@@ -124,6 +128,23 @@ def test_the_plan_changes_where_that_pays_and_not_where_it_does_not():
     assert little.gain < 1e-3
     back = planner.rebalance(state, found.decided.plan, 0.0, FOREVER).decided.plan
     assert (back.layout, back.programs) == (plan.layout, plan.programs), "exactly the first plan"
+
+
+def test_what_the_plan_as_it_is_loses_counts_though_its_schedule_was_given_up():
+    """With messages that take a tenth of a stage's forward the search sees soon that there is better."""
+    profile = profile_of(8, 1, 4)
+    message_s = 0.1 * profile.costs.spans.forward_s(0, len(profile.costs.layers)) / 8
+    profile = replace(profile, costs=replace(profile.costs, link_latency_s=message_s))
+    planner, state = PolicyPlanner(OdysseyConfig(horizon_s=1e9)), initial_state(nodes=(0,) * 32)
+    plan = planner.start(benchmark_job(4, 8, 16), state, to_json(profile)).plan
+    one, other = (hop.worker for hop in plan.layout.routes[0].hops[:2])
+    slow = with_slow_links(state, {link: 40 * message_s for link in ((one, other), (other, one))})
+    found = planner.rebalance(slow, plan, 0.0, FOREVER)
+    kept = next(row for row in found.decided.rows if row.name == "keep")
+    assert kept.step_s is None
+    assert "given up" in kept.reason
+    assert found.gain == pytest.approx(planner.step_s(slow, plan) / found.decided.plan.step_s - 1)
+    assert found.gain > 0.3
 
 
 def test_after_a_loss_slow_links_are_done_without_too():
