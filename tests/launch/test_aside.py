@@ -260,4 +260,5 @@ def test_it_waits_for_somebody_who_has_room_for_what_it_alone_has(tmp_path):
     assert state.fresh == {3}
     _, proposal = offers.following(replace(played, cluster=state), None, 100.0)
     assert "once others have the layers that they alone have" in proposal.why
-    assert 3 in proposal.plan.layout.holders[-1]
+    assert 3 in proposal.plan.layout.workers
+    assert 2 not in proposal.plan.layout.alone()
