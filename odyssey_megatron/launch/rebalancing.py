@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import logging
 import math
-import statistics
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from itertools import product
 
-from odyssey_megatron.cluster.state import (
-    ClusterState,
-    SlowSums,
-    with_slow_links,
-    with_slow_sums,
-    with_speeds,
-)
+from odyssey_megatron.cluster.state import ClusterState, with_speeds
 from odyssey_megatron.diagnosis.lasting import COMPUTE_S, LINK_S, remaining_s
-from odyssey_megatron.diagnosis.links import LEAST_FACTOR, SLOW_LINK, Links, LinkVerdict
+from odyssey_megatron.diagnosis.links import SLOW_SUMS, Links, LinkVerdict
 from odyssey_megatron.diagnosis.steps import Shown, shown
 from odyssey_megatron.diagnosis.verdicts import SLOW_WORKER, UNEVEN_STAGE, Diagnosis, Verdict, slow_nodes
 from odyssey_megatron.errors import OdysseyError
 from odyssey_megatron.launch.planner import Planner
+from odyssey_megatron.launch.slow_ways import (
+    Slowed,
+    borne_out,
+    is_over,
+    slowed_by,
+    whose,
+    with_slow_ways,
+)
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.names import layer_names
 from odyssey_megatron.plan.plan import Plan
@@ -68,12 +68,8 @@ class Rebalancing:
         self._said: set[tuple[str, tuple[int, int], int, tuple[int, ...]]] = set()
         self._known: dict[int, float] = {}
         """Slow worker -> its speed."""
-        self._sums: dict[LinkVerdict, tuple[SlowSums, ...]] = {}
-        """What makes sums slow -> those."""
-        self._beside_sums: dict[LinkVerdict, dict[tuple[int, int], float]] = {}
-        """What makes sums slow -> what messages are expected to take longer, where nobody sends any that way."""
-        self._links: dict[LinkVerdict, dict[tuple[int, int], float]] = {}
-        """What makes links slow -> those, and what a message takes longer: also of links that nobody has measured."""
+        self._ways: dict[LinkVerdict, Slowed] = {}
+        """What makes links or sums slow -> those."""
         self._doubted: set[int | tuple[tuple[int, ...], ...]] = set()
         """Workers, and links, that are slow by their times and not by those of steps: said once."""
         self._began_s: dict[int | LinkVerdict, float] = {}
@@ -103,9 +99,9 @@ class Rebalancing:
         self._known = {one.worker: one.speed for one in state.workers if one.alive and one.speed < 1.0}
         self._forget_gone({*self._known, *changed})
         why += [self._note(worker, speed, diagnosis, seen, state, now_s) for worker, speed in changed.items()]
-        of_links = self._look_at_links(diagnosis, state, live, now_s)
-        of_links += self._look_at_sums(diagnosis, state, live, now_s)
-        state = self._with_slow(state, diagnosis)
+        of_links = self._look_at_ways(diagnosis.links, diagnosis, state, live, now_s)
+        of_links += self._look_at_ways(diagnosis.sums, diagnosis, state, live, now_s)
+        state = with_slow_ways(state, self._ways.values(), diagnosis.links)
         is_new, why = bool(changed or of_links), why + of_links
         better = self._compare("; ".join(why), state, live, now_s, is_new=is_new) if why else None
         if not why and self._is_to_seek(diagnosis, state):
@@ -169,37 +165,42 @@ class Rebalancing:
             self._doubted.add(what)
             self._say(f"[odyssey] rank(s) {ranks}: {evidence}; but {seen.why}, so nothing is done about it")
 
-    def _look_at_links(
-        self, diagnosis: Diagnosis, state: ClusterState, live: Plan, now_s: float
+    def _look_at_ways(
+        self, found: Links, diagnosis: Diagnosis, state: ClusterState, live: Plan, now_s: float
     ) -> list[str]:
-        """What has changed of them. What no message takes any more stays as it was when it was measured last."""
-        why, links = [], diagnosis.links
-        for one in [known for known in self._links if _is_over(known, links)]:
-            del self._links[one]
+        """What has changed of links, or sums. What no message takes any more, and what is not summed, stays as it was
+        when it was measured last.
+        """
+        why, of_sums = list[str](), found is diagnosis.sums
+        own = [one for one in self._ways if (one.kind == SLOW_SUMS) == of_sums]
+        for one in [known for known in own if is_over(known, found)]:
+            own.remove(one)
+            del self._ways[one]
             self._lasted_s.append(now_s - self._began_s.pop(one))
             ranks = _ranks_of(state, one.workers)
-            self._event(one.kind, ranks, 1.0, "messages take no longer than others of the kind")
-            why.append(f"{_whose(one, ranks)} as fast as others again")
-        for one in links.verdicts:
-            known = {link for of in self._links.values() for link in of}
-            if known >= set(one.links) or not _borne_out(one, links):
+            self._event(one.kind, ranks, 1.0, "it takes no longer than others of the kind, or than before")
+            why.append(f"{whose(one, ranks)} as fast as others again")
+        for one in found.verdicts:
+            known = {link for other in own for link in self._ways[other].all}
+            if known >= set(one.links) or not borne_out(one, found):
                 continue
-            longer_s = max(links.longer_s[link] for link in one.links)
-            slow = {link: links.longer_s.get(link, longer_s) for link in _reach(one, state)}
+            slowed = slowed_by(one, found, state)
             before, after = (
-                with_slow_links(state, _longest_s(of))
-                for of in (self._links.values(), (*self._links.values(), slow))
+                with_slow_ways(state, ways, diagnosis.links)
+                for ways in (self._ways.values(), (*self._ways.values(), slowed))
             )
             seen = self._shown(one.since, before, after, diagnosis, live)
             ranks = _ranks_of(state, one.workers)
             if not seen.is_so:
                 self._doubt(one.links, ranks, one.evidence, seen)
                 continue
-            for less in [less for less in self._links if set(less.links) <= set(one.links)]:
-                del self._links[less], self._began_s[less]  # part of something larger
-            self._links[one], self._began_s[one] = slow, now_s
+            for less in [less for less in own if set(less.links) <= set(one.links)]:
+                own.remove(less)
+                del self._ways[less], self._began_s[less]  # part of something larger
+            self._ways[one], self._began_s[one] = slowed, now_s
+            own.append(one)
             self._event(one.kind, ranks, 1 / one.factor, _joined(one.evidence, seen))
-            why.append(f"{_whose(one, ranks)} slow, {one.factor:.2f} times the time")
+            why.append(f"{whose(one, ranks)} slow, {one.factor:.2f} times the time")
         return why
 
     def _confirmed(self, diagnosis: Diagnosis) -> dict[int, float]:
@@ -214,42 +215,6 @@ class Rebalancing:
             )
         }
 
-    def _look_at_sums(self, diagnosis: Diagnosis, state: ClusterState, live: Plan, now_s: float) -> list[str]:
-        """As above: what is not summed any more stays as it was when it was measured last."""
-        why, sums = list[str](), diagnosis.sums
-        for one in [known for known in self._sums if _is_over(known, sums)]:
-            del self._sums[one], self._beside_sums[one]
-            self._lasted_s.append(now_s - self._began_s.pop(one))
-            ranks = _ranks_of(state, one.workers)
-            self._event(one.kind, ranks, 1.0, "sums take no longer than they did")
-            why.append(f"sums of rank(s) {ranks} as fast as before")
-        for one in sums.verdicts:
-            known = {workers for of in self._sums for workers in of.links}
-            if known >= set(one.links) or not _borne_out(one, sums):
-                continue
-            slow = _slow_sums(one, state)
-            before = self._with_slow(state, diagnosis)
-            after = with_slow_sums(before, {*before.slow_sums, *slow})
-            seen = self._shown(one.since, before, after, diagnosis, live)
-            ranks = _ranks_of(state, one.workers)
-            if not seen.is_so:
-                self._doubt(one.links, ranks, one.evidence, seen)
-                continue
-            for less in [less for less in self._sums if set(less.links) <= set(one.links)]:
-                del self._sums[less], self._beside_sums[less], self._began_s[less]  # part of it
-            self._sums[one], self._began_s[one] = slow, now_s
-            self._beside_sums[one] = _messages(one, sums, state)
-            self._event(one.kind, ranks, 1 / one.factor, _joined(one.evidence, seen))
-            why.append(f"sums of rank(s) {ranks} slow, {one.factor:.2f} times the time")
-        return why
-
-    def _with_slow(self, state: ClusterState, diagnosis: Diagnosis) -> ClusterState:
-        """With the links and sums that are known to be slow, or taken to be."""
-        measured = diagnosis.links.factors
-        unknown = (of for of in self._beside_sums.values() if measured.keys().isdisjoint(of))
-        state = with_slow_links(state, _longest_s([*self._links.values(), *unknown]))
-        return with_slow_sums(state, {one for of in self._sums.values() for one in of})
-
     def _compare(
         self,
         why: str,
@@ -261,7 +226,7 @@ class Rebalancing:
         acts: bool = False,
     ) -> Better | None:
         """``is_new``: some worker has another speed than before; ``acts``: in any case."""
-        known = {*self._known, *self._links, *self._sums}
+        known = {*self._known, *self._ways}
         self._began_s = {one: since_s for one, since_s in self._began_s.items() if one in known}
         ages_s = [now_s - since_s for since_s in self._began_s.values()]
         mean_s = COMPUTE_S if self._known else LINK_S
@@ -361,70 +326,12 @@ def _joined(evidence: str, seen: Shown) -> str:
     return f"{evidence}; {seen.why}" if seen.why else evidence
 
 
-def _longest_s(several: Iterable[Mapping[tuple[int, int], float]]) -> dict[tuple[int, int], float]:
-    """Link -> what a message takes longer by the worst of ``several``."""
-    found: dict[tuple[int, int], float] = {}
-    for links in several:
-        found |= {link: max(longer_s, found.get(link, 0.0)) for link, longer_s in links.items()}
-    return found
-
-
 def _ranks_on(state: ClusterState, node: int) -> list[int]:
     return [rank for worker in state.workers if worker.node == node for rank in worker.ranks]
 
 
 def _ranks_of(state: ClusterState, workers: Collection[int]) -> list[int]:
     return [rank for worker in workers for rank in state.workers[worker].ranks]
-
-
-def _whose(one: LinkVerdict, ranks: list[int]) -> str:
-    if one.kind == SLOW_LINK:
-        return f"link between ranks {ranks}"
-    if len(one.nodes) == 1:
-        return f"network of node {one.nodes[0]}"
-    return f"network between nodes {[*one.nodes]}" if one.nodes else f"network of rank(s) {ranks}"
-
-
-def _slow_sums(one: LinkVerdict, state: ClusterState) -> tuple[SlowSums, ...]:
-    """All sums that a node with a slow network has a part in, with others; or those that were measured."""
-    if one.nodes:
-        inside = tuple(sorted(worker for worker, node in state.nodes.items() if node in one.nodes))
-        return (SlowSums(inside, True, one.factor),)
-    return tuple(SlowSums(tuple(workers), False, one.factor) for workers in one.links)
-
-
-def _messages(one: LinkVerdict, sums: Links, state: ClusterState) -> dict[tuple[int, int], float]:
-    """What a message from a node with slow sums, or to it, would take longer, if its network is slow: a sum over k of
-    that size sends 2 (k - 1) / k times as many bytes (``plan.simulate.reduce_s``). Of others nothing is known.
-    """
-    if not one.nodes:
-        return {}
-    longer_s = max(sums.longer_s.get(of, 0.0) * len(of) / (2 * (len(of) - 1)) for of in one.links)
-    inside = {worker for worker in state.alive if state.nodes[worker] in one.nodes}
-    ways = product(inside, set(state.alive) - inside)
-    return {way: longer_s for a, b in ways for way in ((a, b), (b, a))}
-
-
-def _reach(one: LinkVerdict, state: ClusterState) -> set[tuple[int, int]]:
-    """All links that are slow by it, between those who live; of a network between many nodes only what was measured."""
-    if len(one.nodes) > 2:
-        return {(sender, receiver) for sender, receiver in one.links}
-    ends = {*one.workers, *(worker for worker, node in state.nodes.items() if node in one.nodes)}
-    ways = {way for a, b in product(ends, state.alive) if a != b for way in ((a, b), (b, a))}
-    return {link for link in ways if one.concerns(link, state.nodes)}
-
-
-def _borne_out(one: LinkVerdict, links: Links) -> bool:
-    """By a second look: steps that were measured after it was certain, by themselves."""
-    looks = [links.latest[link] for link in one.links if link in links.latest]
-    behind = links.newest > max(links.found[link] for link in one.links)
-    return behind and bool(looks) and statistics.median(looks) >= LEAST_FACTOR
-
-
-def _is_over(one: LinkVerdict, links: Links) -> bool:
-    """Not where its links are not measured any more, since no route goes by them."""
-    now = [link for link in one.links if link in links.latest]
-    return bool(now) and not any(link in links.slow for link in now)
 
 
 def _where(verdict: Verdict, live: Plan) -> str:

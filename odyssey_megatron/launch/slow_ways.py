@@ -1,0 +1,101 @@
+"""What one cause makes slow, of the ways between workers: messages, and sums of gradients."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import product
+
+from odyssey_megatron.cluster.state import ClusterState, SlowSums, with_slow_links, with_slow_sums
+from odyssey_megatron.diagnosis.links import LEAST_FACTOR, SLOW_LINK, SLOW_SUMS, Link, Links, LinkVerdict
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Slowed:
+    """By one cause."""
+
+    all: frozenset[Link]
+    """Also what nobody has measured."""
+    longer_s: Mapping[tuple[int, int], float]
+    """(sender, receiver) -> what a message takes longer."""
+    sums: tuple[SlowSums, ...] = ()
+    """If any, ``longer_s`` is only expected, and counts where nobody sends any that way."""
+
+
+def slowed_by(one: LinkVerdict, found: Links, state: ClusterState) -> Slowed:
+    """``found``: where ``one`` is from."""
+    if one.kind == SLOW_SUMS:
+        return Slowed(
+            all=frozenset(one.links), longer_s=_messages(one, found, state), sums=_slow_sums(one, state)
+        )
+    longest_s = max(found.longer_s[link] for link in one.links)
+    longer_s = {
+        (sender, receiver): found.longer_s.get((sender, receiver), longest_s)
+        for sender, receiver in _reach(one, state)
+    }
+    return Slowed(all=frozenset(longer_s), longer_s=longer_s)
+
+
+def with_slow_ways(state: ClusterState, ways: Iterable[Slowed], measured: Links) -> ClusterState:
+    """``state`` with all of ``ways`` slow, and no others."""
+    longest_s, sums = dict[tuple[int, int], float](), set[SlowSums]()
+    for one in ways:
+        sums.update(one.sums)
+        if one.sums and not measured.factors.keys().isdisjoint(one.longer_s):
+            continue
+        longest_s |= {way: max(seconds, longest_s.get(way, 0.0)) for way, seconds in one.longer_s.items()}
+    return with_slow_sums(with_slow_links(state, longest_s), sums)
+
+
+def borne_out(one: LinkVerdict, found: Links) -> bool:
+    """By a second look: steps that were measured after it was certain, by themselves."""
+    looks = [found.latest[link] for link in one.links if link in found.latest]
+    behind = found.newest > max(found.found[link] for link in one.links)
+    return behind and bool(looks) and statistics.median(looks) >= LEAST_FACTOR
+
+
+def is_over(one: LinkVerdict, found: Links) -> bool:
+    """Not where its links are not measured any more, since no route goes by them."""
+    now = [link for link in one.links if link in found.latest]
+    return bool(now) and not any(link in found.slow for link in now)
+
+
+def whose(one: LinkVerdict, ranks: list[int]) -> str:
+    """``ranks``: of its workers."""
+    if one.kind == SLOW_SUMS:
+        return f"sums of rank(s) {ranks}"
+    if one.kind == SLOW_LINK:
+        return f"link between ranks {ranks}"
+    if len(one.nodes) == 1:
+        return f"network of node {one.nodes[0]}"
+    return f"network between nodes {[*one.nodes]}" if one.nodes else f"network of rank(s) {ranks}"
+
+
+def _slow_sums(one: LinkVerdict, state: ClusterState) -> tuple[SlowSums, ...]:
+    """All sums that a node with a slow network has a part in, with others; or those that were measured."""
+    if one.nodes:
+        inside = tuple(sorted(worker for worker, node in state.nodes.items() if node in one.nodes))
+        return (SlowSums(inside, True, one.factor),)
+    return tuple(SlowSums(tuple(workers), False, one.factor) for workers in one.links)
+
+
+def _messages(one: LinkVerdict, sums: Links, state: ClusterState) -> dict[tuple[int, int], float]:
+    """What a message from a node with slow sums, or to it, would take longer, if its network is slow: a sum over k of
+    that size sends 2 (k - 1) / k times as many bytes (``plan.simulate.reduce_s``). Of others nothing is known.
+    """
+    if not one.nodes:
+        return {}
+    longer_s = max(sums.longer_s.get(of, 0.0) * len(of) / (2 * (len(of) - 1)) for of in one.links)
+    inside = {worker for worker in state.alive if state.nodes[worker] in one.nodes}
+    ways = product(inside, set(state.alive) - inside)
+    return {way: longer_s for a, b in ways for way in ((a, b), (b, a))}
+
+
+def _reach(one: LinkVerdict, state: ClusterState) -> set[tuple[int, int]]:
+    """All links that are slow by it, between those who live; of a network between many nodes only what was measured."""
+    if len(one.nodes) > 2:
+        return {(sender, receiver) for sender, receiver in one.links}
+    ends = {*one.workers, *(worker for worker, node in state.nodes.items() if node in one.nodes)}
+    ways = {way for a, b in product(ends, state.alive) if a != b for way in ((a, b), (b, a))}
+    return {link for link in ways if one.concerns(link, state.nodes)}
