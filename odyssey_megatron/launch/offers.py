@@ -89,6 +89,7 @@ class Offers:
         """Fresh ranks get a place, and cells leave that can be whole: all at once, or one after the other. Those that
         alone have some layers first give them away.
         """
+        failed = dict[str, None]()
         for group, gives in _ways(leaving, bool(cluster.fresh)):
             why = _why_entering(cluster, group, whole_why)
             try:
@@ -98,12 +99,14 @@ class Offers:
                     return self._behind_steps(freed, cluster, live, why)
                 decided = self._planner.decide(without(cluster, group), live, now_s)
             except OdysseyError as error:
-                _log.warning("no plan, though %s: %s", why, error)
+                failed[f"no plan, though {why}: {error}"] = None
                 continue
             if not group:
                 return self._behind_steps(decided, cluster, live, why)
             self.aim(decided.target)
             return Proposal(plan=decided.plan, why=why, rows=decided.rows, leaving=group)
+        for reason in failed:
+            _log.warning("%s", reason)
         self._stuck = live, cluster.alive, cluster.fresh, leaving
         return None
 
