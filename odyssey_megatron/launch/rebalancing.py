@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from odyssey_megatron.cluster.state import ClusterState, with_speeds
 from odyssey_megatron.diagnosis.lasting import COMPUTE_S, LINK_S, remaining_s
-from odyssey_megatron.diagnosis.links import SLOW_SUMS, Links, LinkVerdict
+from odyssey_megatron.diagnosis.links import SLOW_SUMS, Link, Links, LinkVerdict
 from odyssey_megatron.diagnosis.steps import Shown, shown
 from odyssey_megatron.diagnosis.verdicts import SLOW_WORKER, UNEVEN_STAGE, Diagnosis, Verdict, slow_nodes
 from odyssey_megatron.errors import OdysseyError
@@ -33,6 +33,10 @@ LEAST_SLOWNESS = 1.1
 """A worker that takes less than so many times what others take stays where it is."""
 _ANOTHER_SPEED = 1.15
 """A slow worker has another speed once it differs by so many times from what was planned for."""
+_AGAIN = 2.0
+"""What was slow, and is not any more, is slow again from so many times on only, unless something has changed since: so
+that what wanders about ``LEAST_FACTOR`` does not flap.
+"""
 _WORTH_A_LINE = 0.02
 _AT_MOST_EVERY_S, _AT_LEAST_EVERY_S = 5.0, 300.0
 """Of how slow each worker is: written when one has moved by so much, and not too often."""
@@ -70,6 +74,8 @@ class Rebalancing:
         """Slow worker -> its speed."""
         self._ways: dict[LinkVerdict, Slowed] = {}
         """What makes links or sums slow -> those."""
+        self._ended: dict[tuple[bool, Link], int] = {}
+        """(Whether it is a sum, who) -> the step by which it was as fast as others again."""
         self._doubted: set[int | tuple[tuple[int, ...], ...]] = set()
         """Workers, and links, that are slow by their times and not by those of steps: said once."""
         self._began_s: dict[int | LinkVerdict, float] = {}
@@ -176,13 +182,15 @@ class Rebalancing:
         for one in [known for known in own if is_over(known, found)]:
             own.remove(one)
             del self._ways[one]
+            self._ended |= {(of_sums, link): found.newest for link in one.links}
             self._lasted_s.append(now_s - self._began_s.pop(one))
             ranks = _ranks_of(state, one.workers)
             self._event(one.kind, ranks, 1.0, "it takes no longer than others of the kind, or than before")
             why.append(f"{whose(one, ranks)} as fast as others again")
         for one in found.verdicts:
             known = {link for other in own for link in self._ways[other].all}
-            if known >= set(one.links) or not borne_out(one, found):
+            is_old = all(one.since <= self._ended.get((of_sums, link), -2) for link in one.links)
+            if known >= set(one.links) or not borne_out(one, found) or (is_old and one.factor < _AGAIN):
                 continue
             slowed = slowed_by(one, found, state)
             before, after = (

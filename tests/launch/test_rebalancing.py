@@ -144,6 +144,24 @@ def test_a_slow_link_is_found_done_without_and_taken_again(job):
     ]
 
 
+@pytest.mark.parametrize(
+    ("factor", "since", "again"),
+    [(1.6, 1, False), (9.0, 1, True), (1.6, 8, True)],
+    ids=["echo", "much", "new"],
+)
+def test_a_link_that_was_slow_is_not_slow_again_by_what_has_passed(job, factor, since, again):
+    """The window of steps that is looked at goes back to before it was as fast as others again, in step 7."""
+    rebalancing = job(acts=True)
+    state, _ = rebalancing.look(with_link(5, 9.0), job.state, job.plan, 10.0)
+    state, _ = rebalancing.look(with_link(7, 1.0), state, job.plan, 20.0)
+    assert not state.slow_links
+    found = with_link(9, factor)
+    (verdict,) = found.links.verdicts
+    found = replace(found, links=replace(found.links, verdicts=(replace(verdict, since=since),)))
+    state, _ = rebalancing.look(found, state, job.plan, 30.0)
+    assert bool(state.slow_links) == again
+
+
 def test_a_slow_link_that_a_second_look_does_not_bear_out_costs_nothing(job):
     rebalancing = job(acts=True)
     for step in (4, 5, 6):
