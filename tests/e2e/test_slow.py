@@ -17,7 +17,7 @@ from tests.launch.jobserver import events, wait_for
 
 pytestmark = pytest.mark.matrix
 SLOW = "--odyssey-profile-steps 2 --odyssey-rebalance auto --odyssey-inject rank=3,step=6,slow=4"
-RECOVERS = "--train-iters 400"
+RECOVERS = "--train-iters 400 --lr 1e-3"
 
 
 def shares(outcome) -> list[int]:
