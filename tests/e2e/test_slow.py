@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from itertools import groupby
 
 import pytest
 
@@ -140,8 +139,7 @@ def test_a_cell_goes_on_without_its_slow_rank_and_is_whole_again(jobs, undisturb
 def test_a_rank_dies_while_another_one_is_slow(jobs, undisturbed, name, kill):
     shot = jobs.run(name, ranks=4, stages=2, flags=f"--train-iters 100 {SLOW};{kill}", timeout_s=150)
     assert_equal_runs(shot, undisturbed("--train-iters 100"), kills=1)
-    # The second generation may be one for the last stage, which is heavier: rank 3 is gone then before it is found.
-    assert found(shot) or kill.startswith("rank=3,step=-1")
+    assert found(shot)
 
 
 ROBBED = "--train-iters 150 --odyssey-profile-steps 2 --lr 1e-3"
@@ -198,9 +196,10 @@ def test_without_leave_to_act_a_slow_link_is_only_said(jobs, undisturbed, name):
     shot = jobs.run(name, ranks=6, stages=2, flags=flags, timeout_s=180)
     assert_equal_runs(shot, undisturbed("--train-iters 100"), kills=0)
     events = [event for event in shot.named("slowness") if event["kind"] == "slow link"]
-    assert {tuple(event["slow_ranks"]) for event in events} == {(0, 3)}
-    # The way there and the way back may be found one after the other.
-    assert [slow for slow, _ in groupby(event["speed"] < 1 for event in events)] == [True, False]
+    assert [(event["slow_ranks"], event["speed"] < 1) for event in events] == [
+        ([0, 3], True),
+        ([0, 3], False),
+    ]
     assert len(shot.named("decision")) == 1
     assert "with --odyssey-rebalance auto, relink would make" in shot.log
 
