@@ -110,17 +110,17 @@ class Offers:
         self._stuck = live, cluster.alive, cluster.fresh, leaving
         return None
 
-    def _behind_steps(self, decided: Decided, cluster: ClusterState, live: Plan, why: str) -> Proposal:
-        """Layers move first."""
-        self.aim(lambda: decided.plan)
-        plan = self._planner.towards(cluster, live, decided.plan)
-        return Proposal(plan=plan, why=why, rows=decided.rows)
+    def _behind_steps(
+        self, found: Decided | Leaving, cluster: ClusterState, live: Plan, why: str, then: str = _MOVED
+    ) -> Proposal:
+        """Layers move first. ``then``: why what follows is offered."""
+        self.aim(lambda: found.plan, then)
+        plan = self._planner.towards(cluster, live, found.plan)
+        return Proposal(plan=plan, why=why, rows=found.rows)
 
     def _leaves(self, found: Leaving, cluster: ClusterState, live: Plan, now_s: float) -> Proposal:
         if found.gives_first:
-            self.aim(lambda: found.plan, found.why)
-            plan = self._planner.towards(cluster, live, found.plan)
-            return Proposal(plan=plan, why=found.why, rows=found.rows)
+            return self._behind_steps(found, cluster, live, found.why, then=found.why)
         self.aim(None)
         without = {found.worker: found.without} if found.without else {}
         for worker, ranks in without.items():
