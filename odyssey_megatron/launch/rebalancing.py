@@ -202,12 +202,15 @@ class Rebalancing:
             if not seen.is_so:
                 self._doubt(one.links, ranks, one.evidence, seen)
                 continue
+            is_told = False
             for less in [less for less in own if set(less.links) <= set(one.links)]:
                 own.remove(less)
                 del self._ways[less], self._began_s[less]  # part of something larger
+                is_told |= (less.kind, {*less.workers}) == (one.kind, {*one.workers})  # a link's other direction
             self._ways[one], self._began_s[one] = slowed, now_s
             own.append(one)
-            self._event(one.kind, ranks, 1 / one.factor, _joined(one.evidence, seen))
+            if not is_told:
+                self._event(one.kind, ranks, 1 / one.factor, _joined(one.evidence, seen))
             why.append(f"{whose(one, ranks)} slow, {one.factor:.2f} times the time")
         return why
 

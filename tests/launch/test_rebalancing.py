@@ -189,6 +189,27 @@ def test_off_only_says_so_of_links(job):
     assert "with --odyssey-rebalance auto, " in said
 
 
+def test_a_slow_link_is_one_event_whichever_direction_is_found_first(job):
+    rebalancing = job(acts=True)
+    there = with_link(5, 9.0)
+    rebalancing.look(there, job.state, job.plan, 10.0)
+    both = {(0, 2): 9.0, (2, 0): 9.0}
+    verdict = replace(there.links.verdicts[0], links=tuple(both))
+    found = replace(
+        there.links,
+        verdicts=(verdict,),
+        slow=both,
+        latest=both,
+        longer_s=dict.fromkeys(both, 0.5),
+        found=dict.fromkeys(both, 6),
+        newest=7,
+    )
+    state, _ = rebalancing.look(replace(there, newest=7, links=found), job.state, job.plan, 20.0)
+    assert {way[:2] for way in state.slow_links} == both.keys()
+    (event,) = read_journal(job.folder)
+    assert event["slow_ranks"] == [0, 2]
+
+
 def test_a_worker_with_a_slow_network_has_no_fast_link(job):
     rebalancing = job(acts=True)
     state, _ = rebalancing.look(with_link(5, 9.0, network=True), job.state, job.plan, 10.0)
