@@ -206,7 +206,8 @@ class Rebalancing:
             for less in [less for less in own if set(less.links) <= set(one.links)]:
                 own.remove(less)
                 del self._ways[less], self._began_s[less]  # part of something larger
-                is_told |= (less.kind, {*less.workers}) == (one.kind, {*one.workers})  # a link's other direction
+                # a link's other direction
+                is_told |= (less.kind, {*less.workers}) == (one.kind, {*one.workers})
             self._ways[one], self._began_s[one] = slowed, now_s
             own.append(one)
             if not is_told:
