@@ -15,7 +15,8 @@ from odyssey_megatron.plan.costs import Costs
 
 if TYPE_CHECKING:
     from odyssey_megatron.plan.assemble import Kind
-    from odyssey_megatron.plan.list_schedule import Shape, Solved
+    from odyssey_megatron.plan.list_schedule import Solved
+    from odyssey_megatron.plan.tasks import Shape
 
 _KEPT_BYTES = 24 * 2**20
 """Of orders, and of kinds, of each set of costs; beyond, what was not looked up for longest goes (I10)."""

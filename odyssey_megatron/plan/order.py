@@ -11,11 +11,12 @@ from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.known import known
 from odyssey_megatron.plan.layout import Layout, Route
-from odyssey_megatron.plan.list_schedule import TICKS_PER_S, Shape, Solved, best_order
+from odyssey_megatron.plan.list_schedule import Solved, best_order
 from odyssey_megatron.plan.memory import activation_caps, minimum_bytes
 from odyssey_megatron.plan.polish import polished
 from odyssey_megatron.plan.reductions import NO_TAIL, Tail
 from odyssey_megatron.plan.schedule import Instr, Program, Schedule
+from odyssey_megatron.plan.tasks import TICKS_PER_S, Shape
 from odyssey_megatron.plan.visits import OPS
 
 

@@ -15,11 +15,11 @@ from math import inf
 from odyssey_megatron.cluster.state import WHOLE_CELL
 from odyssey_megatron.plan.gathers import least_late_s, weights_late_s
 from odyssey_megatron.plan.layout import Hop, Layout, Route, layout_from_routes
-from odyssey_megatron.plan.list_schedule import Shape as Group
 from odyssey_megatron.plan.list_schedule import Solved
 from odyssey_megatron.plan.order import solve
 from odyssey_megatron.plan.reductions import NO_TAIL, Tail, bucket_bytes, buckets, cut
 from odyssey_megatron.plan.simulate import reduce_hops, step_end_s
+from odyssey_megatron.plan.tasks import Shape as Group
 from odyssey_megatron.policy import ways
 from odyssey_megatron.policy.bounds import Bounds, Rows
 from odyssey_megatron.policy.kinds import mixed

@@ -131,9 +131,9 @@ def test_the_plan_changes_where_that_pays_and_not_where_it_does_not():
 
 
 def test_what_the_plan_as_it_is_loses_counts_though_its_schedule_was_given_up():
-    """With messages that take a tenth of a stage's forward the search sees soon that there is better."""
-    profile = profile_of(8, 1, 4)
-    message_s = 0.1 * profile.costs.spans.forward_s(0, len(profile.costs.layers)) / 8
+    """With messages that take a fifth of a stage's forward the search sees soon that there is better."""
+    profile = profile_of(8, 2, 4)
+    message_s = 0.2 * profile.costs.spans.forward_s(0, len(profile.costs.layers)) / 8
     profile = replace(profile, costs=replace(profile.costs, link_latency_s=message_s))
     planner, state = PolicyPlanner(OdysseyConfig(horizon_s=1e9)), initial_state(nodes=(0,) * 32)
     plan = planner.start(benchmark_job(4, 8, 16), state, to_json(profile)).plan

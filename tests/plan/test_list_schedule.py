@@ -1,0 +1,96 @@
+"""Orders are found with times in round numbers, and timed by the real ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from odyssey_megatron.plan.costs import Costs
+from odyssey_megatron.plan.list_schedule import best_order
+from odyssey_megatron.plan.tasks import TICKS_PER_S, Shape, finished, numbered_tasks, rounded
+from tests.plan.samples import uniform_costs
+
+LAYERS = 32
+
+
+def shape_of(stages: int, microbatches: int, more: int, visits: int = 1) -> Shape:
+    """A pipeline whose workers have the activation memory of 1F1B's first one, and of ``more`` microbatches."""
+    each = LAYERS // stages // visits
+    return Shape(
+        routes=(
+            (
+                tuple(range(microbatches)),
+                tuple((at % stages, at * each, (at + 1) * each) for at in range(stages * visits)),
+            ),
+        ),
+        caps=((stages + more) * each * visits,) * stages,
+        speeds=(1.0,) * stages,
+    )
+
+
+def measured(costs: Costs, seed: int = 0) -> Costs:
+    """Hardly two times are equal any more, and messages take a fiftieth of a layer."""
+    rng, kinds = Random(seed), ("forward_s", "input_grad_s", "weight_grad_s")
+    layers = (
+        replace(one, **{kind: getattr(one, kind) * rng.uniform(0.997, 1.003) for kind in kinds})
+        for one in costs.layers
+    )
+    return replace(costs, layers=tuple(layers), link_latency_s=0.02)
+
+
+SHAPES = [(8, 16, 0), (8, 16, 1), (8, 32, -2), (4, 16, 1), (16, 32, 0), (8, 16, 1, 2), (4, 12, 0, 2)]
+
+
+@pytest.mark.parametrize("args", SHAPES)
+@pytest.mark.parametrize("seed", range(3))
+def test_by_measured_times_an_order_is_hardly_longer_than_by_equal_ones(args, seed):
+    shape, equal = shape_of(*args), uniform_costs(LAYERS)
+    messages_s = 2 * 0.02 * len(shape.routes[0][1])
+    took_s, least_s = (max(best_order(shape, one).done_s) for one in (measured(equal, seed), equal))
+    assert took_s <= least_s * 1.015 + messages_s
+
+
+@pytest.mark.parametrize("args", SHAPES)
+def test_an_order_is_timed_by_real_times(args):
+    shape, costs = shape_of(*args), measured(uniform_costs(LAYERS))
+    solved, tasks = best_order(shape, costs), numbered_tasks(shape, costs)
+    queues = [[(code & 7) * len(tasks.visits) + (code >> 3) for code in queue] for queue in solved.queues]
+    assert finished(tasks, queues) == [round(done_s * TICKS_PER_S) for done_s in solved.done_s]
+
+
+@pytest.mark.parametrize("args", SHAPES)
+@pytest.mark.parametrize("times", [0.5, 0.999999, 1.000001, 1.5])
+def test_a_limit_says_whether_an_order_is_in_time_and_changes_nothing_else(args, times):
+    shape, costs = shape_of(*args), measured(uniform_costs(LAYERS))
+    solved = best_order(shape, costs)
+    found = best_order(shape, costs, [max(solved.done_s) * times] * len(shape.caps))
+    assert found == (solved if times > 1 else None)
+
+
+def test_round_times():
+    costs = uniform_costs(LAYERS, weight_grad_s=0.52)
+    heavy = replace(costs, layers=(*costs.layers[:-1], replace(costs.layers[-1], forward_s=3.4)))
+    tasks = numbered_tasks(shape_of(LAYERS, 2, 0), measured(heavy))
+    coarse, fine = rounded(tasks, 1), rounded(tasks, 8)
+    (part,) = {one for one in coarse.ticks if one <= min(coarse.ticks)}
+    assert part == pytest.approx(0.52 * TICKS_PER_S, rel=0.01)
+    assert {one / part for one in coarse.ticks} == {1, 2, 7}, "of what takes as long, one time"
+    assert max(abs(a / b - 1) for a, b in zip(fine.ticks, tasks.ticks, strict=True)) < 1 / 8 / 2 + 0.03
+    assert all(one >> tasks.bits == 0 for one in coarse.then), "messages take no time"
+    late = replace(shape_of(LAYERS, 2, 0), lags_s=((0, 1, 1.5),))
+    lags = {one >> tasks.bits for one in rounded(numbered_tasks(late, costs), 1).then}
+    assert lags == {0, 2 * round(0.52 * TICKS_PER_S)}, "but over slow links"
+
+
+def test_equal_times_are_round():
+    tasks = numbered_tasks(shape_of(8, 16, 0), uniform_costs(LAYERS))
+    assert rounded(tasks, 1) == tasks
+
+
+def test_who_waits_for_each_other_is_never_done():
+    shape, costs = shape_of(2, 1, 0), uniform_costs(LAYERS)
+    tasks = numbered_tasks(shape, costs)
+    assert finished(tasks, [[0, 2, 4], [1, 3, 5]]) is not None
+    assert finished(tasks, [[2, 0, 4], [1, 3, 5]]) is None
