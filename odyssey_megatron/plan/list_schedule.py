@@ -42,9 +42,9 @@ _NEAR = 1.002
 _LARGE = 512
 """Microbatches of a group from which on only one rule is tried."""
 
-_FINER = 8
-"""Parts of the shortest time that times are multiples of at the second try. With one part, then eight, then as they
-are, orders were 0.1 % longer than with each rule at one, two, three, eight parts and as they are.
+_FINER = ((8, 0), (0, 0), (0, 1))
+"""Which rules are tried by finer times than the coarsest: (parts, as of ``rounded``, or 0 for the real times; the best
+rule so far, or the second best). With all rules at two, three and eight parts, too, orders were 0.1 % shorter.
 """
 
 _CLOSE = 1.05
@@ -85,9 +85,7 @@ class _Try(NamedTuple):
 
 
 class _Found(NamedTuple):
-    one: _Try
-    target: list[int]
-    """The rule."""
+    tasks: Tasks
     done: list[int]
     queues: list[list[int]]
 
@@ -99,28 +97,32 @@ def best_order(shape: Shape, costs: Costs, before_s: Sequence[float] | None = No
     tenth of the work.
 
     Routes that share workers are tried by number and abreast. With less memory than 1F1B needs its number in
-    flight cannot be kept; then a number in proportion, and none (input gradients always first), are tried too. What is
-    found by the coarsest times says which rule is tried by finer ones.
+    flight cannot be kept; then a number in proportion, and none (input gradients always first), are tried too.
     """
     numbered, side_by_side, rows = by_number(shape), abreast(shape), rows_of(shape, costs)
     enough = _NEAR * _least(shape, rows)
     # Large groups get one try: deciding has to be quick, and many routes average out.
     alone = side_by_side == numbered or len(numbered) > _LARGE
     ends = [inf if before_s is None else before_s[seat] * TICKS_PER_S - 1 for seat in range(len(shape.caps))]
-    best: _Found | None = None
+    best, rules = None, list[tuple[_Try, list[int]]]()
     for urgency in (numbered,) if alone else (numbered, side_by_side):
         coarse = _try(tasks_of(shape, rows, urgency), 1)
         for target in _targets(coarse.tasks):
             if best is None or max(best.done) > enough:
-                best = _better(best, coarse, target, [_CLOSE * end for end in ends])
-    for parts in (_FINER, 0):
-        if best is not None and best.one.by is not best.one.tasks and max(best.done) > enough:
-            best = _better(best, _try(best.one.tasks, parts), best.target, ends)
+                found = _better(best, coarse, target, [_CLOSE * end for end in ends])
+                rules += [(coarse, target)] if found is not best else []
+                best = found
+    for parts, place in _FINER:
+        if best is None or place >= len(rules) or max(best.done) <= enough:
+            break
+        coarse, target = rules[-1 - place]
+        if coarse.by is not coarse.tasks:
+            best = _better(best, _try(coarse.tasks, parts), target, ends)
     if best is None or any(
         queue and done > end for queue, done, end in zip(best.queues, best.done, ends, strict=True)
     ):
         return None
-    visits, count = best.one.tasks.visits, len(best.one.tasks.visits)
+    visits, count = best.tasks.visits, len(best.tasks.visits)
     return Solved(
         shape=shape,
         done_s=tuple(ticks / TICKS_PER_S for ticks in best.done),
@@ -160,7 +162,7 @@ def _better(best: _Found | None, one: _Try, target: list[int], ends: Sequence[fl
         timed = finished(one.tasks, queues)
         assert timed is not None, "what was list-scheduled runs"
         done = timed
-    return _Found(one, target, done, queues) if max(done) < shortest else best
+    return _Found(one.tasks, done, queues) if max(done) < shortest else best
 
 
 def _least(shape: Shape, rows: list[list[Row]]) -> int:
