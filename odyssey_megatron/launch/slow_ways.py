@@ -9,6 +9,14 @@ from itertools import product
 
 from odyssey_megatron.cluster.state import ClusterState, SlowSums, with_slow_links, with_slow_sums
 from odyssey_megatron.diagnosis.links import LEAST_FACTOR, SLOW_LINK, SLOW_SUMS, Link, Links, LinkVerdict
+from odyssey_megatron.diagnosis.verdicts import Diagnosis
+from odyssey_megatron.launch.slowness import Slowness, evidence_of, ranks_of
+from odyssey_megatron.plan.plan import Plan
+
+_AGAIN = 2.0
+"""What was slow, and is not any more, is slow again from so many times on only, unless something has changed since: so
+that what wanders about ``LEAST_FACTOR`` does not flap.
+"""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -21,6 +29,63 @@ class Slowed:
     """(sender, receiver) -> what a message takes longer."""
     sums: tuple[SlowSums, ...] = ()
     """If any, ``longer_s`` is only expected, and counts where nobody sends any that way."""
+
+
+class SlowWays:
+    """Links, or sums, that are slow now."""
+
+    def __init__(self, told: Slowness):
+        self._told = told
+        self.slowed: dict[LinkVerdict, Slowed] = {}
+        self.began_s: dict[LinkVerdict, float] = {}
+        """Since when that has been known."""
+        self._ended: dict[Link, int] = {}
+        """The step by which it was as fast as others again."""
+
+    def look(
+        self,
+        found: Links,
+        others: Iterable[Slowed],
+        diagnosis: Diagnosis,
+        state: ClusterState,
+        live: Plan,
+        now_s: float,
+    ) -> list[str]:
+        """What has changed, by what ``diagnosis`` has ``found``, where ``others`` are slow besides. What no message
+        takes any more, and what is not summed, stays as it was when it was measured last.
+        """
+        why = []
+        for one in [known for known in self.slowed if _is_over(known, found)]:
+            del self.slowed[one]
+            self._ended |= dict.fromkeys(one.links, found.newest)
+            self._told.lasted_s.append(now_s - self.began_s.pop(one))
+            ranks = ranks_of(state, one.workers)
+            self._told.event(
+                one.kind, ranks, 1.0, "it takes no longer than others of the kind, or than before"
+            )
+            why.append(f"{_whose(one, ranks)} as fast as others again")
+        for one in filter(lambda one: self._is_new(one, found), found.verdicts):
+            slowed, now = slowed_by(one, found, state), [*others, *self.slowed.values()]
+            before, after = (with_slow_ways(state, ways, diagnosis.links) for ways in (now, [*now, slowed]))
+            seen = self._told.shown(one.since, before, after, diagnosis, live)
+            ranks = ranks_of(state, one.workers)
+            if not seen.is_so:
+                self._told.doubt(one.links, ranks, one.evidence, seen)
+                continue
+            parts = [known for known in self.slowed if {*known.links} <= {*one.links}]
+            for part in parts:
+                del self.slowed[part], self.began_s[part]
+            self.slowed[one], self.began_s[one] = slowed, now_s
+            if (one.kind, {*one.workers}) not in [(part.kind, {*part.workers}) for part in parts]:
+                self._told.event(one.kind, ranks, 1 / one.factor, evidence_of(one.evidence, seen))
+            why.append(f"{_whose(one, ranks)} slow, {one.factor:.2f} times the time")
+        return why
+
+    def _is_new(self, one: LinkVerdict, found: Links) -> bool:
+        """Not known, borne out, and no echo of what has ended."""
+        known = {link for slowed in self.slowed.values() for link in slowed.all}
+        is_old = all(one.since <= self._ended.get(link, -2) for link in one.links)
+        return not known >= {*one.links} and _borne_out(one, found) and (one.factor >= _AGAIN or not is_old)
 
 
 def slowed_by(one: LinkVerdict, found: Links, state: ClusterState) -> Slowed:
@@ -48,20 +113,20 @@ def with_slow_ways(state: ClusterState, ways: Iterable[Slowed], measured: Links)
     return with_slow_sums(with_slow_links(state, longest_s), sums)
 
 
-def borne_out(one: LinkVerdict, found: Links) -> bool:
+def _borne_out(one: LinkVerdict, found: Links) -> bool:
     """By a second look: steps that were measured after it was certain, by themselves."""
     looks = [found.latest[link] for link in one.links if link in found.latest]
     behind = found.newest > max(found.found[link] for link in one.links)
     return behind and bool(looks) and statistics.median(looks) >= LEAST_FACTOR
 
 
-def is_over(one: LinkVerdict, found: Links) -> bool:
+def _is_over(one: LinkVerdict, found: Links) -> bool:
     """Not where its links are not measured any more, since no route goes by them."""
     now = [link for link in one.links if link in found.latest]
     return bool(now) and not any(link in found.slow for link in now)
 
 
-def whose(one: LinkVerdict, ranks: list[int]) -> str:
+def _whose(one: LinkVerdict, ranks: list[int]) -> str:
     """``ranks``: of its workers."""
     if one.kind == SLOW_SUMS:
         return f"sums of rank(s) {ranks}"

@@ -1,0 +1,117 @@
+"""Which workers are slow, as decisions are to have it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from odyssey_megatron.cluster.state import ClusterState, with_speeds
+from odyssey_megatron.diagnosis.steps import Shown
+from odyssey_megatron.diagnosis.verdicts import SLOW_WORKER, Diagnosis
+from odyssey_megatron.launch.slowness import Slowness, evidence_of
+from odyssey_megatron.plan.plan import Plan
+
+LEAST_SLOWNESS = 1.1
+"""A worker that takes less than so many times what others take stays where it is."""
+_ANOTHER_SPEED = 1.15
+"""A slow worker has another speed once it differs by so many times from what was planned for."""
+
+
+class SlowWorkers:
+    """Those that are slow now."""
+
+    def __init__(self, told: Slowness):
+        self._told = told
+        self.speeds: dict[int, float] = {}
+        """Slow worker -> its speed."""
+        self.began_s: dict[int, float] = {}
+        """Slow worker -> since when that has been known."""
+        self._blamed: dict[int, tuple[int, ...]] = {}
+        """Slow worker -> its ranks, or those of them by which it is slow."""
+
+    def look(
+        self, diagnosis: Diagnosis, state: ClusterState, live: Plan, now_s: float
+    ) -> tuple[ClusterState, list[str]]:
+        """``state`` with the speeds of now; and why, for each worker that has another one than before."""
+        changed, seen = self._shown(changes(state, self._confirmed(diagnosis)), diagnosis, state, live)
+        state = with_speeds(state, changed)
+        self.speeds = {one.worker: one.speed for one in state.workers if one.alive and one.speed < 1.0}
+        self._forget_gone({*self.speeds, *changed})
+        return state, [self._note(*one, diagnosis, seen, state, now_s) for one in changed.items()]
+
+    def _confirmed(self, diagnosis: Diagnosis) -> dict[int, float]:
+        """The slow whose slowness a second look bears out: a step that was measured after the verdict, by itself."""
+        return {
+            one.worker: 1 / one.factor
+            for one in diagnosis.verdicts
+            if one.kind == SLOW_WORKER
+            and (
+                one.worker in self.speeds
+                or (one.found < diagnosis.newest and diagnosis.latest.get(one.worker, 1.0) >= LEAST_SLOWNESS)
+            )
+        }
+
+    def _shown(
+        self, changed: dict[int, float], diagnosis: Diagnosis, state: ClusterState, live: Plan
+    ) -> tuple[dict[int, float], Shown]:
+        """``changed`` without those who are new in it, where steps do not show that they are slow."""
+        new = {one: speed for one, speed in changed.items() if speed < 1.0 and one not in self.speeds}
+        verdicts = [one for one in diagnosis.verdicts if one.kind == SLOW_WORKER and one.worker in new]
+        if not verdicts:
+            return changed, Shown(is_so=True)
+        since = min(one.since for one in verdicts)
+        seen = self._told.shown(since, state, with_speeds(state, new), diagnosis, live)
+        if seen.is_so:
+            return changed, seen
+        for one in verdicts:
+            self._told.doubt(one.worker, state.workers[one.worker].ranks, one.evidence, seen)
+        return {one: speed for one, speed in changed.items() if one not in new}, seen
+
+    def _forget_gone(self, still: Collection[int]) -> None:
+        """Who has left, or has been replaced, is not slow any more."""
+        for worker in [one for one in self.began_s if one not in still]:
+            del self.began_s[worker]
+            self._told.event(SLOW_WORKER, list(self._blamed.pop(worker)), 1.0, "it has left")
+
+    def _note(
+        self,
+        worker: int,
+        speed: float,
+        diagnosis: Diagnosis,
+        seen: Shown,
+        state: ClusterState,
+        now_s: float,
+    ) -> str:
+        ranks = list(state.workers[worker].ranks)
+        if speed == 1.0:
+            blamed = self._blamed.pop(worker, tuple(ranks))
+            evidence = "its work takes no longer than elsewhere"
+            why = f"rank(s) {ranks} as fast as others again"
+            if worker in self.began_s:
+                self._told.lasted_s.append(now_s - self.began_s.pop(worker))
+        else:
+            verdict = next(one for one in diagnosis.verdicts if one.worker == worker)
+            is_new = worker not in self.began_s
+            evidence = evidence_of(verdict.evidence, seen) if is_new else verdict.evidence
+            why = f"rank(s) {ranks} slow, {verdict.factor:.2f} times the time"
+            self.began_s.setdefault(worker, now_s)
+            blamed = self._blamed.setdefault(worker, verdict.ranks or tuple(ranks))
+        self._told.event(SLOW_WORKER, list(blamed), speed, evidence)
+        return why
+
+
+def changes(state: ClusterState, slow: Mapping[int, float]) -> dict[int, float]:
+    """Worker -> speed, of the living that are to have another one; little is nothing, so that plans do not flap.
+
+    ``slow``: beside workers that are whole cells; a smaller one is healthy if it is as fast as its share of one.
+    """
+    found = {}
+    for worker in state.workers:
+        speed = slow.get(worker.worker, worker.share) / worker.share
+        if not worker.alive or worker.worker in state.fresh:
+            continue
+        if speed != 1.0 and max(speed, 1 / speed) < LEAST_SLOWNESS:
+            continue  # too little to begin with, or not certainly over
+        apart = max(speed / worker.speed, worker.speed / speed)
+        if apart >= _ANOTHER_SPEED or (speed != worker.speed and 1.0 in (speed, worker.speed)):
+            found[worker.worker] = speed
+    return found
