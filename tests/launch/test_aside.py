@@ -41,6 +41,10 @@ class Job:
         )
         self.aside = Aside(self.planner)
 
+    def offers(self) -> Offers:
+        rebalancing = Rebalancing(self.planner, self.replacing.journal, self.said.append, acts=True)
+        return Offers(self.planner, rebalancing, self.replacing)
+
     def slow(self, speed: float) -> None:
         self.state = with_speeds(self.state, {CELL: speed})
         self.plan = self.planner.rebalance(self.state, self.plan, self.now_s, 600.0).decided.plan
@@ -178,8 +182,7 @@ def test_what_is_smaller_for_another_reason_is_whole_at_once(job):
 
 def test_an_offer_says_who_comes_back_without_whom(job):
     """As the coordinator asks for one."""
-    rebalancing = Rebalancing(job.planner, job.replacing.journal, job.said.append, acts=True)
-    offers = Offers(job.planner, rebalancing, job.replacing)
+    offers = job.offers()
     job.slow(0.2)
     job.until_it_leaves()
     job.comes_back()
@@ -208,9 +211,7 @@ def test_who_alone_has_layers_gives_them_away_before_it_leaves(tmp_path, slow):
     cell = state.workers[1]
     cell = replace(cell, speed=0.2) if slow else cell.smaller(2)
     state = replace(state, workers=(state.workers[0], cell), returned=frozenset(cell.missing), generation=1)
-    offers = Offers(
-        job.planner, Rebalancing(job.planner, job.replacing.journal, print, acts=True), job.replacing
-    )
+    offers = job.offers()
     played, second = JobState(cluster=state, nodes=(0,) * 4, start_plan=plan, live_plan=plan), 0.0
     seen = []
     while not seen or not seen[-1].leaving:
@@ -247,9 +248,7 @@ def test_it_waits_for_somebody_who_has_room_for_what_it_alone_has(tmp_path):
     state = replace(state, workers=workers, generation=1)
     plan = job.planner.decide(state, plan, 1.0).plan
     assert plan.layout.holders[-1] == (2,)
-    offers = Offers(
-        job.planner, Rebalancing(job.planner, job.replacing.journal, print, acts=True), job.replacing
-    )
+    offers = job.offers()
     state = replace(state, returned=frozenset(cell.missing))
     played = JobState(cluster=state, nodes=(0,) * 8, start_plan=plan, live_plan=plan)
     for second in range(100):
