@@ -188,6 +188,7 @@ def _list_schedule(
     A forward is due while the worker has at most ``target[visit]`` microbatches in flight.
     """
     count, worker, ticks, size, then = len(tasks.visits), tasks.worker, tasks.ticks, tasks.size, tasks.then
+    room = tasks.room
     forwards, input_grads, weight_grads = ([list[int]() for _ in latest] for _ in range(3))
     live, in_flight, done = [0] * len(latest), [0] * len(latest), [0] * len(latest)
     free, queues = [True] * len(latest), [list[int]() for _ in latest]
@@ -209,8 +210,11 @@ def _list_schedule(
             touched.add(seat)
         for seat in filter(free.__getitem__, touched):
             forward, input_grad, weight_grad = forwards[seat], input_grads[seat], weight_grads[seat]
-            visit = _admissible(forward, live[seat], tasks.room) if forward else -1
-            due = bool(forward) and in_flight[seat] <= target[forward[0] if visit < 0 else visit]
+            first = forward[0] if forward else -1
+            visit = (
+                first if first < 0 or live[seat] <= room[first] else _admissible(forward, live[seat], room)
+            )
+            due = first >= 0 and in_flight[seat] <= target[first if visit < 0 else visit]
             if visit >= 0 and (due or not input_grad):
                 task = visit
                 _take(forward, visit)
@@ -245,12 +249,10 @@ def _take(ready: list[int], visit: int) -> None:
 
 
 def _admissible(ready: list[int], live: int, room: list[int]) -> int:
-    """The most urgent forward that fits, -1 if none does.
+    """The most urgent forward that fits, -1 if none does; the most urgent of all does not.
 
     No deadlock: a forward fits only if one microbatch at each deeper visit to the same worker still does, so the
     deepest forward that is pending anywhere can always run.
     """
-    if live <= room[ready[0]]:
-        return ready[0]
     # Only workers that are visited at several depths get further: their visits differ in room.
     return min((visit for visit in ready if live <= room[visit]), default=-1)
