@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import random
 import statistics
 import sys
 from dataclasses import replace
@@ -45,7 +44,7 @@ from odyssey_megatron.policy.decide import Decision, decide
 from odyssey_megatron.policy.initial import initial_plan
 from odyssey_megatron.policy.profile import Profile
 from tests.benchmarks.bars import Bar, at_least, at_most, finish
-from tests.plan.samples import FREE
+from tests.plan.samples import FREE, measured
 
 WORKERS, LAYERS = 32, 32
 SETTINGS = ((4, 8, 16), (4, 8, 32), (8, 4, 16), (2, 16, 32))
@@ -120,14 +119,8 @@ def profile_of(pp: int, extra: int | None, state_bytes: int) -> Profile:
 
 
 def as_measured(profile: Profile) -> Profile:
-    """Hardly two times are equal any more, and messages take some."""
-    rng, known = random.Random(0), profile.costs
-    kinds = ("forward_s", "input_grad_s", "weight_grad_s")
-    layers = (
-        replace(one, **{kind: getattr(one, kind) * rng.uniform(0.997, 1.003) for kind in kinds})
-        for one in known.layers
-    )
-    return replace(profile, costs=replace(known, layers=tuple(layers), link_latency_s=0.02))
+    """Messages take a fiftieth of a layer's forward."""
+    return replace(profile, costs=measured(profile.costs, message_s=0.02))
 
 
 def recover(job: JobSpec, profile: Profile, dead: tuple[int, ...]) -> tuple[float, Decision]:

@@ -1,5 +1,8 @@
 """Costs with round numbers and a few layouts, for the tests of the pure packages."""
 
+from dataclasses import replace
+from random import Random
+
 from odyssey_megatron.plan.costs import Costs, LayerCost
 from odyssey_megatron.plan.eager import fill_bubbles
 from odyssey_megatron.plan.generate import build_schedule
@@ -55,3 +58,13 @@ def eager_schedule(layout, costs, *, room=None):
     filled = fill_bubbles(programs, visits, timeline, heirs(layout, costs), costs, room=room, speeds={})
     schedule = Schedule(programs=tuple((w, visits.decode(codes)) for w, codes in filled.programs.items()))
     return schedule, filled
+
+
+def measured(costs, seed=0, *, message_s=0.0):
+    """As a job has them: each layer's times up to 0.3 % off, by chance, so that hardly two are equal."""
+    rng, kinds = Random(seed), ("forward_s", "input_grad_s", "weight_grad_s")
+    layers = (
+        replace(one, **{kind: getattr(one, kind) * rng.uniform(0.997, 1.003) for kind in kinds})
+        for one in costs.layers
+    )
+    return replace(costs, layers=tuple(layers), link_latency_s=message_s)

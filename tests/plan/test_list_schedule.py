@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from random import Random
 
 import pytest
 
-from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.list_schedule import best_order
 from odyssey_megatron.plan.tasks import TICKS_PER_S, Shape, finished, numbered_tasks, rounded
-from tests.plan.samples import uniform_costs
+from tests.plan.samples import measured, uniform_costs
 
 LAYERS = 32
 
@@ -30,16 +28,6 @@ def shape_of(stages: int, microbatches: int, more: int, visits: int = 1) -> Shap
     )
 
 
-def measured(costs: Costs, seed: int = 0) -> Costs:
-    """Hardly two times are equal any more, and messages take a fiftieth of a layer."""
-    rng, kinds = Random(seed), ("forward_s", "input_grad_s", "weight_grad_s")
-    layers = (
-        replace(one, **{kind: getattr(one, kind) * rng.uniform(0.997, 1.003) for kind in kinds})
-        for one in costs.layers
-    )
-    return replace(costs, layers=tuple(layers), link_latency_s=0.02)
-
-
 SHAPES = [(8, 16, 0), (8, 16, 1), (8, 32, -2), (4, 16, 1), (16, 32, 0), (8, 16, 1, 2), (4, 12, 0, 2)]
 
 
@@ -47,14 +35,16 @@ SHAPES = [(8, 16, 0), (8, 16, 1), (8, 32, -2), (4, 16, 1), (16, 32, 0), (8, 16, 
 @pytest.mark.parametrize("seed", range(3))
 def test_by_measured_times_an_order_is_hardly_longer_than_by_equal_ones(args, seed):
     shape, equal = shape_of(*args), uniform_costs(LAYERS)
-    messages_s = 2 * 0.02 * len(shape.routes[0][1])
-    took_s, least_s = (max(best_order(shape, one).done_s) for one in (measured(equal, seed), equal))
-    assert took_s <= least_s * 1.015 + messages_s
+    message_s = 0.02
+    took_s, least_s = (
+        max(best_order(shape, one).done_s) for one in (measured(equal, seed, message_s=message_s), equal)
+    )
+    assert took_s <= least_s * 1.015 + 2 * message_s * len(shape.routes[0][1])
 
 
 @pytest.mark.parametrize("args", SHAPES)
 def test_an_order_is_timed_by_real_times(args):
-    shape, costs = shape_of(*args), measured(uniform_costs(LAYERS))
+    shape, costs = shape_of(*args), measured(uniform_costs(LAYERS), message_s=0.02)
     solved, tasks = best_order(shape, costs), numbered_tasks(shape, costs)
     queues = [[(code & 7) * len(tasks.visits) + (code >> 3) for code in queue] for queue in solved.queues]
     assert finished(tasks, queues) == [round(done_s * TICKS_PER_S) for done_s in solved.done_s]
@@ -63,7 +53,7 @@ def test_an_order_is_timed_by_real_times(args):
 @pytest.mark.parametrize("args", SHAPES)
 @pytest.mark.parametrize("times", [0.5, 0.999999, 1.000001, 1.5])
 def test_a_limit_says_whether_an_order_is_in_time_and_changes_nothing_else(args, times):
-    shape, costs = shape_of(*args), measured(uniform_costs(LAYERS))
+    shape, costs = shape_of(*args), measured(uniform_costs(LAYERS), message_s=0.02)
     solved = best_order(shape, costs)
     found = best_order(shape, costs, [max(solved.done_s) * times] * len(shape.caps))
     assert found == (solved if times > 1 else None)
@@ -72,7 +62,7 @@ def test_a_limit_says_whether_an_order_is_in_time_and_changes_nothing_else(args,
 def test_round_times():
     costs = uniform_costs(LAYERS, weight_grad_s=0.52)
     heavy = replace(costs, layers=(*costs.layers[:-1], replace(costs.layers[-1], forward_s=3.4)))
-    tasks = numbered_tasks(shape_of(LAYERS, 2, 0), measured(heavy))
+    tasks = numbered_tasks(shape_of(LAYERS, 2, 0), measured(heavy, message_s=0.02))
     coarse, fine = rounded(tasks, 1), rounded(tasks, 8)
     (part,) = {one for one in coarse.ticks if one <= min(coarse.ticks)}
     assert part == pytest.approx(0.52 * TICKS_PER_S, rel=0.01)
