@@ -121,9 +121,11 @@ def _borne_out(one: LinkVerdict, found: Links) -> bool:
 
 
 def _is_over(one: LinkVerdict, found: Links) -> bool:
-    """Not where its links are not measured any more, since no route goes by them."""
+    """By its last steps: where times have become noisier nothing is certain, and nothing is over. Not where its links
+    are not measured any more, since no route goes by them.
+    """
     now = [link for link in one.links if link in found.latest]
-    return bool(now) and not any(link in found.slow for link in now)
+    return bool(now) and not any(link in found.slow or found.factors[link] >= LEAST_FACTOR for link in now)
 
 
 def _whose(one: LinkVerdict, ranks: list[int]) -> str:

@@ -32,11 +32,21 @@ class SlowWorkers:
         self, diagnosis: Diagnosis, state: ClusterState, live: Plan, now_s: float
     ) -> tuple[ClusterState, list[str]]:
         """``state`` with the speeds of now; and why, for each worker that has another one than before."""
-        changed, seen = self._shown(changes(state, self._confirmed(diagnosis)), diagnosis, state, live)
+        slow = self._still_slow(diagnosis, state) | self._confirmed(diagnosis)
+        changed, seen = self._shown(changes(state, slow), diagnosis, state, live)
         state = with_speeds(state, changed)
         self.speeds = {one.worker: one.speed for one in state.workers if one.alive and one.speed < 1.0}
         self._forget_gone({*self.speeds, *changed})
         return state, [self._note(*one, diagnosis, seen, state, now_s) for one in changed.items()]
+
+    def _still_slow(self, diagnosis: Diagnosis, state: ClusterState) -> dict[int, float]:
+        """By their last steps: where times have become noisier nothing is certain, and nothing is over."""
+        shares = {worker: state.workers[worker].share for worker in self.speeds}
+        return {
+            worker: self.speeds[worker] * share
+            for worker, share in shares.items()
+            if diagnosis.factors.get(worker, 1.0) * share >= LEAST_SLOWNESS
+        }
 
     def _confirmed(self, diagnosis: Diagnosis) -> dict[int, float]:
         """The slow whose slowness a second look bears out: a step that was measured after the verdict, by itself."""

@@ -134,8 +134,9 @@ def cautions(args: Any) -> Iterator[tuple[str, str]]:
     if getattr(args, "fp16", False) and not getattr(args, "accumulate_allreduce_grads_in_fp32", False):
         yield (
             "--fp16",
-            "gradients are added up in 16 bits, so that a worker with the microbatches of a dead one may overflow in a "
-            "step that would not have without the loss. Such a step is skipped on all ranks, and the scale halved. "
+            "gradients are added up in 16 bits, and which microbatches a worker adds up decides whether its sum "
+            "overflows: after a loss a step may overflow that would not have without it, or go on that would have. A "
+            "step that overflows is skipped on all ranks, and the scale halved. "
             "With --accumulate-allreduce-grads-in-fp32 the same steps are skipped as without a loss.",
         )
 

@@ -53,6 +53,16 @@ def test_found_mended_and_back(job):
     assert [(e["slow_ranks"], e["speed"]) for e in read_journal(job.folder)] == [([5], 0.5), ([5], 1.0)]
 
 
+def test_a_slow_worker_is_not_healthy_where_times_have_become_noisier(job):
+    """Nothing is certain then, but its last steps are no faster."""
+    rebalancing = job(acts=True)
+    known, _ = rebalancing.look(slow(5, w5=2.0), job.state, job.plan, 10.0)
+    uncertain = replace(slow(7), factors={5: 1.9})
+    assert rebalancing.look(uncertain, known, job.plan, 20.0) == (known, None)
+    state, _ = rebalancing.look(replace(slow(9), factors={5: 1.05}), known, job.plan, 30.0)
+    assert state.workers[5].speed == 1.0
+
+
 def test_who_has_left_is_not_slow_any_more_and_who_was_blamed_is_cleared(job):
     rebalancing, blamed = job(acts=True), slow(5, w5=2.0)
     blamed = replace(blamed, verdicts=tuple(replace(one, ranks=(7,)) for one in blamed.verdicts))

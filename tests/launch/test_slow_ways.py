@@ -60,6 +60,17 @@ def test_a_slow_link_is_found_done_without_and_taken_again(job):
     ]
 
 
+def test_a_slow_link_is_not_over_where_times_have_become_noisier(job):
+    """Nothing is certain then, but its last steps are no faster."""
+    rebalancing = job(acts=True)
+    known, _ = rebalancing.look(with_link(5, 9.0), job.state, job.plan, 10.0)
+    uncertain = with_link(7, 9.0)
+    uncertain = replace(uncertain, links=replace(uncertain.links, verdicts=(), slow={}))
+    assert rebalancing.look(uncertain, known, job.plan, 20.0) == (known, None)
+    state, _ = rebalancing.look(with_link(9, 1.0), known, job.plan, 30.0)
+    assert not state.slow_links
+
+
 @pytest.mark.parametrize(
     ("factor", "since", "again"),
     [(1.6, 1, False), (9.0, 1, True), (1.6, 8, True)],
@@ -155,6 +166,7 @@ def with_sums(step: int, factor: float, *, who=((0, 1),), node=None, longer_s=1e
     is_slow = factor > 1.5
     sums = Links(
         verdicts=(verdict,) if is_slow else (),
+        factors=now,
         slow=now if is_slow else {},
         longer_s=dict.fromkeys(who, longer_s),
         found=dict.fromkeys(who, 4),
