@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -121,11 +122,13 @@ def _borne_out(one: LinkVerdict, found: Links) -> bool:
 
 
 def _is_over(one: LinkVerdict, found: Links) -> bool:
-    """By its last steps: where times have become noisier nothing is certain, and nothing is over. Not where its links
-    are not measured any more, since no route goes by them.
+    """By its last steps, nearer to healthy than to how slow it was: where times have become noisier nothing is certain,
+    and nothing is over. Not where its links are not measured any more, since no route goes by them.
     """
     now = [link for link in one.links if link in found.latest]
-    return bool(now) and not any(link in found.slow or found.factors[link] >= LEAST_FACTOR for link in now)
+    if not now or any(link in found.slow for link in now):
+        return False
+    return statistics.median(found.factors[link] for link in now) < math.sqrt(one.factor)
 
 
 def _whose(one: LinkVerdict, ranks: list[int]) -> str:

@@ -39,13 +39,17 @@ class SlowWorkers:
         self._forget_gone({*self.speeds, *changed})
         return state, [self._note(*one, diagnosis, seen, state, now_s) for one in changed.items()]
 
-    def _still_slow(self, diagnosis: Diagnosis, state: ClusterState) -> dict[int, float]:
-        """By their last steps: where times have become noisier nothing is certain, and nothing is over."""
-        shares = {worker: state.workers[worker].share for worker in self.speeds}
+    @staticmethod
+    def _still_slow(diagnosis: Diagnosis, state: ClusterState) -> dict[int, float]:
+        """Whose last steps are nearer to how slow they were than to healthy: where times have become noisier nothing is
+        certain, and nothing is over.
+        """
         return {
-            worker: self.speeds[worker] * share
-            for worker, share in shares.items()
-            if diagnosis.factors.get(worker, 1.0) * share >= LEAST_SLOWNESS
+            one.worker: one.speed * one.share
+            for one in state.workers
+            if one.alive
+            and one.speed < 1.0
+            and diagnosis.factors.get(one.worker, 1.0) * one.share >= one.speed**-0.5
         }
 
     def _confirmed(self, diagnosis: Diagnosis) -> dict[int, float]:

@@ -116,8 +116,8 @@ def solve(
 ) -> Solved | None:
     """As ``best_order``, looked up where that is known.
 
-    An order that is best without a limit, and within it, is what ``best_order`` finds with the limit, too: each one
-    that it takes is shorter than those before, and a limit takes some of these away.
+    An order that is best without a limit, and within it, is what ``best_order`` finds with the limit, too, but for a
+    few where workers have limits of their own: which rules it goes into by finer times depends on what is in time.
     """
     orders = known(costs.without_slow_links).orders  # those that matter are in the shape
     best = orders.get(shape)

@@ -59,8 +59,17 @@ def test_a_slow_worker_is_not_healthy_where_times_have_become_noisier(job):
     known, _ = rebalancing.look(slow(5, w5=2.0), job.state, job.plan, 10.0)
     uncertain = replace(slow(7), factors={5: 1.9})
     assert rebalancing.look(uncertain, known, job.plan, 20.0) == (known, None)
-    state, _ = rebalancing.look(replace(slow(9), factors={5: 1.05}), known, job.plan, 30.0)
+    state, _ = rebalancing.look(replace(slow(9), factors={5: 1.12}), known, job.plan, 30.0)
     assert state.workers[5].speed == 1.0
+
+
+def test_whoever_takes_a_slow_workers_place_is_not_slow_for_it(job):
+    """Though its first steps take long, and nobody has looked since the old process left."""
+    rebalancing = job(acts=True)
+    known, _ = rebalancing.look(slow(5, w5=2.0), job.state, job.plan, 10.0)
+    replaced = with_speeds(known, {5: 1.0})
+    state, _ = rebalancing.look(replace(slow(7), factors={5: 1.9}), replaced, job.plan, 20.0)
+    assert state == replaced
 
 
 def test_who_has_left_is_not_slow_any_more_and_who_was_blamed_is_cleared(job):

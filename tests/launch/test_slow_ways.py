@@ -67,7 +67,29 @@ def test_a_slow_link_is_not_over_where_times_have_become_noisier(job):
     uncertain = with_link(7, 9.0)
     uncertain = replace(uncertain, links=replace(uncertain.links, verdicts=(), slow={}))
     assert rebalancing.look(uncertain, known, job.plan, 20.0) == (known, None)
-    state, _ = rebalancing.look(with_link(9, 1.0), known, job.plan, 30.0)
+    nearly = replace(with_link(9, 1.6), links=replace(with_link(9, 1.6).links, verdicts=(), slow={}))
+    state, _ = rebalancing.look(nearly, known, job.plan, 30.0)
+    assert not state.slow_links, "it delays nobody"
+
+
+def test_of_many_links_with_one_cause_the_median_says_whether_it_is_over(job):
+    """There is always one whose last steps were slow by chance."""
+    rebalancing, node = job(acts=True), with_link(5, 9.0).links
+    links = tuple((0, other) for other in range(1, 6))
+    verdict = replace(node.verdicts[0], kind="slow network", links=links, workers=(0,))
+
+    def seen(step, factors) -> Diagnosis:
+        now, slow = dict(zip(links, factors, strict=True)), min(factors) > 1.5
+        known = {"factors": now, "latest": now, "longer_s": dict.fromkeys(links, 0.5), "newest": step}
+        verdicts = (verdict,) if slow else ()
+        of_links = Links(verdicts=verdicts, slow=now if slow else {}, found=dict.fromkeys(links, 4), **known)
+        return Diagnosis(costs={}, newest=step, links=of_links)
+
+    state, _ = rebalancing.look(seen(5, [9.0] * 5), job.state, job.plan, 10.0)
+    assert state.slow_links
+    state, _ = rebalancing.look(seen(7, [9.0, 9.0, 9.0, 1.0, 1.0]), state, job.plan, 20.0)
+    assert state.slow_links
+    state, _ = rebalancing.look(seen(9, [1.0, 1.0, 3.0, 1.1, 0.9]), state, job.plan, 30.0)
     assert not state.slow_links
 
 

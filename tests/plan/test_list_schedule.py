@@ -59,6 +59,18 @@ def test_a_limit_says_whether_an_order_is_in_time_and_changes_nothing_else(args,
     assert found == (solved if times > 1 else None)
 
 
+@pytest.mark.parametrize("args", SHAPES)
+def test_so_does_a_limit_of_each_workers_own(args):
+    shape, costs = shape_of(*args), measured(uniform_costs(LAYERS), message_s=0.02)
+    solved = best_order(shape, costs)
+    ends_s = [done_s + 1e-6 for done_s in solved.done_s]
+    assert best_order(shape, costs, ends_s) == solved
+    first = ends_s.index(min(ends_s))
+    ends_s[first] = 0.9 * solved.done_s[first]
+    found = best_order(shape, costs, ends_s)
+    assert found is None or all(a <= b for a, b in zip(found.done_s, ends_s, strict=True))
+
+
 def test_round_times():
     costs = uniform_costs(LAYERS, weight_grad_s=0.52)
     heavy = replace(costs, layers=(*costs.layers[:-1], replace(costs.layers[-1], forward_s=3.4)))
