@@ -105,7 +105,7 @@ class Job:
 
     def connect(self) -> Control:
         address = self.rendezvous.next_rendezvous().bootstrap_store_info
-        return Control.connect(address.master_addr, address.master_port, "token", timeout_s=5)
+        return Control.connect(address.master_addr, address.master_port, "token", timeout_s=60.0)
 
     def _run(self):
         self.verdict = self.coordinator.run()
