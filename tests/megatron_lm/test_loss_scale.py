@@ -138,7 +138,7 @@ def test_checkpoints_have_the_scale_and_its_counts(jobs, name, optimizer):
     )
     assert shot.exit_code == 0, shot.log[-4000:]
     whole = jobs.plain(f"{SAVED} {optimizer} --load {saves['plain']}", ranks=8, stages=2)
-    assert skipped(whole)
+    assert skipped(whole) == [5] if is_first(jobs) else skipped(whole)
     assert_same(jobs.plain(f"{SAVED} {optimizer} --load {saves['odyssey']}", ranks=8, stages=2), whole)
     loaded = jobs.odyssey(
         f"{name}-loaded",
