@@ -69,8 +69,8 @@ SHARDED = {
         PP2_DP4, "auto",
         "rank=0,step=1,at=param_gather;rank=5,step=2,at=optimizer;rank=2,step=4,at=commit",
     ),
-    "while-gathering-again": (
-        PP2_DP4, "replan",
+    "while-gathering-again": (  # behind "replan" a layer may have two holders, who keep all of it and gather nothing
+        PP2_DP4, "reroute",
         "rank=3,step=2,at=commit;rank=7,step=2,at=param_gather,generation=2",
     ),
 }  # fmt: skip

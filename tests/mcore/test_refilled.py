@@ -58,3 +58,9 @@ def test_what_others_keep_from_now_on_is_let_go_of_behind_the_step(model, left_o
     assert outcome.skipped is left_out
     kept = [name for name in model.digests() if "optimizer" in name]
     assert kept == ["0.optimizer", "1.optimizer"]
+
+
+def test_who_has_given_layers_away_writes_the_others(model):
+    """Until the next step it has them still, and behind the last one there is none: somebody died in the export."""
+    model.take_layout(replace(model._layout, holders=((0,), (0,), (0,), (1,))), 0)
+    assert sorted(layer for layer, _ in model.weights()) == [0, 1, 2]

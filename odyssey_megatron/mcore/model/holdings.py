@@ -218,12 +218,12 @@ class Holdings:
     def weights(self) -> dict[tuple[int, str], dict[str, torch.Tensor]]:
         """(layer, name of a shard) -> its weights by name, of those that this rank is the first to have."""
         found = {}
-        for index, layer in sorted(self._held.items()):
+        for layer in self._current():
             first = self.place.first_of(layer)
             mine = {name: one for name, one in layer.weights().items() if name in first}
             for part, shard in zip(self._parts, self.place.shards, strict=True):
                 weights = self._parts.of(layer, mine, part)
-                found[index, shard] = {name: one.cpu() for name, one in weights.items()}
+                found[layer.index, shard] = {name: one.cpu() for name, one in weights.items()}
                 if self.cell.of_layer.experts > 1:  # all the rest is the same in each part
                     mine = {name: one for name, one in mine.items() if name in self._parts.spread(layer)}
         return {place: weights for place, weights in found.items() if weights}
