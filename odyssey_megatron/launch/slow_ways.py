@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,9 +13,9 @@ from odyssey_megatron.diagnosis.verdicts import Diagnosis
 from odyssey_megatron.launch.slowness import Slowness, evidence_of, ranks_of
 from odyssey_megatron.plan.plan import Plan
 
-_AGAIN = 2.0
-"""What was slow, and is not any more, is slow again from so many times on only, unless something has changed since: so
-that what wanders about ``LEAST_FACTOR`` does not flap.
+_OVER, _AGAIN = 0.5, 0.75
+"""Of the way from healthy to how slow it was, in logs: nearer to healthy than that it is over; it is slow again from so
+far on only, unless something has changed since: the steps that are looked at go back to before it was over.
 """
 
 
@@ -40,8 +39,8 @@ class SlowWays:
         self.slowed: dict[LinkVerdict, Slowed] = {}
         self.began_s: dict[LinkVerdict, float] = {}
         """Since when that has been known."""
-        self._ended: dict[Link, int] = {}
-        """The step by which it was as fast as others again."""
+        self._ended: dict[Link, tuple[int, float]] = {}
+        """The step by which it was as fast as others again, and how slow it had been."""
 
     def look(
         self,
@@ -58,7 +57,7 @@ class SlowWays:
         why = []
         for one in [known for known in self.slowed if _is_over(known, found)]:
             del self.slowed[one]
-            self._ended |= dict.fromkeys(one.links, found.newest)
+            self._ended |= dict.fromkeys(one.links, (found.newest, one.factor))
             self._told.lasted_s.append(now_s - self.began_s.pop(one))
             ranks = ranks_of(state, one.workers)
             self._told.event(
@@ -85,8 +84,11 @@ class SlowWays:
     def _is_new(self, one: LinkVerdict, found: Links) -> bool:
         """Not known, borne out, and no echo of what has ended."""
         known = {link for slowed in self.slowed.values() for link in slowed.all}
-        is_old = all(one.since <= self._ended.get(link, -2) for link in one.links)
-        return not known >= {*one.links} and _borne_out(one, found) and (one.factor >= _AGAIN or not is_old)
+        if known >= {*one.links} or not _borne_out(one, found):
+            return False
+        ended = [self._ended.get(link, (-2, 1.0)) for link in one.links]
+        is_old = all(one.since <= step for step, _ in ended)
+        return not is_old or one.factor >= statistics.median(factor for _, factor in ended) ** _AGAIN
 
 
 def slowed_by(one: LinkVerdict, found: Links, state: ClusterState) -> Slowed:
@@ -128,7 +130,7 @@ def _is_over(one: LinkVerdict, found: Links) -> bool:
     now = [link for link in one.links if link in found.latest]
     if not now or any(link in found.slow for link in now):
         return False
-    return statistics.median(found.factors[link] for link in now) < math.sqrt(one.factor)
+    return statistics.median(found.factors[link] for link in now) < one.factor**_OVER
 
 
 def _whose(one: LinkVerdict, ranks: list[int]) -> str:

@@ -95,8 +95,8 @@ def test_of_many_links_with_one_cause_the_median_says_whether_it_is_over(job):
 
 @pytest.mark.parametrize(
     ("factor", "since", "again"),
-    [(1.6, 1, False), (9.0, 1, True), (1.6, 8, True)],
-    ids=["echo", "much", "new"],
+    [(1.6, 1, False), (4.6, 1, False), (9.0, 1, True), (1.6, 8, True)],
+    ids=["echo", "loud-echo", "much", "new"],
 )
 def test_a_link_that_was_slow_is_not_slow_again_by_what_has_passed(job, factor, since, again):
     """The window of steps that is looked at goes back to before it was as fast as others again, in step 7."""
