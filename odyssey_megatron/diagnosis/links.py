@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from odyssey_megatron.diagnosis.change import FALSE_ALARM_STEPS, RECENT, noise, raised
+from odyssey_megatron.diagnosis.change import FALSE_ALARM_STEPS, RECENT, Shift, noise, raised
 from odyssey_megatron.diagnosis.timings import Floats
 
 SLOW_LINK, SLOW_NETWORK, SLOW_SUMS = "slow link", "slow network", "slow sums"
@@ -23,6 +23,10 @@ LEAST_FACTOR = 1.5
 cause the median counts.
 """
 _LEAST = math.log(LEAST_FACTOR)
+_CLEAR = 3.0
+"""So many times their noise times must have risen by. Where small messages take 0.1 or 2 ms by turns, the usual time is
+the one or the other, and half of the rest is above it: that adds up, however long it has been so.
+"""
 _KIN = 3
 """With fewer links of a kind, between different pairs of workers, each is compared with itself."""
 _LEAST_STEPS = 3
@@ -142,7 +146,7 @@ def _diagnosed(
     for link, one in series.items():
         if len(one.steps) < _LEAST_STEPS:
             continue
-        shift = raised(one.values, max(usual, noise([one.values])), _LEAST)
+        shift = _raised(one.values, max(usual, noise([one.values])))
         if shift is not None and shift.log_ratio >= _LEAST / 2:
             slow[link], since[link] = math.exp(shift.log_ratio), one.steps[shift.since]
             found[link] = one.steps[shift.found]
@@ -206,7 +210,11 @@ def _common(logs: Mapping[Link, Mapping[int, float]], own: Mapping[Link, float])
 
 
 def _has_risen(common: Floats) -> bool:
-    return raised(common - np.quantile(common, 0.25), noise([common]), _LEAST) is not None
+    return _raised(common - np.quantile(common, 0.25), noise([common])) is not None
+
+
+def _raised(values: Floats, noise: float) -> Shift | None:
+    return raised(values, noise, max(_LEAST, _CLEAR * noise))
 
 
 def _lower(values: Iterable[float]) -> float:

@@ -187,3 +187,42 @@ def test_on_a_node_that_others_use_nobody_is_accused():
     assert named(alone) == [("slow link", (0, 2), ())]
     timings, nodes = sums({0}, stages=2, per_node=8)
     assert not diagnose_sums(timings, nodes).verdicts
+
+
+WAYS = [(0, 3), (3, 0), (1, 4), (4, 1), (2, 5), (5, 2)]
+
+
+def small_messages(seed, slow_s=0.0, first=10, last=30, steps=50) -> list[LinkTiming]:
+    """What takes 0.1 to 3 ms by turns, on two cores that six ranks share; in some steps one link is slow."""
+    rng = np.random.default_rng(seed)
+    return [
+        LinkTiming(step, *way, s + slow_s * (first <= step < last and set(way) == {0, 3}))
+        for step in range(steps)
+        for way, s in zip(WAYS, 1e-4 * np.exp(rng.choice([0.5, 2.5], 6) + rng.normal(0, 0.5, 6)), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_where_messages_take_ten_times_as_long_by_turns_a_hundred_times_shows_at_once(seed):
+    """And is over at once. It took 20 steps to be certain, or was not found, and was over only after as many."""
+    nodes, rows = dict.fromkeys(range(6), 0), small_messages(seed, slow_s=0.03)
+    seen = {last: diagnose_links([one for one in rows if one.step <= last], nodes) for last in range(5, 50)}
+    said = [last for last, found in seen.items() if found.verdicts]
+    assert said[0] <= 16
+    assert said[-1] <= 38
+    assert {*range(18, 30)} <= {*said}
+    assert {one.links for last in said for one in seen[last].verdicts} <= {
+        ((0, 3), (3, 0)),
+        ((0, 3),),
+        ((3, 0),),
+    }
+    assert abs(seen[25].verdicts[0].since - 10) <= 2
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_by_turns_nobody_is_slow(seed):
+    rows = small_messages(seed, steps=300)
+    for last in range(30, 300, 10):
+        assert not diagnose_links(
+            [one for one in rows if last - 60 < one.step <= last], dict.fromkeys(range(6), 0)
+        ).verdicts
