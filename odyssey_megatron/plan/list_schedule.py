@@ -124,13 +124,10 @@ def best_order(shape: Shape, costs: Costs, before_s: Sequence[float] | None = No
             best = _better(best, _try(coarse.tasks, parts), target, ends)
     if best is None or best.late:
         return None
-    visits, count = best.tasks.visits, len(best.tasks.visits)
     return Solved(
         shape=shape,
         done_s=tuple(ticks / TICKS_PER_S for ticks in best.done),
-        queues=tuple(
-            array("I", [visits[task % count] * 8 + task // count for task in queue]) for queue in best.queues
-        ),
+        queues=tuple(map(best.tasks.codes, best.queues)),
     )
 
 

@@ -7,7 +7,6 @@ earlier or later, and what is no longer is kept.
 
 from __future__ import annotations
 
-from array import array
 from random import Random
 
 from odyssey_megatron.plan.costs import Costs
@@ -48,7 +47,7 @@ def polished(solved: Solved, costs: Costs, tries: int, seed: int = 0) -> Solved:
     return Solved(
         shape=solved.shape,
         done_s=tuple(ticks / TICKS_PER_S for ticks in done),
-        queues=tuple(array("I", [task % count * 8 + task // count for task in queue]) for queue in best),
+        queues=tuple(map(tasks.codes, best)),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -84,6 +85,11 @@ class Tasks:
     """What each task's end makes ready: delay << bits | task; 0 for nothing."""
     bits: int
     """Enough for a task or a worker behind all tasks that an event can name."""
+
+    def codes(self, queue: Sequence[int]) -> array[int]:
+        """The tasks of ``queue``, numbered as :mod:`odyssey_megatron.plan.visits` does."""
+        visits, count = self.visits, len(self.visits)
+        return array("I", [visits[task % count] * 8 + task // count for task in queue])
 
 
 def by_number(shape: Shape) -> list[tuple[int, int]]:
