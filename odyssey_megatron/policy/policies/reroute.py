@@ -35,13 +35,19 @@ def around_slow(case: Case, note: str) -> Iterable[Proposal]:
 
 def _takes_over(previous: Layout, layout: Layout) -> bool:
     """Whether a worker computes layers of ``layout`` that it only held before: a shadow's."""
-    visits, before = ({hop for route in one.routes for hop in route.hops} for one in (layout, previous))
-    new = visits - before  # few, where of many workers some are lost
-    workers = {hop.worker for hop in new}
-    had = {
-        (hop.worker, layer) for hop in before if hop.worker in workers for layer in range(hop.first, hop.last)
+    stays = {id(route.hops) for route in previous.routes}  # most do, where of many workers some are lost
+    new = {
+        (hop.worker, hop.first, hop.last)
+        for route in layout.routes
+        if id(route.hops) not in stays
+        for hop in route.hops
     }
-    return any((hop.worker, layer) not in had for hop in new for layer in range(hop.first, hop.last))
+    had: dict[int, set[int]] = {worker: set() for worker, *_ in new}
+    for route in previous.routes:
+        for hop in route.hops:
+            if hop.worker in had:
+                had[hop.worker].update(range(hop.first, hop.last))
+    return any(not had[worker].issuperset(range(first, last)) for worker, first, last in new)
 
 
 POLICY = Reroute()
