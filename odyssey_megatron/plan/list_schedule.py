@@ -40,12 +40,17 @@ from odyssey_megatron.plan.visits import INPUT_GRAD
 _NEAR = 1.002
 """An order this near to a lower bound is taken without trying further rules."""
 
-_LARGE = 512
-"""Microbatches of a group from which on only one rule is tried."""
+_TASKS = 8192
+"""Visits times tries, at the most, but for one try: deciding has to be quick. Where many routes share workers one group
+may have thousands.
+"""
 
-_FINER = ((8, 0), (0, 0), (0, 1))
-"""Which rules are tried by finer times than the coarsest: (parts, as of ``rounded``, or 0 for the real times; the best
-rule so far, or that which was before it). With all rules at two, three and eight parts, too, orders were 0.1 % shorter.
+_ALONE, _MANY = (4, 0, 2), (0, 4, 2)
+"""By which times rules are tried, of one route and of several that share workers: all rules by the first, and the best
+of them by the others (parts, as of ``rounded``, or 0 for the real times). Of 1,200 shapes from decisions for jobs of 8
+to 128 workers, of presets and of unit layers, measured and not, that is 0.3 % longer than the shortest of all rules by
+six times in the mean, and 5 % at most. One try alone is 1 % longer, and 6 % to 12 % at most; by the coarsest times it
+is 3 to 7 % longer, and up to 40 % where stages have unlike layers.
 """
 
 _CLOSE = 1.05
@@ -105,23 +110,24 @@ def best_order(shape: Shape, costs: Costs, before_s: Sequence[float] | None = No
     """
     numbered, side_by_side, rows = by_number(shape), abreast(shape), rows_of(shape, costs)
     enough = _NEAR * _least(shape, rows)
-    # Large groups get one try: deciding has to be quick, and many routes average out.
-    alone = side_by_side == numbered or len(numbered) > _LARGE
     ends = [inf if before_s is None else before_s[seat] * TICKS_PER_S - 1 for seat in range(len(shape.caps))]
-    best, rules = None, list[tuple[_Try, list[int]]]()
-    for urgency in (numbered,) if alone else (numbered, side_by_side):
-        coarse = _try(tasks_of(shape, rows, urgency), 1)
-        for target in _targets(coarse.tasks):
-            if best is None or best.late or best.longest > enough:
-                found = _better(best, coarse, target, ends, _CLOSE)
-                rules += [(coarse, target)] if found is not best else []
-                best = found
-    for parts, place in _FINER:
-        if best is None or place >= len(rules) or (not best.late and best.longest <= enough):
+    tries = max(1, _TASKS // max(1, sum(len(rows[route]) for _, route in numbered)))
+    urgencies = [numbered] if side_by_side == numbered else [numbered, side_by_side]
+    (first, *others), best, rule = _ALONE if len(urgencies) == 1 else _MANY, None, None
+    for urgency in urgencies:
+        one = _try(tasks_of(shape, rows, urgency), first)
+        for target in _targets(one.tasks):
+            if tries and (best is None or best.late or best.longest > enough):
+                tries -= 1
+                found = _better(best, one, target, ends, _CLOSE)
+                best, rule = (best, rule) if found is best else (found, (one, target))
+    for parts in others:
+        if best is None or rule is None or not tries or (not best.late and best.longest <= enough):
             break
-        coarse, target = rules[-1 - place]
-        if coarse.by is not coarse.tasks:
-            best = _better(best, _try(coarse.tasks, parts), target, ends)
+        (one, target), again = rule, _try(rule[0].tasks, parts)
+        if again.by is not one.by:  # as they are where costs are equal
+            tries -= 1
+            best = _better(best, again, target, ends)
     if best is None or best.late:
         return None
     return Solved(
