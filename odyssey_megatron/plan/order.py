@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import gcd
 
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.costs import Costs
@@ -196,6 +197,7 @@ def _shape(
     costs: Costs,
 ) -> Shape:
     seat = {worker: i for i, worker in enumerate(workers)}
+    grain = _grains(routes, costs)
     used = {pair for route in routes for pair in _links(route)} if costs.slow_links else set()
     lags_s = costs.lags_s
     number = {microbatch: i for i, microbatch in enumerate(microbatches)}
@@ -207,10 +209,25 @@ def _shape(
             )
             for route in routes
         ),
-        caps=tuple(caps[worker] for worker in workers),
+        caps=tuple(caps[worker] - caps[worker] % (grain[worker] or 1) for worker in workers),
         speeds=tuple(speeds.get(worker, 1.0) for worker in workers),
         lags_s=tuple(sorted((seat[a], seat[b], lags_s[a, b]) for a, b in used & lags_s.keys())),
     )
+
+
+def _grains(routes: Sequence[Route], costs: Costs) -> dict[int, int]:
+    """Of each worker the greatest common divisor of what is kept there and let go of, in bytes: what is left of a cap
+    below it is of no use. So layouts that differ by a slice of optimizer state have one order.
+    """
+    spans, found = costs.spans, dict[int, int]()
+    of_span: dict[tuple[int, int], int] = {}
+    for route in routes:
+        for hop in route.hops:
+            at = (hop.first, hop.last)
+            if at not in of_span:
+                of_span[at] = gcd(spans.early_bytes(*at), spans.activation_bytes(*at))
+            found[hop.worker] = gcd(found.get(hop.worker, 0), of_span[at])
+    return found
 
 
 def _links(route: Route) -> Iterator[tuple[int, int]]:
