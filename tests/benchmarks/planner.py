@@ -60,6 +60,8 @@ CLUSTERS = (
     ("llama2-70b", 16384, 8, 16, 500.0),
 )
 """(model, GPUs, tensor parallel, pipeline parallel, bar in milliseconds)."""
+LAYOUTS = {256: ("megatron", "auto")}
+"""By GPUs, what ``--odyssey-layout`` is: with ``auto`` routes visit these workers twice. Else ``megatron``."""
 DEAD = (1, 8, 64)
 COPIES = (0, 2)
 """Of a layer's optimizer state: one on every holder, or those of a distributed optimizer."""
@@ -247,7 +249,7 @@ def read(number: int, rank: int, tp: int, control: CountingControl) -> tuple[Gen
 
 
 def measure(
-    model: str, gpus: int, tp: int, pp: int, copies: int, dead: int, settle_s: float
+    model: str, gpus: int, tp: int, pp: int, copies: int, dead: int, settle_s: float, layout: str = "megatron"
 ) -> dict[str, object]:
     """One job and one incident. ``settle_s``: how long the job goes on between measurements and deaths."""
     job, profile = job_of(model, gpus, tp, pp, copies)
@@ -255,7 +257,7 @@ def measure(
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
     nodes = {rank: rank // GPUS_A_NODE for rank in range(gpus)}
-    config = OdysseyConfig(node_lease_s=1e5, run_dir=folder)
+    config = OdysseyConfig(node_lease_s=1e5, run_dir=folder, layout=layout)
     process = context.Process(target=coordinate, args=(theirs, config, nodes, folder), daemon=True)
     process.start()
     try:
@@ -282,6 +284,7 @@ def measure(
         "gpus": gpus,
         "tp": tp,
         "pp": pp,
+        "layout": layout,
         "optimizer_copies": copies,
         "dead": len(generation.dead) // tp,
         "policy": generation.plan.policy,
@@ -303,14 +306,17 @@ def main() -> int:
     options = parser.parse_args()
     rows, bars = [], []
     for model, gpus, tp, pp, limit_ms in CLUSTERS:
-        for copies, dead in itertools.product(COPIES, DEAD):
+        layouts = LAYOUTS.get(gpus, ("megatron",))
+        for layout, copies, dead in itertools.product(layouts, COPIES, DEAD):
             if dead * 4 > gpus // tp or gpus > options.most_gpus:
                 continue
             settle_s = 5.0 if gpus <= 256 else 60.0
-            several = [measure(model, gpus, tp, pp, copies, dead, settle_s) for _ in range(options.repeats)]
+            several = [
+                measure(model, gpus, tp, pp, copies, dead, settle_s, layout) for _ in range(options.repeats)
+            ]
             row = sorted(several, key=lambda one: float(str(one["cpu_ms"])))[len(several) // 2]
             rows.append(row)
-            name = f"{gpus}_gpus_tp{tp}_{copies}_copies_{dead}_dead"
+            name = f"{gpus}_gpus_tp{tp}_{layout}_{copies}_copies_{dead}_dead"
             bars.append(at_most(f"{name}_cpu_ms", float(str(row["cpu_ms"])), limit_ms))
             bars.append(at_most(f"{name}_rank_bytes", float(str(row["rank_bytes"])), 65536))
             bars.append(at_most(f"{name}_rank_ms", float(str(row["rank_ms"])), 20))
