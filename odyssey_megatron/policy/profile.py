@@ -17,6 +17,9 @@ from odyssey_megatron.plan.costs import COST_S, Costs, LayerCost
 
 MAX_LAYERS = 1002
 """Of a profile; the deepest model that was planned for has 128 transformer layers."""
+OPERATIONS = Annotated[float, Between(0, 1e30)]
+_COPIED_BYTES_PER_S = 1e12
+"""By a GPU, about what half of an A100's memory does (its data sheet: 2 TB/s), as a copy reads and writes."""
 _LEAST_S = 1e-9
 """Of all layers for one microbatch; a clock tells no less, and a rate is one over it."""
 
@@ -41,7 +44,7 @@ class Profile:
 
     costs: Costs
     source: str = "estimated"
-    """``estimated`` (from FLOPs) or ``measured``."""
+    """``estimated`` (from FLOPs), ``measured``, or ``fitted``: estimated by what runs of other sizes have measured."""
     samples: Annotated[int, COUNT] = 0
     """Microbatches behind the measured times."""
     detect_s: COST_S = 0.02
@@ -51,6 +54,10 @@ class Profile:
     restart_s: Annotated[float, Between(0, 1e9)] = 300.0
     """A restart from a checkpoint, with the work lost since: what losing a layer's last holder costs. Source:
     papers.md §8.6, 100 s at 32 GPUs to 388 s at 8,192, and minutes of lost steps."""
+    operations: tuple[tuple[OPERATIONS, OPERATIONS, OPERATIONS], ...] = ()
+    """Of each layer, FLOPs of one rank for forward, input gradient and weight gradient of a microbatch, as estimates
+    count them, whatever they take (of the embedding bytes): ``odyssey plan --fit`` learns from them what a GPU
+    achieves. Empty: not known."""
 
     def save(self, path: str | Path) -> None:
         """Writes JSON, all of it or nothing. Raises OSError."""
@@ -65,11 +72,12 @@ class Profile:
 
 
 def load_profile(path: str | Path) -> Profile:
-    """Reads what :meth:`Profile.save` wrote.
+    """Reads what :meth:`Profile.save` wrote; of a run's folder, what the run did.
 
     Raises:
         ConfigError: missing, or not a profile.
     """
+    path = Path(path) / "profile.json" if Path(path).is_dir() else path
     try:
         return _plausible(from_json(Profile, read_text(path)))
     except ValueError as error:
@@ -85,6 +93,8 @@ def _plausible(profile: Profile) -> Profile:
         raise ValueError(
             f"it has {len(layers)} layer(s), and embedding, transformer layers and head are 3 to {MAX_LAYERS:,}"
         )
+    if len(profile.operations) not in (0, len(layers)):
+        raise ValueError(f"it counts the FLOPs of {len(profile.operations)} layers, and has {len(layers)}")
     total_s = sum(layer.compute_s for layer in layers)
     if total_s < _LEAST_S:
         raise ValueError(
@@ -152,7 +162,7 @@ def _fit(costs: Costs, observations: Sequence[Observation], kind: str) -> list[f
         [float(sum(one.first <= layer < one.last for layer in group)) for group in groups]
         for one in observations
     ]
-    shared = _least_squares(counts, seen, weights, start)
+    shared = least_squares(counts, seen, weights, start)
     fitted = [0.0] * len(prior)
     for group, value in zip(groups, shared, strict=True):
         for layer in group:
@@ -160,10 +170,10 @@ def _fit(costs: Costs, observations: Sequence[Observation], kind: str) -> list[f
     return _spread(fitted, observations, seen)
 
 
-def _least_squares(
+def least_squares(
     rows: list[list[float]], seen: list[float], weights: list[float], start: list[float]
 ) -> list[float]:
-    """The argmin over x >= 0 of sum w (row x - seen)^2 + prior weight * |x - start|^2."""
+    """The argmin over x >= 0 of sum w (row x - seen)^2 + prior weight * |x - start|^2, both about as large."""
     # Here, so that a profile is read without SciPy.
     from scipy.optimize import nnls
 
@@ -335,11 +345,11 @@ def estimated_profile(
 ) -> Profile:
     """Costs of a decoder-only transformer from FLOPs. ``is_gated``: its MLPs have three products, as with SwiGLU, not
     two; ``recomputed_share``: of layers of which the backward has only the input; ``unlike``: attention and units of
-    each layer. A matrix product costs 2 FLOPs per weight and token, its two gradients the same each; attention scores
+    each. A matrix product costs 2 FLOPs per weight and token, its two gradients the same each; attention scores
     ``2 * 2 * seq / 2`` per token and number (causal: half), twice that in the input gradient, nothing in the weight
-    gradient. Activations count what a fused attention keeps. ``flops_per_s``: achieved by one GPU; a worker has
-    ``tensor_parallel_size`` of them. With ``sequence_parallel`` they share all that is kept; without, each keeps inputs
-    of norms and of products behind them whole (Korthikanti et al., arXiv 2205.05198, section 4.2).
+    gradient. Activations count what a fused attention keeps. ``flops_per_s``: achieved by one of a worker's GPUs. With
+    ``sequence_parallel`` they share all that is kept; without, each keeps inputs of norms and of products behind them
+    whole (Korthikanti et al., arXiv 2205.05198, section 4.2).
     """
     tokens, tp = seq_length * micro_batch_size // context_parallel_size, tensor_parallel_size
     words, products, parts = vocab_size * hidden_size, 3 if is_gated else 2, (experts and experts.parts) or tp
@@ -355,19 +365,24 @@ def estimated_profile(
         return layer((forward_s, (1 + again) * forward_s + scores_s, matmul_s), round(tokens * kept), held)
 
     shapes = _shapes(num_transformer_layers, attention, ffn_hidden_size, experts, unlike)
-    inner = [transformer(*one) for one in shapes]
-    copy_s, again = tokens * hidden_size * precision.dtype_bytes / 1e12 / tp, inner[-1:] * mtp_num_layers
-    embedding, head, tied = _ends(layer, copy_s, rate, tokens, whole, hidden_size, words, is_tied, again)
+    inner, copied = [transformer(*one) for one in shapes], tokens * hidden_size * precision.dtype_bytes / tp
+    copy_s, again = copied / _COPIED_BYTES_PER_S, inner[-1:] * mtp_num_layers
+    first, last, tied = _ends(layer, copy_s, rate, tokens, whole, hidden_size, words, is_tied, again)
     return Profile(
+        operations=((copied, 0.0, copied), *(_operations(one, flops_per_s) for one in (*inner, last))),
         costs=Costs(
-            layers=(embedding, *inner, head),
+            layers=(first, *inner, last),
             tied=tied,
             message_bytes=tokens * hidden_size * precision.dtype_bytes // (tp if sequence_parallel else 1),
             link_latency_s=link_latency_s,
             link_bytes_per_s=link_bytes_per_s,
             memory_bytes=memory_bytes,
-        )
+        ),
     )
+
+
+def _operations(layer: LayerCost, flops_per_s: float) -> tuple[float, float, float]:
+    return layer.forward_s * flops_per_s, layer.input_grad_s * flops_per_s, layer.weight_grad_s * flops_per_s
 
 
 def _ends(

@@ -68,11 +68,7 @@ def html(answer: whatif.Answer) -> str:
             "",
             "".join(
                 f"<p>{escape(sentence(note))}</p>"
-                for note in (
-                    whatif.communicators_text(answer, answer.plan),
-                    whatif.costs_note(scenario),
-                    *scenario.notes,
-                )
+                for note in (whatif.communicators_text(answer, answer.plan), *scenario.notes)
             ),
         ),
     ]

@@ -69,7 +69,7 @@ class Model:
             vocab_size=self.vocab_size,
             precision=self.precision,
             flops_per_s=device.peak_flops_per_s * EFFICIENCY,
-            link_bytes_per_s=device.link_bytes_per_s * tensor_parallel_size,
+            link_bytes_per_s=device.link_bytes_per_s,  # each rank sends its own part
             memory_bytes=device.memory_bytes * _USABLE_PERCENT // 100,
             tensor_parallel_size=tensor_parallel_size,
             context_parallel_size=context_parallel_size,

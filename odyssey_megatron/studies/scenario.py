@@ -15,6 +15,7 @@ from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.inputs import Between
 from odyssey_megatron.policy.profile import Profile, load_profile
 from odyssey_megatron.studies import launch_line
+from odyssey_megatron.studies.fitting import fitted
 from odyssey_megatron.studies.launch_line import LaunchLine
 from odyssey_megatron.studies.presets import ACCELERATORS, MODELS, named
 
@@ -41,7 +42,7 @@ class Scenario:
     cell: Cell
     """Of every worker: the planner of ``job`` sees workers only."""
     notes: tuple[str, ...] = ()
-    """Sentences on what the answer leaves out."""
+    """Sentences on what the answer leaves out, and on where its costs come from."""
 
     def rank(self, place: str) -> int:
         """``node:gpu`` or a rank. Raises ConfigError."""
@@ -73,7 +74,18 @@ def add_scenario_arguments(parser: argparse.ArgumentParser) -> None:
         "--accelerator", default="h100", help=f"one of {', '.join(ACCELERATORS)} (default: h100)"
     )
     parser.add_argument(
-        "--profile", default="", help="a running job's profile.json, in place of costs that are estimated"
+        "--profile",
+        default="",
+        help="a run's folder, or its profile.json: what that model has cost, in place of costs that are estimated",
+    )
+    parser.add_argument(
+        "--fit",
+        action="append",
+        default=[],
+        metavar="RUN",
+        help="a run's folder, or its profile.json, of any model on such GPUs: what it has measured says which FLOPs "
+        "they achieve, and what links and memory they have, in place of --accelerator. May be repeated: layers of two "
+        "sizes show what one takes whatever its size",
     )
     for name, metavar in zip(_SIZES, ("PP", "TP", "CP", "EP"), strict=True):
         usual = "4" if name == "pipeline" else "1"
@@ -101,15 +113,15 @@ def scenario_from(options: argparse.Namespace, more: Sequence[str] = ()) -> Scen
     Raises:
         ConfigError: the job cannot be laid out on the cluster, or something in it is wrong.
     """
+    if options.fit and options.profile:
+        raise ConfigError("--fit and --profile both say what layers cost: leave one of them out.")
     line = _overridden(_line(options, more), options)
     nodes, gpus = _cluster(options.cluster)
     pp, cell = line.pipeline_model_parallel_size, Cell.in_job(0, line)
     check_world(nodes * gpus, pp, cell)
     dp = nodes * gpus // (pp * cell.size)
     num_microbatches = _num_microbatches(line, options.num_microbatches, dp, cell.lanes)
-    profile = (
-        load_profile(options.profile) if options.profile else _estimated(line, options.accelerator, cell)
-    )
+    name, profile, known = _costs(line, options, cell)
     resumes = line.config.interrupted_step == "resume"
     job = JobSpec(
         num_layers=len(profile.costs.layers),
@@ -131,14 +143,36 @@ def scenario_from(options: argparse.Namespace, more: Sequence[str] = ()) -> Scen
     )
     job.check(nodes * gpus // cell.size)
     return Scenario(
-        name=options.profile or f"{line.name} on {options.accelerator}",
+        name=name,
         job=job,
         state=initial_state(nodes=tuple(rank // gpus for rank in range(nodes * gpus)), cell_size=cell.size),
         profile=replace(profile, costs=replace(profile.costs, keeps_messages=resumes)),
         config=line.config,
         gpus_per_node=gpus,
         cell=cell,
-        notes=line.notes,
+        notes=(*line.notes, *known),
+    )
+
+
+def _costs(line: LaunchLine, options: argparse.Namespace, cell: Cell) -> tuple[str, Profile, tuple[str, ...]]:
+    """A name for what is planned, its profile, and sentences on what is known of its costs. Raises ConfigError."""
+    if options.profile:
+        profile = load_profile(options.profile)
+        return options.profile, profile, (_source(profile),)
+    estimate = _estimated(line, options.accelerator, cell)
+    if not options.fit:
+        return f"{line.name} on {options.accelerator}", estimate, (_source(estimate),)
+    found = fitted(options.fit)
+    notes = (str(found), found.far(estimate))
+    return f"{line.name}, as {', '.join(options.fit)}", found.profile(estimate), tuple(filter(None, notes))
+
+
+def _source(profile: Profile) -> str:
+    if profile.source == "measured":
+        return f"costs are measured, of {profile.samples} microbatches"
+    return (
+        "costs are estimated from FLOPs, without communication inside layers; --fit takes what runs have measured, and "
+        "--profile what one of the same model has"
     )
 
 
@@ -154,6 +188,11 @@ def _line(options: argparse.Namespace, more: Sequence[str]) -> LaunchLine:
         return replace(launch_line.read(read_job(options.job).flags, more), name=options.job)
     if more and not more[0].startswith("--"):
         raise ConfigError(f"{more[0]} is no flag. 'odyssey plan --help' lists what there is.")
+    if options.fit and not options.model:
+        raise ConfigError(
+            f"--fit {options.fit[0]}: for which model? Name one (--model, --job, or Megatron-LM's flags). The plan of "
+            f"the run's own model needs no fit: --profile {options.fit[0]}."
+        )
     name = options.model or _MODEL
     model = None if options.profile else named("model", name, MODELS)
     return LaunchLine(model=model, name=name, pipeline_model_parallel_size=4, config=config_from_argv(more))

@@ -109,6 +109,7 @@ def main_simulate(argv: Sequence[str]) -> int:
         ]
         sys.stdout.write(json.dumps({"traces": found}) + "\n")
     else:
+        sys.stdout.writelines(f"note: {one}\n" for one in scenario.notes)
         for trace, played in results:
             sys.stdout.write(f"{trace.name}, {len(trace.changes)} changes\n{table(played)}\n\n")
     return 0

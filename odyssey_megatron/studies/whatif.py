@@ -5,6 +5,7 @@ and no running job. Settings of Odyssey's (--odyssey-...) count as in a job.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Sequence
@@ -229,7 +230,7 @@ def _as_json(answer: Answer) -> str:
     losses = ",".join(to_json(one) for one in answer.losses)
     bound_s = decision.bound_s if decision else answer.plan.bound_s
     return (
-        f'{{"before":{to_json(answer.before)},"candidates":[{candidates}],"decide_s":{answer.decide_s:.6f},'
+        f'{{"notes":{json.dumps(answer.scenario.notes)},"before":{to_json(answer.before)},"candidates":[{candidates}],"decide_s":{answer.decide_s:.6f},'
         f'"cluster_bound_s":{bound_s!r},"next_losses":[{losses}],"after":{to_json(answer.plan)},'
         f'"communicators":{to_json(answer.communicators(answer.plan))}}}\n'
     )
@@ -240,7 +241,7 @@ def _as_text(answer: Answer, width: int) -> str:
     lines = [
         f"{scenario.name}, cluster {nodes_and_gpus(scenario)}, {len(scenario.state.workers)} workers, "
         f"{scenario.job.num_microbatches} microbatches a step",
-        *(f"note: {one}" for one in (*scenario.notes, costs_note(scenario))),
+        *(f"note: {one}" for one in scenario.notes),
         "",
         summary("before", before, scenario),
         communicators_text(answer, before),
@@ -272,13 +273,6 @@ def _as_text(answer: Answer, width: int) -> str:
 def nodes_and_gpus(scenario: Scenario) -> str:
     """As ``--cluster`` has it."""
     return f"{len(scenario.state.ranks) // scenario.gpus_per_node}x{scenario.gpus_per_node}"
-
-
-def costs_note(scenario: Scenario) -> str:
-    """What is known of the costs."""
-    if scenario.profile.source == "measured":
-        return f"costs are measured, of {scenario.profile.samples} microbatches"
-    return "costs are estimated from FLOPs, without communication inside layers; a run's profile.json has its own"
 
 
 def summary(name: str, plan: Plan, scenario: Scenario) -> str:

@@ -1,0 +1,193 @@
+"""What a GPU and its links achieve, by what runs have measured: for models and sizes that no run has had.
+
+A layer of a microbatch takes a fixed time, and one for each FLOP: a line for each kind of work (forward, input
+gradient, weight gradient) of transformer layers, and for embedding and head. One run is one point on each, through
+which the line goes without a fixed part; a second one, of layers of another size, tells the two apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from operator import itemgetter
+
+from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.plan.costs import LayerCost
+from odyssey_megatron.policy.profile import Profile, least_squares, load_profile
+
+_FAR = 4.0
+"""Layers with so many times the FLOPs of any that were measured, or so many times fewer, are said to be far from them:
+between runs a line is within a few percent, beyond them it is a guess (``tests/studies/test_fitting.py``)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """How long work takes."""
+
+    fixed_s: float = 0.0
+    flops_per_s: float = math.inf
+
+    def time_s(self, flops: float) -> float:
+        """Of so many FLOPs; nothing takes no time."""
+        return self.fixed_s + flops / self.flops_per_s if flops else 0.0
+
+
+Point = tuple[float, float]
+"""(FLOPs, seconds)"""
+Work = tuple[Line, Line, Line]
+"""Forward, input gradient, weight gradient."""
+
+
+def line_through(points: Sequence[Point]) -> Line:
+    """The line with the least relative errors, neither part below 0; a fixed part only where ``points`` show one.
+
+    Of one point, and of several with about as many FLOPs, it goes through 0: measured times are believed to 3 %, which
+    squared is the weight of what is expected (:func:`odyssey_megatron.policy.profile.least_squares`).
+    """
+    found = [(flops, seconds) for flops, seconds in points if flops > 0 and seconds > 0]
+    if not found:
+        return Line()
+    unit_s, unit = (sum(map(itemgetter(at), found)) / len(found) for at in (1, 0))
+    rows = [[unit_s / seconds, flops / unit * (unit_s / seconds)] for flops, seconds in found]
+    fixed, each = least_squares(rows, [1.0] * len(rows), [1.0] * len(rows), [0.0, 1.0])
+    return Line(fixed_s=fixed * unit_s, flops_per_s=unit / (each * unit_s) if each > 0 else math.inf)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitted:
+    """What runs on one kind of GPU have in common."""
+
+    embedding: Work
+    layer: Work
+    head: Work
+    runs: tuple[Profile, ...]
+
+    def profile(self, estimate: Profile) -> Profile:
+        """``estimate``, of a model on any accelerator, with times, links and memory as the runs have them; bytes of
+        layers and messages stay.
+        """
+        inner = len(estimate.costs.layers) - 2
+        works = (self.embedding, *(self.layer,) * inner, self.head)
+        link, memory = self._link.costs, [one.costs.memory_bytes for one in self.runs]
+        costs = replace(
+            estimate.costs,
+            layers=tuple(map(_timed, estimate.costs.layers, works, estimate.operations)),
+            link_latency_s=link.link_latency_s,
+            link_bytes_per_s=link.link_bytes_per_s,
+            memory_bytes=min((one for one in memory if one is not None), default=None),
+        )
+        return replace(
+            estimate,
+            costs=costs,
+            source="fitted",
+            samples=sum(one.samples for one in self.runs),
+            group_build_s=max(one.group_build_s for one in self.runs),
+        )
+
+    @property
+    def _link(self) -> Profile:
+        """The run with the largest messages: what small ones take says little of a rate."""
+        return max(self.runs, key=lambda one: one.costs.message_bytes)
+
+    def error(self) -> float:
+        """By how much a transformer layer of a run takes longer or shorter than the line says, at most."""
+        ratios = [
+            sum(line.time_s(flops) for line, flops in zip(self.layer, operations, strict=True)) / sum(seconds)
+            for one in self.runs
+            for operations, seconds in _inner(one)
+            if sum(seconds) > 0
+        ]
+        return max((abs(ratio - 1) for ratio in ratios), default=0.0)
+
+    def __str__(self) -> str:
+        rates = "/".join(f"{line.flops_per_s / 1e12:.3g}" for line in self.layer)
+        fixed = "/".join(f"{line.fixed_s * 1e3:.3g}" for line in self.layer)
+        link = self._link.costs
+        return (
+            f"costs are estimates, fitted to {len(self.runs)} run(s) with {sum(one.samples for one in self.runs)} "
+            f"measured microbatches: layers take {fixed} ms and a second for {rates} TFLOPs (forward/input gradient/"
+            f"weight gradient), the runs' own within {self.error():.1%}; links {link.link_latency_s * 1e3:.3g} ms and "
+            f"{link.link_bytes_per_s / 1e9:.3g} GB/s"
+        )
+
+    def far(self, estimate: Profile) -> str:
+        """How far the layers of ``estimate`` are from those that were measured, in words; "" if they are not."""
+        measured = [max(1.0, sum(operations)) for one in self.runs for operations, _ in _inner(one)]
+        wanted = [max(1.0, sum(operations)) for operations in estimate.operations[1:-1]]
+        above, below = max(wanted) / max(measured), min(measured) / min(wanted)
+        if max(above, below) < _FAR:
+            return ""
+        times, what = (above, "more") if above >= below else (below, "fewer")
+        return f"layers have {times:.0f} times {what} FLOPs than any that was measured: --fit a run that is nearer"
+
+
+def fitted(paths: Sequence[str]) -> Fitted:
+    """What the runs in these folders, or profiles, have measured. Raises ConfigError."""
+    runs = [load_profile(path) for path in paths]
+    for path, one in zip(paths, runs, strict=True):
+        if one.source != "measured":
+            raise ConfigError(
+                f"--fit {path}: nothing in it was measured, its costs are estimates. Give a run that has trained for "
+                "more steps than its --odyssey-profile-steps."
+            )
+        if not one.operations:
+            raise ConfigError(
+                f"--fit {path}: the FLOPs of its layers are not in it, as an older version wrote it. Run the job again "
+                "for a few steps; for a plan of the same model, --profile needs none."
+            )
+    ends = ([(one.operations[at], _seconds(one.costs.layers[at])) for one in runs] for at in (0, -1))
+    embedding, head = (_lines(found) for found in ends)
+    layer = _lines([point for one in runs for point in _inner(one)])
+    if all(line == Line() for line in layer):
+        raise ConfigError(
+            f"--fit {' '.join(paths)}: transformer layers take no time there. Give runs whose ranks have timed them "
+            "(profile.json of a run's folder)."
+        )
+    return Fitted(
+        embedding=embedding,
+        layer=layer,
+        head=head,
+        runs=tuple(runs),
+    )
+
+
+Triple = tuple[float, float, float]
+
+
+def _inner(profile: Profile) -> list[tuple[Triple, Triple]]:
+    """Of the transformer layers, those with equal FLOPs as one: (FLOPs, mean seconds) of each kind of work."""
+    alike: dict[Triple, list[Triple]] = {}
+    for operations, layer in zip(profile.operations[1:-1], profile.costs.layers[1:-1], strict=True):
+        alike.setdefault(operations, []).append(_seconds(layer))
+    return [
+        (
+            operations,
+            (_mean(a for a, _, _ in found), _mean(b for _, b, _ in found), _mean(c for *_, c in found)),
+        )
+        for operations, found in alike.items()
+    ]
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found)
+
+
+def _lines(found: Sequence[tuple[Triple, Triple]]) -> Work:
+    forward, input_grad, weight_grad = (
+        line_through([(operations[kind], seconds[kind]) for operations, seconds in found])
+        for kind in range(3)
+    )
+    return forward, input_grad, weight_grad
+
+
+def _seconds(layer: LayerCost) -> Triple:
+    return layer.forward_s, layer.input_grad_s, layer.weight_grad_s
+
+
+def _timed(layer: LayerCost, work: Work, operations: Triple) -> LayerCost:
+    forward_s, input_grad_s, weight_grad_s = (
+        line.time_s(flops) for line, flops in zip(work, operations, strict=True)
+    )
+    return replace(layer, forward_s=forward_s, input_grad_s=input_grad_s, weight_grad_s=weight_grad_s)
