@@ -182,6 +182,13 @@ class OdysseyConfig:
     memory_headroom_percent: int = _flag(
         10, "share of a GPU's memory that no plan may use (in percent)", within=Between(1, 99, whole=True)
     )
+    slower_for_memory_percent: float = _flag(
+        0.2,
+        "a step may be so much longer if that leaves the fullest GPU more memory: of orders of a layout, and at the "
+        "start of layouts, that are so near to the fastest, the one that needs least is taken; after a loss, for which "
+        "ranks wait, from 0.5 on. 0: the fastest (in percent)",
+        within=Between(0, 100),
+    )
     profile: str = _flag("", "start from this profile (JSON) in place of estimated layer costs")
     profile_steps: int = _flag(5, "publish measured costs every so many steps")
     trace_steps: int = _flag(
@@ -232,6 +239,11 @@ class OdysseyConfig:
     def spare_on_host(self) -> bool:
         """Optimizer state that is kept for a failure only lies in host memory between steps."""
         return self.spare_state == "host"
+
+    @property
+    def slower_for_memory(self) -> float:
+        """See ``JobSpec.slower_for_memory``."""
+        return self.slower_for_memory_percent / 100
 
     @property
     def eager_forwards(self) -> bool:

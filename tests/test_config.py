@@ -35,6 +35,7 @@ FROZEN = {
     "interrupted_step": "resume",
     "on_sigterm": "auto",
     "memory_headroom_percent": 10,
+    "slower_for_memory_percent": 0.2,
     "profile": "",
     "profile_steps": 5,
     "trace_steps": 2,
@@ -59,8 +60,9 @@ def test_flags_and_defaults_are_frozen():
 def test_every_number_of_seconds_says_so_in_its_name_and_help():
     for one in fields(OdysseyConfig):
         if type(one.default) is float:
-            assert one.name.endswith("_s")
-            assert "seconds" in one.metadata["help"]
+            unit = "percent" if one.name.endswith("_percent") else "seconds"
+            assert one.name.endswith("_percent" if unit == "percent" else "_s")
+            assert unit in one.metadata["help"]
 
 
 def test_the_parser_offers_every_flag_with_help():

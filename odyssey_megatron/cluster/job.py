@@ -35,6 +35,8 @@ class JobSpec:
     """Each layer has at least so many holders, some without microbatches if need be; 0: as parallelism has it."""
     eager_forwards: bool = False
     """Holders run forwards ahead for the workers whose place they would take."""
+    slower_for_memory: float = 0.0
+    """A plan may take this share of its step longer if it needs less memory for it."""
     is_tied: bool = False
     """Embedding and head share a weight."""
     stage_layers: tuple[int, ...] = ()

@@ -326,6 +326,7 @@ class Session:
             whole_shards_only=kept.shards,
             least_holders=self.config.least_holders,
             eager_forwards=self.config.eager_forwards,
+            slower_for_memory=self.config.slower_for_memory,
             save_steps=0,
         )
 

@@ -21,7 +21,7 @@ from odyssey_megatron.plan.tasks import numbered_tasks
 
 _TRIES = 6
 """What is left to find is a 64th of all that could be saved."""
-_MOST_VISITS = 8192
+MOST_VISITS = 8192
 """Of microbatches to stages, that are put in order once more each try; of more the order stays."""
 
 
@@ -44,7 +44,7 @@ def leaner(
         thorough: see ``order_routes``.
     """
     kinds = {id(one.solved): one for one in order.groups}
-    if sum(len(one.solved.shape.visits()) for one in kinds.values()) > _MOST_VISITS:
+    if sum(len(one.solved.shape.visits()) for one in kinds.values()) > MOST_VISITS:
         return None
     floor = minimum_bytes(layout, costs)
     low = _unused(order, costs)

@@ -21,6 +21,7 @@ from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.eager import assemble_eager
 from odyssey_megatron.plan.generation import CandidateRow
 from odyssey_megatron.plan.layout import Layout
+from odyssey_megatron.plan.lean import leaner
 from odyssey_megatron.plan.memory import caps_for, per_rank
 from odyssey_megatron.plan.order import Order, order_routes
 from odyssey_megatron.plan.plan import Plan, Transfer
@@ -47,6 +48,10 @@ from odyssey_megatron.policy.shares import SLACK
 
 _FINALISTS = 6
 """At most so many shapes of one policy are scheduled in full; the others only get an estimate."""
+
+_NOT_WAITED_FOR = 0.005
+"""Of a step: after a loss ranks would wait for an order that needs less memory, 30 to 150 ms for 32 workers where that
+was not worked out before. Only who gives more than this for memory wants that."""
 
 _MANY_WORKERS = 256
 """Above this the best shape by its estimate comes first, as its pipelines are alike, and is the only one that is laid
@@ -78,7 +83,9 @@ class _Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What is best, and everything that was considered on the way to it."""
+    """What is best, and everything that was considered on the way to it: layouts are compared by what each can do at
+    its fastest. What ``JobSpec.slower_for_memory`` gives for memory is seen in the plan alone.
+    """
 
     case: Case
     options: Options
@@ -94,16 +101,23 @@ class Decision:
     def plan(self) -> Plan:
         """Lowered and verified when it is first asked for: of two decisions that are compared only one may be."""
         best, case = self.best, self.case
-        assembled = self.ahead or assemble(best.order, best.layout, case.profile.costs)
+        costs, order, step_s = case.profile.costs, best.order, best.step_s
+        slower = case.job.slower_for_memory
+        # What runs ahead fills the memory.
+        if not self.ahead and slower > (_NOT_WAITED_FOR if case.lost else 0.0):
+            caps, longest_s = best.found.caps, step_s * (1 + slower)
+            found = leaner(order, best.layout, costs, caps, longest_s=longest_s, thorough=case.thorough)
+            order, step_s = found or (order, step_s)
+        assembled = self.ahead or assemble(order, best.layout, costs)
         return Plan(
             policy=self.policy,
             layout=best.layout,
             programs=assembled.programs,
             transfers=best.transfers,
-            step_s=best.step_s,
+            step_s=step_s,
             bound_s=best.option.least_step_s,
             transition_s=best.transition_s,
-            peak_bytes=per_rank(assembled.peak_bytes, case.shares, best.layout, case.profile.costs),
+            peak_bytes=per_rank(assembled.peak_bytes, case.shares, best.layout, costs),
             ahead=assembled.ahead,
         )
 
@@ -116,18 +130,25 @@ def scheduled(
     profile: Profile,
     *,
     eager: bool = False,
+    longest_s: float = 0.0,
 ) -> Plan:
-    """The verified plan of a layout that needs no choosing. Raises PlanInfeasible if it does not fit."""
+    """The verified plan of a layout that needs no choosing; with less memory, if its step may be longer, of at most
+    ``longest_s``. Raises PlanInfeasible if it does not fit.
+    """
     speeds, shares, profile = worker_speeds(state), worker_shares(state), with_links(profile, state)
     caps = caps_for(layout, profile.costs, shares)
     order = order_routes(layout, profile.costs, in_flight_cap=caps, speeds=speeds)
+    step_s = step_end_s(layout, profile.costs, order.done_s, order.tails())
+    if step_s < longest_s:
+        found = leaner(order, layout, profile.costs, caps, longest_s=longest_s, thorough=True)
+        order, step_s = found or (order, step_s)
     assembled = _assembled(order, layout, profile.costs, caps, speeds, eager)
     return Plan(
         policy=policy,
         layout=layout,
         programs=assembled.programs,
         transfers=transfers,
-        step_s=step_end_s(layout, profile.costs, order.done_s, order.tails()),
+        step_s=step_s,
         bound_s=lower_bound_s(layout, profile.costs, speeds, caps),
         transition_s=0.0,
         peak_bytes=per_rank(assembled.peak_bytes, shares, layout, profile.costs),

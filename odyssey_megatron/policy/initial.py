@@ -21,6 +21,9 @@ from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.search import search_for
 from odyssey_megatron.policy.seating import place
 
+_LEANER = 0.98
+"""Of the memory of the best layout: another one that needs more than that is not worth it."""
+
 
 def initial_plan(job: JobSpec, state: ClusterState, profile: Profile) -> Plan:
     """The failure-free plan: Megatron's own layout, or the best. Called once, before training, when there is time.
@@ -38,7 +41,7 @@ def initial_plan(job: JobSpec, state: ClusterState, profile: Profile) -> Plan:
     )
     prepare(job, state, profile, is_measured=False)
     if not job.chooses_layout:
-        return _healthy(own, job, state, profile)
+        return _leanest([_healthy(own, job, state, profile)], job, state, profile)
     plans, reasons = list[Plan](), list[str]()
     for layout in _layouts(own, job, state, profile, plans):
         try:
@@ -52,7 +55,24 @@ def initial_plan(job: JobSpec, state: ClusterState, profile: Profile) -> Plan:
         worth = WORTH if plan.layout.revisits else 1.0
         return plan.step_s / worth * (1 - ALIKE * (plan is plans[0]))
 
-    return min(plans, key=wanted_s)
+    return _leanest(sorted(plans, key=wanted_s), job, state, profile)
+
+
+def _leanest(plans: Sequence[Plan], job: JobSpec, state: ClusterState, profile: Profile) -> Plan:
+    """Of ``plans``, the best first, and of orders of their layouts, what needs the least memory of all that take
+    ``JobSpec.slower_for_memory`` longer than the best, at most.
+    """
+    if not job.slower_for_memory or job.eager_forwards:  # what runs ahead fills the memory
+        return plans[0]
+    longest_s = plans[0].step_s * (1 + job.slower_for_memory)
+
+    def fullest(plan: Plan) -> float:
+        bytes_of_all = max(size for _, size in plan.peak_bytes)
+        return bytes_of_all / (1 if plan.layout == plans[0].layout else _LEANER)
+
+    near = (one for one in plans if one.step_s <= longest_s)
+    leaner = (scheduled("initial", one.layout, (), state, profile, longest_s=longest_s) for one in near)
+    return min(leaner, key=fullest)
 
 
 def _layouts(

@@ -68,7 +68,11 @@ def html(answer: whatif.Answer) -> str:
             "",
             "".join(
                 f"<p>{escape(sentence(note))}</p>"
-                for note in (whatif.communicators_text(answer, answer.plan), *scenario.notes)
+                for note in (
+                    whatif.communicators_text(answer, answer.plan),
+                    *([whatif.leaner_text(answer)] if len(answer.leaner) > 1 else ()),
+                    *scenario.notes,
+                )
             ),
         ),
     ]

@@ -139,6 +139,7 @@ def scenario_from(options: argparse.Namespace, more: Sequence[str] = ()) -> Scen
         train_steps=1,
         least_holders=line.config.least_holders,
         eager_forwards=line.config.eager_forwards,
+        slower_for_memory=line.config.slower_for_memory,
         optimizer_copies=line.config.optimizer_copies if line.use_distributed_optimizer else 0,
     )
     job.check(nodes * gpus // cell.size)

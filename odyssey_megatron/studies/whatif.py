@@ -22,14 +22,16 @@ from odyssey_megatron.metrics.run import text_table
 from odyssey_megatron.names import layer_names
 from odyssey_megatron.plan.communicators import Communicators, communicators
 from odyssey_megatron.plan.generation import CandidateRow
+from odyssey_megatron.plan.lean import MOST_VISITS
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.render import render
 from odyssey_megatron.plan.simulate import Timeline, simulate
 from odyssey_megatron.plan.spread import on_one_node, spread
 from odyssey_megatron.policy.case import worker_speeds
-from odyssey_megatron.policy.decide import Decision, decide
+from odyssey_megatron.policy.decide import Decision, decide, scheduled
 from odyssey_megatron.policy.initial import initial_plan
 from odyssey_megatron.policy.planner import PolicyPlanner
+from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.table import candidates_table
 from odyssey_megatron.policy.two_speed import TwoSpeed, two_speed
 from odyssey_megatron.studies.losses import NextLoss, alone, next_losses
@@ -40,6 +42,8 @@ _SPEED = Between(0.001, 1)
 _WORTH = 0.01
 """A layout that is faster by less is not recommended."""
 _SHOWN_LOSSES = 6
+_SLOWER = (0.0, 0.002, 0.01, 0.03, 0.1)
+"""Shares of a step for which it is said how much memory they would save."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +65,8 @@ class Answer:
     both: TwoSpeed | None
     decide_s: float
     losses: list[NextLoss]
+    leaner: list[tuple[float, float, int]]
+    """(share of the fastest step, step in seconds, bytes of the fullest worker): what less memory would cost."""
 
     @property
     def plan(self) -> Plan:
@@ -206,7 +212,21 @@ def answered(scenario: Scenario, state: ClusterState, struck: str) -> Answer:
         both=both,
         decide_s=decide_s,
         losses=next_losses(job, state, plan, profile, config),
+        leaner=_leaner(plan, state, profile),
     )
+
+
+def _leaner(plan: Plan, state: ClusterState, profile: Profile) -> list[tuple[float, float, int]]:
+    """Of the layout of ``plan``, the fastest order, and those that are slower and need less memory than all before."""
+    found: list[tuple[float, float, int]] = []
+    visits = sum(len(route.microbatches) * len(route.hops) for route in plan.layout.routes)
+    for share in _SLOWER if visits <= MOST_VISITS else ():
+        longest_s = found[0][1] * (1 + share) if found else 0.0
+        one = scheduled("leaner", plan.layout, (), state, profile, longest_s=longest_s)
+        fullest = max(size for _, size in one.peak_bytes)
+        if not found or fullest < found[-1][2]:
+            found.append((share, one.step_s, fullest))
+    return found
 
 
 def _write(answer: Answer, path: Path) -> None:
@@ -231,7 +251,7 @@ def _as_json(answer: Answer) -> str:
     bound_s = decision.bound_s if decision else answer.plan.bound_s
     return (
         f'{{"notes":{json.dumps(answer.scenario.notes)},"before":{to_json(answer.before)},"candidates":[{candidates}],"decide_s":{answer.decide_s:.6f},'
-        f'"cluster_bound_s":{bound_s!r},"next_losses":[{losses}],"after":{to_json(answer.plan)},'
+        f'"cluster_bound_s":{bound_s!r},"next_losses":[{losses}],"leaner":{json.dumps(answer.leaner)},"after":{to_json(answer.plan)},'
         f'"communicators":{to_json(answer.communicators(answer.plan))}}}\n'
     )
 
@@ -265,6 +285,7 @@ def _as_text(answer: Answer, width: int) -> str:
             "",
             f"throughput after / before: {before.step_s / after.step_s:.1%}",
         ]
+    lines += [leaner_text(answer)] if len(answer.leaner) > 1 else []
     lines += ["", *_losses_text(answer), "", "flags for this job:"]
     lines += [f"  {flag:<28} {why}" for flag, why in answer.flags()]
     return "\n".join(lines) + "\n"
@@ -300,6 +321,15 @@ def best_layout(answer: Answer) -> str:
         f"without failures pipelines {best.layout.lengths} have a step of {best.step_s * 1e3:.1f} ms, "
         f"{before.step_s / best.step_s - 1:.1%} more throughput: --odyssey-layout auto"
     )
+
+
+def leaner_text(answer: Answer) -> str:
+    """What less memory would cost, in a line."""
+    steps = (
+        f"{share * 100:g}: {step_s * 1e3:.1f} ms, {fullest / GIB:.1f} GiB"
+        for share, step_s, fullest in answer.leaner
+    )
+    return f"memory for speed, by --odyssey-slower-for-memory-percent: {'; '.join(steps)}"
 
 
 def two_speed_text(both: TwoSpeed) -> str:

@@ -136,6 +136,7 @@ def job_of(
         whole_shards_only=kept.shards,
         least_holders=config.least_holders,
         eager_forwards=config.eager_forwards,
+        slower_for_memory=config.slower_for_memory,
         optimizer_copies=optimizer_copies,
         save_steps=(args.save_interval or 0) if args.save else 0,
     )
