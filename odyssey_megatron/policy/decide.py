@@ -49,6 +49,10 @@ from odyssey_megatron.policy.shares import SLACK
 _FINALISTS = 6
 """At most so many shapes of one policy are scheduled in full; the others only get an estimate."""
 
+_MOST_VISITS = 2048
+"""For which an order with less memory is looked for while the job trains: the coordinator hears nothing meanwhile, for
+half a second at most."""
+
 _NOT_WAITED_FOR = 0.005
 """Of a step: after a loss ranks would wait for an order that needs less memory, 30 to 150 ms for 32 workers where that
 was not worked out before. Only who gives more than this for memory wants that."""
@@ -105,8 +109,15 @@ class Decision:
         slower = case.job.slower_for_memory
         # What runs ahead fills the memory.
         if not self.ahead and slower > (_NOT_WAITED_FOR if case.lost else 0.0):
-            caps, longest_s = best.found.caps, step_s * (1 + slower)
-            found = leaner(order, best.layout, costs, caps, longest_s=longest_s, thorough=case.thorough)
+            found = leaner(
+                order,
+                best.layout,
+                costs,
+                best.found.caps,
+                longest_s=step_s * (1 + slower),
+                most_visits=_MOST_VISITS,
+                thorough=case.thorough,
+            )
             order, step_s = found or (order, step_s)
         assembled = self.ahead or assemble(order, best.layout, costs)
         return Plan(
