@@ -53,9 +53,9 @@ _MOST_VISITS = 2048
 """For which an order with less memory is looked for while the job trains: the coordinator hears nothing meanwhile, for
 half a second at most."""
 
-_NOT_WAITED_FOR = 0.005
+_WAITED_FOR = 0.005
 """Of a step: after a loss ranks would wait for an order that needs less memory, 30 to 150 ms for 32 workers where that
-was not worked out before. Only who gives more than this for memory wants that."""
+was not worked out before. Only who gives so much for memory wants that."""
 
 _MANY_WORKERS = 256
 """Above this the best shape by its estimate comes first, as its pipelines are alike, and is the only one that is laid
@@ -107,8 +107,8 @@ class Decision:
         best, case = self.best, self.case
         costs, order, step_s = case.profile.costs, best.order, best.step_s
         slower = case.job.slower_for_memory
-        # What runs ahead fills the memory.
-        if not self.ahead and slower > (_NOT_WAITED_FOR if case.lost else 0.0):
+        is_due = slower >= _WAITED_FOR if case.lost else slower > 0
+        if is_due and not self.ahead:  # what runs ahead fills the memory
             found = leaner(
                 order,
                 best.layout,
