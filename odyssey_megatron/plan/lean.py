@@ -49,7 +49,7 @@ def leaner(
     if sum(len(one.solved.shape.visits()) for one in kinds.values()) > most_visits:
         return None
     floor = minimum_bytes(layout, costs)
-    low = _unused(order, costs)
+    low = _unused(order, costs, caps)
     high = min(caps[worker] - floor[worker] for worker in caps)
     ends_s, found = computed_before_s(layout, costs, longest_s), None
     for _ in range(_TRIES):
@@ -62,7 +62,7 @@ def leaner(
             high = fewer - 1
             continue
         found = new, step_s
-        low = fewer + _unused(new, costs)
+        low = _unused(new, costs, caps)
     return found
 
 
@@ -93,13 +93,19 @@ def _with_fewer(
     return Order(groups=groups, done_s=done_s)
 
 
-def _unused(order: Order, costs: Costs) -> int:
-    """Bytes that every worker has left of what it may use for activations, at the least."""
-    left = []
+def _unused(order: Order, costs: Costs, caps: Mapping[int, int]) -> int:
+    """Bytes that every worker has left of its ``caps`` for activations, at the least."""
+    peaks: dict[int, list[int]] = {}
     for solved in {id(one.solved): one.solved for one in order.groups}.values():
         tasks = numbered_tasks(solved.shape, costs)
         count = len(tasks.visits)
-        for cap, queue in zip(solved.shape.caps, solved.queues, strict=True):
-            sizes = (tasks.size[(code & 7) * count + (code >> 3)] for code in queue)
-            left.append(cap - max(accumulate(sizes), default=0))
-    return min(left, default=0)
+        sizes = ([tasks.size[(code & 7) * count + (code >> 3)] for code in queue] for queue in solved.queues)
+        peaks[id(solved)] = [max(accumulate(one), default=0) for one in sizes]
+    return min(
+        (
+            caps[worker] - peak
+            for one in order.groups
+            for worker, peak in zip(one.workers, peaks[id(one.solved)], strict=True)
+        ),
+        default=0,
+    )
