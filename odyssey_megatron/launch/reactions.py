@@ -130,7 +130,8 @@ def react(
         actions.append(deaths(job, lost, events))
         if end := _hopeless(job, lost, refused):
             return job, [*actions, end]
-    if (job.cluster.members & set(job.cluster.ranks)) - lost <= job.cluster.finished:
+    left = (job.cluster.members & set(job.cluster.ranks)) - lost
+    if left and left <= job.cluster.finished:  # where nobody is left, others may wait to be filled
         return job, [*actions, Finished(number=job.cluster.newest + 1)]
     job = replace(job, fruitless=0 if lost else job.fruitless + bool(wanted))
     if job.fruitless > _MAX_FRUITLESS:

@@ -28,6 +28,16 @@ def test_losing_the_last_holder_stops_the_job(jobs, name):
     assert outcome.named("job_finished")[-1]["exit_code"] == EXIT_LAYERS_LOST
 
 
+def test_losing_the_last_holder_while_another_is_filled_stops_the_job(jobs, name):
+    """Who is alive by then has nothing yet: it neither goes on nor has it finished."""
+    inject = "rank=1,step=1,at=backward;rank=0,step=-1,at=reduce,generation=3"
+    flags = f"--train-iters 400 --odyssey-respawn 1 --odyssey-inject {inject}"
+    outcome = jobs.run(name, ranks=2, stages=1, flags=flags)
+    assert outcome.exit_code == EXIT_LAYERS_LOST, outcome.log[-3000:]
+    assert "no holder is left of the embedding, layers 1 to 6 and the head: rank(s) [0] had it" in outcome.log
+    assert "Traceback" not in outcome.log
+
+
 def test_final_weights_are_written_by_those_who_are_left(jobs, name, undisturbed):
     outcome = jobs.run(name, ranks=4, stages=2, script=Path(export_cut_short.__file__))
     assert outcome.exit_code == 0, outcome.log[-3000:]

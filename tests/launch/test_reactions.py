@@ -57,6 +57,20 @@ def test_a_death_is_reported_and_then_decided_on():
     assert generation.previous == PLAN.layout
 
 
+def test_who_waits_to_be_filled_has_not_finished_the_job():
+    """All others are lost at once: what there is to decide on has no holder, and nothing was trained to the end."""
+    job = all_live(begun()[0], 1)
+    job, _ = react(job, [RankDied(rank=3, code=-9, cause="killed")], now_s=1.0)
+    job = all_live(published(job, PLAN, "failure", dead=(3,))[0], 2)
+    job, _ = react(job, [RankJoined(rank=3, node=1, incarnation=1)], now_s=2.0)
+    others = (0, 1, 2, 4, 5)
+    died = [RankDied(rank=rank, code=-9, cause="killed") for rank in others]
+    for now in (job, offered(job, PLAN, "joined", decide_s=0.0)[0]):
+        after, (report, recover) = react(now, died, now_s=3.0)
+        assert (report.name, recover) == ("failure_detected", Recover(dead=others, why="failure"))
+        assert after.cluster.ranks == after.cluster.fresh_ranks == (3,)
+
+
 def test_a_node_and_what_its_cells_lose_with_it():
     job = all_live(begun(cell_size=2)[0], 1)
     _, (report, recover) = react(job, [NodeLost(node=1), RankDied(rank=5, code=6, cause="exit")], now_s=1.0)
@@ -111,7 +125,7 @@ def test_whatever_happens(batches, cell_size):
             sent.append(generation)
             assert set(generation.members) == set(job.cluster.ranks)
         assert [one.number for one in sent] == list(range(1, len(sent) + 1))
-        assert set(generation.members) or not job.cluster.ranks
+        assert set(generation.members) or set(job.cluster.ranks) == set(job.cluster.fresh_ranks)
 
 
 def test_offers_that_fail_pause():
