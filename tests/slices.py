@@ -15,8 +15,10 @@ OF_EACH_FILE = {
     "tests/e2e/test_rejoin.py": 1,
     "tests/e2e/test_resume.py": 1,
     "tests/e2e/test_storms.py": 1,
+    "tests/e2e/test_shrinking.py": 1,
+    "tests/e2e/test_drawn_shapes.py": 1,
 }
-"""How many: all together take about a minute and a half on two cores."""
+"""How many: all together take about two minutes on two cores."""
 
 
 def drawn(seed: str, names: Iterable[str]) -> set[str]:
