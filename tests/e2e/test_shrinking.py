@@ -27,6 +27,12 @@ GANGS = (
 SMALL_GANG = f"{GANG} --num-layers 2 --global-batch-size 8"
 WIDE_GANGS = f"{GANG} --tensor-model-parallel-size 2 --sequence-parallel"
 TIED = "--share-embeddings-and-output-weights"
+SLICES = "--use-distributed-optimizer"
+ONE_AFTER_THE_OTHER = ";".join(
+    f"rank=4,step=-1,at=agreement,incarnation={one};rank=4,step=-1,at=groups,incarnation={one + 1}"
+    for one in (2, 4)
+)
+"""Of a cell of rank 4 and others, that has come back once: rank 4 is lost for good, and then what plays it."""
 HASHED = "--check-weight-hash-across-dp-replicas-interval 1"
 matrix = pytest.mark.matrix
 pytestmark = pytest.mark.timeout(300)
@@ -152,16 +158,38 @@ def test_four_ranks_are_two(jobs, undisturbed, name, cells):
 
 
 @matrix
+@pytest.mark.parametrize("state", ["", SLICES], ids=["whole", "slices"])
 @pytest.mark.parametrize("cells", [BOTH, CONTEXTS, GANGS], ids=["both", "contexts", "gangs"])
-def test_four_ranks_are_two_again_and_then_one(jobs, undisturbed, name, cells):
+def test_four_ranks_are_two_again_and_then_one(jobs, undisturbed, name, cells, state):
     """Ranks of the smaller cell are lost: first rank 6 plays one, which stood by; then there is one left."""
     job = f"{cells} --train-iters 120"
-    again = "rank=4,step=-1,at=backward,incarnation={};rank=4,step=-1,at=groups,incarnation={}"
-    inject = ";".join([lost(5, 1), again.format(2, 3), again.format(4, 5)])
-    shot = jobs.run(name, ranks=8, stages=1, flags=f"{job} {SPENT} {inject}", timeout_s=240.0)
+    inject = f"{lost(5, 1)};{ONE_AFTER_THE_OTHER}"
+    shot = jobs.run(name, ranks=8, stages=1, flags=f"{job} {state} {SPENT} {inject}".strip(), timeout_s=240.0)
     assert_equal_runs(shot, undisturbed(job, ranks=4), kills=6)
     assert [event["ranks"] for event in shot.named("cell_shrinks")] == [[4, 5], [4, 5], [4]]
     assert trained(shot)[-1] == [[1, 4]]
+
+
+@matrix
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("state", ["", SLICES], ids=["whole", "slices"])
+def test_a_gang_of_one_rank_is_four_again(jobs, undisturbed, name, state):
+    """A third gang breaks, too, and what is left of it are the three ranks that the second one lacks. Whether a
+    half and a quarter are of use beside two whole gangs is up to the plan.
+    """
+    job = f"{GANGS} --train-iters 110"
+    inject = f"{lost(5, 1)};{ONE_AFTER_THE_OTHER};{lost(9, 70)}"
+    shot = jobs.run(
+        name, ranks=12, stages=1, flags=f"{job} {state} {SPENT} {inject}".strip(), timeout_s=500.0
+    )
+    assert_equal_runs(shot, undisturbed(job, ranks=4), kills=8)
+    shapes = [event["shapes"] for event in decisions(shot)]
+    assert [one for one, before in zip(shapes, [[], *shapes], strict=False) if one and one != before] == [
+        [[1, 2]], [[1, 2]], [[1, 4]]
+    ]  # fmt: skip
+    begun = {event["generation"]: event["members"] for event in shot.named("generation_started")}
+    assert begun[max(begun)] == [*range(8)]
+    assert 1 in decisions(shot)[-1]["layout"]["holders"][0]
 
 
 @matrix
@@ -217,7 +245,7 @@ def test_a_smaller_cell_keeps_optimizer_state_for_whole_ones(jobs, undisturbed, 
         name,
         ranks=RANKS,
         stages=1,
-        flags=f"{job} --use-distributed-optimizer {SPENT} {inject}".replace("reroute", "auto"),
+        flags=f"{job} {SLICES} {SPENT} {inject}".replace("reroute", "auto"),
         timeout_s=200.0,
     )
     assert_equal_runs(shot, undisturbed(job), kills=3)
