@@ -91,7 +91,11 @@ class Learning:
         """Learns for the next failure of ``current``, where that is due. Returns at once."""
         state = without_fresh(state)
         self._learns.look(current, lambda: self._learn(state, current))
-        self._rehearses.look(current, lambda: self._planner.rehearse(state, current, time.monotonic()))
+        self._rehearses.look(current, lambda: self._rehearse(state, current))
+
+    def _rehearse(self, state: ClusterState, current: Plan) -> None:
+        self._planner.keep()
+        self._planner.rehearse(state, current, time.monotonic())
 
     def _learn(self, state: ClusterState, current: Plan) -> None:
         with self._reading:

@@ -109,6 +109,12 @@ class Planner(Protocol):
         """The next plan on the way to ``target``: that, or one behind whose steps its layers move."""
         ...
 
+    def keep(self) -> None:
+        """Writes down what was learned by now, if that is new: for ``--odyssey-profile`` of the next job, and ``odyssey
+        plan``, however this one ends.
+        """
+        ...
+
     def finish(self, observations: Sequence[str]) -> None:
-        """The job has finished: keeps what was learned, for ``--odyssey-profile`` of the next one."""
+        """The same, at the end of a job that has finished."""
         ...

@@ -7,9 +7,9 @@ import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from odyssey_megatron.cluster.events import RankDied
 from odyssey_megatron.cluster.job import JobSpec
@@ -19,6 +19,7 @@ from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.diagnosis.verdicts import Diagnosis
 from odyssey_megatron.errors import ConfigError, LayersLost, OdysseyError, PlanInfeasible
 from odyssey_megatron.metrics.outlet import Outlet
+from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.generation import CandidateRow
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.transfer import check_living
@@ -75,6 +76,7 @@ class PolicyPlanner:
         self._diagnosed = Diagnosis(costs={})
         self._start_s: float | None = None
         """How long it took until the job trained; None as long as nobody has measured anything."""
+        self._kept: Costs | None = None
 
     @property
     def job(self) -> JobSpec:
@@ -345,11 +347,20 @@ class PolicyPlanner:
     def towards(self, state: ClusterState, current: Plan, target: Plan) -> Plan:
         return towards(target, current=current, state=state, profile=self._profile)
 
+    def keep(self) -> None:
+        profile = self._newest()
+        if profile.source == "measured" and profile.costs is not self._kept:
+            self._kept = profile.costs
+            self._outlet.put(lambda: profile, 1)
+
     def finish(self, observations: Sequence[str]) -> None:
+        self._outlet.put(lambda: self._taken_in(observations)[0], 1)
+        self._outlet.close()
+
+    @cached_property
+    def _outlet(self) -> Outlet[Callable[[], Profile]]:
         path = Path(self._config.run_dir) / "profile.json"
-        outlet = Outlet[Any](lambda found: self._taken_in(found)[0].save(path), name=f"the profile {path}")
-        outlet.put(observations, 1)
-        outlet.close()
+        return Outlet(lambda found: found().save(path), name=f"the profile {path}")
 
     def _taken_in(
         self,

@@ -82,7 +82,7 @@ def load_profile(path: str | Path) -> Profile:
         return _plausible(from_json(Profile, read_text(path)))
     except ValueError as error:
         raise ConfigError(
-            f"the profile {path}: {error}. Give a profile.json that a run has written, as it ended."
+            f"the profile {path}: {error}. Give a profile.json that a run has written."
         ) from error
 
 

@@ -76,6 +76,9 @@ class FakePlanner:
     def towards(self, state, current, target):
         return target
 
+    def keep(self):
+        pass
+
     def finish(self, observations):
         self.finished = True
 

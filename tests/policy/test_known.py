@@ -12,7 +12,7 @@ from odyssey_megatron.plan import order
 from odyssey_megatron.plan.known import _KEPT_BYTES, _Kept, known
 from odyssey_megatron.policy.measured import Measured, alike
 from odyssey_megatron.policy.planner import PolicyPlanner
-from odyssey_megatron.policy.profile import Observation
+from odyssey_megatron.policy.profile import Observation, load_profile
 from tests.policy.test_decide import PROFILE, job
 
 OBSERVED = [
@@ -73,6 +73,23 @@ def test_decisions_are_what_they_are_without_it():
         known.cache_clear()
         worked_out = learned.decide(died(state, *dead), plan, 1.0)
         assert (looked_up.plan, looked_up.rows) == (worked_out.plan, worked_out.rows)
+
+
+def test_what_was_measured_is_written_down_while_the_job_trains(tmp_path):
+    """However it ends, the next one can start from it."""
+    planner, plan, state = started(run_dir=str(tmp_path))
+    planner.keep()
+    assert not [*tmp_path.iterdir()], "nothing has been measured"
+    planner.learn(state, plan, OBSERVED, 0.0)
+    for _ in range(2):
+        planner.keep()
+        kept = load_profile(tmp_path)
+        assert (kept.source, kept.costs) == ("measured", planner._measured.costs)
+        planner.rehearse(state, plan, 0.0)
+    (tmp_path / "profile.json").unlink()
+    planner.learn(state, plan, OBSERVED, 0.0)
+    planner.keep()
+    assert not [*tmp_path.iterdir()], "nothing is new"
 
 
 def test_noise_changes_no_costs():
