@@ -10,12 +10,12 @@ from itertools import product
 from odyssey_megatron.cluster.state import ClusterState, SlowSums, with_slow_links, with_slow_sums
 from odyssey_megatron.diagnosis.links import LEAST_FACTOR, SLOW_LINK, SLOW_SUMS, Link, Links, LinkVerdict
 from odyssey_megatron.diagnosis.verdicts import Diagnosis
-from odyssey_megatron.launch.slowness import Slowness, evidence_of, ranks_of
+from odyssey_megatron.launch.slowness import OVER, Slowness, evidence_of, ranks_of
 from odyssey_megatron.plan.plan import Plan
 
-_OVER, _AGAIN = 0.5, 0.75
-"""Of the way from healthy to how slow it was, in logs: nearer to healthy than that it is over; it is slow again from so
-far on only, unless something has changed since: the steps that are looked at go back to before it was over.
+_AGAIN = 0.75
+"""The same way as of ``OVER``: what is over is slow again from so far on only, unless something has changed since: the
+steps that are looked at go back to before it was over.
 """
 
 
@@ -130,7 +130,7 @@ def _is_over(one: LinkVerdict, found: Links) -> bool:
     now = [link for link in one.links if link in found.latest]
     if not now or any(link in found.slow for link in now):
         return False
-    return statistics.median(found.factors[link] for link in now) < one.factor**_OVER
+    return statistics.median(found.factors[link] for link in now) < one.factor**OVER
 
 
 def _whose(one: LinkVerdict, ranks: list[int]) -> str:

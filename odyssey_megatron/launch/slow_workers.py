@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from odyssey_megatron.cluster.state import ClusterState, with_speeds
 from odyssey_megatron.diagnosis.steps import Shown
 from odyssey_megatron.diagnosis.verdicts import SLOW_WORKER, Diagnosis
-from odyssey_megatron.launch.slowness import Slowness, evidence_of
+from odyssey_megatron.launch.slowness import OVER, Slowness, evidence_of
 from odyssey_megatron.plan.plan import Plan
 
 LEAST_SLOWNESS = 1.1
@@ -49,7 +49,7 @@ class SlowWorkers:
             for one in state.workers
             if one.alive
             and one.speed < 1.0
-            and diagnosis.factors.get(one.worker, 1.0) * one.share >= one.speed**-0.5
+            and diagnosis.factors.get(one.worker, 1.0) * one.share >= one.speed**-OVER
         }
 
     def _confirmed(self, diagnosis: Diagnosis) -> dict[int, float]:

@@ -15,6 +15,9 @@ from odyssey_megatron.plan.plan import Plan
 
 _log = logging.getLogger(__name__)
 
+OVER = 0.5
+"""Of the way from healthy to how slow it was, in logs: nearer to healthy than that it is over."""
+
 
 class Slowness:
     """Holds verdicts against the time of steps, and tells what is so, what is doubted, and what is over."""

@@ -6,9 +6,9 @@ are stages behind it): below that number a forward is due, and a weight gradient
 room for it. Otherwise input gradients go first, then forwards that fit, then weight gradients. At 1F1B's memory
 that *is* 1F1B; where all workers have the memory of 1F1B's first stage it is a zero-bubble schedule.
 
-It goes by times in round numbers (``rounded``), and what it finds is timed by the real ones: a rule that takes what is
-there depends on what ends a microsecond earlier. By measured times its orders were 4 % longer in the median, and up to
-15 % (``tests/benchmarks/policies.py``, ``measured``).
+It goes by times in round numbers (``rounded``), too, and what it finds is timed by the real ones: a rule that takes
+what is there depends on what ends a microsecond earlier. By measured times alone its orders were 4 % longer in the
+median, and up to 15 % (``tests/benchmarks/policies.py``, ``measured``).
 """
 
 from __future__ import annotations
