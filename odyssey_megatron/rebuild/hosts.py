@@ -47,7 +47,7 @@ def _on_host(tree: Any, staged: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
         return type(tree)(_on_host(one, staged) for one in tree)
     if not isinstance(tree, torch.Tensor) or tree.device.type == "cpu":
         return tree
-    staged.append((tree, tree.to("cpu")))
+    staged.append((tree, tree.detach().to("cpu")))
     return staged[-1][1]
 
 
@@ -58,8 +58,9 @@ class _StagedWork(AbortableWork):
 
     def wait(self, timeout: Any = None) -> bool:
         super().wait(timeout)
-        for tensor, copy in self._staged:
-            tensor.copy_(copy.to(tensor.device))
+        with torch.no_grad():  # as where a library writes by itself
+            for tensor, copy in self._staged:
+                tensor.copy_(copy.to(tensor.device))
         self._staged = []
         return True
 
