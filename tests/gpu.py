@@ -139,9 +139,9 @@ class Machine:
     def left_s(self) -> float:
         return LIMIT_S - (time.monotonic() - self._began_s)
 
-    def run(self, argv: Sequence[str], log: str, path: str = "") -> int:
+    def run(self, argv: Sequence[str], log: str, path: str = "", **environ: str) -> int:
         """The exit code; 124 where it took too long. What it says goes to a file. ``path``: where else Python finds
-        modules.
+        modules; ``environ``: more variables.
         """
         search = os.pathsep.join(filter(None, [path, os.environ.get("PYTHONPATH", "")]))
         limit_s = max(1.0, min(OF_ONE_S, self.left_s))
@@ -154,7 +154,7 @@ class Machine:
                     timeout=limit_s,
                     cwd=CHECKOUT,
                     check=False,
-                    env=os.environ | {"PYTHONPATH": search},
+                    env=os.environ | {"PYTHONPATH": search, **environ},
                 ).returncode
             except subprocess.TimeoutExpired:
                 return 124
@@ -188,9 +188,11 @@ class Machine:
         logs = {}
         try:
             argvs = commands(case, checkout, self.out, dry=self.dry, shares=self.shares(case))
+            # Megatron refuses such jobs without it, on GPUs before Blackwell.
+            one_queue = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if case.apart else {}
             for name, arguments in argvs.items():
                 logs[name] = self.out / f"{name}.log"
-                if code := self.run([sys.executable, *arguments], f"{name}.log", str(checkout)):
+                if code := self.run([sys.executable, *arguments], f"{name}.log", str(checkout), **one_queue):
                     raise ConfigError(f"exit code {code}: {logs[name]}")
             found = gpu_megatron_lm.figures(case, logs, shares=self.shares(case))
             self.rows.append((self.told(case), case.gpus, found))

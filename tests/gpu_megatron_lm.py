@@ -47,18 +47,8 @@ class Beside:
     inject: str = ""
     apart: str = ""
     """Besides ``flags``, how its ranks share out a microbatch."""
-    apex: bool = False
-
-    @property
-    def needs(self) -> str:
-        """A module of Python's; empty: none."""
-        return (
-            "transformer_engine"
-            if TE in self.flags
-            else "fused_weight_gradient_mlp_cuda"
-            if self.apex
-            else ""
-        )
+    needs: str = ""
+    """A module of Python's."""
 
     @property
     def log(self) -> str:
@@ -76,6 +66,7 @@ BESIDE = (
         flags=f"{TE} --num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-grouped-gemm "
         "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --moe-permute-fusion "
         "--moe-shared-expert-intermediate-size 128 --moe-shared-expert-overlap",
+        needs="transformer_engine",
         inject="rank=1,step=6,at=forward",
     ),
     Beside(
@@ -83,13 +74,14 @@ BESIDE = (
         gpus=4,
         flags=TE,
         apart="--context-parallel-size 2",
+        needs="transformer_engine",
         inject="rank=2,step=6,at=backward",
     ),
     Beside(
         name="Megatron-LM on one GPU, apex",
         gpus=1,
         flags="--transformer-impl local --no-rope-fusion --normalization LayerNorm",
-        apex=True,
+        needs="fused_weight_gradient_mlp_cuda",
     ),
 )
 

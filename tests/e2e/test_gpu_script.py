@@ -24,6 +24,7 @@ def script(*argv):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_the_dry_run_measures_one_job_and_says_what_is_left(tmp_path):
     done = script("--dry-run", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
