@@ -28,18 +28,25 @@ def test_cells_compute_together(shape):
     check(job(shape, steps=1), seed=2)
 
 
-def interrupted():
+INTERRUPTED = pytest.mark.parametrize(
+    ("shape", "microbatch", "seed"), [(CONTEXT, 2, 4), (EXPERT, 4, 696)], ids=str
+)
+
+
+def interrupted(shape, microbatch):
     """Of what is queued behind the failure much is exchanged within cells."""
-    kill = Kill(rank=5, step=1, point="backward", microbatch=2)
-    return job(CONTEXT, kill, steps=2, flags={"policy": "reroute"}, one_queue=True)
+    kill = Kill(rank=5, step=1, point="backward", microbatch=microbatch)
+    return job(shape, kill, steps=2, flags={"policy": "reroute"}, one_queue=True)
 
 
-def test_gradients_that_cells_have_made_of_garbage_do_not_count():
+@INTERRUPTED
+def test_gradients_that_cells_have_made_of_garbage_do_not_count(shape, microbatch, seed):
     """Behind a failure they exchange what an abort has left, so that the step is done again."""
-    assert check(interrupted(), seed=4).outcomes() == ["redo"]
+    assert check(interrupted(shape, microbatch), seed).outcomes() == ["redo"]
 
 
-def test_gradients_made_of_garbage_are_seen(monkeypatch):
+@INTERRUPTED
+def test_gradients_made_of_garbage_are_seen(monkeypatch, shape, microbatch, seed):
     from odyssey_megatron.execute.progress import Progress
 
     init = Progress.__init__
@@ -49,7 +56,7 @@ def test_gradients_made_of_garbage_are_seen(monkeypatch):
 
     monkeypatch.setattr(Progress, "__init__", alone)
     with pytest.raises(AssertionError):
-        check(interrupted(), seed=4)
+        check(interrupted(shape, microbatch), seed)
 
 
 @pytest.mark.parametrize("number", range(5))
