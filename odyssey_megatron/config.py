@@ -22,6 +22,7 @@ REBALANCES = ("off", "auto")
 SEQUENCE_BALANCES = ("off", "auto")
 INTERRUPTED_STEPS = ("resume", "redo")
 DEVICES = ("cuda", "cpu")
+BACKENDS = ("auto", "gloo")
 ON_SIGTERM = ("auto", "save", "leave", "stop")
 
 
@@ -65,6 +66,12 @@ class OdysseyConfig:
     )
     policy: str = _flag("auto", "recovery policy", choices=policies)
     device: str = _flag("cuda", "cpu runs Megatron on CPU tensors and gloo", choices=DEVICES)
+    backend: str = _flag(
+        "auto",
+        "what connects the ranks. auto: NCCL between GPUs, gloo between CPUs. gloo: GPUs, too, by way of their hosts' "
+        "memory, which is slow; but several ranks may share a GPU, which NCCL refuses",
+        choices=BACKENDS,
+    )
     float64: str = _flag("off", "train in float64, to prove exactness", choices=("off", "on"))
     run_dir: str = _flag("odyssey-run", "folder for the journal, the profile and the report")
     bind: str = _flag(
@@ -249,6 +256,11 @@ class OdysseyConfig:
     def eager_forwards(self) -> bool:
         """See ``JobSpec.eager_forwards``."""
         return self.redundancy == "compute"
+
+    @property
+    def uses_nccl(self) -> bool:
+        """Between ranks; else gloo."""
+        return self.device == "cuda" and self.backend == "auto"
 
     @property
     def accepted(self) -> frozenset[str]:

@@ -1,9 +1,14 @@
-"""What ``tests/gpu.sh`` runs: jobs of the example's model on real GPUs, each beside the same without a failure."""
+"""What ``tests/gpu.sh`` runs: jobs of the example's model on real GPUs, each beside the same without a failure.
+
+Where there are fewer GPUs than a job has ranks, several ranks share one: their messages go by way of the host
+(``--odyssey-backend gloo``), so that NCCL is not tried, but all that a device computes is, and is timed.
+"""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import os
 import subprocess
 import sys
@@ -18,13 +23,16 @@ from odyssey_megatron.doctor.launch_line import judged
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.metrics.journal import read_journal
 from odyssey_megatron.metrics.run import read_run, summary
+from odyssey_megatron.policy.profile import load_profile
 from tests import gpu_megatron_lm
-from tests.gpu_megatron_lm import BESIDE, Beside, commands
+from tests.gpu_megatron_lm import BESIDE, SHARED, Beside, commands
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 SCRIPT = CHECKOUT / "examples" / "llama" / "pretrain_llama.py"
 LIMIT_S, OF_ONE_S = 600.0, 150.0
 """Of all together, and of one command."""
+EXACT = 1e-10
+"""Relative, of losses in float64 with and without a failure."""
 MODEL = (
     "--num-layers 8 --hidden-size 64 --ffn-hidden-size 192 --num-attention-heads 4 --num-query-groups 2 "
     "--seq-length 64 --micro-batch-size 1 --global-batch-size 16 --lr-warmup-iters 1 --odyssey-hang-s 2 "
@@ -91,7 +99,9 @@ CASES = (
 )
 
 
-def flags_of(case: Case, run_dir: Path, cache: Path, *, device: str, inject: str) -> list[str]:
+def flags_of(
+    case: Case, run_dir: Path, cache: Path, *, device: str, inject: str, shares: bool = False
+) -> list[str]:
     folders = ["--odyssey-run-dir", str(run_dir), "--data-cache-path", str(cache)]
     given = [
         *MODEL,
@@ -101,6 +111,7 @@ def flags_of(case: Case, run_dir: Path, cache: Path, *, device: str, inject: str
         "--odyssey-device",
         device,
         *folders,
+        *(SHARED.split() if shares else []),
     ]
     return [*given, "--odyssey-inject", inject] if inject else given
 
@@ -110,18 +121,27 @@ class Machine:
 
     def __init__(self, out: Path, *, dry: bool):
         self.out, self.dry, self._began_s = out, dry, time.monotonic()
-        self.gpus, self.why = _gpus()
+        self.gpus, self.why = (1, "") if dry else _gpus()
+        """A dry run does as if there were one, for the ranks of a job to share."""
         self.rows: list[tuple[str, int, str]] = []
         self.left_out: list[str] = []
         self.wrong: list[str] = []
+
+    def shares(self, case: Case | Beside) -> bool:
+        """Whether several ranks of it are on one GPU."""
+        return 0 < self.gpus < case.gpus
+
+    def told(self, case: Case | Beside) -> str:
+        """Its name, and where it runs."""
+        return f"{case.name}; over gloo on {self.gpus} GPU(s)" if self.shares(case) else case.name
 
     @property
     def left_s(self) -> float:
         return LIMIT_S - (time.monotonic() - self._began_s)
 
-    def run(self, argv: Sequence[str], log: str, path: str = "") -> int:
+    def run(self, argv: Sequence[str], log: str, path: str = "", **environ: str) -> int:
         """The exit code; 124 where it took too long. What it says goes to a file. ``path``: where else Python finds
-        modules.
+        modules; ``environ``: more variables.
         """
         search = os.pathsep.join(filter(None, [path, os.environ.get("PYTHONPATH", "")]))
         limit_s = max(1.0, min(OF_ONE_S, self.left_s))
@@ -134,7 +154,7 @@ class Machine:
                     timeout=limit_s,
                     cwd=CHECKOUT,
                     check=False,
-                    env=os.environ | {"PYTHONPATH": search},
+                    env=os.environ | {"PYTHONPATH": search, **environ},
                 ).returncode
             except subprocess.TimeoutExpired:
                 return 124
@@ -145,7 +165,8 @@ class Machine:
         run_dir = self.out / name
         launcher = ["--nproc-per-node", str(case.gpus)]
         launcher += ["--preload", "odyssey_megatron.mcore.cpu_preload"] if self.dry else []
-        flags = flags_of(case, run_dir, self.out / "cache", device=device, inject=inject)
+        cache = self.out / "cache"
+        flags = flags_of(case, run_dir, cache, device=device, inject=inject, shares=self.shares(case))
         argv = [sys.executable, "-m", "odyssey_megatron", "run", *launcher, str(SCRIPT), *flags]
         code = self.run(argv, f"{name}.log")
         if code:
@@ -157,7 +178,8 @@ class Machine:
         try:
             shot = self.job(case, name, case.inject)
             reference = self.job(case, f"{name}.undisturbed", "")
-            self.rows.append((case.name, case.gpus, figures(shot, reference)))
+            exact = EXACT if "--odyssey-float64" in case.flags else math.inf
+            self.rows.append((self.told(case), case.gpus, figures(shot, reference, exact)))
         except ConfigError as error:
             self.wrong.append(f"{case.name}: {error}")
 
@@ -165,11 +187,15 @@ class Machine:
         """A job of Megatron-LM's, beside it without Odyssey."""
         logs = {}
         try:
-            for name, arguments in commands(case, checkout, self.out, dry=self.dry).items():
+            argvs = commands(case, checkout, self.out, dry=self.dry, shares=self.shares(case))
+            # Megatron refuses such jobs without it, on GPUs before Blackwell.
+            one_queue = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if case.apart else {}
+            for name, arguments in argvs.items():
                 logs[name] = self.out / f"{name}.log"
-                if code := self.run([sys.executable, *arguments], f"{name}.log", str(checkout)):
+                if code := self.run([sys.executable, *arguments], f"{name}.log", str(checkout), **one_queue):
                     raise ConfigError(f"exit code {code}: {logs[name]}")
-            self.rows.append((case.name, case.gpus, gpu_megatron_lm.figures(case, logs)))
+            found = gpu_megatron_lm.figures(case, logs, shares=self.shares(case))
+            self.rows.append((self.told(case), case.gpus, found))
         except ConfigError as error:
             self.wrong.append(f"{case.name}: {error}")
 
@@ -186,8 +212,10 @@ def _gpus() -> tuple[int, str]:
     return count, "" if count else "no CUDA device"
 
 
-def figures(shot: Path, reference: Path) -> str:
-    """What a job that was shot at has shown, beside the same undisturbed. Raises ConfigError if it shows nothing."""
+def figures(shot: Path, reference: Path, exact: float = math.inf) -> str:
+    """What a job that was shot at has shown, beside the same undisturbed. Raises ConfigError if it shows nothing, or if
+    a loss is farther off than ``exact``, relative.
+    """
     run, undisturbed = read_run(shot), read_run(reference)
     found = summary(run, undisturbed)
     events = list(read_journal(shot))
@@ -198,15 +226,26 @@ def figures(shot: Path, reference: Path) -> str:
     difference, stall_s = found["loss_difference"], found["median_stall_s"]
     if stall_s is None or difference["only_here"] or difference["only_in_reference"]:
         raise ConfigError(f"{shot}: no recovery, or steps are missing: {difference}")
+    if difference["max_relative"] > exact:
+        raise ConfigError(f"{shot}: losses {difference['max_relative']:.2g} off those of {reference}")
+    profile = load_profile(reference)
+    if profile.source != "measured":
+        raise ConfigError(f"{reference}: no costs were measured")
+    layer = profile.costs.layers[1]
+    costs = " + ".join(
+        f"{1e3 * one:.2f}" for one in (layer.forward_s, layer.input_grad_s, layer.weight_grad_s)
+    )
     return (
         f"stall {1000 * stall_s:.0f} ms; losses within {difference['max_relative']:.2g} relative of {found['steps']} "
-        f"steps; step {1000 * summary(undisturbed, None)['median_step_s']:.0f} ms; same bytes on all holders"
+        f"steps; step {1000 * summary(undisturbed, None)['median_step_s']:.0f} ms; a layer's forward, input and weight "
+        f"gradient {costs} ms; same bytes on all holders"
     )
 
 
-def check(case: Case, out: Path) -> None:
+def check(case: Case, out: Path, *, shares: bool = False) -> None:
     """What of a job needs no GPU: its flags are ours and the example's. Raises ConfigError, SystemExit."""
-    flags = flags_of(case, out / "none", out / "cache", device="cuda", inject=case.inject)
+    cache = out / "cache"
+    flags = flags_of(case, out / "none", cache, device="cuda", inject=case.inject, shares=shares)
     config = config_from_argv(flags)
     if [one.rank for one in config.injections if one.rank >= case.gpus]:
         raise ConfigError(f"{case.name}: rank of {case.inject} is not one of {case.gpus}")
@@ -227,13 +266,15 @@ def dry_run(machine: Machine) -> None:
     """The flags of all jobs; the tests that want a GPU can be collected; the first job, on this machine's CPU."""
     for case in CASES:
         check(case, machine.out)
+        check(case, machine.out, shares=True)
         machine.left_out.append(f"{case.name}: {case.gpus} GPUs")
     argv = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--collect-only", TE_TESTS]
     if machine.run(argv, "te.log"):
         machine.wrong.append(f"{TE_TESTS} cannot be collected: {machine.out / 'te.log'}")
     for one in BESIDE:
         machine.left_out.append(f"{one.name}: {one.gpus} GPUs")
-        verdict = judged([*gpu_megatron_lm.MODEL.split(), *one.flags.split(), "--odyssey-inject", one.inject])
+        argv = commands(one, CHECKOUT, machine.out, dry=False, shares=True)[one.log]
+        verdict = judged(argv[argv.index("--num-layers") :])
         if verdict.refused or verdict.ignored or verdict.unknown:
             machine.wrong.append(verdict.told(one.name))
     if path := os.environ.get("MEGATRON_LM_PATH"):
@@ -251,24 +292,24 @@ def wet_run(machine: Machine) -> None:
         machine.rows.append(("Transformer Engine's layers", 1, lines[-1] if lines else "nothing said"))
         if code:
             machine.wrong.append(f"{TE_TESTS}: exit code {code}: {machine.out / 'te.log'}")
-    for case in (*CASES, *BESIDE):
-        if case.gpus > machine.gpus:
-            machine.left_out.append(
-                f"{case.name}: {case.gpus} GPUs, here {machine.gpus} ({machine.why or 'too few'})"
-            )
+    for case in sorted((*CASES, *BESIDE), key=lambda one: one.gpus):
+        if not machine.gpus:
+            machine.left_out.append(f"{case.name}: {case.gpus} GPUs, here 0 ({machine.why})")
         elif machine.left_s < 30.0:
             machine.left_out.append(f"{case.name}: no time left of {LIMIT_S:.0f} s")
         elif isinstance(case, Case):
             machine.measure(case)
         elif not (path := os.environ.get("MEGATRON_LM_PATH")):
             machine.left_out.append(f"{case.name}: MEGATRON_LM_PATH names no checkout")
-        elif case.needs_te and importlib.util.find_spec("transformer_engine") is None:
-            machine.left_out.append(f"{case.name}: no transformer_engine")
+        elif case.needs and importlib.util.find_spec(case.needs) is None:
+            machine.left_out.append(f"{case.name}: no {case.needs}")
         else:
             machine.measure_beside(case, Path(path))
-
-
-NOT_YET = ("several ranks on one GPU (a rank's groups are NCCL's, which wants a GPU each)",)
+    shared = sorted({case.gpus for case in (*CASES, *BESIDE) if machine.shares(case)})
+    if shared:
+        machine.left_out.append(
+            f"NCCL between {', '.join(map(str, shared))} ranks: here {machine.gpus} GPU(s)"
+        )
 
 
 def main() -> int:
@@ -285,7 +326,7 @@ def main() -> int:
     print(f"| on {where} | ranks | measured |\n|---|---|---|")
     for name, ranks, figure in machine.rows:
         print(f"| {name} | {ranks} | {figure} |")
-    for text in (*machine.left_out, *NOT_YET):
+    for text in machine.left_out:
         print(f"not run: {text}")
     for text in machine.wrong:
         print(f"FAILED: {text}")

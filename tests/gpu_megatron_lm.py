@@ -1,5 +1,8 @@
 """What ``tests/gpu.sh`` runs of an unmodified Megatron-LM: jobs on GPUs beside plain Megatron-LM with the same flags.
 
+Plain Megatron-LM has no way for several ranks on one GPU: where they share one, it runs with one rank that computes the
+same microbatches, so that losses can be compared, and times say what sharing takes.
+
 They take Megatron's own paths by device that the example does not (``docs/devices.md``): experts and how their tokens
 come to the host, fused permutation and shared experts on a stream of their own, context parallelism, fused rotary
 embeddings, ``--train-sync-interval``.
@@ -30,6 +33,7 @@ MODEL = (
 )
 TE = "--transformer-impl transformer_engine"
 LOCAL = "--transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion --no-rope-fusion"
+SHARED = "--odyssey-backend gloo"
 ON_CPU = "--distributed-backend gloo --no-masked-softmax-fusion --no-bias-swiglu-fusion"
 
 
@@ -41,10 +45,16 @@ class Beside:
     gpus: int
     flags: str
     inject: str = ""
+    apart: str = ""
+    """Besides ``flags``, how its ranks share out a microbatch."""
+    needs: str = ""
+    """A module of Python's."""
 
     @property
-    def needs_te(self) -> bool:
-        return TE in self.flags
+    def log(self) -> str:
+        """Of the last of its jobs, without an ending."""
+        name = self.name.replace(" ", "-").replace(",", "")
+        return name if self.inject else f"{name}.undisturbed"
 
 
 BESIDE = (
@@ -56,13 +66,22 @@ BESIDE = (
         flags=f"{TE} --num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-grouped-gemm "
         "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --moe-permute-fusion "
         "--moe-shared-expert-intermediate-size 128 --moe-shared-expert-overlap",
+        needs="transformer_engine",
         inject="rank=1,step=6,at=forward",
     ),
     Beside(
         name="Megatron-LM, context-parallel, a kill",
         gpus=4,
-        flags=f"{TE} --context-parallel-size 2",
+        flags=TE,
+        apart="--context-parallel-size 2",
+        needs="transformer_engine",
         inject="rank=2,step=6,at=backward",
+    ),
+    Beside(
+        name="Megatron-LM on one GPU, apex",
+        gpus=1,
+        flags="--transformer-impl local --no-rope-fusion --normalization LayerNorm",
+        needs="fused_weight_gradient_mlp_cuda",
     ),
 )
 
@@ -91,23 +110,30 @@ def lines(log: Path) -> list[Line]:
     return [found[number] for number in sorted(found)]
 
 
-def commands(case: Beside, checkout: Path, out: Path, *, dry: bool) -> dict[str, list[str]]:
-    """What is run, by the name of its log: plain, undisturbed, and shot at if it is; arguments of Python's."""
+def commands(
+    case: Beside, checkout: Path, out: Path, *, dry: bool, shares: bool = False
+) -> dict[str, list[str]]:
+    """What is run, by the name of its log: plain, undisturbed, and shot at if it is; arguments of Python's. ``shares``:
+    several ranks are on one GPU.
+    """
     script, ranks = str(checkout / "pretrain_gpt.py"), ["--nproc-per-node", str(case.gpus)]
     flags = [*MODEL.split(), *case.flags.split(), *(ON_CPU.split() if dry else [])]
-    name = case.name.replace(" ", "-").replace(",", "")
+    apart, name = case.apart.split(), case.log.removesuffix(".undisturbed")
     plain = [str(CHECKOUT / "tests" / "megatron_lm" / "plain.py")] if dry else []
     run = ["-m", "odyssey_megatron", "run", *ranks]
     run += ["--preload", "odyssey_megatron.mcore.cpu_preload"] if dry else []
     device = "cpu" if dry else "cuda"
-    found = {f"{name}.plain": ["-m", "torch.distributed.run", *ranks, *plain, script, *flags]}
+    alone = ["--nproc-per-node", "1", *plain, script, *flags]
+    beside = [*ranks, *plain, script, *flags, *apart]
+    found = {f"{name}.plain": ["-m", "torch.distributed.run", *(alone if shares else beside)]}
     for log, inject in ((f"{name}.undisturbed", ""), *([(name, case.inject)] if case.inject else [])):
         own = ["--odyssey", "--odyssey-device", device, "--odyssey-run-dir", str(out / log)]
-        found[log] = [*run, script, *flags, *own, *(["--odyssey-inject", inject] if inject else [])]
+        own += SHARED.split() if shares else []
+        found[log] = [*run, script, *flags, *apart, *own, *(["--odyssey-inject", inject] if inject else [])]
     return found
 
 
-def figures(case: Beside, logs: dict[str, Path]) -> str:
+def figures(case: Beside, logs: dict[str, Path], *, shares: bool = False) -> str:
     """Raises ConfigError if losses differ, or steps are missing."""
     plain, *ours = (lines(path) for path in logs.values())
     worst = max(
@@ -120,5 +146,5 @@ def figures(case: Beside, logs: dict[str, Path]) -> str:
     plain_s, own_s = (statistics.median(one.seconds for one in run[1:]) for run in (plain, ours[0]))
     return (
         f"losses within {worst:.2g} relative of plain Megatron-LM's; iteration {1000 * own_s:.0f} ms undisturbed, "
-        f"{own_s / plain_s:.2f} of its"
+        f"{own_s / plain_s:.2f} of its" + (" with one rank" if shares else "")
     )

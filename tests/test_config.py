@@ -37,6 +37,7 @@ FROZEN = {
     "memory_headroom_percent": 10,
     "slower_for_memory_percent": 0.2,
     "profile": "",
+    "backend": "auto",
     "profile_steps": 5,
     "trace_steps": 2,
     "horizon_s": 3600.0,

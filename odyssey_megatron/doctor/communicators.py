@@ -25,7 +25,7 @@ def rows(host: Host, job: Job) -> Iterator[Row]:
     """Of a job on GPUs: those of the launch line's layout, healthy. How many layers a stage has makes no difference, so
     it has one.
     """
-    if job.config.device == "cpu":
+    if not job.config.uses_nccl:
         return
     try:
         stages = _size(job, "--pipeline-model-parallel-size")

@@ -25,10 +25,11 @@ def rows(host: Host, job: Job, *, patched: bool) -> Iterator[Row]:
     if job.config.device == "cpu":
         return
     yield _gpu(host)
-    yield _error_handling(host)
-    yield _monitor(host, job)
-    yield _nvls(host)
-    yield _ib_timeout(host, job)
+    if job.config.uses_nccl:
+        yield _error_handling(host)
+        yield _monitor(host, job)
+        yield _nvls(host)
+        yield _ib_timeout(host, job)
     yield _max_connections(host, job)
 
 

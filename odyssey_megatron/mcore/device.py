@@ -11,16 +11,26 @@ from odyssey_megatron.errors import ConfigError
 
 
 def install(config: OdysseyConfig) -> None:
-    """Redirects Megatron to the CPU, or selects this rank's GPU. Raises ConfigError if there is none."""
+    """Redirects Megatron to the CPU, or selects this rank's GPU. Raises ConfigError if there is none for it alone, and
+    it may not share one.
+    """
     if config.device == "cpu":
         from odyssey_megatron.mcore import cpu_device
 
         cpu_device.install()
         return
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if not torch.cuda.is_available() or torch.cuda.device_count() <= local_rank:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count or (config.uses_nccl and count <= local_rank):
         raise ConfigError(
-            f"--odyssey-device cuda: this process needs GPU {local_rank}, torch sees {torch.cuda.device_count()}. "
-            "Start fewer ranks a node, or try it without GPUs with --odyssey-device cpu."
+            f"--odyssey-device cuda: this process needs GPU {local_rank}, torch sees {count}. Start fewer ranks a "
+            "node, let them share GPUs with --odyssey-backend gloo, or try it without GPUs with --odyssey-device cpu."
         )
-    torch.cuda.set_device(local_rank)
+    torch.cuda.set_device(local_rank % count)
+
+
+def sharing(config: OdysseyConfig) -> int:
+    """How many ranks of this node have the GPU of the one that has the most of them."""
+    if config.uses_nccl:
+        return 1
+    return -(-int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // torch.cuda.device_count())

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.mcore.device import sharing
 from odyssey_megatron.policy.block_configs import UnlikeLayers, hybrid_layers, unlike_layers
 from odyssey_megatron.policy.profile import (
     Attention,
@@ -111,7 +112,9 @@ def estimate(
         unlike=_unlike(config, kinds, seq_length),
         mtp_num_layers=config.mtp_num_layers or 0,
         precision=precision or Precision(dtype_bytes=config.params_dtype.itemsize),
-        memory_bytes=None if on_cpu else torch.cuda.mem_get_info()[1] * usable_percent // 100,
+        memory_bytes=None
+        if on_cpu
+        else torch.cuda.mem_get_info()[1] * usable_percent // (100 * sharing(settings)),
         tensor_parallel_size=config.tensor_model_parallel_size,
         context_parallel_size=config.context_parallel_size,
         sequence_parallel=config.sequence_parallel,

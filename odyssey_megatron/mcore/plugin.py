@@ -262,7 +262,7 @@ class Session:
             member=self.member,
             model=model,
             build=lambda number, named: build_groups(self.member, number, named, self.config, libraries),
-            tagged_messages=self.config.device == "cpu",
+            tagged_messages=not self.config.uses_nccl,
             fault_point=injector.at,
             slowness=injector.slowness,
             slow_links=injector.slow_links,

@@ -257,7 +257,7 @@ def _decided(
     if job.eager_forwards:
         ahead = _assembled(best.order, best.layout, profile.costs, best.found.caps, case.speeds, True)
     why = _why(best.option, config.policy, rows) + ("; " + ahead.ahead if ahead and ahead.ahead else "")
-    if config.device != "cpu":
+    if config.uses_nccl:
         anew = communicators(best.layout, best.transfers, job.cell(0), case.previous)
         why += f"; at least {anew.connected}" if anew.anew else f"; {anew.connected}"
     rows.append(_row(case, best, True, why))

@@ -156,7 +156,7 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
         if len(ranks) == 1:
             type_, kind = dist.ProcessGroup.BackendType.CUSTOM, "fake"
         group = _plain_group(store, ranks.index(rank), len(ranks), type_, device, backend)
-        if library is not self._devices:
+        if library.staged:
             group = StagedGroup(group, self._aborts[library])
         elif len(ranks) > 1:
             abort = self._aborts[library]
@@ -240,7 +240,7 @@ def build_groups(
 
 def libraries_for(config: OdysseyConfig) -> tuple[Library, Library]:
     """Of devices and hosts. What outlives a generation does so for whoever uses the same ones in the next."""
-    if config.device == "cuda":
+    if config.uses_nccl:
         return Nccl(config), Hosts(config)
     gloo = Gloo(config)
     return gloo, gloo

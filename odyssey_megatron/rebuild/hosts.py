@@ -22,18 +22,23 @@ FAN = 32
 class StagedGroup(AbortableGroup):
     """A group of hosts that takes tensors of a device: copies go to the host, and what they have become comes back.
 
-    The host waits for its device when an operation is posted.
+    The host waits for its device when an operation is posted. gloo itself takes a device's tensors for some collectives
+    only: of a message it would read the device's address. Source: torch 2.13 ``ProcessGroupGloo::send``.
     """
 
     def post(self, operation: str, *args: Any, **kwargs: Any) -> AbortableWork:
-        staged = list[tuple[torch.Tensor, torch.Tensor]]()
+        written = list[tuple[torch.Tensor, torch.Tensor]]()
         for options in (*args, *kwargs.values()):
             if isinstance(options, dist.BarrierOptions):
                 options.device = torch.device(
                     "cpu"
                 )  # torch names the machine's accelerator where there is one
-        work = super().post(operation, *_on_host(args, staged), **kwargs)
-        return _StagedWork(work, staged) if staged else work
+        # All write to their first argument alone, but for messages, which are sent from there. To what is only read
+        # nothing is written, be it the same: it may have been kept for a backward pass, which would refuse that.
+        writes = operation != "send"
+        on_host = (*_on_host(args[:1], written if writes else []), *_on_host(args[1:], []))
+        work = super().post(operation, *on_host, **kwargs)
+        return _StagedWork(work, written) if written else work
 
 
 def _on_host(tree: Any, staged: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
@@ -42,7 +47,7 @@ def _on_host(tree: Any, staged: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
         return type(tree)(_on_host(one, staged) for one in tree)
     if not isinstance(tree, torch.Tensor) or tree.device.type == "cpu":
         return tree
-    staged.append((tree, tree.to("cpu")))
+    staged.append((tree, tree.detach().to("cpu")))
     return staged[-1][1]
 
 
@@ -53,8 +58,9 @@ class _StagedWork(AbortableWork):
 
     def wait(self, timeout: Any = None) -> bool:
         super().wait(timeout)
-        for tensor, copy in self._staged:
-            tensor.copy_(copy.to(tensor.device))
+        with torch.no_grad():  # as where a library writes by itself
+            for tensor, copy in self._staged:
+                tensor.copy_(copy.to(tensor.device))
         self._staged = []
         return True
 

@@ -1,6 +1,7 @@
 """The libraries that groups are connected with: gloo between hosts, NCCL between GPUs.
 
-On GPUs both: the group of all members lies between hosts (``rebuild/hosts.py``).
+On GPUs both: the group of all members lies between hosts (``rebuild/hosts.py``); with ``--odyssey-backend
+gloo`` all do.
 """
 
 from __future__ import annotations
@@ -32,8 +33,11 @@ _TYPES = dist.ProcessGroup.BackendType
 
 
 class Library(Protocol):
-    """One of them. ``device``, ``kind`` and ``type`` are what torch calls it."""
+    """One of them. ``device``, ``kind`` and ``type`` are what torch calls it. ``staged``: it connects hosts, and is
+    given tensors of devices all the same (``hosts.StagedGroup``).
+    """
 
+    staged: bool
     device: str
     kind: str
     type: Any
@@ -64,7 +68,7 @@ class Gloo:
     spare = None
 
     def __init__(self, config: OdysseyConfig):
-        self._config = config
+        self._config, self.staged = config, config.device != "cpu"
 
     def new_abort(self) -> Abort:
         return GlooAbort(timedelta(seconds=self._config.op_timeout_s))
@@ -113,6 +117,7 @@ class Nccl:
     """Implements Library. Not run in this project's tests, which have no GPU; ``tests/strict`` has its rules."""
 
     device, kind, type = "cuda", "nccl", _TYPES.NCCL
+    staged = False
     rendezvous = ByKey
 
     def __init__(self, config: OdysseyConfig):

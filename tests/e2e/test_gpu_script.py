@@ -24,13 +24,14 @@ def script(*argv):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_the_dry_run_measures_one_job_and_says_what_is_left(tmp_path):
     done = script("--dry-run", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "| a kill, rerouted | 2 | stall " in done.stdout
+    assert "| a kill, rerouted; over gloo on 1 GPU(s) | 2 | stall " in done.stdout
     assert "FAILED" not in done.stdout
     assert all(f"not run: {case.name}: {case.gpus} GPUs" in done.stdout for case in (*gpu.CASES, *gpu.BESIDE))
-    beside = "| Megatron-LM, a kill | 2 | losses within" in done.stdout
+    beside = "| Megatron-LM, a kill; over gloo on 1 GPU(s) | 2 | losses within" in done.stdout
     assert beside == bool(os.environ.get("MEGATRON_LM_PATH"))
 
 
@@ -45,6 +46,7 @@ def test_without_a_gpu_nothing_is_claimed(tmp_path):
 def test_a_line_that_is_wrong_is_found(tmp_path):
     good = gpu.CASES[0]
     gpu.check(good, tmp_path)
+    gpu.check(good, tmp_path, shares=True)
     with pytest.raises(ConfigError, match="unknown flag --odyssey-polcy"):
         gpu.check(replace(good, flags="--odyssey-polcy reroute"), tmp_path)
     with pytest.raises(ConfigError, match="is not one of 2"):

@@ -59,12 +59,15 @@ class Undisturbed(NamedTuple):
 
 
 @lru_cache
-def undisturbed(steps: int = STEPS, *, shards: int = 1, experts: int = 1, tied: bool = False) -> Undisturbed:
-    """Without schedule or messages, with autograd's gradients. In a gang each of so many ``experts`` has a lane."""
-    count = MICROBATCHES * experts
+def undisturbed(
+    steps: int = STEPS, *, shards: int = 1, experts: int = 1, lanes: int = 1, tied: bool = False
+) -> Undisturbed:
+    """Without schedule or messages, with autograd's gradients. Gangs have so many ``experts`` and ``lanes``."""
+    count = MICROBATCHES * lanes
     weights = {(layer, "w"): initial(layer) for layer in range(tied, LAYERS + tied)}
     for layer in filter(lambda one: has_experts(one, experts), range(LAYERS)):
-        weights |= {(layer, f"e{part}"): initial(layer, f"e{part}") for part in range(experts)}
+        parts = [f"e{part}" for part in range(experts * shards)]
+        weights |= {(layer, part): initial(layer, part) for part in parts}
     momenta = {key: torch.zeros_like(one) for key, one in weights.items()}
 
     def loss_from(first: int, weights: Mapping[tuple[int, str], torch.Tensor]) -> torch.Tensor:
@@ -76,7 +79,11 @@ def undisturbed(steps: int = STEPS, *, shards: int = 1, experts: int = 1, tied: 
                 weight = sum(weights[place, "w"] for place in places if (place, "w") in weights)
                 x = torch.tanh((x + x.mean(0)) @ weight)
                 if has_experts(layer, experts):
-                    chosen = [weights[layer, f"e{one}"] for one in routed(number, layer, experts)]
+                    whole = [
+                        sum(weights[layer, f"e{part}"] for part in range(one * shards, (one + 1) * shards))
+                        for one in range(experts)
+                    ]
+                    chosen = [whole[one] for one in routed(number, layer, experts)]
                     x = x + torch.stack([row @ one for row, one in zip(x, chosen, strict=True)])
             total = total + x.square().mean()
         return total / count
@@ -85,11 +92,11 @@ def undisturbed(steps: int = STEPS, *, shards: int = 1, experts: int = 1, tied: 
     for step in range(steps):
         with torch.enable_grad():
             leaves = {key: one.detach().requires_grad_() for key, one in weights.items()}
-            loss = loss_from(of_step(step, experts), leaves)
+            loss = loss_from(of_step(step, lanes), leaves)
             gradients = torch.autograd.grad(loss * count, [*leaves.values()])
         losses.append(float(loss.detach()))
         for key, gradient in zip(leaves, gradients, strict=True):
-            apply_step(weights[key], momenta[key], gradient, experts)
+            apply_step(weights[key], momenta[key], gradient, lanes)
         evaluated.append(float(loss_from(OF_EVALUATIONS, weights)))
     cut = {key: one for key, one in weights.items() if key[1] != "w"}
     for (layer, name), whole in weights.items():

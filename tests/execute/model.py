@@ -8,6 +8,7 @@ not autograd's: so what runs beside an input gradient does.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -51,7 +52,8 @@ class _Pass(NamedTuple):
 
 class Stack(Held):
     """Implements ``execute.parts.Model``: a layer is h = tanh((x + mean of all rows) W), and where there are experts
-    each row h + h E of the one that it is routed to. The loss is the mean square of the output.
+    each row h + h E of the one that it is routed to; of E tensor-parallel ranks have each a summand. The loss is the
+    mean square of the output.
 
     With ``tied`` the embedding has no weight but the tied one, which the head adds to its own.
     """
@@ -62,10 +64,7 @@ class Stack(Held):
         super().__init__()
         self._where: dict[str, Any] = {"device": torch.device(device), "dtype": torch.float64}
         self._cell, self._tied, self._groups = cell, tied, dict[str, Any]()
-        pieces, each = cell.pieces(False), ROWS // (2 * cell.full_context if cell.full_context > 1 else 1)
-        of_lane = pieces[: len(pieces) // cell.lane_each]
-        first = cell.held_lanes.start * (2 * cell.full_context if cell.full_context > 1 else 1)
-        self._rows = [(piece - first) * each + at for piece in of_lane for at in range(each)]
+        self._rows = _rows_of(cell)
         """Of each sequence those that this rank has."""
         self._mine: tuple[int, ...] = ()
         self._flights: dict[tuple[int, int], list[Any]] = {}
@@ -297,21 +296,26 @@ class Stack(Held):
         hidden = torch.tanh(self._over_columns(mixed @ self._weight(layer)))
         if not has_experts(layer, self._cell.full_expert):
             return _Pass(mixed, hidden, {}, None), hidden
-        exchange = _Exchange(self._cell, lambda: self._groups, self._lanes_of(turn, microbatch), layer)
+        gang = [replace(self._cell, rank=rank) for rank in self._cell.expert_ranks]
+        # In each turn every rank of the gang has a sequence, or some rows of one.
+        numbers = [self._numbers(microbatch, one.held_lanes)[turn] for one in gang]
+        experts = [
+            [routed(number, layer, self._cell.full_expert)[row] for row in _rows_of(one)]
+            for number, one in zip(numbers, gang, strict=True)
+        ]
+        exchange = _Exchange(self._cell, lambda: self._groups, experts)
         experts = {name: piece[0] for name, piece in self.held[layer].items() if name[0] == "e"}
         came = exchange.there(hidden)
         made = exchange.back({name: rows @ experts[name] for name, rows in came.items()})
+        self._sum(made, self._cell.tensor_ranks)
 
         def back(grad: torch.Tensor) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
             of_made = exchange.there(grad)
             of_hidden = exchange.back({name: rows @ experts[name].t() for name, rows in of_made.items()})
+            self._sum(of_hidden, self._cell.tensor_ranks)
             return of_hidden, of_made
 
         return _Pass(mixed, hidden, came, back), hidden + made
-
-    def _lanes_of(self, turn: int, microbatch: int) -> list[int]:
-        """Of each rank of the gang the number of the sequence that it has in that turn."""
-        return self._numbers(microbatch, range(turn, self._cell.full_lanes, self._cell.lane_each))
 
     def _pass_back(
         self, layer: int, one: _Pass, grad: torch.Tensor, sums: dict[str, torch.Tensor]
@@ -349,6 +353,14 @@ class Stack(Held):
         return torch.cat(every.chunk(len(ranks)), dim=1)
 
 
+def _rows_of(cell: Cell) -> list[int]:
+    """Of each sequence that a rank computes, the rows that it has."""
+    ends = 2 * cell.full_context if cell.full_context > 1 else 1
+    pieces, each = cell.pieces(False), ROWS // ends
+    of_lane, first = pieces[: len(pieces) // cell.lane_each], cell.held_lanes.start * ends
+    return [(piece - first) * each + at for piece in of_lane for at in range(each)]
+
+
 def _chunks(tensor: torch.Tensor, count: int, dim: int = 0) -> Sequence[torch.Tensor]:
     return [tensor] if count == 1 else tensor.chunk(count, dim)
 
@@ -364,14 +376,14 @@ def _add(sums: dict[str, torch.Tensor], name: str, own: torch.Tensor) -> None:
 class _Exchange:
     """Rows on their way to experts, and back: an all-to-all each, of sizes that all ranks of the gang know."""
 
-    def __init__(self, cell: Cell, groups: Callable[[], Any], numbers: Sequence[int], layer: int):
-        """``groups``: those of the generation by then; ``numbers``: of each rank of the gang, that of its sequence."""
+    def __init__(self, cell: Cell, groups: Callable[[], Any], experts: Sequence[Sequence[int]]):
+        """``groups``: those of the generation by then; ``experts``: of each rank of the gang, those of its rows."""
         ranks, each = cell.expert_ranks, cell.expert_each
         self._groups, self._name = groups, cell_group_name(ranks) if len(ranks) > 1 else ""
         me = ranks.index(cell.rank)
-        experts = [routed(number, layer, cell.full_expert) for number in numbers]
-        self._order = sorted(range(ROWS), key=lambda row: experts[me][row])
+        self._order = sorted(range(len(experts[me])), key=lambda row: experts[me][row])
         self._own = range(me * each, (me + 1) * each)
+        self._names = [f"e{one * cell.tensor + cell.tensor_rank}" for one in self._own]
         self._sent = [sum(one // each == rank for one in experts[me]) for rank in range(len(ranks))]
         self._pieces = [[own.count(one) for one in self._own] for own in experts]
         """Of each rank, the rows that come from it for each of this rank's experts."""
@@ -383,18 +395,17 @@ class _Exchange:
         came = self._all_to_all(sent, self._come, self._sent)
         pieces = torch.split(came, [one for own in self._pieces for one in own])
         each = len(self._own)
-        return {f"e{part}": _together(pieces[at::each]) for at, part in enumerate(self._own)}
+        return {name: _together(pieces[at::each]) for at, name in enumerate(self._names)}
 
     def back(self, made: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """``made`` of what has come, where it came from, row by row."""
         parts = [
-            torch.split(made[f"e{part}"], [own[at] for own in self._pieces])
-            for at, part in enumerate(self._own)
+            torch.split(made[name], [own[at] for own in self._pieces]) for at, name in enumerate(self._names)
         ]
         returned = torch.cat([one for of_rank in zip(*parts, strict=True) for one in of_rank])
         here = self._all_to_all(returned, self._sent, self._come)
         each = here.split(1)
-        return torch.cat([each[at] for at in sorted(range(ROWS), key=lambda at: self._order[at])])
+        return torch.cat([each[at] for at in sorted(range(len(each)), key=lambda at: self._order[at])])
 
     @property
     def _come(self) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -61,11 +61,14 @@ class HostAbort:
 
 
 class Table:
-    """What the members of one group have brought to each of its operations."""
+    """What the members of one group have brought to each of its operations, and sent each other."""
 
     def __init__(self, size: int):
         self.size = size
-        self.brought: dict[int, dict[int, tuple[str, torch.Tensor]]] = defaultdict(dict)
+        self.brought: dict[int, dict[int, tuple[str, list[torch.Tensor]]]] = defaultdict(dict)
+        self.sent: dict[tuple[int, int, int], list[torch.Tensor]] = defaultdict(list)
+        """By (source, target, tag)."""
+        self.wanted: Counter[tuple[int, int, int]] = Counter()
 
 
 class HostEnd(dist.ProcessGroup):
@@ -81,68 +84,118 @@ class HostEnd(dist.ProcessGroup):
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist._Work:
         (tensor,) = tensors
         maximum = getattr(opts, "reduceOp", dist.ReduceOp.SUM) == dist.ReduceOp.MAX
-
-        def end(rows: list[torch.Tensor]) -> None:
-            stacked = torch.stack(rows)
-            total = stacked.amax(0) if maximum else stacked.sum(0)
-            tensor.copy_(total.to(tensor.dtype))
-
-        return self._bring("allreduce", tensor, end)
+        return self._bring("allreduce", [tensor], lambda rows: tensor.copy_(_total(rows, 0, maximum)))
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> dist._Work:
-        return self._bring("broadcast", tensors[0], lambda rows: tensors[0].copy_(rows[opts.rootRank]))
+        return self._bring("broadcast", tensors, lambda rows: tensors[0].copy_(rows[opts.rootRank][0]))
 
     def allgather(
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
     ) -> dist._Work:
-        def end(rows: list[torch.Tensor]) -> None:
-            for room, row in zip(outputs[0], rows, strict=True):
-                room.copy_(row)
+        return self._bring("allgather", inputs, lambda rows: _fill(outputs[0], [row[0] for row in rows]))
 
-        return self._bring("allgather", inputs[0], end)
+    def all_gather_single(self, output: torch.Tensor, own: torch.Tensor, opts: Any = None) -> dist._Work:
+        rooms = output.view(self._table.size, *own.shape)
+        return self._bring("all_gather", [own], lambda rows: _fill(rooms, [row[0] for row in rows]))
+
+    def reduce_scatter_single(self, output: torch.Tensor, own: torch.Tensor, opts: Any = None) -> dist._Work:
+        parts = [*own.view(self._table.size, *output.shape)]
+        return self._bring("reduce_scatter", parts, lambda rows: output.copy_(_total(rows, self.rank())))
+
+    def all_to_all_single(
+        self, output: torch.Tensor, own: torch.Tensor, come: Any, sent: Any, opts: Any = None
+    ) -> dist._Work:
+        parts, rooms = own.split(sent), output.split(come)
+        return self._bring(
+            "all_to_all", [*parts], lambda rows: _fill(rooms, [row[self.rank()] for row in rows])
+        )
 
     def barrier(self, opts: Any = None) -> dist._Work:
-        return self._bring("barrier", torch.zeros(1), lambda rows: None)
+        return self._bring("barrier", [torch.zeros(1)], lambda rows: None)
 
-    def _bring(self, kind: str, tensor: torch.Tensor, end: Callable[[list[torch.Tensor]], Any]) -> dist._Work:
+    def send(self, tensors: list[torch.Tensor], target: int, tag: int) -> dist._Work:
+        """Rendezvous."""
+        key = self.rank(), target, tag
+        self._table.sent[key].append(tensors[0].detach().clone())
+        number = len(self._table.sent[key])
+        self._machine.may_stop()
+        return _Meeting(self, lambda: self._table.wanted[key] >= number, lambda: None)
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> dist._Work:
+        key = source, self.rank(), tag
+        number, sent = self._table.wanted[key], self._table.sent[key]
+        self._table.wanted[key] += 1
+        self._machine.may_stop()
+        return _Meeting(self, lambda: len(sent) > number, lambda: tensors[0].copy_(sent[number]))
+
+    _allgather_base, _reduce_scatter_base, alltoall_base = (
+        all_gather_single,
+        reduce_scatter_single,
+        all_to_all_single,
+    )  # torch's older names
+
+    def _bring(
+        self, kind: str, own: list[torch.Tensor], end: Callable[[list[list[torch.Tensor]]], Any]
+    ) -> dist._Work:
         here = self._table.brought[self._count]
         self._count += 1
-        here[self.rank()] = kind, tensor.detach().clone()
-        assert len({(name, one.shape, one.dtype) for name, one in here.values()}) == 1, here
+        here[self.rank()] = kind, [one.detach().clone() for one in own]
+        assert len({(name, _shapes(name, parts)) for name, parts in here.values()}) == 1, here
         self._machine.may_stop()
-        return _Meeting(self, here, end)
+        size = self._table.size
+        return _Meeting(self, lambda: len(here) == size, lambda: end([here[rank][1] for rank in range(size)]))
 
-    def meet(self, here: dict[int, Any], end: Callable[[list[torch.Tensor]], Any]) -> None:
-        this_host().wait(lambda: self._abort.fired or len(here) == self._table.size)
-        if len(here) < self._table.size or (self._abort.fired and self._machine.draw.random() < 0.5):
+    def meet(self, ready: Callable[[], bool], end: Callable[[], Any]) -> None:
+        this_host().wait(lambda: self._abort.fired or ready())
+        if not ready() or (self._abort.fired and self._machine.draw.random() < 0.5):
             raise Superseded("a newer generation exists")  # it may come to some, though all were there
-        end([here[rank][1] for rank in range(self._table.size)])
+        end()
+
+
+def _shapes(kind: str, parts: list[torch.Tensor]) -> Any:
+    """What must be the same on all members; of an all-to-all, what each two of them exchange is checked by its end."""
+    return len(parts) if kind == "all_to_all" else tuple((one.shape, one.dtype) for one in parts)
+
+
+def _total(rows: list[list[torch.Tensor]], part: int, maximum: bool = False) -> torch.Tensor:
+    stacked = torch.stack([row[part] for row in rows])
+    return stacked.amax(0) if maximum else stacked.sum(0).to(stacked.dtype)
+
+
+def _fill(rooms: Iterable[torch.Tensor], rows: list[torch.Tensor]) -> None:
+    for room, row in zip(rooms, rows, strict=True):
+        assert room.shape == row.shape
+        room.copy_(row)
 
 
 class _Meeting(dist._Work):
-    def __init__(self, group: HostEnd, here: dict[int, Any], end: Callable[[list[torch.Tensor]], Any]):
+    def __init__(self, group: HostEnd, ready: Callable[[], bool], end: Callable[[], Any]):
         super().__init__()
-        self._group, self._here, self._end = group, here, end
+        self._group, self._ready, self._end = group, ready, end
 
     def wait(self, timeout: Any = None) -> bool:
-        self._group.meet(self._here, self._end)
+        self._group.meet(self._ready, self._end)
         return True
 
 
 class Hosts:
-    """``rebuild.library.Library`` for the group of all."""
+    """``rebuild.library.Library`` for the group of all, or, where ranks share GPUs, for all groups."""
 
+    staged = True
     device, kind, type = "cpu", "hosts", dist.ProcessGroup.BackendType.CUSTOM
     rendezvous = Rendezvous
     spare = None
 
     def __init__(self, machine: Machine, tables: dict[str, Table]):
         self._machine, self._tables = machine, tables
+        self.before: Callable[[], None] = lambda: None
+        """Is called before anything is connected."""
 
     def new_abort(self) -> HostAbort:
         return HostAbort()
 
     def build_all(self, builders: Mapping[str, Callable[[], T]], abort: Any) -> dict[str, T]:
+        self.before()
         return {name: builders[name]() for name in sorted(builders)}
 
     def connector(self, abort: Any) -> Connect:

@@ -79,6 +79,47 @@ def case(
     )
 
 
+GANGS = (
+    {"expert": 2},
+    {"expert": 4},
+    {"context": 2, "expert": 2},
+    {"context": 2, "expert": 4},
+    {"tensor": 2, "expert": 2},
+    {"tensor": 2, "expert": 4},
+)
+"""Sizes of gangs, of 2 to 8 ranks: each exchanges rows with all-to-alls, and over context- and tensor-parallel ranks
+besides.
+"""
+
+
+def gangs(number: int) -> Case:
+    """The job of that number, of gangs: as :func:`case`."""
+    draw = random.Random(f"gangs {number}")
+    alone = Case(stages=1, replicas=1, profile=profile(draw), **draw.choice(GANGS))
+    small = len(alone.ranks) == 2
+    stages, replicas = draw.choice(((1, 2), (2, 1), (2, 2), *(((1, 3), (3, 1)) if small else ())))
+    size, workers = len(alone.ranks), stages * replicas
+    kills = [
+        Kill(rank=draw.randrange(workers * size), step=draw.randrange(2), point=draw.choice(POINTS))
+        for _ in range(draw.choice((0, 1, 1, 1, 2)))
+    ]
+    if kills and draw.random() < 0.3:
+        rank, point = draw.randrange(workers * size), draw.choice(PHASES)
+        kills.append(replace(kills[0], rank=rank, point=point, generation=2))
+    if len({one.rank // size for one in kills}) == workers:
+        kills = kills[:1]
+    redundancy = "state" if replicas == 1 else draw.choice(("off", "state"))
+    return replace(
+        alone,
+        stages=stages,
+        replicas=replicas,
+        steps=2,
+        kills=tuple(kills),
+        one_queue=draw.random() < 0.5,
+        flags={"policy": draw.choice(("auto", "reroute", "replan")), "redundancy": redundancy},
+    )
+
+
 LINKS = {"time_links": "on", "profile_steps": 1}
 """Before each step but the first of a generation links are timed."""
 

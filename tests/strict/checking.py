@@ -19,7 +19,8 @@ def check(case: Case, seed: int) -> Ended | None:
     except JobStopped:
         assert len(case.kills) > 1, "one death is survived"
         return None
-    alone = undisturbed(case.steps, shards=case.tensor, experts=case.expert, tied=case.tied)
+    lanes = case.cell(0).full_lanes
+    alone = undisturbed(case.steps, shards=case.tensor, experts=case.expert, lanes=lanes, tied=case.tied)
     steps = range(case.steps)
     assert [ended.losses[step] for step in steps] == pytest.approx(alone.losses, rel=1e-12)
     if case.evaluates:

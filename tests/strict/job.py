@@ -93,6 +93,8 @@ class Case:
     tied: bool = False
     evaluates: bool = False
     """Behind each step, in two parts."""
+    share: bool = False
+    """The ranks share GPUs: all that goes between them goes between hosts, as with ``--odyssey-backend gloo``."""
     aim: Callable[[PolicyPlanner, JobState], Plan] | None = None
     """Where the job goes once it trains, though nobody has died."""
 
@@ -162,7 +164,9 @@ class Rank:
         self.cell = job.case.cell(rank).smaller(each)
         self.device: Device = job.machine.device(rank, one_queue=job.case.one_queue)
         self.memory = DeviceMemory(self.device)
-        self._libraries = Library(job.machine, self.memory, job.wires), Hosts(job.machine, job.tables)
+        between_hosts = Hosts(job.machine, job.tables)
+        devices = between_hosts if job.case.share else Library(job.machine, self.memory, job.wires)
+        self._libraries = devices, between_hosts
         self.journal = Journal()
         tied = job.case.tied
         self.model: Stack = (
@@ -211,7 +215,7 @@ class Rank:
                 member=self.member,
                 model=self.model,  # type: ignore[arg-type]
                 build=self._build,
-                tagged_messages=False,
+                tagged_messages=case.share,
                 fault_point=self._point,
                 journal=self.journal,  # type: ignore[arg-type]
                 on_commit=lambda step, outcome: None,
@@ -378,7 +382,8 @@ class Ended:
 @contextlib.contextmanager
 def _one_process() -> Iterator[None]:
     """torch knows one rank a process, and keeps groups by name. Here it is none of the job's, and the names differ; in
-    the end they go.
+    the end they go. Within its collectives tensors are still where they are: it would take a device of Python's for a
+    tensor of another library's, and leave it outside.
     """
     world, dist.group.WORLD = dist.group.WORLD, dist.ProcessGroup(9_999, 10_000)
     register, known = c10d._register_pg_in_world, list[Any]()
@@ -387,11 +392,12 @@ def _one_process() -> Iterator[None]:
         register(group, group_name=f"{group_name} {id(group)}", **others)
         known.append(group)
 
-    c10d._register_pg_in_world = named
+    foreign = c10d.has_torch_function
+    c10d._register_pg_in_world, c10d.has_torch_function = named, lambda tensors: False
     try:
         yield
     finally:
-        c10d._register_pg_in_world, dist.group.WORLD = register, world
+        c10d._register_pg_in_world, c10d.has_torch_function, dist.group.WORLD = register, foreign, world
         for group in known:
             c10d._cleanup_process_group_global_state(group)
 

@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tests.strict.cases import PHASES, POINTS, profile  # noqa: E402
+from tests.strict.cases import GANGS, KINDS, PHASES, POINTS, changing, gangs, profile  # noqa: E402
 from tests.strict.checking import check  # noqa: E402
 from tests.strict.job import Case, Kill  # noqa: E402
 
@@ -23,23 +23,30 @@ def job(shape, *kills, **others):
     return Case(stages=2, replicas=2, profile=profile(), kills=kills, **(shape | others))
 
 
-@pytest.mark.parametrize("shape", [BOTH, {"expert": 4}], ids=str)
+@pytest.mark.parametrize("shape", [BOTH, GANGS[1], GANGS[4]], ids=str)
 def test_cells_compute_together(shape):
     check(job(shape, steps=1), seed=2)
 
 
-def interrupted():
+INTERRUPTED = pytest.mark.parametrize(
+    ("shape", "microbatch", "seed"), [(CONTEXT, 2, 4), (EXPERT, 4, 696)], ids=str
+)
+
+
+def interrupted(shape, microbatch):
     """Of what is queued behind the failure much is exchanged within cells."""
-    kill = Kill(rank=5, step=1, point="backward", microbatch=2)
-    return job(CONTEXT, kill, steps=2, flags={"policy": "reroute"}, one_queue=True)
+    kill = Kill(rank=5, step=1, point="backward", microbatch=microbatch)
+    return job(shape, kill, steps=2, flags={"policy": "reroute"}, one_queue=True)
 
 
-def test_gradients_that_cells_have_made_of_garbage_do_not_count():
+@INTERRUPTED
+def test_gradients_that_cells_have_made_of_garbage_do_not_count(shape, microbatch, seed):
     """Behind a failure they exchange what an abort has left, so that the step is done again."""
-    assert check(interrupted(), seed=4).outcomes() == ["redo"]
+    assert check(interrupted(shape, microbatch), seed).outcomes() == ["redo"]
 
 
-def test_gradients_made_of_garbage_are_seen(monkeypatch):
+@INTERRUPTED
+def test_gradients_made_of_garbage_are_seen(monkeypatch, shape, microbatch, seed):
     from odyssey_megatron.execute.progress import Progress
 
     init = Progress.__init__
@@ -49,7 +56,28 @@ def test_gradients_made_of_garbage_are_seen(monkeypatch):
 
     monkeypatch.setattr(Progress, "__init__", alone)
     with pytest.raises(AssertionError):
-        check(interrupted(), seed=4)
+        check(interrupted(shape, microbatch), seed)
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_random_gangs(number):
+    """Their all-to-alls, sums over those who have the same experts, and all others' groups beside each other."""
+    check(gangs(number), seed=number)
+
+
+def test_gangs_go_on_with_a_step():
+    """Where nothing of a backward was queued behind the failure, what they have done of it stays."""
+    kill = Kill(rank=5, step=1, point="forward")
+    one = job(EXPERT, kill, steps=2, flags={"policy": "reroute"})
+    outcomes = {outcome for seed in range(4) for outcome in check(one, seed).outcomes()}
+    assert outcomes <= {"resume", "redo", "finish"}
+    assert "resume" in outcomes
+
+
+@pytest.mark.parametrize(("kind", "seed"), [("come back", 0), ("move", 0)])
+def test_plans_of_gangs_change_between_steps(kind, seed):
+    ended = check(replace(changing(kind, 0), **EXPERT), seed)
+    assert [one for one in ended.entered if one.planned]
 
 
 BROKEN = Kill(rank=2, step=0, point="backward", breaks=True)
@@ -81,6 +109,24 @@ def test_a_smaller_cell_becomes_whole_again(shape):
     last = ended.entered[-1]
     assert last.shapes == ()
     assert last.members == (0, 1, 2, 3, 6, 7)
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("part", range(10))
+def test_all_random_gangs(part):
+    for number in range(part, 100, 10):
+        for seed in range(4):
+            check(gangs(number), seed=1000 * number + seed)
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("part", range(5))
+def test_gangs_killed_as_plans_change(part, kind):
+    for number in range(part, 15, 5):
+        check(replace(changing(kind, number), one_queue=bool(number % 2), **EXPERT), seed=number)
 
 
 @pytest.mark.matrix

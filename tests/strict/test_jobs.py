@@ -172,6 +172,12 @@ def test_what_hosts_agree_on_may_lie_on_a_device():
                 rooms = [torch.empty(2, device=DEVICE) for _ in range(2)]
                 group.allgather([rooms], [own * (number + 1)]).wait()
                 assert all(one.device == DEVICE for one in (own, *rooms))
+                before = own._version
+                sent, came = group.send([own], 1 - number, 7), torch.empty(2, device=DEVICE)
+                group.recv([came], 1 - number, 7).wait()
+                sent.wait()
+                assert torch.equal(came.cpu(), own.cpu())
+                assert own._version == before, "a backward pass may need what is sent, and would not take it"
                 found[number] = [own.tolist(), *(one.tolist() for one in rooms)]
 
         return main
