@@ -104,6 +104,9 @@ def ranked_with_slow(
     look = _Look(search, workers, slow, microbatches)
     # Where memory binds it may take the slow ones, too.
     numbers = search.ranked(workers, microbatches) or search.ranked(workers + len(slow), microbatches)
+    if workers <= MANY_WORKERS:  # a slow one by itself is a pipeline, too, where that may be of one stage
+        with_them = search.ranked(workers + len(slow), microbatches)
+        numbers += tuple(one for one in with_them if one[1] > workers and one not in numbers)
     numbers = tuple(sorted(numbers, key=lambda one: (one[1] == 1, one)))
     least_s = min((one.estimate_s for one in without if one.shares and one.legs == 1), default=inf)
     better = [one for one in look.over({}, numbers, least_s, without) if one.shares]

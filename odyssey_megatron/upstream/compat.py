@@ -350,6 +350,14 @@ def set_aux_losses(losses: Mapping[str, Any]) -> None:
         known.update({name: MetricEntry(values, needs_dp_avg=False) for name, values in losses.items()})
 
 
+def router_of(layer: Any, config: Any, groups: Any) -> Any:
+    """One like that of a mixture of experts, of ``config``. Since 0.17 it is told whether it is multi-token
+    prediction's (core_v0.17.1 transformer/moe/moe_layer.py, line 238).
+    """
+    more = {"is_mtp_layer": layer.is_mtp_layer} if hasattr(layer, "is_mtp_layer") else {}
+    return layer.submodules.router(config=config, pg_collection=groups, **more)
+
+
 def blocks_ahead(block: Any) -> list[Any]:
     """The transformer layers of multi-token prediction (core_v0.16.1 transformer/multi_token_prediction.py, line 588;
     core_v0.17.1, line 834).

@@ -17,11 +17,22 @@ shrinking. ``jobs_ended``: of how many of the four it does not, without and with
 ablation) has 2.0 to 2.8 times ReCycle's throughput for keeping the rest of a cell, at up to half of all GPUs lost,
 where no whole cell is left.
 
+**(a), by the wall clock**: four jobs of emulated accelerators (``tests/execute/emulated.py``), whose cells are eight
+tensor-parallel ranks: all of the product but the compute, which is a sleep, for half of a cell twice as long. One rank
+is killed in mid-step, and for good as soon as it has come back. ``gain`` is the median step without shrinking over
+that with it, once the job has gone over to its last plan, and ``planned`` the same by the planner's clock; ``back_s``
+is from the kill on until a step was committed with what is left of the cell computing. What half a cell really does of
+what a whole one does no clock here shows.
+
 **(b)** Optimizer slices, measured beside Megatron's own distributed optimizer: the example's model on 8 CPU ranks, PP2
 x DP4, from the same weights on the same microbatches; runs alternate. Bytes are those of optimizer state on the fullest
 rank, which keeps each slice twice, where Megatron has it once. Step times are from commit to commit, on gloo and two
 cores: they show what is sent, and this project's own Python. Gloo's reduce-scatter sends as much as its all-reduce, on
 both sides; what NCCL's saves, and what runs beside one another on a GPU, they do not show.
+
+**(c)** A gang of eight, over which experts are spread, loses a rank: throughput beside that of the healthy job, whose
+layout is Megatron's, simulated as in (a). The bars are 0.97 of what the other ranks of its stage's gangs are beside
+all. Of the gang itself four ranks go on, if memory allows: half of what it was, where 0.97 of seven eighths is wanted.
 """
 
 from __future__ import annotations
@@ -35,7 +46,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -45,16 +56,21 @@ if __package__ in (None, ""):
 
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import ClusterState, initial_state
+from odyssey_megatron.codec import from_jsonable
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import LayersLost, PlanInfeasible
 from odyssey_megatron.metrics.journal import read_journal
+from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.plan import Plan
+from odyssey_megatron.plan.schedule import schedule_from_text
+from odyssey_megatron.plan.simulate import simulate
 from odyssey_megatron.policy.decide import decide
 from odyssey_megatron.policy.initial import initial_plan
 from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.studies.presets import preset_profile
-from tests.benchmarks import overhead
-from tests.benchmarks.bars import at_least, at_most, finish, summarize
+from tests.benchmarks import emulated_jobs, overhead
+from tests.benchmarks.bars import at_least, at_most, finish, summarize, taken
+from tests.launch.jobserver import JobServer
 
 SETTINGS = (
     ("llama2-13b", "a100", 8, 1, 1, 4, 2, 32),
@@ -70,6 +86,13 @@ SETTINGS = (
 each lane).
 """
 DRAWS = 4
+GANGS = (
+    ("mixtral-8x7b", "h100", 1, 1, 8, 2, 4, 32),
+    ("mixtral-8x7b", "h100", 1, 1, 8, 4, 4, 32),
+    ("qwen3-30b-a3b", "h100", 1, 1, 8, 2, 2, 32),
+    ("qwen3-30b-a3b", "h100", 1, 1, 8, 4, 2, 32),
+)
+""":data:`SETTINGS` of (c)."""
 
 
 def throughput(
@@ -108,46 +131,150 @@ def with_worker(state: ClusterState, worker: int, *, alive: bool, each: int) -> 
     return replace(state, workers=tuple(changed))
 
 
-def measured(
-    model: str, accelerator: str, tp: int, cp: int, ep: int, dp: int, pp: int, microbatches: int
-) -> dict[str, Any]:
-    """Of one job."""
-    profile = preset_profile(
-        model,
-        accelerator,
-        tensor_parallel_size=tp,
-        context_parallel_size=cp,
-        expert_parts=ep * tp if ep > 1 else 0,
-    )
-    job = JobSpec(
-        num_layers=len(profile.costs.layers),
-        pipeline_model_parallel_size=pp,
-        tensor_model_parallel_size=tp,
-        context_parallel_size=cp,
-        expert_model_parallel_size=ep,
-        num_microbatches=dp * microbatches,
-        tokens_per_step=dp * microbatches,
-        train_steps=1,
-    )
-    cell, rng = job.cell_size, random.Random(0)
-    gpus = cell * dp * pp
-    state = initial_state(
-        nodes=tuple(gpu // 8 for gpu in range(gpus)), cell_size=cell, context=job.alike_ranks
-    )
-    healthy = initial_plan(job, state, profile)
-    draws = [(cell + 1,), *(tuple(rng.sample(range(gpus), gpus // 8)) for _ in range(DRAWS))]
-    both = [
-        [throughput(job, profile, state, healthy, dead, shrinks=shrinks) for shrinks in (False, True)]
-        for dead in draws
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One of ``SETTINGS``, or of ``GANGS``, that nothing has happened to."""
+
+    spec: JobSpec
+    profile: Profile
+    state: ClusterState
+    healthy: Plan
+    name: str
+
+    @classmethod
+    def of(
+        cls, model: str, accelerator: str, tp: int, cp: int, ep: int, dp: int, pp: int, microbatches: int
+    ) -> Job:
+        profile = preset_profile(
+            model,
+            accelerator,
+            tensor_parallel_size=tp,
+            context_parallel_size=cp,
+            expert_parts=ep * tp if ep > 1 else 0,
+        )
+        spec = JobSpec(
+            num_layers=len(profile.costs.layers),
+            pipeline_model_parallel_size=pp,
+            tensor_model_parallel_size=tp,
+            context_parallel_size=cp,
+            expert_model_parallel_size=ep,
+            num_microbatches=dp * microbatches,
+            tokens_per_step=dp * microbatches,
+            train_steps=1,
+        )
+        nodes = tuple(gpu // 8 for gpu in range(spec.cell_size * dp * pp))
+        state = initial_state(nodes=nodes, cell_size=spec.cell_size, context=spec.alike_ranks)
+        return cls(
+            spec=spec,
+            profile=profile,
+            state=state,
+            healthy=initial_plan(spec, state, profile),
+            name=f"{model} {accelerator} TP{tp} CP{cp} EP{ep} x {dp} PP{pp}",
+        )
+
+    def after(self, dead: Sequence[int], *, shrinks: bool) -> float:
+        """Throughput beside that of the healthy job, after the GPUs ``dead`` have died one by one; 0.0 if that has
+        ended the job.
+        """
+        return throughput(self.spec, self.profile, self.state, self.healthy, dead, shrinks=shrinks)
+
+
+def measured(job: Job) -> dict[str, Any]:
+    """(a) of one."""
+    rng, gpus = random.Random(0), len(job.state.ranks)
+    draws = [
+        (job.spec.cell_size + 1,),
+        *(tuple(rng.sample(range(gpus), gpus // 8)) for _ in range(DRAWS)),
     ]
+    both = [[job.after(dead, shrinks=shrinks) for shrinks in (False, True)] for dead in draws]
     gains = [smaller / without for without, smaller in both[1:] if without]
     return {
-        "setting": f"{model} {accelerator} TP{tp} CP{cp} EP{ep} x {dp} PP{pp}",
+        "setting": job.name,
         "one_lost": both[0],
         "gain_of_one": both[0][1] / both[0][0],
         "gain_of_many": statistics.median(gains) if gains else None,
         "jobs_ended": [sum(not one[which] for one in both[1:]) for which in (0, 1)],
     }
+
+
+CELLS = ((2, 1), (3, 1), (4, 1), (2, 2))
+"""(data parallel, pipeline parallel) of the emulated jobs, whose workers are cells of eight ranks."""
+KILLED_AT, STEPS, LAYER_S, MICROBATCHES = 2, 20, 0.03, 8
+"""Microbatches of a pipeline. Three times ``LAYER_S`` a layer, of which there are two a stage."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Walked:
+    """An emulated job that has lost a rank for good."""
+
+    healthy_s: float
+    step_s: float
+    planned_s: float
+    back_s: float | None
+    """None: what is left of the cell never computed."""
+
+
+def walked(server: JobServer, folder: Path, dp: int, pp: int, *, shrinks: bool) -> Walked:
+    """Steps of one, by the clock on the wall."""
+    middle, end = emulated_jobs.layer(LAYER_S), emulated_jobs.layer(0.0)
+    base = emulated_jobs.emulation(middle, end, stages=pp, microbatches=dp * MICROBATCHES, steps=STEPS)
+    emulation = replace(base, job=replace(base.job, tensor_model_parallel_size=8))
+    ranks, dies = dp * pp * 8, 9
+    inject = f"rank={dies},step={KILLED_AT},at=backward;rank={dies},step=-1,at=groups,incarnation=1"
+    run = emulated_jobs.run(
+        server, folder, emulation, ranks,
+        "--odyssey-respawn", 1, "--odyssey-shrink", "auto" if shrinks else "off", "--odyssey-inject", inject,
+        "--odyssey-hang-s", 30, "--odyssey-build-timeout-s", 30, within_s=300,
+    )  # fmt: skip
+    events = list(read_journal(folder))
+    of_plans = {one["generation"]: one for one in events if one["event"] == "decision"}
+    last = of_plans[run.steps[-1].generation]
+    layout, schedule = from_jsonable(Layout, last["layout"]), schedule_from_text(last["schedule"])
+    speeds = {worker: 1 / each for worker, each in last["shapes"]}
+    computing = {hop.worker for route in layout.routes for hop in route.hops}
+    back_s = None
+    if computing & speeds.keys():
+        first = min(one["t_s"] for one in events if one["event"] == "injected")
+        with_it = min(one.generation for one in run.steps if of_plans[one.generation]["shapes"])
+        back_s = min(
+            one["t_s"] - first
+            for one in events
+            if one["event"] == "step_committed" and one["generation"] >= with_it
+        )
+
+    def median_s(generation: int) -> float:
+        steps = [one for one in run.steps if one.generation == generation][1:]
+        return statistics.median(taken(one.interval_s, f"step {one.step}") for one in steps)
+
+    return Walked(
+        healthy_s=median_s(run.steps[0].generation),
+        step_s=median_s(run.steps[-1].generation),
+        planned_s=simulate(schedule, layout, emulation.profile.costs, speeds).step_s,
+        back_s=back_s,
+    )
+
+
+def by_the_wall_clock() -> list[dict[str, Any]]:
+    """(a) on emulated accelerators."""
+    server, rows = emulated_jobs.start_server(), []
+    with tempfile.TemporaryDirectory() as name:
+        for dp, pp in CELLS:
+            without, smaller = (
+                walked(server, Path(name) / f"{dp}-{pp}-{shrinks}", dp, pp, shrinks=shrinks)
+                for shrinks in (False, True)
+            )
+            rows.append(
+                {
+                    "setting": f"TP8 x {dp} PP{pp}",
+                    "step_s, healthy, without, with": [smaller.healthy_s, without.step_s, smaller.step_s],
+                    "gain": without.step_s / smaller.step_s,
+                    "planned": without.planned_s / smaller.planned_s,
+                    "back_s": smaller.back_s,
+                }
+            )
+            print(rows[-1], file=sys.stderr, flush=True)
+    server.close()
+    return rows
 
 
 SLICED = (
@@ -185,16 +312,28 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--rounds", type=int, default=3, help="of (b); 0: (a) alone")
+    parser.add_argument("--rounds", type=int, default=3, help="of (b); 0: none")
+    parser.add_argument("--emulated-only", action="store_true", help="(a) by the wall clock alone")
     parser.add_argument("--steps", type=int, default=12, help="of (b)")
     args = parser.parse_args()
-    rows = [measured(*setting) for setting in SETTINGS]
-    bars = []
+    emulated = by_the_wall_clock()
+    bars = [
+        at_least("(a) by the wall clock: gain (least)", min(one["gain"] for one in emulated), 1.0),
+        at_least("... gain / planned (least)", min(one["gain"] / one["planned"] for one in emulated), 0.95),
+    ]
+    if args.emulated_only:
+        return finish({"(a), emulated": emulated}, bars, as_json=args.json)
+    gangs = [Job.of(*setting) for setting in GANGS]
+    lost = {one.name: one.after((one.spec.cell_size + 1,), shrinks=True) for one in gangs}
+    for (*_, dp, _, _), (name, value) in zip(GANGS, lost.items(), strict=True):
+        bars.append(at_least(f"(c) {name}, a rank lost / healthy", value, 0.97 * (8 * dp - 1) / (8 * dp)))
+    rows = [measured(Job.of(*setting)) for setting in SETTINGS]
     for kind in ("gain_of_one", "gain_of_many"):
         values = [row[kind] for row in rows if row[kind] is not None]
         bars.append(at_least(f"{kind} (least)", min(values, default=math.nan), 1.0))
+    result = {"(a), emulated": emulated, "(a), simulated": rows, "(c), simulated": lost}
     if not args.rounds:
-        return finish({"(a), simulated": rows}, bars, as_json=args.json)
+        return finish(result, bars, as_json=args.json)
     cut = slices_measured(args.rounds, args.steps)
     ours, theirs = (cut["optimizer_bytes"][name] for name in ("odyssey", "megatron"))
     bars.append(at_most("optimizer state of the fullest rank / Megatron's share", ours / theirs, 2.1))
@@ -203,7 +342,7 @@ def main() -> int:
         at_most("median step with slices / with Megatron's distributed optimizer", ours_s / theirs_s, 1.0)
     )
     bars.append(at_most("largest relative loss difference (float32)", cut["loss_gap"], 1e-5))
-    return finish({"(a), simulated": rows, "(b), measured": cut}, bars, as_json=args.json)
+    return finish(result | {"(b), measured": cut}, bars, as_json=args.json)
 
 
 if __name__ == "__main__":

@@ -158,11 +158,25 @@ def test_four_ranks_are_two(jobs, undisturbed, name, cells):
 
 
 @matrix
+@pytest.mark.parametrize("cells", [FOUR, CONTEXTS, GANGS], ids=["tensor", "contexts", "gangs"])
+def test_half_a_cell_is_a_pipeline_by_itself(jobs, undisturbed, name, cells):
+    """Of a new plan, beside the only other worker, which has twice as many microbatches, or about so."""
+    job = f"{cells} --train-iters 40"
+    flags = f"{job} {SPENT.replace('reroute', 'replan')} {lost(5, 1)}"
+    shot = jobs.run(name, ranks=8, stages=1, flags=flags, timeout_s=200.0)
+    assert_equal_runs(shot, undisturbed(job, ranks=4), kills=2)
+    assert [[1, 2]] in trained(shot)
+    routes = decisions(shot)[-1]["layout"]["routes"]
+    shares = {one["hops"][0]["worker"]: len(one["microbatches"]) for one in routes}
+    assert shares[1] < shares[0]
+
+
+@matrix
 @pytest.mark.parametrize("state", ["", SLICES], ids=["whole", "slices"])
 @pytest.mark.parametrize("cells", [BOTH, CONTEXTS, GANGS], ids=["both", "contexts", "gangs"])
 def test_four_ranks_are_two_again_and_then_one(jobs, undisturbed, name, cells, state):
     """Ranks of the smaller cell are lost: first rank 6 plays one, which stood by; then there is one left."""
-    job = f"{cells} --train-iters 120"
+    job = f"{cells} --train-iters {240 if cells == CONTEXTS else 120}"  # whose steps are the shortest
     inject = f"{lost(5, 1)};{ONE_AFTER_THE_OTHER}"
     shot = jobs.run(name, ranks=8, stages=1, flags=f"{job} {state} {SPENT} {inject}".strip(), timeout_s=240.0)
     assert_equal_runs(shot, undisturbed(job, ranks=4), kills=6)

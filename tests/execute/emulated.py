@@ -28,9 +28,10 @@ from typing import Any
 import torch
 
 from odyssey_megatron import recover
+from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.codec import to_json
-from odyssey_megatron.config import add_arguments, config_from
-from odyssey_megatron.errors import JobStopped
+from odyssey_megatron.config import OdysseyConfig, add_arguments, config_from
+from odyssey_megatron.errors import EXIT_FENCED, Fenced, JobStopped
 from odyssey_megatron.execute import rank as product_rank
 from odyssey_megatron.execute import timing
 from odyssey_megatron.execute.interpreter import Needs
@@ -53,9 +54,12 @@ from tests.execute.held import Held, Outcome
 class Accelerator(Held):
     """Implements ``execute.rank.Model``. A layer's state counts the steps that it was updated in."""
 
-    def __init__(self, emulation: Emulation, truth: Truth | None, rank: int, world_size: int):
+    def __init__(
+        self, emulation: Emulation, truth: Truth | None, rank: int, world_size: int, cell: Cell | None = None
+    ):
         self.num_totals = 2 * world_size  # of each rank: when it is done, and its greatest lateness
         super().__init__()
+        self._cell = cell or Cell(rank=rank)
         self._costs, self._tokens = emulation.profile.costs, emulation.job.tokens_per_step
         self._times = truth.costs if truth else self._costs
         self._truth, self._rng = truth, random.Random(rank)
@@ -63,7 +67,7 @@ class Accelerator(Held):
         self.busy_s = 0.0
         """So long this accelerator has computed."""
         self._microbatches = emulation.job.num_microbatches
-        self._speed = self._first_speed = dict(emulation.speeds).get(rank, 1.0)
+        self._speed = self._first_speed = dict(emulation.speeds).get(rank, 1.0) / self._cell.each
         self._slowed = {step: speed for who, speed, step in emulation.slowed if who == rank}
         self._slowed_links = [one for one in emulation.slowed_links if rank in one[:2]]
         self._rank, self._world_size, self._seamless = rank, world_size, emulation.seamless
@@ -75,8 +79,8 @@ class Accelerator(Held):
         self._began_s = self._late_s = 0.0
         self._step = 0
         self._heads: list[int] = []
-        self._sums: dict[tuple[int, int], torch.Tensor] = {}
-        """By the layers that are summed, in their order."""
+        self._sums: dict[tuple[int, int], dict[int, torch.Tensor]] = {}
+        """By the layers that are summed, in their order, and by part."""
         self._layer_bytes = emulation.layer_bytes
         self._stepped: dict[int, dict[Span, torch.Tensor]] = {}
         """Of layers whose state is cut, for each slice when its first owner had stepped it: its weights."""
@@ -219,14 +223,15 @@ class Accelerator(Held):
         """One buffer with a place for each rank: after the sum it says when each holder had come."""
         arrived = torch.zeros(self._world_size, dtype=torch.float64)
         arrived[self._rank] = self._done_s
-        self._sums[first, last] = arrived
+        self._sums.setdefault((first, last), {})[part] = arrived
         return [arrived]
 
     def _wait_for_sums(self) -> None:
         """They ran beside, one after the other, each from when all holders had come."""
         free_s = 0.0
         for (first, last), arrived in self._sums.items():
-            free_s = max(free_s, float(arrived.max())) + self._reduce_s(first, last)
+            came_s = max(float(one.max()) for one in arrived.values())
+            free_s = max(free_s, came_s) + self._reduce_s(first, last)
         self._sums.clear()
         self._until(max(self._done_s, free_s))
 
@@ -248,7 +253,8 @@ class Accelerator(Held):
         checkpoint()
         self.held = {layer: self.held[layer] for layer in self._mine}
         for state in self.held.values():
-            state["w0"][0] += 1
+            for updated, _ in state.values():
+                updated += 1
         return Outcome(
             losses={"modelled_s": self._done_s - self._began_s, "late_s": max(late_s, self._late_s)},
             tokens=self._tokens,
@@ -259,6 +265,12 @@ class Accelerator(Held):
         return {m: [self._step * self._microbatches + m] for m in self._heads}
 
     # -- state ------------------------------------------------------------------------------------------------------
+
+    def _names(self, layer: int) -> list[str]:
+        return [f"w{part}" for part in self._cell.held_parts]
+
+    def _of_part(self, layer: int, part: int) -> list[str]:
+        return [f"w{part}"]
 
     def _begun(self, layer: int, name: str) -> list[torch.Tensor]:
         return [torch.tensor([0]), torch.zeros(self._layer_bytes, dtype=torch.uint8)]
@@ -296,6 +308,11 @@ class Accelerator(Held):
         # Only the first plan is Megatron's: recoveries are the planner's own.
         self._fused, self._megatron_start = self._megatron_start, False
 
+    def updates(self) -> dict[str, int]:
+        """Held layer -> in how many steps it was updated, all of it."""
+        found = {str(layer): {int(one[0]) for one in state.values()} for layer, state in self.held.items()}
+        return {layer: count for layer, (count,) in found.items()}
+
 
 def measure_the_accelerator(model: Accelerator) -> None:
     """The product times layers by what its thread has computed, and links by a ping-pong of real messages. Here the
@@ -331,34 +348,44 @@ class QuietMember(Member):
 def main() -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    config = config_from(parser.parse_args())
+    try:
+        train(config_from(parser.parse_args()))
+    except JobStopped as stop:
+        raise SystemExit(stop.exit_code) from None
+    except Fenced:  # its cell has lost another rank, or is to have another size
+        raise SystemExit(EXIT_FENCED) from None
+
+
+def train(config: OdysseyConfig) -> None:
+    """Raises JobStopped, Fenced."""
     emulation = load_emulation(config.run_dir)
     member = (Member if load_truth(config.run_dir) else QuietMember).connect(config)
     journal = journal_of(member.rank, config.run_dir)
     init_default_group(member)
+    cell = member.cell(emulation.job)
     if member.joins:
+        if cell.full > 1:
+            member.starting.meet(cell.ranks)
         member.join()
     else:
         member.starting.post_job(emulation.job, to_json(emulation.profile))
     truth = load_truth(config.run_dir)
-    model = Accelerator(emulation, truth, member.rank, member.world_size)
+    model = Accelerator(emulation, truth, member.rank, member.world_size, cell)
     if truth is not None:
         measure_the_accelerator(model)
     rank = RankRuntime(
         config=config,
         member=member,
         model=model,
+        cell=cell,
         build=lambda generation, named: build_groups(member, generation, named, config),
         tagged_messages=True,
         fault_point=Injector(config.injections, member.rank, journal, member.incarnation).at,
         journal=journal,
         on_commit=lambda step, outcome: None,
     )
-    try:
-        recover.train(member, rank, train_steps=emulation.job.train_steps)
-    except JobStopped as stop:
-        raise SystemExit(stop.exit_code) from None
-    journal.event("weights", digest={str(layer): int(state["w0"][0]) for layer, state in model.held.items()})
+    recover.train(member, rank, train_steps=emulation.job.train_steps)
+    journal.event("weights", digest=model.updates())
     Path(config.run_dir, f"cpu_s-{member.rank}").write_text(str(time.process_time()))
 
 

@@ -162,3 +162,33 @@ def test_weights_come_beside_the_next_forwards_as_simulated(emulating, tmp_path)
     expected_s = simulate(schedule_from_text(decision["schedule"]), layout, costs, {}).step_s
     modelled_s = [step.losses["modelled_s"] for step in read_run(run_dir).steps[1:]]
     assert modelled_s == pytest.approx([expected_s] * 3, rel=1e-6)
+
+
+def test_half_a_cell_takes_twice_as_long(emulating, tmp_path):
+    """Of two cells of two ranks one has lost a rank for good: the other one is left, with fewer microbatches."""
+    from odyssey_megatron.codec import from_jsonable
+    from tests.execute.emulation import Emulation
+
+    run_dir = tmp_path / "run"
+    one_stage = {"pipeline_model_parallel_size": 1, "tensor_model_parallel_size": 2, "train_steps": 60}
+    Emulation(job=replace(JOB, **one_stage), profile=Profile(costs=COSTS), seamless=True).save(run_dir)
+    ran = emulating.run(
+        ["--nproc-per-node", 4, CHECKOUT / "tests/execute/emulated.py", "--odyssey-device", "cpu",
+         "--odyssey-run-dir", run_dir, "--odyssey-respawn", 1,
+         "--odyssey-inject", "rank=3,step=2,at=backward;rank=3,step=-1,at=groups,incarnation=1"],
+        log=tmp_path / "log",
+    )  # fmt: skip
+    assert ran.wait(120) == 0, ran.log()
+    steps = read_run(run_dir).steps
+    decision = {one["generation"]: one for one in events(run_dir, "decision")}[steps[-1].generation]
+    assert decision["shapes"] == [[1, 2]]
+    layout = from_jsonable(Layout, decision["layout"])
+    shares = {hop.worker: len(route.microbatches) for route in layout.routes for hop in route.hops}
+    assert shares == {0: 5, 1: 3}
+    expected_s = simulate(schedule_from_text(decision["schedule"]), layout, COSTS, {1: 0.5}).step_s
+    modelled_s = [one.losses["modelled_s"] for one in steps if one.generation == steps[-1].generation][1:]
+    assert modelled_s
+    assert modelled_s == pytest.approx([expected_s] * len(modelled_s), rel=1e-6)
+    held = [one["digest"] for one in events(run_dir, "weights") if one["rank"] in (0, 1, 2)]
+    assert {updates for one in held for updates in one.values()} == {60}
+    assert len(held) == 3

@@ -67,7 +67,7 @@ def random_case(rng: random.Random) -> Case:
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda one: one.name)
 def test_what_is_proposed_can_be_had(policy):
     rng, proposed = random.Random(0), 0
-    for _ in range(150):
+    for _ in range(200):
         case = random_case(rng)
         try:
             found = list(islice(policy.propose(case), 4))

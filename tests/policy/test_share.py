@@ -108,6 +108,23 @@ def test_it_is_used_where_that_pays_and_memory_allows():
     assert SMALL in computing(decision.plan)
 
 
+@pytest.mark.parametrize("whole", [1, 2])
+def test_it_may_be_a_pipeline_by_itself(whole):
+    """Half a cell beside cells that have all layers: there is no other one for a second stage of it."""
+    spec, profile = job(1, 16, 14), Profile(costs=COSTS)
+    state = initial_state(nodes=(0,) * (whole + 1))
+    home = initial_plan(spec, state, profile)
+    half = (replace(one, share=0.5) if one.worker == whole else one for one in state.workers)
+    back = replace(state, workers=tuple(half), fresh=frozenset({whole}))
+    common = {"job": spec, "profile": profile, "config": OdysseyConfig(mtbf_s=1e9, horizon_s=1e9)}
+    after = decide(state=kill(state, whole), previous=home, now_s=1.0, **common).plan
+    found = decide(state=back, previous=after, home=home.layout, now_s=2.0, **common).plan
+    check(found, range(whole + 1), 16)
+    assert found.step_s < after.step_s * {1: 0.7, 2: 0.9}[whole]
+    (own,) = (one for one in found.layout.routes if one.hops[0].worker == whole)
+    assert len(own.microbatches) < 16 / (whole + 1), "it has half of what others have"
+
+
 def test_where_memory_does_not_allow_it_idles_and_the_table_says_why():
     """A layer with its state and one activation takes 4 + 1 bytes of each of a whole cell's ranks, 40 of these."""
     after, decision = returned(0.125, memory_bytes=25)

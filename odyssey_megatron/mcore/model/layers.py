@@ -22,7 +22,7 @@ from megatron.core.transformer import TransformerConfig
 
 from odyssey_megatron.cluster.cell import ONE, Each
 from odyssey_megatron.errors import ConfigError
-from odyssey_megatron.mcore.model import experts, needed, rng, span, te, wgrad
+from odyssey_megatron.mcore.model import experts, needed, rng, slots, span, te, wgrad
 from odyssey_megatron.mcore.model import groups as own
 from odyssey_megatron.mcore.model.optimizer import LayerOptimizer
 from odyssey_megatron.plan.slices import EVERYTHING, Span
@@ -236,7 +236,7 @@ def build_parts(
     Raises:
         ConfigError: they share otherwise than ``spec`` says.
     """
-    chunk = _build_chunk(spec, first, last, groups)
+    chunk = slots.built(spec.config, groups, lambda: _build_chunk(spec, first, last, groups))
     if getattr(chunk, "share_embeddings_and_output_weights", False) != spec.is_tied:
         raise ConfigError(
             f"the model provider's share_embeddings_and_output_weights is {not spec.is_tied}, and ModelSpec.is_tied "

@@ -1,0 +1,116 @@
+"""Megatron's mixtures of experts, where not all ranks of a gang have equally many.
+
+Megatron's layers and token dispatchers count on ``num_moe_experts`` / ranks experts for each rank. In a gang whose
+ranks do not divide them they are built for slots (``cluster/slots.py``): a dispatcher knows slots alone, and a rank has
+the experts that are in its own. The router knows experts, whose probabilities and losses are as ever; what it has
+chosen is put into their slots behind it. A token is computed by the same experts, with the same probabilities, as in a
+whole gang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
+
+from odyssey_megatron.cluster.slots import Slots
+from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.upstream import compat, seams
+from odyssey_megatron.upstream.seam_table import SHARDED_EXPERTS
+
+
+def built(config: TransformerConfig, groups: ProcessGroupCollection, build: Callable[[], Any]) -> Any:
+    """What ``build`` makes of modules of ``config`` for a gang of ``groups``, whichever experts its ranks have.
+
+    Raises:
+        ConfigError: they have not equally many, and that goes with none of such a ``config``.
+    """
+    experts, ranks = config.num_moe_experts, groups.ep.size()
+    if experts is None or experts % ranks == 0:
+        return build()
+    if reason := why_even(config):
+        raise ConfigError(
+            f"{experts} experts on {ranks} expert-parallel ranks, which do not divide them, do not go with {reason}. "
+            "Use as many ranks as divide them, or another setting."
+        )
+    slots = Slots.evenly(experts, ranks)
+    config.num_moe_experts = slots.count
+    try:
+        module = build()
+    finally:
+        config.num_moe_experts = experts
+    for layer in [one for one in module.modules() if isinstance(one, MoELayer)]:
+        layer.router = compat.router_of(layer, config, groups)
+        layer.set_layer_number(layer.layer_number)
+        layer.router.register_forward_hook(_into(slots))
+        _keep(layer.experts, slots.held[groups.ep.rank()], experts)
+    return module
+
+
+def why_even(config: TransformerConfig) -> str:
+    """What takes equally many experts on all ranks of a gang; empty: nothing does."""
+    if config.moe_pad_expert_input_to_capacity:
+        return "experts that are filled up to their capacity (moe_pad_expert_input_to_capacity)"
+    if config.moe_grouped_gemm:
+        return "the experts of a rank as one module (moe_grouped_gemm)"
+    if config.moe_token_dispatcher_type not in ("allgather", "alltoall"):
+        return f"moe_token_dispatcher_type {config.moe_token_dispatcher_type}"
+    return ""
+
+
+def _into(slots: Slots) -> Any:
+    """Of the probabilities and choices of a router, [tokens, experts] each, those of slots."""
+
+    def spread(chosen: torch.Tensor) -> torch.Tensor:
+        at = torch.tensor(slots.of_experts, device=chosen.device)
+        return chosen.new_zeros(len(chosen), slots.count).index_copy(1, at, chosen)
+
+    def hook(router: Any, given: Any, made: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        probabilities, routing_map = made
+        return spread(probabilities), spread(routing_map)
+
+    return hook
+
+
+def _keep(experts: Any, own: tuple[int, ...], of_all: int) -> None:
+    """Of ``experts``, one for each slot, the first ones stay, which are its ``own`` of ``of_all``: so they are called
+    in a checkpoint, too.
+    """
+    assert isinstance(experts, SequentialMLP), type(experts)
+    experts.local_experts = experts.local_experts[: len(own)]
+    experts.num_local_experts = len(own)
+    experts.sharded_state_dict = lambda *args, **kwargs: dict(_sharded(experts, own, of_all, *args, **kwargs))
+
+
+class _Ranks:
+    """As many as there are experts, each of which would have one: what Megatron asks for their numbers."""
+
+    def __init__(self, number: int, count: int):
+        self._number, self._count = number, count
+
+    def rank(self) -> int:
+        return self._number
+
+    def size(self) -> int:
+        return self._count
+
+
+def _sharded(
+    experts: Any, own: tuple[int, ...], of_all: int, prefix: str = "", *args: Any, **kwargs: Any
+) -> Iterator[tuple[str, Any]]:
+    """What Megatron saves of each one, by name."""
+    group, modules = experts.ep_group, experts.local_experts
+    try:
+        experts.num_local_experts = 1
+        for place, number in enumerate(own):
+            experts.ep_group, experts.local_experts = _Ranks(number, of_all), modules[place : place + 1]
+            found = seams.original(SHARDED_EXPERTS)(experts, prefix, *args, **kwargs)
+            for name, shard in found.items():
+                yield name.replace(f"{prefix}local_experts.0.", f"{prefix}local_experts.{place}.", 1), shard
+    finally:
+        experts.ep_group, experts.local_experts, experts.num_local_experts = group, modules, len(own)
