@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from math import gcd
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from math import gcd, inf
 from typing import NamedTuple
 
 from odyssey_megatron.plan.costs import Costs
@@ -12,6 +12,9 @@ from odyssey_megatron.plan.gathers import weights_late_s
 from odyssey_megatron.plan.layout import Block, Layout, Route
 from odyssey_megatron.plan.reductions import buckets
 from odyssey_megatron.plan.simulate import sum_s
+
+_ROUNDING = 1 + 1e-9
+"""Times that are so many of others on paper are."""
 
 
 def lower_bound_s(
@@ -47,14 +50,36 @@ def cluster_bound_s(
 ) -> float:
     """No layout over ``workers`` has a shorter step, however the layers are spread and cut.
 
-    All work over all speeds; and one microbatch down, up again and to the weight gradient of the first layer, all on
-    the fastest worker. Memory, messages, reductions and the wait for the first activation would come on top.
+    All work over all speeds, where no layer of a microbatch is cut in two; and one microbatch down, up again and to the
+    weight gradient of the first layer, all on the fastest worker. Memory, messages, reductions and the wait for the
+    first activation would come on top.
     """
     speed = [(speeds or {}).get(worker, 1.0) for worker in workers]
     last = len(costs.layers)
     once = costs.spans.compute_s(0, last)
     path = costs.spans.down_and_up_s(0, last) + costs.layers[0].weight_grad_s
-    return max(num_microbatches * once / sum(speed), path / max(speed)) + costs.optimizer_s
+    work = max(num_microbatches * once / sum(speed), *_in_pieces_s(num_microbatches, costs, speed))
+    return max(work, path / max(speed)) + costs.optimizer_s
+
+
+def _in_pieces_s(num_microbatches: int, costs: Costs, speed: Sequence[float]) -> Iterator[float]:
+    """All work, by several measures: each layer counts as many units as it has in full, and so does each worker's time.
+    No worker's layers have more units together than its time has.
+    """
+    shortest = min((one.compute_s for one in costs.layers[1:-1] if one.compute_s), default=0.0)
+    how_many = Counter(speed)
+    for parts in (1, 2, 4) if shortest else ():  # several: embedding and head are no multiples of a layer
+        unit = shortest / parts
+        units = num_microbatches * sum(int(one.compute_s / unit * _ROUNDING) for one in costs.layers)
+        low, high = units / sum(speed), (units + len(speed)) / sum(speed)
+        if len(how_many) == 1:
+            low = -(-units // len(speed)) / speed[0]
+        else:
+            for _ in range(40):
+                middle = (low + high) / 2
+                done = sum(count * int(middle * one * _ROUNDING) for one, count in how_many.items())
+                low, high = (low, middle) if done >= units else (middle, high)
+        yield low * unit
 
 
 def _sums_s(layout: Layout, cut: Sequence[Block], costs: Costs) -> dict[int, list[float]]:
@@ -65,6 +90,25 @@ def _sums_s(layout: Layout, cut: Sequence[Block], costs: Costs) -> dict[int, lis
         for worker in bucket.holders:
             found[worker].append(seconds)
     return found
+
+
+class _Alike(NamedTuple):
+    """Visits that are alike."""
+
+    number: int
+    each_bytes: int
+    forward_s: float
+    weight_grad_s: float
+    stays_s: float
+    """How long all that a visit keeps is there, at the least."""
+
+    def through_s(self, cap: int) -> float:
+        """From the first forward to the last weight gradient. So many fit at once, each in a place of its own. Of the
+        first ones in all places each begins a forward later than the one before; the last ones end as far apart.
+        """
+        places = min(self.number, cap // self.each_bytes)
+        apart_s = (self.forward_s + self.weight_grad_s) * (places - 1) / 2
+        return self.number * self.stays_s / places + apart_s
 
 
 class _Visits(NamedTuple):
@@ -83,20 +127,31 @@ class _Visits(NamedTuple):
     """Greatest common divisor of the visits' bytes: what is left of a cap below it is of no use."""
     beside_s: float
     """The longest input gradient that nobody waits for."""
+    back_s: float
+    """The earliest that an input gradient can be there."""
+    fills_s: float
+    """Of forwards, for each byte that they fill."""
+    empties_s: float
+    """Of weight gradients, for each byte that they free."""
+    alike: _Alike | None
+    """Of what is only visited at one place of one route."""
 
     @classmethod
     def joined(cls, several: Sequence[_Visits]) -> _Visits:
         if len(several) == 1:
             return several[0]
-        heads_s, tails_s, drains_s, weight_grads_s, bytes_s, portions, beside_s = zip(*several, strict=True)
         return cls(
-            head_s=min(heads_s),
-            tail_s=min(tails_s),
-            drain_s=sum(drains_s),
-            weight_grads_s=sum(weight_grads_s),
-            byte_s=sum(bytes_s),
-            portion=gcd(*portions),
-            beside_s=max(beside_s),
+            head_s=min(one.head_s for one in several),
+            tail_s=min(one.tail_s for one in several),
+            drain_s=sum(one.drain_s for one in several),
+            weight_grads_s=sum(one.weight_grads_s for one in several),
+            byte_s=sum(one.byte_s for one in several),
+            portion=gcd(*(one.portion for one in several)),
+            beside_s=max(one.beside_s for one in several),
+            back_s=min(one.back_s for one in several),
+            fills_s=max(one.fills_s for one in several),
+            empties_s=max(one.empties_s for one in several),
+            alike=None,
         )
 
 
@@ -138,7 +193,9 @@ class _Work:
         self.path_s = max(self.path_s, down_and_up + times[0][2])
         for hop, (forward, input_grad, weight_grad) in zip(route.hops, times, strict=True):
             early = spans.early_bytes(hop.first, hop.last)
-            late = spans.activation_bytes(hop.first, hop.last) - early
+            whole = spans.activation_bytes(hop.first, hop.last)
+            late = whole - early
+            stays = down_and_up + (weight_grad if late else 0.0)
             found.append(
                 _Visits(
                     head_s=head,
@@ -148,6 +205,10 @@ class _Work:
                     byte_s=count * (early * down_and_up + late * (down_and_up + weight_grad)),
                     portion=gcd(early, late),
                     beside_s=0.0 if hop.first else input_grad,
+                    back_s=head + down_and_up - input_grad,
+                    fills_s=forward / whole if whole else inf,
+                    empties_s=weight_grad / late if late else inf,
+                    alike=_Alike(count, whole, forward, weight_grad, stays) if late and not early else None,
                 )
             )
             down_and_up -= forward + input_grad + 2 * self.lag
@@ -162,9 +223,16 @@ def _worker_s(visits: _Visits | None, cap: int, sums_s: Sequence[float]) -> floa
     """Until a worker with these ``visits`` and sums is through with them."""
     if visits is None:
         return sum(sums_s)
-    done = visits.head_s + visits.drain_s
+    done, computed_s, drained_s = visits.head_s + visits.drain_s, 0.0, 0.0
     cap -= cap % visits.portion if visits.portion else cap
-    memory_s = visits.head_s + visits.byte_s / cap if cap else 0.0
-    computed_s = max(done + visits.weight_grads_s, memory_s)
+    if cap:
+        # Before the first input gradient it can only fill the cap, and behind the last one only empty it.
+        waits_s = max(0.0, visits.back_s - visits.head_s - visits.fills_s * cap)
+        behind_s = max(0.0, visits.tail_s - visits.empties_s * cap)
+        busy_s = visits.drain_s + visits.weight_grads_s
+        through_s = visits.alike.through_s(cap) if visits.alike else visits.byte_s / cap
+        computed_s = visits.head_s + max(waits_s + busy_s, through_s)
+        drained_s = visits.head_s + waits_s + busy_s + behind_s
+    computed_s = max(done + visits.weight_grads_s, computed_s)
     sums = done - visits.beside_s + sum(sums_s)
-    return max(computed_s + min(sums_s), sums, done + visits.tail_s, sum(sums_s))
+    return max(computed_s + min(sums_s), sums, done + visits.tail_s, drained_s, sum(sums_s))

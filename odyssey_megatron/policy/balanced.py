@@ -69,6 +69,17 @@ class Balanced:
             legs=self.splits.legs,
         )
 
+    def sums_s(self, stages: int, pipelines: int) -> tuple[float, float]:
+        """Of pipelines of so many stages: (the longest last sum, all sums of the worker that has most of them)."""
+        hops = reduce_hops(pipelines, self.sums)
+        lag_s = hops * self.splits.costs.link_latency_s
+        byte_s = hops / pipelines / self.splits.costs.link_bytes_per_s
+        found = self._summing(stages, bucket_bytes(self.splits.costs, pipelines))
+        return (
+            lag_s + byte_s * max(one.last_bytes for one in found),
+            max(one.buckets * lag_s + byte_s * one.bytes for one in found),
+        )
+
     def _lengths(self, num_workers: int, pipelines: int) -> list[tuple[int, int]] | None:
         """See :func:`even`; None if a pipeline does not fit."""
         lengths = even(num_workers, pipelines, self.splits.most_stages)

@@ -14,6 +14,7 @@ from odyssey_megatron.plan.redundancy import with_keepers, with_shadows
 from odyssey_megatron.plan.spread import spread
 from odyssey_megatron.policy.case import worker_shares, worker_speeds
 from odyssey_megatron.policy.decide import scheduled
+from odyssey_megatron.policy.divide import divided
 from odyssey_megatron.policy.mixing import Mixing, judged_by
 from odyssey_megatron.policy.pipelines import ALIKE, WORTH
 from odyssey_megatron.policy.preparing import prepare
@@ -116,6 +117,9 @@ def _better(own: Layout, job: JobSpec, profile: Profile, least: int) -> Iterator
     )
     for found in itertools.islice(good, 2):
         yield place(search.shape_of(found, len(workers), job.num_microbatches), workers, own, costs)
+    if job.revisits:
+        for shape in divided(search, len(workers), job.num_microbatches, least):
+            yield place(shape, workers, own, costs)
 
 
 def _apart(

@@ -24,9 +24,6 @@ from odyssey_megatron.policy.seating import Shape
 from odyssey_megatron.policy.splits import Splits
 from odyssey_megatron.policy.turns import TURNS
 
-_LEGS = {2: " in a V", 4: " in a W"}
-"""Of routes that visit workers more than once, and how they look in tables."""
-
 
 @lru_cache(maxsize=2)
 def search_for(
@@ -73,7 +70,7 @@ class Search:
         self.balanced = Balanced(self.splits, optimizer_copies if sums is None else sums)
         self.turned = tuple(
             Search(costs, budget_bytes, optimizer_copies, legs=more, sorts=self.splits.sorts)
-            for more in _LEGS
+            for more in ways.LEGS
             if revisits
         )
         """The same with more legs."""
@@ -214,7 +211,7 @@ class Search:
 
     def lengths(self, found: Partition, num_workers: int) -> str:
         """Stages of each pipeline: ``8+8+7``; ``125x8+3x7`` where there are many; and how routes go through them."""
-        way = _LEGS.get(found.legs, "")
+        way = ways.LEGS.get(found.legs, "")
         counts = [*Counter(stages_of(kind) for kind, _ in found.shares).items()] or even(
             num_workers, found.number, self.splits.most_stages
         )

@@ -7,12 +7,15 @@ from dataclasses import dataclass
 
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.costs import Costs
-from odyssey_megatron.plan.layout import Layout, layout_from_routes
+from odyssey_megatron.plan.layout import Hop, Layout, Route, layout_from_routes
 from odyssey_megatron.plan.transfer import assign_seats
 from odyssey_megatron.policy import ways
 from odyssey_megatron.policy.cuts import recut
 from odyssey_megatron.policy.kinds import Slow
 from odyssey_megatron.policy.shares import Rate, deal, min_max_shares
+
+Further = tuple[tuple[int, int, int], ...]
+"""A route of one microbatch: (seat, counted through all pipelines, first layer, last)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +30,8 @@ class Shape:
     legs: int = 1
     slow: tuple[tuple[int, Slow], ...] = ()
     """(stage, counted through all pipelines, the sort of slow worker that it is cut for)."""
+    further: tuple[Further, ...] = ()
+    """Of microbatches besides, each through several pipelines' workers that hold what it needs there."""
 
 
 def place(
@@ -63,15 +68,21 @@ def place(
             [layers for seat, layers in enumerate(seats) if seat not in taken], sorted(workers), held, costs
         )
     )
-    seated = iter(taken[seat] if seat in taken else next(others) for seat in range(len(seats)))
-    pipelines = [tuple(next(seated) for _ in ends) for ends in shape.ends]
+    seated = [taken[seat] if seat in taken else next(others) for seat in range(len(seats))]
+    in_turn = iter(seated)
+    pipelines = [tuple(next(in_turn) for _ in ends) for ends in shape.ends]
     if speeds:
         shape = _at_speed(shape, pipelines, costs, speeds)
-    routes = tuple(
+    own = deal((*shape.shares, *(1 for _ in shape.further)))
+    routes = (
         ways.route(pipeline, ends, shape.legs, microbatches)
-        for pipeline, ends, microbatches in zip(pipelines, shape.ends, deal(shape.shares), strict=True)
+        for pipeline, ends, microbatches in zip(pipelines, shape.ends, own, strict=False)
     )
-    return layout_from_routes(len(costs.layers), routes, tied=previous.tied)
+    further = (
+        Route(microbatches=ids, hops=tuple(Hop(worker=seated[at], first=a, last=b) for at, a, b in hops))
+        for ids, hops in zip(own[len(pipelines) :], shape.further, strict=True)
+    )
+    return layout_from_routes(len(costs.layers), (*routes, *further), tied=previous.tied)
 
 
 def _slow_seats(

@@ -14,6 +14,9 @@ from itertools import groupby, pairwise
 
 from odyssey_megatron.plan.layout import Hop, Route
 
+LEGS = {2: " in a V", 4: " in a W"}
+"""Of routes that visit workers more than once, and how they look in tables."""
+
 Visit = tuple[int, int, int]
 """(place of the worker in its pipeline, first layer, last)."""
 

@@ -36,6 +36,13 @@ def at_least(name: str, value: float, limit: float) -> Bar:
     return Bar(name=name, value=value, bar=f">= {limit:g}", ok=value >= limit)
 
 
+def kept(name: str, healthy_s: float, step_s: float, proved_s: float, alive: float, within: float) -> Bar:
+    """What is left of a healthy step's rate, beside the share ``alive`` of workers: 0.985 of it, or where that is less,
+    what a step comes to that is ``within`` times the least that is proved.
+    """
+    return at_least(name, healthy_s / step_s, min(0.985 * alive, healthy_s / (within * proved_s)))
+
+
 def exactly(name: str, value: float, wanted: float) -> Bar:
     return Bar(name=name, value=value, bar=f"== {wanted:g}", ok=value == wanted)
 

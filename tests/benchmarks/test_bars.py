@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from .bars import at_least, at_most, exactly, finish, summarize, taken
+from .bars import at_least, at_most, exactly, finish, kept, summarize, taken
 
 
 def test_bars_come_last_and_a_missed_one_is_exit_code_1(capsys):
@@ -42,3 +42,9 @@ def test_what_was_not_measured_is_no_number():
 def test_a_job_that_a_signal_ended_has_not_ended_well():
     assert exactly("exit code", 0, 0).ok
     assert not exactly("exit code", -9, 0).ok
+
+
+def test_what_is_left_is_beside_what_is_proved_where_that_is_less():
+    assert kept("one dead", 100.0, 105.0, 101.0, 31 / 32, 1.02).bar == ">= 0.954219"
+    assert kept("one dead", 100.0, 107.0, 105.0, 31 / 32, 1.02).ok, "nobody could keep 0.954"
+    assert not kept("one dead", 100.0, 108.0, 105.0, 31 / 32, 1.02).ok

@@ -2,16 +2,20 @@
 
 Each worker has two chunks, the s-th and the s-th last, and its order is that of torch's ``ScheduleZBVZeroBubble``
 (Qi et al., arXiv 2401.10241, section 6): nothing of it is ours. Sums of gradients are taken to be hidden, and so is the
-optimizer; messages are not.
+optimizer; messages are not. :func:`summed_s` counts sums as ours are: beside the weight gradients that it ends with.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 from types import SimpleNamespace
 from typing import Any
 
 from odyssey_megatron.plan.costs import Costs
+from odyssey_megatron.plan.layout import Hop, Route, layout_from_routes
+from odyssey_megatron.plan.reductions import Tail
+from odyssey_megatron.plan.simulate import step_end_s
 
 Task = tuple[str, int, int]
 """(F, I or W, chunk, microbatch)"""
@@ -83,14 +87,41 @@ def clock(
 
 def zb_v(costs: Costs, stages: int, microbatches: int) -> tuple[float, int]:
     """(step in seconds, bytes of activations on the worker that keeps most)."""
-    chunks, spans = chunks_of(costs, 2 * stages), costs.spans
-    seconds = {}
+    chunks, programs = chunks_of(costs, 2 * stages), orders(stages, microbatches)
+    peak = max(_peak(one, chunks, costs) for one in programs)
+    return max(_done_s(costs, chunks, programs)), peak
+
+
+def _done_s(
+    costs: Costs, chunks: Sequence[tuple[int, int]], programs: Sequence[Sequence[Task]]
+) -> list[float]:
+    """When each worker has computed."""
+    seconds, spans = dict[tuple[str, int], float](), costs.spans
     for chunk, (a, b) in enumerate(chunks):
         seconds |= {("F", chunk): spans.forward_s(a, b), ("I", chunk): spans.input_grad_s(a, b)}
         seconds["W", chunk] = spans.weight_grad_s(a, b)
-    programs = orders(stages, microbatches)
-    ends, _ = clock(programs, seconds, costs.message_s(), 2 * stages - 1)
-    return max(end_s for _, end_s in ends), max(_peak(one, chunks, costs) for one in programs)
+    ends, _ = clock(programs, seconds, costs.message_s(), len(chunks) - 1)
+    return [end_s for _, end_s in ends]
+
+
+def summed_s(costs: Costs, stages: int, pipelines: int, microbatches: int) -> float:
+    """The step of so many pipelines, with the sums over them."""
+    chunks, programs = chunks_of(costs, 2 * stages), orders(stages, microbatches)
+    routes, done_s, tails = list[Route](), dict[int, float](), dict[int, Tail]()
+    of_stage = _done_s(costs, chunks, programs)
+    for pipeline in range(pipelines):
+        workers = [stage * pipelines + pipeline for stage in range(stages)]
+        places = [*workers[:-1], workers[-1], *reversed(workers[:-1])]
+        spans = [*chunks[: stages - 1], (chunks[stages - 1][0], chunks[stages][1]), *chunks[stages + 1 :]]
+        hops = (Hop(worker=one, first=a, last=b) for one, (a, b) in zip(places, spans, strict=True))
+        ids = tuple(range(pipeline, pipelines * microbatches, pipelines))
+        routes.append(Route(microbatches=ids, hops=tuple(hops)))
+        for worker, end_s, program in zip(workers, of_stage, programs, strict=True):
+            last = takewhile(lambda task: task[0] == "W", reversed(program))
+            done_s[worker] = end_s
+            tails[worker] = Tail(tuple(chunks[chunk] for _, chunk, _ in reversed([*last])), 1.0, None)
+    layout = layout_from_routes(len(costs.layers), tuple(routes), tied=costs.tied is not None)
+    return step_end_s(layout, costs, done_s, tails)
 
 
 def _peak(program: Sequence[Task], chunks: Sequence[tuple[int, int]], costs: Costs) -> int:

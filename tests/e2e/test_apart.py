@@ -42,3 +42,28 @@ def test_a_job_whose_microbatches_go_their_own_ways(jobs, undisturbed, tmp_path,
         "some worker computes other layers of the other"
     )
     assert {worker for worker, *_ in ways[0]} & {worker for worker, *_ in ways[1]}
+
+
+LEFT_OVER = "--num-layers 4 --global-batch-size 4"
+"""On three of four workers: through whole pipelines a step takes 20 units, and 18 where one microbatch is left over for
+several of them."""
+
+
+@pytest.mark.parametrize(
+    "inject",
+    [
+        "rank=1,step=2,at=backward",
+        pytest.param("rank=3,step=1,at=forward;rank=0,step=3,at=weight_grad", marks=pytest.mark.matrix),
+    ],
+    ids=["backward", "two"],
+)
+def test_a_microbatch_that_is_left_over_goes_through_several_pipelines(
+    jobs, undisturbed, tmp_path, name, inject
+):
+    path = tmp_path / "left.json"
+    Profile(costs=replace(uniform_costs(4, ends=True), memory_bytes=2**30), group_build_s=0.0).save(path)
+    flags = f"{LEFT_OVER} --odyssey-profile {path} --odyssey-inject {inject}"
+    shot = jobs.run(name, ranks=4, stages=1, flags=flags)
+    assert_equal_runs(shot, undisturbed(LEFT_OVER, ranks=4, stages=1), kills=inject.count("rank="))
+    chosen = [row["name"] for one in shot.named("decision") for row in one["candidates"] if row["chosen"]]
+    assert "divide" in chosen

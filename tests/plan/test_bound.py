@@ -1,3 +1,5 @@
+import pytest
+
 from odyssey_megatron.plan.bound import cluster_bound_s, lower_bound_s
 from odyssey_megatron.plan.generate import build_schedule
 from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
@@ -22,11 +24,27 @@ def test_one_microbatch_is_bound_by_its_path():
 def test_no_layout_at_all_beats_the_cluster():
     costs = uniform_costs(4)
     assert cluster_bound_s(8, costs, range(4)) == 8 * 12 / 4
-    assert cluster_bound_s(8, costs, range(4), {0: 0.5, 1: 0.5}) == 8 * 12 / 3
+    # 32 layers of microbatches: in ten times three seconds half as fast workers do 5 each, and the others 10.
+    assert cluster_bound_s(8, costs, range(4), {0: 0.5, 1: 0.5}) == pytest.approx(11 * 3)
+    assert cluster_bound_s(64, uniform_costs(32), range(31)) == 67 * 3, (
+        "31 x 66 layers are two less than 64 x 32"
+    )
     # One microbatch: weight gradients run beside the way up, all but the last. A pipeline gets there exactly.
     assert cluster_bound_s(1, costs, range(4)) == 4 + 4 + 1
     pipeline = layout_from_routes(4, (pipeline_route((0, 1, 2, 3), (1, 2, 3, 4), (0,)),))
     assert simulate(build_schedule(pipeline, costs), pipeline, costs).step_s == 9
+
+
+def test_memory_that_is_short_makes_a_worker_wait():
+    """The first of four stages, with memory for two microbatches: each is there for eight seconds, down and up, and for
+    a weight gradient, and of two one begins a forward later, and ends a weight gradient later.
+    """
+    layout = layout_from_routes(4, (pipeline_route((0, 1, 2, 3), (1, 2, 3, 4), tuple(range(8))),))
+    costs = uniform_costs(4)
+    size = costs.spans.activation_bytes(0, 1)
+    caps = dict.fromkeys(range(4), 2 * size)
+    step_s = simulate(build_schedule(layout, costs, in_flight_cap=caps), layout, costs).step_s
+    assert 8 * (8 + 1) / 2 + (1 + 1) / 2 == lower_bound_s(layout, costs, in_flight_cap=caps) <= step_s
 
 
 def test_last_stage_starts_late():

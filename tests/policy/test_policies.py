@@ -21,7 +21,7 @@ def random_case(rng: random.Random) -> Case:
     """A job that has lost workers, or has some back, or neither; perhaps with slow ones, or slow links, among
     the rest."""
     stages, pipelines = rng.randint(1, 4), rng.randint(1, 4)
-    layers, microbatches = 2 + 2 * stages, 2 * pipelines
+    layers, microbatches = 2 + rng.choice((2, 2, 4)) * stages, rng.choice((2, 2, 3, 4)) * pipelines
     job = JobSpec(
         num_layers=layers, pipeline_model_parallel_size=stages, tensor_model_parallel_size=1,
         num_microbatches=microbatches, tokens_per_step=1000, train_steps=10, revisits=rng.random() < 0.5,
@@ -67,7 +67,7 @@ def random_case(rng: random.Random) -> Case:
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda one: one.name)
 def test_what_is_proposed_can_be_had(policy):
     rng, proposed = random.Random(0), 0
-    for _ in range(200):
+    for _ in range(400):
         case = random_case(rng)
         try:
             found = list(islice(policy.propose(case), 4))

@@ -1,0 +1,42 @@
+"""New pipelines, and microbatches that do not divide among them and go through several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from odyssey_megatron.plan.layout import Layout
+from odyssey_megatron.policy.case import Case
+from odyssey_megatron.policy.divide import divided, named
+from odyssey_megatron.policy.proposal import Policy, Sketch
+from odyssey_megatron.policy.seating import Shape, place
+
+
+class Divide(Policy):
+    """Pipelines that are alike get as many microbatches as all can do; the rest goes wherever there is time."""
+
+    name, order = "divide", 45
+
+    def propose(self, case: Case) -> Iterable[Sketch]:
+        """Where workers are alike, and so are links."""
+        changed = case.lost or case.is_larger or case.rebalances
+        unlike = case.speeds or case.shares or case.profile.costs.slow_links
+        if not changed or unlike or not case.job.revisits:
+            return
+        for shape in divided(case.search, len(case.alive), case.job.num_microbatches):
+            yield self._sketch(case, shape)
+
+    def _sketch(self, case: Case, shape: Shape) -> Sketch:
+        costs = case.profile.costs
+
+        def layout() -> Layout:
+            return place(shape, case.alive, case.previous, costs)
+
+        return Sketch(
+            make=layout,
+            note=named(shape),
+            least_step_s=shape.estimate_s + costs.optimizer_s,
+            fatal_share=0.0,
+        )
+
+
+POLICY = Divide()
