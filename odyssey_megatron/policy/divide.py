@@ -8,8 +8,7 @@ time left, one stretch after the other: it has more hops than others, and no wor
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
-from itertools import islice
+from itertools import chain, islice, pairwise
 from math import inf
 
 from odyssey_megatron.plan.bound import cluster_bound_s
@@ -21,165 +20,186 @@ from odyssey_megatron.policy.seating import Further, Shape
 from odyssey_megatron.policy.shares import SLACK
 from odyssey_megatron.policy.stages import Stage, path_s, reached_s
 
-_MOST = 3
+_MOST = 2
 """Shapes that are looked at: where pipelines are short each is scheduled in some milliseconds."""
 
-_TRIES = 6
+_TRIES = 8
 """As many are tried to be dealt out for that, each in about a millisecond."""
 
 _MOST_VISITS = 1024
 """Of microbatches to workers, in one shape: more of them take too long to schedule, and divide better."""
 
+_COARSE = 0.25
+"""Of a visit: what coarse ones cost more than an estimate says, where shapes are alike otherwise."""
+
 _LONGER = (1.0, 1.005, 1.01, 1.02)
 """Times of the least time, in which what is left over is tried to be dealt out."""
 
 
-def divided(search: Search, workers: int, microbatches: int, least: int = 2) -> Iterator[Shape]:
+def divided(search: Search, workers: int, microbatches: int, least: int = 2) -> tuple[Shape, ...]:
     """The most promising shapes over ``workers`` that are alike, with at least so many pipelines, if they may be worth
     it beside whole microbatches.
     """
-    if not 1 < workers <= MANY_WORKERS or len(search.splits.costs.layers) < 4:
+    key = workers, microbatches, least
+    if key not in search.divided:
+        search.divided[key] = tuple(_divided(search, *key))
+    return search.divided[key]
+
+
+def _divided(search: Search, workers: int, microbatches: int, least: int) -> Iterator[Shape]:
+    costs = search.splits.costs
+    if not 1 < workers <= MANY_WORKERS or len(costs.layers) < 4:
         return
     estimates = (one.estimate_s for one in search.partitions(workers, microbatches) if one.shares)
     below_s, found = min(estimates, default=inf) * WORTH, list[_Alike]()
-    for turned in (search, *search.turned):
+    proved_s = cluster_bound_s(microbatches, costs, range(workers)) - costs.optimizer_s
+    known: dict[tuple[int, int], _Kind] = {}
+    for turned in (search, *search.turned) if proved_s < below_s else ():
         for number in range(max(2, least), min(workers, microbatches) + 1):
-            one = _Alike(turned.sharing(number), workers, number, microbatches)
-            if one.fits and one.least_s < below_s and one.left > 0 and one.way_s < below_s:
-                found.append(one)
-    found.sort(key=lambda one: (max(one.least_s, one.way_s), one.way_s))
-    shapes = (one.dealt(below_s) for one in found[:_TRIES])
+            kinds = _kinds(turned.sharing(number), workers, number, known)
+            if kinds and microbatches * max(kind.hops for kind, _ in kinds) <= _MOST_VISITS:
+                one = _Alike(turned.sharing(number), kinds, microbatches, proved_s)
+                if one.likely_s < below_s:
+                    found.append(one)
+    fast = sorted(found, key=lambda one: (one.likely_s, one.way_s))
+    fine = sorted(found, key=lambda one: (one.likely_s + _COARSE * one.visit_s, one.way_s))
+    in_turn = dict.fromkeys(chain.from_iterable(zip(fast, fine, strict=True)))
+    shapes = (one.dealt(below_s) for one in islice(in_turn, _TRIES))
     yield from islice((shape for shape in shapes if shape is not None), _MOST)
 
 
-class _Alike:
-    """So many pipelines whose lengths differ by one at most."""
+class _Kind:
+    """Pipelines of so many stages."""
 
-    def __init__(self, search: Search, workers: int, number: int, microbatches: int) -> None:
-        self.search, self.workers, self.number, self.microbatches = search, workers, number, microbatches
-        self.splits = search.splits
-        lengths = even(workers, number, self.splits.most_stages)
-        self.kinds = [length for length, count in lengths for _ in range(count)]
-        """Of each, how many stages it has."""
-
-    @property
-    def fits(self) -> bool:
-        """All workers have a part in it, and enough memory; and there are not too many visits."""
-        longest = self.kinds[0]
-        return (
-            sum(self.kinds) == self.workers
-            and self.microbatches * longest * self.splits.legs <= 2 * _MOST_VISITS
-            and all(self.splits.split(kind) is not None for kind in {*self.kinds})
-            and self.microbatches * self._hops <= _MOST_VISITS
+    def __init__(self, search: Search, length: int) -> None:
+        costs, spans = search.splits.costs, search.splits.costs.spans
+        self.stages = search.splits.stages(length)
+        self.own_s = [sum(spans.compute_s(a, b) for a, b in one.spans) for one in self.stages]
+        """Of each worker, a microbatch."""
+        self.reached_s = [reached_s(costs, one) for one in self.stages]
+        self.hops = sum(len(one.spans) for one in self.stages)
+        self.path_s = path_s(costs, self.stages)
+        busy = [own_s / one.each_s for own_s, one in zip(self.own_s, self.stages, strict=True)]
+        self.busy = sum(busy)
+        """So many workers' time can be used, as far as memory allows for that."""
+        self.late_s = sum(share * late_s for share, late_s in zip(busy, self.reached_s, strict=True))
+        self.visits_s = sum(
+            own_s / len(one.spans) for own_s, one in zip(self.own_s, self.stages, strict=True)
         )
 
-    @cached_property
-    def _stages(self) -> list[Stage]:
-        """Of all pipelines."""
-        return [stage for kind in self.kinds for stage in self.splits.stages(kind)]
+    def turns(self, time_s: float) -> int:
+        """Microbatches that one of them can do in that time."""
+        pairs = zip(self.reached_s, self.stages, strict=True)
+        return min(int((time_s * SLACK - late_s) / one.each_s) for late_s, one in pairs)
 
-    @cached_property
-    def _hops(self) -> int:
-        return max(sum(len(one.spans) for one in self.splits.stages(kind)) for kind in {*self.kinds})
 
-    @cached_property
-    def _work_s(self) -> float:
-        """All work, if all workers are busy from when a microbatch can be there, as far as memory allows for that."""
-        costs = self.splits.costs
-        whole_s = cluster_bound_s(self.microbatches, costs, range(self.workers)) - costs.optimizer_s
-        work_s = self.microbatches * costs.spans.compute_s(0, self.splits.last)
-        busy, late_s = 0.0, 0.0
-        for kind in self.kinds:
-            for one in self.splits.stages(kind):
-                share = self._own_s(one) / one.each_s
-                busy, late_s = busy + share, late_s + share * self._reached_s(one)
-        return max(whole_s, (work_s + late_s) / busy)
+def _kinds(
+    search: Search, workers: int, number: int, known: dict[tuple[int, int], _Kind]
+) -> list[tuple[_Kind, int]]:
+    """(kind, how many) of so many pipelines whose lengths differ by one at most; none if they do not fit, or some
+    worker would have no part in any.
+    """
+    lengths = even(workers, number, search.splits.most_stages)
+    fit = all(search.splits.split(length) is not None for length, _ in lengths)
+    if not fit or sum(length * count for length, count in lengths) < workers:
+        return []
+    for length, _ in lengths:
+        if (id(search), length) not in known:
+            known[id(search), length] = _Kind(search, length)
+    return [(known[id(search), length], count) for length, count in lengths]
 
-    @cached_property
-    def least_s(self) -> float:
-        """But for the optimizer's: an estimate."""
-        costs, last, work_s = self.splits.costs, self.splits.last, self._work_s
+
+class _Alike:
+    """Pipelines before anything is dealt out."""
+
+    def __init__(
+        self, search: Search, kinds: Sequence[tuple[_Kind, int]], microbatches: int, proved_s: float
+    ) -> None:
+        """``proved_s``: no layout takes less."""
+        self.search, self.splits, self.kinds, self.microbatches = search, search.splits, kinds, microbatches
+        costs, last = self.splits.costs, self.splits.last
+        number, workers = (
+            sum(count for _, count in kinds),
+            sum(len(one.stages) * count for one, count in kinds),
+        )
+        self.visit_s = sum(one.visits_s * count for one, count in kinds) / workers
+        """All that a worker computes of a microbatch that visits it, in the mean."""
+        work_s = microbatches * costs.spans.compute_s(0, last) + sum(one.late_s * n for one, n in kinds)
+        self.work_s = max(proved_s, work_s / sum(one.busy * count for one, count in kinds))
+        """All work, if all workers are busy from when a microbatch can be there."""
         before = costs.spans.down_and_up_s(0, last) / costs.spans.compute_s(0, last)
-        sums = [self.search.balanced.sums_s(kind, self.number) for kind in {*self.kinds}]
-        return max(work_s + max(one for one, _ in sums), work_s * before + max(every for _, every in sums))
-
-    def _turns(self, kind: int, time_s: float) -> int:
-        """Microbatches that a pipeline can do in that time."""
-        stages = self.splits.stages(kind)
-        return min(int((time_s * SLACK - self._reached_s(one)) / one.each_s) for one in stages)
-
-    def _own_s(self, one: Stage) -> float:
-        return sum(self.splits.costs.spans.compute_s(a, b) for a, b in one.spans)
-
-    def _reached_s(self, one: Stage) -> float:
-        return reached_s(self.splits.costs, one)
-
-    @property
-    def left(self) -> int:
-        """Microbatches that are left over at the least."""
-        return self.microbatches - sum(self._turns(kind, self._work_s) for kind in self.kinds)
-
-    @cached_property
-    def way_s(self) -> float:
+        last_s, every_s = (
+            max(each)
+            for each in zip(
+                *(search.balanced.sums_s(len(one.stages), number) for one, _ in kinds), strict=True
+            )
+        )
+        left = microbatches - sum(one.turns(self.work_s) * count for one, count in kinds)
+        hops = max(*(one.hops for one, _ in kinds), workers / left) if left > 0 else inf
+        self.way_s = max(one.path_s for one, _ in kinds) + hops * self.visit_s / 3
         """Of a microbatch that is left over: on each of its hops it waits, down and up, for half of a visit's forward
-        or input gradient, about.
+        or input gradient, about. Infinite if there is none.
         """
-        visits_s = sum(self._own_s(one) / len(one.spans) for one in self._stages)
-        waits_s = max(self._hops, self.workers / self.left) * visits_s / self.workers / 3
-        return waits_s + max(path_s(self.splits.costs, self.splits.stages(kind)) for kind in {*self.kinds})
+        self.likely_s = max(self.work_s + last_s, self.work_s * before + every_s, self.way_s)
+        """But for the optimizer's: an estimate."""
 
     def dealt(self, below_s: float) -> Shape | None:
         """With what each pipeline and each worker gets, in the least time in which all can be dealt out."""
+        each = [one for one, count in self.kinds for _ in range(count)]
+        stages = [stage for one in each for stage in one.stages]
+        holders = self._holders(stages)
         for longer in _LONGER:
-            time_s = self._work_s * longer
-            counts = [self._turns(kind, time_s) for kind in self.kinds]
+            time_s = self.work_s * longer
+            turns = {id(one): one.turns(time_s) for one, _ in self.kinds}
+            counts = [turns[id(one)] for one in each]
             left = self.microbatches - sum(counts)
             if time_s >= below_s or left <= 0:
                 return None
-            turns = [count for kind, count in zip(self.kinds, counts, strict=True) for _ in range(kind)]
             spare_s = [
-                time_s * SLACK - self._reached_s(stage) - count * self._own_s(stage)
-                for stage, count in zip(self._stages, turns, strict=True)
+                time_s * SLACK - late_s - count * own_s
+                for one, count in zip(each, counts, strict=True)
+                for late_s, own_s in zip(one.reached_s, one.own_s, strict=True)
             ]
-            further = self._further(spare_s, left) if min(counts) else None
+            further = self._further(holders, spare_s, left) if min(counts) else None
             if further is not None:
                 return Shape(
-                    ends=tuple(self.splits.split(kind) or () for kind in self.kinds),
+                    ends=tuple(self.splits.split(len(one.stages)) or () for one in each),
                     shares=tuple(counts),
-                    estimate_s=max(self.least_s, self.way_s, time_s),
+                    estimate_s=max(self.likely_s, time_s),
                     legs=self.splits.legs,
                     further=further,
                 )
         return None
 
-    @cached_property
-    def _holders(self) -> list[tuple[int, int, list[int]]]:
+    def _holders(self, stages: Sequence[Stage]) -> list[tuple[int, int, list[int]]]:
         """(first layer, last, who has them), in the pieces that microbatches are cut in: embedding and head go with
         their neighbours.
         """
         last = self.splits.last
-        pieces = [(0, 2), *((layer, layer + 1) for layer in range(2, last - 2)), (last - 2, last)]
-        spans = [(a, b, seat) for seat, stage in enumerate(self._stages) for a, b in stage.spans]
-        return [
-            (first, end, [seat for a, b, seat in spans if a <= first and end <= b]) for first, end in pieces
-        ]
+        ends = [0, *range(2, last - 1), last]
+        piece_of = [piece for piece, (a, b) in enumerate(pairwise(ends)) for _ in range(a, b)]
+        found: list[list[int]] = [[] for _ in range(len(ends) - 1)]
+        for seat, stage in enumerate(stages):
+            for a, b in stage.spans:
+                for piece in range(piece_of[a], piece_of[b - 1] + 1):
+                    found[piece].append(seat)
+        return [(a, b, seats) for (a, b), seats in zip(pairwise(ends), found, strict=True)]
 
-    def _further(self, spare_s: Sequence[float], left: int) -> tuple[Further, ...] | None:
+    def _further(
+        self, holders: Sequence[tuple[int, int, list[int]]], spare_s: list[float], left: int
+    ) -> tuple[Further, ...] | None:
         """Routes of ``left`` microbatches, where each worker has so much time for them; None if that is not enough. A
         microbatch stays where it is as long as there is time, and goes on where there is most.
         """
-        spare_s, routes = [*spare_s], list[Further]()
-        pieces = [
-            (first, end, holders, self.splits.costs.spans.compute_s(first, end))
-            for first, end, holders in self._holders
-        ]
+        compute_s, routes = self.splits.costs.spans.compute_s, list[Further]()
+        pieces = [(first, end, seats, compute_s(first, end)) for first, end, seats in holders]
         for _ in range(left):
             route, seat = list[tuple[int, int, int]](), -1
-            for first, end, holders, takes_s in pieces:
-                if seat in holders and spare_s[seat] >= takes_s:
+            for first, end, seats, takes_s in pieces:
+                if seat in seats and spare_s[seat] >= takes_s:
                     route[-1] = seat, route[-1][1], end
                 else:
-                    seat = max(holders, key=spare_s.__getitem__)
+                    seat = max(seats, key=spare_s.__getitem__)
                     if spare_s[seat] < takes_s:
                         return None
                     route.append((seat, first, end))

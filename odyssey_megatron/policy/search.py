@@ -74,6 +74,8 @@ class Search:
             if revisits
         )
         """The same with more legs."""
+        self.divided: dict[tuple[int, int, int], tuple[Shape, ...]] = {}
+        """What ``policy/divide.py`` has found."""
         self._shared: dict[int, Search] = {}
         self._ranked: dict[tuple[int, int], tuple[tuple[float, int], ...]] = {}
         self._rows: dict[int, Rows] = {}

@@ -27,7 +27,7 @@ def home(workers, microbatches, layers=8):
 @pytest.mark.parametrize(("workers", "microbatches"), [(7, 16), (5, 16), (11, 24)])
 def test_who_computes_what_is_left_over_holds_it_anyway(workers, microbatches):
     own = search()
-    shapes = [*divided(own, workers, microbatches)]
+    shapes = divided(own, workers, microbatches)
     assert shapes
     for shape in shapes:
         layout = place(shape, range(workers), home(workers, microbatches), own.splits.costs)
@@ -41,7 +41,7 @@ def test_who_computes_what_is_left_over_holds_it_anyway(workers, microbatches):
 
 
 def test_nothing_is_left_over_where_microbatches_divide():
-    assert not [*divided(search(), 8, 16)]
+    assert not divided(search(), 8, 16)
 
 
 def test_what_is_left_over_costs_no_memory_that_is_not_there():
@@ -71,5 +71,5 @@ def test_with_workers_dead_all_others_are_busy(dead, before_s):
 
 
 def test_the_table_says_how_many_there_are():
-    shape = next(divided(search(layers=LAYERS), 31, 64))
+    shape = divided(search(layers=LAYERS), 31, 64)[0]
     assert named(shape).endswith("of 64 microbatches through several of them")
