@@ -26,11 +26,20 @@ def check(case: Case, seed: int) -> Ended | None:
     if case.evaluates:
         assert [ended.evaluated[1 + step] for step in steps] == pytest.approx(alone.evaluated, rel=1e-12)
     weights, momenta = _alike(ended, "weights"), _alike(ended, "momenta")
-    assert set(weights) == set(alone.weights)
+    lost = set(alone.weights) - set(weights)
+    assert set(weights) <= set(alone.weights)
+    assert not lost or _last_holders_died_behind_the_last_step(ended), lost
     for key, weight in weights.items():
         assert torch.allclose(weight, alone.weights[key], rtol=1e-12, atol=1e-14), key
     assert bool(momenta) is bool(case.copies)
     return ended
+
+
+def _last_holders_died_behind_the_last_step(ended: Ended) -> bool:
+    """Of several who died, one that had committed it: its layers may be lost with it, and no loss of the job is."""
+    last = ended.case.steps - 1
+    behind = any(kill.point == "commit" and kill.step == last for kill, _ in ended.struck)
+    return behind and len(ended.struck) > 1
 
 
 def _alike(ended: Ended, what: str) -> dict[Any, torch.Tensor]:
