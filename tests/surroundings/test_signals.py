@@ -140,7 +140,9 @@ def test_a_script_that_has_not_joined_is_ended(server, tmp_path):
 
 
 def test_ctrl_c_while_the_launcher_starts(tmp_path):
-    command = [sys.executable, "-m", "odyssey_megatron", "run", "--nproc-per-node", "2", __file__]
+    script = tmp_path / "train.py"  # where all is quick, ranks run it by then
+    script.write_text("import time; time.sleep(60)")
+    command = [sys.executable, "-m", "odyssey_megatron", "run", "--nproc-per-node", "2", str(script)]
     job = subprocess.Popen(
         [*command, "--odyssey-run-dir", tmp_path / "run"], stderr=subprocess.PIPE, text=True, cwd=CHECKOUT
     )
