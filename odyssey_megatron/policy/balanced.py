@@ -47,12 +47,12 @@ class Balanced:
 
     def estimate_s(self, num_workers: int, num_microbatches: int, pipelines: int) -> float | None:
         """Estimated step of the balanced shape of so many pipelines; None if it does not fit."""
-        lengths = self._lengths(num_workers, pipelines)
+        lengths = self.lengths(num_workers, pipelines)
         return None if lengths is None else self._estimate_s(lengths, num_microbatches, pipelines)
 
     def shape(self, num_workers: int, num_microbatches: int, pipelines: int) -> Shape | None:
         """The balanced shape of so many pipelines; None if it does not fit."""
-        lengths = self._lengths(num_workers, pipelines)
+        lengths = self.lengths(num_workers, pipelines)
         if lengths is None:
             return None
         ends: list[tuple[int, ...]] = []
@@ -71,16 +71,14 @@ class Balanced:
 
     def sums_s(self, stages: int, pipelines: int) -> tuple[float, float]:
         """Of pipelines of so many stages: (the longest last sum, all sums of the worker that has most of them)."""
-        hops = reduce_hops(pipelines, self.sums)
-        lag_s = hops * self.splits.costs.link_latency_s
-        byte_s = hops / pipelines / self.splits.costs.link_bytes_per_s
+        lag_s, byte_s = self._sum_s(pipelines)
         found = self._summing(stages, bucket_bytes(self.splits.costs, pipelines))
         return (
             lag_s + byte_s * max(one.last_bytes for one in found),
             max(one.buckets * lag_s + byte_s * one.bytes for one in found),
         )
 
-    def _lengths(self, num_workers: int, pipelines: int) -> list[tuple[int, int]] | None:
+    def lengths(self, num_workers: int, pipelines: int) -> list[tuple[int, int]] | None:
         """See :func:`even`; None if a pipeline does not fit."""
         lengths = even(num_workers, pipelines, self.splits.most_stages)
         return lengths if all(self.splits.split(length) is not None for length, _ in lengths) else None
@@ -106,14 +104,18 @@ class Balanced:
         its forwards and input gradients, of which the last one may run on beside, and all its sums.
         """
         last, whole, costs = (-inf, 0.0, 0.0), (-inf, 0.0, 0.0), self.splits.costs
-        hops = reduce_hops(pipelines, self.sums)
-        lag_s, byte_s = hops * costs.link_latency_s, hops / pipelines / costs.link_bytes_per_s
+        lag_s, byte_s = self._sum_s(pipelines)
         for one in self._summing(stages, bucket_bytes(costs, pipelines)):
             last_s = one.begins_s + lag_s + one.last_bytes * byte_s
             all_s = one.whole_s + one.buckets * lag_s + one.bytes * byte_s
             last = max(last, _line(last_s, one.each_s, share))
             whole = max(whole, _line(all_s, one.down_and_up_s, share))
         return Rate(head_s=last[1], each_s=last[2]), Rate(head_s=whole[1], each_s=whole[2])
+
+    def _sum_s(self, pipelines: int) -> tuple[float, float]:
+        """(what a sum over so many pipelines takes however small it is, what each of its bytes takes)."""
+        costs, hops = self.splits.costs, reduce_hops(pipelines, self.sums)
+        return hops * costs.link_latency_s, hops / pipelines / costs.link_bytes_per_s
 
     def _summing(self, stages: int, least_bytes: int) -> list[_Summing]:
         """Of each stage what it sums, in buckets of that size."""

@@ -13,7 +13,6 @@ from math import inf
 
 from odyssey_megatron.plan.bound import cluster_bound_s
 from odyssey_megatron.policy import ways
-from odyssey_megatron.policy.balanced import even
 from odyssey_megatron.policy.pipelines import MANY_WORKERS, WORTH
 from odyssey_megatron.policy.search import Search
 from odyssey_megatron.policy.seating import Further, Shape
@@ -99,9 +98,8 @@ def _kinds(
     """(kind, how many) of so many pipelines whose lengths differ by one at most; none if they do not fit, or some
     worker would have no part in any.
     """
-    lengths = even(workers, number, search.splits.most_stages)
-    fit = all(search.splits.split(length) is not None for length, _ in lengths)
-    if not fit or sum(length * count for length, count in lengths) < workers:
+    lengths = search.balanced.lengths(workers, number)
+    if lengths is None or sum(length * count for length, count in lengths) < workers:
         return []
     for length, _ in lengths:
         if (id(search), length) not in known:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import sys
 from pathlib import Path
 from typing import Any
@@ -40,6 +39,7 @@ from odyssey_megatron.plan.groups import groups_of_cell
 from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
 from tests.launch.jobserver import CHECKOUT
 from tests.mcore.conftest import MODEL, SCHEDULE
+from tests.mcore.forked import all_end
 
 LAYERS = 4
 ALMOST = 1e-12
@@ -349,18 +349,12 @@ def run(folder: Path, full: int, size: int, rank: int, changes: dict[str, Any]) 
 
 
 def main(folder: Path, cases: dict[str, tuple[list[int], dict[str, Any]]]) -> None:
-    fork = multiprocessing.get_context("fork")
     for name, (sizes, changes) in cases.items():
         where = folder / name.replace(" ", "-")
         where.mkdir()
         for size in sizes:
             given = [(where, sizes[0], size, rank, changes) for rank in range(size)]
-            ranks = [fork.Process(target=run, args=one) for one in given]
-            for one in ranks:
-                one.start()
-            for one in ranks:
-                one.join()
-            if any(one.exitcode for one in ranks):
+            if not all_end(run, given):
                 break
         else:
             print(f"{name}: ok", flush=True)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,6 +39,7 @@ from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
 from tests.launch.jobserver import CHECKOUT
 from tests.mcore.cell import group_of
 from tests.mcore.conftest import MODEL
+from tests.mcore.forked import all_end
 
 LAYERS, MICROBATCHES, LENGTH = 4, 12, 16
 ALMOST = 1e-12
@@ -195,19 +195,13 @@ def run(folder: Path, full: int, lanes: int, rank: int, changes: dict[str, Any])
 
 
 def main(folder: Path, cases: dict[str, tuple[list[int], dict[str, Any]]]) -> None:
-    fork = multiprocessing.get_context("fork")
     for name, (lanes, changes) in cases.items():
         where = folder / name.replace(" ", "-")
         where.mkdir()
         for count in (1, *lanes):
             size = count * changes.get("tensor_model_parallel_size", 1)
             given = [(where, max(lanes), count, rank, changes) for rank in range(size)]
-            ranks = [fork.Process(target=run, args=one) for one in given]
-            for one in ranks:
-                one.start()
-            for one in ranks:
-                one.join()
-            if any(one.exitcode for one in ranks):
+            if not all_end(run, given):
                 break
         else:
             print(f"{name}: ok", flush=True)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-from tests.launch.jobserver import CHECKOUT
 from tests.mcore.conftest import MODEL
+from tests.mcore.forked import printed
 
 torch = pytest.importorskip("torch")
 
@@ -46,10 +43,7 @@ CASES: dict[str, tuple[list[int], dict[str, Any]]] = {
 @pytest.fixture(scope="module")
 def passed(tmp_path_factory: Any) -> str:
     """What ``tests/mcore/cell.py`` prints."""
-    folder = tmp_path_factory.mktemp("cells")
-    command = [sys.executable, "-m", "tests.mcore.cell", str(folder), json.dumps(CASES)]
-    ran = subprocess.run(command, cwd=CHECKOUT, stdout=subprocess.PIPE, text=True, timeout=300, check=True)
-    return ran.stdout
+    return printed("tests.mcore.cell", tmp_path_factory.mktemp("cells"), CASES)
 
 
 GANGS = {"num_experts": 4, "expert_model_parallel_size": 2, "moe_router_enable_expert_bias": False}

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from odyssey_megatron.errors import ConfigError
-from tests.launch.jobserver import CHECKOUT
+from tests.mcore.forked import printed
 
 torch = pytest.importorskip("torch")
 
@@ -43,10 +40,7 @@ CASES: dict[str, tuple[list[int], dict[str, Any]]] = {
 @pytest.fixture(scope="module")
 def passed(tmp_path_factory: Any) -> str:
     """What ``tests/mcore/gang.py`` prints."""
-    folder = tmp_path_factory.mktemp("gangs")
-    command = [sys.executable, "-m", "tests.mcore.gang", str(folder), json.dumps(CASES)]
-    ran = subprocess.run(command, cwd=CHECKOUT, stdout=subprocess.PIPE, text=True, timeout=300, check=True)
-    return ran.stdout
+    return printed("tests.mcore.gang", tmp_path_factory.mktemp("gangs"), CASES)
 
 
 @pytest.mark.parametrize("case", CASES)

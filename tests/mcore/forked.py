@@ -1,0 +1,31 @@
+"""Ranks of groups that are tried beside the tests: in processes of their own, forked from one that has Megatron."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.launch.jobserver import CHECKOUT
+
+
+def all_end(run: Callable[..., None], given: Sequence[tuple[Any, ...]]) -> bool:
+    """Whether all ranks, each with its arguments for ``run``, end without an error."""
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=run, args=one) for one in given]
+    for one in ranks:
+        one.start()
+    for one in ranks:
+        one.join()
+    return not any(one.exitcode for one in ranks)
+
+
+def printed(module: str, folder: Path, cases: Mapping[str, Any]) -> str:
+    """What ``module`` prints of ``cases``."""
+    command = [sys.executable, "-m", module, str(folder), json.dumps(cases)]
+    ran = subprocess.run(command, cwd=CHECKOUT, stdout=subprocess.PIPE, text=True, timeout=300, check=True)
+    return ran.stdout
