@@ -86,6 +86,13 @@ def here_key(rank: int) -> str:
     return f"here/{rank}"
 
 
+def company_key(rank: int) -> str:
+    """Where a process in the place of a dead rank says what it has read of its cell's ranks (:func:`here_key`) when all
+    were there: of itself, and behind a colon of all. "" before.
+    """
+    return f"company/{rank}"
+
+
 def places_key(worker: int) -> str:
     """Where the agent of a worker's node says how many places of a whole cell each process fills that joins for it."""
     return f"places/{worker}"

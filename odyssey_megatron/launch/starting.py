@@ -102,7 +102,9 @@ class Starting:
             Fenced: the cell is to have another size.
         """
         here, full, each = [keys.here_key(rank) for rank in ranks], len(ranks) * self._each, self._each
-        self._control.put(keys.here_key(self._rank), f"{self._incarnation}/{each}".removesuffix("/1"))
+        own = f"{self._incarnation}/{each}".removesuffix("/1")
+        self._control.put(keys.company_key(self._rank), "")
+        self._control.put(keys.here_key(self._rank), own)
         places, returned = keys.places_key(self._rank // full), False
         while True:
             wanted = int(self._control.peek(places) or 1)
@@ -110,8 +112,10 @@ class Starting:
                 raise Fenced(f"the cell of rank {self._rank} is to have another size")
             said = self._control.read(here) if self._control.has(here) else []
             found = [(one.partition("/")[0], int(one.partition("/")[2] or 1)) for one in said if one]
-            if len(found) == len(here) and all(one == each for _, one in found):
+            complete = len(found) == len(here) and all(one == each for _, one in found)
+            if complete and not self._leaving(ranks, said):
                 if len(here) > 1:
+                    self._control.put(keys.company_key(self._rank), _company(own, said))
                     args = (here, said)
                     threading.Thread(
                         target=self._keep_company, args=args, name="odyssey-cell", daemon=True
@@ -123,6 +127,14 @@ class Starting:
             if self._control.has([keys.VERDICT]):
                 raise JobStopped("the job finished first", 0)
             time.sleep(_MEETING_S)
+
+    def _leaving(self, ranks: Sequence[int], said: Sequence[str]) -> bool:
+        """Whether one of them has met others than these: it has lost one of its cell, and has yet to end of it."""
+        for rank, own in zip(ranks, said, strict=True):
+            met = self._control.peek(keys.company_key(rank)) or ""
+            if met.partition(":")[0] == own and met != _company(own, said):
+                return True
+        return False
 
     def _keep_company(self, here: Sequence[str], said: Sequence[str]) -> None:
         """Until this rank holds something the coordinator does not say that one of its cell has died. Whoever comes in
@@ -146,3 +158,7 @@ class Starting:
                 f"rank {self._rank} waited {self._timeout_s} s, but not every rank has {what}. "
                 "Look for the first error in the other ranks' logs, or raise --odyssey-store-timeout-s."
             ) from None
+
+
+def _company(own: str, said: Sequence[str]) -> str:
+    return f"{own}:{','.join(said)}"

@@ -176,7 +176,7 @@ def test_half_a_cell_is_a_pipeline_by_itself(jobs, undisturbed, name, cells):
 @pytest.mark.parametrize("cells", [BOTH, CONTEXTS, GANGS], ids=["both", "contexts", "gangs"])
 def test_four_ranks_are_two_again_and_then_one(jobs, undisturbed, name, cells, state):
     """Ranks of the smaller cell are lost: first rank 6 plays one, which stood by; then there is one left."""
-    job = f"{cells} --train-iters {240 if cells == CONTEXTS else 120}"  # whose steps are the shortest
+    job = f"{cells} --train-iters 120"
     inject = f"{lost(5, 1)};{ONE_AFTER_THE_OTHER}"
     shot = jobs.run(name, ranks=8, stages=1, flags=f"{job} {state} {SPENT} {inject}".strip(), timeout_s=240.0)
     assert_equal_runs(shot, undisturbed(job, ranks=4), kills=6)

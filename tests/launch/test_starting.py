@@ -1,0 +1,73 @@
+"""Ranks of one cell meet before any of them holds something, over a real store."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from odyssey_megatron.errors import Fenced
+from odyssey_megatron.launch import control as keys
+from odyssey_megatron.launch.control import Control
+from odyssey_megatron.launch.local_rendezvous import LocalRendezvous
+from odyssey_megatron.launch.starting import Starting
+from odyssey_megatron.launch.watch import Watch
+
+
+@pytest.fixture
+def begin():
+    """A process in the place of a rank of the cell of two: it meets in a thread."""
+    rendezvous = LocalRendezvous("test")
+    address = rendezvous.next_rendezvous().bootstrap_store_info
+
+    def connect() -> Control:
+        return Control.connect(address.master_addr, address.master_port, "secret", timeout_s=5)
+
+    def begin(rank: int, incarnation: int) -> Meeting:
+        watch = Watch(connect(), lambda _: None, settled=False)
+        starting = Starting(
+            rank=rank, world_size=2, incarnation=incarnation, control=connect(), watch=watch, timeout_s=5
+        )
+        return Meeting(starting, watch)
+
+    begin.control = connect()
+    yield begin
+    del rendezvous  # the store lives as long
+
+
+class Meeting:
+    def __init__(self, starting: Starting, watch: Watch):
+        self.watch, self.found = watch, None
+        self._thread = threading.Thread(target=self._meet, args=(starting,), daemon=True)
+        self._thread.start()
+
+    def _meet(self, starting: Starting) -> None:
+        self.found = starting.meet((0, 1))
+
+    def met(self, within_s: float = 5.0) -> tuple[int, ...] | None:
+        self._thread.join(within_s)
+        return self.found
+
+
+def test_a_cell_meets(begin):
+    one, other = begin(0, 1), begin(1, 1)
+    assert one.met() == other.met() == (1, 1)
+
+
+def test_who_comes_does_not_meet_one_that_is_about_to_leave(begin):
+    """Rank 1 has met rank 0's process of before, so it has to start anew: it may not have seen that yet."""
+    first, old = begin(0, 1), begin(1, 1)
+    assert first.met() == old.met() == (1, 1)
+    old.watch.settled = True  # it sees nothing, as if it were slow to look
+    new = begin(0, 2)
+    assert new.met(within_s=0.5) is None
+    anew = begin(1, 2)
+    assert new.met() == anew.met() == (2, 2)
+
+
+def test_who_has_met_another_than_is_here_ends(begin):
+    first, old = begin(0, 1), begin(1, 1)
+    assert first.met() == old.met() == (1, 1)
+    begin.control.put(keys.here_key(0), "2")
+    with pytest.raises(Fenced, match="has lost another rank of its cell"):
+        old.watch.await_newer(0, timeout_s=5)
