@@ -7,6 +7,7 @@ ids only.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -45,19 +46,20 @@ def assemble(order: Order, layout: Layout, costs: Costs) -> Assembled:
         for worker in bucket.holders:
             sums[worker].append((bucket.first, bucket.last))
     peaks = state_bytes(layout, costs)
-    kinds: dict[int, Kind] = {}
+    kinds: dict[int, tuple[Kind, list[str]]] = {}
     templates: dict[str, int] = {}
     found: dict[tuple[int, int, tuple[tuple[int, int], ...]], int] = {}
     groups: list[tuple[tuple[int, ...], tuple[tuple[int, int], ...]]] = []
     for group in order.groups:
-        kind = kinds.get(id(group.solved))
-        if kind is None:
-            kind = kinds[id(group.solved)] = lowered(group.solved, costs)
+        if id(group.solved) not in kinds:
+            kind = lowered(group.solved, costs)
+            kinds[id(group.solved)] = kind, kind.heads()
+        kind, heads = kinds[id(group.solved)]
         seats = []
         for seat, worker in enumerate(group.workers):
             own = tuple(sums.pop(worker))
             if (id(kind), seat, own) not in found:
-                template = kind.program(seat, own)
+                template = kind.program(heads[seat], seat, own)
                 found[id(kind), seat, own] = templates.setdefault(template, len(templates))
             seats.append((worker, found[id(kind), seat, own]))
             peaks[worker] += kind.peaks[seat]
@@ -73,13 +75,13 @@ def assemble(order: Order, layout: Layout, costs: Costs) -> Assembled:
 
 def lowered(solved: Solved, costs: Costs) -> Kind:
     """Looked up where that is known. Raises ScheduleInvalid."""
-    there = known(costs.without_slow_links)
+    there = known(costs.of_orders)
     found = there.kinds.get(id(solved))
     if found is not None and found[0] is solved:
         return found[1]
     kind = Kind(solved, costs)
     if there.orders.get(solved.shape) is solved:
-        there.kinds.put(id(solved), (solved, kind), sum(map(len, kind.heads)))
+        there.kinds.put(id(solved), (solved, kind), kind.size_bytes)
     return kind
 
 
@@ -101,7 +103,7 @@ class Kind:
         summing = with_reductions(programs, visits)
         peaks = verify_lowered(visits, summing, turns, costs, dict(enumerate(shape.caps)))
         self.peaks = [peaks[seat] for seat in range(len(shape.caps))]
-        self.heads: list[str] = []
+        heads = list[str]()
         self.tails: list[list[tuple[int, int, int]]] = []
         """Per worker, the weight gradients that it ends with: the microbatch's place, and the layers."""
         spans = list(zip(visits.first, visits.last, strict=True))
@@ -117,13 +119,21 @@ class Kind:
                 if kind >= SEND_FORWARD:
                     peers = visits.before if kind in (RECV_FORWARD, SEND_BACKWARD) else visits.behind
                     places.append(seats + peers[visit])
-            self.heads.append(" ".join(parts) % tuple(places))
+            heads.append(" ".join(parts) % tuple(places))
             ends = [code >> 3 for code in program[head:]]
             self.tails.append([(visits.microbatch[one], *spans[one]) for one in ends])
+        # A group of 256 workers has a megabyte of text, in which most is said again and again; and many are kept.
+        self._heads = zlib.compress("\n".join(heads).encode(), level=1)
+        self.size_bytes = len(self._heads) + 100 * sum(map(len, self.tails))
+        """About."""
 
-    def program(self, seat: int, sums: Sequence[tuple[int, int]]) -> str:
-        """Of the worker in this place, which has these buckets to sum."""
-        parts = [self.heads[seat]]
+    def heads(self) -> list[str]:
+        """Each worker's program but for weight gradients at its end and sums."""
+        return zlib.decompress(self._heads).decode().split("\n")
+
+    def program(self, head: str, seat: int, sums: Sequence[tuple[int, int]]) -> str:
+        """Of the worker in this place, which has this head and these buckets to sum."""
+        parts = [head]
         for first, last in sums:
             for place, a, b in self.tails[seat]:
                 if max(a, first) < min(b, last):

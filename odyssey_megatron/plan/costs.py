@@ -158,3 +158,11 @@ class Costs:
     def without_slow_links(self) -> Costs:
         """What is the same wherever the workers are: itself where no link is slow, and no sum."""
         return replace(self, slow_links=(), slow_sums=()) if self.slow_links or self.slow_sums else self
+
+    @cached_property
+    def of_orders(self) -> Costs:
+        """What orders and programs are worked out from: the same wherever the workers are, and however optimizer state
+        is shared out.
+        """
+        layers = (replace(one, optimizer_bytes=0, state_bytes=0) for one in self.all_layers)
+        return self.without_slow_links.with_layers(layers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import gcd
@@ -120,7 +120,7 @@ def solve(
     An order that is best without a limit, and within it, is what ``best_order`` finds with the limit, too, but for a
     few where workers have limits of their own: which rules it goes into by finer times depends on what is in time.
     """
-    orders = known(costs.without_slow_links).orders  # those that matter are in the shape
+    orders = known(costs.of_orders).orders  # those that matter are in the shape
     best = orders.get(shape)
     if best is None and (thorough or before_s is None):
         best = best_order(shape, costs)
@@ -197,7 +197,10 @@ def _shape(
     costs: Costs,
 ) -> Shape:
     seat = {worker: i for i, worker in enumerate(workers)}
-    grain = _grains(routes, costs)
+    spans: dict[int, set[tuple[int, int]]] = {worker: set() for worker in workers}
+    for route in routes:
+        for hop in route.hops:
+            spans[hop.worker].add((hop.first, hop.last))
     used = {pair for route in routes for pair in _links(route)} if costs.slow_links else set()
     lags_s = costs.lags_s
     number = {microbatch: i for i, microbatch in enumerate(microbatches)}
@@ -209,25 +212,21 @@ def _shape(
             )
             for route in routes
         ),
-        caps=tuple(caps[worker] - caps[worker] % (grain[worker] or 1) for worker in workers),
+        caps=tuple(usable_bytes(caps[worker], spans[worker], costs) for worker in workers),
         speeds=tuple(speeds.get(worker, 1.0) for worker in workers),
         lags_s=tuple(sorted((seat[a], seat[b], lags_s[a, b]) for a, b in used & lags_s.keys())),
     )
 
 
-def _grains(routes: Sequence[Route], costs: Costs) -> dict[int, int]:
-    """Of each worker the greatest common divisor of what is kept there and let go of, in bytes: what is left of a cap
-    below it is of no use. So layouts that differ by a slice of optimizer state have one order.
+def usable_bytes(cap_bytes: int, spans: Iterable[tuple[int, int]], costs: Costs) -> int:
+    """Of what a worker that computes these layers may keep of activations: whole times the greatest common divisor of
+    what it keeps and lets go of. The rest is of no use, so layouts that differ by a slice of optimizer state have one
+    order.
     """
-    spans, found = costs.spans, dict[int, int]()
-    of_span: dict[tuple[int, int], int] = {}
-    for route in routes:
-        for hop in route.hops:
-            at = (hop.first, hop.last)
-            if at not in of_span:
-                of_span[at] = gcd(spans.early_bytes(*at), spans.activation_bytes(*at))
-            found[hop.worker] = gcd(found.get(hop.worker, 0), of_span[at])
-    return found
+    early_bytes, kept_bytes, each = costs.spans.early_bytes, costs.spans.activation_bytes, 0
+    for first, last in spans:
+        each = gcd(each, early_bytes(first, last), kept_bytes(first, last))
+    return cap_bytes - cap_bytes % each if each else cap_bytes
 
 
 def _links(route: Route) -> Iterator[tuple[int, int]]:

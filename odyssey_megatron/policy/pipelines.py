@@ -16,7 +16,7 @@ from odyssey_megatron.cluster.state import WHOLE_CELL
 from odyssey_megatron.plan.gathers import least_late_s, weights_late_s
 from odyssey_megatron.plan.layout import Hop, Layout, Route, layout_from_routes
 from odyssey_megatron.plan.list_schedule import Solved
-from odyssey_megatron.plan.order import solve
+from odyssey_megatron.plan.order import solve, usable_bytes
 from odyssey_megatron.plan.reductions import NO_TAIL, Tail, bucket_bytes, buckets, cut
 from odyssey_megatron.plan.simulate import reduce_hops, step_end_s
 from odyssey_megatron.plan.tasks import Shape as Group
@@ -251,6 +251,10 @@ class Pipelines:
         done: tuple[Done, ...] = ((inf, NO_TAIL),) * len(caps)
         if all(cap >= need for cap, need in zip(caps, needs, strict=True)):
             speeds = tuple(one.speed for one in splits.stages(kind))
+            caps = tuple(
+                usable_bytes(cap, one.spans, costs)
+                for cap, one in zip(caps, splits.stages(kind), strict=True)
+            )
             group = Group(routes=((tuple(range(microbatches)), hops),), caps=caps, speeds=speeds)
             found = self.solved[kind, microbatches] = solve(group, costs, None, thorough=True)
             if found is not None:

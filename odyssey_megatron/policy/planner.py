@@ -28,7 +28,7 @@ from odyssey_megatron.policy.decide import decide, scheduled
 from odyssey_megatron.policy.history import History
 from odyssey_megatron.policy.initial import initial_plan
 from odyssey_megatron.policy.measured import Measured, alike, with_measured
-from odyssey_megatron.policy.preparing import prepare
+from odyssey_megatron.policy.preparing import incidents, prepare
 from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.redundancy import Standing
 from odyssey_megatron.policy.replacing import Smaller, WithoutThem
@@ -171,9 +171,10 @@ class PolicyPlanner:
     def rehearse(self, state: ClusterState, current: Plan, now_s: float) -> None:
         profile = self._newest()
         prepare(self._job, state, profile, is_measured=True)
-        for worker, *_ in one_of_each(current, state):
-            died = RankDied(rank=state.workers[worker].ranks[0], code=0, cause="rehearsal", t_s=now_s)
-            left = apply(state, died)
+        for incident in incidents(current, state):
+            left = state
+            for rank in incident:
+                left = apply(left, RankDied(rank=rank, code=0, cause="rehearsal", t_s=now_s))
             if left.alive:
                 with contextlib.suppress(OdysseyError):
                     self._going_on(left, current, profile, now_s, home=self._home, thorough=True)
@@ -393,22 +394,3 @@ def _checked(profile: Profile, job: JobSpec) -> Profile:
             "--odyssey-profile a file that a run of this model has written, or leave it out."
         )
     return profile
-
-
-def one_of_each(plan: Plan, state: ClusterState) -> list[list[int]]:
-    """The living workers, those together that compute the same layers, and keep optimizer state of the same: their
-    deaths lead to equal plans.
-    """
-    spans: dict[int, set[tuple[int, int]]] = {worker: set() for worker in state.alive}
-    for route in plan.layout.routes:
-        for hop in route.hops:
-            if hop.worker in spans:
-                spans[hop.worker].add((hop.first, hop.last))
-    kept: dict[int, list[int]] = {worker: [] for worker in state.alive}
-    for layer, keepers in enumerate(plan.layout.keepers):
-        for worker in kept.keys() & set(keepers):
-            kept[worker].append(layer)
-    alike: dict[tuple[frozenset[tuple[int, int]], tuple[int, ...]], list[int]] = {}
-    for worker, own in spans.items():
-        alike.setdefault((frozenset(own), tuple(kept[worker])), []).append(worker)
-    return list(alike.values())

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import ClusterState
-from odyssey_megatron.plan.assemble import lowered
+from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.transfer import warm_up
 from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.search import search_for
@@ -28,14 +29,48 @@ def prepare(job: JobSpec, state: ClusterState, profile: Profile, *, is_measured:
     warm_up()
     costs = profile.costs
     search = search_for(costs, costs.memory_bytes, job.optimizer_copies, revisits=job.revisits)
+    for lost in losses(state, is_measured=is_measured):
+        search.partitions(len(state.alive) - lost, job.num_microbatches, thorough=True)
+
+
+def losses(state: ClusterState, *, is_measured: bool) -> list[int]:
+    """How many workers may be lost together; see :func:`prepare`."""
     alive = len(state.alive)
     node = max(Counter(worker.node for worker in state.workers if worker.alive).values(), default=1)
-    together = {2**n for n in range(_MOST_LOST.bit_length()) if 2 ** (n + 2) <= alive} | {1, node}
-    together |= {*range(1, node)} if is_measured else set()
-    for lost in sorted(together):
-        workers = alive - lost
-        if workers <= 0:
-            continue
-        for found in search.partitions(workers, job.num_microbatches, thorough=True)[:1]:
-            for order in search.solved(found, workers, job.num_microbatches):
-                lowered(order, costs)
+    found = {2**n for n in range(_MOST_LOST.bit_length()) if 2 ** (n + 2) <= alive} | {1, node}
+    found |= {*range(1, node)} if is_measured else set()
+    return sorted(lost for lost in found if lost < alive)
+
+
+def incidents(current: Plan, state: ClusterState) -> Iterator[tuple[int, ...]]:
+    """Ranks that die together, in each of those that decisions are rehearsed for: a rank of each kind of worker, and
+    workers all over the cluster, which leave state of each layer.
+    """
+    ranks, alive, owners = [worker.ranks for worker in state.workers], state.alive, current.layout.owners
+    yield from (ranks[worker][:1] for worker, *_ in one_of_each(current, state))
+    kept_by = {worker: [{*own} for kind in {*owners} for own in kind if worker in own] for worker in alive}
+    for lost in losses(state, is_measured=True)[1:]:
+        gone, apart = set[int](), len(alive) // lost
+        for worker in (one for first in range(apart) for one in alive[first::apart]):
+            if len(gone) < lost and not any(own <= gone | {worker} for own in kept_by[worker]):
+                gone.add(worker)
+        yield tuple(rank for worker in sorted(gone) for rank in ranks[worker])
+
+
+def one_of_each(plan: Plan, state: ClusterState) -> list[list[int]]:
+    """The living workers, those together that compute the same layers of as many microbatches, and keep optimizer state
+    of the same: their deaths lead to equal plans.
+    """
+    counts: dict[int, Counter[tuple[int, int]]] = {worker: Counter() for worker in state.alive}
+    for route in plan.layout.routes:
+        for hop in route.hops:
+            if hop.worker in counts:
+                counts[hop.worker][hop.first, hop.last] += len(route.microbatches)
+    kept: dict[int, list[int]] = {worker: [] for worker in state.alive}
+    for layer, keepers in enumerate(plan.layout.keepers):
+        for worker in kept.keys() & set(keepers):
+            kept[worker].append(layer)
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for worker, own in counts.items():
+        alike.setdefault((frozenset(own.items()), tuple(kept[worker])), []).append(worker)
+    return list(alike.values())

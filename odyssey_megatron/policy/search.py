@@ -12,7 +12,6 @@ from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.gathers import least_late_s, weights_late_s
 from odyssey_megatron.plan.layout import Route, layout_from_routes
-from odyssey_megatron.plan.list_schedule import Solved
 from odyssey_megatron.plan.reductions import buckets
 from odyssey_megatron.policy import partition, ways
 from odyssey_megatron.policy.balanced import Balanced, even
@@ -22,7 +21,7 @@ from odyssey_megatron.policy.partition import Partition
 from odyssey_megatron.policy.pipelines import MANY_WORKERS, Pipelines, Shares
 from odyssey_megatron.policy.seating import Shape
 from odyssey_megatron.policy.splits import Splits
-from odyssey_megatron.policy.turns import TURNS
+from odyssey_megatron.policy.turns import TURNS, Preempted
 
 
 @lru_cache(maxsize=2)
@@ -141,11 +140,17 @@ class Search:
         key = num_workers, num_microbatches, self.splits.sorts.numbers(sorted(slow, reverse=True))
         if key not in self._partitions:
             workers, microbatches, sorts = key
-            self._partitions[key] = (
-                partition.ranked_with_slow(self, workers, sorts, microbatches)
-                if sorts
-                else partition.ranked(self, workers, microbatches, thorough=thorough)
-            )
+            try:
+                self._partitions[key] = (
+                    partition.ranked_with_slow(self, workers, sorts, microbatches)
+                    if sorts
+                    else partition.ranked(self, workers, microbatches, thorough=thorough)
+                )
+            except Preempted:  # begun anew it is to go the same way: orders are kept elsewhere
+                for search in (self, *self.turned):
+                    for one in (search, *search._shared.values()):
+                        one._pipelines.pop((workers, sorts, microbatches), None)
+                raise
         return self._partitions[key]
 
     def pipelines(self, num_workers: int, slow: tuple[int, ...], num_microbatches: int) -> Pipelines:
@@ -155,12 +160,6 @@ class Search:
             known = self.pipelines(num_workers, (), num_microbatches) if slow else None
             self._pipelines[key] = Pipelines(self.splits, *key, known, self._rows, self.balanced.sums)
         return self._pipelines[key]
-
-    def solved(self, found: Partition, num_workers: int, num_microbatches: int) -> list[Solved]:
-        """The orders of the pipelines of ``found``, as far as they are known, each once."""
-        own = self._with_legs(found.legs).sharing(found.number)
-        known = own.pipelines(num_workers, (), num_microbatches).solved
-        return [order for one in dict.fromkeys(found.shares) if (order := known.get(one)) is not None]
 
     def shape_of(self, found: Partition, num_workers: int, num_microbatches: int) -> Shape:
         """``found`` with its stages. Raises PlanInfeasible."""

@@ -12,7 +12,7 @@ from odyssey_megatron.errors import LayersLost, PlanInfeasible
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.policy.decide import decide
-from odyssey_megatron.policy.planner import one_of_each
+from odyssey_megatron.policy.preparing import one_of_each
 from odyssey_megatron.policy.profile import Profile
 
 

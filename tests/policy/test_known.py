@@ -5,14 +5,17 @@ from dataclasses import replace
 import pytest
 
 from odyssey_megatron.cluster.events import RankDied
+from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import apply, initial_state
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig, policies
-from odyssey_megatron.plan import order
+from odyssey_megatron.plan import assemble, order
 from odyssey_megatron.plan.known import _KEPT_BYTES, _Kept, known
 from odyssey_megatron.policy.measured import Measured, alike
 from odyssey_megatron.policy.planner import PolicyPlanner
+from odyssey_megatron.policy.preparing import incidents
 from odyssey_megatron.policy.profile import Observation, load_profile
+from odyssey_megatron.studies.presets import preset_profile
 from tests.policy.test_decide import PROFILE, job
 
 OBSERVED = [
@@ -62,6 +65,36 @@ def test_whichever_of_four_replicas_dies(copies, monkeypatch):
     monkeypatch.setattr(order, "best_order", lambda *args: pytest.fail("worked out once more"))
     for rank in range(16):
         assert planner.decide(died(state, rank), plan, 1.0).plan.policy != "initial"
+
+
+@pytest.mark.parametrize("layout", ["megatron", "auto"])
+@pytest.mark.parametrize("copies", [0, 2])
+def test_incidents_of_a_real_model_are_looked_up(copies, layout, monkeypatch):
+    """Its bytes are no round numbers, it is short of memory, and keeps messages."""
+    profile = preset_profile("llama2-7b", "h100")
+    profile = replace(profile, costs=replace(profile.costs, memory_bytes=48 * 2**30))
+    spec = JobSpec(
+        num_layers=len(profile.costs.layers),
+        pipeline_model_parallel_size=4,
+        tensor_model_parallel_size=1,
+        num_microbatches=26,
+        tokens_per_step=26 * 4096,
+        train_steps=1,
+        optimizer_copies=copies,
+    )
+    state, planner = (
+        initial_state(nodes=(0,) * 4 + (1,) * 4 + (2,) * 4),
+        PolicyPlanner(OdysseyConfig(layout=layout)),
+    )
+    plan = planner.start(spec, state, to_json(profile)).plan
+    planner.rehearse(state, plan, 0.0)
+    monkeypatch.setattr(order, "best_order", lambda *args: pytest.fail("worked out once more"))
+    monkeypatch.setattr(assemble, "Kind", lambda *args: pytest.fail("lowered once more"))
+    together = [ranks for ranks in incidents(plan, state) if len(ranks) > 1]
+    alone = [(rank,) for rank in range(12)]
+    assert [len(ranks) for ranks in together] == [2, 3, 4]
+    for ranks in (*alone, *together):
+        assert planner.decide(died(state, *ranks), plan, 1.0).plan.policy != "initial"
 
 
 def test_decisions_are_what_they_are_without_it():
