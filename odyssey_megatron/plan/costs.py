@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Annotated, Any, Generic, TypeVar
 
@@ -52,13 +52,19 @@ class LayerCost:
 Number = TypeVar("Number", int, float)
 
 
+@lru_cache(maxsize=256, typed=True)
+def _added_up(zero: Any, each: tuple[Any, ...]) -> list[Any]:
+    """Known, as a search has costs for each number of pipelines that differ in the optimizer's state alone."""
+    return [*accumulate(each, initial=zero)]
+
+
 class _Sum(Generic[Number]):
     """One kind of cost, over any ``[first, last)`` in no time."""
 
     __slots__ = ("_before",)
 
     def __init__(self, zero: Number, each: Iterable[Number]) -> None:
-        self._before = [*accumulate(each, initial=zero)]
+        self._before: list[Number] = _added_up(zero, tuple(each))
 
     def __call__(self, first: int, last: int) -> Number:
         return self._before[last] - self._before[first]

@@ -70,12 +70,14 @@ class Solved:
     def tails(self) -> tuple[Tail, ...]:
         """Per worker, the weight gradients that it ends with."""
         visits, found = self.shape.visits(), []
+        known = {hop[1:]: hop[1:] for _, hops in self.shape.routes for hop in hops}
+        spans = [known[visit[1:]] for visit in visits]
         for queue, speed in zip(self.queues, self.shape.speeds, strict=True):
             at = len(queue) - tail_length(queue, 8 * len(visits))
             before, lead = queue[at - 1] if at else 0, None
             if before & 7 == INPUT_GRAD and visits[before >> 3][1] == 0:
-                lead = visits[before >> 3][1:]
-            found.append(Tail(tuple(visits[code >> 3][1:] for code in queue[at:]), speed, lead))
+                lead = spans[before >> 3]
+            found.append(Tail(tuple(spans[code >> 3] for code in queue[at:]), speed, lead))
         return tuple(found)
 
 

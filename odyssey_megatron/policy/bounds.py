@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from math import inf
 from typing import NamedTuple
@@ -18,25 +19,30 @@ from odyssey_megatron.policy.stages import path_s, reached_s, up_s
 
 
 class Rows(NamedTuple):
-    """The lines of one kind of pipeline, whatever the others beside it are: see :class:`Bounds`."""
+    """The lines of one kind of pipeline, whatever the others beside it are: see :class:`Bounds`. Numbers, not objects:
+    there are thousands of kinds.
+    """
 
-    head_s: list[float]
-    each_s: list[float]
-    spans: list[tuple[tuple[int, int], ...]]
+    head_s: array[float]
+    each_s: array[float]
+    lowest: array[int]
+    """Of each stage, the first and the last layer of its first visit, of which a bucket is summed last."""
+    sums: array[int]
+    """Of each stage, the bytes of all its gradients."""
     fits: float
     """Microbatches that it has memory for."""
     path_s: float
 
     @classmethod
     def of(cls, splits: Splits, kind: int) -> Rows:
-        costs, spans, stages = splits.costs, splits.costs.spans, splits.stages(kind)
-        rows = cls([], [], [], 2.0**40, path_s(costs, stages))
-        first = stages[0].spans[0]
+        costs, spans, stages = splits.costs, splits.costs.spans, splits.stages_once(kind)
+        rows = cls(array("d"), array("d"), array("l"), array("q"), 2.0**40, path_s(costs, stages))
         for one in stages:
             begins_s = reached_s(costs, one)
             rows.head_s.extend((begins_s, begins_s - one.beside_s(costs), up_s(costs, stages, one)))
             rows.each_s.extend((one.each_s, one.down_and_up_s, one.down_and_up_s))
-            rows.spans.extend((one.spans[:1], one.spans, (first,)))
+            rows.lowest.extend(one.spans[0])
+            rows.sums.append(sum(spans.gradient_bytes(a, b) for a, b in one.spans))
             if costs.keeps_messages and splits.budget is not None:
                 sent = sum((a > 0) + (b < splits.last) for a, b in one.spans) * costs.message_bytes
                 needs = sum(spans.activation_bytes(a, b) for a, b in one.spans)
@@ -58,26 +64,20 @@ class Bounds:
         """``known``: rows by kind of these ``splits``, of those that somebody has asked for; gets the missing ones."""
         costs, spans = splits.costs, splits.costs.spans
         self._costs, self._at = costs, {kind: i for i, kind in enumerate(kinds)}
-        head, each, path = list[float](), list[float](), list[float]()
-        self._spans = list[tuple[tuple[int, int], ...]]()
-        """Of each row, the layers that are summed behind it: all in the second of a stage's three, else a bucket."""
-        starts, fewest = list[int](), list[float]()
         for kind in kinds:
             if kind not in known:
                 known[kind] = Rows.of(splits, kind)
-            one = known[kind]
-            starts.append(len(head))
-            head += one.head_s
-            each += one.each_s
-            self._spans += one.spans
-            fewest.append(one.fits)
-            path.append(one.path_s)
-        self._head, self._each = np.array(head), np.maximum(np.array(each), 1e-15)
-        self._starts = np.array(starts, dtype=int)
+        self._kinds = [known[kind] for kind in kinds]
+        head = np.array([s for one in self._kinds for s in one.head_s])
+        each = np.array([s for one in self._kinds for s in one.each_s])
+        self._head, self._each = head, np.maximum(each, 1e-15)
+        counts = [len(one.head_s) for one in self._kinds]
+        self._rows = np.array(counts, dtype=int)
+        self._starts = np.cumsum(self._rows) - self._rows
         self._sizes: dict[int, NDArray[np.float64]] = {}
-        self._fit, self._path = np.array(fewest, dtype=float), np.array(path)
+        self._fit = np.array([one.fits for one in self._kinds], dtype=float)
+        self._path = np.array([one.path_s for one in self._kinds])
         self._around = self._head
-        self._rows = np.diff(np.append(self._starts, len(head)))
         self.late_s = np.zeros(len(kinds))
         """Of each kind: what comes on top of the bound, as far as that is known."""
         self._stages = np.array([stages_of(kind) for kind in kinds])
@@ -97,14 +97,14 @@ class Bounds:
         """Of each row, the bytes that are summed behind it."""
         known: dict[tuple[int, int], int] = {}
         found, size = list[int](), self._costs.spans.gradient_bytes
-        for row, layers in enumerate(self._spans):
-            if row % 3 == 1:
-                found.append(sum(size(a, b) for a, b in layers))
-                continue
-            (only,) = layers
-            if only not in known:
-                known[only] = size(*cut(*only, number, self._costs)[0])
-            found.append(known[only])
+        for one in self._kinds:
+            last = list[int]()
+            for visit in zip(one.lowest[::2], one.lowest[1::2], strict=True):
+                if visit not in known:
+                    known[visit] = size(*cut(*visit, number, self._costs)[0])
+                last.append(known[visit])
+            for bucket, of_stage in zip(last, one.sums, strict=True):
+                found += bucket, of_stage, last[0]
         return found
 
     def learn(self, known_s: Mapping[int, float], trust: float, near: float = inf) -> None:

@@ -6,10 +6,11 @@ knapsack, and the least such time is bisected.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from heapq import heapify, heapreplace
-from itertools import accumulate, compress
+from itertools import accumulate, chain, compress
 from math import inf
 
 from odyssey_megatron.cluster.state import WHOLE_CELL
@@ -49,9 +50,9 @@ believed of others.
 Done = tuple[float, Tail]
 """When a worker has computed, and the weight gradients that it ends with, beside which it sums."""
 
-End = tuple[float, Sequence[tuple[float, float, int]]]
+End = tuple[float, "array[float]"]
 """When a worker has all but these weight gradients; and of its buckets, in the order in which it sums them, how long
-the weight gradients in it take, how much of its last input gradient runs on beside, and its bytes.
+the weight gradients in it take, how much of its last input gradient runs on beside, and its bytes, one after the other.
 """
 
 Shares = tuple[tuple[int, int], ...]
@@ -313,7 +314,8 @@ class Pipelines:
         lag_s, byte_s = hops * costs.link_latency_s, hops / self.number / costs.link_bytes_per_s
         for now_s, sums in self._ends(kind, microbatches):
             free_s = 0.0
-            for within_s, left_s, size in sums:
+            numbers = iter(sums)
+            for within_s, left_s, size in zip(numbers, numbers, numbers, strict=True):
                 now_s += within_s
                 come_s = now_s - left_s
                 free_s = (come_s if come_s > free_s else free_s) + lag_s + size * byte_s
@@ -332,7 +334,7 @@ class Pipelines:
                 within = [tail.within_s(costs, *bucket) for bucket in reversed(own)]
                 left = accumulate((tail.left_s(costs, first) for first, _ in reversed(own)), min)
                 sizes = (costs.spans.gradient_bytes(*bucket) for bucket in reversed(own))
-                found.append((end_s - sum(within), [*zip(within, left, sizes, strict=True)]))
+                found.append((end_s - sum(within), array("d", chain(*zip(within, left, sizes, strict=True)))))
             self._known_ends[key] = found
         return self._known_ends[key]
 

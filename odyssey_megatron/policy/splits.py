@@ -98,27 +98,31 @@ class Splits:
     def stages(self, kind: int) -> tuple[Stage, ...]:
         """Of a pipeline of this kind that fits."""
         if kind not in self._stages:
-            found, spans = self._split(kind) or Split(()), self.costs.spans
-            own: list[list[tuple[int, int, int]]] = [[] for _ in found.ends]
-            for hop, (place, first, last) in enumerate(ways.visits(found.ends, self.legs)):
-                own[place].append((hop, first, last))
-            stages = []
-            for place, (visits, (a, b)) in enumerate(zip(own, pairwise((0, *found.ends)), strict=True)):
-                is_slow = place == found.slow_place
-                one, table = (self.slow(kind), self._table(sort_of(kind))) if is_slow else self._healthy
-                way_s = sum(spans.down_and_up_s(first, last) for _, first, last in visits)
-                stages.append(
-                    Stage(
-                        spans=tuple((first, last) for _, first, last in visits),
-                        hop=visits[0][0],
-                        down_and_up_s=way_s / one.speed,
-                        each_s=table[a][b],
-                        speed=one.speed,
-                        share=one.share,
-                    )
-                )
-            self._stages[kind] = tuple(stages)
+            self._stages[kind] = self.stages_once(kind)
         return self._stages[kind]
+
+    def stages_once(self, kind: int) -> tuple[Stage, ...]:
+        """The same, not kept for who asks next: those of all kinds would be most of a search's memory."""
+        found, spans = self._split(kind) or Split(()), self.costs.spans
+        own: list[list[tuple[int, int, int]]] = [[] for _ in found.ends]
+        for hop, (place, first, last) in enumerate(ways.visits(found.ends, self.legs)):
+            own[place].append((hop, first, last))
+        stages = []
+        for place, (visits, (a, b)) in enumerate(zip(own, pairwise((0, *found.ends)), strict=True)):
+            is_slow = place == found.slow_place
+            one, table = (self.slow(kind), self._table(sort_of(kind))) if is_slow else self._healthy
+            way_s = sum(spans.down_and_up_s(first, last) for _, first, last in visits)
+            stages.append(
+                Stage(
+                    spans=tuple((first, last) for _, first, last in visits),
+                    hop=visits[0][0],
+                    down_and_up_s=way_s / one.speed,
+                    each_s=table[a][b],
+                    speed=one.speed,
+                    share=one.share,
+                )
+            )
+        return tuple(stages)
 
     def kept_bytes(self, one: Stage) -> int:
         """Of a worker of a pipeline: weights, gradients and optimizer state (:class:`Share`)."""
