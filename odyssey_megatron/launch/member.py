@@ -24,6 +24,7 @@ from odyssey_megatron.errors import (
 from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch import environment, generations
 from odyssey_megatron.launch.alike import end_if_shared
+from odyssey_megatron.launch.company import Company
 from odyssey_megatron.launch.control import Control
 from odyssey_megatron.launch.entering import Entering, concerns
 from odyssey_megatron.launch.heartbeat import Heartbeat
@@ -69,10 +70,12 @@ class Member:
             rank=rank,
             world_size=world_size,
             incarnation=incarnation,
-            each=each,
             control=control,
             watch=self._watch,
             timeout_s=config.store_timeout_s,
+        )
+        self.company = Company(
+            rank=rank, incarnation=incarnation, each=each, control=control, watch=self._watch
         )
         self._entering = Entering(
             rank=rank,

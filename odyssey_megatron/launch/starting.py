@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from odyssey_megatron.cluster.events import RankReturned
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.codec import to_json
-from odyssey_megatron.errors import ConfigError, ControlPlaneLost, Fenced, JobStopped
+from odyssey_megatron.errors import ConfigError, ControlPlaneLost
 from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch.control import Control
 from odyssey_megatron.launch.watch import Watch
-
-_MEETING_S = 0.1
 
 
 class Starting:
@@ -28,14 +24,11 @@ class Starting:
         rank: int,
         world_size: int,
         incarnation: int,
-        each: int = 1,
         control: Control,
         watch: Watch,
         timeout_s: float,
     ):
-        """``each``: places of a whole cell that this rank fills."""
         self._rank, self._world_size, self._incarnation = rank, world_size, incarnation
-        self._each = each
         self._control, self._watch, self._timeout_s = control, watch, timeout_s
 
     def post_job(self, job: JobSpec, profile_json: str) -> None:
@@ -90,65 +83,6 @@ class Starting:
         if self._rank == 0:
             self._control.put(name, "")
 
-    def meet(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """Waits until new processes of all ``ranks``, the cell of this one, are here; their incarnations.
-
-        That may take as long as the job: until then this rank stands by.
-
-        A rank that its worker does without, as what is left of its cell trains, says that it is back.
-
-        Raises:
-            JobStopped: the job ended first.
-            Fenced: the cell is to have another size.
-        """
-        here, full, each = [keys.here_key(rank) for rank in ranks], len(ranks) * self._each, self._each
-        own = f"{self._incarnation}/{each}".removesuffix("/1")
-        self._control.put(keys.company_key(self._rank), "")
-        self._control.put(keys.here_key(self._rank), own)
-        places, returned = keys.places_key(self._rank // full), False
-        while True:
-            wanted = int(self._control.peek(places) or 1)
-            if each != (wanted if self._rank % full < full // wanted else 1):
-                raise Fenced(f"the cell of rank {self._rank} is to have another size")
-            said = self._control.read(here) if self._control.has(here) else []
-            found = [(one.partition("/")[0], int(one.partition("/")[2] or 1)) for one in said if one]
-            complete = len(found) == len(here) and all(one == each for _, one in found)
-            if complete and not self._leaving(ranks, said):
-                if len(here) > 1:
-                    self._control.put(keys.company_key(self._rank), _company(own, said))
-                    args = (here, said)
-                    threading.Thread(
-                        target=self._keep_company, args=args, name="odyssey-cell", daemon=True
-                    ).start()
-                return tuple(int(incarnation) for incarnation, _ in found)
-            if each == 1 and not returned and any(one > 1 for _, one in found):
-                returned = True
-                self._control.send(RankReturned(rank=self._rank))
-            if self._control.has([keys.VERDICT]):
-                raise JobStopped("the job finished first", 0)
-            time.sleep(_MEETING_S)
-
-    def _leaving(self, ranks: Sequence[int], said: Sequence[str]) -> bool:
-        """Whether one of them has met others than these: it has lost one of its cell, and has yet to end of it."""
-        for rank, own in zip(ranks, said, strict=True):
-            met = self._control.peek(keys.company_key(rank)) or ""
-            if met.partition(":")[0] == own and met != _company(own, said):
-                return True
-        return False
-
-    def _keep_company(self, here: Sequence[str], said: Sequence[str]) -> None:
-        """Until this rank holds something the coordinator does not say that one of its cell has died. Whoever comes in
-        its place must meet a process that starts anew, too.
-        """
-        while True:
-            time.sleep(_MEETING_S)
-            if self._watch.settled:
-                continue
-            with contextlib.suppress(ControlPlaneLost):  # the main thread will notice
-                if self._control.read(here) != said:
-                    break
-        self._watch.end(Fenced(f"rank {self._rank} has lost another rank of its cell"))
-
     def wait(self, names: list[str], what: str) -> None:
         """Until ``names`` are in the store: not every rank has ``what`` before."""
         try:
@@ -158,7 +92,3 @@ class Starting:
                 f"rank {self._rank} waited {self._timeout_s} s, but not every rank has {what}. "
                 "Look for the first error in the other ranks' logs, or raise --odyssey-store-timeout-s."
             ) from None
-
-
-def _company(own: str, said: Sequence[str]) -> str:
-    return f"{own}:{','.join(said)}"

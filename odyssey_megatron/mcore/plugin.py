@@ -185,7 +185,7 @@ class Session:
         self.post(spec, self._profile(job))
         own = self.member.cell(spec)
         if self.member.joins and own.full > 1:
-            self.member.starting.meet(own.ranks)
+            self.member.company.meet(own.ranks)
         cell = self._take_cell(own, job.model)
         model = self._model(job, own, cell)
         model.balance = self._balance(job, places=spec.num_microbatches)

@@ -8,8 +8,6 @@ import pytest
 
 from odyssey_megatron.launch import alike
 from odyssey_megatron.launch.alike import History, is_shared
-from odyssey_megatron.launch.control import Control
-from odyssey_megatron.launch.local_rendezvous import LocalRendezvous
 
 
 def error():
@@ -36,13 +34,8 @@ class Clock:
 @pytest.mark.parametrize(
     ("ago_s", "wall_s", "shared"), [(1.0, 1.7e9 + 3600.0, True), (100.0, 1.7e9 - 3600.0, False)]
 )
-def test_the_second_host_s_clocks_may_say_anything(monkeypatch, ago_s, wall_s, shared):
-    rendezvous = LocalRendezvous("test")
-    address = rendezvous.next_rendezvous().bootstrap_store_info
-    first, second = (
-        Control.connect(address.master_addr, address.master_port, "secret", timeout_s=5, writer=f"rank{rank}")
-        for rank in range(2)
-    )
+def test_the_second_host_s_clocks_may_say_anything(monkeypatch, connect, ago_s, wall_s, shared):
+    first, second = (connect(writer=f"rank{rank}") for rank in range(2))
 
     monkeypatch.setattr(alike, "time", Clock(monotonic_s=5e6, wall_s=1.7e9))
     history = History()

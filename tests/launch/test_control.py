@@ -16,21 +16,6 @@ from odyssey_megatron.launch.local_rendezvous import LocalRendezvous
 EVENT = Retry(rank=1, generation=2, reason="why")
 
 
-@pytest.fixture
-def rendezvous():
-    return LocalRendezvous("test")
-
-
-@pytest.fixture
-def connect(rendezvous):
-    address = rendezvous.next_rendezvous().bootstrap_store_info
-
-    def connect(token: str = "secret") -> Control:
-        return Control.connect(address.master_addr, address.master_port, token, timeout_s=5)
-
-    return connect
-
-
 def test_values(connect):
     one, other = connect(), connect()
     assert one.peek("key") is None

@@ -22,8 +22,8 @@ from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import ControlPlaneLost, LayersLost, OdysseyError
 from odyssey_megatron.execute import prepare
+from odyssey_megatron.launch import company, generations, member, reactions, watch
 from odyssey_megatron.launch import control as keys
-from odyssey_megatron.launch import generations, member, reactions, starting, watch
 from odyssey_megatron.launch.offers import Offers
 from odyssey_megatron.launch.reactions import Answer, Forget, JobState, Recover
 from odyssey_megatron.launch.rebalancing import Rebalancing
@@ -247,8 +247,8 @@ def taking_turns(machine: Machine, store: Store) -> Iterator[None]:
     with (
         mock.patch.object(watch, "threading", threads),
         mock.patch.object(prepare, "threading", threads),
-        mock.patch.object(starting, "threading", threads),
-        mock.patch.object(starting, "time", SimpleNamespace(sleep=sleep)),
+        mock.patch.object(company, "threading", threads),
+        mock.patch.object(company, "time", SimpleNamespace(sleep=sleep)),
         mock.patch.object(member, "atexit", SimpleNamespace(register=lambda function: None)),
     ):
         yield

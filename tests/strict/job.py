@@ -209,7 +209,7 @@ class Rank:
         with on_device(self.memory):
             if self.member.joins:
                 if self.cell.full > 1:
-                    self.member.starting.meet(self.cell.ranks)
+                    self.member.company.meet(self.cell.ranks)
                 self.member.join()
             self._runtime = runtime = RankRuntime(
                 config=coordinator.config,

@@ -118,7 +118,7 @@ def starting_groups(
         # Processes start at different times, and one that is killed before it comes here is started anew.
         config = replace(config, build_timeout_s=max(config.build_timeout_s, config.store_timeout_s))
     else:
-        incarnations = member.starting.meet(cell.ranks)
+        incarnations = member.company.meet(cell.ranks)
         everyone, number = cell.ranks, NEVER_OVER
         suffix = f".{cell.worker}.{'-'.join(map(str, incarnations))}"  # earlier ones have used the names
     named = {WORLD: everyone} | groups_of_cell(cell)

@@ -8,41 +8,31 @@ import pytest
 
 from odyssey_megatron.errors import Fenced
 from odyssey_megatron.launch import control as keys
-from odyssey_megatron.launch.control import Control
-from odyssey_megatron.launch.local_rendezvous import LocalRendezvous
-from odyssey_megatron.launch.starting import Starting
+from odyssey_megatron.launch.company import Company
 from odyssey_megatron.launch.watch import Watch
 
 
 @pytest.fixture
-def begin():
+def begin(connect):
     """A process in the place of a rank of the cell of two: it meets in a thread."""
-    rendezvous = LocalRendezvous("test")
-    address = rendezvous.next_rendezvous().bootstrap_store_info
-
-    def connect() -> Control:
-        return Control.connect(address.master_addr, address.master_port, "secret", timeout_s=5)
 
     def begin(rank: int, incarnation: int) -> Meeting:
         watch = Watch(connect(), lambda _: None, settled=False)
-        starting = Starting(
-            rank=rank, world_size=2, incarnation=incarnation, control=connect(), watch=watch, timeout_s=5
-        )
-        return Meeting(starting, watch)
+        company = Company(rank=rank, incarnation=incarnation, control=connect(), watch=watch)
+        return Meeting(company, watch)
 
     begin.control = connect()
-    yield begin
-    del rendezvous  # the store lives as long
+    return begin
 
 
 class Meeting:
-    def __init__(self, starting: Starting, watch: Watch):
+    def __init__(self, company: Company, watch: Watch):
         self.watch, self.found = watch, None
-        self._thread = threading.Thread(target=self._meet, args=(starting,), daemon=True)
+        self._thread = threading.Thread(target=self._meet, args=(company,), daemon=True)
         self._thread.start()
 
-    def _meet(self, starting: Starting) -> None:
-        self.found = starting.meet((0, 1))
+    def _meet(self, company: Company) -> None:
+        self.found = company.meet((0, 1))
 
     def met(self, within_s: float = 5.0) -> tuple[int, ...] | None:
         self._thread.join(within_s)
