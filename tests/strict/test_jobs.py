@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 from odyssey_megatron.plan.schedule import Op  # noqa: E402
 from tests.execute.alone import LAYERS  # noqa: E402
 from tests.execute.model import Stack  # noqa: E402
-from tests.strict.cases import DEVICES, POINTS, TIGHT, case, profile  # noqa: E402
+from tests.strict.cases import DEVICES, POINTS, TIGHT, case, changing, profile  # noqa: E402
 from tests.strict.checking import check  # noqa: E402
 from tests.strict.communicators import OrdersDiffer  # noqa: E402
 from tests.strict.job import Case, Kill  # noqa: E402
@@ -354,6 +354,10 @@ def test_kernels_that_do_not_fit_are_seen():
         with pytest.raises(Deadlock, match=r"recv of \S+ began"):
             check(one, seed=1)
     check(replace(one, resident=TIGHT["resident"]), seed=1)
+    with pytest.raises(
+        Deadlock, match=r"recv of \S+ began"
+    ):  # whatever starts first, beside layers that move
+        check(replace(changing("move", 2), resident=TIGHT["resident"]), seed=14)
 
 
 def test_a_communicator_that_is_kept_with_something_outstanding_is_seen(monkeypatch):
