@@ -167,18 +167,15 @@ def _one_queue(
 ) -> bool:
     """Whether there is one order of all instructions in which each can begin once all before it have.
 
-    A compute instruction begins in its turn t, what it sends behind it, and a receive when all before it in its program
-    have begun, and the message ahead of its own is through: at 4 t, 4 t + 1, and behind that. That is such an order if
-    it is that of every program, if nobody needs anything before it is sent, and if each receive has begun before the
-    message behind its own is sent.
+    A compute instruction begins in its turn t, at 4 t; what is sent shortly before the turn before which it is through;
+    a receive when all before it in its program have begun, and behind the message ahead of its own. That is such an
+    order if it is that of every program, if nobody needs anything before it is sent, and if each receive has
+    begun before the message behind its own is sent.
     """
     kind = codes & 7
-    sends = (kind == SEND_FORWARD) | (kind == SEND_BACKWARD)
     receives = (kind == RECV_FORWARD) | (kind == RECV_BACKWARD)
-    producer = np.where(
-        kind == SEND_FORWARD, codes - SEND_FORWARD + FORWARD, codes - SEND_BACKWARD + INPUT_GRAD
-    )
-    when = 4 * turns[np.where(sends, producer, np.where(receives, 0, codes))] + sends
+    when = 4 * turns[codes]
+    when[sent.place] = 4 * turns[sent.receive] - 2
     when[receives] = -1
     follows = np.flatnonzero(sent.channel[1:] == sent.channel[:-1]) + 1
     when[received.place[follows]] = when[sent.place[follows - 1]] + 1
@@ -187,7 +184,7 @@ def _one_queue(
     needs = received.receive
     consumer = np.where(needs & 7 == RECV_FORWARD, needs - RECV_FORWARD, needs - RECV_BACKWARD + INPUT_GRAD)
     return bool(
-        (turns[codes[~sends & ~receives]] >= 0).all()
+        (when[~receives] >= 0).all()
         and (begins == when)[~receives].all()
         and (4 * turns[consumer] > when[sent.place]).all()
         and (begins[received.place[follows - 1]] < when[sent.place[follows]]).all()

@@ -15,6 +15,8 @@ from odyssey_megatron.plan.visits import (
     RECV_FORWARD,
     SEND_BACKWARD,
     SEND_FORWARD,
+    TO_NEXT,
+    TO_PREVIOUS,
     WEIGHT_GRAD,
     Codes,
     Visits,
@@ -29,6 +31,10 @@ def with_messages(programs: Codes, visits: Visits) -> Codes:
     what happens before the message ahead of it is through, and before what happens after its own is. So whatever has
     its turn waits for nothing that comes later, and nobody waits for ever, not even where a device does not begin
     anything before all that it was given earlier has begun (``plan/queue.py``).
+
+    What has begun and waits keeps a place on its device. Two of them are enough: messages stand in the order in which
+    they are through, but for the receives of one channel ahead of the next consumer. So of all messages that are not
+    through, both ends of the first find at most one other in their places.
     """
     return with_turns(programs, visits)[0]
 
@@ -41,7 +47,7 @@ def with_turns(programs: Codes, visits: Visits) -> tuple[Codes, list[int]]:
     for program in programs.values():
         for at, code in enumerate(program):
             place[code] = at
-    posts: dict[int, list[tuple[int, int, int, int]]] = {worker: [] for worker in programs}
+    posts: dict[int, list[tuple[int, int, int]]] = {worker: [] for worker in programs}
     for (_, receiver), receives in sent.items():
         own = of[receiver]
         latest, previous = len(own), list[tuple[int, int, int]]()
@@ -52,9 +58,11 @@ def with_turns(programs: Codes, visits: Visits) -> tuple[Codes, list[int]]:
             previous.append((latest, turn, receive))
         before = -1
         for at, turn, receive in reversed(previous):
-            posts[receiver].append((max(at, bisect_left(own, before)), before, turn, receive))
+            posts[receiver].append((max(at, bisect_left(own, before)), turn, receive))
             before = turn
-    merged = {worker: _merged(program, sorted(posts[worker]), visits) for worker, program in programs.items()}
+    merged = {
+        worker: _merged(program, sorted(posts[worker]), turns, visits) for worker, program in programs.items()
+    }
     return merged, turns
 
 
@@ -66,22 +74,28 @@ def _consumer(receive: int, place: list[int]) -> int:
     return visit + INPUT_GRAD if place[visit + INPUT_GRAD] >= 0 else visit + BACKWARD
 
 
-def _merged(program: list[int], posts: list[tuple[int, int, int, int]], visits: Visits) -> list[int]:
-    """``program`` with its sends, and each of ``posts`` (place, ..., receive) before what stands there."""
-    out, at, next_at = list[int](), 0, posts[0][0] if posts else len(program)
+def _merged(
+    program: list[int], posts: list[tuple[int, int, int]], turns: list[int], visits: Visits
+) -> list[int]:
+    """``program`` with its sends, and each of ``posts`` (place, turn, receive) before what stands there, and
+    before what is sent of the instruction ahead of it if that is through later.
+    """
+    out, at, posts = list[int](), 0, [*posts, (len(program) + 1, 0, 0)]
     before, behind = visits.before, visits.behind
     for here, code in enumerate(program):
-        while next_at <= here:
-            out.append(posts[at][3])
+        while posts[at][0] <= here:
+            out.append(posts[at][2])
             at += 1
-            next_at = posts[at][0] if at < len(posts) else len(program)
         out.append(code)
         kind = code & 7
-        if kind == FORWARD:
-            if behind[code >> 3] >= 0:
-                out.append(code - FORWARD + SEND_FORWARD)
-        elif kind != WEIGHT_GRAD and before[code >> 3] >= 0:
-            out.append(code - kind + SEND_BACKWARD)
+        if kind == WEIGHT_GRAD or (behind if kind == FORWARD else before)[code >> 3] < 0:
+            continue
+        send, arrives = (SEND_FORWARD, TO_NEXT) if kind == FORWARD else (SEND_BACKWARD, TO_PREVIOUS)
+        send += code - kind
+        while posts[at] < (here + 1, turns[send + arrives]):
+            out.append(posts[at][2])
+            at += 1
+        out.append(send)
     return out
 
 

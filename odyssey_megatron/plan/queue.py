@@ -5,6 +5,9 @@ begins before all has begun that was given before it, whatever it has to do with
 holding up others: a message for its other end, a sum for all who take part. But the operations of one communicator
 come one after the other, so a second message holds up all that is behind it until the first one is through.
 
+That all that has begun has room on its device is taken for granted here. It needs room for two, as ``plan/messages.py``
+orders what is sent and received.
+
 That is the worst case. With more queues, or where sends are buffered, as gloo's are, there is less to wait for.
 """
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import pytest
+
 from odyssey_megatron.launch.reactions import JobState
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.policy.initial import initial_plan
@@ -17,6 +19,11 @@ SHAPES = ((1, 2), (1, 3), (2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (4, 1))
 """(stages, replicas)."""
 SLICED = ((1, 3), (1, 4), (1, 5), (2, 3), (3, 3))
 """Those in which a layer's optimizer state is cut over more holders than there are copies."""
+TIGHT = {"one_queue": True, "resident": 2}
+"""The least that devices must have: one hardware queue, as with CUDA_DEVICE_MAX_CONNECTIONS=1, and room for two kernels
+that wait for other ranks.
+"""
+DEVICES = pytest.mark.parametrize("device", [{}, TIGHT], ids=["roomy", "tight"])
 POINTS = ("forward", "backward", "weight_grad", "reduce", "agreement", "optimizer", "commit")
 PHASES = ("groups", "connect", "agree", "transfer")
 
@@ -115,7 +122,7 @@ def gangs(number: int) -> Case:
         replicas=replicas,
         steps=2,
         kills=tuple(kills),
-        one_queue=draw.random() < 0.5,
+        **(TIGHT if draw.random() < 0.5 else {}),
         flags={"policy": draw.choice(("auto", "reroute", "replan")), "redundancy": redundancy},
     )
 

@@ -113,7 +113,7 @@ class End(dist.ProcessGroup):
     def __init__(self, wire: Wire, rank: int, memory: DeviceMemory):
         super().__init__(rank, wire.size)
         self.wire, self.memory, self.aborted = wire, memory, False
-        self.stream: Stream = memory.device.stream(wire.name)
+        self.stream: Stream = memory.device.stream(wire.name, stays=True)
         self.steps: list[_Step] = []
 
     def getBackendName(self) -> str:  # torch's name

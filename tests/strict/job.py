@@ -83,6 +83,8 @@ class Case:
     flags: dict[str, Any] = field(default_factory=dict)
     virtual_stages: int = 1
     one_queue: bool = False
+    resident: int | None = None
+    """Of each device, as ``one_queue``."""
     copies: int = 0
     """Of each slice of optimizer state; 0: every holder keeps all."""
     respawns: int = 0
@@ -163,7 +165,8 @@ class Rank:
     def __init__(self, rank: int, job: Job, *, slot: int, incarnation: int = 0, each: int = 1):
         self.rank, self.incarnation, self.slot, self._job, self._each = rank, incarnation, slot, job, each
         self.cell = job.case.cell(rank).smaller(each)
-        self.device: Device = job.machine.device(rank, one_queue=job.case.one_queue)
+        case = job.case
+        self.device: Device = job.machine.device(rank, one_queue=case.one_queue, resident=case.resident)
         self.memory = DeviceMemory(self.device)
         between_hosts = Hosts(job.machine, job.tables)
         devices = between_hosts if job.case.share else Library(job.machine, self.memory, job.wires)

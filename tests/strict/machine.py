@@ -7,6 +7,7 @@ in between; a device has streams, whose operations run in the order in which the
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 from collections import deque
@@ -117,10 +118,14 @@ class Operation:
 
 
 class Stream:
-    """Operations in the order in which they were given. It waits; who gave them does not."""
+    """Operations in the order in which they were given. It waits; who gave them does not.
 
-    def __init__(self, device: Device, name: str):
-        self.device, self.name = device, name
+    Args:
+        stays: each keeps a place on the device from when it begins until it is done, as kernels that wait for others.
+    """
+
+    def __init__(self, device: Device, name: str, *, stays: bool = False):
+        self.device, self.name, self.stays = device, name, stays
         self.queue: deque[Operation] = deque()
         self.knows: dict[Stream, int] = {self: 0}
         """Of each stream of the device how many of its operations are over before the next one of this begins."""
@@ -157,10 +162,14 @@ class Device:
     Args:
         one_queue: all streams share one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1): what was given later does not
             begin before all that was given earlier has begun, whichever its stream.
+        resident: how many operations that stay there it has places for; None: for all. One that finds no place has not
+            begun, and whatever is behind it waits, too.
     """
 
-    def __init__(self, machine: Machine, rank: int, *, one_queue: bool = False):
+    def __init__(self, machine: Machine, rank: int, *, one_queue: bool = False, resident: int | None = None):
         self.machine, self.rank, self.one_queue, self.dead = machine, rank, one_queue, False
+        self._places = math.inf if resident is None else resident
+        """That are free."""
         self.streams: list[Stream] = []
         self.given: deque[tuple[Stream, Operation]] = deque()
         self.host_knows: dict[Stream, int] = {}
@@ -169,8 +178,8 @@ class Device:
         self.syncs: list[str] = []
         """Of each time that the host waited for the device what for."""
 
-    def stream(self, name: str) -> Stream:
-        self.streams.append(Stream(self, name))
+    def stream(self, name: str, *, stays: bool = False) -> Stream:
+        self.streams.append(Stream(self, name, stays=stays))
         return self.streams[-1]
 
     def close(self, stream: Stream) -> None:
@@ -205,10 +214,14 @@ class Device:
                 self.given.popleft()
             if self.one_queue and self.given[0][1] is not operation:
                 return False
+            if self._places < stream.stays:
+                return False
+            self._places -= stream.stays
             operation.started = True
             self._began += 1
         if not operation.done():
             return False
+        self._places += stream.stays
         stream.queue.popleft()
         operation.event.done = True
         self.machine.moves += 1
@@ -241,8 +254,8 @@ class Machine:
         self.hosts.append(Host(self, name, main, this_host().process, may_be_left=True))
         return self.hosts[-1]
 
-    def device(self, rank: int, *, one_queue: bool = False) -> Device:
-        self.devices[rank] = Device(self, rank, one_queue=one_queue)
+    def device(self, rank: int, *, one_queue: bool = False, resident: int | None = None) -> Device:
+        self.devices[rank] = Device(self, rank, one_queue=one_queue, resident=resident)
         return self.devices[rank]
 
     def may_stop(self) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tests.strict.cases import GANGS, KINDS, PHASES, POINTS, changing, gangs, profile  # noqa: E402
+from tests.strict.cases import GANGS, KINDS, PHASES, POINTS, TIGHT, changing, gangs, profile  # noqa: E402
 from tests.strict.checking import check  # noqa: E402
 from tests.strict.job import Case, Kill  # noqa: E402
 
@@ -126,7 +126,7 @@ def test_all_random_gangs(part):
 @pytest.mark.parametrize("part", range(5))
 def test_gangs_killed_as_plans_change(part, kind):
     for number in range(part, 15, 5):
-        check(replace(changing(kind, number), one_queue=bool(number % 2), **EXPERT), seed=number)
+        check(replace(changing(kind, number), **(TIGHT if number % 2 else {}), **EXPERT), seed=number)
 
 
 @pytest.mark.matrix
@@ -136,7 +136,7 @@ def test_gangs_killed_as_plans_change(part, kind):
 def test_killed_anywhere(shape, point):
     for seed in range(6):
         kill = Kill(rank=1, step=1, point=point)
-        check(job(shape, kill, steps=3, one_queue=bool(seed % 2)), seed)
+        check(job(shape, kill, steps=3, **(TIGHT if seed % 2 else {})), seed)
 
 
 @pytest.mark.matrix

@@ -13,9 +13,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from odyssey_megatron.plan.schedule import Op  # noqa: E402
 from tests.execute.alone import LAYERS  # noqa: E402
 from tests.execute.model import Stack  # noqa: E402
-from tests.strict.cases import POINTS, case, profile  # noqa: E402
+from tests.strict.cases import DEVICES, POINTS, TIGHT, case, changing, profile  # noqa: E402
 from tests.strict.checking import check  # noqa: E402
 from tests.strict.communicators import OrdersDiffer  # noqa: E402
 from tests.strict.job import Case, Kill  # noqa: E402
@@ -52,8 +53,8 @@ def test_random_jobs_with_slices_of_optimizer_state(number):
 
 @pytest.mark.parametrize("number", [4, 5])
 def test_random_jobs_on_one_hardware_queue(number):
-    """As with CUDA_DEVICE_MAX_CONNECTIONS=1, whatever stages a worker has got of a dead one's."""
-    check(replace(case(number), one_queue=True), seed=number)
+    """Whatever stages a worker has got of a dead one's."""
+    check(replace(case(number), **TIGHT), seed=number)
 
 
 @pytest.mark.parametrize("kills", [(), (Kill(rank=2, step=1, point="backward"),)])
@@ -61,9 +62,7 @@ def test_routes_that_turn_on_one_hardware_queue(kills):
     """Down the two workers and up again: each sends the other forwards and gradients, of two stages."""
     ample = replace(profile().costs, link_latency_s=0.0, link_bytes_per_s=1e12, memory_bytes=10**9)
     quick = replace(profile(), costs=ample)
-    turning = Case(
-        stages=2, replicas=2, steps=2, profile=quick, virtual_stages=2, kills=kills, one_queue=True
-    )
+    turning = Case(stages=2, replicas=2, steps=2, profile=quick, virtual_stages=2, kills=kills, **TIGHT)
     for seed in range(3):
         ended = check(turning, seed)
         if not kills:
@@ -73,35 +72,34 @@ def test_routes_that_turn_on_one_hardware_queue(kills):
 
 @pytest.mark.matrix
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("one_queue", [False, True])
+@DEVICES
 @pytest.mark.parametrize("part", range(20))
-def test_all_random_jobs(part, one_queue):
+def test_all_random_jobs(part, device):
     for number in range(part, PLANS, 20):
         for seed in seeds(number, TIMINGS):
-            check(replace(case(number), one_queue=one_queue), seed)
+            check(replace(case(number), **device), seed)
 
 
 @pytest.mark.matrix
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("one_queue", [False, True])
+@DEVICES
 @pytest.mark.parametrize("part", range(20))
-def test_all_random_jobs_with_slices_of_optimizer_state(part, one_queue):
+def test_all_random_jobs_with_slices_of_optimizer_state(part, device):
     for number in range(part, PLANS, 20):
         for seed in seeds(number, TIMINGS):
-            check(replace(case(number, copies=2), one_queue=one_queue), seed)
+            check(replace(case(number, copies=2), **device), seed)
 
 
 @pytest.mark.parametrize("point", POINTS)
 def test_any_moment_of_a_step_on_one_hardware_queue(point):
-    """As with CUDA_DEVICE_MAX_CONNECTIONS=1."""
-    killed = healthy(steps=3, kills=(Kill(rank=1, step=1, point=point),), one_queue=True)
+    killed = healthy(steps=3, kills=(Kill(rank=1, step=1, point=point),), **TIGHT)
     assert check(killed, seed=POINTS.index(point)).outcomes()
 
 
 @pytest.mark.parametrize("point", ["reduce", "agreement", "optimizer", "param_gather"])
 def test_any_moment_of_slices_on_one_hardware_queue(point):
     kill = Kill(rank=1, step=1, point=point)
-    killed = healthy(stages=2, replicas=3, steps=3, copies=2, kills=(kill,), one_queue=True)
+    killed = healthy(stages=2, replicas=3, steps=3, copies=2, kills=(kill,), **TIGHT)
     assert check(killed, seed=0).outcomes()
 
 
@@ -271,13 +269,13 @@ def test_weights_arrive_beside_the_next_forward(monkeypatch):
     assert found == {(False, layer) for layer in range(LAYERS)} | {(True, 2), (True, 5)}, "the newest of each"
 
 
-@pytest.mark.parametrize("one_queue", [False, True])
+@DEVICES
 @pytest.mark.parametrize("rank", [0, 4])
-def test_killed_while_weights_arrive(rank, one_queue):
+def test_killed_while_weights_arrive(rank, device):
     """In a first forward, behind which others wait for weights that this one sends."""
     kill = Kill(rank=rank, step=1, point="forward")
     for seed in range(4):
-        killed = healthy(stages=2, replicas=3, steps=3, copies=2, kills=(kill,), one_queue=one_queue)
+        killed = healthy(stages=2, replicas=3, steps=3, copies=2, kills=(kill,), **device)
         assert check(killed, seed).outcomes()
 
 
@@ -302,9 +300,10 @@ def test_the_second_copys_sums_follow_each_bucket(monkeypatch, copies):
 # -- mistakes that must be seen -----------------------------------------------------------------------------------
 
 
-def test_a_swapped_order_of_groups_is_seen(monkeypatch):
-    """Of two blocks that the same workers hold, one sums the gradients of the other first. Without room for copies each
-    sum waits for the one before.
+@pytest.mark.parametrize("device", [{}, {"one_queue": True, "resident": 1}], ids=["no copies", "one place"])
+def test_a_swapped_order_of_groups_is_seen(monkeypatch, device):
+    """Of two blocks that the same workers hold, one sums the gradients of the other first. Without room for copies, or
+    for a second kernel, each sum waits for the one before.
     """
     from odyssey_megatron.execute import reduction
     from odyssey_megatron.execute.interpreter import Interpreter
@@ -312,34 +311,53 @@ def test_a_swapped_order_of_groups_is_seen(monkeypatch):
     run = Interpreter.run
 
     def swapped(self, program, trace, progress):
-        sums = [at for at, one in enumerate(program) if str(one).startswith("REDUCE")]
+        sums = [at for at, one in enumerate(program) if one.op is Op.REDUCE_GRAD]
         if this_host().name == "rank 0":
             program = [*program]
             program[sums[0]], program[sums[-1]] = program[sums[-1]], program[sums[0]]
         run(self, program, trace, progress)
 
+    if not device:
+        monkeypatch.setattr(reduction, "ROOM_BYTES", 0)
+    one = healthy(stages=2, replicas=1, flags={"redundancy": "state"}, **device)
+    check(one, seed=1)
     monkeypatch.setattr(Interpreter, "run", swapped)
-    monkeypatch.setattr(reduction, "ROOM_BYTES", 0)
-    with pytest.raises(Deadlock, match="nobody can move"):
-        check(healthy(stages=2, replicas=1, flags={"redundancy": "state"}), seed=1)
+    with pytest.raises(Deadlock, match=r"allreduce SUM of \S+ began"):
+        check(one, seed=1)
 
 
 def test_a_swapped_order_of_messages_is_seen(monkeypatch):
-    """Of two that one channel carries, a sum of one block and the agreement would do as well."""
+    """One channel carries two, which both are received before the first is used: no tag tells them apart, and they are
+    of one size, so that each microbatch goes on with the other's, and nothing but its numbers says so.
+    """
     from odyssey_megatron.execute.interpreter import Interpreter
 
     run = Interpreter.run
 
     def swapped(self, program, trace, progress):
         if this_host().name == "rank 2":
-            sends = [at for at, one in enumerate(program) if str(one).startswith("SEND_F")]
+            first, second, *_ = [at for at, one in enumerate(program) if one.op is Op.RECV_FORWARD]
+            assert all(one.op is not Op.FORWARD for one in program[:second])
             program = [*program]
-            program[sends[0]], program[sends[1]] = program[sends[1]], program[sends[0]]
+            program[first], program[second] = program[second], program[first]
         run(self, program, trace, progress)
 
     monkeypatch.setattr(Interpreter, "run", swapped)
-    with pytest.raises((KeyError, AssertionError, Deadlock)):
+    with pytest.raises(AssertionError, match="comparison failed"):
         check(healthy(stages=3), seed=1)
+
+
+def test_kernels_that_do_not_fit_are_seen():
+    """Of two neighbours each waits to receive, and then nobody has room to send."""
+    for one_queue in (False, True):
+        one = healthy(stages=3, replicas=1, flags={"redundancy": "state"}, one_queue=one_queue, resident=1)
+        with pytest.raises(Deadlock, match=r"recv of \S+ began"):
+            check(one, seed=1)
+    check(replace(one, resident=TIGHT["resident"]), seed=1)
+    with pytest.raises(
+        Deadlock, match=r"recv of \S+ began"
+    ):  # whatever starts first, beside layers that move
+        check(replace(changing("move", 2), resident=TIGHT["resident"]), seed=14)
 
 
 def test_a_communicator_that_is_kept_with_something_outstanding_is_seen(monkeypatch):
@@ -413,7 +431,7 @@ def test_a_send_before_its_producers_event_is_seen(monkeypatch):
         return self._give("send", tensors, peer=peer, after=None)  # it waits for nothing
 
     monkeypatch.setattr(End, "send", send)
-    with pytest.raises(Race, match="reads memory"):
+    with pytest.raises(Race, match=r"send of \S+ on \S+ reads memory"):
         check(healthy(), seed=1)
 
 
@@ -430,7 +448,7 @@ def test_a_reused_buffer_is_seen(monkeypatch):
         return Pending([Piece(work, message, [room])], room, with_word)
 
     monkeypatch.setattr(Channels, "receive", receive)
-    with pytest.raises(Race, match="may still be using"):
+    with pytest.raises(Race, match=r"reads memory that recv of \S+ on \S+ may still be using"):
         check(healthy(stages=3), seed=1)
 
 

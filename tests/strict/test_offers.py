@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tests.strict.cases import KINDS, changing  # noqa: E402
+from tests.strict.cases import KINDS, TIGHT, changing  # noqa: E402
 from tests.strict.checking import check  # noqa: E402
 
 
@@ -30,7 +30,7 @@ def test_a_plan_begins_between_two_steps(kind, seed):
 )
 def test_killed_on_the_way(kind, number, copies):
     one = changing(kind, number, copies=copies)
-    ended = check(replace(one, one_queue=True), seed=1)
+    ended = check(replace(one, **TIGHT), seed=1)
     assert len(ended.struck) == len(one.kills)
 
 
@@ -51,4 +51,4 @@ def test_killed_anywhere(part, kind, copies):
     for number in range(part, 50, 5):
         for seed in range(2):
             one = changing(kind, number, copies=copies)
-            check(replace(one, one_queue=bool(seed)), seed=100 * number + seed)
+            check(replace(one, **(TIGHT if seed else {})), seed=100 * number + seed)

@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from tests.execute.alone import HEAD, TIED  # noqa: E402
-from tests.strict.cases import LINKS, case, profile  # noqa: E402
+from tests.strict.cases import DEVICES, LINKS, TIGHT, case, profile  # noqa: E402
 from tests.strict.checking import check  # noqa: E402
 from tests.strict.job import Case, Kill  # noqa: E402
 from tests.strict.test_jobs import PLANS  # noqa: E402
@@ -40,7 +40,7 @@ def test_a_tied_weight_is_summed_over_both_its_places(copies):
 )
 def test_one_of_its_places_is_lost(rank, point, copies):
     kill, sizes = Kill(rank=rank, step=1, point=point), (2, 3) if copies else (3, 2)
-    one = tied(kill, stages=sizes[0], replicas=sizes[1], copies=copies, one_queue=rank > 0)
+    one = tied(kill, stages=sizes[0], replicas=sizes[1], copies=copies, **(TIGHT if rank else {}))
     assert check(one, seed=int(rank > 0)).outcomes()
 
 
@@ -48,7 +48,7 @@ def test_both_places_on_one_worker():
     """Routes turn, on one hardware queue."""
     ample = replace(profile(tied=True).costs, link_latency_s=0.0, link_bytes_per_s=1e12, memory_bytes=10**9)
     quick = replace(profile(tied=True), costs=ample)
-    one = replace(tied(steps=2, virtual_stages=2, one_queue=True), profile=quick)
+    one = replace(tied(steps=2, virtual_stages=2, **TIGHT), profile=quick)
     ended = check(one, seed=1)
     assert any({0, HEAD, TIED} <= set(rank.model.held) for rank in ended.ranks)
 
@@ -65,12 +65,12 @@ def evaluating(*kills, copies=0, **others):
 def test_killed_in_an_evaluation(rank, copies):
     """Of the weights that the last step has left; it is done again, and has changed nothing."""
     kill = Kill(rank=rank, step=1, point="evaluate")
-    assert check(evaluating(kill, copies=copies, one_queue=rank > 0), seed=int(rank > 0)).struck
+    assert check(evaluating(kill, copies=copies, **(TIGHT if rank else {})), seed=int(rank > 0)).struck
 
 
-@pytest.mark.parametrize("one_queue", [False, True])
-def test_links_are_timed_between_steps(one_queue):
-    one = Case(stages=3, replicas=2, profile=profile(), flags=LINKS, one_queue=one_queue)
+@DEVICES
+def test_links_are_timed_between_steps(device):
+    one = Case(stages=3, replicas=2, profile=profile(), flags=LINKS, **device)
     ended = check(one, seed=1)
     measured = [json.loads(rank.measured) for rank in ended.ranks]
     assert all(one["links"] for one in measured)
@@ -80,7 +80,7 @@ def test_links_are_timed_between_steps(one_queue):
 @pytest.mark.parametrize("rank", [0, 3])
 def test_killed_while_links_are_timed(rank):
     kill = Kill(rank=rank, step=1, point="exchange")
-    one = Case(stages=3, replicas=2, profile=profile(), kills=(kill,), flags=LINKS, one_queue=rank > 0)
+    one = Case(stages=3, replicas=2, profile=profile(), kills=(kill,), flags=LINKS, **(TIGHT if rank else {}))
     assert check(one, seed=int(rank > 0)).outcomes()
 
 
@@ -101,5 +101,5 @@ KINDS = {
 def test_all_random_jobs(part, kind):
     for number in range(part, PLANS // 4, 5):
         for seed in range(2):
-            one = replace(case(number, **KINDS[kind]), one_queue=bool(seed))
+            one = replace(case(number, **KINDS[kind]), **(TIGHT if seed else {}))
             check(one, 100 * number + seed)
