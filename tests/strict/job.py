@@ -25,6 +25,7 @@ from odyssey_megatron.errors import EXIT_FENCED, ControlPlaneLost, Fenced, JobSt
 from odyssey_megatron.execute.rank import RankRuntime
 from odyssey_megatron.launch.control import observations_key
 from odyssey_megatron.launch.reactions import JobState
+from odyssey_megatron.plan.communicators import Needs, communicators
 from odyssey_megatron.plan.generation import Generation
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.slices import Span
@@ -253,10 +254,10 @@ class Rank:
 
         self.evaluated[self._runtime.committed] = recovery.together(work)
 
-    def _build(self, number: int, named: Any) -> Any:
+    def _build(self, number: int, named: Any, before: Any) -> Any:
         devices, _ = self._libraries
         devices.before = lambda: self._point("connect", step=-1, generation=number)
-        return build_groups(self.member, number, named, self._job.coordinator.config, self._libraries)
+        return build_groups(self.member, number, named, self._job.coordinator.config, self._libraries, before)
 
     def _begins(self) -> None:
         self._before = len(self.device.syncs)
@@ -360,6 +361,25 @@ class Ended:
         """The names of the groups that were connected for it."""
         parted = [name.split("/", 2) for name, wire in self.wires.items() if wire.connected]
         return {name for _, number, name in parted if int(number) == generation}
+
+    def anew(self, generation: int) -> Counter[int]:
+        """Rank -> how many communicators it has connected for that one."""
+        names = {f"groups/{generation}/{name}" for name in self.connected(generation)}
+        ends = [end for name in names for end in self.wires[name].ends.values()]
+        return Counter(end.memory.device.rank for end in ends)
+
+    def told_anew(self) -> dict[int, tuple[int, int]]:
+        """Of the first generation, and of each that began between two steps: how many the rank that has connected most
+        has connected, and how many ``plan/communicators.py`` says that it does.
+        """
+        found, previous = dict[int, tuple[int, int]](), None
+        for one in self.generations:
+            needs = Needs(one.plan.layout, one.plan.transfers, one.planned)
+            if one.number == 1 or (one.planned and one in self.entered):
+                told = communicators(needs, self.case.cell(0), previous).anew
+                found[one.number] = max(self.anew(one.number).values(), default=0), told
+            previous = needs
+        return found
 
     def outlived(self) -> Counter[str]:
         """What became of the channels between living ranks at the first failure, and why."""

@@ -25,6 +25,14 @@ def test_a_plan_begins_between_two_steps(kind, seed):
         assert len(ended.entered[-1].members) == len(ended.case.ranks), "all are back"
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_both_plans_have_use_for_is_not_connected_anew(kind):
+    """Nobody in it has died. What is connected is what decisions and the doctor count."""
+    told = check(changing(kind, 0), seed=1).told_anew()
+    assert len(told) > 1
+    assert all(connected == said for connected, said in told.values()), told
+
+
 @pytest.mark.parametrize(
     ("kind", "number", "copies"), [("come back", 4, 0), ("two speeds", 1, 0), ("move", 1, 2)]
 )
