@@ -172,11 +172,11 @@ def host_waits() -> dict[str, int]:
 
 
 def planned() -> dict[str, dict[int, tuple[int, int]]]:
-    """What changes plans between steps -> see ``strict.job.Ended.told_anew``."""
+    """What changes plans between steps -> see ``strict.job.Ended.all_told_anew``."""
     from tests.strict.cases import KINDS, changing
     from tests.strict.job import run
 
-    return {kind: run(changing(kind, 0), seed=1).told_anew() for kind in KINDS}
+    return {kind: run(changing(kind, 0), seed=1).all_told_anew for kind in KINDS}
 
 
 def outlived() -> dict[str, dict[str, int]]:

@@ -368,18 +368,30 @@ class Ended:
         ends = [end for name in names for end in self.wires[name].ends.values()]
         return Counter(end.memory.device.rank for end in ends)
 
-    def told_anew(self) -> dict[int, tuple[int, int]]:
-        """Of the first generation, and of each that began between two steps: how many the rank that has connected most
-        has connected, and how many ``plan/communicators.py`` says that it does.
+    def told_anew(self, number: int, before: int = 0) -> tuple[int, int]:
+        """For generation ``number``, how many the rank that has connected most has connected, and how many
+        ``plan/communicators.py`` says that it does behind that of number ``before``; 0: none.
         """
-        found, previous = dict[int, tuple[int, int]](), None
-        for one in self.generations:
-            needs = Needs(one.plan.layout, one.plan.transfers, one.planned)
-            if one.number == 1 or (one.planned and one in self.entered):
-                told = communicators(needs, self.case.cell(0), previous).anew
-                found[one.number] = max(self.anew(one.number).values(), default=0), told
-            previous = needs
-        return found
+        after, previous = (
+            next(
+                (
+                    Needs(it.plan.layout, it.plan.transfers, it.planned)
+                    for it in self.generations
+                    if it.number == one
+                ),
+                None,
+            )
+            for one in (number, before)
+        )
+        assert after is not None
+        told = communicators(after, self.case.cell(0), previous)
+        return max(self.anew(number).values(), default=0), told.anew
+
+    @property
+    def all_told_anew(self) -> dict[int, tuple[int, int]]:
+        """Of the first generation, and of each that began between two steps."""
+        numbers = [one.number for one in self.entered if one.planned]
+        return {1: self.told_anew(1)} | {one: self.told_anew(one, one - 1) for one in numbers}
 
     def outlived(self) -> Counter[str]:
         """What became of the channels between living ranks at the first failure, and why."""
@@ -404,7 +416,7 @@ class Ended:
 
 
 @contextlib.contextmanager
-def _one_process() -> Iterator[None]:
+def one_process() -> Iterator[None]:
     """torch knows one rank a process, and keeps groups by name. Here it is none of the job's, and the names differ; in
     the end they go. Within its collectives tensors are still where they are: it would take a device of Python's for a
     tensor of another library's, and leave it outside.
@@ -429,6 +441,6 @@ def _one_process() -> Iterator[None]:
 def run(case: Case, seed: int) -> Ended:
     """Raises what a rank raised, and Deadlock, Race, OrdersDiffer, WrongPlace."""
     job = Job(case, seed)
-    with torch.no_grad(), _one_process(), taking_turns(job.machine, job.coordinator.store):
+    with torch.no_grad(), one_process(), taking_turns(job.machine, job.coordinator.store):
         job.machine.run()
     return Ended(case, job.ranks, job.wires, job.coordinator.generations, job.struck)
