@@ -82,11 +82,9 @@ class Needs(NamedTuple):
     @property
     def ways(self) -> Counter[Channel]:
         """How many communicators of two each has."""
-        if self.beside:
-            return Counter(channels(self.layout)) + Counter(
-                {(one.source, one.target) for one in self.transfers}
-            )
-        return Counter(channels(self.layout, self.transfers))
+        if not self.beside:
+            return Counter(channels(self.layout, self.transfers))
+        return Counter([*channels(self.layout), *{(one.source, one.target) for one in self.transfers}])
 
 
 def communicators(plan: Needs, cell: Cell, previous: Needs | None = None) -> Communicators:
@@ -102,11 +100,7 @@ def communicators(plan: Needs, cell: Cell, previous: Needs | None = None) -> Com
     ways, there = plan.ways, previous.ways if previous else Counter[Channel]()
     sizes[2,].update(chain.from_iterable(ways.elements()))
     anew[2,].update(chain.from_iterable((ways - there).elements()))
-    known = (
-        Counter(block.holders for block in previous.layout.blocks())
-        if previous
-        else Counter[tuple[int, ...]]()
-    )
+    known = Counter(block.holders for block in (previous.layout.blocks() if previous else ()))
     workers_before = {*chain(*there, *known)}
     alike: dict[int, _Sizes] = {}
     for block in plan.layout.blocks():
@@ -122,11 +116,9 @@ def communicators(plan: Needs, cell: Cell, previous: Needs | None = None) -> Com
     sizes[within].update(workers)
     anew[within].update({*workers} - workers_before)
     if previous is None:
-        paired = workers[
-            : math.ceil(len(workers) * cell.size // 2 * 2 / cell.size)
-        ]  # an odd rank is left over
-        sizes[2,].update(paired)
-        anew[2,].update(paired)
+        paired = len(workers) * cell.size // 2 * 2  # an odd rank is left over
+        for each in (sizes, anew):
+            each[2,].update(workers[: math.ceil(paired / cell.size)])
     return Communicators(
         count=_most(sizes, len),
         anew=_most(anew, len),
