@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.doctor.rows import OK, Host, Job, Row
 from odyssey_megatron.inputs import Between
-from odyssey_megatron.plan.communicators import communicators
+from odyssey_megatron.plan.communicators import Needs, communicators
 from odyssey_megatron.plan.costs import Costs, LayerCost
 from odyssey_megatron.plan.layout import megatron_layout
 from odyssey_megatron.plan.redundancy import with_shadows
@@ -56,7 +56,7 @@ def rows(host: Host, job: Job) -> Iterator[Row]:
         link_bytes_per_s=1,
     )
     nodes = dict.fromkeys(layout.workers, 0)
-    found = communicators(with_shadows(layout, None, nodes, job.config.least_holders, nothing), (), cell)
+    found = communicators(Needs(with_shadows(layout, None, nodes, job.config.least_holders, nothing)), cell)
     told = f"{found.held}; at the start {found.connected}"
     yield Row(area=AREA, name=f"{known or ''} pipelines of {stages}".strip(), state=OK, found=told)
 

@@ -48,12 +48,18 @@ class Regrouping:
     # -- an offered generation --------------------------------------------------------------------------------------
 
     def prepare(self, offered: Generation) -> None:
-        """Builds its groups behind the back of the steps. Any thread."""
+        """Builds its groups behind the back of the steps, but for communicators that the generation has which the steps
+        are of: those are taken over. Any thread.
+        """
         if self._cell.rank not in offered.members:  # its cell leaves, once all others are ready
             self._offers.prepare(offered.number, NoGroups)
             return
+        if (entered := self._entered) is None:
+            return  # all have been in the generation that it was to follow: this rank has left it, and nobody will
         named = Assignment(generation=offered, cell=self._cell).groups(tagged=self._tagged)
-        self._offers.prepare(offered.number, lambda: self._build(offered.number, named))
+        self._offers.prepare(
+            offered.number, lambda: self._build(offered.number, named, entered.communicators)
+        )
 
     def count(self, votes: Votes) -> None:
         """Of a step: whether all members have prepared the same one."""
@@ -61,20 +67,22 @@ class Regrouping:
 
     def enter_prepared(self, number: int) -> bool:
         """Generation ``number`` begins. Whether its groups were prepared; else those of the one before must be aborted,
-        and its own built.
+        and its own built. Raises Superseded.
         """
         self.boundary = 0
         prepared = self._offers.take(number)
         if prepared is None:
             return False
         self._left, self._entered = self._entered, prepared
+        prepared.take_over(self._left)
         return True
 
     # -- the generation that this rank is in ------------------------------------------------------------------------
 
     def build(self, assignment: Assignment) -> None:
         """Raises as ``rebuild.groups.build_groups``."""
-        self._entered = self._build(assignment.number, assignment.groups(tagged=self._tagged))
+        before = () if assignment.generation.planned else None  # of a planned one it has come to the others
+        self._entered = self._build(assignment.number, assignment.groups(tagged=self._tagged), before)
 
     def announce(self) -> None:
         """This rank is in the groups of the generation."""
@@ -93,10 +101,10 @@ class Regrouping:
                 groups.abort()
 
     def leave(self) -> None:
-        if self._entered is not None:
-            self._entered.leave()
-        self._entered = None
-        self.all_have_entered()
+        for groups in (self._entered, self._left):
+            if groups is not None:
+                groups.leave()
+        self._entered = self._left = None
 
     # -- what others use ------------------------------------------------------------------------------------------
 

@@ -261,7 +261,9 @@ class Session:
             config=self.config,
             member=self.member,
             model=model,
-            build=lambda number, named: build_groups(self.member, number, named, self.config, libraries),
+            build=lambda number, named, before: build_groups(
+                self.member, number, named, self.config, libraries, before
+            ),
             tagged_messages=not self.config.uses_nccl,
             fault_point=injector.at,
             slowness=injector.slowness,

@@ -5,13 +5,15 @@ No GPU of this project's has measured any of it: all figures are published ones,
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import NamedTuple
 
 from odyssey_megatron.cluster.cell import Cell
-from odyssey_megatron.plan.groups import channels, groups_of_block, groups_of_cell
+from odyssey_megatron.plan.groups import Channel, channels, groups_of_block, groups_of_cell
 from odyssey_megatron.plan.layout import Block, Layout
 from odyssey_megatron.plan.plan import Transfer
 
@@ -68,32 +70,40 @@ class Communicators:
         )
 
 
-def communicators(
-    layout: Layout,
-    transfers: Iterable[Transfer],
-    cell: Cell,
-    previous: Layout | None = None,
-    *,
-    beside: bool = False,
-) -> Communicators:
-    """Those of ``layout``, all of whose workers are whole cells like ``cell``.
+class Needs(NamedTuple):
+    """Of a plan, what its communicators follow from."""
+
+    layout: Layout
+    transfers: Collection[Transfer] = ()
+    """Those that lead there."""
+    beside: bool = False
+    """It begins between two steps: see ``plan.groups.group_members``."""
+
+    @property
+    def ways(self) -> Counter[Channel]:
+        """How many communicators of two each has."""
+        if not self.beside:
+            return Counter(channels(self.layout, self.transfers))
+        return Counter([*channels(self.layout), *{(one.source, one.target) for one in self.transfers}])
+
+
+def communicators(plan: Needs, cell: Cell, previous: Needs | None = None) -> Communicators:
+    """Those of ``plan``, all of whose workers are whole cells like ``cell``.
 
     Args:
-        beside: see ``plan.groups.group_members``.
-        previous: what the job goes on from: communicators with the same members outlive a failure if nothing is
-            outstanding on them. None: nothing is connected yet.
+        previous: what the job goes on from. Communicators with the same members, and the same use, are taken over: all
+            of them between two steps, behind a failure those on which nothing is outstanding. None: nothing is
+            connected yet; then each rank has one more, with another rank, in which it times their link.
     """
     within = tuple(len(ranks) for ranks in groups_of_cell(cell).values())
-    there = channels(previous, ()) if previous else set()
-    transfers = [*transfers]
-    beside_steps = [*{(one.source, one.target) for one in transfers}] if beside else []
-    ends = channels(layout, () if beside else transfers)
     sizes, anew = defaultdict[_Sizes, Counter[int]](Counter), defaultdict[_Sizes, Counter[int]](Counter)
-    sizes[2,].update(chain.from_iterable([*ends, *beside_steps]))
-    anew[2,].update(chain.from_iterable([*(ends - there), *beside_steps]))
-    known = Counter(block.holders for block in previous.blocks()) if previous else Counter[tuple[int, ...]]()
+    ways, there = plan.ways, previous.ways if previous else Counter[Channel]()
+    sizes[2,].update(chain.from_iterable(ways.elements()))
+    anew[2,].update(chain.from_iterable((ways - there).elements()))
+    known = Counter(block.holders for block in (previous.layout.blocks() if previous else ()))
+    workers_before = {*chain(*there, *known)}
     alike: dict[int, _Sizes] = {}
-    for block in layout.blocks():
+    for block in plan.layout.blocks():
         number = len(block.holders)
         if number not in alike:
             alike[number] = _of_block(block, cell)
@@ -102,10 +112,13 @@ def communicators(
             known[block.holders] -= 1
         else:
             anew[alike[number]].update(block.holders)
-    workers = set().union(*sizes.values())  # who only sends a layer has communicators, too
+    workers = sorted({*chain.from_iterable(sizes.values())})  # who only sends a layer has communicators, too
     sizes[within].update(workers)
+    anew[within].update({*workers} - workers_before)
     if previous is None:
-        anew[within].update(workers)
+        paired = len(workers) * cell.size // 2 * 2  # an odd rank is left over
+        for each in (sizes, anew):
+            each[2,].update(workers[: math.ceil(paired / cell.size)])
     return Communicators(
         count=_most(sizes, len),
         anew=_most(anew, len),

@@ -16,6 +16,8 @@ T = TypeVar("T")
 WORLD = "world"
 """The group of all members. It lies between hosts, whatever connects devices: see ``rebuild/hosts.py``."""
 
+_PAIR = "pair:"
+
 Channel = tuple[int, int]
 """(sender, receiver), workers."""
 
@@ -41,7 +43,12 @@ def way_of(name: str) -> Channel | None:
     return (0, 1) if int(source) < int(target.lstrip(">").partition(".")[0]) else (1, 0)
 
 
-def channels(layout: Layout, transfers: Iterable[Transfer]) -> set[Channel]:
+def outlives(name: str) -> bool:
+    """Whether another generation may go on with the communicator of a group: not with one that has had its use."""
+    return not name.startswith(_PAIR)
+
+
+def channels(layout: Layout, transfers: Iterable[Transfer] = ()) -> set[Channel]:
     """All of a plan: forwards go along routes, gradients back, and layers as they move."""
     steps = {(a.worker, b.worker) for route in layout.routes for a, b in pairwise(route.hops)}
     return steps | {(b, a) for a, b in steps} | {(one.source, one.target) for one in transfers}
@@ -149,7 +156,7 @@ def pair(members: tuple[int, ...], rank: int) -> dict[str, tuple[int, ...]]:
     """Two ranks each, between whom messages are timed once. None for the last one of an odd number."""
     first = members.index(rank) // 2 * 2
     ranks = members[first : first + 2]
-    return {f"pair:{ranks[0]}-{ranks[1]}": ranks} if len(ranks) == 2 else {}
+    return {f"{_PAIR}{ranks[0]}-{ranks[1]}": ranks} if len(ranks) == 2 else {}
 
 
 def groups_of_cell(cell: Cell) -> dict[str, tuple[int, ...]]:

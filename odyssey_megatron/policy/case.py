@@ -9,6 +9,7 @@ from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import WHOLE_CELL, ClusterState, Share
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.layout import Layout
+from odyssey_megatron.plan.plan import Transfer
 from odyssey_megatron.policy.kinds import Slow
 from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.rerouting import reroute
@@ -23,6 +24,8 @@ class Case:
     job: JobSpec
     state: ClusterState
     previous: Layout
+    moved: tuple[Transfer, ...] = ()
+    """What led there."""
     usual_step_s: float
     """Of the previous plan."""
     profile: Profile

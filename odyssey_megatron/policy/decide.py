@@ -16,7 +16,7 @@ from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import LayersLost, PlanInfeasible
 from odyssey_megatron.plan.assemble import Assembled, assemble
 from odyssey_megatron.plan.bound import cluster_bound_s, lower_bound_s
-from odyssey_megatron.plan.communicators import communicators
+from odyssey_megatron.plan.communicators import Needs, communicators
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.eager import assemble_eager
 from odyssey_megatron.plan.generation import CandidateRow
@@ -208,6 +208,7 @@ def decide(
         job=job,
         state=state,
         previous=previous.layout,
+        moved=previous.transfers,
         usual_step_s=previous.step_s,
         profile=with_links(profile, state),
         horizon_s=config.horizon_s,
@@ -258,7 +259,8 @@ def _decided(
         ahead = _assembled(best.order, best.layout, profile.costs, best.found.caps, case.speeds, True)
     why = _why(best.option, config.policy, rows) + ("; " + ahead.ahead if ahead and ahead.ahead else "")
     if config.uses_nccl:
-        anew = communicators(best.layout, best.transfers, job.cell(0), case.previous)
+        plan = Needs(best.layout, best.transfers, beside=not case.lost)
+        anew = communicators(plan, job.cell(0), Needs(case.previous, case.moved))
         why += f"; at least {anew.connected}" if anew.anew else f"; {anew.connected}"
     rows.append(_row(case, best, True, why))
     rows += [_restart_row(case, best.score)] if case.state.dead else []

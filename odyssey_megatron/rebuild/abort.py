@@ -126,6 +126,17 @@ class NcclAbort:
         with self._lock:
             self.uses[backend] = use
 
+    def give(self, backends: Iterable[Any], to: NcclAbort) -> None:
+        """They go with that generation from now on. Raises Superseded, and gives nothing, if either is fired."""
+        with (
+            self._lock,
+            to._lock,
+        ):  # whoever fires finds each of them once; an earlier generation gives to a later one
+            if self.fired or to.fired:
+                raise Superseded("a newer generation exists")
+            for backend in backends:
+                to.uses[backend] = self.uses.pop(backend)
+
     def connected(self, backend: Any) -> None:
         """It is, and may be given operations. Raises Superseded if that comes too late; then it is gone."""
         with self._lock:

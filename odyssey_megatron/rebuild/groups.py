@@ -11,7 +11,7 @@ import functools
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -21,10 +21,10 @@ from torch.distributed import distributed_c10d as c10d
 
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import Superseded
-from odyssey_megatron.plan.groups import WORLD, way_of
-from odyssey_megatron.rebuild.abort import Abort, AbortableGroup, abort_all
+from odyssey_megatron.plan.groups import WORLD, outlives, way_of
+from odyssey_megatron.rebuild.abort import Abort, AbortableGroup, NcclAbort, abort_all
 from odyssey_megatron.rebuild.hosts import StagedGroup
-from odyssey_megatron.rebuild.kept import Communicator
+from odyssey_megatron.rebuild.kept import Communicator, fitting
 from odyssey_megatron.rebuild.library import Gloo, Hosts, Library, Nccl
 
 
@@ -57,13 +57,17 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
         devices: connects all groups but that of all members, which ``hosts`` does. They may be the same.
     """
 
-    def __init__(self, number: int, devices: Library, hosts: Library, bury_s: float, forget: Any):
-        self.number = number
-        self._devices, self._hosts, self._bury_s, self._forget = devices, hosts, bury_s, forget
+    def __init__(
+        self, member: MemberLike, number: int, devices: Library, hosts: Library, bury_s: float
+    ) -> None:
+        self.number, self._rank, self._forget = number, member.rank, member.forget
+        self._devices, self._hosts, self._bury_s = devices, hosts, bury_s
         self._aborts = {library: library.new_abort() for library in dict.fromkeys((devices, hosts))}
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._connected: dict[Any, Communicator] = {}
         """By backend those that may outlive this generation."""
+        self._goes_on: dict[str, Communicator] = {}
+        """By group those that it will take over from the one before."""
 
     def __getitem__(self, name: str) -> dist.ProcessGroup:
         return self._groups[name]
@@ -94,17 +98,33 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
             if (use := abort.use_of(backend)) is not None:
                 use.rest()
 
-    def connect(self, member: MemberLike, named: Mapping[str, tuple[int, ...]]) -> None:
-        """Adds ``named``, of which this rank is a member. Raises as :func:`build_groups`."""
+    @property
+    def communicators(self) -> Collection[Communicator]:
+        """Those that the next generation can go on with."""
+        return self._connected.values()
+
+    def connect(
+        self,
+        member: MemberLike,
+        named: Mapping[str, tuple[int, ...]],
+        before: Collection[Communicator] | None,
+    ) -> None:
+        """Adds ``named``, of which this rank is a member. The others: see :func:`build_groups`."""
         for library in dict.fromkeys((self._hosts, self._devices)):
             mine = {name: ranks for name, ranks in named.items() if self._library(name) is library}
-            abort, kept = self._aborts[library], self._kept(mine, named) if library is self._devices else {}
-            missing = {name: ranks for name, ranks in mine.items() if name not in kept}
+            abort, kept = self._aborts[library], dict[str, tuple[Any, dist.Store]]()
+            if library is not self._devices:
+                pass
+            elif before is None:
+                kept = self._kept(mine, named)
+            else:
+                self._goes_on = fitting(before, mine)
+            missing = {name: ranks for name, ranks in mine.items() if name not in {*kept, *self._goes_on}}
             with abort.connecting():
                 build = functools.partial(_build_all, member, self.number, missing, library, abort)
                 built = kept | abort.call(build)
             for name, (backend, store) in built.items():
-                self._register(name, backend, mine[name], member.rank, store)
+                self._register(name, backend, mine[name], store)
         if any(abort.fired for abort in self._aborts.values()):
             raise Superseded("a newer generation exists")
 
@@ -114,13 +134,26 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
         """Of ``mine``, groups of devices, those that need not be connected anew."""
         spare, abort = self._devices.spare, self._aborts[self._devices]
         world = next((name for name in named if self._library(name) is self._hosts), None)
-        if spare is None or world is None or len(named[world]) == 1:
+        if spare is None or world is None:
             return {}
         taken = spare.take(mine, self._groups[world], named[world])
         for one in taken.values():
             abort.adopt(one.backend, one.use)
             self._connected[one.backend] = one
         return {name: (one.backend, one.store) for name, one in taken.items()}
+
+    def take_over(self, before: GroupSet) -> None:
+        """This generation begins behind ``before``, between two steps: the communicators that both have use for go from
+        that to this one. Raises Superseded; then they are with ``before`` still.
+        """
+        if self._goes_on:
+            theirs, ours = before._aborts[before._devices], self._aborts[self._devices]
+            assert isinstance(theirs, NcclAbort)
+            assert isinstance(ours, NcclAbort)
+            theirs.give([one.backend for one in self._goes_on.values()], ours)
+        for name, one in self._goes_on.items():
+            self._connected[one.backend] = one
+            self._register(name, one.backend, one.ranks, one.store)
 
     def _library(self, name: str) -> Library:
         return self._hosts if name.partition(".")[0] == WORLD else self._devices
@@ -148,10 +181,8 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
         self._groups = {}
         _GRAVEYARD.bury(remains, self._bury_s)
 
-    def _register(
-        self, name: str, backend: Any, ranks: tuple[int, ...], rank: int, store: dist.Store
-    ) -> None:
-        library = self._library(name)
+    def _register(self, name: str, backend: Any, ranks: tuple[int, ...], store: dist.Store) -> None:
+        library, rank = self._library(name), self._rank
         device, kind, type_ = library.device, library.kind, library.type
         if len(ranks) == 1:
             type_, kind = dist.ProcessGroup.BackendType.CUSTOM, "fake"
@@ -161,7 +192,7 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
         elif len(ranks) > 1:
             abort = self._aborts[library]
             group = AbortableGroup(group, abort, use := abort.use_of(backend))
-            if use is not None and backend not in self._connected:
+            if use is not None and backend not in self._connected and outlives(name):
                 self._connected[backend] = Communicator(
                     name=name, number=self.number, ranks=ranks, backend=backend, store=store, use=use
                 )
@@ -212,6 +243,7 @@ def build_groups(
     named: Mapping[str, tuple[int, ...]],
     config: OdysseyConfig,
     libraries: tuple[Library, Library] | None = None,
+    before: Collection[Communicator] | None = None,
 ) -> GroupSet:
     """Builds those of ``named`` groups that this rank is in. Every rank of a group must do so.
 
@@ -219,21 +251,28 @@ def build_groups(
         number: of the generation.
         named: name -> global ranks, ascending; equal on all members.
         libraries: what connects devices, and hosts; by default those for the device of ``config``.
+        before: where nobody has died since, the communicators of the generation that this one follows, empty on a rank
+            that was not in it. Groups that can go on with them are there once :meth:`GroupSet.take_over` is called.
+            None: what has outlived a failure is asked for.
 
     Raises:
         Superseded: a newer generation exists; nothing of this one is left.
         PeerFailed: a peer did not connect within ``build_timeout_s``.
     """
     devices, hosts = libraries or libraries_for(config)
-    groups = GroupSet(number, devices, hosts, config.op_timeout_s + 2.0, member.forget)
+    groups = GroupSet(member, number, devices, hosts, config.op_timeout_s + 2.0)
     member.on_newer(number, groups.abort)
     if member.newer_than(number):
         groups.abort()  # it came before the callback was in place
     try:
-        groups.connect(member, {name: ranks for name, ranks in named.items() if member.rank in ranks})
+        mine = {name: ranks for name, ranks in named.items() if member.rank in ranks}
+        groups.connect(member, mine, before)
     except BaseException:
         groups.abort()
-        groups.leave()
+        if before is None:
+            groups.leave()
+        else:
+            groups.close()  # what it would have taken over is with the one before
         raise
     return groups
 

@@ -20,7 +20,7 @@ from odyssey_megatron.errors import EXIT_LAYERS_LOST, ConfigError, LayersLost, P
 from odyssey_megatron.inputs import Between, Parser
 from odyssey_megatron.metrics.run import text_table
 from odyssey_megatron.names import layer_names
-from odyssey_megatron.plan.communicators import Communicators, communicators
+from odyssey_megatron.plan.communicators import Communicators, Needs, communicators
 from odyssey_megatron.plan.generation import CandidateRow
 from odyssey_megatron.plan.lean import MOST_VISITS
 from odyssey_megatron.plan.plan import Plan
@@ -75,8 +75,9 @@ class Answer:
 
     def communicators(self, plan: Plan) -> Communicators:
         """Of all ranks, their cells' own included."""
-        previous = None if plan is self.before else self.before.layout
-        return communicators(plan.layout, plan.transfers, self.scenario.cell, previous)
+        previous = None if plan is self.before else Needs(self.before.layout)
+        planned = self.decision is not None and not self.decision.case.lost
+        return communicators(Needs(plan.layout, plan.transfers, planned), self.scenario.cell, previous)
 
     def timeline(self, plan: Plan) -> Timeline:
         """One step; the slow are slow once they are planned for."""

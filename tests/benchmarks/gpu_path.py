@@ -9,8 +9,13 @@ on the product's own runtime.
 ``tests/benchmarks/policies.py`` and of 16,384 GPUs, healthy (1) and with one worker dead (2). ``neighbours`` are those
 that it sends messages or layers to, or gets them from. At most two of each neighbour, one of each block, and those of
 its own cell. ``alike``: those of the second generation with the members of one of the first, which need not be
-connected anew if they are clean; ``built``: the others. ``host_groups``: those between hosts, of which the group of all
+connected anew if they are clean; ``built``: the others. ``at_the_start``: of the first one, with the pair in which a
+link is timed. ``host_groups``: those between hosts, of which the group of all
 is made.
+
+``planned``: under the same rules as ``host_waits``, of generations that begin between two steps, how many communicators
+the rank that connects most has connected, and how many it was said to: those with other members than before, or
+another use. Of the first generation all.
 
 ``outlived``: under the same rules as ``host_waits``, of the communicators without the dead rank how many were kept
 after a death behind the last step, and in the middle of one, and how many had to be connected again, and why:
@@ -41,8 +46,8 @@ from odyssey_megatron.cluster.events import RankDied
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import apply, initial_state
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.plan.communicators import communicators, connect_s
-from odyssey_megatron.plan.groups import WORLD, group_members
+from odyssey_megatron.plan.communicators import Needs, communicators, connect_s
+from odyssey_megatron.plan.groups import WORLD, Channel, group_members, pair, way_of
 from odyssey_megatron.plan.layout import Route
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.schedule import MESSAGE
@@ -61,6 +66,11 @@ def groups_of(plan: Plan, worker: int, size: int, members: tuple[int, ...]) -> G
     cell = Cell(rank=worker * size, size=size)
     named = group_members(plan, members, cell, tagged=False)
     return {name: ranks for name, ranks in named.items() if len(ranks) > 1 and name != WORLD}
+
+
+def kinds(groups: Groups) -> Counter[tuple[tuple[int, ...], Channel | None]]:
+    """By members and use, as communicators are taken over."""
+    return Counter((ranks, way_of(name)) for name, ranks in groups.items())
 
 
 def channels(groups: Groups) -> set[str]:
@@ -84,6 +94,29 @@ def _around(route: Route, worker: int) -> list[int]:
     return [a if b == worker else b for a, b in pairs if worker in (a, b)]
 
 
+def of_worker(
+    worker: int, size: int, before: tuple[Plan, tuple[int, ...]], after: tuple[Plan, tuple[int, ...]]
+) -> dict[str, Any]:
+    """Of its first rank, for two plans, each with the ranks that are in."""
+    (healthy, everyone), (plan, survivors) = before, after
+    first, second = groups_of(healthy, worker, size, everyone), groups_of(plan, worker, size, survivors)
+    alike = (kinds(first) & kinds(second)).total()
+    neighbours = neighbours_of(plan, worker)
+    others = sum(one.startswith(("block:", "cell:")) for one in second)
+    return {
+        "communicators": len(second),
+        "neighbours": len(neighbours),
+        "over": len(second) - 2 * len(neighbours) - others,
+        "alike": alike,
+        "built": len(second) - alike,
+        "channels_built": len(channels(second) - channels(first)),
+        "added_neighbours": len(neighbours - neighbours_of(healthy, worker)),
+        "at_the_start": len(first | pair(everyone, worker * size)),
+        "host_groups": len(hosts.groups_of(survivors.index(worker * size), len(survivors))),
+        "model_s": max((connect_s(len(ranks)) for ranks in second.values()), default=0.0),
+    }
+
+
 def counted(name: str, job: JobSpec, profile: Profile, workers: int) -> tuple[dict[str, Any], list[Bar]]:
     """Of one job, before and after the death of worker 5."""
     size = job.tensor_model_parallel_size
@@ -101,27 +134,13 @@ def counted(name: str, job: JobSpec, profile: Profile, workers: int) -> tuple[di
     rows = []
     around = [one for route in healthy.layout.routes for one in _around(route, 5)]
     for worker in sorted({*alive[:: max(1, len(alive) // 256)], *around}):
-        first, second = groups_of(healthy, worker, size, everyone), groups_of(after, worker, size, survivors)
-        alike = sum((Counter(first.values()) & Counter(second.values())).values())
-        neighbours = neighbours_of(after, worker)
-        others = sum(one.startswith(("block:", "cell:")) for one in second)
-        rows.append(
-            {
-                "communicators": len(second),
-                "neighbours": len(neighbours),
-                "over": len(second) - 2 * len(neighbours) - others,
-                "alike": alike,
-                "built": len(second) - alike,
-                "channels_built": len(channels(second) - channels(first)),
-                "added_neighbours": len(neighbours - neighbours_of(healthy, worker)),
-                "host_groups": len(hosts.groups_of(survivors.index(worker * size), len(survivors))),
-                "model_s": max((connect_s(len(ranks)) for ranks in second.values()), default=0.0),
-            }
-        )
+        rows.append(of_worker(worker, size, (healthy, everyone), (after, survivors)))
     most = max(rows, key=lambda row: row["communicators"])
     worst_s = max(row["model_s"] for row in rows)
-    told = communicators(after.layout, after.transfers, Cell(rank=0, size=size), healthy.layout)
+    cell, start = Cell(rank=0, size=size), Needs(healthy.layout)
+    told = communicators(Needs(after.layout, after.transfers), cell, start)
     row = most | {
+        "at_the_start": max(one["at_the_start"] for one in rows),
         "setting": name,
         "built": max(one["built"] for one in rows),
         "told_built": told.anew,
@@ -130,6 +149,10 @@ def counted(name: str, job: JobSpec, profile: Profile, workers: int) -> tuple[di
     }
     return row, [
         exactly(f"{name}_communicators_told", told.count, most["communicators"]),
+        exactly(f"{name}_communicators_to_connect_told", told.anew, row["built"]),
+        exactly(
+            f"{name}_communicators_told_at_the_start", communicators(start, cell).count, row["at_the_start"]
+        ),
         at_most(f"{name}_more_than_two_a_neighbour_and_one_a_block", max(one["over"] for one in rows), 0),
         at_most(
             f"{name}_channels_built_more_than_two_a_neighbour_that_is_new",
@@ -151,6 +174,14 @@ def host_waits() -> dict[str, int]:
         waits = [wait for rank in ended.ranks for step in rank.syncs for wait in step]
         found[f"pp{stages}_dp{replicas}"] = len(waits)
     return found
+
+
+def planned() -> dict[str, dict[int, tuple[int, int]]]:
+    """What changes plans between steps -> see ``strict.job.Ended.all_told_anew``."""
+    from tests.strict.cases import KINDS, changing
+    from tests.strict.job import run
+
+    return {kind: run(changing(kind, 0), seed=1).all_told_anew for kind in KINDS}
 
 
 def outlived() -> dict[str, dict[str, int]]:
@@ -179,6 +210,12 @@ def main() -> int:
     options = parser.parse_args()
     waits = host_waits()
     bars = [exactly(f"{name}_host_waits", count, 0) for name, count in waits.items()]
+    between = planned()
+    for kind, generations in between.items():
+        bars += [
+            exactly(f"{kind.replace(' ', '_')}_{number}_connected", connected, told)
+            for number, (connected, told) in generations.items()
+        ]
     kept = outlived()
     behind = kept["behind the last step"]
     bars.append(exactly("connected_again_behind_a_step", sum(behind.values()) - behind["kept"], 0))
@@ -200,7 +237,7 @@ def main() -> int:
         bars += more
         if not options.json:
             print(row, flush=True)
-    result = {"host_waits": waits, "outlived": kept, "communicators": rows}
+    result = {"host_waits": waits, "planned": between, "outlived": kept, "communicators": rows}
     return finish(result if options.json else {}, bars, as_json=options.json)
 
 

@@ -61,7 +61,9 @@ def checked(rows):
 
 
 def test_how_many_communicators_there_will_be():
-    """Of a middle stage: two neighbours, both ways, and one sum; with tensor parallelism one more."""
+    """Of a middle stage: two neighbours, both ways, one sum, and one in which a link is timed at the start; with tensor
+    parallelism one more.
+    """
 
     def said(*words, host=HOST, **settings):
         job = Job(config=OdysseyConfig(**settings), flags=words)
@@ -69,17 +71,17 @@ def test_how_many_communicators_there_will_be():
 
     stages = ("--pipeline-model-parallel-size", "4")
     (found,) = said(*stages)
-    assert found.startswith("pipelines of 4: 5 communicators a rank at most")
+    assert found.startswith("pipelines of 4: 6 communicators a rank at most")
     (found,) = said(*stages, "--tensor-model-parallel-size", "2")
-    assert " 6 communicators" in found
+    assert " 7 communicators" in found
     (found,) = said(*stages, host=with_(WORLD_SIZE="1024"))
-    assert found.startswith("256 pipelines of 4: 5 communicators")
+    assert found.startswith("256 pipelines of 4: 6 communicators")
     assert "in 2.5 s" in found, "512 sum the tied weight"
     (alone,) = said(*stages, "--untie-embeddings-and-output-weights", host=with_(WORLD_SIZE="4"))
     (shadowed,) = said(
         *stages, "--untie-embeddings-and-output-weights", host=with_(WORLD_SIZE="4"), redundancy="state"
     )
-    assert (" 4 communicators" in alone, " 6 communicators" in shadowed) == (True, True)
+    assert (" 5 communicators" in alone, " 7 communicators" in shadowed) == (True, True)
     assert said(*stages, device="cpu") == said("--pipeline-model-parallel-size", "many") == []
 
 

@@ -378,7 +378,7 @@ def train(config: OdysseyConfig) -> None:
         member=member,
         model=model,
         cell=cell,
-        build=lambda generation, named: build_groups(member, generation, named, config),
+        build=lambda number, named, before: build_groups(member, number, named, config, before=before),
         tagged_messages=True,
         fault_point=Injector(config.injections, member.rank, journal, member.incarnation).at,
         journal=journal,

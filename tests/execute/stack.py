@@ -68,7 +68,7 @@ def main() -> None:
         config=config,
         member=member,
         model=model,
-        build=lambda generation, named: build_groups(member, generation, named, config),
+        build=lambda number, named, before: build_groups(member, number, named, config, before=before),
         tagged_messages=args.messages == "tags",
         fault_point=injector.at,
         slow_links=injector.slow_links,

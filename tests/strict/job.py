@@ -25,6 +25,7 @@ from odyssey_megatron.errors import EXIT_FENCED, ControlPlaneLost, Fenced, JobSt
 from odyssey_megatron.execute.rank import RankRuntime
 from odyssey_megatron.launch.control import observations_key
 from odyssey_megatron.launch.reactions import JobState
+from odyssey_megatron.plan.communicators import Needs, communicators
 from odyssey_megatron.plan.generation import Generation
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.slices import Span
@@ -256,10 +257,10 @@ class Rank:
 
         self.evaluated[self._runtime.committed] = recovery.together(work)
 
-    def _build(self, number: int, named: Any) -> Any:
+    def _build(self, number: int, named: Any, before: Any) -> Any:
         devices, _ = self._libraries
         devices.before = lambda: self._point("connect", step=-1, generation=number)
-        return build_groups(self.member, number, named, self._job.coordinator.config, self._libraries)
+        return build_groups(self.member, number, named, self._job.coordinator.config, self._libraries, before)
 
     def _begins(self) -> None:
         self._before = len(self.device.syncs)
@@ -364,6 +365,37 @@ class Ended:
         parted = [name.split("/", 2) for name, wire in self.wires.items() if wire.connected]
         return {name for _, number, name in parted if int(number) == generation}
 
+    def anew(self, generation: int) -> Counter[int]:
+        """Rank -> how many communicators it has connected for that one."""
+        names = {f"groups/{generation}/{name}" for name in self.connected(generation)}
+        ends = [end for name in names for end in self.wires[name].ends.values()]
+        return Counter(end.memory.device.rank for end in ends)
+
+    def told_anew(self, number: int, before: int = 0) -> tuple[int, int]:
+        """For generation ``number``, how many the rank that has connected most has connected, and how many
+        ``plan/communicators.py`` says that it does behind that of number ``before``; 0: none.
+        """
+        after, previous = (
+            next(
+                (
+                    Needs(it.plan.layout, it.plan.transfers, it.planned)
+                    for it in self.generations
+                    if it.number == one
+                ),
+                None,
+            )
+            for one in (number, before)
+        )
+        assert after is not None
+        told = communicators(after, self.case.cell(0), previous)
+        return max(self.anew(number).values(), default=0), told.anew
+
+    @property
+    def all_told_anew(self) -> dict[int, tuple[int, int]]:
+        """Of the first generation, and of each that began between two steps."""
+        numbers = [one.number for one in self.entered if one.planned]
+        return {1: self.told_anew(1)} | {one: self.told_anew(one, one - 1) for one in numbers}
+
     def outlived(self) -> Counter[str]:
         """What became of the channels between living ranks at the first failure, and why."""
         again, living, found = self.connected(2), {one.rank for one in self.alive}, Counter[str]()
@@ -387,7 +419,7 @@ class Ended:
 
 
 @contextlib.contextmanager
-def _one_process() -> Iterator[None]:
+def one_process() -> Iterator[None]:
     """torch knows one rank a process, and keeps groups by name. Here it is none of the job's, and the names differ; in
     the end they go. Within its collectives tensors are still where they are: it would take a device of Python's for a
     tensor of another library's, and leave it outside.
@@ -412,6 +444,6 @@ def _one_process() -> Iterator[None]:
 def run(case: Case, seed: int) -> Ended:
     """Raises what a rank raised, and Deadlock, Race, OrdersDiffer, WrongPlace."""
     job = Job(case, seed)
-    with torch.no_grad(), _one_process(), taking_turns(job.machine, job.coordinator.store):
+    with torch.no_grad(), one_process(), taking_turns(job.machine, job.coordinator.store):
         job.machine.run()
     return Ended(case, job.ranks, job.wires, job.coordinator.generations, job.struck)

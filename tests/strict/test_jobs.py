@@ -19,7 +19,7 @@ from tests.execute.model import Stack  # noqa: E402
 from tests.strict.cases import DEVICES, POINTS, TIGHT, case, changing, profile  # noqa: E402
 from tests.strict.checking import check  # noqa: E402
 from tests.strict.communicators import OrdersDiffer  # noqa: E402
-from tests.strict.job import Case, Kill  # noqa: E402
+from tests.strict.job import Case, Kill, one_process  # noqa: E402
 from tests.strict.machine import Deadlock, this_host  # noqa: E402
 
 PLANS, TIMINGS = 200, 20
@@ -118,6 +118,46 @@ def test_clean_communicators_outlive_a_failure():
     ended = check(healthy(stages=3, kills=(kill,), flags={"policy": "reroute"}), seed=1)
     assert ended.connected(2), "the dead worker's neighbours have new ones"
     assert not ended.connected(1) & ended.connected(2)
+
+
+def test_however_many_a_rank_has_may_outlive_a_failure():
+    """In a large job, where many others take a dead worker's microbatches, dozens. Here one of them was given more on
+    one rank, and a third rank has none.
+    """
+    from odyssey_megatron.rebuild.abort import Use
+    from odyssey_megatron.rebuild.kept import Communicator, Spare
+    from tests.strict.between_hosts import HostAbort, HostEnd, Table
+    from tests.strict.communicators import End, Wire
+    from tests.strict.device import DeviceMemory
+    from tests.strict.machine import Machine
+
+    machine, table, taken, ends = Machine(seed=1), Table(3), {}, {0: {}, 1: {}, 2: {}}
+    wires = {f"0>{number}": Wire(f"0>{number}", 2, lazy=False) for number in range(1, 71)}
+
+    def rank(own):
+        def main():
+            memory, spare = DeviceMemory(machine.device(own)), Spare()
+            for name, wire in wires.items() if own < 2 else ():
+                use, end = Use(), End(wire, own, memory)
+                use.given, ends[own][name] = int(name == "0>9" and own == 1), end
+                spare.lay_by(
+                    [Communicator(name=name, number=1, ranks=(0, 1), backend=end, store=None, use=use)]
+                )
+            wanted = dict.fromkeys(wires, (0, 1)) if own < 2 else {}
+            world = HostEnd(table, own, machine, HostAbort())
+            taken[own] = spare.take(wanted, world, (0, 1, 2))
+
+        return main
+
+    for number in range(3):
+        machine.host(f"rank {number}", rank(number))
+    with one_process():
+        machine.run()
+    assert [len(taken[own]) for own in range(3)] == [69, 69, 0]
+    goes_on = [{name: one.name for name, one in taken[own].items()} for own in (0, 1)]
+    assert goes_on[0] == goes_on[1]
+    for own in (0, 1):
+        assert [name for name, end in ends[own].items() if end.aborted] == ["0>9"]
 
 
 def test_what_is_outstanding_is_aborted_and_the_rest_outlives_it():

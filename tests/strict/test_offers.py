@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 
 from tests.strict.cases import KINDS, TIGHT, changing  # noqa: E402
 from tests.strict.checking import check  # noqa: E402
+from tests.strict.job import Kill  # noqa: E402
 
 
 @pytest.mark.parametrize(("kind", "seed"), [*zip(KINDS, (0, 0, 0, 1), strict=True)])
@@ -23,6 +24,24 @@ def test_a_plan_begins_between_two_steps(kind, seed):
     assert any(one.plan.transfers for one in offered), "layers move behind a step"
     if kind in ("come back", "leave"):
         assert len(ended.entered[-1].members) == len(ended.case.ranks), "all are back"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_both_plans_have_use_for_is_not_connected_anew(kind):
+    """Nobody in it has died. What is connected is what decisions and the doctor count."""
+    told = check(changing(kind, 0), seed=1).all_told_anew
+    assert len(told) > 1
+    assert all(connected == said for connected, said in told.values()), told
+
+
+@pytest.mark.parametrize(("kind", "generation", "rank"), [("two speeds", 4, 2), ("come back", 4, 1)])
+def test_a_failure_as_a_plan_begins_falls_back_on_what_is_there(kind, generation, rank):
+    """Some have taken communicators over, and others have not: all that were there are there for the recovery."""
+    one, died = changing(kind, 0), Kill(rank=rank, step=-1, point="groups", generation=generation)
+    ended = check(replace(one, kills=(*one.kills, died)), seed=1)
+    assert not ended.generations[generation].planned
+    connected, told = ended.told_anew(generation + 1, before=generation - 1)
+    assert connected == told
 
 
 @pytest.mark.parametrize(
