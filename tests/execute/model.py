@@ -173,7 +173,8 @@ class Stack(Held):
         numbers = self._numbers(microbatch, self._cell.held_lanes)
         if activation is None:
             own = _together([sequence(one)[self._rows] for one in numbers])
-            activation = own.to(self._where["device"], non_blocking=True)
+            device = self._where["device"]
+            activation = (own if device.type == "cpu" else own.pin_memory()).to(device, non_blocking=True)
         flight, x = [], activation
         for layer in range(first, last):
             for one in (layer, TIED) if self._tied and layer in (0, HEAD) else (layer,):

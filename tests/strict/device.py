@@ -49,7 +49,7 @@ class DeviceMemory:
     def __init__(self, device: Device):
         self.device = device
         self._of: dict[int, _Memory] = {}
-        self._pinned: list[StorageWeakRef] = []
+        self._pinned: dict[int, StorageWeakRef] = {}
         self._swept = 1000
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
@@ -57,11 +57,13 @@ class DeviceMemory:
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """Memory of the host's that the device reads by itself."""
-        self._pinned.append(StorageWeakRef(tensor.untyped_storage()))
+        self._pinned = {at: one for at, one in self._pinned.items() if not one.expired()}
+        storage = tensor.untyped_storage()
+        self._pinned[storage._cdata] = StorageWeakRef(storage)
         return tensor
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        return any(one.cdata == tensor.untyped_storage()._cdata for one in self._pinned)
+        return tensor.untyped_storage()._cdata in self._pinned
 
     def adopt(self, tensor: torch.Tensor) -> None:
         """``tensor`` lies here from now on, and has its values."""
@@ -156,6 +158,8 @@ class _Functions(TorchFunctionMode):
             self._memory.device.synchronize(_where(name))
             with torch._C._DisableTorchDispatch():
                 return func(*args, **kwargs).clone() if name == "cpu" else func(*args, **kwargs)
+        if name == "pin_memory" and own is not None:
+            return self._memory.pin(own.clone())
         if name == "to" and own is not None:
             return self._to(func, own, here, args[1:], kwargs)
         asked = name == "new_tensor" and here
@@ -170,30 +174,17 @@ class _Functions(TorchFunctionMode):
         to_device = here if not places else _is_device(places[0])
         if to_device == here:
             return func(own, *args, **kwargs) if args or kwargs else own
-        if not here and kwargs.pop("non_blocking", False):
-            return self._copied_later(func(own, *args, **kwargs) if args or kwargs else own)
+        later = kwargs.pop("non_blocking", False)
         if here:
             self._memory.device.synchronize(_where("to cpu"))
             with torch._C._DisableTorchDispatch():
                 return func(own.clone(), *args, **kwargs)
         with torch._C._DisableTorchDispatch():
-            copy = func(own, *args, **kwargs).clone()
+            value = func(own, *args, **kwargs) if args or kwargs else own  # another dtype is made on the host
+            if later and self._memory.is_pinned(value):
+                return copied(self._memory, value.data)
+            copy = value.clone()
         return self._making(torch.ops.aten.lift_fresh, (copy,), {})
-
-    def _copied_later(self, value: torch.Tensor) -> torch.Tensor:
-        """The host does not wait. From pinned memory the device takes what is there when it comes to it."""
-        memory = self._memory
-        with torch._C._DisableTorchDispatch():
-            room, source = value.clone(), value.data if memory.is_pinned(value) else value.clone()
-        memory.allocate(room)
-        bare = room.data
-
-        def run() -> bool:
-            bare.copy_(source)
-            return True
-
-        memory.give(memory.device.main, "copy", run, reads=[], writes=[room])
-        return room
 
     def _making(self, func: Any, args: Any, kwargs: Any) -> Any:
         self._asked.device = True
@@ -271,18 +262,24 @@ class _Operations(TorchDispatchMode):
         return found
 
     def _copied_in(self, value: torch.Tensor) -> torch.Tensor:
-        """From the host's memory, which is not pinned: CUDA returns when it is there."""
+        """From the host's memory, which is not pinned: CUDA returns when it is there, whatever was asked for."""
         self._memory.device.synchronize(_where("copy to the device"))
-        copy, room = value.clone(), value.clone()
-        self._memory.allocate(room)
-        bare = room.data
+        return copied(self._memory, value.clone())
 
-        def run() -> bool:
-            bare.copy_(copy)
-            return True
 
-        self._memory.give(self._memory.device.main, "copy", run, reads=[], writes=[room])
-        return room
+def copied(memory: DeviceMemory, source: torch.Tensor) -> torch.Tensor:
+    """What the device finds in ``source``, the host's, when it comes to it. Nobody waits."""
+    with torch._C._DisableTorchDispatch():
+        room = source.clone()
+    memory.allocate(room)
+    bare = room.data
+
+    def run() -> bool:
+        bare.copy_(source)
+        return True
+
+    memory.give(memory.device.main, "copy", run, reads=[], writes=[room])
+    return room
 
 
 _ONLY_LIKE = {
