@@ -60,7 +60,7 @@ def _attend(
         query, key, value = (one.unsqueeze(1) for one in (query, key, value))
     if group is not None:
         key, value = (in_order(_gathered(one, group), ends, parts) for one in (key, value))
-    rows = places(ends, parts, 0 if group is None else group.rank())
+    rows = places(ends, int(ends[-1]), parts, 0 if group is None else group.rank())
     window, softmax.window_size = softmax.window_size, None  # it would be put over any mask
     is_causal = attention_mask is None and self.attn_mask_type == AttnMaskType.causal
     if packed_seq_params is not None or window is not None or is_causal:
@@ -119,7 +119,7 @@ def _gathered(mine: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 def _dealt(original: Any, batch: Any, cp_group: dist.ProcessGroup) -> Any:
     """What this rank has of a ``batch`` of packed sequences: Transformer Engine finds it on a GPU."""
     ends = batch["cu_seqlens"] if batch["cu_seqlens_padded"] is None else batch["cu_seqlens_padded"]
-    mine = places(ends[0], cp_group.size(), cp_group.rank())
+    mine = places(ends[0], int(ends[0, -1]), cp_group.size(), cp_group.rank())
     for key in ("tokens", "labels", "loss_mask", "position_ids"):
         if batch[key] is not None:
             batch[key] = batch[key].index_select(1, mine)
