@@ -440,7 +440,7 @@ class MegatronModel(Holdings):
         config = self.spec.optimizer_config
         gradient = clipped(
             squared_norm,
-            loss_scale=self.loss_scale.value.item(),
+            loss_scale=self.loss_scale.value.item() if self.loss_scale else 1.0,
             tokens=tokens if self.spec.config.calculate_per_token_loss else 1.0,
             clip_grad=config.clip_grad,
         )
