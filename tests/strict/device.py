@@ -183,9 +183,9 @@ class _Functions(TorchFunctionMode):
                 return func(own.clone(), *args, **kwargs)
         with torch._C._DisableTorchDispatch():
             value = func(own, *args, **kwargs) if args or kwargs else own  # another dtype is made on the host
-            if later and self._memory.is_pinned(value):
-                return copied(self._memory, value.data)
             copy = value.clone()
+        if later and self._memory.is_pinned(value):
+            return copied(self._memory, value.data)
         return self._making(torch.ops.aten.lift_fresh, (copy,), {})
 
     def _making(self, func: Any, args: Any, kwargs: Any) -> Any:
