@@ -213,7 +213,7 @@ def forward_step(data_iterator: Any, model: Any) -> tuple[Any, Any]:
     if not (first or last):  # the chunk's input comes from the previous stage
         return model(None, None, None), None
     device = torch.cuda.current_device()
-    batch = {name: value.to(device) for name, value in next(data_iterator).items()}
+    batch = {name: value.to(device, non_blocking=True) for name, value in next(data_iterator).items()}
     batch = compat.batch_on_this_cp_rank(batch)
     labels = batch["labels"] if last else None
     output = model(batch["tokens"], batch["position_ids"], None, labels=labels, loss_mask=batch["loss_mask"])

@@ -294,6 +294,7 @@ class RankRuntime:
         began_s, trace = time.monotonic(), self._measured.trace(step)
         self._position.begin()
         runner.run(self._at_hand, trace)
+        trace.probe()
         progress = self._at_hand.progress
         assert progress is not None
         totals = self._agreed(progress)

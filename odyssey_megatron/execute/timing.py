@@ -36,7 +36,7 @@ class Stopwatch(Protocol):
         ...
 
     def between_s(self, began: Any, ended: Any) -> float:
-        """Of two marks of one kind. Asked once the step is over, when all of it has run."""
+        """Of two marks of one kind, made before the step's agreement. Asked behind it, when all before it has run."""
         ...
 
 
@@ -86,6 +86,8 @@ class Trace:
     """Injected: so many times its time does each compute instruction take, by taking up the rest."""
     entries: list[tuple[Instr, float, float]] = field(default_factory=list)
     marks: list[tuple[Instr, Any, Any]] = field(default_factory=list)
+    probes: list[tuple[Any, Any]] = field(default_factory=list)
+    """Of products that are the same on all ranks."""
     began_s: float = field(default_factory=time.monotonic)
     wall_s: float = 0.0
     """That what computes has taken, by ``wall``."""
@@ -144,8 +146,20 @@ class Trace:
                 pass
         return self.stopwatch.mark()
 
+    def probe(self) -> None:
+        """Products behind what a measured step computes: they tell how fast a rank is that has nothing to do."""
+        if not self.measured:
+            return
+        device = self.stopwatch.device
+        size = _PROBE_SIZE_ON_GPU if device == "cuda" else _PROBE_SIZE
+        matrix = torch.ones(size, size, device=device)
+        for _ in range(_PROBES):
+            began = self.stopwatch.mark()
+            torch.mm(matrix, matrix)
+            self.probes.append((began, self.end_of(began)))
+
     def compute_s(self) -> dict[Instr, float]:
-        """How long each instruction has computed. Behind the step."""
+        """How long each instruction has computed. Behind the step's agreement."""
         found: dict[Instr, float] = {}
         for instr, began, ended in self.marks:
             found[instr] = found.get(instr, 0.0) + self.stopwatch.between_s(began, ended)
@@ -156,6 +170,8 @@ class Trace:
         return [[str(instr), round(start, 6), round(end, 6)] for instr, start, end in self.entries]
 
 
+_PROBE_SIZE, _PROBE_SIZE_ON_GPU, _PROBES = 96, 1024, 5
+"""Of each, large enough that it takes longer than it takes to begin."""
 _KEPT = 4
 """Measured steps that are published: whoever reads them now and then misses none."""
 
@@ -213,7 +229,7 @@ class Measurements:
         state is here; ``took``: none where it says nothing of others.
         """
         self._took.extend([took] if took else [])
-        self._steps.append((*_medians(step, trace), _probe(step, trace)))
+        self._steps.append((*_medians(step, trace), *_probe(step, trace)))
         if self._wall is not None:
             self._held.append(_held(step, trace, self._wall))
         if self._exchanged[0] == step:
@@ -262,23 +278,13 @@ def _medians(step: int, trace: Trace) -> Iterator[Observation]:
         )
 
 
-_PROBE_SIZE, _PROBE_SIZE_ON_GPU, _PROBES = 96, 1024, 5
-"""Of each, large enough that it takes longer than it takes to begin."""
-
-
-def _probe(step: int, trace: Trace) -> Observation:
-    """A product that is the same on all ranks, as an empty span: it tells how fast one is that has nothing to do."""
-    stopwatch, marks = trace.stopwatch, []
-    size = _PROBE_SIZE_ON_GPU if stopwatch.device == "cuda" else _PROBE_SIZE
-    matrix = torch.ones(size, size, device=stopwatch.device)
-    for _ in range(_PROBES):
-        began = stopwatch.mark()
-        torch.mm(matrix, matrix)
-        marks.append((began, trace.end_of(began)))
-    probe_s = min(stopwatch.between_s(*one) for one in marks)
-    return Observation(
-        first=0, last=0, samples=1, forward_s=probe_s, input_grad_s=0.0, weight_grad_s=0.0, step=step
-    )
+def _probe(step: int, trace: Trace) -> Iterator[Observation]:
+    """The fastest product, as an empty span."""
+    if trace.probes:
+        probe_s = min(trace.stopwatch.between_s(*one) for one in trace.probes)
+        yield Observation(
+            first=0, last=0, samples=1, forward_s=probe_s, input_grad_s=0.0, weight_grad_s=0.0, step=step
+        )
 
 
 _LONG_S = 0.06

@@ -10,25 +10,25 @@ from __future__ import annotations
 import torch
 
 
-def places(ends: torch.Tensor, parts: int, rank: int) -> torch.Tensor:
-    """The places of the tokens that ``rank`` of ``parts`` has, in its order.
+def places(ends: torch.Tensor, count: int, parts: int, rank: int) -> torch.Tensor:
+    """The places of the tokens that ``rank`` of ``parts`` has, in its order. No host waits to know ``ends``.
 
     Args:
         ends: where sequences end, behind a 0: [sequences + 1].
+        count: tokens of all sequences.
     """
+    own = torch.arange(count // parts, dtype=ends.dtype, device=ends.device)
     if parts == 1:
-        return torch.arange(int(ends[-1]), device=ends.device)
-    begins, lengths = ends[:-1].tolist(), (ends.diff() // (2 * parts)).tolist()
-    return torch.cat(
-        [
-            torch.arange(begin + piece * length, begin + (piece + 1) * length, device=ends.device)
-            for begin, length in zip(begins, lengths, strict=True)
-            for piece in (rank, 2 * parts - 1 - rank)
-        ]
-    )
+        return own
+    sequence = torch.bucketize(own, ends[1:] // parts, right=True)
+    begin, length = ends[sequence], ends.diff()[sequence] // (2 * parts)
+    within = own - begin // parts
+    piece = torch.where(within < length, rank, 2 * parts - 1 - rank)
+    return begin + piece * length + within % length
 
 
 def in_order(gathered: torch.Tensor, ends: torch.Tensor, parts: int, dim: int = 0) -> torch.Tensor:
     """Tokens in the order of their sequences, of which ``gathered`` has along ``dim`` one rank's behind the other's."""
-    order = torch.cat([places(ends, parts, rank) for rank in range(parts)])
+    count = gathered.size(dim)
+    order = torch.cat([places(ends, count, parts, rank) for rank in range(parts)])
     return gathered.index_select(dim, order.argsort())

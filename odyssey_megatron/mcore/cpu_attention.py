@@ -52,19 +52,19 @@ def _attend(
     softmax, parts = self.scale_mask_softmax, self.config.context_parallel_size
     if packed_seq_params is None and parts == 1:
         return original(query, key, value, attention_mask, *args, **kwargs)
-    group = _context(self) if parts > 1 else None
+    group, count = _context(self) if parts > 1 else None, key.size(0) * parts
     if packed_seq_params is None:
-        ends = torch.tensor([0, key.size(0) * parts])
+        ends = torch.arange(2, device=key.device) * count
     else:
         ends = _ends(packed_seq_params)
         query, key, value = (one.unsqueeze(1) for one in (query, key, value))
     if group is not None:
         key, value = (in_order(_gathered(one, group), ends, parts) for one in (key, value))
-    rows = places(ends, parts, 0 if group is None else group.rank())
+    rows = places(ends, count, parts, 0 if group is None else group.rank())
     window, softmax.window_size = softmax.window_size, None  # it would be put over any mask
     is_causal = attention_mask is None and self.attn_mask_type == AttnMaskType.causal
     if packed_seq_params is not None or window is not None or is_causal:
-        attention_mask = _hidden(ends, window)[rows]
+        attention_mask = _hidden(ends, count, window)[rows]
     try:
         return original(query, key, value, attention_mask, *args, **kwargs)
     finally:
@@ -75,7 +75,9 @@ def _measure(self: Any, softmax: Any, given: Any) -> None:
     """What Transformer Engine's attention keeps with ``--log-max-attention-logit``: the largest logit of each head."""
     scores, hidden = given[:2]
     if hidden is None or softmax.window_size is not None:
-        hidden = _hidden(torch.tensor([0, scores.size(3)]), softmax.window_size)
+        count = scores.size(3)
+        ends = torch.arange(2, device=scores.device) * count
+        hidden = _hidden(ends, count, softmax.window_size)
     seen, before = (
         scores.detach().masked_fill(hidden, -torch.inf).amax((0, 2, 3)),
         self.current_max_attn_logits,
@@ -90,12 +92,11 @@ def _ends(packed_seq_params: Any) -> torch.Tensor:
     return flat
 
 
-def _hidden(ends: torch.Tensor, window: Any) -> torch.Tensor:
+def _hidden(ends: torch.Tensor, length: int, window: Any) -> torch.Tensor:
     """Whether a token of the sequences does not see another one: [tokens, tokens]."""
     from megatron.core.transformer.utils import get_sliding_window_causal_mask
 
-    length = int(ends[-1])
-    tokens = torch.arange(length)
+    tokens = torch.arange(length, device=ends.device)
     sequence = torch.bucketize(tokens, ends, right=True)
     later = tokens[:, None] < tokens
     hidden = later if window is None else get_sliding_window_causal_mask(length, length, window)
@@ -119,7 +120,7 @@ def _gathered(mine: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 def _dealt(original: Any, batch: Any, cp_group: dist.ProcessGroup) -> Any:
     """What this rank has of a ``batch`` of packed sequences: Transformer Engine finds it on a GPU."""
     ends = batch["cu_seqlens"] if batch["cu_seqlens_padded"] is None else batch["cu_seqlens_padded"]
-    mine = places(ends[0], cp_group.size(), cp_group.rank())
+    mine = places(ends[0], int(ends[0, -1]), cp_group.size(), cp_group.rank())
     for key in ("tokens", "labels", "loss_mask", "position_ids"):
         if batch[key] is not None:
             batch[key] = batch[key].index_select(1, mine)

@@ -80,6 +80,8 @@ class Stack(Held):
         self.room: Callable[[], bool] = lambda: True
         self.begins: Callable[[], None] = lambda: None
         """Told of each step."""
+        self.pinned: Callable[[torch.Tensor], torch.Tensor] = lambda own: own
+        """Puts a tensor of the host's where the device reads it by itself."""
 
     def enter(self, groups: Any) -> None:
         """Those of a generation."""
@@ -173,7 +175,7 @@ class Stack(Held):
         numbers = self._numbers(microbatch, self._cell.held_lanes)
         if activation is None:
             own = _together([sequence(one)[self._rows] for one in numbers])
-            activation = own.to(self._where["device"], non_blocking=True)
+            activation = self.pinned(own).to(self._where["device"], non_blocking=True)
         flight, x = [], activation
         for layer in range(first, last):
             for one in (layer, TIED) if self._tied and layer in (0, HEAD) else (layer,):

@@ -37,7 +37,7 @@ class Post:
 
 def of_rank(cell: Cell, *, cuts: bool) -> torch.Tensor:
     """Of the whole sequence, as Megatron cuts it."""
-    own = WHOLE[places(torch.tensor([0, len(WHOLE)]), cell.context, cell.context_rank)]
+    own = WHOLE[places(torch.tensor([0, len(WHOLE)]), len(WHOLE), cell.context, cell.context_rank)]
     return own.unflatten(0, (cell.tensor, -1))[cell.tensor_rank] if cuts else own
 
 

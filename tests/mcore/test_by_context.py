@@ -36,7 +36,7 @@ def test_it_is_the_mean_of_their_means(context, masked):
         torch.rand(ROWS, TOKENS, dtype=torch.float64),
     )
     mask[:, :masked] = 0.0
-    own = [places(torch.tensor([0, TOKENS]), context, one) for one in range(context)]
+    own = [places(torch.tensor([0, TOKENS]), TOKENS, context, one) for one in range(context)]
     several, one = losses.clone().requires_grad_(), losses.clone().requires_grad_()
     means = [mean(functools.partial(loss_function, mask[:, at]), several[:, at]) for at in own]
     expected = sum(means) / context

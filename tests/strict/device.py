@@ -49,7 +49,7 @@ class DeviceMemory:
     def __init__(self, device: Device):
         self.device = device
         self._of: dict[int, _Memory] = {}
-        self._pinned: list[StorageWeakRef] = []
+        self._pinned: dict[int, StorageWeakRef] = {}
         self._swept = 1000
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
@@ -57,11 +57,13 @@ class DeviceMemory:
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """Memory of the host's that the device reads by itself."""
-        self._pinned.append(StorageWeakRef(tensor.untyped_storage()))
+        self._pinned = {at: one for at, one in self._pinned.items() if not one.expired()}
+        storage = tensor.untyped_storage()
+        self._pinned[storage._cdata] = StorageWeakRef(storage)
         return tensor
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        return any(one.cdata == tensor.untyped_storage()._cdata for one in self._pinned)
+        return tensor.untyped_storage()._cdata in self._pinned
 
     def adopt(self, tensor: torch.Tensor) -> None:
         """``tensor`` lies here from now on, and has its values."""
@@ -156,6 +158,10 @@ class _Functions(TorchFunctionMode):
             self._memory.device.synchronize(_where(name))
             with torch._C._DisableTorchDispatch():
                 return func(*args, **kwargs).clone() if name == "cpu" else func(*args, **kwargs)
+        if name == "pin_memory" and own is not None:
+            return self._memory.pin(own.clone())
+        if name == "_parse_to":  # what a module's `to` is told
+            return func(*args, **kwargs)
         if name == "to" and own is not None:
             return self._to(func, own, here, args[1:], kwargs)
         asked = name == "new_tensor" and here
@@ -165,35 +171,22 @@ class _Functions(TorchFunctionMode):
 
     def _to(self, func: Any, own: torch.Tensor, here: bool, args: Any, kwargs: Any) -> Any:
         places = [one for one in (*args, kwargs.get("device")) if isinstance(one, (str, torch.device))]
-        args = [one for one in args if not isinstance(one, (str, torch.device))]
-        kwargs.pop("device", None)
+        later = kwargs.pop("non_blocking", False) or True in [one for one in args if isinstance(one, bool)]
+        args = [one for one in args if isinstance(one, (torch.dtype, torch.Tensor))]
+        kwargs = {name: one for name, one in kwargs.items() if name != "device" and one is not None}
         to_device = here if not places else _is_device(places[0])
         if to_device == here:
             return func(own, *args, **kwargs) if args or kwargs else own
-        if not here and kwargs.pop("non_blocking", False):
-            return self._copied_later(func(own, *args, **kwargs) if args or kwargs else own)
         if here:
             self._memory.device.synchronize(_where("to cpu"))
             with torch._C._DisableTorchDispatch():
                 return func(own.clone(), *args, **kwargs)
         with torch._C._DisableTorchDispatch():
-            copy = func(own, *args, **kwargs).clone()
+            value = func(own, *args, **kwargs) if args or kwargs else own  # another dtype is made on the host
+            copy = value.clone()
+        if later and self._memory.is_pinned(value):
+            return copied(self._memory, value.data)
         return self._making(torch.ops.aten.lift_fresh, (copy,), {})
-
-    def _copied_later(self, value: torch.Tensor) -> torch.Tensor:
-        """The host does not wait. From pinned memory the device takes what is there when it comes to it."""
-        memory = self._memory
-        with torch._C._DisableTorchDispatch():
-            room, source = value.clone(), value.data if memory.is_pinned(value) else value.clone()
-        memory.allocate(room)
-        bare = room.data
-
-        def run() -> bool:
-            bare.copy_(source)
-            return True
-
-        memory.give(memory.device.main, "copy", run, reads=[], writes=[room])
-        return room
 
     def _making(self, func: Any, args: Any, kwargs: Any) -> Any:
         self._asked.device = True
@@ -229,7 +222,7 @@ class _Operations(TorchDispatchMode):
             raise WrongPlace(
                 f"{func} on rank {device.rank}: {len(strangers)} tensor(s) of the host. {_where('')}"
             )
-        if _asks_for_a_value(func):
+        if _asks_for_a_value(func, args, memory):
             device.synchronize(_where(str(func)))
             found = func(*args, **kwargs)
             for one in _tensors(found):
@@ -252,7 +245,7 @@ class _Operations(TorchDispatchMode):
             written = [*_tensors(changed)]
             found, made = (changed[0] if func._schema.returns else None), []
         else:
-            found = func(*bare[0], **bare[1])  # for its shape
+            found = _rooms(func(*_shapes(args), **{name: _shapes(one) for name, one in kwargs.items()}))
             made = [*_tensors(found)]
             written = made
         for one in made:
@@ -271,18 +264,24 @@ class _Operations(TorchDispatchMode):
         return found
 
     def _copied_in(self, value: torch.Tensor) -> torch.Tensor:
-        """From the host's memory, which is not pinned: CUDA returns when it is there."""
+        """From the host's memory, which is not pinned: CUDA returns when it is there, whatever was asked for."""
         self._memory.device.synchronize(_where("copy to the device"))
-        copy, room = value.clone(), value.clone()
-        self._memory.allocate(room)
-        bare = room.data
+        return copied(self._memory, value.clone())
 
-        def run() -> bool:
-            bare.copy_(copy)
-            return True
 
-        self._memory.give(self._memory.device.main, "copy", run, reads=[], writes=[room])
-        return room
+def copied(memory: DeviceMemory, source: torch.Tensor) -> torch.Tensor:
+    """What the device finds in ``source``, the host's, when it comes to it. Nobody waits."""
+    with torch._C._DisableTorchDispatch():
+        room = source.clone()
+    memory.allocate(room)
+    bare = room.data
+
+    def run() -> bool:
+        bare.copy_(source)
+        return True
+
+    memory.give(memory.device.main, "copy", run, reads=[], writes=[room])
+    return room
 
 
 _ONLY_LIKE = {
@@ -300,6 +299,20 @@ def _tensors(tree: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(one)
 
 
+def _shapes(tree: Any) -> Any:
+    """Without what is in them, which need not be there yet."""
+    if isinstance(tree, torch.Tensor):
+        return torch.empty_strided(tree.shape, tree.stride(), dtype=tree.dtype, device="meta")
+    return type(tree)(_shapes(one) for one in tree) if isinstance(tree, (tuple, list)) else tree
+
+
+def _rooms(tree: Any) -> Any:
+    """Memory for what has such shapes."""
+    if isinstance(tree, torch.Tensor):
+        return torch.empty_strided(tree.shape, tree.stride(), dtype=tree.dtype)
+    return type(tree)(_rooms(one) for one in tree) if isinstance(tree, (tuple, list)) else tree
+
+
 def _bare(tree: Any) -> Any:
     """Without autograd, which has been at it already, and knows nothing of what is written later."""
     if isinstance(tree, torch.Tensor):
@@ -307,7 +320,13 @@ def _bare(tree: Any) -> Any:
     return type(tree)(_bare(one) for one in tree) if isinstance(tree, (tuple, list)) else tree
 
 
-def _asks_for_a_value(func: Any) -> bool:
+_INDEXED = torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_
+
+
+def _asks_for_a_value(func: Any, args: Any, memory: DeviceMemory) -> bool:
+    if func.overloadpacket in _INDEXED:  # a mask says how many; where one number goes to it does not matter
+        masks = any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in args[1])
+        return masks and (len(args) < 3 or args[2] in memory)
     tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
     kinds = {str(one.type) for one in func._schema.returns}
     return bool(tags & set(func.tags)) or bool(kinds and not any("Tensor" in kind for kind in kinds))

@@ -177,7 +177,7 @@ class Rank:
         self.model: Stack = (
             Sliced(DEVICE.type, tied=tied) if job.case.copies else Stack(DEVICE.type, self.cell, tied=tied)
         )
-        self.model.begins = self._begins
+        self.model.begins, self.model.pinned = self._begins, self.memory.pin
         self.weights: dict[tuple[int, str], torch.Tensor] = {}
         """By layer and piece."""
         self.momenta: dict[tuple[int, Span], torch.Tensor] = {}

@@ -29,24 +29,24 @@ def test_cells_compute_together(shape):
 
 
 INTERRUPTED = pytest.mark.parametrize(
-    ("shape", "microbatch", "seed"), [(CONTEXT, 2, 4), (EXPERT, 4, 696)], ids=str
+    ("shape", "rank", "step", "seed"), [(CONTEXT, 5, 1, 1), (EXPERT, 0, 0, 25)], ids=str
 )
 
 
-def interrupted(shape, microbatch):
+def interrupted(shape, rank, step):
     """Of what is queued behind the failure much is exchanged within cells."""
-    kill = Kill(rank=5, step=1, point="backward", microbatch=microbatch)
-    return job(shape, kill, steps=2, flags={"policy": "reroute"}, one_queue=True)
+    kill = Kill(rank=rank, step=step, point="backward", microbatch=2)
+    return job(shape, kill, steps=step + 1, flags={"policy": "reroute"}, one_queue=True)
 
 
 @INTERRUPTED
-def test_gradients_that_cells_have_made_of_garbage_do_not_count(shape, microbatch, seed):
+def test_gradients_that_cells_have_made_of_garbage_do_not_count(shape, rank, step, seed):
     """Behind a failure they exchange what an abort has left, so that the step is done again."""
-    assert check(interrupted(shape, microbatch), seed).outcomes() == ["redo"]
+    assert check(interrupted(shape, rank, step), seed).outcomes() == ["redo"]
 
 
 @INTERRUPTED
-def test_gradients_made_of_garbage_are_seen(monkeypatch, shape, microbatch, seed):
+def test_gradients_made_of_garbage_are_seen(monkeypatch, shape, rank, step, seed):
     from odyssey_megatron.execute.progress import Progress
 
     init = Progress.__init__
@@ -56,7 +56,7 @@ def test_gradients_made_of_garbage_are_seen(monkeypatch, shape, microbatch, seed
 
     monkeypatch.setattr(Progress, "__init__", alone)
     with pytest.raises(AssertionError):
-        check(interrupted(shape, microbatch), seed)
+        check(interrupted(shape, rank, step), seed)
 
 
 @pytest.mark.parametrize("number", range(5))

@@ -269,6 +269,9 @@ def test_the_host_waits_for_nothing_before_the_agreement(copies):
     ended = check(one, seed=1)
     assert [rank.syncs for rank in ended.ranks] == [[[], [], []]] * 6
     assert all(rank.device.syncs for rank in ended.ranks), "the agreement itself is one"
+    assert not any("stopwatch" in rank.device.syncs for rank in ended.ranks), (
+        "behind it all is over that is timed"
+    )
     measured = [one for rank in ended.ranks for one in spans(rank.measured)]
     assert len(measured) >= len(ended.ranks)
     assert all(one["forward_s"] > 0 and one["input_grad_s"] > 0 for one in measured)

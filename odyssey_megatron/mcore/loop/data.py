@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import default_collate
 
 from odyssey_megatron.mcore.model.rng import derive_seed
+from odyssey_megatron.mcore.pinned import pinned
 
 
 def global_samples(*, before: int, microbatch: int, micro_batch_size: int) -> range:
@@ -55,7 +56,9 @@ def _lengths(packed: Any) -> torch.Tensor:
 
 
 class MicrobatchSource:
-    """The data iterator that the user's ``forward_step`` is given: it yields the microbatch that the plan names."""
+    """The data iterator that the user's ``forward_step`` is given: it yields the microbatch that the plan names, as
+    Megatron's loaders do in pinned memory.
+    """
 
     def __init__(
         self,
@@ -119,7 +122,7 @@ class MicrobatchSource:
     def __next__(self) -> Any:
         if self._batch is None:
             places = self._places(self._before, self._microbatch)
-            self._batch = self._collate([self._dataset[sample] for sample in self._samples(places)])
+            self._batch = pinned(self._collate([self._dataset[sample] for sample in self._samples(places)]))
             self.fetched[self._microbatch] = list(places)
             if isinstance(self._batch, dict) and "cu_seqlens" in self._batch:
                 lengths = _lengths(self._batch)

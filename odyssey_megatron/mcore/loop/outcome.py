@@ -13,6 +13,7 @@ from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.mcore.model import experts
 from odyssey_megatron.mcore.model.flat import ranges
 from odyssey_megatron.mcore.model.layers import HeldLayer, LayerBlock, main_grad
+from odyssey_megatron.mcore.pinned import to_device
 from odyssey_megatron.plan.slices import Span
 
 Losses = Mapping[int, Mapping[str, torch.Tensor]]
@@ -95,7 +96,8 @@ def local_totals(
     totals[3] = 0 if cell.context_rank else len(losses)
     for microbatch, reported in sorted(losses.items()):
         if not cell.context_rank and microbatch in sequences:
-            totals[4:_BEFORE_LOSSES] += totals.new_tensor(sequences[microbatch])
+            for at, one in enumerate(sequences[microbatch], start=4):
+                totals[at] += one
         for index, name in enumerate(loss_names):
             value = reported[name].detach().to(torch.float64)
             alone = cell.context_each * torch.stack([value, torch.ones_like(value)])
@@ -115,7 +117,7 @@ def means(losses: Sequence[float], loss_names: Sequence[str]) -> dict[str, float
 def shown(result: StepOutcome, loss_names: Sequence[str]) -> dict[str, torch.Tensor]:
     """The losses of a step under ``loss_names``, beside Megatron's own sums, on its device."""
     return {
-        name: torch.tensor([value], dtype=torch.float32, device=torch.cuda.current_device())
+        name: to_device(torch.tensor([value], dtype=torch.float32))
         for name, value in result.losses.items()
         if name in loss_names
     }

@@ -19,6 +19,7 @@ from megatron.core.transformer.moe.router import Router
 
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.mcore.model.rng import LayerSeeds
+from odyssey_megatron.mcore.pinned import to_device
 from odyssey_megatron.upstream import compat
 
 Records = dict[tuple[int, int], torch.Tensor]
@@ -180,10 +181,11 @@ class Routing:
         if not self._counted:
             return
         tokens = totals.reshape(self._shape)[:, len(self._names) :].to(torch.float32)
+        beside = torch.sign(tokens.sum(1, keepdim=True) / self._counted - tokens)
+        moves = to_device(beside * self._config.moe_router_bias_update_rate)
         for layer, module in layers.items():
             for number, bias in enumerate(biases(module).values(), start=layer):
-                mine = tokens[self._layers[number]].to(bias.device)
-                bias += torch.sign(mine.sum() / len(mine) - mine) * self._config.moe_router_bias_update_rate
+                bias += moves[self._layers[number]]
 
 
 def show(losses: Mapping[str, Iterable[float]]) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core.transformer import TransformerConfig
 
 from odyssey_megatron.mcore.contexts import in_order, places
+from odyssey_megatron.mcore.pinned import to_device
 from odyssey_megatron.upstream import compat, seams
 from odyssey_megatron.upstream.seam_table import ROLL_TENSOR
 
@@ -51,7 +52,6 @@ class FutureTokens:
         """Megatron's loop logs the ``means`` of what a step's microbatches have :meth:`taken`."""
         if not self._depths:
             return
-        device = torch.cuda.current_device()
         sums = {  # Megatron averages the losses of a sequence's parts, and adds up their tokens
             kind: [
                 means[self._name(depth, kind)] * num_microbatches * (1 if kind == "loss" else self._parts)
@@ -59,7 +59,7 @@ class FutureTokens:
             ]
             for kind in compat.future_token_sums()
         }
-        compat.set_future_tokens({kind: torch.tensor(one, device=device) for kind, one in sums.items()})
+        compat.set_future_tokens({kind: to_device(torch.tensor(one)) for kind, one in sums.items()})
 
 
 def _rolled(
@@ -79,10 +79,11 @@ def _rolled(
     dist.all_gather(parts, tensor.contiguous(), group=cp_group)
     gathered = torch.cat(parts, dim=dims)
     if packed_seq_params is None:
-        ends = torch.tensor([0, gathered.size(dims)], device=tensor.device)
+        ends = torch.arange(2, device=tensor.device) * gathered.size(dims)  # no copy of the host's
     else:
         ends = packed_seq_params.cu_seqlens_q
     whole = in_order(gathered, ends, len(parts), dims)
     rolled, _ = original(whole, shifts, dims, None, packed_seq_params)
-    rolled = rolled.index_select(dims, places(ends, len(parts), cp_group.rank()))
+    own = places(ends, gathered.size(dims), len(parts), cp_group.rank())
+    rolled = rolled.index_select(dims, own)
     return rolled, rolled.sum()

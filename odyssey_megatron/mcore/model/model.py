@@ -36,6 +36,7 @@ from odyssey_megatron.mcore.model.loss_scale import LossScale
 from odyssey_megatron.mcore.model.optimizer import LearningRate
 from odyssey_megatron.mcore.model.tally import Tally
 from odyssey_megatron.mcore.model.wgrad import Flight, Flights, WeightGrads
+from odyssey_megatron.mcore.pinned import to_device
 from odyssey_megatron.names import step_name
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.resume import Visit
@@ -405,7 +406,7 @@ class MegatronModel(Holdings):
         )
         ahead = self.balance.local_totals(self._look_ahead(), speaks=self.cell.lane == 0)
         logits = self.logits.local_totals(self.layers)
-        return torch.cat([totals, self.routing.local_totals(), logits, ahead.to(totals.device)])
+        return torch.cat([totals, self.routing.local_totals(), logits, to_device(ahead)])
 
     def timed(self, took_s: Callable[[], Mapping[Instr, float]]) -> None:
         """``took_s``: what this rank's instructions of a step have taken, which is over."""
@@ -439,7 +440,7 @@ class MegatronModel(Holdings):
         config = self.spec.optimizer_config
         gradient = clipped(
             squared_norm,
-            loss_scale=self.loss_scale.value.item(),
+            loss_scale=self.loss_scale.value.item() if self.loss_scale else 1.0,
             tokens=tokens if self.spec.config.calculate_per_token_loss else 1.0,
             clip_grad=config.clip_grad,
         )

@@ -20,6 +20,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from odyssey_megatron.cluster.slots import Slots
 from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.mcore.pinned import to_device
 from odyssey_megatron.upstream import compat, seams
 from odyssey_megatron.upstream.seam_table import SHARDED_EXPERTS
 
@@ -65,9 +66,9 @@ def why_even(config: TransformerConfig) -> str:
 
 def _into(slots: Slots) -> Any:
     """Of the probabilities and choices of a router, [tokens, experts] each, those of slots."""
+    at = to_device(torch.tensor(slots.of_experts))
 
     def spread(chosen: torch.Tensor) -> torch.Tensor:
-        at = torch.tensor(slots.of_experts, device=chosen.device)
         return chosen.new_zeros(len(chosen), slots.count).index_copy(1, at, chosen)
 
     def hook(router: Any, given: Any, made: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
