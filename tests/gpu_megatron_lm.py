@@ -80,7 +80,7 @@ BESIDE = (
     Beside(
         name="Megatron-LM on one GPU, apex",
         gpus=1,
-        flags="--transformer-impl local --no-rope-fusion --normalization LayerNorm",
+        flags="--transformer-impl local --no-rope-fusion --normalization LayerNorm --hidden-size 1024",
         needs="fused_weight_gradient_mlp_cuda",
     ),
 )
