@@ -4,9 +4,9 @@ Of the cases of one name, the largest that has a GPU for each rank is run: with 
 but those that need more. Where there are fewer GPUs than a job has ranks, several ranks share one: their messages go by
 way of the host (``--odyssey-backend gloo``), so that NCCL is not tried, but what a device computes is, and is timed.
 
-How long it is expected to take: the tests, and 27 or 28 jobs of 20 s, which mostly is their start; no GPU has timed them. On
-two cores of a CPU, shared with others, one of two or three ranks takes 10 to 30 s. What there is no time for before
-``LIMIT_S`` is left out, and said to be: cases that share GPUs come last.
+How long it is expected to take: the tests, and 27 or 28 jobs of 20 s, which mostly is their start; no GPU has timed
+them. On two cores of a CPU, shared with others, one of two or three ranks takes 10 to 30 s. What there is no time for
+before ``LIMIT_S`` is left out, and said to be: cases that share GPUs come last.
 """
 
 from __future__ import annotations
