@@ -171,12 +171,13 @@ def missed(checkout: Path, first: Path) -> list[tuple[Branch, list[int]]]:
         for branch, lines in branches(first).items()
         if in_rows & {(branch.path, line) for line in lines}
     }
+    spoken = [*spoken_for()]
     named = [*patterns(2), *(patterns(3) if checkout != first else [])]
     return [
         (branch, lines)
         for branch, lines in branches(checkout).items()
         if branch not in known
-        and not any(branch.kind == kind and fits(branch, one) for kind, one in spoken_for())
+        and not any(branch.kind == kind and fits(branch, one) for kind, one in spoken)
         and not any(fits(branch, one) for one in named)
     ]
 
