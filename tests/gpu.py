@@ -1,20 +1,27 @@
 """What ``tests/gpu.sh`` runs: jobs of the example's model on real GPUs, each beside the same without a failure.
 
-Where there are fewer GPUs than a job has ranks, several ranks share one: their messages go by way of the host
-(``--odyssey-backend gloo``), so that NCCL is not tried, but all that a device computes is, and is timed.
+Of the cases of one name, the largest that has a GPU for each rank is run: with two GPUs, NCCL connects the ranks of all
+but those that need more. Where there are fewer GPUs than a job has ranks, several ranks share one: their messages go by
+way of the host (``--odyssey-backend gloo``), so that NCCL is not tried, but what a device computes is, and is timed.
+
+How long it is expected to take: the tests, and 27 or 28 jobs of 20 s, which mostly is their start; no GPU has timed
+them. On two cores of a CPU, shared with others, one of two or three ranks takes 10 to 30 s. What there is no time for
+before ``LIMIT_S`` is left out, and said to be: cases that share GPUs come last.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
-import math
 import os
+import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,7 +32,7 @@ from odyssey_megatron.metrics.journal import read_journal
 from odyssey_megatron.metrics.run import read_run, summary
 from odyssey_megatron.policy.profile import load_profile
 from tests import gpu_megatron_lm
-from tests.gpu_megatron_lm import BESIDE, SHARED, Beside, commands
+from tests.gpu_megatron_lm import BESIDE, ROUNDING, SHARED, Beside, commands
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 SCRIPT = CHECKOUT / "examples" / "llama" / "pretrain_llama.py"
@@ -38,7 +45,16 @@ MODEL = (
     "--seq-length 64 --micro-batch-size 1 --global-batch-size 16 --lr-warmup-iters 1 --odyssey-hang-s 2 "
     "--check-weight-hash-across-dp-replicas-interval 1"
 ).split()
-TE_TESTS = "tests/mcore/test_te_gpu.py"
+MARK = "GPU_SCRIPT_COMMAND"
+"""A variable that tells the processes of one command from all others, whoever their parent is by then."""
+GRACE_S = 5.0
+"""From SIGTERM to SIGKILL, and for the system to take away who was killed."""
+NEEDS = {
+    "torch": "a build for CUDA, as GPU containers bring it",
+    "megatron.core": "pip install --no-deps megatron-core==0.16.1, or PYTHONPATH=(a checkout of Megatron-LM)",
+    "pytest": "pip install pytest pytest-timeout",
+}
+"""Modules that are wanted, and how one comes by them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,40 +65,97 @@ class Case:
     gpus: int
     flags: str
     inject: str
+    more: str = ""
+    """Besides ``flags``, where something happens to it: what changes no loss."""
     steps: int = 20
+    shows: tuple[str, ...] = ("injected", "recovered")
+    """Events of its journal without which it has shown nothing."""
+
+    @property
+    def folder(self) -> str:
+        return f"{self.name.replace(' ', '-').replace(',', '')}-{self.gpus}"
 
 
+TWO_STAGES = "--bf16 --pipeline-model-parallel-size 2"
+SPARE = f"{TWO_STAGES} --odyssey-redundancy state"
+"""Of two ranks, each stands by with what the other one has."""
 CASES = (
     Case(
         name="a kill, rerouted",
         gpus=2,
-        flags="--bf16 --odyssey-policy reroute",
+        flags="--bf16",
+        more="--odyssey-policy reroute",
+        inject="rank=1,step=6,at=backward",
+    ),
+    Case(
+        name="a kill, rerouted",
+        gpus=3,
+        flags="--bf16 --global-batch-size 12",
+        more="--odyssey-policy reroute",
         inject="rank=1,step=6,at=backward",
     ),
     Case(
         name="a kill, taken over by a shadow",
         gpus=2,
-        flags="--bf16 --pipeline-model-parallel-size 2 --odyssey-redundancy state",
+        flags=SPARE,
         inject="rank=1,step=6,at=forward",
     ),
     Case(
         name="a hang in a reduction",
+        gpus=2,
+        flags="--bf16",
+        inject="rank=1,step=6,at=reduce,signal=STOP",
+    ),
+    Case(
+        name="a hang in a reduction",
         gpus=4,
-        flags="--bf16 --pipeline-model-parallel-size 2",
+        flags=TWO_STAGES,
         inject="rank=3,step=6,at=reduce,signal=STOP",
     ),
     Case(
         name="a kill, planned anew",
+        gpus=2,
+        flags=SPARE,
+        more="--odyssey-policy replan",
+        inject="rank=0,step=6,at=backward",
+    ),
+    Case(
+        name="a kill, planned anew",
+        gpus=3,
+        flags="--bf16 --num-layers 6 --pipeline-model-parallel-size 3 --odyssey-redundancy state",
+        more="--odyssey-policy replan",
+        inject="rank=1,step=6,at=backward",
+    ),
+    Case(
+        name="a kill, planned anew",
         gpus=4,
-        flags="--bf16 --pipeline-model-parallel-size 2 --odyssey-policy replan",
+        flags=TWO_STAGES,
+        more="--odyssey-policy replan",
         inject="rank=2,step=6,at=backward",
     ),
     Case(
         name="a kill, and the rank comes back",
+        gpus=2,
+        flags="--bf16 --global-batch-size 4",
+        more="--odyssey-respawn 1",
+        inject="rank=1,step=6,at=agreement",
+        steps=200,
+        shows=("injected", "recovered", "rank_joined", "switched"),
+    ),
+    Case(
+        name="a kill, and the rank comes back",
         gpus=4,
-        flags="--bf16 --pipeline-model-parallel-size 2 --odyssey-respawn 1",
+        flags=f"{TWO_STAGES} --global-batch-size 4",
+        more="--odyssey-respawn 1",
         inject="rank=3,step=6,at=agreement",
         steps=200,
+        shows=("injected", "recovered", "rank_joined", "switched"),
+    ),
+    Case(
+        name="a kill in float64",
+        gpus=2,
+        flags="--odyssey-float64 on",
+        inject="rank=1,step=6,at=backward",
     ),
     Case(
         name="a kill in float64",
@@ -91,19 +164,85 @@ CASES = (
         inject="rank=1,step=6,at=backward",
     ),
     Case(
+        name="a kill, optimizer state in slices",  # each on two holders, so that there must be three
+        gpus=3,
+        flags="--bf16 --global-batch-size 12",
+        more="--use-distributed-optimizer",
+        inject="rank=1,step=6,at=param_gather",
+    ),
+    Case(
         name="a cell of TP 2 x PP 2 x DP 2",
         gpus=8,
-        flags="--bf16 --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2",
+        flags=f"{TWO_STAGES} --tensor-model-parallel-size 2",
         inject="rank=5,step=6,at=backward",
     ),
 )
 
 
+def chosen(gpus: int) -> Iterator[Case | Beside]:
+    """What to run with so many, of each name one: the largest that has one for each rank; else the largest, and its
+    ranks share. Those that share come last.
+    """
+    every: tuple[Case | Beside, ...] = (*CASES, *BESIDE)
+    sizes: dict[str, list[Case | Beside]] = {}
+    for case in every:
+        sizes.setdefault(case.name, []).append(case)
+    found = [
+        max([one for one in same if one.gpus <= gpus] or same, key=lambda one: one.gpus)
+        for same in sizes.values()
+    ]
+    yield from sorted(found, key=lambda one: (one.gpus > gpus, one.gpus))
+
+
+def gpu_tests() -> list[str]:
+    """The files with tests that are marked so, from the checkout."""
+    files = sorted((CHECKOUT / "tests").rglob("test_*.py"))
+    return [str(one.relative_to(CHECKOUT)) for one in files if "pytest.mark.gpu" in one.read_text()]
+
+
+def missing(name: str) -> str:
+    """Of ``NEEDS``: empty if it is there."""
+    try:
+        found = importlib.util.find_spec(name)
+    except ModuleNotFoundError:  # what it is part of is missing
+        found = None
+    return "" if found else f"no {name}: {NEEDS[name]}"
+
+
+def _marked(mark: str) -> set[int]:
+    """The processes that have it."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if f"{MARK}={mark}".encode() in path.read_bytes().split(b"\0"):
+                found.add(int(path.parent.name))
+        except OSError:  # gone, or somebody else's
+            continue
+    return found
+
+
+def end(mark: str) -> None:
+    """All processes with it: SIGTERM, and SIGKILL to those that do not go.
+
+    By that, and not by their group: torchrun's workers and Odyssey's ranks each lead one of their own, and may outlive
+    who has started them.
+    """
+    began_s, asked = time.monotonic(), set[int]()
+    while (left := _marked(mark)) and time.monotonic() - began_s < 2 * GRACE_S:
+        late = time.monotonic() - began_s > GRACE_S
+        for pid in left if late else left - asked:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
+        asked |= left
+        time.sleep(0.05)
+
+
 def flags_of(
-    case: Case, run_dir: Path, cache: Path, *, device: str, inject: str, shares: bool = False
+    case: Case, run_dir: Path, cache: Path, *, device: str, hurt: bool, shares: bool = False
 ) -> list[str]:
+    """``hurt``: with ``more``, and what happens to it."""
     folders = ["--odyssey-run-dir", str(run_dir), "--data-cache-path", str(cache)]
-    given = [
+    return [
         *MODEL,
         "--train-iters",
         str(case.steps),
@@ -112,8 +251,8 @@ def flags_of(
         device,
         *folders,
         *(SHARED.split() if shares else []),
+        *([*case.more.split(), "--odyssey-inject", case.inject] if hurt else []),
     ]
-    return [*given, "--odyssey-inject", inject] if inject else given
 
 
 class Machine:
@@ -126,6 +265,8 @@ class Machine:
         self.rows: list[tuple[str, int, str]] = []
         self.left_out: list[str] = []
         self.wrong: list[str] = []
+        self._undisturbed: dict[tuple[int, str, int], Path] = {}
+        """Run folders, by what such jobs differ in."""
 
     def shares(self, case: Case | Beside) -> bool:
         """Whether several ranks of it are on one GPU."""
@@ -141,45 +282,53 @@ class Machine:
 
     def run(self, argv: Sequence[str], log: str, path: str = "", **environ: str) -> int:
         """The exit code; 124 where it took too long. What it says goes to a file. ``path``: where else Python finds
-        modules; ``environ``: more variables.
+        modules; ``environ``: more variables. No process that it has started is left.
         """
         search = os.pathsep.join(filter(None, [path, os.environ.get("PYTHONPATH", "")]))
         limit_s = max(1.0, min(OF_ONE_S, self.left_s))
+        mark = str(self.out / log)
+        environ |= {"PYTHONPATH": search, MARK: mark}
         with (self.out / log).open("w") as file:
-            try:
-                return subprocess.run(
-                    argv,
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
-                    timeout=limit_s,
-                    cwd=CHECKOUT,
-                    check=False,
-                    env=os.environ | {"PYTHONPATH": search, **environ},
-                ).returncode
-            except subprocess.TimeoutExpired:
-                return 124
+            process = subprocess.Popen(
+                argv, stdout=file, stderr=subprocess.STDOUT, cwd=CHECKOUT, env=os.environ | environ
+            )
+        try:
+            return process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return 124
+        finally:
+            end(mark)
+            process.wait()
 
-    def job(self, case: Case, name: str, inject: str) -> Path:
+    def job(self, case: Case, name: str, *, hurt: bool) -> Path:
         """Its run folder. Raises ConfigError if it fails."""
         device = "cpu" if self.dry else "cuda"
         run_dir = self.out / name
         launcher = ["--nproc-per-node", str(case.gpus)]
         launcher += ["--preload", "odyssey_megatron.mcore.cpu_preload"] if self.dry else []
         cache = self.out / "cache"
-        flags = flags_of(case, run_dir, cache, device=device, inject=inject, shares=self.shares(case))
+        flags = flags_of(case, run_dir, cache, device=device, hurt=hurt, shares=self.shares(case))
         argv = [sys.executable, "-m", "odyssey_megatron", "run", *launcher, str(SCRIPT), *flags]
         code = self.run(argv, f"{name}.log")
         if code:
             raise ConfigError(f"exit code {code}: {self.out / name}.log")
         return run_dir
 
+    def undisturbed(self, case: Case) -> Path:
+        """Its run folder, without ``more`` and what happens to it; cases that differ in these alone share it."""
+        key = case.gpus, case.flags, case.steps
+        if key not in self._undisturbed:
+            self._undisturbed[key] = self.job(case, f"{case.folder}.undisturbed", hurt=False)
+        return self._undisturbed[key]
+
     def measure(self, case: Case) -> None:
-        name = case.name.replace(" ", "-").replace(",", "")
+        if why := missing("megatron.core"):
+            self.left_out.append(f"{case.name}: {why}")
+            return
         try:
-            shot = self.job(case, name, case.inject)
-            reference = self.job(case, f"{name}.undisturbed", "")
-            exact = EXACT if "--odyssey-float64" in case.flags else math.inf
-            self.rows.append((self.told(case), case.gpus, figures(shot, reference, exact)))
+            shot = self.job(case, case.folder, hurt=True)
+            found = figures(case, shot, self.undisturbed(case))
+            self.rows.append((self.told(case), case.gpus, found))
         except ConfigError as error:
             self.wrong.append(f"{case.name}: {error}")
 
@@ -202,8 +351,8 @@ class Machine:
 
 def _gpus() -> tuple[int, str]:
     """How many, and why none."""
-    if importlib.util.find_spec("torch") is None:
-        return 0, "no torch"
+    if why := missing("torch"):
+        return 0, why
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -212,21 +361,21 @@ def _gpus() -> tuple[int, str]:
     return count, "" if count else "no CUDA device"
 
 
-def figures(shot: Path, reference: Path, exact: float = math.inf) -> str:
-    """What a job that was shot at has shown, beside the same undisturbed. Raises ConfigError if it shows nothing, or if
-    a loss is farther off than ``exact``, relative.
+def figures(case: Case, shot: Path, reference: Path) -> str:
+    """What a job that was shot at has shown, beside the same undisturbed. Raises ConfigError if that is not what its
+    case ``shows``, or if its losses are others.
     """
     run, undisturbed = read_run(shot), read_run(reference)
     found = summary(run, undisturbed)
-    events = list(read_journal(shot))
-    if not any(event["event"] == "injected" for event in events):
-        raise ConfigError(f"{shot}: the fault did not happen")
-    if any(event["event"] == "left_out" for event in events):
+    events = {event["event"] for event in read_journal(shot)}
+    if absent := [one for one in case.shows if one not in events]:
+        raise ConfigError(f"{shot}: no event {', '.join(absent)}")
+    if "left_out" in events:
         raise ConfigError(f"{shot}: holders differed behind a step")
     difference, stall_s = found["loss_difference"], found["median_stall_s"]
     if stall_s is None or difference["only_here"] or difference["only_in_reference"]:
         raise ConfigError(f"{shot}: no recovery, or steps are missing: {difference}")
-    if difference["max_relative"] > exact:
+    if difference["max_relative"] > (EXACT if "--odyssey-float64" in case.flags else ROUNDING):
         raise ConfigError(f"{shot}: losses {difference['max_relative']:.2g} off those of {reference}")
     profile = load_profile(reference)
     if profile.source != "measured":
@@ -245,7 +394,7 @@ def figures(shot: Path, reference: Path, exact: float = math.inf) -> str:
 def check(case: Case, out: Path, *, shares: bool = False) -> None:
     """What of a job needs no GPU: its flags are ours and the example's. Raises ConfigError, SystemExit."""
     cache = out / "cache"
-    flags = flags_of(case, out / "none", cache, device="cuda", inject=case.inject, shares=shares)
+    flags = flags_of(case, out / "none", cache, device="cuda", hurt=True, shares=shares)
     config = config_from_argv(flags)
     if [one.rank for one in config.injections if one.rank >= case.gpus]:
         raise ConfigError(f"{case.name}: rank of {case.inject} is not one of {case.gpus}")
@@ -268,9 +417,9 @@ def dry_run(machine: Machine) -> None:
         check(case, machine.out)
         check(case, machine.out, shares=True)
         machine.left_out.append(f"{case.name}: {case.gpus} GPUs")
-    argv = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--collect-only", TE_TESTS]
-    if machine.run(argv, "te.log"):
-        machine.wrong.append(f"{TE_TESTS} cannot be collected: {machine.out / 'te.log'}")
+    argv = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--collect-only", *gpu_tests()]
+    if machine.run(argv, "tests.log"):
+        machine.wrong.append(f"the tests marked gpu cannot be collected: {machine.out / 'tests.log'}")
     for one in BESIDE:
         machine.left_out.append(f"{one.name}: {one.gpus} GPUs")
         argv = commands(one, CHECKOUT, machine.out, dry=False, shares=True)[one.log]
@@ -283,32 +432,41 @@ def dry_run(machine: Machine) -> None:
     machine.measure(replace(smallest, steps=8, flags=f"{smallest.flags} --global-batch-size 4"))
 
 
+def marked_tests(machine: Machine) -> None:
+    """All tests that are marked ``gpu``, in one process; what they lack is said."""
+    argv = [sys.executable, "-m", "pytest", "-q", "-rs", "-m", "gpu", *gpu_tests()]
+    code = machine.run(argv, "tests.log")
+    said = (machine.out / "tests.log").read_text()
+    lines = said.splitlines()
+    machine.rows.append(("tests marked gpu", 1, lines[-1] if lines else "nothing said"))
+    machine.left_out += [f"tests marked gpu: {one}" for one in re.findall(r"^SKIPPED (.*)$", said, re.M)]
+    if code:
+        machine.wrong.append(f"tests marked gpu: exit code {code}: {machine.out / 'tests.log'}")
+
+
 def wet_run(machine: Machine) -> None:
-    if importlib.util.find_spec("transformer_engine") is None:
-        machine.left_out.append(f"{TE_TESTS}: no transformer_engine")
-    elif machine.gpus:
-        code = machine.run([sys.executable, "-m", "pytest", "-q", "-m", "gpu", TE_TESTS], "te.log")
-        lines = (machine.out / "te.log").read_text().splitlines()
-        machine.rows.append(("Transformer Engine's layers", 1, lines[-1] if lines else "nothing said"))
-        if code:
-            machine.wrong.append(f"{TE_TESTS}: exit code {code}: {machine.out / 'te.log'}")
-    for case in sorted((*CASES, *BESIDE), key=lambda one: one.gpus):
+    checkout = os.environ.get("MEGATRON_LM_PATH")
+    if why := machine.why or missing("pytest"):
+        machine.left_out.append(f"tests marked gpu: {why}")
+    else:
+        marked_tests(machine)
+    cases = [*chosen(machine.gpus)]
+    for case in cases:
         if not machine.gpus:
             machine.left_out.append(f"{case.name}: {case.gpus} GPUs, here 0 ({machine.why})")
         elif machine.left_s < 30.0:
             machine.left_out.append(f"{case.name}: no time left of {LIMIT_S:.0f} s")
         elif isinstance(case, Case):
             machine.measure(case)
-        elif not (path := os.environ.get("MEGATRON_LM_PATH")):
+        elif not checkout:
             machine.left_out.append(f"{case.name}: MEGATRON_LM_PATH names no checkout")
         elif case.needs and importlib.util.find_spec(case.needs) is None:
             machine.left_out.append(f"{case.name}: no {case.needs}")
         else:
-            machine.measure_beside(case, Path(path))
-    shared = sorted({case.gpus for case in (*CASES, *BESIDE) if machine.shares(case)})
-    if shared:
+            machine.measure_beside(case, Path(checkout))
+    if shared := [f"{case.name} ({case.gpus})" for case in cases if machine.shares(case)]:
         machine.left_out.append(
-            f"NCCL between {', '.join(map(str, shared))} ranks: here {machine.gpus} GPU(s)"
+            f"NCCL between so many ranks, here {machine.gpus} GPU(s): {'; '.join(shared)}"
         )
 
 

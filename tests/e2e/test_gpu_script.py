@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -15,8 +18,8 @@ from odyssey_megatron.errors import ConfigError
 from tests import gpu
 
 
-def script(*argv):
-    environ = os.environ | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
+def script(*argv, **more):
+    environ = os.environ | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", **more}
     return subprocess.run(
         ["bash", str(gpu.CHECKOUT / "tests" / "gpu.sh"), *argv],
         capture_output=True, text=True, env=environ, timeout=240, check=False,
@@ -34,13 +37,94 @@ def test_the_dry_run_measures_one_job_and_says_what_is_left(tmp_path):
     beside = "| Megatron-LM, a kill; over gloo on 1 GPU(s) | 2 | losses within" in done.stdout
     assert beside == bool(os.environ.get("MEGATRON_LM_PATH"))
 
+    listed = re.findall(r"^(tests/.*)::", (tmp_path / "tests.log").read_text(), re.M)
+    assert {
+        "tests/mcore/test_te_gpu.py",
+        "tests/mcore/test_hybrid_gpu.py",
+        "tests/mcore/test_parking.py",
+    } <= {*listed}
+    assert {*listed} == {*gpu.gpu_tests()}, "all that has the marker"
+
+    case = gpu.CASES[0]
+    shot, reference = tmp_path / case.folder, tmp_path / f"{case.folder}.undisturbed"
+    assert gpu.figures(case, shot, reference)
+    with pytest.raises(ConfigError, match="no event rank_joined"):
+        gpu.figures(replace(case, shows=("rank_joined",)), shot, reference)
+    with pytest.raises(ConfigError, match="no event injected, recovered"):
+        gpu.figures(case, reference, reference)
+
 
 def test_without_a_gpu_nothing_is_claimed(tmp_path):
     done = script("--out", str(tmp_path))
     assert done.returncode == 1
     rows = [line for line in done.stdout.splitlines() if line.startswith("|")]
     assert len(rows) == 2, "the head alone"
-    assert done.stdout.count("here 0 (no CUDA device)") == len(gpu.CASES) + len(gpu.BESIDE)
+    assert done.stdout.count("here 0 (no CUDA device)") == len([*gpu.chosen(0)])
+    assert "not run: tests marked gpu: no CUDA device" in done.stdout
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("case", [one for one in gpu.CASES if one.gpus < 8], ids=lambda one: one.folder)
+def test_a_case_shows_what_it_is_for(tmp_path, case, monkeypatch):
+    """On CPUs and gloo: on GPUs only what connects its ranks is another."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    machine = gpu.Machine(tmp_path, dry=True)
+    machine.measure(case)
+    assert not machine.wrong
+    assert len(machine.rows) == 1
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 3, 4, 8])
+def test_as_many_jobs_as_there_is_time_for(gpus):
+    """27 or 28 of 20 s, as the script says; and what can run on NCCL does, before what shares GPUs."""
+    cases = [*gpu.chosen(gpus)]
+    assert (
+        len({case.name for case in cases})
+        == len(cases)
+        == len({one.name for one in (*gpu.CASES, *gpu.BESIDE)})
+    )
+    own = [case for case in cases if isinstance(case, gpu.Case)]
+    references = {(case.gpus, case.flags, case.steps) for case in own}
+    beside = [3 if case.inject else 2 for case in cases if isinstance(case, gpu.Beside)]
+    assert len(own) + len(references) + sum(beside) in (27, 28)
+    share = [case.gpus > gpus for case in cases]
+    assert share == sorted(share)
+    on_nccl = {case.name for case in own if case.gpus <= gpus}
+    assert len(on_nccl) == {1: 0, 2: 6, 3: 7, 4: 7, 8: 8}[gpus], on_nccl
+
+
+STUBBORN = """
+import os, signal, sys, time
+if os.fork() == 0:
+    os.setsid()  # as torchrun's workers, and Odyssey's ranks
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    print(os.getpid(), flush=True)
+elif sys.argv[1] == "dies":
+    time.sleep(1)
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(300)
+"""
+
+
+@pytest.mark.parametrize("parent", ["waits", "dies"])
+def test_a_command_leaves_no_process_behind(tmp_path, monkeypatch, parent):
+    monkeypatch.setattr(gpu, "GRACE_S", 0.5)
+    monkeypatch.setattr(gpu, "OF_ONE_S", 3.0)
+    code = gpu.Machine(tmp_path, dry=True).run([sys.executable, "-c", STUBBORN, parent], "log")
+    assert code == {"waits": 124, "dies": -signal.SIGKILL}[parent]
+    status = Path(f"/proc/{int((tmp_path / 'log').read_text())}/status")
+    assert not status.exists() or "State:\tZ" in status.read_text(), "it may wait for who takes its exit code"
+
+
+def test_what_is_missing_is_said_with_its_remedy(tmp_path, monkeypatch):
+    assert not gpu.missing("megatron.core")
+    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None)
+    machine = gpu.Machine(tmp_path, dry=True)
+    machine.measure(gpu.CASES[0])
+    assert not machine.wrong
+    (said,) = machine.left_out
+    assert "no megatron.core: pip install" in said
 
 
 def test_a_line_that_is_wrong_is_found(tmp_path):
