@@ -48,6 +48,11 @@ def profile(draw: random.Random | None = None, *, tied: bool = False) -> Profile
     return replace(same, costs=replace(same.costs, layers=layers))
 
 
+def healthy(*, stages=2, replicas=2, steps=2, **others):
+    """A job in which nobody dies, but for what ``others`` say."""
+    return Case(stages=stages, replicas=replicas, steps=steps, profile=profile(), **others)
+
+
 def case(
     number: int, *, copies: int = 0, tied: bool = False, evaluates: bool = False, times_links: bool = False
 ) -> Case:
