@@ -10,8 +10,7 @@ on the product's own runtime.
 that it sends messages or layers to, or gets them from. At most two of each neighbour, one of each block, and those of
 its own cell. ``alike``: those of the second generation with the members of one of the first, which need not be
 connected anew if they are clean; ``built``: the others. ``at_the_start``: of the first one, with the pair in which a
-link is timed. ``host_groups``: those between hosts, of which the group of all
-is made.
+link is timed. ``host_groups``: those between hosts, of which the group of all is made.
 
 ``planned``: under the same rules as ``host_waits``, of generations that begin between two steps, how many communicators
 the rank that connects most has connected, and how many it was said to: those with other members than before, or
