@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from itertools import takewhile
@@ -10,7 +11,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from odyssey_megatron.errors import ScheduleInvalid
+from odyssey_megatron.errors import ScheduleInvalid, Superseded
 from odyssey_megatron.execute.channels import Channels, Pending
 from odyssey_megatron.execute.ledger import Ledger, Word, only_if
 from odyssey_megatron.execute.progress import Progress
@@ -202,17 +203,23 @@ class Interpreter:
             )
 
     def _next(self) -> None:
-        instr = self._left.popleft()
+        instr = self._left[0]
         point, handler = self._handlers[instr.op]
         self._checkpoint(point, instr.microbatch)
+        self._left.popleft()
         with self._trace.span(instr):
             handler(instr)
 
     def _run_on(self, layer: int) -> None:
-        """An input gradient has passed ``layer``: what stands behind it and is above runs beside the rest of it."""
-        while self._left and _may_begin(self._left[0], layer, self._num_layers):
-            with self._trace.apart():
-                self._next()
+        """An input gradient has passed ``layer``: what stands behind it and is above runs beside the rest of it.
+
+        Nothing more does once the generation has ended. Whoever comes next says so: an input gradient that is cut off
+        has added nobody knows what.
+        """
+        with contextlib.suppress(Superseded):
+            while self._left and _may_begin(self._left[0], layer, self._num_layers):
+                with self._trace.apart():
+                    self._next()
 
     def abandon(self) -> None:
         """Lets go of messages that will not come any more: they would keep their group's threads until a collection."""
