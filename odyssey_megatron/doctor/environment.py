@@ -30,6 +30,7 @@ def rows(host: Host, job: Job, *, patched: bool) -> Iterator[Row]:
         yield _monitor(host, job)
         yield _nvls(host)
         yield _ib_timeout(host, job)
+        yield _launch_order(host)
     yield _max_connections(host, job)
 
 
@@ -155,6 +156,17 @@ def _ib_timeout(host: Host, job: Job) -> Row:
     return _row(
         name, WARNING, f"{found}, later than --odyssey-op-timeout-s ({job.config.op_timeout_s:.0f} s)",
         f"unset {name} ({_IB_TIMEOUT}), or raise the flag.",
+    )  # fmt: skip
+
+
+def _launch_order(host: Host) -> Row:
+    name = "NCCL_LAUNCH_ORDER_IMPLICIT"
+    value = host.environ.get(name, "0")
+    if value == "0":
+        return _row(name, OK, "off")
+    return _row(
+        name, WARNING, f"{value}: below CUDA 12.3 one kernel runs at a time, and pipelines of three stages would hang",
+        f"unset {name}; docs/devices.md has the reason.",
     )  # fmt: skip
 
 

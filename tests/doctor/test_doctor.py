@@ -101,6 +101,7 @@ def test_nothing_is_wrong_with_a_healthy_machine():
         ({"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "60", "TORCH_NCCL_ENABLE_MONITORING": "0"}, {}),
         ({"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "ten"}, {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "problem"}),
         ({"NCCL_NVLS_ENABLE": None}, {"NCCL_NVLS_ENABLE": "warning"}),
+        ({"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}, {"NCCL_LAUNCH_ORDER_IMPLICIT": "warning"}),
         ({"NCCL_IB_TIMEOUT": "22"}, {"NCCL_IB_TIMEOUT": "warning"}),  # 4.096 us * 2^22 * 7 = 120 s
         ({"NCCL_IB_TIMEOUT": "22", "NCCL_IB_RETRY_CNT": "3"}, {}),
         ({"NCCL_IB_TIMEOUT": "32"}, {"NCCL_IB_TIMEOUT": "problem"}),
