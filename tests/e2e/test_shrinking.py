@@ -131,7 +131,7 @@ def test_what_is_left_of_a_gang_has_the_experts_of_those_that_are_lost(
     jobs, undisturbed, name, cells, stages, group
 ):
     """And computes several microbatches in turn, where each of its ranks computed one."""
-    job, ranks = f"{cells} --train-iters 45", 2 * stages * group
+    job, ranks = f"{cells} --train-iters 90", 2 * stages * group
     shot = jobs.run(
         name, ranks=ranks, stages=stages, flags=f"{job} {SPENT} {lost(group + 1, 1)}", timeout_s=200.0
     )

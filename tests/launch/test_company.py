@@ -16,13 +16,22 @@ from odyssey_megatron.launch.watch import Watch
 def begin(connect):
     """A process in the place of a rank of the cell of two: it meets in a thread."""
 
+    control, watches = connect(), list[Watch]()
+
     def begin(rank: int, incarnation: int) -> Meeting:
         watch = Watch(connect(), lambda _: None, settled=False)
+        watches.append(watch)
         company = Company(rank=rank, incarnation=incarnation, control=connect(), watch=watch)
         return Meeting(company, watch)
 
-    begin.control = connect()
-    return begin
+    begin.control = control
+    yield begin
+    for watch in watches:
+        watch.settled = False
+    control.put(keys.here_key(0), "nobody")  # whoever still keeps company with it ends
+    for thread in threading.enumerate():
+        if thread.name == "odyssey-cell":
+            thread.join(5.0)
 
 
 class Meeting:
