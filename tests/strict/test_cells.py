@@ -19,22 +19,24 @@ SHAPES = pytest.mark.parametrize("shape", [TENSOR, CONTEXT, BOTH, EXPERT], ids=s
 PAIRS = pytest.mark.parametrize("shape", [TENSOR, CONTEXT, EXPERT], ids=str)
 
 
-CUT = {"stages": 1, "replicas": 3, "copies": 2}
-"""A layer's optimizer state is in slices: more workers hold it than keep each."""
+CUT = {"stages": 1, "replicas": 4, "copies": 2, "flags": {"policy": "reroute"}}
+"""A layer's optimizer state is in slices, also when a worker is lost: more hold it than keep each."""
 
 
 def job(shape, *kills, **others):
     return Case(profile=profile(), kills=kills, **({"stages": 2, "replicas": 2} | shape | others))
 
 
-@pytest.mark.parametrize("shape", [BOTH, GANGS[1], GANGS[4], CONTEXT | EXPERT | CUT], ids=str)
+@pytest.mark.parametrize(
+    "shape", [BOTH, GANGS[1], GANGS[4], CONTEXT | EXPERT | CUT | {"replicas": 3}], ids=str
+)
 def test_cells_compute_together(shape):
     check(job(shape, steps=1), seed=2)
 
 
 @pytest.mark.parametrize(("shape", "point"), [(CONTEXT, "reduce"), (EXPERT, "param_gather")], ids=str)
 def test_killed_as_slices_are_exchanged(shape, point):
-    """Of ranks that have the same gradients each sums a piece of their slices; experts' are sums of others."""
+    """Of ranks that have the same gradients each sums a piece of their slices, cut over three workers in the end."""
     one = job(shape | CUT, Kill(rank=1, step=0, point=point), steps=2, **TIGHT)
     assert check(one, seed=0).outcomes()
 
@@ -123,7 +125,6 @@ def test_a_smaller_cell_becomes_whole_again(shape):
 
 
 KEPT_THRICE = CUT | {
-    "replicas": 4,
     "flags": {"policy": "replan", "redundancy": "state", "redundancy_level": 2},
 }
 """Layers that have three holders however many workers are left, two of which keep each slice."""
