@@ -229,16 +229,17 @@ class Rank:
             )
             recover.train(self.member, runtime, train_steps=case.steps, after_step=self._after_step)
             runtime.chronicle.log_last_step()
+            layers = self.model.current if isinstance(self.model, Sliced) else self.model.held
             self.weights = {
                 (layer, name): piece[0].cpu()
-                for layer, pieces in self.model.held.items()
-                for name, piece in pieces.items()
+                for layer in layers
+                for name, piece in self.model.held[layer].items()
             }
             if isinstance(self.model, Sliced):
                 self.momenta = {
                     (layer, span, name): one.cpu()
-                    for layer, (own, *_) in self.model.states.items()
-                    for span, pieces in own.items()
+                    for layer in self.model.states.keys() & layers
+                    for span, pieces in self.model.states[layer][0].items()
                     for name, one in pieces.items()
                 }
 

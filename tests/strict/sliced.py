@@ -36,6 +36,13 @@ class Sliced(Stack):
         """Of a layer's piece."""
         self._layout, self._worker = Layout(holders=(), routes=()), -1
 
+    @property
+    def current(self) -> tuple[int, ...]:
+        """Layers under the layout at hand. Of others, which go with the next step, a failure may have cut off the
+        weights of slices that others have stepped.
+        """
+        return self._mine
+
     def create_layers(self, layers: tuple[int, ...], kept: Mapping[int, tuple[Span, ...]]) -> None:
         for layer in layers:
             if layer not in self.held:
