@@ -104,15 +104,19 @@ besides.
 """
 
 
-def gangs(number: int) -> Case:
+def gangs(number: int, *, copies: int = 0) -> Case:
     """The job of that number, of gangs: as :func:`case`."""
     draw = random.Random(f"gangs {number}")
     alone = Case(stages=1, replicas=1, profile=profile(draw), **draw.choice(GANGS))
     small = len(alone.ranks) == 2
-    stages, replicas = draw.choice(((1, 2), (2, 1), (2, 2), *(((1, 3), (3, 1)) if small else ())))
+    shapes = ((1, 2), (2, 1), (2, 2), *(((1, 3), (3, 1)) if small else ()))
+    if copies:
+        shapes = ((1, 3), *(((1, 4), (2, 3)) if small else ()))
+    stages, replicas = draw.choice(shapes)
+    points = POINTS + ("param_gather",) * bool(copies)
     size, workers = len(alone.ranks), stages * replicas
     kills = [
-        Kill(rank=draw.randrange(workers * size), step=draw.randrange(2), point=draw.choice(POINTS))
+        Kill(rank=draw.randrange(workers * size), step=draw.randrange(2), point=draw.choice(points))
         for _ in range(draw.choice((0, 1, 1, 1, 2)))
     ]
     if kills and draw.random() < 0.3:
@@ -126,6 +130,7 @@ def gangs(number: int) -> Case:
         stages=stages,
         replicas=replicas,
         steps=2,
+        copies=copies,
         kills=tuple(kills),
         **(TIGHT if draw.random() < 0.5 else {}),
         flags={"policy": draw.choice(("auto", "reroute", "replan")), "redundancy": redundancy},

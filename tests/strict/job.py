@@ -173,15 +173,13 @@ class Rank:
         devices = between_hosts if job.case.share else Library(job.machine, self.memory, job.wires)
         self._libraries = devices, between_hosts
         self.journal = Journal()
-        tied = job.case.tied
-        self.model: Stack = (
-            Sliced(DEVICE.type, tied=tied) if job.case.copies else Stack(DEVICE.type, self.cell, tied=tied)
-        )
+        kind = Sliced if case.copies else Stack
+        self.model: Stack = kind(DEVICE.type, self.cell, tied=case.tied)
         self.model.begins, self.model.pinned = self._begins, self.memory.pin
         self.weights: dict[tuple[int, str], torch.Tensor] = {}
         """By layer and piece."""
-        self.momenta: dict[tuple[int, Span], torch.Tensor] = {}
-        """Of slices that are kept here."""
+        self.momenta: dict[tuple[int, Span, str], torch.Tensor] = {}
+        """Of slices that are kept here, by piece."""
         self.syncs: list[list[str]] = []
         """Of each step that came to its agreement, what this host had waited for its device for by then."""
         self.evaluated: dict[int, float] = {}
@@ -231,15 +229,18 @@ class Rank:
             )
             recover.train(self.member, runtime, train_steps=case.steps, after_step=self._after_step)
             runtime.chronicle.log_last_step()
+            layers = self.model.current if isinstance(self.model, Sliced) else self.model.held
             self.weights = {
                 (layer, name): piece[0].cpu()
-                for layer, pieces in self.model.held.items()
-                for name, piece in pieces.items()
+                for layer in layers
+                for name, piece in self.model.held[layer].items()
             }
             if isinstance(self.model, Sliced):
-                kept = {layer: states[0] for layer, states in self.model.states.items()}
                 self.momenta = {
-                    (layer, span): one.cpu() for layer, own in kept.items() for span, one in own.items()
+                    (layer, span, name): one.cpu()
+                    for layer in self.model.states.keys() & layers
+                    for span, pieces in self.model.states[layer][0].items()
+                    for name, one in pieces.items()
                 }
 
     def _after_step(self, recovery: recover.Recovery) -> None:

@@ -4,56 +4,63 @@ are slices, and the weights of others' slices are sent to it behind each step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.errors import TransferIncomplete
 from odyssey_megatron.execute.scatter import Slices
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.slices import Span, elements, without
 from odyssey_megatron.rebuild.manifest import Tensors
-from tests.execute.alone import WIDTH, apply_step, initial
+from tests.execute.alone import apply_step
 from tests.execute.held import Outcome, State
 from tests.execute.model import Stack
 
-Momenta = dict[Span, torch.Tensor]
-"""Slice -> its momentum, 1-D."""
+Momenta = dict[Span, dict[str, torch.Tensor]]
+"""Slice -> by the names of a layer's pieces its momentum of each, 1-D: each piece is cut by itself."""
 
 
 class Sliced(Stack):
-    """Of a layer's piece in ``held`` there is one tensor, the weight. Of cells of one rank."""
+    """Of a layer's piece in ``held`` there is one tensor, the weight."""
 
-    def __init__(self, device: str, *, tied: bool = False):
-        super().__init__(device, tied=tied)
+    def __init__(self, device: str, cell: Cell, *, tied: bool = False):
+        super().__init__(device, cell, tied=tied)
         self.states: dict[int, list[Momenta]] = {}
         """That are current, the one that is stepped first: others may go back to those behind it."""
         self._arriving: dict[int, Momenta] = {}
-        self._lacking: dict[int, list[Span]] = {}
+        self._lacking: dict[tuple[int, str], list[Span]] = {}
+        """Of a layer's piece."""
         self._layout, self._worker = Layout(holders=(), routes=()), -1
+
+    @property
+    def current(self) -> tuple[int, ...]:
+        """Layers under the layout at hand. Of others, which go with the next step, a failure may have cut off the
+        weights of slices that others have stepped.
+        """
+        return self._mine
 
     def create_layers(self, layers: tuple[int, ...], kept: Mapping[int, tuple[Span, ...]]) -> None:
         for layer in layers:
             if layer not in self.held:
-                self.held[layer] = {
-                    name: [initial(layer, name).to(self._where["device"])] for name in self._names(layer)
-                }
-                spans = kept.get(layer, ())
-                self.states[layer] = (
-                    [{span: self._room(layer, span).zero_() for span in spans}] if spans else []
-                )
+                self.held[layer] = {name: self._begun(layer, name)[:1] for name in self._names(layer)}
+                made = self._rooms(layer, kept.get(layer, ()))
+                for momentum in (one for pieces in made.values() for one in pieces.values()):
+                    momentum.zero_()
+                self.states[layer] = [made] if made else []
 
-    def _size(self, layer: int) -> int:
-        """A tied embedding has no weight of its own."""
-        return WIDTH * WIDTH if self._names(layer) else 0
+    def _within(self, name: str, span: Span) -> slice:
+        return slice(*elements(span, math.prod(self._shape(name))))
 
-    def _within(self, layer: int, span: Span) -> slice:
-        return slice(*elements(span, self._size(layer)))
-
-    def _room(self, layer: int, span: Span) -> torch.Tensor:
-        here = self._within(layer, span)
+    def _room(self, name: str, span: Span) -> torch.Tensor:
+        here = self._within(name, span)
         return torch.empty(here.stop - here.start, **self._where)
+
+    def _rooms(self, layer: int, spans: Sequence[Span]) -> Momenta:
+        return {span: {name: self._room(name, span) for name in self._names(layer)} for span in spans}
 
     def _empty(self, layer: int, name: str) -> list[torch.Tensor]:
         return super()._empty(layer, name)[:1]
@@ -64,8 +71,8 @@ class Sliced(Stack):
         # What comes of a weight that is there already is what it is: microbatches in flight go on with it.
         pieces = self._incoming[layer] if layer in self._incoming else self.held[layer]
         return {
-            f"{name} {span}": weight.data.view(-1)[self._within(layer, span)]
-            for name, (weight,) in pieces.items()
+            f"{name} {span}": pieces[name][0].data.view(-1)[self._within(name, span)]
+            for name in self._of_part(layer, part)
             for span in spans
         }
 
@@ -76,36 +83,40 @@ class Sliced(Stack):
                 continue
             if layer not in self.held:
                 self._incoming[layer] = self._fresh(layer)
-            made, lacking = {span: self._room(layer, span) for span in spans}, [*spans]
+            made, lacking = self._rooms(layer, spans), [*spans]
             for state in having:
-                for span, momentum in state.items():
+                for span, pieces in state.items():
                     for wanted in lacking:
-                        self._copy(layer, momentum, span, made, wanted)
+                        self._copy(pieces, span, made, wanted)
                 lacking = [*without(lacking, sorted(state))]
-            self._arriving[layer], self._lacking[layer] = made, lacking
+            self._arriving[layer] = made
+            self._lacking |= {(layer, name): lacking for name in self._names(layer)}
 
     def tensors_to_send(self, layer: int, part: int, span: Span) -> dict[str, torch.Tensor]:
         state = next(one for one in self.states[layer] if not [*without([span], sorted(one))])
-        momentum = self._room(layer, span)
-        for one, numbers in state.items():
-            self._copy(layer, numbers, one, {span: momentum}, span)
-        return self._moved(layer, part, span, momentum)
+        momenta = {name: self._room(name, span) for name in self._of_part(layer, part)}
+        for one, pieces in state.items():
+            self._copy({name: pieces[name] for name in momenta}, one, {span: momenta}, span)
+        return self._moved(layer, part, span, momenta)
 
     def tensors_to_fill(self, layer: int, part: int, span: Span) -> dict[str, torch.Tensor]:
-        return self._moved(layer, part, span, self._room(layer, span))
+        rooms = {name: self._room(name, span) for name in self._of_part(layer, part)}
+        return self._moved(layer, part, span, rooms)
 
-    def _moved(self, layer: int, part: int, span: Span, momentum: torch.Tensor) -> dict[str, torch.Tensor]:
-        weights = self.weights_of(layer, part, [span])
-        return weights | {"momentum": momentum} if weights else {}
+    def _moved(
+        self, layer: int, part: int, span: Span, momenta: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        return self.weights_of(layer, part, [span]) | {f"{name}.m": one for name, one in momenta.items()}
 
     def filled(self, layer: int, part: int, span: Span, sent: Tensors) -> None:
-        if sent:
-            self._copy(layer, sent["momentum"], span, self._arriving[layer], span)
-        self._lacking[layer] = [*without(self._lacking[layer], [span])]
+        names = self._of_part(layer, part)
+        self._copy({name: sent[f"{name}.m"] for name in names}, span, self._arriving[layer], span)
+        for name in names:
+            self._lacking[layer, name] = [*without(self._lacking[layer, name], [span])]
 
     def settled(self) -> None:
-        if unsent := [layer for layer, spans in self._lacking.items() if spans]:
-            raise TransferIncomplete(f"no state of layer(s) {unsent} was sent")
+        if unsent := [place for place, spans in self._lacking.items() if spans]:
+            raise TransferIncomplete(f"no state of {unsent} was sent")
         for layer, state in self._arriving.items():
             self.states[layer] = [state, *self.states.get(layer, [])]
         self.held.update(self._incoming)
@@ -135,16 +146,21 @@ class Sliced(Stack):
     # -- one step -------------------------------------------------------------------------------------------------
 
     def slices(self, first: int, last: int, part: int) -> list[Any]:
+        return self._slices(first, last, f"w{part}")
+
+    def expert_slices(self, first: int, last: int, part: int) -> list[Any]:
+        return self._slices(first, last, f"e{part}")
+
+    def _slices(self, first: int, last: int, name: str) -> list[Any]:
         holders, states = self._layout.all_holders[first], self._layout.states
         if all(len(one.owners) == len(holders) for layer in range(first, last) for one in states[layer]):
             return []
         return [
             Slices(
                 tuple(map(holders.index, one.owners)),
-                [
-                    self._gradients[layer, name].view(-1)[self._within(layer, one.span)]
-                    for name in self._names(layer)
-                ],
+                [self._gradients[layer, name].view(-1)[self._within(name, one.span)]]
+                if (layer, name) in self._gradients
+                else [],
             )
             for layer in range(first, last)
             for one in states[layer]
@@ -159,19 +175,21 @@ class Sliced(Stack):
             assert tuple(state) == spans
             for name in self._names(layer):
                 weight, gradient = self.held[layer][name][0].view(-1), self._gradients[layer, name].view(-1)
-                for span, momentum in state.items():
-                    here = self._within(layer, span)
-                    apply_step(weight[here], momentum, gradient[here])
+                for span, momenta in state.items():
+                    here = self._within(name, span)
+                    apply_step(weight[here], momenta[name], gradient[here], self._cell.full_lanes)
             checkpoint()
         loss, count = totals.tolist()
         return Outcome(losses={"loss": loss / count})
 
-    def _copy(self, layer: int, numbers: torch.Tensor, span: Span, into: Momenta, wanted: Span) -> None:
-        """What of ``wanted`` is in ``span``, which ``numbers`` are, goes to where it is ``into``."""
-        for target, room in into.items():
+    def _copy(self, pieces: Mapping[str, torch.Tensor], span: Span, into: Momenta, wanted: Span) -> None:
+        """What of ``wanted`` is in ``span``, which ``pieces`` are of, goes to where it is ``into``."""
+        for target, rooms in into.items():
             low = max(span[0], wanted[0], target[0])
             high = min(span[1], wanted[1], target[1])
-            if low < high:
-                start, stop = elements((low, high), self._size(layer))
-                at, begins = self._within(layer, target).start, self._within(layer, span).start
-                room[start - at : stop - at].copy_(numbers[start - begins : stop - begins])
+            for name, numbers in pieces.items() if low < high else ():
+                here = self._within(name, (low, high))
+                at, begins = self._within(name, target).start, self._within(name, span).start
+                rooms[name][here.start - at : here.stop - at].copy_(
+                    numbers[here.start - begins : here.stop - begins]
+                )

@@ -19,13 +19,26 @@ SHAPES = pytest.mark.parametrize("shape", [TENSOR, CONTEXT, BOTH, EXPERT], ids=s
 PAIRS = pytest.mark.parametrize("shape", [TENSOR, CONTEXT, EXPERT], ids=str)
 
 
+CUT = {"stages": 1, "replicas": 4, "copies": 2, "flags": {"policy": "reroute"}}
+"""A layer's optimizer state is in slices, also when a worker is lost: more hold it than keep each."""
+
+
 def job(shape, *kills, **others):
-    return Case(stages=2, replicas=2, profile=profile(), kills=kills, **(shape | others))
+    return Case(profile=profile(), kills=kills, **({"stages": 2, "replicas": 2} | shape | others))
 
 
-@pytest.mark.parametrize("shape", [BOTH, GANGS[1], GANGS[4]], ids=str)
+@pytest.mark.parametrize(
+    "shape", [BOTH, GANGS[1], GANGS[4], CONTEXT | EXPERT | CUT | {"replicas": 3}], ids=str
+)
 def test_cells_compute_together(shape):
     check(job(shape, steps=1), seed=2)
+
+
+@pytest.mark.parametrize(("shape", "point"), [(CONTEXT, "reduce"), (EXPERT, "param_gather")], ids=str)
+def test_killed_as_slices_are_exchanged(shape, point):
+    """Of ranks that have the same gradients each sums a piece of their slices, cut over three workers in the end."""
+    one = job(shape | CUT, Kill(rank=1, step=0, point=point), steps=2, **TIGHT)
+    assert check(one, seed=0).outcomes()
 
 
 INTERRUPTED = pytest.mark.parametrize(
@@ -111,22 +124,50 @@ def test_a_smaller_cell_becomes_whole_again(shape):
     assert last.members == (0, 1, 2, 3, 6, 7)
 
 
+KEPT_THRICE = CUT | {
+    "flags": {"policy": "replan", "redundancy": "state", "redundancy_level": 2},
+}
+"""Layers that have three holders however many workers are left, two of which keep each slice."""
+
+
+def keeps_slices(worker, generation):
+    layout = generation.plan.layout
+    return any(
+        worker in one.owners and len(one.owners) < len(holders)
+        for layer, holders in enumerate(layout.all_holders)
+        for one in layout.states[layer]
+    )
+
+
+@pytest.mark.parametrize(
+    "shape", [TENSOR, *(pytest.param(one, marks=pytest.mark.matrix) for one in (CONTEXT, EXPERT))], ids=str
+)
+def test_a_smaller_cell_keeps_slices(shape):
+    """What it keeps of each whole one's part comes from ranks of whole cells, and goes back to some."""
+    ended = check(shrinking(shape, WHOLE, **KEPT_THRICE, steps=9), seed=0)
+    assert any(keeps_slices(1, one) for one in ended.entered if one.shapes == ((1, 2),))
+    assert (ended.entered[-1].shapes, ended.entered[-1].members) == ((), (0, 1, 2, 3, 6, 7))
+
+
 @pytest.mark.matrix
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize("copies", [0, 2])
 @pytest.mark.parametrize("part", range(10))
-def test_all_random_gangs(part):
+def test_all_random_gangs(part, copies):
     for number in range(part, 100, 10):
         for seed in range(4):
-            check(gangs(number), seed=1000 * number + seed)
+            check(gangs(number, copies=copies), seed=1000 * number + seed)
 
 
 @pytest.mark.matrix
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("copies", [0, 2])
 @pytest.mark.parametrize("part", range(5))
-def test_gangs_killed_as_plans_change(part, kind):
+def test_gangs_killed_as_plans_change(part, kind, copies):
     for number in range(part, 15, 5):
-        check(replace(changing(kind, number), **(TIGHT if number % 2 else {}), **EXPERT), seed=number)
+        one = changing(kind, number, copies=copies)
+        check(replace(one, **(TIGHT if number % 2 else {}), **EXPERT), seed=number)
 
 
 @pytest.mark.matrix
@@ -141,15 +182,29 @@ def test_killed_anywhere(shape, point):
 
 @pytest.mark.matrix
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("point", [*POINTS, *PHASES])
+@pytest.mark.parametrize("point", [*POINTS, "param_gather"])
+@SHAPES
+def test_killed_anywhere_with_slices(shape, point):
+    for seed in range(6):
+        kill = Kill(rank=1, step=1, point=point)
+        cut = CUT | {"replicas": 3 + seed // 2 % 2}
+        check(job(shape | cut, kill, steps=3, **(TIGHT if seed % 2 else {})), seed)
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("cut", [{}, KEPT_THRICE], ids=["whole", "slices"])
+@pytest.mark.parametrize("point", [*POINTS, "param_gather", *PHASES])
 @PAIRS
-def test_killed_beside_a_smaller_cell(shape, point):
+def test_killed_beside_a_smaller_cell(shape, point, cut):
     """Another one, as the smaller cell is filled, and as it trains; it comes back, or completes the smaller one."""
+    if point == "param_gather" and not cut:
+        pytest.skip("no weights are gathered")
     for generation in (3, 4):
         step = -1 if point in PHASES else 3 + generation % 2
         kill = Kill(rank=7, step=step, point=point, generation=generation if point in PHASES else 0)
         for breaks in (False, True):
-            check(shrinking(shape, replace(kill, breaks=breaks), steps=8), seed=generation)
+            check(shrinking(shape, replace(kill, breaks=breaks), steps=8, **cut), seed=generation)
 
 
 @pytest.mark.matrix
