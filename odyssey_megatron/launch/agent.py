@@ -29,7 +29,7 @@ from odyssey_megatron.launch.admission import OTHER_TOKEN
 from odyssey_megatron.launch.asking import Asking
 from odyssey_megatron.launch.control import Control, EventReader
 from odyssey_megatron.launch.coordinator import Coordinator
-from odyssey_megatron.launch.forking import forking
+from odyssey_megatron.launch.forking import all_begun, forking
 from odyssey_megatron.launch.heartbeat import HeartbeatBoard
 from odyssey_megatron.launch.leases import FirstAgent, beats
 from odyssey_megatron.launch.onlookers import Onlookers
@@ -134,7 +134,7 @@ class OdysseyAgent(LocalElasticAgent):
         )
         try:
             try:
-                with forking(launch.zygote):
+                with forking(launch.zygote), all_begun():
                     self._initialize_workers(group)
             except ControlPlaneLost:
                 raise SystemExit(self._orphaned()) from None

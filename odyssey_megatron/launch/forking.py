@@ -13,6 +13,7 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing import api as multiprocessing_api
 
+from odyssey_megatron.launch.signals import heeded_behind
 from odyssey_megatron.launch.zygote import ForkedProcess, Zygote
 
 
@@ -36,6 +37,26 @@ def forking(zygote: Zygote | None) -> Iterator[None]:
         yield
     finally:
         multiprocessing_api.get_subprocess_handler = original
+
+
+@contextlib.contextmanager
+def all_begun() -> Iterator[None]:
+    """Inside, torch elastic starts processes; from the first one on signals wait until the body is over. Where one came
+    between two of them, torch would end, and leave those that have begun behind.
+    """
+    original = multiprocessing_api.get_subprocess_handler
+    with contextlib.ExitStack() as waiting:
+
+        def handler(*args: Any, **named: Any) -> Any:
+            multiprocessing_api.get_subprocess_handler = original
+            waiting.enter_context(heeded_behind())
+            return original(*args, **named)
+
+        multiprocessing_api.get_subprocess_handler = handler
+        try:
+            yield
+        finally:
+            multiprocessing_api.get_subprocess_handler = original
 
 
 class ForkedHandler:

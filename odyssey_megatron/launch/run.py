@@ -71,7 +71,8 @@ def _run(argv: Sequence[str], joins: bool) -> int:
 
 
 def _parse(argv: Sequence[str], joins: bool) -> Any:
-    from torch.distributed.run import get_args_parser
+    with signals.heeded_behind():
+        from torch.distributed.run import get_args_parser
 
     parser = get_args_parser()
     parser.prog = "odyssey join" if joins else "odyssey run"
@@ -118,13 +119,14 @@ _TYPES: dict[str, Callable[[str], Any]] = {
 def _launch(
     args: Any, config: OdysseyConfig, nodes: int, token: str, zygote: Zygote | None, joins: bool
 ) -> int:
-    from torch.distributed import run as torchrun
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.launcher import api
+    with signals.heeded_behind():
+        from torch.distributed import run as torchrun
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.launcher import api
 
-    from odyssey_megatron.launch import admission, local_rendezvous
-    from odyssey_megatron.launch.agent import Launch, OdysseyAgent
-    from odyssey_megatron.policy.planner import PolicyPlanner
+        from odyssey_megatron.launch import admission, local_rendezvous
+        from odyssey_megatron.launch.agent import Launch, OdysseyAgent
+        from odyssey_megatron.policy.planner import PolicyPlanner
 
     if config.mode != "off":  # an unmodified Megatron-LM script: something must bring Odyssey into it
         args.training_script_args = [args.training_script, *args.training_script_args]

@@ -32,6 +32,29 @@ def not_ignored(names: str) -> str:
     return ",".join(kept)
 
 
+@contextmanager
+def heeded_behind() -> Iterator[None]:
+    """In the body (of the main thread) signals are taken note of, and behind it the first is given to its handler.
+
+    For imports: torch catches whatever is raised while it imports numpy, and would go on as if nothing had been. And
+    for processes that are started: of those that have begun nobody would know. What is ignored, or ends the process,
+    stays so.
+    """
+    handlers = {one: signal.getsignal(one) for one in (*HANDLED, signal.SIGQUIT)}
+    told = list[int]()
+    for one, handler in handlers.items():
+        if callable(handler):
+            signal.signal(one, lambda number, frame: told.append(number))
+    try:
+        yield
+    finally:
+        for one, handler in handlers.items():
+            if callable(handler):
+                signal.signal(one, handler)
+    if told:
+        signal.raise_signal(told[0])
+
+
 class Received:
     """Signals to this process, the agent. ``fd`` is readable when there are any."""
 
