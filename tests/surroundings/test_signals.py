@@ -145,8 +145,9 @@ def test_ctrl_c_while_the_launcher_starts(tmp_path, after_s):
     script.write_text("import time; time.sleep(60)")
     command = [sys.executable, "-m", "odyssey_megatron", "run", "--nproc-per-node", "2", str(script)]
     job = subprocess.Popen(
-        [*command, "--odyssey-run-dir", tmp_path / "run"], stderr=subprocess.PIPE, text=True, cwd=CHECKOUT
-    )
+        [*command, "--odyssey-run-dir", tmp_path / "run"], stderr=subprocess.PIPE, text=True, cwd=CHECKOUT,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background ignores it
+    )  # fmt: skip
     time.sleep(after_s)
     job.send_signal(signal.SIGINT)
     _, said = job.communicate(timeout=20)  # also of ranks, if any are left
