@@ -29,11 +29,12 @@ def free_ports(count: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def job(jobs):
-    """(run folder, port of the page, of the metrics): four ranks of which one has died, and which go on training."""
+    """(run folder, port of the page, of the metrics): four ranks of which one has hung, and which go on training."""
     page, metrics = free_ports(2)
     flags = (
         "--train-iters 100000 --odyssey-on-sigterm save --odyssey-profile-steps 2 "
-        f"--odyssey-inject rank=3,step=12,at=backward --odyssey-page-port {page} --odyssey-metrics-port {metrics}"
+        "--odyssey-inject rank=3,step=12,at=backward,signal=STOP "
+        f"--odyssey-page-port {page} --odyssey-metrics-port {metrics}"
     )
     argv = ["--nproc-per-node", "4", str(SCRIPT), *jobs.flags("watched", stages=2), *flags.split()]
     running = jobs.server.run(argv, log=jobs.folder / "watched.log")
@@ -95,7 +96,7 @@ def test_by_a_prometheus(job, tmp_path):
         assert server.value('odyssey_ranks{state="dead"}') == 1
         assert server.value("odyssey_losses_survived") == survives(job[0])
         assert 0 < server.value("odyssey_goodput_ratio") <= 1
-        assert server.value('odyssey_stalls_total{cause="killed"}') == 1
+        assert server.value('odyssey_stalls_total{cause="hang"}') == 1
         assert len(server.query("odyssey_worker_slowness_ratio")) == 3
         (recovering,) = server.query('odyssey_lost_seconds{bucket="INFRASTRUCTURE_RECOVERY_FROM_DISRUPTION"}')
         assert float(recovering["value"][1]) > 0
