@@ -129,13 +129,20 @@ def _monitor(host: Host, job: Job) -> Row:
 
 def _nvls(host: Host) -> Row:
     name = "NCCL_NVLS_ENABLE"
-    value = host.environ.get(name)
-    if value == "0":
-        return _row(name, OK, "0")
-    return _row(
-        name, WARNING, f"{value or 'unset'}: communicators with NVLink SHARP are known to hang when aborted",
-        f"export {name}=0",
-    )  # fmt: skip
+    why = "communicators with NVLink SHARP are known to hang when aborted"
+    return _off(host, name, "unset", why, f"export {name}=0")
+
+
+def _launch_order(host: Host) -> Row:
+    name = "NCCL_LAUNCH_ORDER_IMPLICIT"
+    why = "below CUDA 12.3 one kernel runs at a time, and pipelines of three stages would hang"
+    return _off(host, name, "0", why, f"unset {name}; docs/devices.md has the reason.")
+
+
+def _off(host: Host, name: str, default: str, why: str, remedy: str) -> Row:
+    """A variable that should be 0."""
+    value = host.environ.get(name) or default
+    return _row(name, OK, "0") if value == "0" else _row(name, WARNING, f"{value}: {why}", remedy)
 
 
 def _ib_timeout(host: Host, job: Job) -> Row:
@@ -156,17 +163,6 @@ def _ib_timeout(host: Host, job: Job) -> Row:
     return _row(
         name, WARNING, f"{found}, later than --odyssey-op-timeout-s ({job.config.op_timeout_s:.0f} s)",
         f"unset {name} ({_IB_TIMEOUT}), or raise the flag.",
-    )  # fmt: skip
-
-
-def _launch_order(host: Host) -> Row:
-    name = "NCCL_LAUNCH_ORDER_IMPLICIT"
-    value = host.environ.get(name, "0")
-    if value == "0":
-        return _row(name, OK, "off")
-    return _row(
-        name, WARNING, f"{value}: below CUDA 12.3 one kernel runs at a time, and pipelines of three stages would hang",
-        f"unset {name}; docs/devices.md has the reason.",
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,17 +42,25 @@ def heeded_behind() -> Iterator[None]:
     """
     handlers = {one: signal.getsignal(one) for one in (*HANDLED, signal.SIGQUIT)}
     told = list[int]()
-    for one, handler in handlers.items():
-        if callable(handler):
-            signal.signal(one, lambda number, frame: told.append(number))
+    with _noted(
+        {one: handler for one, handler in handlers.items() if callable(handler)},
+        lambda number, frame: told.append(number),
+    ):
+        yield
+    if told:
+        signal.raise_signal(told[0])
+
+
+@contextmanager
+def _noted(handlers: Mapping[signal.Signals, Any], note: Callable[[int, Any], None]) -> Iterator[None]:
+    """In the body the signals go to ``note``; behind it to their ``handlers`` again."""
+    for one in handlers:
+        signal.signal(one, note)
     try:
         yield
     finally:
         for one, handler in handlers.items():
-            if callable(handler):
-                signal.signal(one, handler)
-    if told:
-        signal.raise_signal(told[0])
+            signal.signal(one, handler)
 
 
 class Received:
@@ -67,14 +75,10 @@ class Received:
     def handled(self, numbers: Iterable[signal.Signals] = HANDLED) -> Iterator[Received]:
         """In the body (of the main thread) they are taken note of; ignored ones stay ignored."""
         before = {one: signal.getsignal(one) for one in numbers}
-        before = {one: handler for one, handler in before.items() if handler != signal.SIG_IGN}
-        for one in before:
-            signal.signal(one, self._note)
-        try:
+        with _noted(
+            {one: handler for one, handler in before.items() if handler != signal.SIG_IGN}, self._note
+        ):
             yield self
-        finally:
-            for one, handler in before.items():
-                signal.signal(one, handler)
 
     def _note(self, number: int, frame: Any) -> None:
         now_s = time.monotonic()

@@ -128,10 +128,8 @@ class NcclAbort:
 
     def give(self, backends: Iterable[Any], to: NcclAbort) -> None:
         """They go with that generation from now on. Raises Superseded, and gives nothing, if either is fired."""
-        with (
-            self._lock,
-            to._lock,
-        ):  # whoever fires finds each of them once; an earlier generation gives to a later one
+        # Under both locks whoever fires finds each of them once. An earlier generation gives to a later one.
+        with self._lock, to._lock:
             if self.fired or to.fired:
                 raise Superseded("a newer generation exists")
             for backend in backends:

@@ -113,13 +113,13 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
         for library in dict.fromkeys((self._hosts, self._devices)):
             mine = {name: ranks for name, ranks in named.items() if self._library(name) is library}
             abort, kept = self._aborts[library], dict[str, tuple[Any, dist.Store]]()
-            if library is not self._devices:
-                pass
-            elif before is None:
-                kept = self._kept(mine, named)
-            else:
-                self._goes_on = fitting(before, mine)
-            missing = {name: ranks for name, ranks in mine.items() if name not in {*kept, *self._goes_on}}
+            if library is self._devices:
+                if before is None:
+                    kept = self._kept(mine, named)
+                else:
+                    self._goes_on = fitting(before, mine)
+            there = kept.keys() | self._goes_on.keys()
+            missing = {name: ranks for name, ranks in mine.items() if name not in there}
             with abort.connecting():
                 build = functools.partial(_build_all, member, self.number, missing, library, abort)
                 built = kept | abort.call(build)

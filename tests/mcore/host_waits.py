@@ -46,10 +46,9 @@ class Watched(Device):
     """Knows the line that has made the host wait, of Megatron's or Odyssey's."""
 
     def synchronize(self, why: str, event: Event | None = None) -> None:
-        files = [one.filename.rpartition("odyssey_megatron/")[2] for one in extract_stack()]
         ours = [
-            f"{file.rpartition('/site-packages/')[2]}: {one.name}"
-            for file, one in zip(files, extract_stack(), strict=True)
+            f"{one.filename.rpartition('odyssey_megatron/')[2].rpartition('/site-packages/')[2]}: {one.name}"
+            for one in extract_stack()
             if "megatron" in one.filename and "/tests/" not in one.filename and "/cpu_" not in one.filename
         ]
         super().synchronize([why, *ours][-1], event)
