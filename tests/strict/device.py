@@ -9,6 +9,7 @@ two streams do to the same memory must be in order by events, whatever the timin
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -115,11 +116,10 @@ class DeviceMemory:
 
 def poison(tensor: torch.Tensor) -> None:
     """What is in memory that nobody has written to, or that an aborted operation has left."""
-    with torch.no_grad():
-        if tensor.is_floating_point():
-            tensor.data.fill_(float("nan"))
-        elif tensor.dtype is not torch.bool:
-            tensor.data.fill_(77)
+    if tensor.is_floating_point():
+        tensor.data.fill_(float("nan"))
+    elif tensor.dtype is not torch.bool:
+        tensor.data.fill_(77)
 
 
 @contextlib.contextmanager
@@ -205,15 +205,14 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, memory, device = kwargs or {}, self._memory, self._memory.device
-        given = [*_tensors((args, tuple(kwargs.values())))]
+        given = _tensors((args, tuple(kwargs.values())))
         here = [one for one in given if one in memory]
         if func is torch.ops.aten.lift_fresh.default and self._asked.device:
             return self._copied_in(args[0])
         if not here and not self._asked.device:
             return func(*args, **kwargs)
-        returns = func._schema.returns
-        if any(one.alias_info and not one.alias_info.is_write for one in returns):
-            return func(*args, **kwargs)  # a view
+        if _is_view(func):
+            return func(*args, **kwargs)
         strangers = [one for one in given if one not in memory and one.ndim]
         if func is torch.ops.aten.copy_.default and args[0] not in memory:
             device.synchronize(_where("copy to the host"))
@@ -234,19 +233,14 @@ class _Operations(TorchDispatchMode):
         """Queues it. What it returns has its shape already, and is written then."""
         memory, device = self._memory, self._memory.device
         bare = _bare(args), {name: _bare(one) for name, one in kwargs.items()}
-        if func._schema.is_mutable:
-            specs, by_name = func._schema.arguments, [*args, *[None] * len(func._schema.arguments)]
-            by_name = [kwargs.get(spec.name, arg) for spec, arg in zip(specs, by_name, strict=False)]
-            changed = [
-                arg
-                for spec, arg in zip(specs, by_name, strict=True)
-                if spec.alias_info and spec.alias_info.is_write
-            ]
-            written = [*_tensors(changed)]
+        if changing := _changes(func):
+            changed = [args[at] if at < len(args) else kwargs.get(name) for at, name in changing]
+            written = _tensors(changed)
             found, made = (changed[0] if func._schema.returns else None), []
         else:
-            found = _rooms(func(*_shapes(args), **{name: _shapes(one) for name, one in kwargs.items()}))
-            made = [*_tensors(found)]
+            shapes = _found(func, _shapes(args), tuple(kwargs), tuple(map(_shapes, kwargs.values())))
+            found = _rooms(shapes, "cpu")
+            made = _tensors(found)
             written = made
         for one in made:
             memory.allocate(one)
@@ -291,26 +285,55 @@ _ONLY_LIKE = {
 """What makes a tensor like another one, and does not look at what is in that."""
 
 
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+def _tensors(tree: Any) -> list[torch.Tensor]:
     if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, (tuple, list)):
+        return [tree]
+    found = []
+    if isinstance(tree, (tuple, list)):
         for one in tree:
-            yield from _tensors(one)
+            found += [one] if isinstance(one, torch.Tensor) else _tensors(one)
+    return found
+
+
+class _Shape:
+    """What is known of a tensor before it is computed. Alike if all of it is."""
+
+    __slots__ = ("dtype", "key", "shape", "strides")
+
+    def __init__(self, tensor: torch.Tensor):
+        self.shape, self.strides, self.dtype = tuple(tensor.shape), tensor.stride(), tensor.dtype
+        self.key = (self.shape, self.strides, self.dtype)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Shape) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def room(self, device: str) -> torch.Tensor:
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
 
 
 def _shapes(tree: Any) -> Any:
-    """Without what is in them, which need not be there yet."""
+    """Without what is in them, which need not be there yet. Alike only where all types are: True is no 1.0."""
     if isinstance(tree, torch.Tensor):
-        return torch.empty_strided(tree.shape, tree.stride(), dtype=tree.dtype, device="meta")
-    return type(tree)(_shapes(one) for one in tree) if isinstance(tree, (tuple, list)) else tree
+        return _Shape(tree)
+    return (type(tree), tuple(map(_shapes, tree))) if isinstance(tree, (tuple, list)) else (type(tree), tree)
 
 
-def _rooms(tree: Any) -> Any:
+def _rooms(tree: Any, device: str) -> Any:
     """Memory for what has such shapes."""
-    if isinstance(tree, torch.Tensor):
-        return torch.empty_strided(tree.shape, tree.stride(), dtype=tree.dtype)
-    return type(tree)(_rooms(one) for one in tree) if isinstance(tree, (tuple, list)) else tree
+    if isinstance(tree, _Shape):
+        return tree.room(device)
+    kind, value = tree
+    return kind(_rooms(one, device) for one in value) if issubclass(kind, (tuple, list)) else value
+
+
+@functools.cache
+def _found(func: Any, args: Any, names: tuple[str, ...], by_name: Any) -> Any:
+    """The shapes of what ``func`` gives for such shapes; torch finds them out in Python, which takes long."""
+    given = {name: _rooms(one, "meta") for name, one in zip(names, by_name, strict=True)}
+    return _shapes(func(*_rooms(args, "meta"), **given))
 
 
 def _bare(tree: Any) -> Any:
@@ -327,9 +350,29 @@ def _asks_for_a_value(func: Any, args: Any, memory: DeviceMemory) -> bool:
     if func.overloadpacket in _INDEXED:  # a mask says how many; where one number goes to it does not matter
         masks = any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in args[1])
         return masks and (len(args) < 3 or args[2] in memory)
+    return _gives_a_value(func)
+
+
+@functools.cache
+def _gives_a_value(func: Any) -> bool:
     tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
     kinds = {str(one.type) for one in func._schema.returns}
     return bool(tags & set(func.tags)) or bool(kinds and not any("Tensor" in kind for kind in kinds))
+
+
+@functools.cache
+def _changes(func: Any) -> list[tuple[int, str]]:
+    """The places and names of arguments that it writes to."""
+    return [
+        (at, spec.name)
+        for at, spec in enumerate(func._schema.arguments)
+        if spec.alias_info and spec.alias_info.is_write
+    ]
+
+
+@functools.cache
+def _is_view(func: Any) -> bool:
+    return any(one.alias_info and not one.alias_info.is_write for one in func._schema.returns)
 
 
 def _where(what: str) -> str:
