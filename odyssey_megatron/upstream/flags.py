@@ -101,7 +101,7 @@ _WORKS = {
     moe_router_score_function moe_router_dtype moe_router_enable_expert_bias
     moe_router_bias_update_rate moe_aux_loss_coeff moe_z_loss_coeff moe_input_jitter_eps
     moe_per_layer_logging moe_expert_capacity_factor moe_pad_expert_input_to_capacity
-    moe_token_drop_policy moe_layer_recompute moe_apply_probs_on_input moe_grouped_gemm
+    moe_token_drop_policy moe_layer_recompute moe_apply_probs_on_input
     moe_permute_fusion moe_router_fusion use_fused_weighted_squared_relu moe_router_force_load_balancing
     """,
     "hybrid models: tests/megatron_lm/test_hybrid.py": """

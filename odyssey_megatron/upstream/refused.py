@@ -258,6 +258,10 @@ _NEVER = _since(
      "Use --exit-signal-handler, or --exit-duration-in-mins."),
     ("moe_use_legacy_grouped_gemm use_legacy_models",
      "Later versions of Megatron-LM have it no more.", "Leave it out, and use what has taken its place there."),
+    ("moe_grouped_gemm", "With --transformer-impl local core_v0.16.1 keeps the experts of a rank as one tensor, which "
+     "cannot be dealt out to others; later versions take no notice of it there.",
+     "Leave it out, or use Transformer Engine's layers.",
+     lambda value, args: bool(value) and getattr(args, "transformer_impl", None) == "local"),
     ("init_model_with_meta_device", "It is for FSDP: else weights would stay undrawn until a checkpoint is read, and a "
      "layer that is built in a recovery would have none.", _LEAVE_OUT),
     ("freeze_all_layers skip_train", "Nothing is trained, so that there is nothing to recover.",

@@ -59,9 +59,13 @@ def test_a_refusal_says_why_and_from_which_version_on_it_could_work():
     assert line.startswith("--freeze-all-layers is refused with --odyssey: Nothing is trained")
 
 
+def rows_of(*line):
+    return list(flags.rows(Job(config=OdysseyConfig(), flags=line), "0.16.1"))
+
+
 @pytest.mark.parametrize("flag", SLIPPED)
 def test_flags_that_once_slipped_past(flag):
-    found = list(flags.rows(Job(config=OdysseyConfig(), flags=(flag, SLIPPED[flag])), "0.16.1"))
+    found = rows_of(flag, SLIPPED[flag])
     assert [(row.name, row.state) for row in found] == [(flag, "problem")]
     assert found[0].remedy
 
@@ -92,6 +96,13 @@ def test_all_refused_flags_are_named_at_once():
     with pytest.raises(ConfigError) as caught:
         refusals.check(args, refusals.Parser.of(parser, "9.9"), ())
     assert str(caught.value).splitlines() == ["2 of the job's flags cannot be used:", *lines]
+
+
+def test_grouped_experts_of_local_layers_are_refused_alone():
+    for impl, refused in (("local", True), ("transformer_engine", False)):
+        flags = ("--moe-grouped-gemm", "--transformer-impl", impl)
+        states = {row.name: row.state for row in rows_of(*flags)}
+        assert (states.get("--moe-grouped-gemm") == "problem") is refused, states
 
 
 def test_an_argument_that_nobody_knows_is_refused_once_it_is_given():
