@@ -17,7 +17,13 @@ from odyssey_megatron.cluster.events import (
     event_to_jsonable,
 )
 from odyssey_megatron.cluster.job import JobSpec
-from odyssey_megatron.cluster.state import apply, initial_state, next_generation, offer_generation
+from odyssey_megatron.cluster.state import (
+    apply,
+    initial_state,
+    lost_between,
+    next_generation,
+    offer_generation,
+)
 from odyssey_megatron.errors import ConfigError
 
 
@@ -54,6 +60,18 @@ def test_a_cell_is_lost_with_any_of_its_ranks():
     after = apply(state, died(5))
     assert (after.alive, after.dead, after.ranks) == ((0, 1, 3), (2,), (0, 1, 2, 3, 6, 7))
     assert apply(after, died(4)) is after, "its other rank went with it"
+
+
+def test_who_is_lost_between_two_states():
+    draw = random.Random(0)
+    for size in (1, 2):
+        before = now = next_generation(initial_state(nodes=(0, 0, 0, 0, 1, 1, 1, 1), cell_size=size))
+        for incarnation in range(1, 40):
+            rank = draw.randrange(8)
+            event = draw.choice((died(rank), joined(rank, incarnation), NodeLost(node=rank // 4, t_s=1.0)))
+            now = apply(now, event)
+            assert lost_between(before, now) == set(before.ranks) - set(now.ranks)
+            before = now if draw.random() < 0.3 else before
 
 
 def test_ranks_of_a_cell_talk_to_their_likes():

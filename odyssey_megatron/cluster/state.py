@@ -238,6 +238,15 @@ def apply(state: ClusterState, event: Event) -> ClusterState:
             return state
 
 
+def lost_between(before: ClusterState, after: ClusterState) -> set[int]:
+    """Ranks of workers that lived ``before``, and that are not among the living ``after``."""
+    if before.workers is after.workers:  # most events say nothing of that, and there is one of each rank's
+        return set()
+    changed = [(a, b) for a, b in zip(before.workers, after.workers, strict=True) if a is not b]
+    live = {rank for _, now in changed if now.alive for rank in now.ranks}
+    return {rank for was, _ in changed if was.alive for rank in was.ranks} - live
+
+
 def next_generation(state: ClusterState) -> ClusterState:
     """The living in a new generation that nobody has reported live yet. An offer that is open is void.
 

@@ -20,7 +20,13 @@ from odyssey_megatron.cluster.events import (
     RankJoined,
     Retry,
 )
-from odyssey_megatron.cluster.state import ClusterState, apply, next_generation, offer_generation
+from odyssey_megatron.cluster.state import (
+    ClusterState,
+    apply,
+    lost_between,
+    next_generation,
+    offer_generation,
+)
 from odyssey_megatron.errors import EXIT_ALIKE, EXIT_BAD_INPUT, EXIT_LAYERS_LOST, EXIT_UNSOUND, LayersLost
 from odyssey_megatron.launch.offer_tries import OfferTries
 from odyssey_megatron.launch.verdict import Verdict
@@ -125,14 +131,15 @@ def react(
         actions += more
         if was.leaving and job.cluster.failure_times_s == was.failure_times_s:
             continue  # whoever has gone was to leave
-        lost |= set(was.ranks) - set(job.cluster.ranks)  # also of a rank that is back already
+        lost |= lost_between(was, job.cluster)  # also of a rank that is back already
     if lost:
         actions.append(deaths(job, lost, events))
         if end := _hopeless(job, lost, refused):
             return job, [*actions, end]
-    left = (job.cluster.members & set(job.cluster.ranks)) - lost
-    if left and left <= job.cluster.finished:  # where nobody is left, others may wait to be filled
-        return job, [*actions, Finished(number=job.cluster.newest + 1)]
+    if job.cluster.finished:
+        left = (job.cluster.members & set(job.cluster.ranks)) - lost
+        if left and left <= job.cluster.finished:  # where nobody is left, others may wait to be filled
+            return job, [*actions, Finished(number=job.cluster.newest + 1)]
     job = replace(job, fruitless=0 if lost else job.fruitless + bool(wanted))
     if job.fruitless > _MAX_FRUITLESS:
         return job, [*actions, stop(job, _FRUITLESS.format(count=_MAX_FRUITLESS, wanted=wanted), 1)]
@@ -144,11 +151,11 @@ def react(
 
 def bury(job: JobState, events: Sequence[Event]) -> tuple[JobState, set[int]]:
     """The job after the deaths among ``events`` alone; the ranks that are lost."""
-    living = set(job.cluster.ranks)
+    before = job.cluster
     for event in events:
         if isinstance(event, (RankDied, NodeLost)):
             job, _ = _after(job, event, 0.0)
-    return job, living - set(job.cluster.ranks)
+    return job, lost_between(before, job.cluster)
 
 
 def _after(job: JobState, event: Event, now_s: float) -> tuple[JobState, list[Action]]:

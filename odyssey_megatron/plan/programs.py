@@ -34,25 +34,39 @@ class Programs:
         for numbers, seats in self.groups:
             for one, template in seats:
                 if one == worker:
-                    return self._filled(template, list(map(str, numbers)))
+                    return _Filler(self.templates).filled(template, list(map(str, numbers)))
         return ""
 
     def text(self) -> str:
         """As ``Schedule.to_text()``, ascending by worker. Raises as :meth:`of`."""
-        lines = []
+        lines, filler = [], _Filler(self.templates)
         for numbers, seats in self.groups:
             names = list(map(str, numbers))
-            lines += [(worker, self._filled(template, names)) for worker, template in seats]
+            lines += [(worker, filler.filled(template, names)) for worker, template in seats]
         return "\n".join(f"{worker}: {program}" for worker, program in sorted(lines))
 
-    def _filled(self, template: int, numbers: Sequence[str]) -> str:
+
+class _Filler:
+    """Takes each template apart once, at the first worker that has it."""
+
+    def __init__(self, templates: Sequence[str]):
+        self._templates = templates
+        self._parted: dict[int, tuple[list[str], list[int]]] = {}
+        """Pieces and names of places in turn, and these places."""
+
+    def filled(self, template: int, numbers: Sequence[str]) -> str:
         # Not by str.format, which would do more than it is asked for with a text that came over the network.
-        if not 0 <= template < len(self.templates):
-            raise ScheduleInvalid(f"template {template} of {len(self.templates)} is not there")
+        if not 0 <= template < len(self._templates):
+            raise ScheduleInvalid(f"template {template} of {len(self._templates)} is not there")
+        if template not in self._parted:
+            pieces = _PLACE.split(self._templates[template])
+            self._parted[template] = pieces, list(map(int, pieces[1::2]))
+        pieces, places = self._parted[template]
         try:
-            return _PLACE.sub(lambda found: numbers[int(found[1])], self.templates[template])
+            pieces[1::2] = [numbers[place] for place in places]
         except IndexError:
             raise ScheduleInvalid(f"template {template} wants more than {len(numbers)} numbers") from None
+        return "".join(pieces)
 
 
 _PLACE = re.compile(r"\{(\d{1,9})\}")
