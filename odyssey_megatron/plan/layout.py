@@ -200,20 +200,27 @@ class Layout:
         if seen != list(range(len(seen))):
             raise LayoutInvalid(f"microbatches {seen} are not 0..{len(seen) - 1}, each once")
         holders_of = [frozenset(holders) for holders in self.holders]
+        sound = set[tuple[int, int, int]]()
         for route in self.routes:
-            self._check_route(route, holders_of)
+            self._check_route(route, holders_of, sound)
         return self
 
-    def _check_route(self, route: Route, holders_of: list[frozenset[int]]) -> None:
+    def _check_route(
+        self, route: Route, holders_of: list[frozenset[int]], sound: set[tuple[int, int, int]]
+    ) -> None:
+        """``sound``: (worker, first, last) of hops whose worker is known to hold these layers."""
         at = 0
         for hop in route.hops:
             if hop.first != at or hop.last <= hop.first:
                 raise LayoutInvalid(f"{hop} does not go on from layer {at} in {route}")
-            held = [hop.worker in holders for holders in holders_of[hop.first : hop.last]]
-            if not all(held) or len(held) < hop.last - hop.first:
+            at = hop.last
+            if (hop.worker, hop.first, at) in sound:
+                continue
+            held = [hop.worker in holders for holders in holders_of[hop.first : at]]
+            if not all(held) or len(held) < at - hop.first:
                 layer = hop.first + (held.index(False) if False in held else len(held))
                 raise LayoutInvalid(f"worker {hop.worker} does not hold layer {layer} ({hop})")
-            at = hop.last
+            sound.add((hop.worker, hop.first, at))
         if at != self.num_layers:
             raise LayoutInvalid(f"{route} ends at layer {at} of {self.num_layers}")
 

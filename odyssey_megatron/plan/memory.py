@@ -35,9 +35,11 @@ def state_bytes(layout: Layout, costs: Costs) -> dict[int, int]:
                 )
             total[worker] += of_shares[shares]
     for route in layout.routes if costs.keeps_messages else ():
-        for hop in route.hops:
-            sent = (hop.last < layout.num_layers) + (hop.first > 0)  # an activation, an input gradient
-            total[hop.worker] += sent * len(route.microbatches) * costs.message_bytes
+        size = len(route.microbatches) * costs.message_bytes
+        for hop in route.hops:  # of each, an activation and an input gradient
+            total[hop.worker] += 2 * size
+        total[route.hops[0].worker] -= size
+        total[route.hops[-1].worker] -= size
     return total
 
 
@@ -74,10 +76,11 @@ def minimum_bytes(layout: Layout, costs: Costs) -> dict[int, int]:
     """
     needs: dict[int, dict[int, int]] = {worker: {} for worker in layout.workers}
     each = costs.spans.activation_bytes
-    for route in layout.routes:
-        for hop in route.hops:
-            at = needs[hop.worker]
-            at[hop.first] = max(at.get(hop.first, 0), each(hop.first, hop.last))
+    for worker, first, last in {
+        (hop.worker, hop.first, hop.last) for route in layout.routes for hop in route.hops
+    }:
+        at = needs[worker]
+        at[first] = max(at.get(first, 0), each(first, last))
     return {worker: sum(at.values()) for worker, at in needs.items()}
 
 

@@ -49,20 +49,23 @@ def plan_transfers(
     check_living(previous, alive)
     there, sizes = frozenset(alive), [one.state_bytes for one in costs.all_layers]
     whole: dict[int, list[tuple[int, int, tuple[int, ...]]]] = defaultdict(list)
-    cut: dict[int, list[tuple[int, Span, int, tuple[int, ...]]]] = defaultdict(list)
+    cut: dict[int, dict[int, list[tuple[Span, int, tuple[int, ...]]]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
     for layer, (before, after) in enumerate(zip(previous.states, target.states, strict=True)):
         for worker, span, sources in _missing(before, after, there) if before != after else ():
             if span == EVERYTHING:
                 whole[sizes[layer]].append((layer, worker, sources))
             else:
-                cut[sizes[layer]].append((worker, span, layer, sources))
+                cut[sizes[layer]][worker].append((span, layer, sources))
     # Of slices those that one worker is sent of many layers follow upon each other: the wire names them together.
     loads, transfers = _Loads(), list[Transfer]()
     for size in sorted(whole.keys() | cut.keys(), reverse=True):
         for layer, worker, sources in sorted(whole.get(size, ())):
             transfers.append(Transfer(layer, loads.least(sources, size), worker))
-        for worker, span, layer, sources in sorted(cut.get(size, ())):
-            transfers.append(Transfer(layer, loads.least(sources, bytes_of(span, size)), worker, span))
+        for worker, parts in sorted(cut[size].items()):
+            for span, layer, sources in sorted(parts):
+                transfers.append(Transfer(layer, loads.least(sources, bytes_of(span, size)), worker, span))
     return tuple(transfers)
 
 
