@@ -17,7 +17,7 @@ from odyssey_megatron.cluster.events import (
     RankReturned,
     Retry,
 )
-from odyssey_megatron.cluster.state import initial_state
+from odyssey_megatron.cluster.state import ClusterState, initial_state
 from odyssey_megatron.errors import EXIT_FENCED
 from odyssey_megatron.launch.reactions import (
     Answer,
@@ -55,6 +55,17 @@ def test_a_death_is_reported_and_then_decided_on():
     job, generation = published(job, PLAN, recover.why, dead=recover.dead)
     assert (generation.number, generation.members, generation.dead) == (2, (0, 1, 2, 4, 5), (3,))
     assert generation.previous == PLAN.layout
+
+
+def test_that_a_rank_is_live_is_noted_without_a_look_at_all_others(monkeypatch):
+    """There are as many such events as ranks: a job of 16,384 was deaf for 40 s at each generation's beginning."""
+    job, _ = begun()
+    looked = []
+    monkeypatch.setattr(ClusterState, "ranks", property(looked.append))
+    job, actions = react(job, [GenerationLive(rank=3, generation=1)], now_s=0.0)
+    assert job.cluster.live == {3}
+    assert not looked
+    assert not actions
 
 
 def test_who_waits_to_be_filled_has_not_finished_the_job():
