@@ -112,6 +112,7 @@ GIVEN = {
     "--run-workload-inspector-server": "--run-workload-inspector-server",
     "--expert-tensor-parallel-num-weight-shards": "--expert-tensor-parallel-num-weight-shards 2 --num-experts 4",
     "--expert-tensor-parallel-size": "--expert-tensor-parallel-size 2 --num-experts 4",
+    "--moe-grouped-gemm": "--moe-grouped-gemm --num-experts 4",
     "--moe-enable-routing-replay": "--moe-enable-routing-replay --num-experts 4",
     "--moe-expert-rank-capacity-factor": "--moe-expert-rank-capacity-factor 2.0 --num-experts 4",
     "--moe-latent-size": "--moe-latent-size 16 --num-experts 4",
