@@ -55,7 +55,8 @@ def test_who_reads_at_once_has_everything_in_order():
 
 def test_all_is_written_when_the_launcher_has_ended():
     """Who ends a container ends all that is in it with its first process."""
-    process = start(30, "print('x' * 30_000)")
+    # A pipe that nobody reads yet has room for 16 pages, and each line may begin another one.
+    process = start(5, "print('x' * 30_000)")
     began_s = time.monotonic()
     assert process.wait(30) == 0
     os.set_blocking(process.stdout.fileno(), False)
