@@ -288,9 +288,7 @@ def without_fresh(state: ClusterState) -> ClusterState:
 
 def without(state: ClusterState, workers: Collection[int]) -> ClusterState:
     """``state`` as if these ``workers`` were dead."""
-    if not workers:
-        return state
-    left = tuple(replace(w, alive=w.alive and w.worker not in workers) for w in state.workers)
+    left = tuple(replace(w, alive=False) if w.worker in workers else w for w in state.workers)
     return replace(state, workers=left, fresh=state.fresh - set(workers))
 
 

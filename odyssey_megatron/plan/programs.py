@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from odyssey_megatron.errors import ScheduleInvalid
 
@@ -34,39 +35,35 @@ class Programs:
         for numbers, seats in self.groups:
             for one, template in seats:
                 if one == worker:
-                    return _Filler(self.templates).filled(template, list(map(str, numbers)))
+                    return self._filled(self._parted, template, list(map(str, numbers)))
         return ""
 
     def text(self) -> str:
         """As ``Schedule.to_text()``, ascending by worker. Raises as :meth:`of`."""
-        lines, filler = [], _Filler(self.templates)
+        lines, parted = [], cache(self._parted)
         for numbers, seats in self.groups:
             names = list(map(str, numbers))
-            lines += [(worker, filler.filled(template, names)) for worker, template in seats]
+            lines += [(worker, self._filled(parted, template, names)) for worker, template in seats]
         return "\n".join(f"{worker}: {program}" for worker, program in sorted(lines))
 
+    def _parted(self, template: int) -> tuple[list[str], list[int]]:
+        """Its texts, with the name of a place between any two, and these places."""
+        if not 0 <= template < len(self.templates):
+            raise ScheduleInvalid(f"template {template} of {len(self.templates)} is not there")
+        pieces = _PLACE.split(self.templates[template])
+        return pieces, list(map(int, pieces[1::2]))
 
-class _Filler:
-    """Takes each template apart once, at the first worker that has it."""
-
-    def __init__(self, templates: Sequence[str]):
-        self._templates = templates
-        self._parted: dict[int, tuple[list[str], list[int]]] = {}
-        """Pieces and names of places in turn, and these places."""
-
-    def filled(self, template: int, numbers: Sequence[str]) -> str:
+    def _filled(
+        self, parted: Callable[[int], tuple[list[str], list[int]]], template: int, numbers: Sequence[str]
+    ) -> str:
         # Not by str.format, which would do more than it is asked for with a text that came over the network.
-        if not 0 <= template < len(self._templates):
-            raise ScheduleInvalid(f"template {template} of {len(self._templates)} is not there")
-        if template not in self._parted:
-            pieces = _PLACE.split(self._templates[template])
-            self._parted[template] = pieces, list(map(int, pieces[1::2]))
-        pieces, places = self._parted[template]
+        pieces, places = parted(template)
+        filled = pieces.copy()
         try:
-            pieces[1::2] = [numbers[place] for place in places]
+            filled[1::2] = [numbers[place] for place in places]
         except IndexError:
             raise ScheduleInvalid(f"template {template} wants more than {len(numbers)} numbers") from None
-        return "".join(pieces)
+        return "".join(filled)
 
 
 _PLACE = re.compile(r"\{(\d{1,9})\}")

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -291,24 +291,16 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     found = []
     if isinstance(tree, (tuple, list)):
         for one in tree:
-            found += [one] if isinstance(one, torch.Tensor) else _tensors(one)
+            found += _tensors(one)
     return found
 
 
-class _Shape:
-    """What is known of a tensor before it is computed. Alike if all of it is."""
+class _Shape(NamedTuple):
+    """What is known of a tensor before it is computed."""
 
-    __slots__ = ("dtype", "key", "shape", "strides")
-
-    def __init__(self, tensor: torch.Tensor):
-        self.shape, self.strides, self.dtype = tuple(tensor.shape), tensor.stride(), tensor.dtype
-        self.key = (self.shape, self.strides, self.dtype)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Shape) and self.key == other.key
-
-    def __hash__(self) -> int:
-        return hash(self.key)
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
 
     def room(self, device: str) -> torch.Tensor:
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
@@ -317,7 +309,7 @@ class _Shape:
 def _shapes(tree: Any) -> Any:
     """Without what is in them, which need not be there yet. Alike only where all types are: True is no 1.0."""
     if isinstance(tree, torch.Tensor):
-        return _Shape(tree)
+        return _Shape(tree.shape, tree.stride(), tree.dtype)
     return (type(tree), tuple(map(_shapes, tree))) if isinstance(tree, (tuple, list)) else (type(tree), tree)
 
 
