@@ -6,7 +6,8 @@
 agreement and recovery; only the compute is a sleep (``tests/execute/emulated.py``). What layers, messages and sums take
 stands in a table that the planner never sees (``truth_of``): no two layers alike, a last stage twice as dear, every
 instruction up to 5 % longer or shorter than the last time, sums at a rate of their own. The planner starts from an
-estimate that is wrong by a factor, for layers that are all alike, and has what the ranks measure and publish.
+estimate that is wrong by a factor, for layers that are all alike, and has what the ranks measure and publish: a job
+that loses a worker before that fails.
 
 Each job loses workers by SIGKILL in mid-run, and the plan before, between and after is one row. ``predicted_s`` is what
 the decision said that the step will take; for the first plan, which is older than any measurement, the simulated time
@@ -20,9 +21,10 @@ What it cannot show: costs of a real GPU, contention for links and memory, kerne
 the optimizer are measured by no rank: the planner takes the link's rate for the first and nothing for the second, and
 the table has other values, so that they are part of the error.
 
-The last part runs the settings of ``policies.py`` at 32 workers in the same way: Megatron's healthy 1F1B by the wall
-clock, then a real SIGKILL in mid-step, then the plan that ``decide()`` found; beside it our own healthy schedule in a
-job without a failure. What our schedule gains without failures is the first ratio, what a failure costs the second.
+The last part runs the settings of ``policies.py`` at 32 workers in the same way: our own healthy schedule by the wall
+clock, then a real SIGKILL in mid-step, then the plan that ``decide()`` found; beside it Megatron's healthy 1F1B in a
+job without a failure, as its ranks could not measure the two halves of a backward apart. What our schedule gains
+without failures is the first ratio, what a failure costs the second.
 """
 
 from __future__ import annotations
@@ -56,8 +58,10 @@ from tests.benchmarks.bars import Bar, at_least, at_most, finish, summarize, tak
 from tests.execute.emulation import Emulation, Truth
 from tests.launch.jobserver import JobServer, events
 
-STEPS_A_PLAN = 4
-"""The first of them is not measured: its ranks begin when they get there."""
+STEPS_A_PLAN = 6
+"""The first of them is not measured: its ranks begin when they get there. What ranks have measured is known to the
+planner four steps after the start.
+"""
 NOISE = 0.05
 UNLIKE = 0.1
 """A layer takes up to so much more or less than the next one."""
@@ -222,7 +226,10 @@ def run_job(
 def rows_of(folder: Path) -> Iterator[Row]:
     """One row a generation."""
     steps, learned = read_run(folder).steps, load_profile(folder / "profile.json").costs
-    for decision in events(folder, "decision"):
+    decisions, measured = events(folder, "decision"), events(folder, "measured")
+    if decisions[1:] and not (measured and measured[0]["t_s"] < decisions[1]["t_s"]):
+        raise RuntimeError(f"{folder.name}: a worker was lost before the planner knew what layers take")
+    for decision in decisions:
         layout = from_jsonable(Layout, decision["layout"])
         lengths = Counter(len(route.hops) for route in layout.routes)
         ran = [step for step in steps if step.generation == decision["generation"]][1:]
@@ -287,25 +294,25 @@ def measure_kills(
     for dp, pp, microbatches in settings:
         name = f"dp{dp}_pp{pp}_m{microbatches}"
         emulation, truth, victim = after_a_kill((dp, pp, microbatches))
-        megatron = replace(emulation, megatron_start=True)
-        cpu.append(run_job(server, folder / name, megatron, truth, dp * pp, (victim,)))
-        before, after = rows_of(folder / name)
+        cpu.append(run_job(server, folder / name, emulation, truth, dp * pp, (victim,)))
+        healthy, after = rows_of(folder / name)
         (recovery,) = read_run(folder / name).recoveries
-        shorter = replace(emulation, job=replace(emulation.job, train_steps=STEPS_A_PLAN))
-        cpu.append(run_job(server, folder / f"{name}_healthy", shorter, truth, dp * pp, ()))
-        (healthy,) = rows_of(folder / f"{name}_healthy")
-        gains.append(before.measured_s / after.measured_s)
+        shorter = replace(emulation.job, train_steps=STEPS_A_PLAN)
+        megatron = replace(emulation, job=shorter, megatron_start=True)
+        cpu.append(run_job(server, folder / f"{name}_megatron", megatron, truth, dp * pp, ()))
+        (fused,) = rows_of(folder / f"{name}_megatron")
+        gains.append(fused.measured_s / after.measured_s)
         results.append(
             {
                 "setting": name,
-                "one_f_one_b_s": before.measured_s,
+                "one_f_one_b_s": fused.measured_s,
                 "our_healthy_s": healthy.measured_s,
                 "after_s": after.measured_s,
                 "plan": f"{after.plan}, {after.routes}",
-                "without failures, over 1F1B": before.measured_s / healthy.measured_s,
+                "without failures, over 1F1B": fused.measured_s / healthy.measured_s,
                 "after the kill, over our healthy step": healthy.measured_s / after.measured_s,
                 "after the kill, over 1F1B": gains[-1],
-                "runtime_s": [row.runtime_s for row in (before, healthy, after)],
+                "runtime_s": [row.runtime_s for row in (fused, healthy, after)],
                 "stall_s": taken(recovery.stall_s, "the stall"),
             }
         )
