@@ -32,16 +32,19 @@ class _Beside:
     def __init__(self, name: str) -> None:
         self._name = name
         self._thread: threading.Thread | None = None
-        self._for: Plan | None = None
+        self._for: tuple[Plan, bool] | None = None
         self._due_s = 0.0
 
-    def look(self, current: Plan, work: Callable[[], None]) -> None:
-        """Begins with ``work`` where that is due, or was for another plan. Returns at once."""
+    def look(self, current: Plan, work: Callable[[], None], *, has_learned: bool = False) -> None:
+        """Begins with ``work`` where that is due, or was for another plan, or before anything was measured. Returns at
+        once.
+        """
         if self._thread is not None and self._thread.is_alive():
             return
-        if time.monotonic() < self._due_s and current is self._for:
+        is_same = self._for is not None and self._for[0] is current and self._for[1] == has_learned
+        if is_same and time.monotonic() < self._due_s:
             return
-        self._for = current
+        self._for = current, has_learned
         self._thread = threading.Thread(target=self._run, args=(work,), name=self._name, daemon=True)
         self._thread.start()
 
@@ -91,7 +94,9 @@ class Learning:
         """Learns for the next failure of ``current``, where that is due. Returns at once."""
         state = without_fresh(state)
         self._learns.look(current, lambda: self._learn(state, current))
-        self._rehearses.look(current, lambda: self._rehearse(state, current))
+        self._rehearses.look(
+            current, lambda: self._rehearse(state, current), has_learned=self._has_learned
+        )
 
     def _rehearse(self, state: ClusterState, current: Plan) -> None:
         self._planner.keep()

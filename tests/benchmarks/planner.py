@@ -4,12 +4,15 @@
 
 The real coordinator with its store, in a process of its own; the ranks are played by this one. Llama-2 on H100s by its
 presets, a worker is one tensor-parallel cell, 2 x PP microbatches a pipeline. All ranks publish what they have measured
-(layer times with 2 % of noise, other ones each time), go on for a while, and then some die.
+(layer times with 2 % of noise, other ones each time), go on until the planner has worked out beside the job what
+decisions by such costs will look up, and then some die.
 
 ``cpu_ms`` is the CPU of the coordinator's thread from the last death in its queue to the generation that is ready to be
 sent: measured costs, two-speed, hash, serialisation and seals included; other processes' load is not the planner's, so
 wall time is printed beside it. ``rank_bytes`` and ``rank_ms``: what each rank reads, and its CPU until it has its
-program and the groups that it is in. ``coordinator_mb`` is that process, with torch, at its largest.
+program and the groups that it is in. ``rehearsed_s``: so long after costs were known all was worked out; a failure
+before that takes longer to decide on. ``coordinator_mb`` is that process at its largest, torch and all (``torch_mb``:
+once everything is imported, before there is a job).
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
+import math
 import multiprocessing
 import random
 import resource
@@ -24,6 +28,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -34,6 +39,7 @@ if __package__ in (None, ""):
 from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.cluster.events import GenerationLive, RankDied
 from odyssey_megatron.cluster.job import JobSpec
+from odyssey_megatron.cluster.state import ClusterState
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.launch import control as keys
@@ -46,6 +52,7 @@ from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.plan.generation import Generation
 from odyssey_megatron.plan.groups import group_members
 from odyssey_megatron.plan.layout import Layout, megatron_layout
+from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.policy.measured import LinkTimes, Measured
 from odyssey_megatron.policy.planner import PolicyPlanner
 from odyssey_megatron.policy.profile import Observation, Profile
@@ -67,6 +74,8 @@ COPIES = (0, 2)
 """Of a layer's optimizer state: one on every holder, or those of a distributed optimizer."""
 COALESCE_S = 1.0
 """So long the deaths of one incident may take to be told, by a process that plays all ranks: one decision sees all."""
+TAKEN_IN_S = 2.0
+"""For what was published a second time: costs are as good as the same."""
 TOKEN = "benchmark"
 GPUS_A_NODE = 8
 
@@ -80,6 +89,25 @@ class Clocks:
 
     def now(self) -> tuple[float, float]:
         return time.thread_time(), time.perf_counter()
+
+
+class RehearsedPlanner(PolicyPlanner):
+    """Says when it has worked out what decisions by measured costs look up."""
+
+    def __init__(self, config: OdysseyConfig):
+        super().__init__(config)
+        self.known_s = math.inf
+        self.rehearsed_s = math.inf
+
+    def adopt(self, observations: Sequence[str]) -> None:
+        super().adopt(observations)
+        self.known_s = min(self.known_s, time.monotonic())
+
+    def rehearse(self, state: ClusterState, current: Plan, now_s: float) -> None:
+        is_measured = time.monotonic() > self.known_s
+        super().rehearse(state, current, now_s)
+        if is_measured:
+            self.rehearsed_s = min(self.rehearsed_s, time.monotonic())
 
 
 class TimedReader(EventReader):
@@ -108,7 +136,7 @@ def coordinate(pipe: Connection, config: OdysseyConfig, nodes: dict[int, int], f
     """The coordinator's process: its thread, and the store that its agent hosts."""
     rendezvous = LocalRendezvous("benchmark")
     address = rendezvous.next_rendezvous().bootstrap_store_info
-    clocks = Clocks()
+    clocks, planner, torch_mb = Clocks(), RehearsedPlanner(config), largest_mb()
 
     def connect(kind: type[Control]) -> Control:
         return kind.connect(address.master_addr, address.master_port, TOKEN)
@@ -124,18 +152,28 @@ def coordinate(pipe: Connection, config: OdysseyConfig, nodes: dict[int, int], f
         events=reader,
         config=config,
         nodes=nodes,
-        planner=PolicyPlanner(config),
+        planner=planner,
         journal=Journal(Path(folder), source="agent0"),
         say=lambda text: None,
     )
     threading.Thread(target=coordinator.run, daemon=True).start()
     pipe.send((address.master_addr, address.master_port))
-    while pipe.recv() == "clocks":
-        while clocks.taken is None:
-            time.sleep(0.005)
-        assert clocks.began is not None
-        pipe.send([1e3 * (then - first) for first, then in zip(clocks.began, clocks.taken, strict=True)])
-    pipe.send(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+    assert pipe.recv() == "rehearsed"
+    while planner.rehearsed_s == math.inf:
+        time.sleep(0.05)
+    pipe.send(planner.rehearsed_s - planner.known_s)
+    assert pipe.recv() == "clocks"
+    while clocks.taken is None:
+        time.sleep(0.005)
+    assert clocks.began is not None
+    pipe.send([1e3 * (then - first) for first, then in zip(clocks.began, clocks.taken, strict=True)])
+    assert pipe.recv() == "end"
+    pipe.send((torch_mb, largest_mb()))
+
+
+def largest_mb() -> float:
+    """Of this process, so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def job_of(model: str, gpus: int, tp: int, pp: int, copies: int) -> tuple[JobSpec, Profile]:
@@ -249,9 +287,9 @@ def read(number: int, rank: int, tp: int, control: CountingControl) -> tuple[Gen
 
 
 def measure(
-    model: str, gpus: int, tp: int, pp: int, copies: int, dead: int, settle_s: float, layout: str = "megatron"
+    model: str, gpus: int, tp: int, pp: int, copies: int, dead: int, layout: str = "megatron"
 ) -> dict[str, object]:
-    """One job and one incident. ``settle_s``: how long the job goes on between measurements and deaths."""
+    """One job and one incident."""
     job, profile = job_of(model, gpus, tp, pp, copies)
     folder = tempfile.mkdtemp()
     context = multiprocessing.get_context("spawn")
@@ -264,9 +302,10 @@ def measure(
         host, port = pipe.recv()
         ranks = Ranks(job, profile, Control.connect(host, port, TOKEN), gpus)
         ranks.start()
-        for _ in range(2):
-            ranks.publish()
-            time.sleep(settle_s)
+        pipe.send("rehearsed")
+        rehearsed_s = pipe.recv()
+        ranks.publish()
+        time.sleep(TAKEN_IN_S)
         reader = CountingControl.connect(host, port, TOKEN)
         lost = spread(read(1, 0, tp, reader)[0].plan.layout, dead)
         ranks.die(lost)
@@ -275,7 +314,7 @@ def measure(
         workers = [one for one in range(gpus // tp) if one not in lost]
         several = [read(2, worker * tp, tp, reader) for worker in workers[:: max(1, len(workers) // 16)]]
         pipe.send("end")
-        largest_mb = pipe.recv()
+        torch_mb, most_mb = pipe.recv()
     finally:
         process.kill()
         process.join()
@@ -292,7 +331,9 @@ def measure(
         "wall_ms": round(wall_ms - 1e3 * COALESCE_S, 1),
         "rank_bytes": max(size for _, size, _ in several),
         "rank_ms": round(max(ms for _, _, ms in several), 1),
-        "coordinator_mb": round(largest_mb),
+        "rehearsed_s": round(rehearsed_s, 1),
+        "torch_mb": round(torch_mb),
+        "coordinator_mb": round(most_mb),
     }
 
 
@@ -310,10 +351,7 @@ def main() -> int:
         for layout, copies, dead in itertools.product(layouts, COPIES, DEAD):
             if dead * 4 > gpus // tp or gpus > options.most_gpus:
                 continue
-            settle_s = 5.0 if gpus <= 256 else 60.0
-            several = [
-                measure(model, gpus, tp, pp, copies, dead, settle_s, layout) for _ in range(options.repeats)
-            ]
+            several = [measure(model, gpus, tp, pp, copies, dead, layout) for _ in range(options.repeats)]
             row = sorted(several, key=lambda one: float(str(one["cpu_ms"])))[len(several) // 2]
             rows.append(row)
             name = f"{gpus}_gpus_tp{tp}_{layout}_{copies}_copies_{dead}_dead"
