@@ -119,12 +119,16 @@ class Job:
             beat += 1
             control.put(keys.lease_key(1), str(beat))
 
-    def post(self):
+    def post(self, *, measured=True):
         job, profile = posted_job(pipeline=2, steps=3)
         self.control.put(keys.JOB, to_json({"job": to_json(job), "profile": profile}))
+        self.publish("seen by {}" if measured else "")
         for rank in range(4):
-            self.control.put(keys.observations_key(rank), f"seen by {rank}")
             self.control.put(keys.digest_key(rank), "digest")
+
+    def publish(self, text):
+        for rank in range(4):
+            self.control.put(keys.observations_key(rank), text.format(rank))
 
     def send(self, *events):
         for event in events:

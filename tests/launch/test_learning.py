@@ -67,6 +67,29 @@ def test_who_is_slow_is_known_while_decisions_are_worked_out(started):
     assert len(started.planner.learned) >= known + 2
 
 
+def test_decisions_are_worked_out_anew_once_costs_are_measured(tmp_path):
+    job, ended = Job(tmp_path), []
+
+    def takes_a_second(*args):
+        """After which it is due again in twenty."""
+        knows, began_s = bool(job.planner.adopted), time.thread_time()
+        while time.thread_time() < began_s + 1:
+            pass
+        ended.append(knows)
+
+    job.planner.rehearse = takes_a_second
+    job.post(measured=False)
+    job.generation(1)
+    job.live(1, 0, 1, 2, 3)
+    for known, text in ((False, "seen by {}"), (True, "seen again by {}")):
+        deadline_s = time.monotonic() + 10
+        while known not in ended and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        job.publish(text)
+    assert ended == [False, True]
+    job.close()
+
+
 def test_what_goes_wrong_in_it_costs_the_job_nothing(started, caplog):
     def broken(*args):
         raise ZeroDivisionError("no rate")
