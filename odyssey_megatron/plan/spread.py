@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from odyssey_megatron.plan.layout import Layout
+from odyssey_megatron.plan.redundancy import with_keepers
 
 
 def on_one_node(layout: Layout, nodes: Mapping[int, int]) -> dict[int, list[int]]:
@@ -22,9 +23,10 @@ def on_one_node(layout: Layout, nodes: Mapping[int, int]) -> dict[int, list[int]
     return dict(sorted(found.items()))
 
 
-def spread(layout: Layout, nodes: Mapping[int, int]) -> Layout:
-    """``layout`` with its workers in one another's places, so that fewer layers have all holders on one node; itself
-    where that cannot be.
+def spread(layout: Layout, nodes: Mapping[int, int], optimizer_copies: int = 0) -> Layout:
+    """``layout`` with its workers in one another's places, so that fewer layers have all holders on one node, or all
+    owners of a slice of their optimizer state where that is to be cut into slices with so many owners; itself where
+    that cannot be.
 
     Workers are alike, so nothing else changes. Those that compute the same layers stand next to one another, and are
     dealt to the nodes in turn: as many different ones as there are nodes, or holders.
@@ -43,7 +45,8 @@ def spread(layout: Layout, nodes: Mapping[int, int]) -> Layout:
     found = with_places(layout, places)
 
     def alone(one: Layout) -> int:
-        return sum(map(len, on_one_node(one, nodes).values()))
+        kept = with_keepers(one, None, nodes, optimizer_copies)
+        return sum(map(len, on_one_node(kept, nodes).values()))
 
     return found if alone(found) < alone(layout) else layout
 

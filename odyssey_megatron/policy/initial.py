@@ -148,7 +148,7 @@ def _apart(
 
 def _healthy(layout: Layout, job: JobSpec, state: ClusterState, profile: Profile) -> Plan:
     if job.spreads_replicas:
-        layout = spread(layout, state.nodes)
+        layout = spread(layout, state.nodes, job.optimizer_copies)
     layout = _held(layout, job, state, profile)
     return scheduled("initial", layout, (), state, profile, eager=job.eager_forwards)
 

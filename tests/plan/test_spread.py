@@ -60,6 +60,32 @@ def test_what_keepers_have_counts():
     assert on_one_node(chosen, nodes) == {}
 
 
+def test_slices_whose_owners_no_ring_keeps_apart():
+    """Each layer is on both nodes, on one of them three times: of four in a ring two neighbours are there."""
+    layout = megatron_layout(num_layers=4, pipeline_size=2, num_workers=8, num_microbatches=4)
+    nodes = {0: 0, 1: 0, 2: 0, 3: 1, 4: 1, 5: 1, 6: 1, 7: 0}
+    assert on_one_node(with_keepers(layout, None, nodes, 2), nodes) == {0: [0, 1], 1: [2, 3]}
+    assert spread(layout, nodes) is layout, "with all state on all holders any node may be lost"
+    apart = with_keepers(spread(layout, nodes, 2), None, nodes, 2)
+    assert on_one_node(apart, nodes) == {}
+
+
+def test_a_job_with_slices_begins_so():
+    job = JobSpec(
+        num_layers=10,
+        pipeline_model_parallel_size=2,
+        tensor_model_parallel_size=1,
+        num_microbatches=8,
+        tokens_per_step=1,
+        train_steps=1,
+        optimizer_copies=2,
+    )
+    state, profile = initial_state(nodes=(0, 0, 0, 1, 1, 1, 1, 0)), Profile(costs=uniform_costs(8, ends=True))
+    assert on_one_node(initial_plan(job, state, profile).layout, state.nodes)
+    apart = initial_plan(replace(job, spreads_replicas=True), state, profile)
+    assert not on_one_node(apart.layout, state.nodes)
+
+
 def test_a_job_begins_so_as_fast():
     job = JobSpec(
         num_layers=10,
