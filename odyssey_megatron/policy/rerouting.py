@@ -8,7 +8,7 @@ from heapq import heapify, heapreplace
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.names import layer_names
 from odyssey_megatron.plan.costs import Costs
-from odyssey_megatron.plan.layout import Hop, Layout
+from odyssey_megatron.plan.layout import Hop, Layout, Route
 from odyssey_megatron.policy.paths import group_routes, merge_hops
 
 
@@ -22,7 +22,9 @@ def reroute(
 
     No state moves. Each microbatch of a dead worker is given, in order, to the holder that is done first
     with what it has so far; so is each of a slow one, itself among the holders, which leaves it the share that its
-    speed allows. Source: ReCycle's adaptive pipelining (papers.md §2.2), here for any holders and speeds (§8.2).
+    speed allows. Of holders that are done together it is the one on the earliest route, in an order that does not
+    depend on numbers: whichever replica has died, what is left looks the same, and is known if it was looked at.
+    Source: ReCycle's adaptive pipelining (papers.md §2.2), here for any holders and speeds (§8.2).
 
     Raises:
         PlanInfeasible: some layer has no other holder.
@@ -33,7 +35,7 @@ def reroute(
     if orphans:
         dead = sorted({w for layer in orphans for w in previous.holders[layer]})
         raise PlanInfeasible(f"no other holder of {layer_names(orphans, len(holders))} of worker(s) {dead}")
-    spread = _Spread(holders, costs, speeds or {})
+    spread = _Spread(holders, costs, speeds or {}, _places(previous))
     steady = {worker for worker in there if spread.speeds.get(worker, 1.0) >= 1.0}
     for route in previous.routes:
         for hop in route.hops:
@@ -90,16 +92,34 @@ def heirs(
     return found
 
 
+def _places(layout: Layout) -> dict[int, int]:
+    """Worker -> where its first route is, of all sorted by their kind and then by microbatches, as orders have them."""
+    found: dict[int, int] = {}
+    in_order = sorted(layout.routes, key=_kind_and_microbatches)
+    for place, route in enumerate(in_order):
+        for hop in route.hops:
+            found.setdefault(hop.worker, place)
+    return found
+
+
+def _kind_and_microbatches(route: Route) -> tuple[object, ...]:
+    return -len(route.microbatches), [(hop.first, hop.last) for hop in route.hops], route.microbatches
+
+
 class _Spread:
     """Hands visits to the holder that would finish first; keeps each worker's load in seconds."""
 
     def __init__(
-        self, holders: tuple[tuple[int, ...], ...], costs: Costs, speeds: Mapping[int, float]
+        self,
+        holders: tuple[tuple[int, ...], ...],
+        costs: Costs,
+        speeds: Mapping[int, float],
+        places: Mapping[int, int],
     ) -> None:
-        self.holders, self.speeds = holders, speeds
+        self.holders, self.speeds, self.places = holders, speeds, places
         self.compute_s = costs.spans.compute_s
         self.load: dict[int, float] = {}
-        self.choices: dict[tuple[int, int], tuple[int, list[tuple[float, int]]]] = {}
+        self.choices: dict[tuple[int, int], tuple[int, list[tuple[float, int, int]]]] = {}
 
     def add_load(self, hop: Hop, count: int) -> None:
         seconds = self._seconds(hop.first, hop.last, hop.worker)
@@ -114,18 +134,18 @@ class _Spread:
             end, heap = self.choices[first, last]
             # Loads only grow, so an entry that is still true is the least.
             while True:
-                finish, worker = heap[0]
+                finish, place, worker = heap[0]
                 now = self.load.get(worker, 0.0) + self._seconds(first, end, worker)
                 if now == finish:
                     break
-                heapreplace(heap, (now, worker))
+                heapreplace(heap, (now, place, worker))
             self.load[worker] = finish
             hops.append(Hop(worker=worker, first=first, last=end))
             first = end
         return hops
 
-    def _choices(self, first: int, last: int) -> tuple[int, list[tuple[float, int]]]:
-        """How far the furthest-reaching holders of layer ``first`` go, and (when done, worker) of each."""
+    def _choices(self, first: int, last: int) -> tuple[int, list[tuple[float, int, int]]]:
+        """How far the furthest-reaching holders of layer ``first`` go, and (when done, place, worker) of each."""
         reach: dict[int, list[int]] = {}
         for worker in self.holders[first]:
             end = first + 1
@@ -133,7 +153,14 @@ class _Spread:
                 end += 1
             reach.setdefault(end, []).append(worker)
         end = max(reach)
-        heap = [(self.load.get(w, 0.0) + self._seconds(first, end, w), w) for w in reach[end]]
+        heap = [
+            (
+                self.load.get(worker, 0.0) + self._seconds(first, end, worker),
+                self.places.get(worker, -1),
+                worker,
+            )
+            for worker in reach[end]
+        ]
         heapify(heap)
         return end, heap
 

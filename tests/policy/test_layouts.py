@@ -8,6 +8,7 @@ from odyssey_megatron.policy.paths import merge_hops
 from odyssey_megatron.policy.policies.drop import drop_pipelines
 from odyssey_megatron.policy.policies.shift import shift_layers
 from odyssey_megatron.policy.rerouting import reroute
+from odyssey_megatron.policy.shares import deal
 from tests.plan.samples import uniform_costs
 from tests.plan.test_generate import pipelines
 
@@ -47,6 +48,27 @@ def test_work_of_the_dead_is_spread_evenly():
     assert (load[4], load[5]) == (9, 9)
     assert all(load[worker] == 6 for worker in load if worker not in (4, 5))
     assert after.holders[1] == (4, 5)
+
+
+def test_which_replica_has_died_makes_no_difference():
+    """To what is left of unlike pipelines, however workers and microbatches are numbered: so it has been looked at."""
+    own = deal((7, 7, 7, 7, 6, 6))
+    numbers = iter((9, 4, 13, 0, 6, 2, 12, 5, 11, 1, 8, 10, 3, 7))
+    cuts = [(2, 4)] * 4 + [(2, 3, 4)] * 2
+    routes = [
+        pipeline_route(tuple(next(numbers) for _ in ends), ends, microbatches)
+        for ends, microbatches in zip(cuts, own, strict=True)
+    ]
+    layout, costs = layout_from_routes(4, routes), uniform_costs(4)
+    for kind, number in (((0, 2), 7), ((2, 4), 7), ((0, 2), 6), ((2, 3), 6)):
+        shapes = set()
+        for route in (one for one in routes if len(one.microbatches) == number):
+            for worker in (hop.worker for hop in route.hops if (hop.first, hop.last) == kind):
+                after = reroute(layout, alive_without(layout, worker), costs)
+                caps = dict.fromkeys(after.workers, 100)
+                order = order_routes(after, costs, in_flight_cap=caps)
+                shapes.add(frozenset(group.solved.shape for group in order.groups))
+        assert len(shapes) == 1
 
 
 def test_several_dead_also_in_one_pipeline_and_one_stage():
