@@ -94,9 +94,7 @@ class Learning:
         """Learns for the next failure of ``current``, where that is due. Returns at once."""
         state = without_fresh(state)
         self._learns.look(current, lambda: self._learn(state, current))
-        self._rehearses.look(
-            current, lambda: self._rehearse(state, current), has_learned=self._has_learned
-        )
+        self._rehearses.look(current, lambda: self._rehearse(state, current), has_learned=self._has_learned)
 
     def _rehearse(self, state: ClusterState, current: Plan) -> None:
         self._planner.keep()

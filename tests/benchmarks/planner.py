@@ -7,12 +7,13 @@ presets, a worker is one tensor-parallel cell, 2 x PP microbatches a pipeline. A
 (layer times with 2 % of noise, other ones each time), go on until the planner has worked out beside the job what
 decisions by such costs will look up, and then some die.
 
-``cpu_ms`` is the CPU of the coordinator's thread from the last death in its queue to the generation that is ready to be
-sent: measured costs, two-speed, hash, serialisation and seals included; other processes' load is not the planner's, so
-wall time is printed beside it. ``rank_bytes`` and ``rank_ms``: what each rank reads, and its CPU until it has its
-program and the groups that it is in. ``rehearsed_s``: so long after costs were known all was worked out; a failure
-before that takes longer to decide on. ``coordinator_mb`` is that process at its largest, torch and all (``torch_mb``:
-once everything is imported, before there is a job).
+Of ``--repeats`` incidents of a kind, each of other workers, the slowest counts. ``cpu_ms`` is the CPU of the
+coordinator's thread from the last death in its queue to the generation that is ready to be sent: measured costs,
+two-speed, hash, serialisation and seals included; other processes' load is not the planner's, so wall time is printed
+beside it. ``rank_bytes`` and ``rank_ms``: what each rank reads, and its CPU until it has its program and the groups
+that it is in. ``rehearsed_s``: so long after costs were known all was worked out; a failure before that takes longer to
+decide on. ``coordinator_mb`` is that process at its largest, of which torch takes two thirds (``torch_mb``: once it is
+imported, before there is a job).
 """
 
 from __future__ import annotations
@@ -60,16 +61,17 @@ from odyssey_megatron.studies.presets import preset_profile
 from tests.benchmarks.bars import at_most, finish
 
 CLUSTERS = (
-    ("llama2-7b", 32, 1, 8, 20.0),
-    ("llama2-13b", 32, 8, 2, 20.0),
-    ("llama2-13b", 256, 1, 16, 60.0),
-    ("llama2-70b", 256, 8, 16, 60.0),
-    ("llama2-70b", 16384, 8, 16, 500.0),
+    ("llama2-7b", 32, 1, 8, 20.0, 350),
+    ("llama2-13b", 32, 8, 2, 20.0, 350),
+    ("llama2-13b", 256, 1, 16, 60.0, 350),
+    ("llama2-70b", 256, 8, 16, 60.0, 350),
+    ("llama2-70b", 16384, 8, 16, 500.0, 600),
 )
-"""(model, GPUs, tensor parallel, pipeline parallel, bar in milliseconds)."""
+"""(model, GPUs, tensor parallel, pipeline parallel, bar in milliseconds, bar of the coordinator's memory in MB)."""
 LAYOUTS = {256: ("megatron", "auto")}
 """By GPUs, what ``--odyssey-layout`` is: with ``auto`` routes visit these workers twice. Else ``megatron``."""
-DEAD = (1, 8, 64)
+DEAD = (1, 8, 64, "node")
+"""So many workers all over the job, or all of one node where several have one. Other ones in each repeat."""
 COPIES = (0, 2)
 """Of a layer's optimizer state: one on every holder, or those of a distributed optimizer."""
 COALESCE_S = 1.0
@@ -251,13 +253,18 @@ class Ranks:
             self.control.send(RankDied(rank=worker * size, code=-9, cause="killed", t_s=0.0))
 
 
-def spread(layout: Layout, dead: int) -> list[int]:
-    """So many workers over pipelines and stages, such that some owner of each slice of state is left."""
+def lost_workers(layout: Layout, dead: int | str, tp: int, repeat: int) -> list[int]:
+    """Over pipelines and stages, such that some owner of each slice of state is left."""
     workers, found = layout.workers, set[int]()
+    if dead == "node":
+        first = (repeat * 3 + 1) * GPUS_A_NODE // tp
+        return list(range(first, first + GPUS_A_NODE // tp))
     owners = [one for kind in set(layout.owners) for one in kind]
     for at in range(len(workers)):  # coprime steps
-        one = workers[(3 + at * 37) % len(workers)]
-        if len(found) < dead and not any(found.issuperset({*kind} - {one}) for kind in owners if one in kind):
+        one = workers[(3 + repeat * 7 + at * 37) % len(workers)]
+        if len(found) < int(dead) and not any(
+            found.issuperset({*kind} - {one}) for kind in owners if one in kind
+        ):
             found.add(one)
     assert len(found) == dead, f"only {len(found)} of {dead} workers can be lost"
     return sorted(found)
@@ -287,7 +294,14 @@ def read(number: int, rank: int, tp: int, control: CountingControl) -> tuple[Gen
 
 
 def measure(
-    model: str, gpus: int, tp: int, pp: int, copies: int, dead: int, layout: str = "megatron"
+    model: str,
+    gpus: int,
+    tp: int,
+    pp: int,
+    copies: int,
+    dead: int | str,
+    layout: str = "megatron",
+    repeat: int = 0,
 ) -> dict[str, object]:
     """One job and one incident."""
     job, profile = job_of(model, gpus, tp, pp, copies)
@@ -307,7 +321,7 @@ def measure(
         ranks.publish()
         time.sleep(TAKEN_IN_S)
         reader = CountingControl.connect(host, port, TOKEN)
-        lost = spread(read(1, 0, tp, reader)[0].plan.layout, dead)
+        lost = lost_workers(read(1, 0, tp, reader)[0].plan.layout, dead, tp, repeat)
         ranks.die(lost)
         pipe.send("clocks")
         cpu_ms, wall_ms = pipe.recv()
@@ -326,6 +340,7 @@ def measure(
         "layout": layout,
         "optimizer_copies": copies,
         "dead": len(generation.dead) // tp,
+        "of_a_node": dead == "node",
         "policy": generation.plan.policy,
         "cpu_ms": round(cpu_ms, 1),
         "wall_ms": round(wall_ms - 1e3 * COALESCE_S, 1),
@@ -346,19 +361,19 @@ def main() -> int:
     parser.add_argument("--most-gpus", type=int, default=16384)
     options = parser.parse_args()
     rows, bars = [], []
-    for model, gpus, tp, pp, limit_ms in CLUSTERS:
+    for model, gpus, tp, pp, limit_ms, limit_mb in CLUSTERS:
         layouts = LAYOUTS.get(gpus, ("megatron",))
         for layout, copies, dead in itertools.product(layouts, COPIES, DEAD):
-            if dead * 4 > gpus // tp or gpus > options.most_gpus:
+            if gpus > options.most_gpus or (tp > 1 if dead == "node" else int(dead) * 4 > gpus // tp):
                 continue
-            several = [measure(model, gpus, tp, pp, copies, dead, layout) for _ in range(options.repeats)]
-            row = sorted(several, key=lambda one: float(str(one["cpu_ms"])))[len(several) // 2]
+            several = [measure(model, gpus, tp, pp, copies, dead, layout, n) for n in range(options.repeats)]
+            row = max(several, key=lambda one: float(str(one["cpu_ms"])))
             rows.append(row)
             name = f"{gpus}_gpus_tp{tp}_{layout}_{copies}_copies_{dead}_dead"
             bars.append(at_most(f"{name}_cpu_ms", float(str(row["cpu_ms"])), limit_ms))
             bars.append(at_most(f"{name}_rank_bytes", float(str(row["rank_bytes"])), 65536))
             bars.append(at_most(f"{name}_rank_ms", float(str(row["rank_ms"])), 20))
-            bars.append(at_most(f"{name}_coordinator_mb", float(str(row["coordinator_mb"])), 300))
+            bars.append(at_most(f"{name}_coordinator_mb", float(str(row["coordinator_mb"])), limit_mb))
             if not options.json:
                 print(row, flush=True)
     return finish({"decisions": rows} if options.json else {}, bars, as_json=options.json)
