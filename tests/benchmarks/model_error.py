@@ -40,6 +40,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 if __package__ in (None, ""):
@@ -83,8 +84,14 @@ class Case:
     kills: tuple[int, ...]
     among: tuple[str, ...] = ()
     layers: int = 8
+    layout: str = "megatron"
+    """``--odyssey-layout``; with ``auto`` the job may move to another one once costs are measured: a plan more."""
+    memory: float | None = None
+    """Of what 1F1B needs of a first stage, where state is four times an activation of its layer; None: it is free."""
+    steps_a_plan: int = STEPS_A_PLAN
 
 
+AUTO: Any = {"layout": "auto", "steps_a_plan": 14}
 CASES = (
     Case(workers=8, stages=4, microbatches=8, kills=(2, 7)),
     Case(workers=8, stages=4, microbatches=8, kills=(5, 0), among=("reroute",)),
@@ -96,6 +103,12 @@ CASES = (
     Case(workers=16, stages=8, microbatches=12, kills=(0, 15), among=("replan",), layers=18),
     Case(workers=32, stages=8, microbatches=12, kills=(9, 30), layers=16),
     Case(workers=32, stages=4, microbatches=8, kills=(4, 21), among=("reroute",)),
+    Case(workers=8, stages=4, microbatches=8, kills=(2, 7), memory=1.0),
+    Case(workers=16, stages=4, microbatches=8, kills=(6, 13), memory=1.0, layers=16),
+    Case(workers=8, stages=4, microbatches=8, kills=(2,), memory=1.0, **AUTO),
+    Case(workers=8, stages=4, microbatches=8, kills=(5,), memory=1.3, **AUTO),
+    Case(workers=16, stages=8, microbatches=8, kills=(3,), memory=1.0, layers=14, **AUTO),
+    Case(workers=16, stages=8, microbatches=12, kills=(3,), memory=1.2, layers=30, **AUTO),
 )
 
 
@@ -165,7 +178,7 @@ def layer_costs(num_layers: int) -> Costs:
             forward_s=forward_s,
             input_grad_s=input_grad_s,
             weight_grad_s=weight_grad_s,
-            activation_bytes=100,
+            activation_bytes=parameters * 18 // 4,
             weight_bytes=2 * parameters,
             gradient_bytes=2 * parameters,
             optimizer_bytes=12 * parameters,
@@ -193,9 +206,13 @@ def emulation_of(case: Case) -> tuple[Emulation, Truth]:
         tensor_model_parallel_size=1,
         num_microbatches=total,
         tokens_per_step=total,
-        train_steps=STEPS_A_PLAN * (len(case.kills) + 1),
+        train_steps=case.steps_a_plan * (len(case.kills) + 1),
     )
     costs = layer_costs(case.layers)
+    if case.memory is not None:
+        own = costs.layers[1 : 1 + -(-job.num_layers // case.stages)]
+        needs = sum(one.kept_bytes + case.stages * one.activation_bytes for one in own)
+        costs = replace(costs, memory_bytes=int(case.memory * needs))
     truth = truth_of(uneven(costs, case.stages, seed=case.workers + case.kills[0]))
     return Emulation(job=job, profile=Profile(costs=estimate(costs)), among=case.among), truth
 
@@ -207,16 +224,18 @@ def run_job(
     truth: Truth,
     workers: int,
     kills: tuple[int, ...],
+    steps_a_plan: int = STEPS_A_PLAN,
+    layout: str = "megatron",
 ) -> float:
     """Runs the job in ``folder``; the share of the machine's CPU time that its surviving ranks used, start included."""
     inject = ";".join(
-        f"rank={rank},step={STEPS_A_PLAN * (i + 1)},at=backward" for i, rank in enumerate(kills)
+        f"rank={rank},step={steps_a_plan * (i + 1)},at=backward" for i, rank in enumerate(kills)
     )
     began_s = time.monotonic()
     emulated_jobs.run(
         server, folder, emulation, workers,
         "--odyssey-inject", inject, "--odyssey-trace-steps", 1, "--odyssey-build-timeout-s", 20,
-        "--odyssey-profile-steps", 1, truth=truth,
+        "--odyssey-profile-steps", 1, "--odyssey-layout", layout, truth=truth,
     )  # fmt: skip
     wall_s = time.monotonic() - began_s
     used_s = sum(float(path.read_text()) for path in folder.glob("cpu_s-*"))
@@ -229,14 +248,18 @@ def rows_of(folder: Path) -> Iterator[Row]:
     decisions, measured = events(folder, "decision"), events(folder, "measured")
     if decisions[1:] and not (measured and measured[0]["t_s"] < decisions[1]["t_s"]):
         raise RuntimeError(f"{folder.name}: a worker was lost before the planner knew what layers take")
+    predicted_s = 0.0
     for decision in decisions:
         layout = from_jsonable(Layout, decision["layout"])
         lengths = Counter(len(route.hops) for route in layout.routes)
         ran = [step for step in steps if step.generation == decision["generation"]][1:]
         chosen = [row["step_s"] for row in decision["candidates"] if row["chosen"]]
-        (predicted_s,) = chosen or [
-            simulate(schedule_from_text(decision["schedule"]), layout, learned).step_s
-        ]
+        if decision is decisions[0]:
+            chosen = [simulate(schedule_from_text(decision["schedule"]), layout, learned).step_s]
+        if chosen:
+            (predicted_s,) = chosen
+        if decision["policy"] == "fill":  # layers move behind its steps; the next plan is what was predicted
+            continue
         yield Row(
             workers=len(layout.workers),
             plan=decision["policy"],
@@ -276,8 +299,11 @@ def measure_plans(server: JobServer, folder: Path, cases: tuple[Case, ...]) -> t
     cpu: list[float] = []
     for number, case in enumerate(cases):
         emulation, truth = emulation_of(case)
-        cpu.append(run_job(server, folder / f"case{number}", emulation, truth, case.workers, case.kills))
-        found = list(rows_of(folder / f"case{number}"))
+        job = folder / f"case{number}"
+        cpu.append(
+            run_job(server, job, emulation, truth, case.workers, case.kills, case.steps_a_plan, case.layout)
+        )
+        found = list(rows_of(job))
         rows += found
         for row in found:
             print(f"{row} error {row.error:.2%}, cpu {cpu[-1]:.0%}", file=sys.stderr, flush=True)
