@@ -66,7 +66,7 @@ _WORKS = {
     accumulate_allreduce_grads_in_fp32 grad_reduce_in_bf16 clip_grad
     check_weight_hash_across_dp_replicas_interval check_for_nan_in_loss_and_grad data_parallel_random_init
     deterministic_mode disable_bf16_reduced_precision_matmul exit_interval exit_duration_in_mins
-    exit_signal_handler exit_signal exit_signal_handler_for_dataloader exit_signal_handler_for_training
+    exit_signal_handler exit_signal exit_signal_handler_for_dataloader
     override_opt_param_scheduler use_checkpoint_opt_param_scheduler apply_wd_to_qk_layernorm
     no_weight_decay_cond_type account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
     """,
@@ -136,6 +136,9 @@ _WORKS = {
     """,
 }
 _MOOT = {
+    "a signal ends all ranks behind the same step, with a checkpoint": """
+    exit_signal_handler_for_training
+    """,
     "read with --moe-token-dispatcher-type flex only": """
     moe_flex_dispatcher_backend moe_deepep_num_sms moe_hybridep_num_sms
     moe_permute_fusion_into_hybridep moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute

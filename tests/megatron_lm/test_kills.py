@@ -27,6 +27,15 @@ def test_lines_are_those_of_plain_megatron_lm(jobs, name, case):
     assert len(run.killed) == inject.count("rank="), run.log[-3000:]
 
 
+def test_a_profiled_rank_dies(jobs, name):
+    """The next one gets its number in Megatron, and not its profiler."""
+    profile = "--profile --use-pytorch-profiler --profile-step-start 1 --profile-step-end 2 --profile-ranks 0"
+    flags = f"{MOCK} {profile} --tensorboard-dir {jobs.folder / name / 'board'}"
+    run = jobs.odyssey(name, flags, ranks=4, stages=2, inject="rank=0,step=3,at=backward")
+    assert_same_lines(run, jobs.plain(ranks=4, stages=2))
+    assert run.killed == [0]
+
+
 @pytest.fixture(scope="session")
 def corpus(jobs):
     """The prefix of an indexed dataset of bytes."""

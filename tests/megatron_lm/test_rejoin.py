@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.megatron_lm.jobs import FLOAT64, MOCK, assert_same_lines
 
@@ -26,6 +27,34 @@ def test_the_first_and_the_last_rank_come_back(jobs, undisturbed, name, inject):
     begun = {e["generation"]: e["plan_hash"] for e in run.named("generation_started")}
     assert begun[min(begun)] == begun[max(begun)], "back to the first plan"
     assert {event["rank"] for event in run.named("switched")} == set(range(8))
+
+
+def test_one_that_comes_back_evaluates_what_the_others_do(jobs, name):
+    """In a job that goes on from a checkpoint; and it writes to its own how many samples that were."""
+    by_samples = {"ranks": 4, "stages": 2, "without": "--train-iters --lr-warmup-iters"}
+    flags = f"{MOCK} --train-samples 960 --lr-decay-samples 960 --lr-warmup-samples 24"
+    flags += " --eval-interval 10 --eval-iters 1"
+    first, own, other = (jobs.folder / f"{name}-{which}" for which in ("first", "plain", "back"))
+    jobs.plain(f"{flags} --save {first} --save-interval 20 --exit-interval 20", **by_samples)
+    flags = f"{flags} --load {first} --save-interval 1000"
+    plain = jobs.plain(f"{flags} --save {own}", **by_samples)
+    run = jobs.odyssey(
+        name,
+        f"{flags} --save {other} --odyssey-respawn 1",
+        inject="rank=0,step=21,at=backward",
+        **by_samples,
+    )
+    assert len(run.named("rank_joined")) == len(run.killed) == 1
+    assert [at for at, _ in run.evaluations] == [at for at, _ in plain.evaluations]
+    assert [loss for _, loss in run.evaluations] == pytest.approx(
+        [loss for _, loss in plain.evaluations], rel=1e-3
+    ), "in float32, which drifts apart; of other samples it is many times as much"
+    assert _evaluated_samples(other) == _evaluated_samples(own)
+
+
+def _evaluated_samples(saved):
+    (last,) = saved.glob("iter_*/common.pt")
+    return torch.load(last, weights_only=False)["args"].consumed_valid_samples
 
 
 @pytest.fixture(scope="module")

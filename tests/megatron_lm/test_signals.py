@@ -42,3 +42,19 @@ def test_sigterm_saves_and_the_next_job_goes_on_there(jobs, name, to):
     assert [one.grad_norm for one in after.iterations] == pytest.approx(
         [one.grad_norm for one in theirs], abs=1.1e-3
     )
+
+
+def test_megatrons_own_handler_does_not_take_its_place(other_jobs, name):
+    """Slurm sends a signal to all processes of a node; with it each rank would end at once, and nothing be saved."""
+    save = other_jobs.folder / f"{name}-save"
+    flags = f"{MOCK} --save {save} --save-interval 100000 --eval-interval 1000 --train-iters 3000"
+    flags += " --lr-decay-iters 3000 --exit-signal-handler-for-training"
+    job = other_jobs.start(name, flags, ranks=4, stages=2)
+    run_dir = other_jobs.folder / name
+    wait_for(lambda: len(events(run_dir, "step_committed")) > 3, 90, "some steps")
+    for pid in [job.pid, *(pid_of(run_dir, rank) for rank in range(4))]:
+        os.kill(pid, signal.SIGTERM)
+    run = other_jobs.outcome(name, job)
+    assert run.exit_code == EXIT_AS_ASKED, run.log[-3000:]
+    assert (save / "latest_checkpointed_iteration.txt").read_text().strip() == str(run.iterations[-1].number)
+    assert "--exit-signal-handler-for-training" in run.log

@@ -215,6 +215,8 @@ _LEFT_OUT: dict[str, Any] = {
     "ckpt_format": "torch_dist",
     # Odyssey writes in threads of the rank. Megatron would want a package for its processes.
     "async_save": False,
+    # Its handler would take the place of Odyssey's, and end each rank at once, with nothing saved.
+    "exit_signal_handler_for_training": False,
 }
 """Flags that Odyssey's own step makes moot, and what they are where they are not given."""
 
@@ -249,6 +251,16 @@ def adapt(args: Any, config: OdysseyConfig) -> None:
     if config.float64 == "on":
         _set(args, torch.float64, "params_dtype")
         _set(args, False, "accumulate_allreduce_grads_in_fp32")
+
+
+def profile_as_launched(args: Any, rank: int, world_size: int, *, joins: bool) -> None:
+    """Whether this process is profiled is what the launch line says of its ``rank``, whatever number Megatron knows it
+    by after a loss: Megatron makes the profiler once, and asks for the rank in each step. One that joins later is not:
+    its steps are not those that were asked for.
+    """
+    if args.profile:
+        args.profile = not joins and rank in (args.profile_ranks or range(world_size))
+        args.profile_ranks = list(range(world_size))
 
 
 def batches_of(args: Any, *, consumed: int = 0, first_step: int = 0) -> Batches:

@@ -190,6 +190,8 @@ class Door:
         self._feed.replicas = args.data_parallel_size
         self._split_of, self._checks = arguments.split_of(args), args.check_for_nan_in_loss_and_grad
         arguments.adapt(args, self._config)
+        session = self._session
+        arguments.profile_as_launched(args, session.rank, session.world_size, joins=session.member.joins)
         args.async_save = beside_training
         saving.check(args)
         return result

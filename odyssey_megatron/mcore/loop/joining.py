@@ -29,6 +29,8 @@ class Start:
 
     iteration: int
     consumed_train_samples: int
+    consumed_valid_samples: int
+    """As a checkpoint has it; 0: none has, and Megatron works it out from the iteration, on all ranks alike."""
     floating_point_operations: float
     scheduler: dict[str, Any]
     """State of Megatron's scheduler: what a checkpoint has said of it, and how many samples it has counted."""
@@ -43,6 +45,7 @@ class Start:
             groups=groups,
             iteration=args.iteration,
             consumed_train_samples=args.consumed_train_samples,
+            consumed_valid_samples=args.consumed_valid_samples,
             floating_point_operations=float(args.num_floating_point_operations_so_far),
         )
 
@@ -69,6 +72,7 @@ class Start:
         vars(scheduler).update(self.scheduler)
         optimizer.take_over(self.groups)
         args.iteration, args.consumed_train_samples = self.iteration, self.consumed_train_samples
+        args.consumed_valid_samples = self.consumed_valid_samples
         args.num_floating_point_operations_so_far = self.floating_point_operations
 
     def go_on(
@@ -103,6 +107,7 @@ class Start:
             times -= sum((step + 1) % interval == 0 and step >= first for step in left_out)
         eval_iters = args.eval_iters if isinstance(args.eval_iters, list) else [args.eval_iters]
         batch = getattr(args, "eval_global_batch_size", args.global_batch_size)
+        args.consumed_valid_samples += times * sum(eval_iters) * batch
         each = batch // args.micro_batch_size // replicas * replicas
         return [times * one * each for one in eval_iters]
 
