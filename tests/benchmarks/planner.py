@@ -29,7 +29,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -71,13 +71,17 @@ CLUSTERS = (
 LAYOUTS = {256: ("megatron", "auto")}
 """By GPUs, what ``--odyssey-layout`` is: with ``auto`` routes visit these workers twice. Else ``megatron``."""
 DEAD = (1, 8, 64, "node")
-"""So many workers all over the job, or all of one node where several have one. Other ones in each repeat."""
+"""So many workers all over the job, or all of one node, where it has several and the job survives that. Other ones in
+each repeat.
+"""
 COPIES = (0, 2)
 """Of a layer's optimizer state: one on every holder, or those of a distributed optimizer."""
 COALESCE_S = 1.0
 """So long the deaths of one incident may take to be told, by a process that plays all ranks: one decision sees all."""
 TAKEN_IN_S = 2.0
 """For what was published a second time: costs are as good as the same."""
+MOST_S = 900.0
+"""To work out what decisions look up, or to decide."""
 TOKEN = "benchmark"
 GPUS_A_NODE = 8
 
@@ -161,16 +165,24 @@ def coordinate(pipe: Connection, config: OdysseyConfig, nodes: dict[int, int], f
     threading.Thread(target=coordinator.run, daemon=True).start()
     pipe.send((address.master_addr, address.master_port))
     assert pipe.recv() == "rehearsed"
-    while planner.rehearsed_s == math.inf:
-        time.sleep(0.05)
+    until(lambda: planner.rehearsed_s < math.inf)
     pipe.send(planner.rehearsed_s - planner.known_s)
     assert pipe.recv() == "clocks"
-    while clocks.taken is None:
-        time.sleep(0.005)
+    until(lambda: clocks.taken is not None)
     assert clocks.began is not None
+    assert clocks.taken is not None
     pipe.send([1e3 * (then - first) for first, then in zip(clocks.began, clocks.taken, strict=True)])
     assert pipe.recv() == "end"
     pipe.send((torch_mb, largest_mb()))
+
+
+def until(found: Callable[[], bool]) -> None:
+    """Raises TimeoutError, which ends this process, and the benchmark with it."""
+    deadline_s = time.monotonic() + MOST_S
+    while not found():
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"the coordinator has not come to that in {MOST_S} s")
+        time.sleep(0.005)
 
 
 def largest_mb() -> float:
@@ -253,12 +265,19 @@ class Ranks:
             self.control.send(RankDied(rank=worker * size, code=-9, cause="killed", t_s=0.0))
 
 
-def lost_workers(layout: Layout, dead: int | str, tp: int, repeat: int) -> list[int]:
-    """Over pipelines and stages, such that some owner of each slice of state is left."""
+def occurs(dead: int | str, gpus: int, tp: int, pp: int) -> bool:
+    """Whether such an incident is measured in this cluster: a quarter of all workers at most, or a node of several
+    workers that has not all replicas of a stage.
+    """
+    return tp == 1 and gpus // pp > GPUS_A_NODE if dead == "node" else int(dead) * 4 <= gpus // tp
+
+
+def lost_workers(layout: Layout, dead: int | str, repeat: int) -> list[int]:
+    """Over pipelines and stages, such that some owner of each slice of state is left; of a node, one GPU each."""
     workers, found = layout.workers, set[int]()
     if dead == "node":
-        first = (repeat * 3 + 1) * GPUS_A_NODE // tp
-        return list(range(first, first + GPUS_A_NODE // tp))
+        first = (repeat * 3 + 1) * GPUS_A_NODE % len(workers)
+        return list(range(first, first + GPUS_A_NODE))
     owners = [one for kind in set(layout.owners) for one in kind]
     for at in range(len(workers)):  # coprime steps
         one = workers[(3 + repeat * 7 + at * 37) % len(workers)]
@@ -321,7 +340,7 @@ def measure(
         ranks.publish()
         time.sleep(TAKEN_IN_S)
         reader = CountingControl.connect(host, port, TOKEN)
-        lost = lost_workers(read(1, 0, tp, reader)[0].plan.layout, dead, tp, repeat)
+        lost = lost_workers(read(1, 0, tp, reader)[0].plan.layout, dead, repeat)
         ranks.die(lost)
         pipe.send("clocks")
         cpu_ms, wall_ms = pipe.recv()
@@ -364,7 +383,7 @@ def main() -> int:
     for model, gpus, tp, pp, limit_ms, limit_mb in CLUSTERS:
         layouts = LAYOUTS.get(gpus, ("megatron",))
         for layout, copies, dead in itertools.product(layouts, COPIES, DEAD):
-            if gpus > options.most_gpus or (tp > 1 if dead == "node" else int(dead) * 4 > gpus // tp):
+            if gpus > options.most_gpus or not occurs(dead, gpus, tp, pp):
                 continue
             several = [measure(model, gpus, tp, pp, copies, dead, layout, n) for n in range(options.repeats)]
             row = max(several, key=lambda one: float(str(one["cpu_ms"])))
