@@ -108,7 +108,8 @@ CASES = (
     Case(workers=8, stages=4, microbatches=8, kills=(2,), memory=1.0, **AUTO),
     Case(workers=8, stages=4, microbatches=8, kills=(5,), memory=1.3, **AUTO),
     Case(workers=16, stages=8, microbatches=8, kills=(3,), memory=1.0, layers=14, **AUTO),
-    Case(workers=16, stages=8, microbatches=12, kills=(3,), memory=1.2, layers=30, **AUTO),
+    Case(workers=8, stages=4, microbatches=8, kills=(2,), memory=1.1, layers=30, **AUTO),
+    Case(workers=16, stages=8, microbatches=8, kills=(3,), memory=1.1, layers=30, **AUTO),
 )
 
 
@@ -178,7 +179,7 @@ def layer_costs(num_layers: int) -> Costs:
             forward_s=forward_s,
             input_grad_s=input_grad_s,
             weight_grad_s=weight_grad_s,
-            activation_bytes=parameters * 18 // 4,
+            activation_bytes=4 * parameters,
             weight_bytes=2 * parameters,
             gradient_bytes=2 * parameters,
             optimizer_bytes=12 * parameters,
