@@ -181,7 +181,7 @@ class _Work:
             if not route.microbatches:
                 continue
             at_speed = [speeds.get(hop.worker, 1.0) for hop in route.hops] if speeds else ()
-            kind = (len(route.microbatches), *[(hop.first, hop.last) for hop in route.hops], *at_speed)
+            kind = (len(route.microbatches), *route.spans, *at_speed)
             if kind not in known:
                 known[kind] = self._of(route)
             for hop, visits in zip(route.hops, known[kind], strict=True):

@@ -53,7 +53,7 @@ def weights_late_s(
             free_s.update(dict.fromkeys(one.holders, end_s))
             arrived_s.append((one, end_s))
     late_s = max((end_s for one, end_s in arrived_s if one.first >= layout.num_layers), default=0.0)
-    for spans in {tuple((hop.first, hop.last) for hop in route.hops) for route in layout.routes}:
+    for spans in {route.spans for route in layout.routes}:
         reached_s = 0.0
         for first, last in spans:
             for one, end_s in arrived_s:

@@ -39,6 +39,11 @@ class Route:
     microbatches: tuple[int, ...]
     hops: tuple[Hop, ...]
 
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """(first, last) of each hop: the same of routes that are cut alike, whichever workers they have."""
+        return tuple((hop.first, hop.last) for hop in self.hops)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:

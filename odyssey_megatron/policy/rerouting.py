@@ -8,7 +8,7 @@ from heapq import heapify, heapreplace
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.names import layer_names
 from odyssey_megatron.plan.costs import Costs
-from odyssey_megatron.plan.layout import Hop, Layout, Route
+from odyssey_megatron.plan.layout import Hop, Layout
 from odyssey_megatron.policy.paths import group_routes, merge_hops
 
 
@@ -95,15 +95,11 @@ def heirs(
 def _places(layout: Layout) -> dict[int, int]:
     """Worker -> where its first route is, of all sorted by their kind and then by microbatches, as orders have them."""
     found: dict[int, int] = {}
-    in_order = sorted(layout.routes, key=_kind_and_microbatches)
+    in_order = sorted(layout.routes, key=lambda one: (-len(one.microbatches), one.spans, one.microbatches))
     for place, route in enumerate(in_order):
         for hop in route.hops:
             found.setdefault(hop.worker, place)
     return found
-
-
-def _kind_and_microbatches(route: Route) -> tuple[object, ...]:
-    return -len(route.microbatches), [(hop.first, hop.last) for hop in route.hops], route.microbatches
 
 
 class _Spread:

@@ -15,6 +15,15 @@ from odyssey_megatron.policy.initial import initial_plan
 from odyssey_megatron.policy.profile import Profile
 from tests.plan.samples import uniform_costs
 
+JOB = JobSpec(
+    num_layers=10,
+    pipeline_model_parallel_size=2,
+    tensor_model_parallel_size=1,
+    num_microbatches=8,
+    tokens_per_step=1,
+    train_steps=1,
+)
+
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 @pytest.mark.parametrize("replicas", [2, 3, 4])
@@ -71,15 +80,7 @@ def test_slices_whose_owners_no_ring_keeps_apart():
 
 
 def test_a_job_with_slices_begins_so():
-    job = JobSpec(
-        num_layers=10,
-        pipeline_model_parallel_size=2,
-        tensor_model_parallel_size=1,
-        num_microbatches=8,
-        tokens_per_step=1,
-        train_steps=1,
-        optimizer_copies=2,
-    )
+    job = replace(JOB, optimizer_copies=2)
     state, profile = initial_state(nodes=(0, 0, 0, 1, 1, 1, 1, 0)), Profile(costs=uniform_costs(8, ends=True))
     assert on_one_node(initial_plan(job, state, profile).layout, state.nodes)
     apart = initial_plan(replace(job, spreads_replicas=True), state, profile)
@@ -87,18 +88,10 @@ def test_a_job_with_slices_begins_so():
 
 
 def test_a_job_begins_so_as_fast():
-    job = JobSpec(
-        num_layers=10,
-        pipeline_model_parallel_size=2,
-        tensor_model_parallel_size=1,
-        num_microbatches=8,
-        tokens_per_step=1,
-        train_steps=1,
-    )
     state, profile = initial_state(nodes=(0, 0, 1, 1)), Profile(costs=uniform_costs(8, ends=True))
     nodes = state.nodes
-    own = initial_plan(job, state, profile)
-    apart = initial_plan(replace(job, spreads_replicas=True), state, profile)
+    own = initial_plan(JOB, state, profile)
+    apart = initial_plan(replace(JOB, spreads_replicas=True), state, profile)
     assert on_one_node(own.layout, nodes)
     assert not on_one_node(apart.layout, nodes)
     assert own.step_s == apart.step_s
