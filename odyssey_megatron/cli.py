@@ -73,6 +73,12 @@ def _join(argv: list[str]) -> int:
     return run.main(argv, joins=True)
 
 
+def _host(argv: list[str]) -> int:
+    from odyssey_megatron.launch import host
+
+    return host.main(argv)
+
+
 def _report(argv: list[str]) -> int:
     from odyssey_megatron.metrics import report
 
@@ -118,6 +124,10 @@ def _patch(argv: list[str]) -> int:
 _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "run": (_run, "start a training job: torchrun's arguments, then the script and its own"),
     "join": (_join, "replace a lost node of a running job: on the new node, with the arguments of its run"),
+    "host": (
+        _host,
+        "host a job apart from its nodes, so that any may be lost: with the arguments of its run",
+    ),
     "doctor": (_doctor, "looks for what would keep a job from running, or from surviving"),
     "patch": (_patch, "puts Odyssey's lines into a Megatron-LM checkout, or takes them out"),
     "inject": (_inject, "send a signal to a rank of a running job, or slow it down, to see it recover"),

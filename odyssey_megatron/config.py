@@ -77,7 +77,12 @@ class OdysseyConfig:
     bind: str = _flag(
         "",
         "address of the first node's interface that the other nodes reach: where it listens for them (that of "
-        "--master-addr)",
+        "--master-addr); of odyssey host's with --odyssey-job-host",
+    )
+    job_host: str = _flag(
+        "",
+        "HOST:PORT where odyssey host hosts the coordinator and the store, in the place of the first node, so that no "
+        "node's loss ends the job; needs no GPU",
     )
     inject: str = _flag(
         "",

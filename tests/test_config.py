@@ -17,6 +17,7 @@ FROZEN = {
     "float64": "off",
     "run_dir": "odyssey-run",
     "bind": "",
+    "job_host": "",
     "inject": "",
     "accept": "",
     "strict": "off",

@@ -40,6 +40,8 @@ class GenerationLive:
     generation: int
     done: int = 0
     """Pieces of common work that the job has done by then: steps, and what else all do together."""
+    agreed_ago_s: float | None = None
+    """So long ago its members had agreed on how far they are; None: they have not, in this process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,7 +55,7 @@ class Chronicle:
         self.way.in_groups_s, self.speaks = time.monotonic(), speaks
 
     def agreed(self) -> None:
-        self.way.agreed_s = time.monotonic()
+        self.way.agreed_s = self._member.agreed_s = time.monotonic()
 
     def goes_on(self, outcome: str, taken_up: int) -> None:
         """With the interrupted step, so: ``redo``, ``finish`` or ``resume``."""

@@ -69,6 +69,7 @@ class Member(Protocol):
 
     rank: int
     incarnation: int
+    agreed_s: float | None
 
     @property
     def heard_s(self) -> float: ...

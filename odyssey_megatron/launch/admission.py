@@ -45,12 +45,13 @@ OTHER_TOKEN = (
     "value on all nodes."
 )
 _NOBODY_CAME = (
-    "no first node of this job answered at {host}:{port} within {limit_s:.0f} s. Start it with --node-rank 0, and look "
-    "whether that address is its own."
+    "nobody who hosts this job answered at {host}:{port} within {limit_s:.0f} s. Start {who}, and look whether that "
+    "address is its own."
 )
 _NOT_OURS = (
-    "the first node cannot listen at {host}:{port}: {error}. Give another --master-port, or with --odyssey-bind the "
-    "address of the interface of this host that the others reach."
+    "this host, where the job's nodes are to meet, cannot listen at {host}:{port}: {error}. Give another port "
+    "(--master-port, or that of --odyssey-job-host), or with --odyssey-bind the address of the interface of this host "
+    "that the others reach."
 )
 _MEET_S = 600.0
 """How long nodes wait for the first one; torchrun's own limit."""
@@ -76,10 +77,14 @@ class Meeting:
     bind: str
     """The address to listen on; "": that of ``host``."""
     lease_s: float
+    hosts: bool
+    """Whether door and store are here: with the first node, or in ``odyssey host``."""
+    is_apart: bool = False
+    """Whether the job has an ``odyssey host``, so that all nodes knock."""
 
 
 class Admission(RendezvousHandler):
-    """torch elastic's rendezvous. The first node hosts door and store; the others knock."""
+    """torch elastic's rendezvous. Who hosts the job has door and store; the others knock."""
 
     def __init__(self, meeting: Meeting):
         self._meeting = meeting
@@ -91,12 +96,13 @@ class Admission(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         meeting = self._meeting
         if self._store is None:
-            port = self._open() if meeting.node == 0 else self._knock()
+            port = self.open() if meeting.hosts else self._knock()
             self._address = RendezvousStoreInfo(master_addr=meeting.host, master_port=port)
         assert self._address is not None
         return RendezvousInfo(self._store, meeting.node, meeting.nodes, self._address)
 
-    def _open(self) -> int:
+    def open(self) -> int:
+        """Hosts door and store; returns the store's port. Raises ConfigError where there is no listening."""
         meeting, session = self._meeting, secrets.token_hex(_NONCE_BYTES)
         self.token = session_token(meeting.token, session)
         family, own = _resolve(meeting.bind or meeting.host)
@@ -126,7 +132,8 @@ class Admission(RendezvousHandler):
                 break
             except OSError:
                 if time.monotonic() > ends_s:
-                    where = {"host": meeting.host, "port": meeting.port, "limit_s": _MEET_S}
+                    who = "odyssey host there" if meeting.is_apart else "the first node with --node-rank 0"
+                    where = {"host": meeting.host, "port": meeting.port, "limit_s": _MEET_S, "who": who}
                     raise ConfigError(_NOBODY_CAME.format(**where)) from None
                 time.sleep(0.1)
         self.token = session_token(meeting.token, found["session"])
@@ -215,7 +222,7 @@ def ask(host: str, port: int, token: str) -> dict[str, Any]:
         raise ConfigError(OTHER_TOKEN)
     proof, text = answer[:_PROOF_BYTES], answer[_PROOF_BYTES:]
     if not hmac.compare_digest(proof, _proof(token, b"open", theirs, ours, text)):
-        raise ConnectionError("not this job's first node")
+        raise ConnectionError("not this job's door")
     return json.loads(text)
 
 

@@ -10,29 +10,24 @@ import contextlib
 import json
 import logging
 import os
-import secrets
 import socket
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.errors import EXIT_BAD_INPUT, ConfigError, ControlPlaneLost
+from odyssey_megatron.errors import ConfigError, ControlPlaneLost
 from odyssey_megatron.launch import control as keys
-from odyssey_megatron.launch import run_folder
 from odyssey_megatron.launch.admission import OTHER_TOKEN
 from odyssey_megatron.launch.asking import Asking
-from odyssey_megatron.launch.control import Control, EventReader
-from odyssey_megatron.launch.coordinator import Coordinator
+from odyssey_megatron.launch.control import Control
 from odyssey_megatron.launch.forking import all_begun, forking
 from odyssey_megatron.launch.heartbeat import HeartbeatBoard
-from odyssey_megatron.launch.leases import FirstAgent, beats
-from odyssey_megatron.launch.onlookers import Onlookers
+from odyssey_megatron.launch.hosting import Hosting
+from odyssey_megatron.launch.leases import HostOfJob, beats
 from odyssey_megatron.launch.planner import Planner
 from odyssey_megatron.launch.ranks import Fence, Ranks
 from odyssey_megatron.launch.respawn import Respawn, forget_smaller
@@ -64,8 +59,6 @@ _CONNECT_S = 10.0
 """For an agent's connection to the store where all have met a moment ago: if it is gone, so is the job."""
 _SEEN_S = 0.5
 """For others to see that secrets differ, where the store goes with the process that has found it."""
-_FAREWELL_S = 4.0
-"""From the verdict on: how long the first agent keeps the store for the others to read it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,13 +78,13 @@ class Launch:
 
 
 class OdysseyAgent(LocalElasticAgent):
-    """Starts the ranks of its node, reports and fences them; the first agent hosts the coordinator."""
+    """Starts the ranks of its node, reports and fences them. The first one hosts the job, or ``odyssey host`` does."""
 
     def __init__(self, *, launch: Launch, **kwargs: Any):
         super().__init__(**kwargs)
         self._launch = launch
         self._token, self._incarnation = launch.token, 0
-        self._onlookers: Onlookers | None = None
+        self._hosting: Hosting | None = None
 
     def _set_local_rank_env(self, worker_env: dict[str, Any], local_rank: int, spec: Any) -> None:
         super()._set_local_rank_env(worker_env, local_rank, spec)
@@ -99,9 +92,9 @@ class OdysseyAgent(LocalElasticAgent):
 
     def _rendezvous(self, worker_group: Any) -> None:
         super()._rendezvous(worker_group)
-        if worker_group.group_rank == 0:
-            self._folder = run_folder.claim(Path(self._launch.config.run_dir))
-            self._onlookers = Onlookers(self._launch.config, self._launch.page_secret)
+        config = self._launch.config
+        if worker_group.group_rank == 0 and not config.job_host:
+            self._hosting = Hosting(config, self._launch.planner, self._launch.page_secret, here=0)
         self._token = getattr(worker_group.spec.rdzv_handler, "token", "") or self._launch.token
         os.environ["ODYSSEY_TOKEN"] = self._token  # for the ranks
         control = self._connect()
@@ -112,12 +105,12 @@ class OdysseyAgent(LocalElasticAgent):
         running = control.has([keys.node_key(node)])
         if running != self._launch.joins:
             raise ConfigError(_NOT_RUNNING.format(node=node) if not running else _RUNNING.format(node=node))
-        if node == 0:
-            control.put_first(keys.JOB_NAME, secrets.token_hex(4))
+        if self._hosting is not None:
+            self._hosting.name_job(control)
         os.environ["ODYSSEY_JOB"] = _name_of_job(control)
         if running:
             # Before anything is written or started in its name.
-            if beats(control, node, self._launch.config.node_lease_s):
+            if beats(control, node, config.node_lease_s):
                 raise ConfigError(_ALIVE.format(node=node))
             self._incarnation = control.count(f"{keys.node_key(node)}/replaced")
             os.environ["ODYSSEY_INCARNATION"] = str(_RESPAWNS_OF_A_NODE * self._incarnation)
@@ -142,8 +135,8 @@ class OdysseyAgent(LocalElasticAgent):
                 code = self._supervise(board, signals)
         finally:
             board.close()
-            if self._onlookers is not None:
-                self._onlookers.close()
+            if self._hosting is not None:
+                self._hosting.close()
         if code:
             # Not a failed RunResult: torch would raise and print an error of its own for a verdict of ours.
             raise SystemExit(code)
@@ -184,18 +177,17 @@ class OdysseyAgent(LocalElasticAgent):
                 "rank_started", target=worker.global_rank, pid=process.pid, host=socket.gethostname()
             )
         verdict = VerdictWatch(watch)
-        if node == 0:
-            journal.event("job_started", world_size=group.workers[0].world_size, nodes=nodes, echo=True)
-            if self._onlookers is not None:
-                self._onlookers.start()
-            verdict.guard("coordinator", lambda: self._coordinate(spare, journal, nodes))
+        if self._hosting is not None:
+            self._hosting.begin(verdict, spare, self._connect, journal, nodes=nodes)
         else:
             lease_s, port = launch.config.node_lease_s, group.master_port
             assert port is not None
-            first = FirstAgent(lease_s)
-            verdict.guard("lease", lambda: first.renew(spare, node, lease_s / 20))
-            verdict.guard("first agent", lambda: first.await_loss(port))
-        ask = Asking(launch.on_signal, journal, nodes=nodes, node=node)
+            host = HostOfJob(lease_s)
+            verdict.guard("lease", lambda: host.renew(spare, node, lease_s / 20))
+            verdict.guard("host", lambda: host.await_loss(port))
+        others = tuple(range(0 if launch.config.job_host else 1, nodes))
+        who, hosts = f"the agent of node {node}", self._hosting is not None
+        ask = Asking(launch.on_signal, journal, who=who, hosts=hosts, others=others)
         try:
             ranks.watch(verdict, lambda: ask.heed(ranks, verdict, control))
         except ControlPlaneLost:
@@ -218,40 +210,10 @@ class OdysseyAgent(LocalElasticAgent):
 
     def _orphaned(self) -> int:
         """The exit code of an agent whose job has ended without a word to it."""
-        node = self._worker_group.group_rank
-        say(f"[odyssey] node {node} stops: the first agent, which hosts the coordinator, is gone.")
+        node, apart = self._worker_group.group_rank, self._launch.config.job_host
+        host = f"odyssey host at {apart}" if apart else "the first agent"
+        say(f"[odyssey] node {node} stops: {host}, which hosts the coordinator, is gone.")
         return 1
-
-    def _coordinate(self, control: Control, journal: Journal, world: int) -> None:
-        launch = self._launch
-        nodes = self._await_nodes(control, world)
-        if isinstance(nodes, Verdict):
-            say(f"[odyssey] {nodes.why}")
-            return control.put(keys.VERDICT, to_json(nodes))
-        events = EventReader(self._connect())
-        Coordinator(
-            control=control,
-            events=events,
-            config=launch.config,
-            nodes=nodes,
-            planner=launch.planner,
-            journal=journal,
-            say=say,
-        ).run()
-
-    def _await_nodes(self, control: Control, count: int) -> dict[int, int] | Verdict:
-        """The node of each rank, once all agents have listed theirs."""
-        limit_s = self._launch.config.store_timeout_s
-        listed = [keys.node_key(node) for node in range(count)]
-        ends_s = time.monotonic() + limit_s
-        while not control.has([*listed, *(keys.lease_key(node) for node in range(count))]):
-            if control.other_token_seen():
-                return Verdict(code=EXIT_BAD_INPUT, why=OTHER_TOKEN)
-            if time.monotonic() > ends_s:
-                return Verdict(code=1, why=f"not all of {count} nodes have joined within {limit_s} s.")
-            time.sleep(0.02)
-        ranks = {node: json.loads(text) for node, text in enumerate(control.read(listed))}
-        return {rank: node for node in ranks for rank in ranks[node]}
 
     def _conclude(self, verdict: VerdictWatch, ranks: Ranks, control: Control) -> int:
         """Lets the ranks end, or ends them; returns the exit code of the job."""
@@ -260,14 +222,10 @@ class OdysseyAgent(LocalElasticAgent):
         ranks.end(final.terminate_s)
         if verdict.value is None:
             return self._orphaned()
-        node = self._worker_group.group_rank
         with contextlib.suppress(ControlPlaneLost, TimeoutError):
-            if node == 0:
-                control.put_first(keys.VERDICT, to_json(final))  # it may have been made here
-            control.put(f"bye/{node}", "")
-            if node == 0 and final.nodes:  # the store goes with this process
-                left_s = max(began_s + _FAREWELL_S - time.monotonic(), 0.1)
-                control.wait([f"bye/{other}" for other in final.nodes], left_s)
+            control.put(keys.bye_key(self._worker_group.group_rank or 0), "")
+            if self._hosting is not None:  # the store goes with this process
+                self._hosting.part(control, final, began_s)
         return final.code
 
 

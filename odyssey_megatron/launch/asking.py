@@ -31,10 +31,16 @@ class Ranks(Protocol):
 
 
 class Asking:
-    """The first signal asks, in the way ``how``; the next one ends the job."""
+    """The first signal asks, in the way ``how``; the next one ends the job.
 
-    def __init__(self, how: str, journal: Journal, *, nodes: int, node: int):
-        self._how, self._journal, self._nodes, self._node = how, journal, nodes, node
+    Args:
+        who: has got the signal.
+        hosts: and hosts the job, so that it stays when its ranks leave.
+        others: nodes that are to hear of an end, besides the one where the job is hosted.
+    """
+
+    def __init__(self, how: str, journal: Journal, *, who: str, hosts: bool, others: tuple[int, ...]):
+        self._how, self._journal, self._who, self._hosts, self._others = how, journal, who, hosts, others
         self._asked = Ask.NOTHING
 
     def heed(self, ranks: Ranks, verdict: VerdictWatch, control: Control) -> None:
@@ -43,7 +49,7 @@ class Asking:
             how = self._how if first and ranks.listen else "stop"
             self._journal.event("asked", signal=number.name, how=how, echo=True)
             if how == "stop":
-                why = f"the job was ended by {number.name} to the agent of node {self._node}."
+                why = f"the job was ended by {number.name} to {self._who}."
                 say(f"[odyssey] {why}")
                 final = Verdict(
                     code=128 + number, why=why, terminate_s=TERMINATE_S if first else 0.0, nodes=self._others
@@ -56,9 +62,5 @@ class Asking:
                 f"[odyssey] {number.name}: {what} behind the step at hand. A second signal ends the job at once."
             )
             ranks.ask(self._asked)
-        if self._asked == Ask.LEAVE and ranks.gone and self._node:
+        if self._asked == Ask.LEAVE and ranks.gone and not self._hosts:
             verdict.give(Verdict(code=EXIT_AS_ASKED, why="this node has left the job, as it was asked to"))
-
-    @property
-    def _others(self) -> tuple[int, ...]:
-        return tuple(range(1, self._nodes))

@@ -29,7 +29,7 @@ EVENTS = "events"
 """Queue of events, read by the coordinator only. FIFO: see ``Control.send``."""
 JOB = "job"
 JOB_NAME = "name"
-"""A number that the first agent has drawn: what is on every line of this job's journals."""
+"""A number that the job's host has drawn: what is on every line of this job's journals."""
 REFUSED = "refused"
 """The first rank's one-paragraph ConfigError."""
 VERDICT = "verdict"
@@ -119,6 +119,11 @@ def node_key(node: int) -> str:
 
 def lease_key(node: int) -> str:
     return f"lease/{node}"
+
+
+def bye_key(node: int) -> str:
+    """Put by the agent of ``node`` when it has heard of the end, and its ranks have ended."""
+    return f"bye/{node}"
 
 
 OFFER = "offer "

@@ -1,4 +1,4 @@
-"""The coordinator: the only writer of membership, generations and plans. A thread in the first agent.
+"""The coordinator: the only writer of membership, generations and plans. A thread in the job's host.
 
 It reads one queue of events, has ``reactions.py`` say what follows from them, and does that: it asks the planner,
 publishes generations, answers who joins, and ends the job.
@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from odyssey_megatron.cluster.events import Event, NodeLost, RankDied
+from odyssey_megatron.cluster.events import Event, GenerationLive, NodeLost, RankDied
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import initial_state, without_fresh
 from odyssey_megatron.codec import from_json, to_json, to_jsonable
@@ -73,6 +73,7 @@ class Coordinator:
     Args:
         nodes: node of each rank.
         say: shows a text to the user.
+        here: the node that this runs on; None: one without ranks.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Coordinator:
         planner: Planner,
         journal: Journal,
         say: Callable[[str], None],
+        here: int | None = 0,
     ):
         self._control, self._queue, self._planner = control, events, planner
         self._journal, self._say = journal, say
@@ -92,7 +94,7 @@ class Coordinator:
         self._world_size = len(nodes)
         of_rank = tuple(nodes[rank] for rank in sorted(nodes))
         self._job = JobState(cluster=initial_state(nodes=of_rank, started_s=time.monotonic()), nodes=of_rank)
-        self._leases = Leases(control, sorted(set(of_rank) - {0}), config.node_lease_s)
+        self._leases = Leases(control, sorted(set(of_rank) - {here}), config.node_lease_s, here=here)
         self._learning = Learning(planner, control, self._world_size)
         acts = config.rebalance == "auto"
         self._offers = Offers(
@@ -101,6 +103,8 @@ class Coordinator:
             Replacing(planner, journal, say, acts=acts, restarts=config.respawn > 0),
         )
         self._unheard: list[Event] = []
+        self._agreed = 0
+        """The newest generation that is known to have begun with an agreement."""
 
     def run(self) -> Verdict | None:
         """Until the job ends; publishes the verdict. None if the store is gone."""
@@ -205,12 +209,25 @@ class Coordinator:
     def _train(self) -> Verdict:
         while True:
             events = self._incident()
+            self._note_agreements(events)
             refused = self._refused() if any(isinstance(one, RankDied) for one in events) else ""
             self._job, actions = reactions.react(self._job, events, now_s=time.monotonic(), refused=refused)
             for action in actions:
                 if verdict := self._do(action):
                     return verdict
             self._offer()
+
+    def _note_agreements(self, events: Sequence[Event]) -> None:
+        """By this host's clock, which the report needs: it may have no rank that takes part."""
+        for event in events:
+            if (
+                isinstance(event, GenerationLive)
+                and event.agreed_ago_s is not None
+                and event.generation > self._agreed
+            ):
+                self._agreed = event.generation
+                agreed_s = time.monotonic() - event.agreed_ago_s
+                self._journal.event("generation_agreed", generation=event.generation, agreed_s=agreed_s)
 
     def _do(self, action: Action) -> Verdict | None:
         """A verdict if the job ends by it."""

@@ -1,4 +1,4 @@
-"""Which agents are there: each renews its lease in the store, and the first one, which has the store, answers."""
+"""Which agents are there: each renews its lease in the store, and who hosts the job, and so the store, answers."""
 
 from __future__ import annotations
 
@@ -13,23 +13,28 @@ from odyssey_megatron.launch.lost_host import connections_to
 from odyssey_megatron.metrics.outlet import say
 
 _COMES_BACK_S = 2.5
-"""So long beyond a lease the others wait for the first agent, as without it the job is over: a suspended host may come
+"""So long beyond a lease the others wait for the job's host, as without it the job is over: a suspended one may come
 back. All have ended within 5 s beyond the lease."""
 _LOOK_S = 0.1
 
 
 class Leases:
-    """Notices agents that have fallen silent."""
+    """Notices agents that have fallen silent.
 
-    def __init__(self, control: Control, nodes: list[int], limit_s: float):
-        self._control, self._limit_s = control, limit_s
+    Args:
+        nodes: whose agents are there, but for ``here``.
+        here: the node where this runs, if it is one.
+    """
+
+    def __init__(self, control: Control, nodes: list[int], limit_s: float, *, here: int | None):
+        self._control, self._limit_s, self._here = control, limit_s, here
         self._awake = Awake(limit_s)
         self.nodes = nodes
         self._seen: dict[int, tuple[Stamp | None, float]] = {}
 
     def watch(self, node: int) -> None:
-        """``node`` has ranks (again). The first one is where this runs."""
-        if node and node not in self.nodes:
+        """``node`` has ranks (again)."""
+        if node != self._here and node not in self.nodes:
             self.nodes.append(node)
             self._seen.pop(node, None)
 
@@ -48,8 +53,8 @@ class Leases:
         return lost
 
 
-class FirstAgent:
-    """Whether the first agent answers, for another one.
+class HostOfJob:
+    """Whether who hosts the job answers, for an agent elsewhere.
 
     The kernel of a host answers for a process that is stopped, so that a connection to it does not break
     (``lost_host.py``), and whoever waits there would wait for as long as it is stopped.
@@ -73,7 +78,7 @@ class FirstAgent:
         while now_s - max(self._heard_s, self._awake.since_s(now_s)) < self._limit_s:
             time.sleep(_LOOK_S)
             now_s = time.monotonic()
-        say(f"[odyssey] the first agent has not answered for {self._limit_s:g} s.")
+        say(f"[odyssey] the job's host has not answered for {self._limit_s:g} s.")
         for connection in connections_to(port):
             connection.shutdown(socket.SHUT_RDWR)
 

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -62,6 +63,8 @@ class Member:
         self.rank, self.world_size, self.incarnation, self.journal = rank, world_size, incarnation, journal
         self.each = each
         """Places of a whole cell that it fills, as its agent has it: see ``Cell``."""
+        self.agreed_s: float | None = None
+        """When the members of its generation had agreed on how far they are, on its own clock."""
         self._control, self._heartbeat = control, heartbeat
         self._on_offer: Callable[[Generation], None] = lambda offered: None
         self._watcher_control = watch
@@ -256,7 +259,8 @@ class Member:
         of common work so far, by which the coordinator sees that the job gets on.
         """
         self._watch.settled = True
-        live = GenerationLive(rank=self.rank, generation=number, done=done)
+        ago_s = None if self.agreed_s is None else time.monotonic() - self.agreed_s
+        live = GenerationLive(rank=self.rank, generation=number, done=done, agreed_ago_s=ago_s)
         self._control.send(live, acknowledged=True)
 
     def decline(self, number: int, reason: str) -> None:

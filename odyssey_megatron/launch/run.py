@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
 import os
-import re
-import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from odyssey_megatron.config import OdysseyConfig, config_from_argv
 from odyssey_megatron.errors import ConfigError
-from odyssey_megatron.inputs import COUNT, Between, Parser
-from odyssey_megatron.launch import run_folder, signals, tap
+from odyssey_megatron.launch import line, run_folder, signals, tap
 from odyssey_megatron.launch.zygote import Zygote, prepare_environment
 
-if TYPE_CHECKING:
-    from odyssey_megatron.launch.admission import Meeting
-
-_NODES = Between(1, 100_000, whole=True)
-_PER_NODE = Between(1, 1024, whole=True)
 _ENTRY = "odyssey_megatron.mcore.entry"
-_PORT = 29500
-"""torchrun's, of the first node."""
 
 
 def main(argv: Sequence[str], *, joins: bool = False) -> int:
@@ -43,15 +32,21 @@ def main(argv: Sequence[str], *, joins: bool = False) -> int:
 
 def _run(argv: Sequence[str], joins: bool) -> int:
     prepare_environment(os.environ)
-    args = _parse(argv, joins)
+    args = line.parse(argv, "odyssey join" if joins else "odyssey run")
     config = config_from_argv(args.training_script_args)
-    nodes = _number_of_nodes(args)
+    nodes = line.number_of_nodes(args)
     _check_injections(config, nodes, args.nproc_per_node)
-    token = _token(nodes)
-    if joins and (nodes == 1 or args.node_rank == 0):
+    token = line.token(several=nodes > 1 or bool(config.job_host))
+    if config.job_host and args.rdzv_backend != "static":
         raise ConfigError(
-            "odyssey join replaces a lost node, but the first node hosts the job: with it the job has ended. Ranks "
-            "that die on a living node are started again with --odyssey-respawn."
+            f"--odyssey-job-host {config.job_host} says where the nodes meet, and so does --rdzv-backend "
+            f"{args.rdzv_backend}. Leave one of them out."
+        )
+    if joins and not config.job_host and (nodes == 1 or args.node_rank == 0):
+        raise ConfigError(
+            "odyssey join replaces a lost node, but the first node hosts the job: with it the job has ended "
+            "(--odyssey-job-host has jobs hosted elsewhere). Ranks that die on a living node are started again with "
+            "--odyssey-respawn."
         )
     modules = [one for one in args.preload.split(",") if one]
     if modules and config.device != "cpu":
@@ -70,52 +65,6 @@ def _run(argv: Sequence[str], joins: bool) -> int:
             zygote.close()
 
 
-def _parse(argv: Sequence[str], joins: bool) -> Any:
-    with signals.heeded_behind():
-        from torch.distributed.run import get_args_parser
-
-    parser = get_args_parser()
-    parser.prog = "odyssey join" if joins else "odyssey run"
-    parser.add_argument(
-        "--preload",
-        default=os.environ.get("ODYSSEY_PRELOAD", ""),
-        metavar="MODULE[,MODULE...]",
-        help="import these once and fork the ranks from there (CPU only): seconds less to start each",
-    )
-    for action in parser._actions:
-        if action.dest in _TYPES:
-            action.type = _TYPES[action.dest]
-    parser.error = functools.partial(Parser.error, parser)  # type: ignore[method-assign, arg-type]
-    return parser.parse_args(list(argv))
-
-
-def _per_node(text: str) -> str:
-    """A number, or what torchrun counts."""
-    return text if text in ("auto", "cpu", "gpu", "xpu") else str(_PER_NODE(text))
-
-
-def _redirects(text: str) -> str:
-    """Of ranks' outputs, as torchrun has it."""
-    if not re.fullmatch(r"[0-3]|(\d:[0-3],)*\d:[0-3]", text):
-        raise argparse.ArgumentTypeError(
-            f"0 to 3, or RANK:0 to 3 with commas between, is expected, found {text!r}"
-        )
-    return text
-
-
-_TYPES: dict[str, Callable[[str], Any]] = {
-    "nproc_per_node": _per_node,
-    "node_rank": Between(0, _NODES.high - 1, whole=True),
-    "master_port": Between(0, 65_535, whole=True),
-    "max_restarts": COUNT,
-    "monitor_interval": Between(0.001, 3600),
-    "shutdown_timeout": Between(0, 1_000_000, whole=True),
-    "redirects": _redirects,
-    "tee": _redirects,
-}
-"""Of torchrun's arguments, which it would not check, or with a traceback."""
-
-
 def _launch(
     args: Any, config: OdysseyConfig, nodes: int, token: str, zygote: Zygote | None, joins: bool
 ) -> int:
@@ -131,11 +80,11 @@ def _launch(
     if config.mode != "off":  # an unmodified Megatron-LM script: something must bring Odyssey into it
         args.training_script_args = [args.training_script, *args.training_script_args]
         args.training_script, args.module = _ENTRY, True
-    if nodes == 1:
+    if nodes == 1 and not config.job_host:
         local_rendezvous.register()
         _use_local_rendezvous(args, local_rendezvous.BACKEND)
     if args.rdzv_backend == "static":
-        meeting = _meeting(args, config, nodes, token)
+        meeting = line.meeting(args, config, nodes=nodes, token=token)
         admission.register(meeting)
         args.rdzv_backend, args.rdzv_endpoint = admission.BACKEND, f"{meeting.host}:{meeting.port}"
         args.node_rank = 0  # it is in the meeting; torchrun would warn that it does not look at it
@@ -164,20 +113,6 @@ def _launch(
     finally:
         api.LocalElasticAgent = original  # type: ignore[misc]
     return 0
-
-
-def _number_of_nodes(args: Any) -> int:
-    """The number of nodes. Raises ConfigError for a range: membership starts complete."""
-    least, _, most = str(args.nnodes).partition(":")
-    if most and most != least:
-        raise ConfigError(
-            f"--nnodes {args.nnodes}: the job starts with a fixed number of nodes. Give one number; nodes "
-            "lost later are survived."
-        )
-    try:
-        return int(_NODES.read(least))
-    except ValueError as error:
-        raise ConfigError(f"--nnodes {args.nnodes}: {error}.") from None
 
 
 def _check_injections(config: OdysseyConfig, nodes: int, per_node: str) -> None:
@@ -209,36 +144,3 @@ def _use_local_rendezvous(args: Any, backend: str) -> None:
     if args.standalone or not chosen:
         args.standalone, args.rdzv_backend, args.rdzv_endpoint = False, backend, "127.0.0.1:0"
         args.rdzv_id = "odyssey"
-
-
-def _meeting(args: Any, config: OdysseyConfig, nodes: int, token: str) -> Meeting:
-    """Where the first node is, by the arguments of torchrun's static rendezvous."""
-    from odyssey_megatron.launch.admission import Meeting
-
-    host, _, port = (args.rdzv_endpoint or f"{args.master_addr}:{args.master_port or _PORT}").rpartition(":")
-    if not port.isdigit():
-        raise ConfigError(
-            f"cannot read a port in {args.rdzv_endpoint!r}. Say where the first node is with --master-addr and "
-            "--master-port."
-        )
-    return Meeting(
-        host=host.strip("[]"),
-        port=int(port),
-        node=args.node_rank,
-        nodes=nodes,
-        token=token,
-        bind=config.bind,
-        lease_s=config.node_lease_s,
-    )
-
-
-def _token(nodes: int) -> str:
-    """The job's secret: who does not have it is not listened to."""
-    token = os.environ.get("ODYSSEY_TOKEN", "")
-    if not token and nodes > 1:
-        raise ConfigError(
-            f"a job of {nodes} nodes needs a secret that its agents know each other by. Set the variable "
-            'ODYSSEY_TOKEN to the same value on all nodes, e.g. the output of "openssl rand -hex 16".'
-        )
-    # One node has nobody to tell it to, and what was recorded in another job is worth nothing then.
-    return token if nodes > 1 else secrets.token_hex(16)

@@ -23,6 +23,10 @@ from odyssey_megatron.launch.signals import HANDLED
 _LOOK_EVERY_S = 5.0
 _FAREWELL_S = 10.0
 """How long the stand-in that hosts the store waits for the others to read the verdict."""
+_ELSEWHERE = (
+    "--odyssey-job-host: the launcher that has started this process waits for all of its own, the first node's too, "
+    "and so would end the job with any of them. Start odyssey run itself on each node, one process each."
+)
 _LEFT_BEHIND = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",  # torchrun sets 1, with which NCCL's watchdog ends a rank whose peer has died
@@ -87,6 +91,12 @@ def _run(store: object, argv: Sequence[str], *, nodes: int, node: int, per_node:
         port = store.get("odyssey/port").decode()  # type: ignore[attr-defined]
         arguments += ["--nnodes", str(nodes), "--node-rank", str(node)]
         arguments += ["--master-addr", address, "--master-port", port]
+    try:
+        if config_from_argv(argv).job_host:
+            raise ConfigError(_ELSEWHERE)
+    except ConfigError as error:
+        sys.stderr.write(f"odyssey: {error}\n")
+        return EXIT_BAD_INPUT
     for name in [*_LEFT_BEHIND, *(name for name in os.environ if name.startswith("TORCHELASTIC_"))]:
         os.environ.pop(name, None)
     try:

@@ -48,7 +48,7 @@ class Verdict:
     terminate_s: float = ENDS_S
     """From SIGTERM to SIGKILL for those."""
     nodes: tuple[int, ...] = ()
-    """Nodes that are still there, besides the first."""
+    """Nodes that are still there, besides the one that hosts the job."""
 
 
 def by_signal(verdict: Verdict, exits: Mapping[int, int]) -> Verdict:

@@ -47,6 +47,7 @@ EVENTS: dict[str, tuple[str, ...]] = {
         "cell_size",
         "shapes",
     ),
+    "generation_agreed": ("agreed_s",),
     "rank_joined": ("target",),
     "place_taken": ("target", "spare"),
     "cell_shrinks": ("ranks", "whole"),
@@ -94,7 +95,8 @@ EVENTS: dict[str, tuple[str, ...]] = {
 """Event name -> its own fields.
 
 ``generation_started``: ``agreed_s`` = ``t_s`` when all members had said how far they were, the same moment on all
-hosts (``timeline.py``). ``decision``: a ``planned`` one is offered, and counts once it was ``switched`` to.
+hosts (``timeline.py``); ``generation_agreed``: by the clock of the job's host. ``decision``: a ``planned`` one is
+offered, and counts once it was ``switched`` to.
 ``recovered`` (one line a surviving rank): ``in_groups_s`` and ``resumed_s`` = ``t_s`` when the rank was in all its new
 groups, and when it ran the first instruction of the next step; the other ``*_s`` are durations, each by the clock of
 one process; ``outcome`` is ``resume`` (the interrupted step went on where it was),

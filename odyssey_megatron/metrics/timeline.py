@@ -15,6 +15,9 @@ from typing import Any
 
 JournalEvent = dict[str, Any]
 
+_AGREED = ("generation_started", "generation_agreed")
+"""Of a member; of the coordinator, whose host may have none."""
+
 _Shifts = list[tuple[float, float]]
 """(``t_s``, what is to be added to it there), in order."""
 
@@ -53,7 +56,7 @@ def _joined(reference: str, events: Sequence[JournalEvent]) -> dict[str, _Shifts
     """By clock: what makes its times those of ``reference``. A clock may be joined through others."""
     agreed: dict[str, dict[int, float]] = {}
     for event in events:
-        if event["event"] == "generation_started" and event.get("agreed_s") is not None:
+        if event["event"] in _AGREED and event.get("agreed_s") is not None:
             moments = agreed.setdefault(event.get("clock", ""), {})
             earliest_s = moments.get(event["generation"], math.inf)
             moments[event["generation"]] = min(earliest_s, event["agreed_s"])

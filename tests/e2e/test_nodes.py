@@ -11,20 +11,26 @@ from tests.e2e.jobs import LONG, SCRIPT, TOLERANCE, assert_equal_numbers, assert
 from tests.launch.jobserver import events, wait_for
 
 
-def start_nodes(jobs, name, *flags, stages=1):
-    """Two agents, and how to start one more like the second: (agents, again)."""
+def start_nodes(jobs, name, *flags, stages=1, apart=False):
+    """Two agents, and how to start one more like the second: (agents, again).
+
+    ``apart``: a third one of the agents is ``odyssey host``, and one more is like the first.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
 
+    where = ["--odyssey-job-host", f"127.0.0.1:{port}"] if apart else []
+
     def start(node, command="run", log="log"):
         return jobs.server.run(
             ["--nnodes", 2, "--node-rank", node, "--nproc-per-node", 2, "--master-addr", "127.0.0.1", "--master-port",
-             port, SCRIPT, *jobs.flags(name, stages=stages), "--odyssey-node-lease-s", 0.8, *flags],
+             port, SCRIPT, *jobs.flags(name, stages=stages), "--odyssey-node-lease-s", 0.8, *where, *flags],
             log=jobs.folder / f"{name}-{node}.{log}", env={"ODYSSEY_TOKEN": "both nodes know it"}, command=command,
         )  # fmt: skip
 
-    return [start(node) for node in range(2)], lambda: start(1, "join", "again")
+    agents = [start(node) for node in range(2)] + ([start(2, "host")] if apart else [])
+    return agents, lambda: start(0 if apart else 1, "join", "again")
 
 
 def test_a_lost_node(jobs, undisturbed, name):
@@ -74,6 +80,37 @@ def test_a_lost_node_is_replaced(jobs, reference, name):
     }
     assert begun[max(begun)] == begun[1] == (begun[1][0], 4)
     assert_equal_weights(outcome.weights(), reference.weights())
+
+
+@pytest.mark.timeout(240)
+def test_the_first_node_is_lost_and_replaced(jobs, reference, name):
+    """``odyssey host`` hosts the job."""
+    agents, again = start_nodes(jobs, name, *LONG.split(), apart=True)
+    run_dir = jobs.folder / name
+    wait_for(lambda: events(run_dir, "step_committed"), 60, "the first step")
+    agents[0].kill()
+    wait_for(lambda: events(run_dir, "failure_detected"), 60, "the loss of the node")
+    replaced = again()
+    assert agents[2].wait(100) == 0, agents[2].log()
+    assert [agents[1].wait(20), replaced.wait(20)] == [0, 0], replaced.log()
+    outcome = jobs.outcome(name, exit_code=0, log=agents[1].log())
+    assert_equal_numbers(outcome.run.steps, reference.run.steps, rel=TOLERANCE)
+    assert sorted(event["target"] for event in outcome.named("rank_joined")) == [0, 1]
+    begun = {
+        e["generation"]: (e["plan_hash"], len(e["members"])) for e in outcome.named("generation_started")
+    }
+    assert begun[max(begun)] == begun[1] == (begun[1][0], 4)
+    assert_equal_weights(outcome.weights(), reference.weights())
+    # By what the host has heard alone its clock is joined to theirs, as on a machine without ranks it has to be.
+    for noted in outcome.named("generation_agreed"):
+        assert noted["source"] == "host"
+        theirs_s = [
+            event["agreed_s"]
+            for event in outcome.named("generation_started")
+            if event["generation"] == noted["generation"]
+        ]
+        assert abs(noted["agreed_s"] - min(theirs_s)) < 0.5
+    assert {one["generation"] for one in outcome.named("generation_agreed")} >= {1, max(begun)}
 
 
 def test_a_node_that_is_not_lost_is_not_replaced(jobs, name):

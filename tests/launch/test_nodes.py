@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from odyssey_megatron.errors import EXIT_AS_ASKED, EXIT_BAD_INPUT
 from tests.launch.jobserver import CHECKOUT, Job, events, pid_of, wait_for
 from tests.launch.test_survival import committed, is_running
 
@@ -100,6 +101,95 @@ def test_nodes_with_different_secrets(server, tmp_path):
     assert jobs[0].process.poll() is None
     jobs[0].kill()
     assert not any(events(path, "decision") for path in tmp_path.glob("run?"))
+
+
+class Apart:
+    """A job of two nodes of two ranks each that ``odyssey host`` hosts."""
+
+    def __init__(self, server, folder, *flags: object):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self._server, self._folder, self.run_dir, self.at = (
+            server,
+            folder,
+            folder / "run",
+            f"127.0.0.1:{port}",
+        )
+        self._script = [
+            *(CHECKOUT / "tests/launch/toy.py", "--steps", STEPS, "--hold", folder / "go", "--pipeline", 1),
+            *("--odyssey-device", "cpu", "--odyssey-node-lease-s", 0.8, "--odyssey-run-dir", self.run_dir),
+            *("--odyssey-job-host", self.at, *flags),
+        ]
+        self.nodes = [
+            self.start("run", node) for node in range(2)
+        ]  # before there is a host: they wait for it
+        self.host = self.start("host")
+        wait_for(lambda: len(events(self.run_dir, "recovered")) == 4, 30, "all ranks in their groups")
+
+    def start(self, command: str, node: int = 0, log: str = "") -> Job:
+        return self._server.run(
+            ["--nnodes", 2, "--node-rank", node, "--nproc-per-node", 2, *self._script],
+            log=self._folder / f"{command}{node}{log}",
+            env={"ODYSSEY_TOKEN": "three machines"},
+            command=command,
+        )
+
+    def end(self) -> None:
+        for job in (self.host, *self.nodes):
+            if job.process.poll() is None:
+                job.kill()
+
+
+@pytest.fixture
+def apart(server, tmp_path):
+    job = Apart(server, tmp_path)
+    yield job
+    job.end()
+
+
+def test_the_first_node_is_lost_where_it_hosts_nothing(apart, tmp_path):
+    pids = [pid_of(apart.run_dir, rank) for rank in (0, 1)]
+    apart.nodes[0].kill()
+    (tmp_path / "go").touch()
+    assert apart.nodes[1].wait(30) == apart.host.wait(30) == 0, apart.host.log() + apart.nodes[1].log()
+    assert committed(tmp_path) == dict.fromkeys((2, 3), STEPS)
+    assert not any(map(is_running, pids))
+    assert [e["dead"] for e in events(apart.run_dir, "failure_detected")] == [[0, 1]]
+
+
+def test_the_host_of_a_job_is_killed(apart):
+    pids = [pid_of(apart.run_dir, rank) for rank in range(4)]
+    apart.host.kill()
+    assert [job.wait(15) for job in apart.nodes] == [1, 1], apart.nodes[0].log()
+    assert f"odyssey host at {apart.at}, which hosts the coordinator, is gone" in apart.nodes[0].log()
+    wait_for(lambda: not any(map(is_running, pids)), 5, "all ranks end")
+
+
+def test_the_host_of_a_job_is_asked_to_end(apart):
+    os.kill(apart.host.pid, signal.SIGTERM)
+    code = 128 + signal.SIGTERM
+    assert [job.wait(20) for job in (apart.host, *apart.nodes)] == [code] * 3, apart.host.log()
+    assert "the job was ended by SIGTERM to the job's host" in apart.host.log()
+
+
+@pytest.mark.matrix
+def test_the_first_node_leaves_where_it_hosts_nothing(server, tmp_path):
+    job = Apart(server, tmp_path, "--odyssey-on-sigterm", "leave")
+    try:
+        os.kill(job.nodes[0].pid, signal.SIGTERM)
+        (tmp_path / "go").touch()
+        assert job.nodes[0].wait(30) == EXIT_AS_ASKED, job.nodes[0].log()
+        assert job.nodes[1].wait(30) == job.host.wait(30) == 0, job.host.log()
+    finally:
+        job.end()
+
+
+def test_a_host_that_nodes_are_not_told_of(server, tmp_path):
+    script = [CHECKOUT / "tests/launch/toy.py", "--odyssey-run-dir", tmp_path / "run"]
+    job = server.run(["--nnodes", 2, *script], log=tmp_path / "host", command="host")
+    assert job.wait(30) == EXIT_BAD_INPUT
+    assert "give --odyssey-job-host HOST:PORT, the same here and on their launch lines" in job.log()
 
 
 @pytest.mark.matrix

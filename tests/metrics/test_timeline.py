@@ -87,3 +87,13 @@ def test_a_host_that_the_first_one_never_met_is_joined_through_another(tmp_path)
     ]  # fmt: skip
     assert events[-1]["source"] == "rank3", "its clock is nobody's"
     assert events[-1]["at_s"] != events[-1]["at_s"]
+
+
+def test_a_host_without_ranks_is_joined_by_what_it_hears_of_their_agreements(tmp_path):
+    agreed = "generation_agreed", 100.0, {"generation": 1, "agreed_s": 99.5}
+    write(tmp_path, "host", "its", ("job_started", 98.0, {"world_size": 1, "nodes": 1}), agreed)
+    begun = "generation_started", 700.2, {"generation": 1, "agreed_s": 700.0, "members": [0]}
+    write(tmp_path, "rank0", "theirs", begun, ("step_committed", 701.0, {"generation": 1}))
+    events = last_job(list(read_journal(tmp_path)))
+    at_s = {event["event"]: event["at_s"] for event in events}
+    assert at_s["step_committed"] - at_s["generation_agreed"] == pytest.approx(701.0 - 700.5)

@@ -32,7 +32,9 @@ def free_port() -> int:
 
 
 def meeting(port: int, node: int = 0, token: str = "secret") -> Meeting:
-    return Meeting(host="127.0.0.1", port=port, node=node, nodes=2, token=token, bind="", lease_s=3.0)
+    return Meeting(
+        host="127.0.0.1", port=port, node=node, nodes=2, token=token, bind="", lease_s=3.0, hosts=node == 0
+    )
 
 
 @pytest.fixture
@@ -84,7 +86,7 @@ def test_a_door_that_is_played_back_is_not_believed(admission):
                 line.sendall(bytes(32) + b'{"session":"old","port":1}')
 
         threading.Thread(target=answer, daemon=True).start()
-        with pytest.raises(ConnectionError, match="not this job's first node"):
+        with pytest.raises(ConnectionError, match="not this job's door"):
             ask("127.0.0.1", port, "secret")
 
 
@@ -212,7 +214,7 @@ def test_a_lease_that_is_played_back_renews_nothing(wire):
     for _ in range(5):
         agent.put(keys.lease_key(1), "")
     agent.store.check(["answered"])
-    leases, control = Leases(connect(), [1], 0.5), connect()
+    leases, control = Leases(connect(), [1], 0.5, here=0), connect()
     lost, ends_s = [], time.monotonic() + 5
     while not lost and time.monotonic() < ends_s:
         tap.play_back()  # five beats after one another

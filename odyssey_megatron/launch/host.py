@@ -1,0 +1,110 @@
+"""``odyssey host``: hosts a job apart from its nodes, so that it goes on without any of them.
+
+A process without ranks, which needs no GPU: on the scheduler's machine, say, which is lost less often than one of
+hundreds. It does what else the first node's agent does for all: store, coordinator, page.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from odyssey_megatron.cluster.events import Ask
+from odyssey_megatron.config import OdysseyConfig, config_from_argv
+from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.launch import control as keys
+from odyssey_megatron.launch import line, run_folder, tap
+from odyssey_megatron.launch.asking import Asking
+from odyssey_megatron.launch.control import Control
+from odyssey_megatron.launch.signals import Received, heeded_behind
+from odyssey_megatron.launch.verdict import Verdict, VerdictWatch
+from odyssey_megatron.metrics.journal import Journal
+from odyssey_megatron.metrics.outlet import say
+
+_LOOK_MS = 200
+_NOWHERE = (
+    "nodes have to know where to come: give --odyssey-job-host HOST:PORT, the same here and on their launch lines. It "
+    "is a name or an address of this machine that they reach."
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Hosts a job until it ends; returns its exit code.
+
+    Args:
+        argv: the arguments of the job's ``odyssey run``. Those of one node do not matter here.
+
+    Raises:
+        ConfigError: nothing has been hosted.
+    """
+    with tap.before(1, 2):
+        args = line.parse(argv, "odyssey host")
+        config = config_from_argv(args.training_script_args)
+        if not config.job_host:
+            raise ConfigError(_NOWHERE)
+        nodes, token = line.number_of_nodes(args), line.token(several=True)
+        run_folder.prepare(Path(config.run_dir))
+        with heeded_behind():
+            from odyssey_megatron.launch.admission import Admission
+
+        admission = Admission(line.meeting(args, config, nodes=nodes, token=token, hosts=True))
+        address = admission.next_rendezvous().bootstrap_store_info
+        assert address is not None
+        where = (address.master_addr, address.master_port)
+        return _host(config, where, admission.token, nodes)
+
+
+class _NoRanks:
+    """Of this machine: nobody here reads what is asked."""
+
+    listen, gone = False, True
+
+    def __init__(self, signals: Received):
+        self.signals = signals
+
+    def ask(self, what: Ask) -> None:
+        pass
+
+
+def _host(config: OdysseyConfig, where: tuple[str, int], token: str, nodes: int) -> int:
+    with heeded_behind():
+        from odyssey_megatron.launch.hosting import Hosting
+        from odyssey_megatron.policy.planner import PolicyPlanner
+
+    def connect() -> Control:
+        return Control.connect(
+            *where, token, timeout_s=10.0, lease_s=config.node_lease_s, writer="host", incarnation=0
+        )
+
+    hosting = Hosting(config, PolicyPlanner(config), os.environ.get("ODYSSEY_TOKEN", ""), here=None)
+    journal = None
+    try:
+        control, verdict = connect(), VerdictWatch(connect())
+        hosting.name_job(control)
+        journal = Journal(config.run_dir, source="host", job=control.get(keys.JOB_NAME))
+        say(f"[odyssey] hosting a job of {nodes} node(s), which meet at {config.job_host}.")
+        with Received().handled() as signals:
+            hosting.begin(verdict, connect(), connect, journal, nodes=nodes)
+            others = tuple(range(nodes))
+            asking = Asking("stop", journal, who="the job's host", hosts=True, others=others)
+            _await(verdict, signals, lambda: asking.heed(_NoRanks(signals), verdict, control))
+        began_s = time.monotonic()
+        final = verdict.value or Verdict(code=1, nodes=others)
+        hosting.part(control, final, began_s)
+        return final.code
+    finally:
+        if journal is not None:
+            journal.close()
+        hosting.close()
+
+
+def _await(verdict: VerdictWatch, signals: Received, heed: Callable[[], None]) -> None:
+    poll = select.poll()
+    for fd in (verdict.fd, signals.fd):
+        poll.register(fd, select.POLLIN)
+    while not verdict.arrived:
+        poll.poll(_LOOK_MS)
+        heed()

@@ -1,0 +1,115 @@
+"""What whoever hosts a job does for all of it: its run folder, its name, its page, its coordinator, its last word.
+
+That is the agent of the first node, or ``odyssey host`` (``host.py``), which has no ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from odyssey_megatron.codec import to_json
+from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.errors import EXIT_BAD_INPUT, ControlPlaneLost
+from odyssey_megatron.launch import control as keys
+from odyssey_megatron.launch import run_folder
+from odyssey_megatron.launch.admission import OTHER_TOKEN
+from odyssey_megatron.launch.control import Control, EventReader
+from odyssey_megatron.launch.coordinator import Coordinator
+from odyssey_megatron.launch.onlookers import Onlookers
+from odyssey_megatron.launch.planner import Planner
+from odyssey_megatron.launch.verdict import Verdict, VerdictWatch
+from odyssey_megatron.metrics.journal import Journal
+from odyssey_megatron.metrics.outlet import say
+
+_LOOK_S = 0.2
+_FAREWELL_S = 4.0
+"""From the verdict on: how long the store is kept for the others to read it."""
+
+
+class Hosting:
+    """The job's, in this process.
+
+    Args:
+        page_secret: what the page's token is made from, where it wants one.
+        here: the node whose agent this is; None: none.
+
+    Raises:
+        ConfigError: the run folder is another job's, or a port of the page is taken.
+    """
+
+    def __init__(self, config: OdysseyConfig, planner: Planner, page_secret: str, *, here: int | None):
+        self._config, self._planner, self._here = config, planner, here
+        self._folder = run_folder.claim(Path(config.run_dir))
+        self._onlookers = Onlookers(config, page_secret)
+
+    @staticmethod
+    def name_job(control: Control) -> None:
+        """By a number that is drawn for it, which the other agents read."""
+        control.put_first(keys.JOB_NAME, secrets.token_hex(4))
+
+    def begin(
+        self,
+        verdict: VerdictWatch,
+        control: Control,
+        connect: Callable[[], Control],
+        journal: Journal,
+        *,
+        nodes: int,
+    ) -> None:
+        """Coordinates the job in a thread, which has ``control`` to itself, and without which ``verdict`` ends the job.
+        ``nodes``: with ranks.
+        """
+        verdict.guard("coordinator", lambda: self._coordinate(control, connect, journal, nodes))
+
+    def part(self, control: Control, final: Verdict, began_s: float) -> None:
+        """Keeps the store for the others to hear of the end, which they may not know of yet. ``began_s``: ours."""
+        with contextlib.suppress(ControlPlaneLost, TimeoutError):
+            control.put_first(keys.VERDICT, to_json(final))  # it may have been made here
+            if final.nodes:
+                left_s = max(began_s + _FAREWELL_S - time.monotonic(), 0.1)
+                control.wait([keys.bye_key(other) for other in final.nodes], left_s)
+
+    def close(self) -> None:
+        self._onlookers.close()
+
+    def _coordinate(
+        self, control: Control, connect: Callable[[], Control], journal: Journal, nodes: int
+    ) -> None:
+        of_rank = self._await_nodes(control, nodes)
+        if isinstance(of_rank, Verdict):
+            say(f"[odyssey] {of_rank.why}")
+            return control.put(keys.VERDICT, to_json(of_rank))
+        journal.event("job_started", world_size=len(of_rank), nodes=nodes, echo=True)
+        self._onlookers.start()
+        Coordinator(
+            control=control,
+            events=EventReader(connect()),
+            config=self._config,
+            nodes=of_rank,
+            planner=self._planner,
+            journal=journal,
+            say=say,
+            here=self._here,
+        ).run()
+
+    def _await_nodes(self, control: Control, count: int) -> dict[int, int] | Verdict:
+        """The node of each rank, once all agents have listed theirs."""
+        limit_s = self._config.store_timeout_s
+        listed = [keys.node_key(node) for node in range(count)]
+        if self._here is None:  # nodes may stand in a scheduler's queue: the first one begins
+            while not any(control.has([node]) for node in listed):
+                time.sleep(_LOOK_S)
+        ends_s = time.monotonic() + limit_s
+        while not control.has([*listed, *(keys.lease_key(node) for node in range(count))]):
+            if control.other_token_seen():
+                return Verdict(code=EXIT_BAD_INPUT, why=OTHER_TOKEN)
+            if time.monotonic() > ends_s:
+                return Verdict(code=1, why=f"not all of {count} nodes have joined within {limit_s} s.")
+            time.sleep(0.02)
+        ranks = {node: json.loads(text) for node, text in enumerate(control.read(listed))}
+        return {rank: node for node in ranks for rank in ranks[node]}

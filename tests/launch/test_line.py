@@ -1,0 +1,44 @@
+"""Where the agents of a job meet, by its launch line."""
+
+from __future__ import annotations
+
+import pytest
+
+from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.errors import EXIT_BAD_INPUT, ConfigError
+from odyssey_megatron.launch import line, shim
+
+
+def met(*arguments: str, job_host: str = "", hosts: bool = False):
+    args = line.parse(["--nnodes", "2", *arguments, "script.py"], "odyssey run")
+    return line.meeting(args, OdysseyConfig(job_host=job_host), nodes=2, token="secret", hosts=hosts)
+
+
+def test_the_first_node_hosts_unless_somebody_else_does():
+    first, other = met("--master-addr", "one"), met("--master-addr", "one", "--node-rank", "1")
+    assert (first.host, first.port, first.hosts, other.hosts) == ("one", 29500, True, False)
+    node = met("--master-addr", "one", "--master-port", "1", job_host="head:7")
+    assert (node.host, node.port, node.hosts) == ("head", 7, False)
+    assert met(job_host="head:7", hosts=True).hosts
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port"),
+    [("head", "head", 29500), ("10.0.0.1:5", "10.0.0.1", 5), ("[::1]:5", "::1", 5), ("[::1]", "::1", 29500)],
+)
+def test_where_a_job_is_hosted(text, host, port):
+    found = met(job_host=text)
+    assert (found.host, found.port) == (host, port)
+
+
+@pytest.mark.parametrize("text", ["head:", ":7", "head:70000"])
+def test_where_nobody_can_be(text):
+    with pytest.raises(ConfigError, match=f"cannot read a host and a port in '{text}'"):
+        met(job_host=text)
+
+
+def test_a_launcher_that_ends_with_any_node(capsys):
+    """Its own processes stand on the first one."""
+    argv = ["script.py", "--odyssey-job-host", "head:7"]
+    assert shim._run(None, argv, nodes=1, node=0, per_node=1, address="") == EXIT_BAD_INPUT
+    assert "Start odyssey run itself on each node" in capsys.readouterr().err
