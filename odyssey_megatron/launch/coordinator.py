@@ -174,7 +174,7 @@ class Coordinator:
                 f"job, exit code {EXIT_LAYERS_LOST}. --odyssey-redundancy state or more data parallelism survives."
             )
         elif fatal := on_one_node(layout, cluster.nodes):
-            helps = spread(layout, cluster.nodes) is not layout
+            helps = spread(layout, cluster.nodes, spec.optimizer_copies) is not layout
             self._say(
                 f"[odyssey] node(s) {', '.join(map(str, fatal))}: all replicas of some layers are on one. Losing it "
                 f"ends the job, exit code {EXIT_LAYERS_LOST}."

@@ -11,6 +11,7 @@ import select
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from odyssey_megatron.cluster.events import Ask
 from odyssey_megatron.config import OdysseyConfig, config_from_argv
@@ -23,6 +24,9 @@ from odyssey_megatron.launch.signals import Received, heeded_behind
 from odyssey_megatron.launch.verdict import Verdict, VerdictWatch
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.metrics.outlet import say
+
+if TYPE_CHECKING:
+    from odyssey_megatron.launch.hosting import Hosting
 
 _LOOK_MS = 200
 _NOWHERE = (
@@ -49,12 +53,18 @@ def main(argv: Sequence[str]) -> int:
         run_folder.prepare(Path(config.run_dir))
         with heeded_behind():
             from odyssey_megatron.launch.admission import Admission
+            from odyssey_megatron.launch.hosting import Hosting
+            from odyssey_megatron.policy.planner import PolicyPlanner
 
-        admission = Admission(line.meeting(args, config, nodes=nodes, token=token, hosts=True))
-        address = admission.next_rendezvous().bootstrap_store_info
-        assert address is not None
-        where = (address.master_addr, address.master_port)
-        return _host(config, where, admission.token, nodes)
+        hosting = Hosting(config, PolicyPlanner(config), os.environ.get("ODYSSEY_TOKEN", ""), here=None)
+        try:
+            admission = Admission(line.meeting(args, config, nodes=nodes, token=token, hosts=True))
+            address = admission.next_rendezvous().bootstrap_store_info
+            assert address is not None
+            where = (address.master_addr, address.master_port)
+            return _host(hosting, config, where, admission.token, nodes)
+        finally:
+            hosting.close()
 
 
 class _NoRanks:
@@ -69,36 +79,26 @@ class _NoRanks:
         pass
 
 
-def _host(config: OdysseyConfig, where: tuple[str, int], token: str, nodes: int) -> int:
-    with heeded_behind():
-        from odyssey_megatron.launch.hosting import Hosting
-        from odyssey_megatron.policy.planner import PolicyPlanner
-
+def _host(hosting: Hosting, config: OdysseyConfig, where: tuple[str, int], token: str, nodes: int) -> int:
     def connect() -> Control:
         return Control.connect(
             *where, token, timeout_s=10.0, lease_s=config.node_lease_s, writer="host", incarnation=0
         )
 
-    hosting = Hosting(config, PolicyPlanner(config), os.environ.get("ODYSSEY_TOKEN", ""), here=None)
-    journal = None
+    control, verdict, others = connect(), VerdictWatch(connect()), tuple(range(nodes))
+    hosting.name_job(control)
+    journal = Journal(config.run_dir, source="host", job=control.get(keys.JOB_NAME))
     try:
-        control, verdict = connect(), VerdictWatch(connect())
-        hosting.name_job(control)
-        journal = Journal(config.run_dir, source="host", job=control.get(keys.JOB_NAME))
         say(f"[odyssey] hosting a job of {nodes} node(s), which meet at {config.job_host}.")
         with Received().handled() as signals:
             hosting.begin(verdict, connect(), connect, journal, nodes=nodes)
-            others = tuple(range(nodes))
             asking = Asking("stop", journal, who="the job's host", hosts=True, others=others)
             _await(verdict, signals, lambda: asking.heed(_NoRanks(signals), verdict, control))
-        began_s = time.monotonic()
         final = verdict.value or Verdict(code=1, nodes=others)
-        hosting.part(control, final, began_s)
+        hosting.part(control, final, time.monotonic())
         return final.code
     finally:
-        if journal is not None:
-            journal.close()
-        hosting.close()
+        journal.close()
 
 
 def _await(verdict: VerdictWatch, signals: Received, heed: Callable[[], None]) -> None:

@@ -24,6 +24,7 @@ from odyssey_megatron.plan.communicators import Communicators, Needs, communicat
 from odyssey_megatron.plan.generation import CandidateRow
 from odyssey_megatron.plan.lean import MOST_VISITS
 from odyssey_megatron.plan.plan import Plan
+from odyssey_megatron.plan.redundancy import with_keepers
 from odyssey_megatron.plan.render import render
 from odyssey_megatron.plan.simulate import Timeline, simulate
 from odyssey_megatron.plan.spread import on_one_node, spread
@@ -90,7 +91,9 @@ class Answer:
         gain, nodes = self.before.step_s / self.best.step_s - 1, self.state.nodes
         faster = config.layout != "auto" and gain >= _WORTH
         whys = [f"a healthy job has {gain:.1%} more throughput"] if faster else []
-        apart = spread((self.best if faster else self.before).layout, nodes)
+        copies = self.scenario.job.optimizer_copies
+        apart = spread((self.best if faster else self.before).layout, nodes, copies)
+        apart = with_keepers(apart, None, nodes, copies)  # as a job that begins so deals them
         if on_one_node(self.before.layout, nodes) and not on_one_node(apart, nodes):
             whys.append("the loss of any one node is survived, too")
         if whys:

@@ -122,8 +122,9 @@ def test_the_next_loss_is_said(capsys):
     assert "--odyssey-redundancy" not in text
 
 
-def test_nodes_that_hold_all_of_a_layer_are_named(capsys):
-    assert main_plan("--cluster 4x8 --pipeline-model-parallel-size 4 --width 0".split()) == 0
+@pytest.mark.parametrize("slices", ["", " --use-distributed-optimizer"])
+def test_nodes_that_hold_all_of_a_layer_are_named(capsys, slices):
+    assert main_plan(f"--cluster 4x8 --pipeline-model-parallel-size 4 --width 0{slices}".split()) == 0
     text = capsys.readouterr().out
     assert "4 of them cannot be lost" in text
     assert re.search(r"--odyssey-layout auto .*; the loss of any one node is survived, too", text)
