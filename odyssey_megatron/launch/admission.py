@@ -96,13 +96,12 @@ class Admission(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         meeting = self._meeting
         if self._store is None:
-            port = self.open() if meeting.hosts else self._knock()
+            port = self._open() if meeting.hosts else self._knock()
             self._address = RendezvousStoreInfo(master_addr=meeting.host, master_port=port)
         assert self._address is not None
         return RendezvousInfo(self._store, meeting.node, meeting.nodes, self._address)
 
-    def open(self) -> int:
-        """Hosts door and store; returns the store's port. Raises ConfigError where there is no listening."""
+    def _open(self) -> int:
         meeting, session = self._meeting, secrets.token_hex(_NONCE_BYTES)
         self.token = session_token(meeting.token, session)
         family, own = _resolve(meeting.bind or meeting.host)

@@ -91,15 +91,11 @@ def _run(store: object, argv: Sequence[str], *, nodes: int, node: int, per_node:
         port = store.get("odyssey/port").decode()  # type: ignore[attr-defined]
         arguments += ["--nnodes", str(nodes), "--node-rank", str(node)]
         arguments += ["--master-addr", address, "--master-port", port]
-    try:
-        if config_from_argv(argv).job_host:
-            raise ConfigError(_ELSEWHERE)
-    except ConfigError as error:
-        sys.stderr.write(f"odyssey: {error}\n")
-        return EXIT_BAD_INPUT
     for name in [*_LEFT_BEHIND, *(name for name in os.environ if name.startswith("TORCHELASTIC_"))]:
         os.environ.pop(name, None)
     try:
+        if config_from_argv(argv).job_host:
+            raise ConfigError(_ELSEWHERE)
         return run.main([*arguments, *argv])
     except ConfigError as error:
         sys.stderr.write(f"odyssey: {error}\n")

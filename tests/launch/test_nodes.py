@@ -110,27 +110,22 @@ class Apart:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        self._server, self._folder, self.run_dir, self.at = (
-            server,
-            folder,
-            folder / "run",
-            f"127.0.0.1:{port}",
-        )
+        self._server, self._folder = server, folder
+        self.run_dir, self.at = folder / "run", f"127.0.0.1:{port}"
         self._script = [
             *(CHECKOUT / "tests/launch/toy.py", "--steps", STEPS, "--hold", folder / "go", "--pipeline", 1),
             *("--odyssey-device", "cpu", "--odyssey-node-lease-s", 0.8, "--odyssey-run-dir", self.run_dir),
             *("--odyssey-job-host", self.at, *flags),
         ]
-        self.nodes = [
-            self.start("run", node) for node in range(2)
-        ]  # before there is a host: they wait for it
+        # Before there is a host: they wait for it.
+        self.nodes = [self.start("run", node) for node in range(2)]
         self.host = self.start("host")
         wait_for(lambda: len(events(self.run_dir, "recovered")) == 4, 30, "all ranks in their groups")
 
-    def start(self, command: str, node: int = 0, log: str = "") -> Job:
+    def start(self, command: str, node: int = 0) -> Job:
         return self._server.run(
             ["--nnodes", 2, "--node-rank", node, "--nproc-per-node", 2, *self._script],
-            log=self._folder / f"{command}{node}{log}",
+            log=self._folder / f"{command}{node}",
             env={"ODYSSEY_TOKEN": "three machines"},
             command=command,
         )
