@@ -86,7 +86,7 @@ class OdysseyConfig:
     )
     inject: str = _flag(
         "",
-        "faults to inject, ';'-separated: 'rank=5,step=7,at=backward[,signal=STOP][,microbatch=3]"
+        "faults to inject, ';'-separated: 'rank=5,step=7,at=backward[,signal=STOP|STUCK][,microbatch=3]"
         "[,generation=2]'; steps and microbatches count from 0, so that step 7 is Megatron's iteration 8; at is one of "
         + ", ".join(INJECTION_POINTS)
         + ". 'rank=5,step=20,slow=2.0,until=60': in steps 20 to 59 its layers take twice the time; "
@@ -225,7 +225,9 @@ class OdysseyConfig:
     hang_s: float = _flag(5.0, "a rank without a heartbeat for this long is killed (in seconds)")
     node_lease_s: float = _flag(3.0, "a node whose agent is silent for this long is lost (in seconds)")
     build_timeout_s: float = _flag(5.0, "limit for connecting the groups of a generation (in seconds)")
-    op_timeout_s: float = _flag(60.0, "limit for one message or collective (in seconds)")
+    op_timeout_s: float = _flag(
+        60.0, "limit for one message, collective or other instruction of a step (in seconds)"
+    )
     recovery_timeout_s: float = _flag(30.0, "limit for agreeing on a new generation (in seconds)")
     store_timeout_s: float = _flag(120.0, "limit for the first contact of all ranks (in seconds)")
 

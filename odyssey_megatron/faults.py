@@ -28,12 +28,14 @@ INJECTION_POINTS = (
 """Of a step; of a recovery, named as its phases in ``recover.py``; of the rest: before some steps messages are
 exchanged for their times.
 """
-SIGNALS = ("KILL", "STOP")
+STUCK = "STUCK"
+"""No signal: the training thread waits for ever, and the others of its process run on."""
+SIGNALS = ("KILL", "STOP", STUCK)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Injection:
-    """Send ``signal`` to ``rank`` when it reaches point ``at`` of ``step``."""
+    """Send ``signal`` to ``rank`` when it reaches point ``at`` of ``step``, or let it be stuck there."""
 
     rank: int
     step: int

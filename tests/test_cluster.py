@@ -27,8 +27,8 @@ from odyssey_megatron.cluster.state import (
 from odyssey_megatron.errors import ConfigError
 
 
-def died(rank: int, t_s: float = 1.0) -> RankDied:
-    return RankDied(rank=rank, code=-9, cause="killed", t_s=t_s)
+def died(rank: int, t_s: float = 1.0, incarnation: int = 0) -> RankDied:
+    return RankDied(rank=rank, code=-9, cause="killed", incarnation=incarnation, t_s=t_s)
 
 
 @pytest.fixture
@@ -136,9 +136,21 @@ def test_a_node_takes_the_gangs_along_that_reach_into_it():
     assert apply(state, NodeLost(node=2, t_s=1.0)).dead == (1,)
 
 
-def test_a_rank_that_finished_does_not_die(state):
+def test_a_rank_that_finished_may_die_and_is_not_taken_back(state):
     after = apply(apply(state, RankFinished(rank=1, generation=1)), died(1))
-    assert after.alive == (0, 1, 2, 3)
+    assert (after.dead, after.finished) == ((1,), {1})
+    assert apply(after, joined(1)) is after, "the others are about to finish, too"
+    again = next_generation(after)
+    assert 1 not in again.members
+    assert apply(again, joined(1)).fresh == {1}
+
+
+def test_who_tells_of_a_process_that_was_replaced_is_late(state):
+    """An agent that was frozen for as long as it took."""
+    again = apply(apply(state, died(1)), joined(1, incarnation=10_000))
+    assert 1 in again.alive
+    assert apply(again, died(1)) is again
+    assert apply(again, died(1, incarnation=10_000)).dead == (1,)
 
 
 def test_a_retry_changes_no_membership(state):
@@ -168,7 +180,7 @@ def test_a_worker_lives_again_when_all_its_ranks_have_joined():
 
 def test_a_rank_that_dies_while_it_waits_for_its_cell():
     state = initial_state(nodes=(0, 0, 0, 0), cell_size=2)
-    state = apply(apply(apply(state, died(3)), joined(3)), died(3))
+    state = apply(apply(apply(state, died(3)), joined(3)), died(3, incarnation=1))
     assert (state.joining, len(state.failure_times_s)) == (frozenset(), 1)
     assert apply(state, joined(2)).alive == (0,)
 
@@ -179,7 +191,7 @@ def test_of_a_cell_that_holds_nothing_yet_the_rest_waits_on():
     for rank in (0, 1):
         state = apply(state, RankJoined(rank=rank, node=0, incarnation=1))
     assert (state.fresh_ranks, state.waiting_ranks) == ((0, 1), (0, 1))
-    state = apply(state, died(1))
+    state = apply(state, died(1, incarnation=1))
     assert (state.alive, state.waiting_ranks) == ((1,), (0,)), "rank 0 has lost nothing"
     state = apply(state, RankJoined(rank=1, node=0, incarnation=2))
     assert (state.alive, state.fresh_ranks) == ((0, 1), (0, 1))

@@ -31,7 +31,8 @@ NOBODY = frozenset[int]()
 
 
 def died(rank: int, code: int = -9) -> RankDied:
-    return RankDied(rank=rank, code=code, cause="killed", t_s=1.0)
+    """Its newest process."""
+    return RankDied(rank=rank, code=code, cause="killed", incarnation=9, t_s=1.0)
 
 
 def joined(rank: int, each: int = 1, incarnation: int = 1) -> RankJoined:

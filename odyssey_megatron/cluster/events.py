@@ -19,6 +19,10 @@ class RankDied:
     code: int
     """Exit code; ``-9`` is SIGKILL."""
     cause: str
+    incarnation: int = 0
+    """How many processes were this rank before the one that died. An agent that was frozen may tell of one that has
+    been replaced since.
+    """
     t_s: float = 0.0
     """When the coordinator heard of it, on its own clock: that of another node says nothing here."""
 

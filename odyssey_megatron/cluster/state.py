@@ -217,10 +217,8 @@ def initial_state(
 def apply(state: ClusterState, event: Event) -> ClusterState:
     """The state after ``event``. Events that say nothing new return ``state`` itself."""
     match event:
-        case RankDied(rank=rank, code=code, t_s=t_s):
-            if code == EXIT_FENCED and state.worker_of(rank).worker in state.leaving:
-                return _leave(state, {state.worker_of(rank).worker})  # all have agreed on it by now
-            return _kill(state, {rank}, t_s)
+        case RankDied():
+            return state if is_old(state, event) else _die(state, event)
         case NodeLost(node=node, t_s=t_s):
             hit = (w for w in state.workers if node in (w.node, *w.other_nodes))
             return _kill(state, {rank for w in hit for rank in w.ranks + w.missing}, t_s)
@@ -236,6 +234,11 @@ def apply(state: ClusterState, event: Event) -> ClusterState:
             return replace(state, returned=state.returned | {rank})
         case Retry() | OfferFailed():
             return state
+
+
+def is_old(state: ClusterState, death: RankDied) -> bool:
+    """Whether another process has been this rank since, and has joined."""
+    return death.incarnation < dict(state.incarnations).get(death.rank, 0)
 
 
 def lost_between(before: ClusterState, after: ClusterState) -> set[int]:
@@ -332,7 +335,7 @@ def _leave(state: ClusterState, leaving: Collection[int]) -> ClusterState:
 
 def _join(state: ClusterState, event: RankJoined) -> ClusterState:
     worker = state.worker_of(event.rank)
-    if worker.alive:
+    if worker.alive or event.rank in state.finished:  # nobody waits for one that had finished before it died
         return state
     known = {**dict(state.incarnations), event.rank: event.incarnation}
     joining = state.joining | {event.rank}
@@ -360,9 +363,15 @@ def _of_smaller(each: Mapping[int, int], joining: Collection[int]) -> tuple[tupl
     return tuple(sorted((rank, one) for rank, one in each.items() if one > 1 and rank in joining))
 
 
+def _die(state: ClusterState, event: RankDied) -> ClusterState:
+    worker = state.worker_of(event.rank).worker
+    if event.code == EXIT_FENCED and worker in state.leaving:
+        return _leave(state, {worker})  # all have agreed on it by now
+    return _kill(state, {event.rank}, event.t_s)
+
+
 def _kill(state: ClusterState, ranks: set[int], t_s: float) -> ClusterState:
     hit = {w.worker for w in state.workers if w.alive and ranks & set(w.ranks)}
-    hit -= {w.worker for w in state.workers if set(w.ranks) <= state.finished}
     # Of a cell that holds nothing yet, the rest waits on.
     rest = {rank: w.each for w in state.workers if w.worker in hit & state.fresh for rank in w.ranks}
     joining = (state.joining | rest.keys()) - ranks

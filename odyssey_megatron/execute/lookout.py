@@ -30,7 +30,7 @@ class Lookout:
         Raises:
             Superseded: a newer generation exists.
         """
-        if self._member.newer_than(self.generation):
+        if self._member.look(self.generation):
             raise Superseded(f"generation {self.generation} has ended")
         self._chronicle.trains(self._position.committed)
         if point:

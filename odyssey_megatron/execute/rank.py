@@ -312,6 +312,7 @@ class RankRuntime:
         )
         if trace.measured:
             self._model.timed(trace.compute_s)
+        self._member.rest()
         if self._groups.boundary or self._member.asked == Ask.LEAVE:
             self.settle()  # while all are there that send any
         if self._member.asked == Ask.LEAVE:
@@ -389,6 +390,7 @@ class RankRuntime:
         self._position.complete = Piece.OTHER
         dist.barrier(group=self._groups.world)
         self._position.finish()
+        self._member.rest()
 
     def check_holders(self, world: dist.ProcessGroup) -> None:
         """Work for :meth:`together`: whoever has other bytes of a layer than most of its holders leaves the job."""

@@ -7,6 +7,7 @@ is the name ``torch.distributed.launcher.api.LocalElasticAgent`` (torch 2.13; se
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -30,7 +31,7 @@ from odyssey_megatron.launch.hosting import Hosting
 from odyssey_megatron.launch.leases import HostOfJob, beats
 from odyssey_megatron.launch.planner import Planner
 from odyssey_megatron.launch.ranks import Fence, Ranks
-from odyssey_megatron.launch.respawn import Respawn, forget_smaller
+from odyssey_megatron.launch.respawn import Respawn, first_incarnation, forget_smaller
 from odyssey_megatron.launch.signals import Received
 from odyssey_megatron.launch.verdict import Verdict, VerdictWatch
 from odyssey_megatron.launch.zygote import Zygote
@@ -172,11 +173,12 @@ class OdysseyAgent(LocalElasticAgent):
         ranks = Ranks(control, board, signals, fence, respawn)
         for worker in group.workers:
             process = handles[worker.local_rank].proc
-            ranks.add(worker.global_rank, worker.local_rank, process)
+            ranks.add(worker.global_rank, worker.local_rank, process, first_incarnation())
             journal.event(
                 "rank_started", target=worker.global_rank, pid=process.pid, host=socket.gethostname()
             )
         verdict = VerdictWatch(watch)
+        ends = functools.partial(control.has, [keys.END])
         if self._hosting is not None:
             self._hosting.begin(verdict, spare, self._connect, journal, nodes=nodes)
         else:
@@ -185,9 +187,10 @@ class OdysseyAgent(LocalElasticAgent):
             host = HostOfJob(lease_s)
             verdict.guard("lease", lambda: host.renew(spare, node, lease_s / 20))
             verdict.guard("host", lambda: host.await_loss(port))
+            ends = lambda: host.ends  # noqa: E731 - it asks nothing of the store
         others = tuple(range(0 if launch.config.job_host else 1, nodes))
         who, hosts = f"the agent of node {node}", self._hosting is not None
-        ask = Asking(launch.on_signal, journal, who=who, hosts=hosts, others=others)
+        ask = Asking(launch.on_signal, journal, who=who, hosts=hosts, others=others, ends=ends)
         try:
             ranks.watch(verdict, lambda: ask.heed(ranks, verdict, control))
         except ControlPlaneLost:

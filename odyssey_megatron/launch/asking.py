@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from odyssey_megatron.cluster.events import Ask
@@ -25,28 +26,39 @@ class Ranks(Protocol):
         """Whether any has joined the job: else nobody reads what is asked of it."""
         ...
 
-    @property
-    def gone(self) -> bool: ...
     def ask(self, what: Ask) -> None: ...
 
 
 class Asking:
     """The first signal asks, in the way ``how``; the next one ends the job.
 
+    Where no rank of this node listens (none is left, or they are about to join), those of other nodes are asked to end.
+
     Args:
         who: has got the signal.
         hosts: and hosts the job, so that it stays when its ranks leave.
         others: nodes that are to hear of an end, besides the one where the job is hosted.
+        ends: whether somebody has been asked to end the job whose own ranks do not listen.
     """
 
-    def __init__(self, how: str, journal: Journal, *, who: str, hosts: bool, others: tuple[int, ...]):
+    def __init__(
+        self,
+        how: str,
+        journal: Journal,
+        *,
+        who: str,
+        hosts: bool,
+        others: tuple[int, ...],
+        ends: Callable[[], bool],
+    ):
         self._how, self._journal, self._who, self._hosts, self._others = how, journal, who, hosts, others
+        self._ends = ends
         self._asked = Ask.NOTHING
 
     def heed(self, ranks: Ranks, verdict: VerdictWatch, control: Control) -> None:
         for number in ranks.signals.take():
             first = self._asked == Ask.NOTHING
-            how = self._how if first and ranks.listen else "stop"
+            how = self._how if first and (ranks.listen or control.has([keys.JOB])) else "stop"
             self._journal.event("asked", signal=number.name, how=how, echo=True)
             if how == "stop":
                 why = f"the job was ended by {number.name} to {self._who}."
@@ -62,5 +74,10 @@ class Asking:
                 f"[odyssey] {number.name}: {what} behind the step at hand. A second signal ends the job at once."
             )
             ranks.ask(self._asked)
-        if self._asked == Ask.LEAVE and ranks.gone and not self._hosts:
+            if self._asked == Ask.END and not ranks.listen:
+                control.put(keys.END, "")
+        if self._asked == Ask.NOTHING and self._ends():
+            self._asked = Ask.END
+            ranks.ask(Ask.END)
+        if self._asked == Ask.LEAVE and not ranks.listen and not self._hosts:
             verdict.give(Verdict(code=EXIT_AS_ASKED, why="this node has left the job, as it was asked to"))

@@ -35,7 +35,7 @@ class Company:
         Raises:
             ControlPlaneLost: the store is gone.
             JobStopped: the job ended first.
-            Fenced: the cell is to have another size.
+            Fenced: the cell is to have another size, or its node was asked to leave.
         """
         here = [keys.here_key(rank) for rank in ranks]
         self._control.put(keys.company_key(self._rank), "")
@@ -54,6 +54,8 @@ class Company:
                 self._control.send(RankReturned(rank=self._rank))
             if self._control.has([keys.VERDICT]):
                 raise JobStopped("the job finished first", 0)
+            if self._watch.lost is not None:
+                raise self._watch.lost
             time.sleep(_LOOKS_EVERY_S)
 
     def _check_size(self, full: int) -> None:

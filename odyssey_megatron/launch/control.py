@@ -32,6 +32,8 @@ JOB_NAME = "name"
 """A number that the job's host has drawn: what is on every line of this job's journals."""
 REFUSED = "refused"
 """The first rank's one-paragraph ConfigError."""
+END = "end"
+"""Set where somebody was asked to end the job whose own ranks do not listen: all agents ask theirs."""
 VERDICT = "verdict"
 """Exit code of the job, and why: the coordinator's last word to the agents."""
 

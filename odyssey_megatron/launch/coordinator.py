@@ -51,6 +51,8 @@ _log = logging.getLogger(__name__)
 _COALESCE_S = 0.003
 """Deaths of one incident reach the queue within this time of each other: one generation for all of them."""
 _TICK_S = 0.1
+_ALIKE_S = 0.5
+"""All ranks that end by the same mistake have ended within this time."""
 _WAITS_S = 60.0
 """How often it is said for whom the job waits behind its last step: what they still write may be what it was for."""
 _STOP_GRACE_S = 1.5
@@ -268,7 +270,8 @@ class Coordinator:
         try:
             decided = self._planner.decide(without_fresh(job.cluster), known, began_s)
         except LayersLost as error:
-            return self._stop(reactions.layers_lost(job, error))
+            self._hear_out()
+            return self._stop(reactions.layers_lost(self._job, error))
         except OdysseyError as error:
             return self._stop(stop(job, f"no plan for the surviving ranks: {error}", 1))
         plan = decided.plan
@@ -281,6 +284,12 @@ class Coordinator:
             reactions.published(job, plan, wanted.why, dead=wanted.dead, decide_s=decide_s), decided.rows
         )
         return None
+
+    def _hear_out(self) -> None:
+        """Where all ranks end by the same mistake, they do so one after the other."""
+        ends_s = time.monotonic() + _ALIKE_S
+        while self._job.cluster.ranks and time.monotonic() < ends_s:
+            self._job, _ = reactions.bury(self._job, self._events(_TICK_S))
 
     def _offer(self) -> None:
         """The next generation on the way to something better, when the last one is live."""
@@ -311,7 +320,8 @@ class Coordinator:
 
     def _finish(self, finished: Finished) -> Verdict:
         """Tells the members that all have finished, and waits for their exit codes."""
-        members, exits = set(self._job.cluster.ranks), dict(self._job.exits)
+        cluster = self._job.cluster
+        members, exits = {*cluster.ranks, *cluster.finished}, dict(self._job.exits)
         self._send(finished)
         self._planner.finish(self._learning.observations())
         says_s = time.monotonic() + _WAITS_S
@@ -323,8 +333,7 @@ class Coordinator:
                 if isinstance(event, RankDied):
                     exits[event.rank] = event.code
                 elif isinstance(event, NodeLost):
-                    on_it = {one for one in members if self._job.cluster.worker_of(one).node == event.node}
-                    exits = dict.fromkeys(on_it, -9) | exits
+                    exits = dict.fromkeys(self._job.ranks_on(event.node), -9) | exits
         self._job = replace(self._job, exits=exits)
         cut_short = [rank for rank in members if not self._control.has([keys.left_key(rank)])]
         return after_training(

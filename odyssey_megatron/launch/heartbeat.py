@@ -10,7 +10,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from odyssey_megatron.cluster.events import Ask
@@ -75,7 +75,8 @@ class HeartbeatBoard:
 class Heartbeat:
     """The rank's side, made by its main thread.
 
-    A rank whose threads do not run (stopped, or never giving up the GIL) is silent.
+    A rank whose threads do not run (stopped, or never giving up the GIL) is silent, and so is one that ``may_beat`` no
+    more.
     """
 
     def __init__(self, path: str, slot: int, interval_s: float):
@@ -83,6 +84,8 @@ class Heartbeat:
         self._lifeline = Lifeline(self._memory, self._offset + _LINE_BYTES)
         self._lifeline.take()
         self._excused = self._leaves = False
+        self.may_beat: Callable[[], bool] = lambda: True
+        """Asked before each beat, unless silence means nothing."""
         self._beat(time.monotonic())
         self._thread = threading.Thread(target=self._run, name="odyssey-heartbeat", daemon=True)
         self._thread.start()
@@ -112,7 +115,8 @@ class Heartbeat:
         while True:
             time.sleep(self._interval_s)
             now_s = time.monotonic()
-            self._beat(_EXCUSED if self._excused else -now_s if self._leaves else now_s)
+            if self._excused or self._leaves or self.may_beat():
+                self._beat(_EXCUSED if self._excused else -now_s if self._leaves else now_s)
 
     def _beat(self, value: float) -> None:
         struct.pack_into("d", self._memory, self._offset, value)

@@ -50,6 +50,7 @@ def main(argv: Sequence[str]) -> int:
         if not config.job_host:
             raise ConfigError(_NOWHERE)
         nodes, token = line.number_of_nodes(args), line.token(several=True)
+        on_signal = line.on_signal(config, nodes, args.training_script_args)
         run_folder.prepare(Path(config.run_dir))
         with heeded_behind():
             from odyssey_megatron.launch.admission import Admission
@@ -62,7 +63,9 @@ def main(argv: Sequence[str]) -> int:
             address = admission.next_rendezvous().bootstrap_store_info
             assert address is not None
             where = (address.master_addr, address.master_port)
-            return _host(hosting, config, where, admission.token, nodes)
+            # It has no ranks to leave with: the job goes with it.
+            how = "stop" if on_signal == "stop" else "save"
+            return _host(hosting, config, where, admission.token, nodes, how)
         finally:
             hosting.close()
 
@@ -70,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
 class _NoRanks:
     """Of this machine: nobody here reads what is asked."""
 
-    listen, gone = False, True
+    listen = False
 
     def __init__(self, signals: Received):
         self.signals = signals
@@ -79,7 +82,11 @@ class _NoRanks:
         pass
 
 
-def _host(hosting: Hosting, config: OdysseyConfig, where: tuple[str, int], token: str, nodes: int) -> int:
+def _host(
+    hosting: Hosting, config: OdysseyConfig, where: tuple[str, int], token: str, nodes: int, how: str
+) -> int:
+    """``how``: what the first signal asks for."""
+
     def connect() -> Control:
         return Control.connect(
             *where, token, timeout_s=10.0, lease_s=config.node_lease_s, writer="host", incarnation=0
@@ -92,7 +99,7 @@ def _host(hosting: Hosting, config: OdysseyConfig, where: tuple[str, int], token
         say(f"[odyssey] hosting a job of {nodes} node(s), which meet at {config.job_host}.")
         with Received().handled() as signals:
             hosting.begin(verdict, connect(), connect, journal, nodes=nodes)
-            asking = Asking("stop", journal, who="the job's host", hosts=True, others=others)
+            asking = Asking(how, journal, who="the job's host", hosts=True, others=others, ends=lambda: False)
             _await(verdict, signals, lambda: asking.heed(_NoRanks(signals), verdict, control))
         final = verdict.value or Verdict(code=1, nodes=others)
         hosting.part(control, final, time.monotonic())

@@ -1,12 +1,13 @@
-"""Fault injection: a rank that sends itself the real signal at a chosen point of a chosen step, or becomes slow."""
+"""Fault injection: a rank sends itself the real signal at a chosen point of a chosen step, is stuck there, or slow."""
 
 from __future__ import annotations
 
 import math
 import os
 import signal
+import threading
 
-from odyssey_megatron.faults import Fault, Injection, Slowdown, SlowLink
+from odyssey_megatron.faults import STUCK, Fault, Injection, Slowdown, SlowLink
 from odyssey_megatron.metrics.journal import Journal
 
 _FLUSH_S = 5.0
@@ -82,4 +83,6 @@ class Injector:
                 microbatch=one.microbatch,
             )
             self._journal.flush(_FLUSH_S)
+        if one.signal == STUCK:
+            threading.Event().wait()
         os.kill(os.getpid(), getattr(signal, "SIG" + one.signal))

@@ -62,13 +62,15 @@ class HostOfJob:
 
     def __init__(self, limit_s: float):
         self._limit_s, self._heard_s = limit_s + _COMES_BACK_S, time.monotonic()
+        self.ends = False
+        """The job has been asked to end by somebody whose own ranks do not listen."""
         self._awake = Awake(self._limit_s)
 
     def renew(self, control: Control, node: int, every_s: float) -> None:
         """Renews the lease of ``node`` for ever. The stamp of what is put is the sign of life."""
         while True:
             control.put(keys.lease_key(node), "")
-            control.has([keys.lease_key(node)])  # this is answered
+            self.ends = control.has([keys.END])  # this is answered
             self._heard_s = time.monotonic()
             time.sleep(every_s)
 

@@ -131,3 +131,14 @@ def token(*, several: bool) -> str:
         )
     # One node has nobody to tell it to, and what was recorded in another job is worth nothing then.
     return secret if several else secrets.token_hex(16)
+
+
+def on_signal(config: OdysseyConfig, nodes: int, script_args: Sequence[str]) -> str:
+    """What the first signal to this launcher begins. Raises ConfigError."""
+    saves = any(one.partition("=")[0] == "--save" for one in script_args)
+    how = config.on_sigterm if config.on_sigterm != "auto" else "save" if saves else "stop"
+    if how == "leave" and nodes == 1:
+        raise ConfigError(
+            "--odyssey-on-sigterm leave: with one node nobody is left to go on. Use save, or leave it out."
+        )
+    return "stop" if config.mode == "observe" else how

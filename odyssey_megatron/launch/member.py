@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import NoReturn
@@ -25,6 +26,7 @@ from odyssey_megatron.errors import (
 from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch import environment, generations
 from odyssey_megatron.launch.alike import end_if_shared
+from odyssey_megatron.launch.attention import Attention
 from odyssey_megatron.launch.company import Company
 from odyssey_megatron.launch.control import Control
 from odyssey_megatron.launch.entering import Entering, concerns
@@ -40,7 +42,8 @@ from odyssey_megatron.plan.layout import Layout
 class Member:
     """This process as a member of the job.
 
-    Two threads: one beats a slot of shared memory that the agent reads, one waits for generations (``watch.py``). All
+    Two threads: one beats a slot of shared memory that the agent reads, as long as the main thread gets on
+    (``attention.py``), one waits for generations (``watch.py``). All
     methods are for the main thread. Methods that talk to the store raise ControlPlaneLost when it is gone.
 
     Args:
@@ -65,10 +68,13 @@ class Member:
         """Places of a whole cell that it fills, as its agent has it: see ``Cell``."""
         self.agreed_s: float | None = None
         """When the members of its generation had agreed on how far they are, on its own clock."""
-        self._control, self._heartbeat = control, heartbeat
+        self._control, self._heartbeat, self._op_timeout_s = control, heartbeat, config.op_timeout_s
         self._on_offer: Callable[[Generation], None] = lambda offered: None
         self._watcher_control = watch
-        self._watch = Watch(watch, self._hear_offer, settled=not self.joins)
+        self._attention = Attention(config.op_timeout_s, config.recovery_timeout_s, time.monotonic())
+        self._overdue = 0
+        """The last generation that was asked to end as this rank's main thread does not get on."""
+        self._watch = Watch(watch, self._hear_offer, self._attention, settled=not self.joins)
         self.starting = Starting(
             rank=rank,
             world_size=world_size,
@@ -92,6 +98,8 @@ class Member:
         )
         if not self.joins:
             self._watch.start()
+        if heartbeat is not None:
+            heartbeat.may_beat = self._gets_on
 
     @property
     def joins(self) -> bool:
@@ -200,6 +208,17 @@ class Member:
         """Whether a generation after ``number`` exists (or the control plane is lost). Reads a variable."""
         return self._watch.newer_than(number)
 
+    def look(self, number: int) -> bool:
+        """As :meth:`newer_than`, before each instruction of a step in generation ``number``, by which others see that
+        this thread gets on.
+        """
+        self._attention.look(number, time.monotonic())
+        return self._watch.newer_than(number)
+
+    def rest(self) -> None:
+        """This thread is through with a step, and may do other things for as long as it likes."""
+        self._attention.rest()
+
     def on_newer(self, number: int, callback: Callable[[], None]) -> None:
         """Makes the watcher call ``callback`` when generation ``number`` ends, *before* anyone can see a newer one.
 
@@ -241,6 +260,21 @@ class Member:
             Superseded: it has ended.
         """
         return generations.with_all_routes(self._control, number, layout)
+
+    def _gets_on(self) -> bool:
+        """In the heartbeat's thread: False ends this process, whose main thread is stuck."""
+        if self.asked == Ask.LEAVE and not self._watch.settled and self._watch.lost is None:
+            self._watch.end(Fenced(f"the node of rank {self.rank} was asked to leave the job"))
+        now_s = time.monotonic()
+        if (overdue := self._attention.overdue(now_s)) > self._overdue:
+            self._overdue = overdue
+            # In a thread: the store may be what does not answer, and this one has to beat.
+            threading.Thread(target=self._ask_for_others, args=(overdue,), daemon=True).start()
+        return not self._attention.is_lost(now_s)
+
+    def _ask_for_others(self, number: int) -> None:
+        with contextlib.suppress(ControlPlaneLost):
+            self.ask_retry(number, f"one instruction has taken longer than {self._op_timeout_s:g} s there")
 
     def _hear_offer(self, text: str) -> None:
         """In the watcher's thread."""

@@ -36,10 +36,11 @@ class _Process:
     """Its number on this node, by which it beats."""
     handle: Any
     """A ``subprocess.Popen``, or what stands for one."""
+    incarnation: int
     is_guarded: bool = False
     """A thread waits at its lifeline."""
-    is_fenced: bool = False
-    """It has been silent for too long."""
+    fenced_s: float | None = None
+    """When it had been silent for too long."""
     is_reported: bool = False
     """The coordinator has been told of its end, or need not be."""
 
@@ -65,10 +66,10 @@ class Fence:
         """For so long this process has looked without a gap. Call it with each look."""
         return now_s - self._awake.since_s(now_s)
 
-    def shut(self, process: _Process) -> None:
+    def shut(self, process: _Process, now_s: float) -> None:
         fate = "it is killed" if self.kills else "with --odyssey recover it would be killed"
         say(f"[odyssey] rank {process.rank} has been silent for {self.hang_s} s: {fate}")
-        process.is_fenced = True
+        process.fenced_s = now_s
         if self.kills:
             process.signal(signal.SIGKILL)
 
@@ -120,19 +121,15 @@ class Ranks:
         """Whether there are ranks, and any of them has joined the job: else nobody reads what is asked of it."""
         return any(self._board.has_begun(one.slot) for one in self._living.values())
 
-    @property
-    def gone(self) -> bool:
-        return not self._living
-
     def ask(self, what: Ask) -> None:
         """Of all ranks; none is started again."""
         self._board.ask(what)
         self._respawn = None
 
-    def add(self, rank: int, slot: int, handle: Any) -> None:
+    def add(self, rank: int, slot: int, handle: Any, incarnation: int) -> None:
         """The process ``handle`` runs as ``rank``, and beats in ``slot``."""
         fd = os.pidfd_open(handle.pid)
-        self._living[fd] = _Process(rank=rank, slot=slot, handle=handle)
+        self._living[fd] = _Process(rank=rank, slot=slot, handle=handle, incarnation=incarnation)
         self._poll.register(fd, select.POLLIN)
 
     def watch(self, verdict: VerdictWatch, heed: Callable[[], None]) -> None:
@@ -199,7 +196,7 @@ class Ranks:
             return
         for rank, slot in self._respawn.due(time.monotonic()):
             self._board.vacate(slot)
-            self.add(rank, slot, self._respawn.start(rank, slot))
+            self.add(rank, slot, *self._respawn.start(rank, slot))
 
     def _report(self, process: _Process, code: int) -> None:
         if process.is_reported:  # its lifeline was faster
@@ -207,8 +204,9 @@ class Ranks:
         process.is_reported = True
         if self._respawn is None or not self._respawn.unmissed(process.rank, code):
             ended = "killed" if code < 0 else "corrupt" if code == EXIT_LEFT_OUT else "exit"
-            cause = "hang" if self._fence.kills and process.is_fenced else ended
-            self._control.send(RankDied(rank=process.rank, code=code, cause=cause))
+            cause = "hang" if self._fence.kills and process.fenced_s is not None else ended
+            died = RankDied(rank=process.rank, code=code, cause=cause, incarnation=process.incarnation)
+            self._control.send(died)
 
     def _guard_begun(self) -> None:
         """A thread on the lifeline of each rank that has one by now."""
@@ -229,5 +227,8 @@ class Ranks:
         watched_s = self._fence.watched_s(now_s)
         for one in self._living.values():
             silent_s = min(self._board.silent_s(one.slot, now_s), watched_s)
-            if not one.is_fenced and silent_s > self._fence.hang_s:
-                self._fence.shut(one)
+            if one.fenced_s is None and silent_s > self._fence.hang_s:
+                self._fence.shut(one, now_s)
+            elif self._fence.kills and one.fenced_s is not None and now_s - one.fenced_s > _KILLED_WITHIN_S:
+                # In a call to the kernel that no signal ends. It will do nothing more, and the others need not wait.
+                self._report(one, -signal.SIGKILL)

@@ -23,6 +23,7 @@ from odyssey_megatron.cluster.events import (
 from odyssey_megatron.cluster.state import (
     ClusterState,
     apply,
+    is_old,
     lost_between,
     next_generation,
     offer_generation,
@@ -68,6 +69,10 @@ class JobState:
     def known_plan(self) -> Plan | None:
         """The one that is trained with, or begins."""
         return self.live_plan or self.start_plan
+
+    def ranks_on(self, node: int) -> list[int]:
+        """Ascending."""
+        return [rank for rank, its in enumerate(self.nodes) if its == node]
 
     @property
     def may_offer(self) -> bool:
@@ -132,19 +137,21 @@ def react(
         if was.leaving and job.cluster.failure_times_s == was.failure_times_s:
             continue  # whoever has gone was to leave
         lost |= lost_between(was, job.cluster)  # also of a rank that is back already
+    finished = job.cluster.finished
+    missed = lost - finished
     if lost:
         actions.append(deaths(job, lost, events))
-        if end := _hopeless(job, lost, refused):
-            return job, [*actions, end]
-    if job.cluster.finished:
-        left = (job.cluster.members & set(job.cluster.ranks)) - lost
-        if left and left <= job.cluster.finished:  # where nobody is left, others may wait to be filled
+    if missed and (end := _hopeless(job, missed, refused)):
+        return job, [*actions, end]
+    if finished:
+        left = (job.cluster.members & {*job.cluster.ranks, *finished}) - missed
+        if left and left <= finished:  # where nobody is left, others may wait to be filled
             return job, [*actions, Finished(number=job.cluster.newest + 1)]
     job = replace(job, fruitless=0 if lost else job.fruitless + bool(wanted))
     if job.fruitless > _MAX_FRUITLESS:
         return job, [*actions, stop(job, _FRUITLESS.format(count=_MAX_FRUITLESS, wanted=wanted), 1)]
-    missed = before.members | (before.offered_members if before.offered else frozenset())
-    if wanted or missed & lost:
+    needed = before.members | (before.offered_members if before.offered else frozenset())
+    if wanted or needed & missed:
         actions.append(Recover(dead=tuple(sorted(lost)), why=wanted or "failure"))
     return job, actions
 
@@ -161,8 +168,11 @@ def bury(job: JobState, events: Sequence[Event]) -> tuple[JobState, set[int]]:
 def _after(job: JobState, event: Event, now_s: float) -> tuple[JobState, list[Action]]:
     before, job = job.cluster, replace(job, cluster=apply(job.cluster, event))
     match event:
-        case RankDied(rank=rank, code=code):
-            job = replace(job, exits={**job.exits, rank: code})
+        case RankDied(rank=rank, code=code) if not is_old(before, event):
+            if rank not in before.finished or rank not in job.exits:  # whoever comes behind it is not welcome
+                job = replace(job, exits={**job.exits, rank: code})
+        case NodeLost(node=node):
+            job = replace(job, exits={**dict.fromkeys(job.ranks_on(node), -9), **job.exits})
         case RankFinished(early=early):
             job = replace(job, early=early)
         case RankJoined(rank=rank):
@@ -247,7 +257,8 @@ def stop(job: JobState, why: str, code: int) -> Stop:
 def layers_lost(job: JobState, error: LayersLost) -> Stop:
     """No plan can be made for those who are left."""
     gone = [rank for rank in range(len(job.nodes)) if rank not in job.cluster.ranks]
-    if (alike := _alike(job, gone)) is not None:
+    by_itself = job.live_plan is None or not job.cluster.ranks
+    if by_itself and (alike := _alike(job, gone)) is not None:
         code, why = alike
         return stop(job, why, code)
     return stop(job, str(error), EXIT_LAYERS_LOST)

@@ -46,7 +46,7 @@ def _job(control: Control) -> JobSpec | None:
     return from_json(JobSpec, json.loads(control.get(keys.JOB))["job"])
 
 
-def _first_incarnation() -> int:
+def first_incarnation() -> int:
     """Of the processes that were started with this agent."""
     return int(os.environ.get("ODYSSEY_INCARNATION", "0"))
 
@@ -143,7 +143,7 @@ class Respawn:
             if self._places.take_back(worker, size):
                 self._control.put(keys.places_key(worker), "1")
             return
-        known = tuple(self._incarnations.get(one, _first_incarnation()) for one in living)
+        known = tuple(self._incarnations.get(one, first_incarnation()) for one in living)
         running = all(one == rank or self._places.slot(one) in self._running for one in living)
         if known != wanted.incarnations or not running or not self._places.is_all_here(worker, size):
             return  # it has lost somebody before it could leave, and comes back as it was
@@ -195,12 +195,12 @@ class Respawn:
     def begin(self, rank: int, slot: int, now_s: float) -> tuple[int, int]:
         """A process of ``rank`` begins in ``slot``: the number of its log, and its incarnation."""
         number, missed = self._lives.start(rank, now_s)
-        self._incarnations[rank] = missed + _first_incarnation()
+        self._incarnations[rank] = missed + first_incarnation()
         self._running.add(slot)
         return number, self._incarnations[rank]
 
-    def start(self, rank: int, slot: int) -> Any:
-        """The new process, with the environment of ``slot``."""
+    def start(self, rank: int, slot: int) -> tuple[Any, int]:
+        """The new process, with the environment of ``slot``, and its incarnation."""
         context = self._context
         number, incarnation = self.begin(rank, slot, time.monotonic())
         logs = [
@@ -225,7 +225,7 @@ class Respawn:
         self._journal.event(
             "rank_started", target=rank, pid=process.pid, host=socket.gethostname(), echo=True
         )
-        return process
+        return process, incarnation
 
     def _filled(self, rank: int) -> int:
         job = _job(self._control) if self._places.has_smaller else None

@@ -92,7 +92,7 @@ def _launch(
     if not args.log_dir and {str(args.redirects), str(args.tee)} == {"0"}:
         args.log_dir = os.devnull  # else torch leaves an empty folder for each job
     args.signals_to_handle = signals.not_ignored(args.signals_to_handle)
-    on_signal = os.environ["ODYSSEY_ON_SIGTERM"] = _on_signal(config, nodes, args.training_script_args)
+    on_signal = os.environ["ODYSSEY_ON_SIGTERM"] = line.on_signal(config, nodes, args.training_script_args)
     launch = Launch(
         config=config,
         token=token,
@@ -125,17 +125,6 @@ def _check_injections(config: OdysseyConfig, nodes: int, per_node: str) -> None:
                 f"--odyssey-inject names rank {rank}, but the job has ranks 0 to {world_size - 1} "
                 f"({nodes} node(s) of {per_node}). Name one of those."
             )
-
-
-def _on_signal(config: OdysseyConfig, nodes: int, script_args: Sequence[str]) -> str:
-    """What the first signal to this launcher begins. Raises ConfigError."""
-    saves = any(one.partition("=")[0] == "--save" for one in script_args)
-    how = config.on_sigterm if config.on_sigterm != "auto" else "save" if saves else "stop"
-    if how == "leave" and nodes == 1:
-        raise ConfigError(
-            "--odyssey-on-sigterm leave: with one node nobody is left to go on. Use save, or leave it out."
-        )
-    return "stop" if config.mode == "observe" else how
 
 
 def _use_local_rendezvous(args: Any, backend: str) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from odyssey_megatron.errors import ControlPlaneLost, Fenced
 from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch.alike import History
+from odyssey_megatron.launch.attention import Attention
 from odyssey_megatron.launch.control import Control
 
 
@@ -19,9 +20,12 @@ class Watch:
     Args:
         control: a connection that nobody else uses.
         offered: called in the thread with the text of each generation that is offered, if this rank is ``settled``.
+        attention: the main thread's.
     """
 
-    def __init__(self, control: Control, offered: Callable[[str], None], *, settled: bool):
+    def __init__(
+        self, control: Control, offered: Callable[[str], None], attention: Attention, *, settled: bool
+    ):
         self.history = History()
         self.heard_s = 0.0
         """When this rank heard of the newest generation, on its own clock."""
@@ -29,7 +33,7 @@ class Watch:
         """Whether this rank may hold something: else it only waits to be offered a place."""
         self.lost: ControlPlaneLost | Fenced | None = None
         """Why this rank cannot go on, whatever it is doing."""
-        self._control, self._offered = control, offered
+        self._control, self._offered, self._attention = control, offered, attention
         self._changed = threading.Condition()
         self._newest, self._newest_text = 0, ""
         self._offer, self._offer_text = 0, ""
@@ -43,6 +47,7 @@ class Watch:
     def newest(self) -> tuple[int, str]:
         """Number and text of the newest generation; 0 where there is none."""
         with self._changed:
+            self._attention.heed()
             return self._newest, self._newest_text
 
     def newer_than(self, number: int) -> bool:
@@ -72,6 +77,7 @@ class Watch:
     def await_newer(self, after: int, timeout_s: float | None) -> bool:
         """Whether a generation after ``after`` came in time. Raises :attr:`lost`."""
         with self._changed:
+            self._attention.heed()
             found = self._changed.wait_for(lambda: self.newer_than(after), timeout_s)
         if self.lost is not None:
             raise self.lost
@@ -80,6 +86,7 @@ class Watch:
     def await_any(self, after: int) -> tuple[int, str, bool]:
         """Number and text of what comes behind ``after``, and whether that is an offer. Raises :attr:`lost`."""
         with self._changed:
+            self._attention.heed()
             self._changed.wait_for(lambda: max(self._newest, self._offer) > after or self.lost is not None)
             if self.lost is not None:
                 raise self.lost
@@ -121,6 +128,7 @@ class Watch:
             heard_s = time.monotonic()
             self._end_before(number)
             self._newest_text, self._newest, self.heard_s = text, number, heard_s
+            self._attention.call(heard_s)
             self.history.note(number)
             self._changed.notify_all()
 

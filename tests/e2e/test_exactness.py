@@ -92,6 +92,15 @@ def test_no_rank_takes_optimizer_state_with_it(jobs, undisturbed, name, case):
     assert [sorted(ring) for ring in first["keepers"]] == first["holders"]
 
 
+def test_a_rank_whose_training_thread_is_stuck(jobs, undisturbed, name):
+    """Its process beats all the same, hears of generations, and enters none."""
+    inject = "rank=5,step=2,at=backward,signal=STUCK"
+    limits = "--odyssey-op-timeout-s 6 --odyssey-build-timeout-s 2 --odyssey-recovery-timeout-s 6"
+    shot = jobs.run(name, ranks=8, stages=4, flags=f"{limits} --odyssey-inject {inject}")
+    assert_equal_runs(shot, undisturbed(), kills=1)
+    assert [event["cause"] for event in shot.named("failure_detected")] == ["hang"]
+
+
 def test_momentum_moves_with_its_layer(jobs, undisturbed, name):
     """Two layouts change: before the first step has given a momentum its first value, and behind others."""
     flags = "--optimizer sgd --lr 0.3"

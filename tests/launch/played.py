@@ -137,8 +137,10 @@ class Job:
     def live(self, number, *ranks, done=0):
         self.send(*(GenerationLive(rank=rank, generation=number, done=done) for rank in ranks))
 
-    def died(self, *ranks, code=-9):
-        self.send(*(RankDied(rank=rank, code=code, cause="killed", t_s=time.monotonic()) for rank in ranks))
+    def died(self, *ranks, code=-9, incarnation=0):
+        self.send(
+            *(RankDied(rank=rank, code=code, cause="killed", incarnation=incarnation) for rank in ranks)
+        )
 
     def finished(self, number, *ranks):
         self.send(*(RankFinished(rank=rank, generation=number) for rank in ranks))
@@ -168,7 +170,7 @@ class Job:
         """A coordinator that went on would be in the way of the tests behind this one."""
         self.beating.set()
         if self.thread.is_alive():
-            self.died(0, 1, 2, 3)
+            self.died(0, 1, 2, 3, incarnation=9)
             self.thread.join(5)
 
     def end(self):

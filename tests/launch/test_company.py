@@ -8,6 +8,7 @@ import pytest
 
 from odyssey_megatron.errors import Fenced
 from odyssey_megatron.launch import control as keys
+from odyssey_megatron.launch.attention import Attention
 from odyssey_megatron.launch.company import Company
 from odyssey_megatron.launch.watch import Watch
 
@@ -19,7 +20,7 @@ def begin(connect):
     control, watches = connect(), list[Watch]()
 
     def begin(rank: int, incarnation: int) -> Meeting:
-        watch = Watch(connect(), lambda _: None, settled=False)
+        watch = Watch(connect(), lambda _: None, Attention(60.0, 30.0, 0.0), settled=False)
         watches.append(watch)
         company = Company(rank=rank, incarnation=incarnation, control=connect(), watch=watch)
         return Meeting(company, watch)

@@ -188,6 +188,52 @@ def test_a_death_sends_those_who_had_finished_back(started):
     assert started.generation(3) == Finished(number=3)
 
 
+def test_a_node_that_is_lost_after_its_ranks_have_finished(started):
+    started.live(1, 0, 1, 2, 3)
+    started.finished(1, 2, 3)
+    started.beating.set()
+    assert started.absent(2), "nobody misses them"
+    time.sleep(2 * started.config.node_lease_s)
+    started.finished(1, 0, 1)
+    assert started.generation(2) == Finished(number=2)
+    started.died(0, 1, code=0)
+    verdict = started.end()
+    assert verdict.code == 1
+    assert "rank(s) [2, 3] were killed when all steps were trained" in verdict.why
+
+
+def test_who_had_finished_and_died_is_not_waited_for_in_another_generation(started):
+    started.live(1, 0, 1, 2, 3)
+    started.finished(1, 0)
+    started.died(0)
+    assert started.absent(2), "nobody misses it"
+    started.died(3)
+    assert started.generation(2).members == (1, 2)
+    started.live(2, 1, 2)
+    started.finished(2, 1, 2)
+    assert started.generation(3) == Finished(number=3)
+    started.died(1, 2, code=0)
+    assert started.end().code == 0, "the others have done its part again"
+
+
+def test_the_last_holders_may_end_by_an_error_of_their_own(started):
+    """As those of a broken GPU do. The others are as they were, so it was no mistake of the job's."""
+    started.live(1, 0, 1, 2, 3)
+    started.planner.error = LayersLost((4, 5), (2,), num_layers=6)
+    started.died(2, code=1)
+    assert started.generation(2).code == 93
+    assert started.end().code == 93
+
+
+def test_all_ranks_end_by_the_same_error_one_after_the_other(started):
+    started.live(1, 0, 1, 2, 3)
+    started.planner.error = LayersLost((4, 5), (2,), num_layers=6)
+    for rank in (2, 0, 1, 3):
+        started.died(rank, code=7)
+        time.sleep(0.05)
+    assert started.end().code == 7
+
+
 def test_a_rank_that_joins_is_offered_a_place_between_two_steps(started):
     started.live(1, 0, 1, 2, 3)
     started.died(2)
@@ -236,7 +282,7 @@ def test_a_rank_that_dies_before_it_is_offered_a_place_costs_the_others_nothing(
     started.died(2)
     started.generation(2)
     started.joins(2)
-    started.died(2)
+    started.died(2, incarnation=1)
     started.live(2, 0, 1, 3)
     assert started.absent(3)
 

@@ -168,6 +168,55 @@ def test_the_host_of_a_job_is_asked_to_end(apart):
     assert "the job was ended by SIGTERM to the job's host" in apart.host.log()
 
 
+def without_ranks(job: Apart, node: int) -> None:
+    """The ranks of ``node`` are dead for good, and its agent stays."""
+    lost = (2 * node, 2 * node + 1)
+    for rank in lost:
+        os.kill(pid_of(job.run_dir, rank), signal.SIGKILL)
+    wait_for(lambda: len(events(job.run_dir, "recovered")) >= 6, 20, "the others go on")
+    assert job.nodes[node].process.poll() is None
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_node_without_ranks_is_asked_to_end_the_job(server, tmp_path, node):
+    """Its own cannot hear of it: those of the other node do, and end behind a step."""
+    job = Apart(server, tmp_path, "--odyssey-on-sigterm", "save")
+    try:
+        without_ranks(job, node)
+        os.kill(job.nodes[node].pid, signal.SIGTERM)
+        wait_for(lambda: events(job.run_dir, "asked"), 10, "the agent to take note")
+        (tmp_path / "go").touch()
+        ended = [one.wait(30) for one in (job.host, *job.nodes)]
+        assert ended == [EXIT_AS_ASKED] * 3, job.nodes[1 - node].log() + job.host.log()
+    finally:
+        job.end()
+
+
+def test_the_host_of_a_job_is_asked_to_end_it_with_a_save(server, tmp_path):
+    job = Apart(server, tmp_path, "--odyssey-on-sigterm", "save")
+    try:
+        os.kill(job.host.pid, signal.SIGTERM)
+        wait_for(lambda: events(job.run_dir, "asked"), 10, "the host to take note")
+        (tmp_path / "go").touch()
+        ended = [one.wait(30) for one in (job.host, *job.nodes)]
+        assert ended == [EXIT_AS_ASKED] * 3, job.host.log()
+    finally:
+        job.end()
+
+
+def test_a_node_without_ranks_leaves_at_once(server, tmp_path):
+    job = Apart(server, tmp_path, "--odyssey-on-sigterm", "leave")
+    try:
+        without_ranks(job, 1)
+        os.kill(job.nodes[1].pid, signal.SIGTERM)
+        assert job.nodes[1].wait(10) == EXIT_AS_ASKED, job.nodes[1].log()
+        (tmp_path / "go").touch()
+        assert job.nodes[0].wait(30) == job.host.wait(30) == 0, job.nodes[0].log()
+        assert committed(job.run_dir.parent) == dict.fromkeys((0, 1), STEPS)
+    finally:
+        job.end()
+
+
 @pytest.mark.matrix
 def test_the_first_node_leaves_where_it_hosts_nothing(server, tmp_path):
     job = Apart(server, tmp_path, "--odyssey-on-sigterm", "leave")

@@ -96,14 +96,21 @@ def test_nothing_is_decided_where_nobody_trains_who_has_died():
     job, _ = published(job, PLAN, "failure", dead=(0,))
     job, actions = react(job, [RankJoined(rank=0, node=0, incarnation=1)], now_s=2.0)
     assert [one.newest for one in actions if isinstance(one, Answer)] == [2]
-    _, actions = react(job, [RankDied(rank=0, code=-9, cause="killed")], now_s=3.0)
+    again = RankDied(rank=0, code=-9, cause="killed", incarnation=1)
+    _, actions = react(job, [again], now_s=3.0)
     assert not [one for one in actions if isinstance(one, Recover)]
 
 
 def events_of(numbers: st.SearchStrategy[int]) -> st.SearchStrategy:
     rank = st.integers(0, len(NODES) - 1)
     return st.one_of(
-        st.builds(RankDied, rank=rank, code=st.sampled_from([-9, 1, 0]), cause=st.just("killed")),
+        st.builds(
+            RankDied,
+            rank=rank,
+            code=st.sampled_from([-9, 1, 0]),
+            cause=st.just("killed"),
+            incarnation=st.integers(0, 3),
+        ),
         st.builds(NodeLost, node=st.integers(0, 2)),
         st.builds(GenerationLive, rank=rank, generation=numbers, done=st.integers(0, 5)),
         st.builds(Retry, rank=rank, generation=numbers, reason=st.just("lost")),
@@ -221,7 +228,7 @@ def test_a_smaller_cell_that_dies_before_it_leaves_is_lost():
     job = smaller_cells()
     job, _ = react(job, [RankReturned(rank=3)], now_s=3.0)
     job, _ = offered(job, PLAN, "whole again", decide_s=0.0, leaving=job.cluster.can_be_whole)
-    _, actions = react(job, [RankDied(rank=2, code=-9, cause="killed")], now_s=4.0)
+    _, actions = react(job, [RankDied(rank=2, code=-9, cause="killed", incarnation=1)], now_s=4.0)
     assert [type(one) for one in actions][1:] == [Recover]
     _, actions = react(job, [RankDied(rank=5, code=-9, cause="killed")], now_s=4.0)
     assert [type(one) for one in actions][1:] == [Recover]

@@ -154,6 +154,27 @@ def test_a_hung_rank_is_fenced(toy, tmp_path):
     assert "rank 2 has been silent for 0.8 s" in job.log()
 
 
+def test_a_rank_whose_training_thread_is_stuck_is_fenced_though_it_beats(toy, tmp_path):
+    job = toy(4, "--steps", 20, "--odyssey-inject", "rank=2,step=5,at=forward,signal=STUCK",
+              "--odyssey-hang-s", 0.8, "--odyssey-op-timeout-s", 1, "--odyssey-build-timeout-s", 0.5,
+              "--odyssey-recovery-timeout-s", 2)  # fmt: skip
+    check(job, tmp_path, steps=20, survivors={0, 1, 3})
+    assert "rank 2 has been silent for 0.8 s" in job.log()
+    assert [e["cause"] for e in events(tmp_path / "run", "failure_detected")] == ["hang"]
+
+
+def test_a_rank_that_is_stuck_is_noticed_by_ranks_whose_waits_have_no_limit(toy, tmp_path):
+    """As those for a device have none: the other one waits in a loop."""
+    held = tmp_path / "held"
+    job = toy(2, "--pipeline", 1, "--steps", 20, "--odyssey-inject", "rank=1,step=15,at=forward,signal=STUCK",
+              "--hold", held, "--odyssey-hang-s", 0.8, "--odyssey-op-timeout-s", 1,
+              "--odyssey-build-timeout-s", 0.5, "--odyssey-recovery-timeout-s", 2)  # fmt: skip
+    wait_for(lambda: events(tmp_path / "run", "failure_detected"), 20, "rank 1 to be fenced")
+    held.write_text("")
+    check(job, tmp_path, steps=20, survivors={0})
+    assert "one instruction has taken longer than 1 s there" in job.log()
+
+
 def test_ranks_that_were_not_forked_from_a_preloaded_process(toy, tmp_path):
     job = toy(
         2, "--pipeline", 1, "--steps", 20, "--odyssey-inject", "rank=0,step=5,at=forward", ODYSSEY_PRELOAD=""

@@ -18,6 +18,7 @@ import time
 import torch
 import torch.distributed as dist
 
+from odyssey_megatron.cluster.events import Ask
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import add_arguments, config_from
@@ -92,7 +93,7 @@ class Toy:
         self.member.journal = self.journal
         self.inject = Injector(self.config.injections, self.rank, self.journal)
         self.step = 0
-        self.groups = None
+        self.groups, self.ends = None, False
         init_default_group(self.member)
 
     def post(self) -> None:
@@ -127,6 +128,7 @@ class Toy:
     def run_step(self, members: tuple[int, ...]) -> None:
         group, at = self.groups["world"], members.index(self.rank)
         size, x, y = len(members), torch.full((MESSAGE,), float(self.step)), torch.zeros(MESSAGE)
+        self.member.look(self.number)
         self.inject.at("forward", step=self.step, generation=self.number)
         self.hold(members)
         if size > 1:
@@ -139,10 +141,13 @@ class Toy:
         if self.args.chatter and self.rank == 0:
             print(f"step {self.step}: {'x' * self.args.chatter}", flush=True)
         total = torch.ones(4)
+        total[1] = self.member.asked == Ask.END
         self.inject.at("reduce", step=self.step, generation=self.number)
         dist.all_reduce(total, group=group)
         assert int(total[0]) == size
+        self.ends = total[1] > 0
         self.leave_early()
+        self.member.rest()
         if self.args.poison and self.rank == 0 and self.step == 5:
             self.poison()
         self.step += 1
@@ -188,11 +193,11 @@ class Toy:
             try:
                 self.enter(generation)
                 self.record_stats(number)
-                while self.step < self.args.steps:
+                while self.step < self.args.steps and not self.ends:
                     self.run_step(generation.members)
                     if len(generation.members) == 1 and self.member.newer_than(number):
                         raise Superseded("alone")
-                self.member.finish(number)
+                self.member.finish(number, self.step if self.ends else -1)
                 if self.args.stop_at_end == self.rank:
                     os.kill(os.getpid(), signal.SIGSTOP)
                 return

@@ -38,7 +38,8 @@ class Agent(Respawn):
 
     def ended(self, rank: int, slot: int, code: int) -> None:
         """A process has, with ``code``."""
-        self._store.send(RankDied(rank=rank, code=code, cause="killed"))
+        incarnation = self._incarnations.get(rank, 0)
+        self._store.send(RankDied(rank=rank, code=code, cause="killed", incarnation=incarnation))
         self._ended.append((rank, slot, code))
 
     def run(self) -> None:
