@@ -178,7 +178,7 @@ class OdysseyAgent(LocalElasticAgent):
                 "rank_started", target=worker.global_rank, pid=process.pid, host=socket.gethostname()
             )
         verdict = VerdictWatch(watch)
-        ends = functools.partial(control.has, [keys.END])
+        ends = functools.partial(control.said, keys.END)
         if self._hosting is not None:
             self._hosting.begin(verdict, spare, self._connect, journal, nodes=nodes)
         else:

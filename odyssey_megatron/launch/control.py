@@ -7,6 +7,7 @@ it and when in his own count, so that what was recorded and is played back is kn
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import itertools
@@ -267,6 +268,12 @@ class Control:
         """The value, or None if there is none yet."""
         with _lost():
             return self.unseal(key, self.store.get(key)) if self.store.check([key]) else None
+
+    def said(self, key: str) -> bool:
+        """Whether a holder of the token has set it."""
+        with contextlib.suppress(ValueError):
+            return self.peek(key) is not None
+        return False
 
     def read(self, keys: Sequence[str]) -> list[str]:
         """The values of keys that are all set, in one round trip."""

@@ -70,7 +70,7 @@ class HostOfJob:
         """Renews the lease of ``node`` for ever. The stamp of what is put is the sign of life."""
         while True:
             control.put(keys.lease_key(node), "")
-            self.ends = control.has([keys.END])  # this is answered
+            self.ends = control.said(keys.END)  # this is answered
             self._heard_s = time.monotonic()
             time.sleep(every_s)
 

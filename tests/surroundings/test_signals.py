@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -166,34 +167,53 @@ def test_a_rank_that_hangs_behind_its_last_step_is_named_and_ended(toy, tmp_path
     assert {e["rank"] for e in events(tmp_path / "run", "step_committed")} == {0, 1, 3}
 
 
-def test_a_node_that_is_drained_leaves_behind_a_step(jobs, tmp_path):
-    """The others go on; its agent ends with the exit code that says so."""
+def two_nodes(jobs, name: str, *flags: object) -> tuple[list[Job], Path]:
+    """Of two ranks each, which may leave the job; and its run folder."""
     from tests.e2e.jobs import SCRIPT
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    name, script = "drained", str(SCRIPT)
-    flags = [*jobs.flags(name, stages=1), "--train-iters", "25", "--odyssey-on-sigterm", "leave"]
-    address = [
-        "--nnodes",
-        "2",
-        "--nproc-per-node",
-        "2",
-        "--master-addr",
-        "127.0.0.1",
-        "--master-port",
-        str(port),
-    ]
+        address = ["--master-addr", "127.0.0.1", "--master-port", probe.getsockname()[1]]
+    script = [SCRIPT, *jobs.flags(name, stages=1), "--odyssey-on-sigterm", "leave", *flags]
     nodes = [
         jobs.server.run(
-            [*address, "--node-rank", str(node), script, *flags],
-            log=tmp_path / f"node{node}",
-            env={"ODYSSEY_TOKEN": "drained"},
+            ["--nnodes", 2, "--nproc-per-node", 2, *address, "--node-rank", node, *script],
+            log=jobs.folder / f"{name}-{node}.log",
+            env={"ODYSSEY_TOKEN": name},
         )
         for node in range(2)
     ]
-    run = jobs.folder / name
+    return nodes, jobs.folder / name
+
+
+@pytest.mark.matrix
+def test_a_node_whose_ranks_stand_by_leaves(jobs):
+    """Rank 3 is lost for good, and rank 2 waits for another one of its cell."""
+    cells = ("--tensor-model-parallel-size", 2, "--odyssey-respawn", 1, "--odyssey-shrink", "off")
+    nodes, run = two_nodes(jobs, "stands-by", *cells, "--train-iters", 100_000)
+    wait_for(lambda: len(events(run, "step_committed")) > 3, 60, "some steps")
+
+    def started(rank: int) -> list[int]:
+        return [one["pid"] for one in events(run, "rank_started") if one["target"] == rank]
+
+    for life in range(2):
+        wait_for(lambda: len(started(3)) > life, 30, "rank 3 to be started")  # noqa: B023
+        os.kill(started(3)[life], signal.SIGKILL)
+    wait_for(lambda: len(started(2)) == 2, 30, "rank 2 to be started again")
+    time.sleep(8.0)  # it builds its model, and waits
+    assert nodes[1].process.poll() is None
+    began_s = time.monotonic()
+    os.kill(nodes[1].pid, signal.SIGTERM)
+    assert nodes[1].wait(10) == EXIT_AS_ASKED, nodes[1].log()
+    assert time.monotonic() - began_s < 5
+    done = len(events(run, "step_committed"))
+    wait_for(lambda: len(events(run, "step_committed")) > done + 10, 30, "the other node to go on")
+    nodes[0].kill()
+
+
+def test_a_node_that_is_drained_leaves_behind_a_step(jobs):
+    """The others go on; its agent ends with the exit code that says so."""
+    nodes, run = two_nodes(jobs, "drained", "--train-iters", 25)
     wait_for(lambda: len(events(run, "step_committed")) > 3, 60, "some steps")
     os.kill(nodes[1].pid, signal.SIGTERM)
     assert nodes[1].wait(30) == EXIT_AS_ASKED, nodes[1].log()
