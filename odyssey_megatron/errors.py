@@ -47,7 +47,7 @@ class MegatronIncompatible(ConfigError):
 
 
 class LayoutInvalid(OdysseyError):
-    """A layout breaks an invariant of design section 2 (every microbatch through every layer)."""
+    """A layout breaks an invariant of layouts (every microbatch through every layer)."""
 
 
 class ScheduleInvalid(OdysseyError):

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The main job on this machine's CPUs: a small Llama on 8 ranks, once undisturbed and once being shot at, then
-# the report. About three minutes on two cores.
+# the report. About a minute on two cores.
 #
 #   bash examples/llama/demo.sh [FOLDER]      default: odyssey-demo in the current folder
 set -euo pipefail

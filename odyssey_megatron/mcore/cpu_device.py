@@ -1,4 +1,4 @@
-"""Megatron on CPU tensors and gloo, unedited: its ``torch.cuda`` and NCCL calls are redirected (design section 8).
+"""Megatron on CPU tensors and gloo, unedited: its ``torch.cuda`` and NCCL calls are redirected.
 
 All redirects are on torch, none on Megatron. ``install()`` must run before anything of Megatron is imported.
 What it cannot give: streams (ordering bugs that need a GPU stay invisible) and meaningful absolute times.

@@ -1,6 +1,6 @@
 """Eager forwards: what a holder does in its bubbles for the worker whose place it would take.
 
-Source: Bamboo's redundant computation (papers.md §5): the forward is run ahead on the shadow (eager FRC), so that
+Source: Bamboo's redundant computation (arXiv 2204.12013): the forward is run ahead on the shadow (eager FRC), so that
 after a failure only the backward is added (lazy BRC). Here the eager forward of a microbatch stays of use until the
 step's end: a dead worker takes along all weight gradients that it has added up, so all its microbatches are done again.
 

@@ -19,7 +19,7 @@ def gather_order(buckets: Iterable[Block], num_layers: int) -> list[Block]:
 
 
 def gather_s(costs: Costs, first: int, last: int, holders: int) -> float:
-    """Ring all-gather of a bucket's weights: (k - 1) / k of its bytes, half of an all-reduce (papers.md §8.5)."""
+    """Ring all-gather of a bucket's weights: (k - 1) / k of its bytes, half of an all-reduce."""
     if holders < 2:
         return 0.0
     size = costs.spans.weight_bytes(first, last)

@@ -1,4 +1,4 @@
-"""Layouts: which workers hold which layers, and which route each microbatch takes (design section 2).
+"""Layouts: which workers hold which layers, and which route each microbatch takes.
 
 Layers are the planner's: 0 the embedding, 1..n transformer layers, n+1 the head. Spans are half open.
 """

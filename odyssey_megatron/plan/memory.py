@@ -46,9 +46,9 @@ def state_bytes(layout: Layout, costs: Costs) -> dict[int, int]:
 def one_f_one_b_bytes(layout: Layout, costs: Costs, extra: int = 0) -> dict[int, int]:
     """Worker -> bytes of activations that 1F1B keeps there at its peak, plus ``extra`` microbatches.
 
-    A stage with k stages behind it keeps ``min(microbatches, k + 1)`` in flight. Source: papers.md §8.3,
-    Eq. 14 corrected. A worker on several routes gets the largest of their needs, not the sum: rerouting
-    does not raise the cap.
+    A stage with k stages behind it keeps ``min(microbatches, k + 1)`` in flight (Chameleon's Eq. 14, arXiv
+    2508.21613, and at most as many as there are). A worker on several routes gets the largest of their needs, not the
+    sum: rerouting does not raise the cap.
     """
     passing: dict[int, int] = {}
     for route in layout.routes:

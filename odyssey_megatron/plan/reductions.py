@@ -88,7 +88,7 @@ def reduction_order(blocks: Sequence[Block], *, behind: int) -> tuple[Block, ...
 
     In ragged layouts neighbouring blocks share workers, so going through them in layer order would make one
     chain of them all. Blocks without a common holder get one colour and are summed at the same time, colour after
-    colour. Source: Chameleon's colouring of the conflict graph (papers.md §1.5); a worker's layers are
+    colour. Source: Chameleon's colouring of the conflict graph (arXiv 2508.21613); a worker's layers are
     mostly one span, and on such interval graphs the greedy colouring in layer order is optimal. Last comes what is
     ``behind`` all layers that routes go through: the tied weight is done with embedding and head.
     """

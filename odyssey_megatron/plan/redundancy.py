@@ -25,7 +25,7 @@ def with_shadows(
     """``layout`` with at least ``least`` holders of each layer, as far as there are workers.
 
     A shadow, a holder without microbatches, takes part in the layers' gradient reduction and step, so that it can take
-    over with nothing sent (design section 2). Layers with the same holders get the same shadow: one that has their
+    over with nothing sent. Layers with the same holders get the same shadow: one that has their
     state already (``previous``), on a node that holds none of them (``nodes``: node of each living worker), with the
     least to hold for its ranks (``shares``: of workers that are not whole cells). ``eager``: before that, if it can be
     had, the worker before them on a route, which has the input of their forwards; before the first ones the last, which
@@ -79,7 +79,7 @@ def filling(current: Layout, target: Layout) -> Layout:
     """``current``, where the holders of ``target`` hold their layers already, without microbatches.
 
     They get the layers' state while a step computes, which does not change it, take part in that step's gradient
-    reduction, and can be routed to from the next one on (design section 2, two-speed recovery). Where state is cut into
+    reduction, and can be routed to from the next one on (two-speed recovery). Where state is cut into
     slices they get weights alone: those who keep it stay, so that nobody waits for what moves.
     """
     pairs = list(zip(current.holders, target.holders, strict=True))

@@ -50,7 +50,7 @@ class Timeline:
 
 
 def reduce_s(costs: Costs, first: int, last: int, holders: int, copies: int = 0) -> float:
-    """Ring all-reduce of a block's gradients: 2 (k - 1) / k of its bytes. Source: papers.md §8.5. With ``copies`` of
+    """Ring all-reduce of a block's gradients: 2 (k - 1) / k of its bytes. With ``copies`` of
     optimizer state, as ``Layout``, on fewer than all: reduce-scatter, the first half of that, and a k-th of the bytes
     to each other owner of a slice.
     """

@@ -150,7 +150,7 @@ def assign_seats(
 
     A worker that has all a seat needs and nothing else takes it outright. That loses nothing: missing bytes
     obey the triangle inequality, so swapping it in makes no assignment worse. The rest is a linear
-    assignment problem (Kuhn-Munkres; the papers' choice, papers.md §1.5).
+    assignment problem (Kuhn-Munkres; the papers' choice, arXiv 2508.21613).
     """
     taken: dict[int, int] = {}
     by_layers: dict[frozenset[int], list[int]] = {}

@@ -7,7 +7,7 @@ bounds. Then the pipelines of the best partition are scheduled, the knapsack kno
 all of what is best has been scheduled, or as much as may be. Of other numbers of microbatches through as many stages,
 and of lengths nearby, what is not known is guessed by those that are: bounds alone are loose where memory binds.
 
-Chameleon's Algorithm 1 (papers.md §1.4) enumerates integer partitions of the workers, remainders of the microbatches
+Chameleon's Algorithm 1 (arXiv 2508.21613) enumerates integer partitions of the workers, remainders of the microbatches
 and remainders of the layers, and simulates each.
 """
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from odyssey_megatron.policy.search import Search
 
 _RUNTIME_S = 0.01
-"""Of a step, about what the runtime itself takes (``tests/benchmarks/model_error.py``: below 8 ms). A worker that is
+"""Of a step, about what the runtime itself takes (``tests/benchmarks/model_error.py``). A worker that is
 left idle takes part in nothing, so that less than this is not worth it; steps of microseconds would idle most."""
 
 _VISITS = 8192

@@ -48,12 +48,12 @@ class Profile:
     samples: Annotated[int, COUNT] = 0
     """Microbatches behind the measured times."""
     detect_s: COST_S = 0.02
-    """From a death to the decision's start. Source: inprocess.md, 12 ms at 8 ranks by pidfd."""
+    """From a death to the decision's start. Measured: 12 ms with 8 ranks, whose agent hears it from their pidfds."""
     group_build_s: COST_S = 0.1
     """Abort, agree and new groups; paid by every change of membership."""
     restart_s: Annotated[float, Between(0, 1e9)] = 300.0
-    """A restart from a checkpoint, with the work lost since: what losing a layer's last holder costs. Source:
-    papers.md §8.6, 100 s at 32 GPUs to 388 s at 8,192, and minutes of lost steps."""
+    """A restart from a checkpoint, with the work lost since: what losing a layer's last holder costs. Between
+    Megatron-LM's 80 s with 32 GPUs and 300 s with 1,024, as TrainMover (OSDI 2026) has measured, and minutes of lost steps."""
     operations: tuple[tuple[OPERATIONS, OPERATIONS, OPERATIONS], ...] = ()
     """Of each layer, FLOPs of one rank for forward, input gradient and weight gradient of a microbatch, as estimates
     count them, whatever they take (of the embedding bytes): ``odyssey plan --fit`` learns from them what a GPU

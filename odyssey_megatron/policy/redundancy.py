@@ -76,7 +76,7 @@ def _again_s(plan: Plan, costs: Costs) -> dict[int, float]:
     """Worker -> expected seconds that a step takes longer when it dies in it.
 
     Half of its work is done at a random moment, and lost; the other holders of its layers do it again between them, but
-    for what they have run ahead. Source: papers.md §8.6, the cost of the microbatches concerned.
+    for what they have run ahead. It is the cost of the microbatches concerned.
     """
     lost_s = dict.fromkeys(plan.layout.workers, 0.0)
     for route in plan.layout.routes:

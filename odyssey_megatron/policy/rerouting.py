@@ -24,7 +24,7 @@ def reroute(
     with what it has so far; so is each of a slow one, itself among the holders, which leaves it the share that its
     speed allows. Of holders that are done together it is the one on the earliest route, in an order that does not
     depend on numbers: whichever replica has died, what is left looks the same, and is known if it was looked at.
-    Source: ReCycle's adaptive pipelining (papers.md §2.2), here for any holders and speeds (§8.2).
+    Source: ReCycle's adaptive pipelining (arXiv 2405.14009), here for any holders and speeds (§8.2).
 
     Raises:
         PlanInfeasible: some layer has no other holder.

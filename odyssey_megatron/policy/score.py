@@ -11,9 +11,10 @@ _PRIOR_FAILURES = 1.0
 
 
 def mean_time_between_failures_s(state: ClusterState, mtbf_s: float, now_s: float) -> float:
-    """Posterior mean of the time between failures: (observed time + b0) / (failures + a0).
+    """Time between failures, by the rate of them that is to be expected: (observed time + b0) / (failures + a0).
 
-    Exponential gaps with a Gamma prior of shape a0 = 1 and rate b0 = ``mtbf_s``. Source: papers.md §8.7.
+    Exponential gaps, whose rate has a Gamma prior of shape a0 = 1 and rate b0 = ``mtbf_s``: this is the inverse of the
+    rate's posterior mean (the time's own is longer: one failure less below the line).
     Deaths at one moment (a node, a switch) count as one failure.
     """
     moments = len({round(t, 1) for t in state.failure_times_s})
@@ -37,8 +38,8 @@ def expected_tokens(
     """Tokens trained until the next failure or the horizon, whichever is first.
 
     (tokens / step_s) * E[(min(D, H) - T)+] with D exponential of mean M, T the transition, H the horizon:
-    E = M (e^(-T/M) - e^(-H/M)). For H -> infinity this is papers.md §8.7's (B/t) e^(-T/M), and D fixed instead
-    of exponential gives Chameleon's Eq. 8. Zero where the transition outlasts the horizon.
+    E = M (e^(-T/M) - e^(-H/M)). For H -> infinity this is (B/t) M e^(-T/M), and D fixed instead of
+    exponential gives Eq. 8 of Chameleon (arXiv 2508.21613). Zero where the transition outlasts the horizon.
 
     ``fatal_share`` of the workers are the only holder of some layer. If the next failure hits one of them, the job
     ends, which costs :func:`next_loss_s`; otherwise it goes on after ``pause_s``, of which counts as much as fits
@@ -70,8 +71,8 @@ def next_loss_s(fatal_share: float, restart_s: float, left: float, mtbf_s: float
 
 
 START_S = 100.0
-"""Of a job of 32 GPUs, at the least: a measured start lacks what a cluster takes to give nodes again. Source: papers.md
-§8.6, 100 s at 32 GPUs to 388 s at 8,192."""
+"""Of a job of 32 GPUs, at the least: a measured start lacks what a cluster takes to give nodes again. Megatron-LM's
+own start, as TrainMover (OSDI 2026) has measured it with 32."""
 
 
 def restart_cost_s(

@@ -39,7 +39,7 @@ def search_for(
 class Search:
     """What has been found out about pipelines for one job, kept for all the decisions that ask.
 
-    Chameleon's Algorithm 1 (papers.md §1.4) enumerates integer partitions of the workers, remainders of the
+    Chameleon's Algorithm 1 (arXiv 2508.21613) enumerates integer partitions of the workers, remainders of the
     microbatches and remainders of the layers, and simulates each. Here the splits are min-max by construction
     (``splits.py``), the shares exact for the rates, and first only lengths that differ by one are looked at
     (``balanced.py``): on layers of like cost a more uneven partition has a slower slowest stage. Of the most promising

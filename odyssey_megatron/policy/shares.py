@@ -54,7 +54,7 @@ def min_max_shares(count: int, rates: Sequence[Rate]) -> tuple[int, ...]:
     """Splits ``count`` microbatches so that the slowest pipeline finishes earliest; each gets at least one.
 
     Min-max with integer shares is exact when each pipeline gets what it can finish in the least time that
-    suffices, and surplus is taken from whoever finishes last (papers.md §8.3).
+    suffices, and surplus is taken from whoever finishes last.
     """
     least = finish_s(count, [(rate, 1) for rate in rates])
     shares = [max(1, min(count, _done_by(least, rate))) for rate in rates]

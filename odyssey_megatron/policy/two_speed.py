@@ -1,7 +1,7 @@
 """Two-speed recovery: go on at once by routes alone, and move layers behind the back of the next steps.
 
 Parameters and optimizer state do not change from the end of one optimizer step to the start of the next, so new
-holders can be filled while forwards and backwards run (design section 2). Only the second change of
+holders can be filled while forwards and backwards run. Only the second change of
 groups is then exposed, not the bytes.
 """
 
@@ -59,7 +59,7 @@ def two_speed(direct: Decision, config: OdysseyConfig) -> TwoSpeed | None:
     what can would be fast enough.
 
     Expected tokens are integrals of the rate over the time that no failure has come, exponential with mean M as
-    in :mod:`odyssey_megatron.policy.score`. Source: papers.md §8.7, overlapped two-step policy.
+    in :mod:`odyssey_megatron.policy.score`.
     """
     if not direct.best.transfers:
         return None

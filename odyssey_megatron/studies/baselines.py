@@ -1,7 +1,7 @@
 """Other systems, on the same costs and the same simulator, so that comparisons are honest.
 
 Each answers one question: the cluster changed, what do you run now and how long do you stand still? These are
-our models of them. Rules and constants are those of the papers (papers.md §1, §2, §3, §5), read in the system's favour
+our models of them. Rules and constants are those of the papers (named where they are used), read in the system's favour
 where they leave a choice: all get Odyssey's min-max layer splits and microbatch shares, its assignment of seats, and no
 profiling errors. Each can also be had with our scheduler (``ours``): its own rule for layouts, and our order of what
 is in them, which shows what the rules alone are worth.
@@ -78,7 +78,7 @@ def our_step_s(layout: Layout, profile: Profile) -> float:
 
 
 def fits(layout: Layout, costs: Costs) -> bool:
-    """Eq. 14 (papers.md §8.3): state and 1F1B's activations, on every worker."""
+    """Chameleon's Eq. 14 (arXiv 2508.21613): state and 1F1B's activations, on every worker."""
     if costs.memory_bytes is None:
         return True
     state, activations = state_bytes(layout, costs), one_f_one_b_bytes(layout, costs)
@@ -167,7 +167,7 @@ class System:
 
 
 class Restart(System):
-    """Varuna's way, with plain Megatron layouts: checkpoint, stop, restart on what is left (papers.md §5)."""
+    """Varuna's way, with plain Megatron layouts: checkpoint, stop, restart on what is left (arXiv 2111.04007)."""
 
     name = "restart"
     checkpoint_s = 15.0
@@ -188,7 +188,7 @@ class Restart(System):
         return self._slowed(world, replace(after, downtime_s=after.downtime_s + lost))
 
     def _interval_s(self, world: World) -> float:
-        """Young/Daly (papers.md §8.7)."""
+        """Young's and Daly's: the square root of twice the cost of a save times the mean time between failures."""
         return math.sqrt(2 * self.checkpoint_s * world.mtbf_s)
 
     def _slowed(self, world: World, running: Running) -> Running:
@@ -196,7 +196,7 @@ class Restart(System):
 
 
 class Bamboo(System):
-    """Every worker also holds its successor's layers and runs their forward in each step (papers.md §5)."""
+    """Every worker also holds its successor's layers and runs their forward in each step (arXiv 2204.12013)."""
 
     name = "bamboo"
 

@@ -1,4 +1,4 @@
-"""Chameleon, which chooses between two ways to go on (papers.md §1)."""
+"""Chameleon, which chooses between two ways to go on (arXiv 2508.21613)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from odyssey_megatron.studies.baselines import (
 
 
 class Chameleon(System):
-    """Dynamic parallelism or rerouting, whichever its estimates prefer; fused backward (papers.md §1)."""
+    """Dynamic parallelism or rerouting, whichever its estimates prefer; fused backward (arXiv 2508.21613)."""
 
     name = "chameleon"
 

@@ -1,4 +1,4 @@
-"""Oobleck: pipelines from templates (papers.md §3)."""
+"""Oobleck: pipelines from templates (arXiv 2309.08125)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Oobleck(System):
 
     name = "oobleck"
     reconfigure_s = 10.0
-    """Its own simulator's constant for its largest model; 57 s were measured by others (papers.md §3.5)."""
+    """Its own simulator's constant for its largest model; 57 s were measured by others (arXiv 2309.08125)."""
 
     def start(self, world: World) -> Running:
         lengths = self._instantiated(world, len(world.workers))
@@ -128,7 +128,7 @@ def smallest(costs: Costs) -> int:
 @lru_cache(maxsize=256)
 def instantiated(costs: Costs, microbatches: int, workers: int, *, ours: bool) -> tuple[int, ...]:
     """The lengths of the best set of templates that uses all workers, at least two pipelines if that can be; its step
-    is the slowest pipeline's, and the first layer's reduction (papers.md §3.3). Empty: not one pipeline fits.
+    is the slowest pipeline's, and the first layer's reduction (arXiv 2309.08125). Empty: not one pipeline fits.
     """
     search, least = search_for(costs, None), smallest(costs)
     rates = {

@@ -1,4 +1,4 @@
-"""ReCycle: rerouting to data-parallel peers, with failures normalised (papers.md §2)."""
+"""ReCycle: rerouting to data-parallel peers, with failures normalised (arXiv 2405.14009)."""
 
 from __future__ import annotations
 
@@ -60,8 +60,7 @@ def normalised(job: JobSpec, costs: Costs, workers: int, dead: int) -> tuple[Lay
     """The healthy layout of workers 0 to ``workers`` - 1 without ``dead`` of them, and its staggered step.
 
     One after the other dies where the workers of its stage then have the least to do, so that the fullest stage has as
-    little as it can; of stages that are alike in the middle, where failures cost less than at the ends (papers.md
-    §1.7).
+    little as it can; of stages that are alike in the middle, where failures cost less than at its ends.
     ReCycle's planner finds this by dynamic programming and precomputes the plans, an MILP for each number of dead.
     Memory: two microbatches more than 1F1B's, or all that there is.
 

@@ -18,7 +18,7 @@ def staggered_step_s(
 
     ``done_s``: worker -> when its last weight gradient ends in one step alone. Each worker repeats from its first
     forward to the end of its last reduction, and holders of a block end it together; the slowest sets the pace:
-    warm-up and drain of neighbouring steps overlap. Source: ReCycle's staggered optimizer, papers.md §1.7. An
+    warm-up and drain of neighbouring steps overlap. Source: ReCycle's staggered optimizer, arXiv 2405.14009. An
     estimate for a steady state; no plan is executed like this, since here no optimizer runs before the agreement (I5).
     """
     speeds = speeds or {}

@@ -39,7 +39,7 @@ SYSTEMS: tuple[Callable[[], System], ...] = (
 """Each makes a fresh one for each trace."""
 
 MONOTONE_S = (6 * 3600.0, 2 * 3600.0, 1800.0, 600.0)
-"""The published intervals between failures (papers.md §7.1)."""
+"""The intervals between failures of Oobleck's and ReCycle's figures (arXiv 2309.08125, 2405.14009)."""
 
 
 def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:

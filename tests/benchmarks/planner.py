@@ -12,7 +12,7 @@ coordinator's thread from the last death in its queue to the generation that is 
 two-speed, hash, serialisation and seals included; other processes' load is not the planner's, so wall time is printed
 beside it. ``rank_bytes`` and ``rank_ms``: what each rank reads, and its CPU until it has its program and the groups
 that it is in. ``rehearsed_s``: so long after costs were known all was worked out; a failure before that takes longer to
-decide on. ``coordinator_mb`` is that process at its largest, of which torch takes two thirds (``torch_mb``: once it is
+decide on. ``coordinator_mb`` is that process at its largest, of which torch takes most (``torch_mb``: once it is
 imported, before there is a job).
 """
 

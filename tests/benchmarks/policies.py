@@ -91,7 +91,7 @@ def costs(memory_bytes: int, state_bytes: int) -> Costs:
 
 
 def one_f_one_b_s(stages: int, microbatches: int) -> float:
-    """Megatron's healthy step: (M + S - 1) of the fused slots. Source: papers.md §1.3, Eq. 9."""
+    """Megatron's healthy step: (M + S - 1) of the fused slots. Source: arXiv 2508.21613, Eq. 9."""
     return (microbatches + stages - 1) * 3.0 * LAYERS / stages
 
 

@@ -123,7 +123,7 @@ def test_the_planner_learns_what_it_was_never_told(emulating, tmp_path):
 
 
 def test_megatrons_schedule_takes_what_the_formula_says():
-    """(M + S - 1) slots: papers.md §1.3, Eq. 9."""
+    """(M + S - 1) slots: arXiv 2508.21613, Eq. 9."""
     from odyssey_megatron.cluster.state import initial_state
     from odyssey_megatron.policy.initial import initial_plan
     from tests.execute.emulation import one_f_one_b

@@ -20,7 +20,7 @@ def layout(*holders):
 
 
 def test_kuhn_munkres_of_the_paper():
-    """Chameleon Fig. 3 (papers.md §1.5): the best assignment moves two layers."""
+    """Chameleon Fig. 3 (arXiv 2508.21613): the best assignment moves two layers."""
     cost = [[0, 1, 2, 3], [2, 1, 0, 3], [2, 2, 2, 0], [2, 2, 2, 3]]
     columns = cheapest_assignment(cost)
     assert sorted(columns) == [0, 1, 2, 3]

@@ -24,7 +24,7 @@ def alive_without(layout, *dead):
 
 
 def test_slots_of_recycle():
-    """ReCycle's example (papers.md §7.2, 1): 3 pipelines, 4 stages, 6 microbatches, f = i = w = 1.
+    """ReCycle's example (arXiv 2405.14009): 3 pipelines, 4 stages, 6 microbatches, f = i = w = 1.
 
     27 failure-free and 36 with a failed end stage, fused; the split backward brings the end stage to 30 and an
     interior one to the exact optimum of 29 for a step that ends with a flush.
@@ -95,7 +95,7 @@ def test_a_slow_holder_gets_less():
 
 
 def test_a_slow_worker_keeps_the_share_of_its_speed():
-    """x = (1 - p) / (1 + p / (N - 1)) of its microbatches leave (papers.md §8.2): p = 1/2, N = 3, x = 0.4."""
+    """x = (1 - p) / (1 + p / (N - 1)) of its microbatches leave: p = 1/2, N = 3, x = 0.4."""
     layout = pipelines(1, 3, 15)
     after = reroute(layout, {0, 1, 2}, uniform_costs(1), {1: 0.5})
     shares = dict.fromkeys((0, 1, 2), 0)

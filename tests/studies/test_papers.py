@@ -1,4 +1,4 @@
-"""Our models of other systems beside figures that were published of them, or follow from them exactly (papers.md)."""
+"""Our models of other systems beside figures that were published of them, or follow from them exactly."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ SLOTS = {
     (4, 8, ((0, 0), (1, 1), (2, 2), (3, 3))): (33, 65, 42, 32, 32),
     (2, 8, ((0, 1),)): (33, 57, 54, 50, 48),
 }
-"""papers.md §1.7: four stages, forward 1 slot, backward 2. Where no optimum was proved, the bound by work."""
+"""Exact schedules of Chameleon's settings: four stages, forward 1 slot, backward 2. Where no optimum was proved, the bound by work."""
 RATIOS = {
     (4, 2, 8): 1.727, (4, 4, 8): 1.242, (4, 8, 8): 1.104, (8, 4, 8): 1.178, (8, 4, 16): 1.232, (8, 4, 32): 1.274,
     (2, 16, 16): 1.063, (4, 8, 32): 1.131, (8, 8, 64): 1.129, (16, 4, 64): 1.270,
 }  # fmt: skip
-"""papers.md §7.3: (stages, pipelines, microbatches of each) -> Eq. 12 for one failure, over the healthy step."""
+"""Exact schedules: (stages, pipelines, microbatches of each) -> Eq. 12 for one failure, over the healthy step."""
 
 
 OOBLECK = {
@@ -61,7 +61,7 @@ OOBLECK = {
         5.51, 5.32, 5.14, 4.96, 4.77, 4.81, 4.33, 4.19, 3.95, 4.01, 4.15, 3.71, 3.59, 3.28, 3.53,
     )),
 }  # fmt: skip
-"""papers.md §3.5, of the authors' artifact: batch, seconds a reconfiguration takes, samples/s on average with a node
+"""arXiv 2309.08125, of the authors' artifact: batch, seconds a reconfiguration takes, samples/s on average with a node
 less every 6 h, 3 h, 1 h, 30 min and 10 min; and measured with 30, 29, ... 16 nodes.
 """
 
@@ -101,7 +101,7 @@ def test_slots_of_rerouting(case):
 
 
 def test_recycles_example():
-    """27 slots, 36 when rerouted, 29 with a decoupled backward, and 27 staggered (papers.md §2.2)."""
+    """27 slots, 36 when rerouted, 29 with a decoupled backward, and 27 staggered (arXiv 2405.14009)."""
     job = world(4, 3, 6)
     costs, healthy = job.profile.costs, healthy_layout(job, job.workers)
     rerouted = reroute(healthy, job.workers[:-1], costs)

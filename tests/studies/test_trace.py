@@ -126,7 +126,7 @@ def test_one_f_one_b_is_equation_9():
 
 
 def test_staggering_hides_the_reroute():
-    """ReCycle's 27 slots (papers.md §7.2, 1): an interior failure costs nothing with six in flight."""
+    """ReCycle's 27 slots (arXiv 2405.14009): an interior failure costs nothing with six in flight."""
     layout, costs = pipelines(4, 3, 6), uniform_costs(4)
     after = reroute(layout, set(layout.workers) - {3}, costs)
     order = order_routes(after, costs, in_flight_cap=dict.fromkeys(after.workers, 6))

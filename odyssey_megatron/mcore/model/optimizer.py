@@ -103,8 +103,9 @@ class LayerOptimizer:
         config = spec.optimizer_config
         if config.use_distributed_optimizer:
             raise ConfigError(
-                "--use-distributed-optimizer is not supported yet: a lost rank would take its optimizer shard with "
-                "it. Leave the flag out; see docs/not-yet.md."
+                "OptimizerConfig.use_distributed_optimizer would have Megatron cut the state up, and a lost rank take "
+                "its part with it. Leave it out, and pass optimizer_copies=2 to TrainingJob: slices of which each is "
+                "kept twice."
             )
         with alone():  # Megatron would have all ranks agree on the groups of parameters
             chained = compat.optimizer_of(config, [module], spec.config_overrides, groups, of_layer=True)

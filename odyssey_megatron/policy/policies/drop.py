@@ -28,8 +28,7 @@ def drop_pipelines(previous: Layout, alive: Collection[int]) -> Layout:
     """``previous`` without the broken routes: the whole ones share their microbatches.
 
     No state moves and no microbatch changes pipeline in the middle. What is left of a broken pipeline holds
-    on, without microbatches, so that it stays current. Source: ReCoVer and TorchFT drop replicas like this
-    (papers.md §5).
+    on, without microbatches, so that it stays current. ReCoVer and TorchFT drop replicas like this.
 
     Raises:
         PlanInfeasible: no route is whole.

@@ -49,7 +49,7 @@ def shift_layers(
 
     The routes stay, so only boundary layers are sent, to the workers of the neighbouring stage. Boundaries are
     min-max over stages of work / living speed, then as near as possible to where they are. Source: ResiHP's
-    layer repartition (papers.md §4.2), on top of rerouting. ``in_whole``: a stage is as fast as the worker that has
+    layer repartition (arXiv 2605.06374), on top of rerouting. ``in_whole``: a stage is as fast as the worker that has
     most to do, since microbatches are not shared out in parts: two are no faster with three of them than with four.
 
     Raises:
