@@ -53,7 +53,8 @@ class Profile:
     """Abort, agree and new groups; paid by every change of membership."""
     restart_s: Annotated[float, Between(0, 1e9)] = 300.0
     """A restart from a checkpoint, with the work lost since: what losing a layer's last holder costs. Between
-    Megatron-LM's 80 s with 32 GPUs and 300 s with 1,024, as TrainMover (OSDI 2026) has measured, and minutes of lost steps."""
+    Megatron-LM's 80 s with 32 GPUs and 300 s with 1,024, as TrainMover (OSDI 2026) has measured, and minutes of lost
+    steps."""
     operations: tuple[tuple[OPERATIONS, OPERATIONS, OPERATIONS], ...] = ()
     """Of each layer, FLOPs of one rank for forward, input gradient and weight gradient of a microbatch, as estimates
     count them, whatever they take (of the embedding bytes): ``odyssey plan --fit`` learns from them what a GPU

@@ -36,7 +36,7 @@ SLOTS = {
     (4, 8, ((0, 0), (1, 1), (2, 2), (3, 3))): (33, 65, 42, 32, 32),
     (2, 8, ((0, 1),)): (33, 57, 54, 50, 48),
 }
-"""Exact schedules of Chameleon's settings: four stages, forward 1 slot, backward 2. Where no optimum was proved, the bound by work."""
+"""Exact schedules: four stages, forward 1 slot, backward 2. Where no optimum was proved, the bound by work."""
 RATIOS = {
     (4, 2, 8): 1.727, (4, 4, 8): 1.242, (4, 8, 8): 1.104, (8, 4, 8): 1.178, (8, 4, 16): 1.232, (8, 4, 32): 1.274,
     (2, 16, 16): 1.063, (4, 8, 32): 1.131, (8, 8, 64): 1.129, (16, 4, 64): 1.270,
