@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -176,6 +177,12 @@ class ClusterState:
         """New ranks that hold nothing yet, be their worker complete or not; ascending."""
         return tuple(sorted({*self.fresh_ranks, *self.joining}))
 
+    def incarnation_of(self, rank: int) -> int:
+        """Of its newest process that has joined."""
+        at = bisect_left(self.incarnations, (rank,))
+        found = self.incarnations[at : at + 1]
+        return found[0][1] if found and found[0][0] == rank else 0
+
     @property
     def is_live(self) -> bool:
         """True once every member, those that died since included, reported the current generation live.
@@ -238,7 +245,7 @@ def apply(state: ClusterState, event: Event) -> ClusterState:
 
 def is_old(state: ClusterState, death: RankDied) -> bool:
     """Whether another process has been this rank since, and has joined."""
-    return death.incarnation < dict(state.incarnations).get(death.rank, 0)
+    return death.incarnation < state.incarnation_of(death.rank)
 
 
 def lost_between(before: ClusterState, after: ClusterState) -> set[int]:

@@ -303,6 +303,7 @@ class RankRuntime:
         self._commit(totals)
         self._groups.count(self.votes)
         self._spread_weights()
+        self._member.rest(behind_step=True)
         kept_by, worker = self._assigned.layout.kept_by, self._assigned.worker
         self.chronicle.ended(
             step,
@@ -312,7 +313,6 @@ class RankRuntime:
         )
         if trace.measured:
             self._model.timed(trace.compute_s)
-        self._member.rest()
         if self._groups.boundary or self._member.asked == Ask.LEAVE:
             self.settle()  # while all are there that send any
         if self._member.asked == Ask.LEAVE:
@@ -390,7 +390,7 @@ class RankRuntime:
         self._position.complete = Piece.OTHER
         dist.barrier(group=self._groups.world)
         self._position.finish()
-        self._member.rest()
+        self._member.rest(behind_step=False)
 
     def check_holders(self, world: dist.ProcessGroup) -> None:
         """Work for :meth:`together`: whoever has other bytes of a layer than most of its holders leaves the job."""

@@ -7,7 +7,6 @@ is the name ``torch.distributed.launcher.api.LocalElasticAgent`` (torch 2.13; se
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import logging
 import os
@@ -178,19 +177,18 @@ class OdysseyAgent(LocalElasticAgent):
                 "rank_started", target=worker.global_rank, pid=process.pid, host=socket.gethostname()
             )
         verdict = VerdictWatch(watch)
-        ends = functools.partial(control.said, keys.END)
+        lease_s, port = launch.config.node_lease_s, group.master_port
+        assert port is not None
+        host = HostOfJob(lease_s)
         if self._hosting is not None:
             self._hosting.begin(verdict, spare, self._connect, journal, nodes=nodes)
+            verdict.guard("end", lambda: host.listen(self._connect()))
         else:
-            lease_s, port = launch.config.node_lease_s, group.master_port
-            assert port is not None
-            host = HostOfJob(lease_s)
             verdict.guard("lease", lambda: host.renew(spare, node, lease_s / 20))
             verdict.guard("host", lambda: host.await_loss(port))
-            ends = lambda: host.ends  # noqa: E731 - it asks nothing of the store
         others = tuple(range(0 if launch.config.job_host else 1, nodes))
         who, hosts = f"the agent of node {node}", self._hosting is not None
-        ask = Asking(launch.on_signal, journal, who=who, hosts=hosts, others=others, ends=ends)
+        ask = Asking(launch.on_signal, journal, who=who, hosts=hosts, others=others, ends=lambda: host.ends)
         try:
             ranks.watch(verdict, lambda: ask.heed(ranks, verdict, control))
         except ControlPlaneLost:

@@ -53,11 +53,12 @@ class Asking:
     ):
         self._how, self._journal, self._who, self._hosts, self._others = how, journal, who, hosts, others
         self._ends = ends
-        self._asked = Ask.NOTHING
+        self._asked, self._told = Ask.NOTHING, False
+        """What the ranks were asked for; whether a signal has come here. One may come after an end was heard of."""
 
     def heed(self, ranks: Ranks, verdict: VerdictWatch, control: Control) -> None:
         for number in ranks.signals.take():
-            first = self._asked == Ask.NOTHING
+            first, self._told = not self._told, True
             how = self._how if first and (ranks.listen or control.has([keys.JOB])) else "stop"
             self._journal.event("asked", signal=number.name, how=how, echo=True)
             if how == "stop":
@@ -68,14 +69,15 @@ class Asking:
                 )
                 control.put_first(keys.VERDICT, to_json(final))
                 return verdict.give(final)
-            self._asked = Ask.LEAVE if how == "leave" else Ask.END
-            what = "this node leaves the job" if how == "leave" else "the job ends"
+            if self._asked == Ask.NOTHING:
+                self._asked = Ask.LEAVE if how == "leave" else Ask.END
+            what = "this node leaves the job" if self._asked == Ask.LEAVE else "the job ends"
             say(
                 f"[odyssey] {number.name}: {what} behind the step at hand. A second signal ends the job at once."
             )
             ranks.ask(self._asked)
-            if self._asked == Ask.END and not ranks.listen:
-                control.put(keys.END, "")
+            if self._asked == Ask.END:
+                control.put(keys.END, "")  # those of this node may only stand by
         if self._asked == Ask.NOTHING and self._ends():
             self._asked = Ask.END
             ranks.ask(Ask.END)

@@ -34,7 +34,7 @@ JOB_NAME = "name"
 REFUSED = "refused"
 """The first rank's one-paragraph ConfigError."""
 END = "end"
-"""Set where somebody was asked to end the job whose own ranks do not listen: all agents ask theirs."""
+"""Set where somebody was asked to end the job, whose own ranks may not listen: all agents ask theirs."""
 VERDICT = "verdict"
 """Exit code of the job, and why: the coordinator's last word to the agents."""
 
@@ -131,6 +131,9 @@ def bye_key(node: int) -> str:
 
 OFFER = "offer "
 """Marks a generation that begins between two steps; one without this mark ends its predecessor at once."""
+
+AGAIN = "again "
+"""Marks one that somebody has asked for, though nobody has died: he waited for others in the one before."""
 
 _OF_GENERATION = re.compile(r"(?:generation|groups)/(\d+)(?:/.*)?")
 """Generations, and the addresses that their members exchange (``rebuild/groups.py``)."""

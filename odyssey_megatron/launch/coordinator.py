@@ -331,7 +331,8 @@ class Coordinator:
                 says_s += _WAITS_S
             for event in self._incident():
                 if isinstance(event, RankDied):
-                    exits[event.rank] = event.code
+                    if event.incarnation == cluster.incarnation_of(event.rank):
+                        exits[event.rank] = event.code
                 elif isinstance(event, NodeLost):
                     exits = dict.fromkeys(self._job.ranks_on(event.node), -9) | exits
         self._job = replace(self._job, exits=exits)

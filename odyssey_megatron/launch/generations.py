@@ -20,7 +20,8 @@ def send(message: Message, cell_size: int, control: Control) -> None:
     texts |= {keys.template_key(number, at): text for at, text in enumerate(sent.templates)}
     if texts:
         control.put_all(texts | {keys.routes_key(number): sent.routes})
-    control.put(keys.generation_key(number), keys.OFFER * message.planned + sent.head)
+    again = not message.planned and not message.dead and message.previous is not None
+    control.put(keys.generation_key(number), keys.OFFER * message.planned + keys.AGAIN * again + sent.head)
 
 
 def read(text: str, rank: int, control: Control) -> Message | None:

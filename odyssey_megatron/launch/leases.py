@@ -63,8 +63,14 @@ class HostOfJob:
     def __init__(self, limit_s: float):
         self._limit_s, self._heard_s = limit_s + _COMES_BACK_S, time.monotonic()
         self.ends = False
-        """The job has been asked to end by somebody whose own ranks do not listen."""
+        """Somebody has been asked to end the job."""
         self._awake = Awake(self._limit_s)
+
+    def listen(self, control: Control) -> None:
+        """Where the job is hosted: the same for ever, without a lease."""
+        while True:
+            self.ends = control.said(keys.END)
+            time.sleep(_LOOK_S)
 
     def renew(self, control: Control, node: int, every_s: float) -> None:
         """Renews the lease of ``node`` for ever. The stamp of what is put is the sign of life."""

@@ -68,11 +68,11 @@ class Member:
         """Places of a whole cell that it fills, as its agent has it: see ``Cell``."""
         self.agreed_s: float | None = None
         """When the members of its generation had agreed on how far they are, on its own clock."""
-        self._control, self._heartbeat, self._op_timeout_s = control, heartbeat, config.op_timeout_s
+        self._control, self._heartbeat = control, heartbeat
         self._on_offer: Callable[[Generation], None] = lambda offered: None
         self._watcher_control = watch
         self._attention = Attention(config.op_timeout_s, config.recovery_timeout_s, time.monotonic())
-        self._overdue = 0
+        self._leaves, self._overdue = False, 0
         """The last generation that was asked to end as this rank's main thread does not get on."""
         self._watch = Watch(watch, self._hear_offer, self._attention, settled=not self.joins)
         self.starting = Starting(
@@ -126,9 +126,11 @@ class Member:
         Everything that takes time should be done by now, since the others will wait for this rank in their steps.
 
         Raises:
-            Fenced: the rank is alive.
+            Fenced: the rank is alive, or its node was asked to leave meanwhile.
         """
         node = int(os.environ.get("GROUP_RANK", "0"))
+        if self._watch.lost is not None:
+            raise self._watch.lost
         self._control.send(
             RankJoined(rank=self.rank, node=node, incarnation=self.incarnation, each=self.each)
         )
@@ -215,9 +217,15 @@ class Member:
         self._attention.look(number, time.monotonic())
         return self._watch.newer_than(number)
 
-    def rest(self) -> None:
-        """This thread is through with a step, and may do other things for as long as it likes."""
-        self._attention.rest()
+    def rest(self, *, behind_step: bool) -> None:
+        """This thread does other things from now on, for as long as nobody waits for it. ``behind_step``: it is through
+        with one.
+        """
+        self._attention.rest(behind_step=behind_step)
+
+    def wait_up_to(self, op_timeout_s: float) -> None:
+        """So long one instruction may take, and messages are waited for: it is not what the launch line said."""
+        self._attention.op_timeout_s = op_timeout_s
 
     def on_newer(self, number: int, callback: Callable[[], None]) -> None:
         """Makes the watcher call ``callback`` when generation ``number`` ends, *before* anyone can see a newer one.
@@ -263,18 +271,29 @@ class Member:
 
     def _gets_on(self) -> bool:
         """In the heartbeat's thread: False ends this process, whose main thread is stuck."""
-        if self.asked == Ask.LEAVE and not self._watch.settled and self._watch.lost is None:
-            self._watch.end(Fenced(f"the node of rank {self.rank} was asked to leave the job"))
+        if self.asked == Ask.LEAVE and not self._watch.settled and not self._leaves:
+            self._leaves = True
+            self._beside(self._leave_while_waiting)
         now_s = time.monotonic()
         if (overdue := self._attention.overdue(now_s)) > self._overdue:
             self._overdue = overdue
-            # In a thread: the store may be what does not answer, and this one has to beat.
-            threading.Thread(target=self._ask_for_others, args=(overdue,), daemon=True).start()
+            self._beside(lambda: self._ask_for_others(overdue))
         return not self._attention.is_lost(now_s)
+
+    @staticmethod
+    def _beside(work: Callable[[], None]) -> None:
+        """In a thread: the store may be what does not answer, and the one that beats has to."""
+        with contextlib.suppress(RuntimeError):  # this process ends
+            threading.Thread(target=work, name="odyssey-attention", daemon=True).start()
+
+    def _leave_while_waiting(self) -> None:
+        self._watch.end(Fenced(f"the node of rank {self.rank} was asked to leave the job"))
 
     def _ask_for_others(self, number: int) -> None:
         with contextlib.suppress(ControlPlaneLost):
-            self.ask_retry(number, f"one instruction has taken longer than {self._op_timeout_s:g} s there")
+            self.ask_retry(
+                number, f"one instruction has taken longer than {self._attention.op_timeout_s:g} s there"
+            )
 
     def _hear_offer(self, text: str) -> None:
         """In the watcher's thread."""

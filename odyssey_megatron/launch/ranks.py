@@ -119,7 +119,7 @@ class Ranks:
     @property
     def listen(self) -> bool:
         """Whether there are ranks, and any of them has joined the job: else nobody reads what is asked of it."""
-        return any(self._board.has_begun(one.slot) for one in self._living.values())
+        return any(self._board.has_begun(one.slot) and not one.is_reported for one in self._living.values())
 
     def ask(self, what: Ask) -> None:
         """Of all ranks; none is started again."""

@@ -76,8 +76,9 @@ class JobState:
 
     @property
     def may_offer(self) -> bool:
-        """Whether all are live, and nothing is on offer."""
-        return self.live_plan is not None and not self.cluster.offered and self.cluster.is_live
+        """Whether all are live and train, and nothing is on offer."""
+        cluster = self.cluster
+        return self.live_plan is not None and not (cluster.offered or cluster.finished) and cluster.is_live
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -119,16 +119,17 @@ class Watch:
             if text.startswith(keys.OFFER):
                 self._hear_offer(number, text.removeprefix(keys.OFFER))
             else:
-                self._hear(number, text)
+                self._hear(number, text.removeprefix(keys.AGAIN), again=text.startswith(keys.AGAIN))
             number += 1
 
-    def _hear(self, number: int, text: str) -> None:
+    def _hear(self, number: int, text: str, *, again: bool) -> None:
         with self._changed:
             # Were the abort to come second, it would hit the groups that the main thread builds for it.
             heard_s = time.monotonic()
             self._end_before(number)
             self._newest_text, self._newest, self.heard_s = text, number, heard_s
-            self._attention.call(heard_s)
+            if again:
+                self._attention.call(heard_s)
             self.history.note(number)
             self._changed.notify_all()
 

@@ -112,6 +112,7 @@ class Moving:
             self._checkpoint()
         for work, _ in self._sends:
             work.wait()
+            self._checkpoint()
         self.arriving, self._sends, self._receives = set(), [], []
 
 

@@ -12,7 +12,7 @@ from odyssey_megatron.cluster.events import (
     RankFinished,
     Retry,
 )
-from odyssey_megatron.errors import ConfigError, LayersLost, PlanInfeasible
+from odyssey_megatron.errors import EXIT_FENCED, ConfigError, LayersLost, PlanInfeasible
 from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch import offer_tries
 from odyssey_megatron.launch.control import EVENTS
@@ -214,6 +214,20 @@ def test_who_had_finished_and_died_is_not_waited_for_in_another_generation(start
     assert started.generation(3) == Finished(number=3)
     started.died(1, 2, code=0)
     assert started.end().code == 0, "the others have done its part again"
+
+
+def test_whoever_was_to_take_the_place_of_one_that_had_finished_does_not_end_the_job(started):
+    started.live(1, 0, 1, 2, 3)
+    started.finished(1, 0, 1, 2)
+    started.died(2)
+    started.control.put(keys.left_key(2), "")
+    started.joins(2)
+    assert started.control.get(keys.welcome_key(2, 1), timeout_s=5) == keys.NOT_WELCOME
+    started.finished(1, 3)
+    assert started.generation(2) == Finished(number=2)
+    started.died(2, code=EXIT_FENCED, incarnation=1)
+    started.died(0, 1, 3, code=0)
+    assert started.end().code == 0
 
 
 def test_the_last_holders_may_end_by_an_error_of_their_own(started):

@@ -204,6 +204,20 @@ def test_the_host_of_a_job_is_asked_to_end_it_with_a_save(server, tmp_path):
         job.end()
 
 
+def test_all_are_asked_at_once(server, tmp_path):
+    """As a batch system does. Whoever hears first of another's signal has still to be sent its own."""
+    job = Apart(server, tmp_path, "--odyssey-on-sigterm", "save")
+    try:
+        for one in (job.host, *job.nodes):
+            os.kill(one.pid, signal.SIGTERM)
+            time.sleep(0.5)
+        (tmp_path / "go").touch()
+        ended = [one.wait(30) for one in (job.host, *job.nodes)]
+        assert ended == [EXIT_AS_ASKED] * 3, job.host.log()
+    finally:
+        job.end()
+
+
 def test_a_node_without_ranks_leaves_at_once(server, tmp_path):
     job = Apart(server, tmp_path, "--odyssey-on-sigterm", "leave")
     try:

@@ -147,7 +147,7 @@ class Toy:
         assert int(total[0]) == size
         self.ends = total[1] > 0
         self.leave_early()
-        self.member.rest()
+        self.member.rest(behind_step=True)
         if self.args.poison and self.rank == 0 and self.step == 5:
             self.poison()
         self.step += 1

@@ -168,13 +168,13 @@ def test_a_rank_that_hangs_behind_its_last_step_is_named_and_ended(toy, tmp_path
 
 
 def two_nodes(jobs, name: str, *flags: object) -> tuple[list[Job], Path]:
-    """Of two ranks each, which may leave the job; and its run folder."""
+    """Of two ranks each; and its run folder."""
     from tests.e2e.jobs import SCRIPT
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = ["--master-addr", "127.0.0.1", "--master-port", probe.getsockname()[1]]
-    script = [SCRIPT, *jobs.flags(name, stages=1), "--odyssey-on-sigterm", "leave", *flags]
+    script = [SCRIPT, *jobs.flags(name, stages=1), *flags]
     nodes = [
         jobs.server.run(
             ["--nnodes", 2, "--nproc-per-node", 2, *address, "--node-rank", node, *script],
@@ -187,10 +187,13 @@ def two_nodes(jobs, name: str, *flags: object) -> tuple[list[Job], Path]:
 
 
 @pytest.mark.matrix
-def test_a_node_whose_ranks_stand_by_leaves(jobs):
+@pytest.mark.parametrize("how", ["leave", "save"])
+def test_a_node_whose_ranks_stand_by_is_asked(jobs, how):
     """Rank 3 is lost for good, and rank 2 waits for another one of its cell."""
     cells = ("--tensor-model-parallel-size", 2, "--odyssey-respawn", 1, "--odyssey-shrink", "off")
-    nodes, run = two_nodes(jobs, "stands-by", *cells, "--train-iters", 100_000)
+    nodes, run = two_nodes(
+        jobs, f"stands-by-{how}", *cells, "--train-iters", 100_000, "--odyssey-on-sigterm", how
+    )
     wait_for(lambda: len(events(run, "step_committed")) > 3, 60, "some steps")
 
     def started(rank: int) -> list[int]:
@@ -206,6 +209,9 @@ def test_a_node_whose_ranks_stand_by_leaves(jobs):
     os.kill(nodes[1].pid, signal.SIGTERM)
     assert nodes[1].wait(10) == EXIT_AS_ASKED, nodes[1].log()
     assert time.monotonic() - began_s < 5
+    if how == "save":
+        assert nodes[0].wait(10) == EXIT_AS_ASKED, nodes[0].log()
+        return
     done = len(events(run, "step_committed"))
     wait_for(lambda: len(events(run, "step_committed")) > done + 10, 30, "the other node to go on")
     nodes[0].kill()
@@ -213,7 +219,7 @@ def test_a_node_whose_ranks_stand_by_leaves(jobs):
 
 def test_a_node_that_is_drained_leaves_behind_a_step(jobs):
     """The others go on; its agent ends with the exit code that says so."""
-    nodes, run = two_nodes(jobs, "drained", "--train-iters", 25)
+    nodes, run = two_nodes(jobs, "drained", "--train-iters", 25, "--odyssey-on-sigterm", "leave")
     wait_for(lambda: len(events(run, "step_committed")) > 3, 60, "some steps")
     os.kill(nodes[1].pid, signal.SIGTERM)
     assert nodes[1].wait(30) == EXIT_AS_ASKED, nodes[1].log()

@@ -205,6 +205,7 @@ class Door:
         # Megatron waits that long for others, e.g. while the first rank builds an index.
         patience_s = max(self._config.op_timeout_s, 60.0 * args.distributed_timeout_minutes)
         self._config = session.config = replace(self._config, op_timeout_s=patience_s)
+        session.member.wait_up_to(patience_s)
         self._groups = LivingGroups(session, cell, self._config)
         args.data_parallel_size = 1
         compat.count_all_microbatches(args, self._feed.replicas)
