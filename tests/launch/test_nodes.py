@@ -208,6 +208,7 @@ def test_all_are_asked_at_once(server, tmp_path):
     """As a batch system does. Whoever hears first of another's signal has still to be sent its own."""
     job = Apart(server, tmp_path, "--odyssey-on-sigterm", "save")
     try:
+        wait_for((tmp_path / "go.waits").exists, 20, "no step to end")
         for one in (job.host, *job.nodes):
             os.kill(one.pid, signal.SIGTERM)
             time.sleep(0.5)

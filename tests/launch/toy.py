@@ -163,6 +163,7 @@ class Toy:
     def hold(self, members: tuple[int, ...]) -> None:
         """The others wait for this rank's message."""
         if self.args.hold and self.rank == members[0] and self.step == self.args.steps - 5:
+            open(f"{self.args.hold}.waits", "w").close()
             while not os.path.exists(self.args.hold) and not self.member.newer_than(self.number):
                 time.sleep(0.005)
 
