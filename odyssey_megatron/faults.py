@@ -28,9 +28,9 @@ INJECTION_POINTS = (
 """Of a step; of a recovery, named as its phases in ``recover.py``; of the rest: before some steps messages are
 exchanged for their times.
 """
+SIGNALS = ("KILL", "STOP")
 STUCK = "STUCK"
 """No signal: the training thread waits for ever, and the others of its process run on."""
-SIGNALS = ("KILL", "STOP", STUCK)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +141,7 @@ def _parse_injection(text: str) -> Fault:
     missing = {f.name for f in fields(kind) if f.default is MISSING} - set(values)
     if missing:
         raise ConfigError(f"--odyssey-inject {text!r}: {', '.join(sorted(missing))} is missing.")
-    for key, allowed in (("at", INJECTION_POINTS), ("signal", SIGNALS)):
+    for key, allowed in (("at", INJECTION_POINTS), ("signal", (*SIGNALS, STUCK))):
         if values.get(key, allowed[0]) not in allowed:
             raise ConfigError(
                 f"--odyssey-inject {text!r}: {key}={values[key]} is unknown; use one of "
