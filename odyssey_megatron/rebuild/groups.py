@@ -16,16 +16,17 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import Superseded
 from odyssey_megatron.plan.groups import WORLD, outlives, way_of
 from odyssey_megatron.rebuild.abort import Abort, AbortableGroup, NcclAbort, abort_all
+from odyssey_megatron.rebuild.alone import Alone
 from odyssey_megatron.rebuild.hosts import StagedGroup
 from odyssey_megatron.rebuild.kept import Communicator, fitting
 from odyssey_megatron.rebuild.library import Gloo, Hosts, Library, Nccl
+from odyssey_megatron.rebuild.registry import register
 
 
 class MemberLike(Protocol):
@@ -183,10 +184,8 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
 
     def _register(self, name: str, backend: Any, ranks: tuple[int, ...], store: dist.Store) -> None:
         library, rank = self._library(name), self._rank
-        device, kind, type_ = library.device, library.kind, library.type
-        if len(ranks) == 1:
-            type_, kind = dist.ProcessGroup.BackendType.CUSTOM, "fake"
-        group = _plain_group(store, ranks.index(rank), len(ranks), type_, device, backend)
+        device = library.device
+        group = _plain_group(store, ranks.index(rank), len(ranks), library.type, device, backend)
         if library.staged:
             group = StagedGroup(group, self._aborts[library])
         elif len(ranks) > 1:
@@ -199,14 +198,8 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
         torch_name: Any = f"{name}@{self.number}"  # a NewType of torch's, from 2.13 on
         group._set_group_name(torch_name)
         group._set_group_desc(torch_name)
-        c10d._register_pg_in_world(
-            group,
-            backend_name=kind,
-            store=store,
-            group_name=torch_name,
-            backend_config=f"{device}:{kind}",
-            rank_mapping=_Ranks(ranks, rank),
-        )
+        kind = library.kind if len(ranks) > 1 else "fake"
+        register(group, torch_name, backend=kind, device=device, store=store, ranks=_Ranks(ranks, rank))
         self._groups[name] = group
 
 
@@ -300,8 +293,7 @@ def _build_all(
         index, size = ranks.index(member.rank), len(ranks)
         store = library.rendezvous(member.store, f"groups/{number}/{name}", index, size, abort)
         if size == 1:
-            # It copies inputs to outputs, which for one rank is exact.
-            return FakeProcessGroup._create_internal(0, 1), store
+            return Alone(), store
         return connect(store, index, size, way_of(name)), store
 
     return library.build_all({name: functools.partial(build, name) for name in named}, abort)

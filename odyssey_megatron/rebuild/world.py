@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from odyssey_megatron.rebuild.abort import OPERATIONS
+from odyssey_megatron.rebuild.registry import register
 
 Together = Callable[[Callable[[Any], Any]], Any]
 """``recover.Recovery.together``."""
@@ -201,11 +202,4 @@ def group_of_cell(name: str, ranks: tuple[int, ...], rank: int, device: str) -> 
 
 def _register(group: dist.ProcessGroup, name: str, device: str, ranks: dict[int, int]) -> None:
     backend = "gloo" if device == "cpu" else "nccl"
-    c10d._register_pg_in_world(
-        group,
-        backend_name=backend,
-        store=c10d._get_default_store(),
-        group_name=name,  # type: ignore[arg-type] # a NewType of torch's, from 2.13 on
-        backend_config=f"{device}:{backend}",
-        rank_mapping=ranks,
-    )
+    register(group, name, backend=backend, device=device, store=c10d._get_default_store(), ranks=ranks)

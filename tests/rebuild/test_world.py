@@ -9,9 +9,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
+from torch.distributed import distributed_c10d as c10d  # noqa: E402
 
 from odyssey_megatron.rebuild.abort_gloo import GlooAbort  # noqa: E402
 from odyssey_megatron.rebuild.hosts import StagedGroup  # noqa: E402
+from odyssey_megatron.rebuild.registry import register  # noqa: E402
 from odyssey_megatron.rebuild.world import LivingWorld  # noqa: E402
 
 
@@ -58,3 +60,24 @@ def test_a_barrier_lies_between_hosts_where_there_is_a_gpu(of_the_world, monkeyp
         options = dist.BarrierOptions()
         options.device = torch.device("cuda", 0)
         group.barrier(options).wait()
+
+
+@pytest.mark.parametrize("newest", [True, False])
+def test_torch_knows_a_group_that_it_has_not_made(newest, monkeypatch):
+    """With torch's own function for it, which came with 2.13, or without."""
+    if not newest:
+        monkeypatch.delattr(c10d, "_register_pg_in_world", raising=False)
+    elif not hasattr(c10d, "_register_pg_in_world"):
+        pytest.skip("not in this version of torch")
+    store, name = dist.HashStore(), f"registered-{newest}"
+    group = dist.ProcessGroup(store, 1, 2)
+    group._set_group_name(name)
+    register(group, name, backend="fake", device="cpu", store=store, ranks={3: 0, 5: 1})
+    assert dist.get_backend(group) == "fake"
+    assert dist.get_process_group_ranks(group) == [3, 5]
+    assert dist.get_global_rank(group, 1) == 5
+    assert c10d._resolve_process_group(name) is group
+    c10d._cleanup_process_group_global_state(group)
+    assert group not in c10d._world.pg_map
+    assert group not in c10d._world.pg_to_tag
+    assert not c10d._world.tags_to_pg.get(f"ptd:{name}")

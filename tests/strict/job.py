@@ -31,6 +31,8 @@ from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.slices import Span
 from odyssey_megatron.policy.planner import PolicyPlanner
 from odyssey_megatron.policy.profile import Profile
+from odyssey_megatron.rebuild import groups, registry
+from odyssey_megatron.rebuild import world as following
 from odyssey_megatron.rebuild.groups import build_groups
 from tests.execute.alone import MICROBATCHES
 from tests.execute.model import Stack
@@ -426,18 +428,20 @@ def one_process() -> Iterator[None]:
     tensor of another library's, and leave it outside.
     """
     world, dist.group.WORLD = dist.group.WORLD, dist.ProcessGroup(9_999, 10_000)
-    register, known = c10d._register_pg_in_world, list[Any]()
+    register, known = registry.register, list[Any]()
 
-    def named(group: Any, *, group_name: str, **others: Any) -> None:
-        register(group, group_name=f"{group_name} {id(group)}", **others)
+    def named(group: Any, name: str, **others: Any) -> None:
+        register(group, f"{name} {id(group)}", **others)
         known.append(group)
 
     foreign = c10d.has_torch_function
-    c10d._register_pg_in_world, c10d.has_torch_function = named, lambda tensors: False
+    groups.register = following.register = named
+    c10d.has_torch_function = lambda tensors: False
     try:
         yield
     finally:
-        c10d._register_pg_in_world, c10d.has_torch_function, dist.group.WORLD = register, foreign, world
+        groups.register = following.register = register
+        c10d.has_torch_function, dist.group.WORLD = foreign, world
         for group in known:
             c10d._cleanup_process_group_global_state(group)
 
