@@ -294,12 +294,18 @@ def places(ranks: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def packed(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """All bytes of ``tensors`` in one 1-D uint8 tensor."""
-    return torch.cat([one.detach().contiguous().reshape(-1).view(torch.uint8) for one in tensors])
+    """All bytes of ``tensors`` in one 1-D uint8 tensor. It is on their device, to which those on the host are copied:
+    torch's Adam counts its steps there.
+    """
+    every = [one.detach() for one in tensors]
+    device = next((one.device for one in every if one.device.type != "cpu"), torch.device("cpu"))
+    return torch.cat([one.to(device).contiguous().reshape(-1).view(torch.uint8) for one in every])
 
 
 def unpack(flat: torch.Tensor, tensors: list[torch.Tensor]) -> None:
-    """Copies ``flat`` back into ``tensors``; they may start at any byte, hence the clone (alignment)."""
+    """Copies ``flat`` back into ``tensors``; they may start at any byte, hence the clone (alignment). For one on the
+    host it waits until ``flat`` has come.
+    """
     at = 0
     with torch.no_grad():
         for one in tensors:

@@ -260,7 +260,7 @@ class MegatronModel(Holdings):
     ) -> torch.Tensor:
         """Of a ``microbatch`` of the step, which is at hand."""
         self.future.taken()  # what is left of a forward that was cut short
-        tensor, reported, counted = activation, list[dict[str, torch.Tensor]](), 0
+        tensor, tokens, reported = activation, torch.empty(0), list[dict[str, torch.Tensor]]()
         sums_losses = self.spec.config.calculate_per_token_loss
         for block in self._span(first, last):
             is_last_stage = block.last == self.spec.num_layers
@@ -278,9 +278,9 @@ class MegatronModel(Holdings):
                     current_microbatch=microbatch,
                     is_last_stage=is_last_stage,
                 )
-            counted += tokens
-        self._tally.add(microbatch, first, last, counted, self._tally.read(reported), ahead=ahead)
         assert tensor is not None
+        # Blocks before the head have none, and say so on the host.
+        self._tally.add(microbatch, first, last, tokens, self._tally.read(reported), ahead=ahead)
         return tensor
 
     def adopt(self, visits: Collection[Visit]) -> None:
