@@ -27,9 +27,26 @@ def exit_with(function: Callable[[], Any]) -> NoReturn:
     except BaseException:  # noqa: BLE001 - as the interpreter does
         traceback.print_exc()
     finally:
-        with contextlib.suppress(Exception):
-            threading._shutdown()  # type: ignore[attr-defined]  # waits for non-daemon threads
-            atexit._run_exitfuncs()
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code & 0xFF)
+        _end(code)
+
+
+def will_exit_with(code: int) -> None:
+    """However this interpreter ends, its process does so with ``code``, without the interpreter's own last part. That
+    frees all there is, for seconds in which no thread gets on: a rank that failed would be taken for hung. And whatever
+    wakes a thread in native code meanwhile aborts the process.
+    """
+
+    def end() -> None:  # the first of the exit functions, as the last that was registered
+        atexit.unregister(end)
+        _end(code)
+
+    atexit.register(end)
+
+
+def _end(code: int) -> NoReturn:
+    with contextlib.suppress(Exception):
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for non-daemon threads
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code & 0xFF)

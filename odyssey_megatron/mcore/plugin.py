@@ -36,6 +36,7 @@ from odyssey_megatron.errors import (
     Superseded,
     Unsound,
 )
+from odyssey_megatron.launch.ending import will_exit_with
 from odyssey_megatron.launch.environment import journal_of
 from odyssey_megatron.launch.inject import Injector
 from odyssey_megatron.launch.member import Member
@@ -129,6 +130,18 @@ class Session:
     @contextmanager
     def ending(self) -> Iterator[None]:
         """What ends the job in the body ends this process. Raises SystemExit, with the job's exit code."""
+        try:
+            with self._ending():
+                yield
+        except SystemExit as end:
+            will_exit_with(end.code if isinstance(end.code, int) else int(end.code is not None))
+            raise
+        except BaseException:
+            will_exit_with(1)
+            raise
+
+    @contextmanager
+    def _ending(self) -> Iterator[None]:
         try:
             yield
         except (ConfigError, Unsound) as error:

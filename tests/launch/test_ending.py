@@ -1,0 +1,49 @@
+"""Ranks that end by an error of their own, in interpreters that nothing was preloaded for: as on GPUs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from textwrap import dedent
+
+import pytest
+
+SCRIPT = """
+    import atexit, sys, threading, time
+
+    from odyssey_megatron.launch.ending import will_exit_with
+
+    class Slow:
+        def __del__(self):  # an interpreter's last part
+            time.sleep(60)
+
+    slow = Slow()
+    slow.itself = slow
+    atexit.register(lambda: print("first registered, once"))
+    try:
+        {end}
+    except BaseException:
+        will_exit_with(7)
+        atexit.register(lambda: print("registered behind it"))
+        raise
+    finally:
+        print("finally")
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "said"), [("sys.exit(7)", ""), ("raise ValueError('of its own')", "ValueError: of its own")]
+)
+def test_it_ends_with_its_code_and_without_the_interpreter_s_last_part(end, said):
+    began_s = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", dedent(SCRIPT).format(end=end)], capture_output=True, text=True, timeout=90
+    )
+    assert done.returncode == 7
+    assert said in done.stderr
+    assert time.monotonic() - began_s < 30
+    lines = done.stdout.splitlines()
+    assert lines[0] == "finally"
+    assert lines.count("first registered, once") == 1
+    assert "registered behind it" in lines
