@@ -58,8 +58,8 @@ def cluster_bound_s(
     last = len(costs.layers)
     once = costs.spans.compute_s(0, last)
     path = costs.spans.down_and_up_s(0, last) + costs.layers[0].weight_grad_s
-    work = max(num_microbatches * once / sum(speed), *_in_pieces_s(num_microbatches, costs, speed))
-    return max(work, path / max(speed)) + costs.optimizer_s
+    work = num_microbatches * once / sum(speed)
+    return max(work, path / max(speed), *_in_pieces_s(num_microbatches, costs, speed)) + costs.optimizer_s
 
 
 def _in_pieces_s(num_microbatches: int, costs: Costs, speed: Sequence[float]) -> Iterator[float]:

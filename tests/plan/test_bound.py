@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from odyssey_megatron.plan.bound import cluster_bound_s, lower_bound_s
@@ -33,6 +35,14 @@ def test_no_layout_at_all_beats_the_cluster():
     assert cluster_bound_s(1, costs, range(4)) == 4 + 4 + 1
     pipeline = layout_from_routes(4, (pipeline_route((0, 1, 2, 3), (1, 2, 3, 4), (0,)),))
     assert simulate(build_schedule(pipeline, costs), pipeline, costs).step_s == 9
+
+
+def test_layers_that_take_no_time_bound_nothing():
+    costs = uniform_costs(2, ends=True)
+    nothing = [replace(one, forward_s=0.0, input_grad_s=0.0, weight_grad_s=0.0) for one in costs.layers[1:-1]]
+    costs = replace(costs, layers=(costs.layers[0], *nothing, costs.layers[-1]))
+    ends_s = costs.layers[0].compute_s + costs.layers[-1].compute_s
+    assert cluster_bound_s(8, costs, range(2)) == pytest.approx(8 * ends_s / 2)
 
 
 def test_memory_that_is_short_makes_a_worker_wait():

@@ -62,6 +62,16 @@ def test_never_negative():
     assert min(layer.forward_s for layer in after.costs.layers) >= 0
 
 
+def test_where_the_longer_span_was_faster_layers_still_take_some_time():
+    """As on a GPU that several ranks shared: of [embedding + layers, layers + head] in two layouts."""
+    after = calibrate(LLAMA, [seen(0, 5, 3.0), seen(5, 10, 2.0), seen(0, 6, 2.5), seen(6, 10, 2.2)])
+    prior = [layer.forward_s for layer in LLAMA.costs.layers]
+    scale = (3.0 + 2.0 + 2.5 + 2.2) / (2 * sum(prior))
+    layers = after.costs.layers[1:-1]
+    assert min(one.forward_s for one in layers) > 0.05 * scale * prior[1]
+    assert min(one.weight_grad_s for one in layers) > 0
+
+
 def test_a_span_that_shared_costs_cannot_explain_gets_its_own():
     profile = Profile(costs=uniform_costs(6, ends=True))
     spans = [seen(0, 3, 2.0), seen(3, 5, 6.0), seen(5, 8, 2.0)]
