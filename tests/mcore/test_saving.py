@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import queue
 import signal
 import subprocess
 import sys
@@ -153,3 +154,24 @@ def test_a_rank_dies_while_it_writes_and_the_other_saves_again(tmp_path):
     texts = [one.communicate(timeout=100)[1] for one in both]
     assert [one.returncode for one in both] == [0, -signal.SIGKILL], texts
     assert saving.damage(tmp_path / "checkpoint") == []
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("when", ["before", "behind"])
+def test_a_writer_that_fails_beside_its_files_is_an_error_and_no_wait_for_ever(when, monkeypatch):
+    """As Megatron's does without psutil."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async as megatron
+
+    def failing(transforms, index, bucket, results, counts, use_fsync, **others):
+        if when == "behind":
+            results.put((index, [bucket]))
+        if index == 1:
+            raise RuntimeError("psutil is not installed")
+        results.put((index, [bucket]))
+
+    monkeypatch.setattr(megatron.FileSystemWriterAsync, "write_preloaded_data", staticmethod(failing))
+    results = queue.SimpleQueue()
+    saving._write([], False, 0, ["first", "second"], results)
+    error = results.get_nowait()
+    assert isinstance(error, RuntimeError)
+    assert "psutil" in str(error)

@@ -359,11 +359,16 @@ def _write(transforms: list[Any], use_msc: bool, rank: int, buckets: list[Any], 
     written: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def write(index: int) -> None:
+        own: queue.SimpleQueue[Any] = queue.SimpleQueue()
         unused: queue.Queue[int] = queue.Queue()
         unused.put(index)
-        FileSystemWriterAsync.write_preloaded_data(
-            transforms, index, buckets[index], written, unused, True, use_msc=use_msc
-        )
+        try:
+            FileSystemWriterAsync.write_preloaded_data(
+                transforms, index, buckets[index], own, unused, True, use_msc=use_msc
+            )
+            written.put(own.get_nowait())
+        except Exception as error:  # noqa: BLE001 - of what it does before and behind the files: without psutil, say
+            written.put((index, error))
 
     for index in range(len(buckets)):  # no thread of a disk that does not answer keeps a rank from ending
         threading.Thread(target=write, args=(index,), daemon=True).start()
