@@ -12,12 +12,9 @@ there is no time for before ``LIMIT_S`` is left out, and said to be: cases that 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import os
 import re
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -34,6 +31,7 @@ from odyssey_megatron.metrics.run import read_run, summary
 from odyssey_megatron.policy.profile import load_profile
 from tests import gpu_megatron_lm
 from tests.gpu_megatron_lm import BESIDE, ROUNDING, SHARED, Beside, commands
+from tests.gpu_processes import MARK, end, free_port
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 SCRIPT = CHECKOUT / "examples" / "llama" / "pretrain_llama.py"
@@ -46,10 +44,6 @@ MODEL = (
     "--seq-length 64 --micro-batch-size 1 --global-batch-size 16 --lr-warmup-iters 1 --odyssey-hang-s 2 "
     "--check-weight-hash-across-dp-replicas-interval 1"
 ).split()
-MARK = "GPU_SCRIPT_COMMAND"
-"""A variable that tells the processes of one command from all others, whoever their parent is by then."""
-GRACE_S = 5.0
-"""From SIGTERM to SIGKILL, and for the system to take away who was killed."""
 NEEDS = {
     "torch": "a build for CUDA, as GPU containers bring it",
     "megatron.core": "pip install --no-deps megatron-core==0.16.1, or PYTHONPATH=(a checkout of Megatron-LM)",
@@ -208,41 +202,6 @@ def missing(name: str) -> str:
     except ModuleNotFoundError:  # what it is part of is missing
         found = None
     return "" if found else f"no {name}: {NEEDS[name]}"
-
-
-def _marked(mark: str) -> set[int]:
-    """The processes that have it."""
-    found = set()
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if f"{MARK}={mark}".encode() in path.read_bytes().split(b"\0"):
-                found.add(int(path.parent.name))
-        except OSError:  # gone, or somebody else's
-            continue
-    return found
-
-
-def end(mark: str) -> None:
-    """All processes with it: SIGTERM, and SIGKILL to those that do not go.
-
-    By that, and not by their group: torchrun's workers and Odyssey's ranks each lead one of their own, and may outlive
-    who has started them.
-    """
-    began_s, asked = time.monotonic(), set[int]()
-    while (left := _marked(mark)) and time.monotonic() - began_s < 2 * GRACE_S:
-        late = time.monotonic() - began_s > GRACE_S
-        for pid in left if late else left - asked:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
-        asked |= left
-        time.sleep(0.05)
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-    return port
 
 
 def flags_of(

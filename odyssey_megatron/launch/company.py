@@ -38,7 +38,6 @@ class Company:
             Fenced: the cell is to have another size, or its node was asked to leave.
         """
         here = [keys.here_key(rank) for rank in ranks]
-        self._control.put(keys.company_key(self._rank), "")
         self._control.put(keys.here_key(self._rank), self._own)
         returned = False
         while True:

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("megatron.core")
 
 from odyssey_megatron.errors import ConfigError
-from tests import gpu
+from tests import gpu, gpu_processes
 
 
 def script(*argv, **more):
@@ -109,7 +109,7 @@ time.sleep(300)
 
 @pytest.mark.parametrize("parent", ["waits", "dies"])
 def test_a_command_leaves_no_process_behind(tmp_path, monkeypatch, parent):
-    monkeypatch.setattr(gpu, "GRACE_S", 0.5)
+    monkeypatch.setattr(gpu_processes, "GRACE_S", 0.5)
     monkeypatch.setattr(gpu, "OF_ONE_S", 3.0)
     code = gpu.Machine(tmp_path, dry=True).run([sys.executable, "-c", STUBBORN, parent], "log")
     assert code == {"waits": 124, "dies": -signal.SIGKILL}[parent]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
@@ -10,6 +11,7 @@ from odyssey_megatron.errors import Fenced
 from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch.attention import Attention
 from odyssey_megatron.launch.company import Company
+from odyssey_megatron.launch.control import Control
 from odyssey_megatron.launch.watch import Watch
 
 
@@ -61,6 +63,23 @@ def test_who_comes_does_not_meet_one_that_is_about_to_leave(begin):
     old.watch.settled = True  # it sees nothing, as if it were slow to look
     new = begin(0, 2)
     assert new.met(within_s=0.5) is None
+    anew = begin(1, 2)
+    assert new.met() == anew.met() == (2, 2)
+
+
+def test_one_that_is_about_to_leave_is_not_met_as_another_takes_its_place(begin, monkeypatch):
+    """However long that one takes over what it says first."""
+    first, old = begin(0, 1), begin(1, 1)
+    assert first.met() == old.met() == (1, 1)
+    old.watch.settled = True
+    new = begin(0, 2)
+    put = Control.put
+
+    def slowly(control: Control, key: str, text: str) -> None:
+        put(control, key, text)
+        time.sleep(0.3)
+
+    monkeypatch.setattr(Control, "put", slowly)
     anew = begin(1, 2)
     assert new.met() == anew.met() == (2, 2)
 
