@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from odyssey_megatron.doctor.rows import OK, PROBLEM, WARNING, Host, Job, Row
+from odyssey_megatron.launch.line import LEAST_TORCH
 
 _INSTALL = {"yaml": "PyYAML"}
 """Distributions that are not called as they are imported."""
-_TORCH = (2, 13), (2, 14)
-"""The versions that tests have run with (docs/versions.md); the first is the least one (pyproject.toml)."""
+_TORCH = LEAST_TORCH, (2, 13), (2, 14)
+"""The versions that tests have run with (docs/versions.md)."""
 _PYTHON = (3, 11), (3, 12)
 """The same of Python."""
 _TE_READS_LATE = (2, 6)
@@ -53,11 +54,12 @@ def _torch(host: Host) -> Row:
     version = _numbers(package.version)
     if _TORCH[0] <= version <= _TORCH[-1]:
         return _row("torch", OK, package.version)
-    age = "older" if version < _TORCH[0] else "newer"
+    if version < LEAST_TORCH:
+        return _row("torch", PROBLEM, f"{package.version} is too old", f"Use {_either(_TORCH)}.")
     return _row(
         "torch",
         WARNING,
-        f"{package.version} is {age} than any that tests have run with",
+        f"{package.version} is newer than any that tests have run with",
         f"Use {_either(_TORCH)}, or try a short job first.",
     )
 

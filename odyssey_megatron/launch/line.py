@@ -22,13 +22,30 @@ _NODES = Between(1, 100_000, whole=True)
 _PER_NODE = Between(1, 1024, whole=True)
 _PORT = 29500
 """torchrun's, of the first node."""
+LEAST_TORCH = (2, 11)
+"""As in pyproject.toml, which containers that bring their own do not read. 2.8 has neither what torchrun is told of
+signals nor what takes a group out of torch's tables.
+"""
+
+
+def check_torch(version: str) -> None:
+    """Raises ConfigError if it is too old."""
+    found = tuple(int(one) for one in re.findall(r"\d+", version)[:2])
+    if found < LEAST_TORCH:
+        least = ".".join(map(str, LEAST_TORCH))
+        raise ConfigError(
+            f"torch {version} is too old: Odyssey needs {least} or newer. pip install 'torch>={least}', or use a newer "
+            "container."
+        )
 
 
 def parse(argv: Sequence[str], prog: str) -> Any:
     """Torchrun's arguments, and ours before the script; ends the process where there is one that it does not know."""
     with signals.heeded_behind():
+        from torch import __version__ as torch_version
         from torch.distributed.run import get_args_parser
 
+    check_torch(torch_version)
     parser = get_args_parser()
     parser.prog = prog
     parser.add_argument(

@@ -154,7 +154,8 @@ def test_a_job_on_the_cpu_needs_neither_gpu_nor_nccl():
     ("host", "expected"),
     [
         (replace(HOST, packages={}), {"torch": "problem"}),
-        (having(torch="2.9.1"), {"torch": "warning"}),
+        (having(torch="2.9.1"), {"torch": "problem"}),
+        (having(torch="2.11.0+cu130"), {}),
         (having(torch="2.14.1"), {}),
         (having(torch="2.15.0a0+1234567.nv26.10"), {"torch": "warning"}),
         (replace(HOST, python=(3, 10)), {"Python": "problem"}),

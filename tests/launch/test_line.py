@@ -7,6 +7,7 @@ import pytest
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import EXIT_BAD_INPUT, ConfigError
 from odyssey_megatron.launch import line, shim
+from tests.launch.jobserver import CHECKOUT
 
 
 def met(*arguments: str, job_host: str = "", hosts: bool = False):
@@ -42,3 +43,19 @@ def test_a_launcher_that_ends_with_any_node(capsys):
     argv = ["script.py", "--odyssey-job-host", "head:7"]
     assert shim._run(None, argv, nodes=1, node=0, per_node=1, address="") == EXIT_BAD_INPUT
     assert "Start odyssey run itself on each node" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("version", ["2.8.0+cu128", "2.10.1", "1.13"])
+def test_an_old_torch_is_refused_before_anything_starts(version):
+    with pytest.raises(ConfigError, match=r"torch \S+ is too old: Odyssey needs 2\.11"):
+        line.check_torch(version)
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.13.0+cpu", "2.15.0a0+1234567.nv26.10", "3.0.0"])
+def test_a_newer_one_is_not(version):
+    line.check_torch(version)
+
+
+def test_what_pip_asks_for_is_what_is_checked():
+    said = (CHECKOUT / "pyproject.toml").read_text()
+    assert f'"torch>={".".join(map(str, line.LEAST_TORCH))},' in said
