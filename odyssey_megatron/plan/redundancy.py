@@ -25,11 +25,13 @@ def with_shadows(
     """``layout`` with at least ``least`` holders of each layer, as far as there are workers.
 
     A shadow, a holder without microbatches, takes part in the layers' gradient reduction and step, so that it can take
-    over with nothing sent. Layers with the same holders get the same shadow: one that has their
-    state already (``previous``), on a node that holds none of them (``nodes``: node of each living worker), with the
-    least to hold for its ranks (``shares``: of workers that are not whole cells). ``eager``: before that, if it can be
-    had, the worker before them on a route, which has the input of their forwards; before the first ones the last, which
-    waits longest for its own.
+    over with nothing sent. Layers with the same holders get the same shadow. Of those that can be had it is one
+
+    1. on a node that holds none of them (``nodes``: node of each living worker),
+    2. that has their state already (``previous``),
+    3. with ``eager`` the worker before them on a route, which has the input of their forwards; before the first ones the
+       last, which waits longest for its own,
+    4. with the least to hold for its ranks (``shares``: of workers that are not whole cells).
     """
     before = _workers_before(layout) if eager else {}
     before_holders = previous.holders if previous is not None else ()

@@ -40,8 +40,8 @@ def plan_transfers(
 
     A holder that keeps no optimizer state is sent nothing here: it gets the weights like after every step.
 
-    Layers go out in order of size, the largest first (longest processing time first balances to 4/3 of the
-    optimum: Graham 1969).
+    Layers go out in order of size, the largest first, as in Graham's rule of 1969 (longest processing time first). His
+    bound, 4/3 of the optimum, is for jobs that any machine can do; a layer has few that can send it.
 
     Raises:
         LayersLost: see :func:`check_living`.
