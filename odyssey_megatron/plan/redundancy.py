@@ -29,8 +29,8 @@ def with_shadows(
 
     1. on a node that holds none of them (``nodes``: node of each living worker),
     2. that has their state already (``previous``),
-    3. with ``eager`` the worker before them on a route, which has the input of their forwards; before the first ones the
-       last, which waits longest for its own,
+    3. with ``eager`` the worker before them on a route, which has the input of their forwards; before the first ones
+       the last, which waits longest for its own,
     4. with the least to hold for its ranks (``shares``: of workers that are not whole cells).
     """
     before = _workers_before(layout) if eager else {}
