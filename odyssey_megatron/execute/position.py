@@ -38,6 +38,8 @@ class Position:
         """The piece at hand, once this rank's part of it is complete: from there on others may be through with it, and
         this rank can finish it by itself. Of a step: all its gradients are reduced.
         """
+        self.applies = False
+        """The optimizer steps: after an error now its state is neither the one before nor the one behind the step."""
         self.totals = torch.zeros(num_totals, dtype=torch.float64)
         """Of the last step that was agreed on; on the host, as the agreement is."""
         self.outcome: Any = None

@@ -98,7 +98,10 @@ class Progress:
             self._noted.append(_Noted(instr, op, began, ended))
 
     def _mark(self, instr: Instr, level: int) -> None:
-        row = self.table[instr.microbatch][instr.first : instr.last]
+        codes = self.table[instr.microbatch]
+        if instr.last < len(codes) and 0 < codes[instr.last] < BEGINS:
+            codes[instr.last] += BEGINS  # one visit so far: the rest of it may be less far from now on
+        row = codes[instr.first : instr.last]
         if level != BACKED:
             row[:] = level
         else:  # beside an input gradient the first weight gradients of its microbatch may have run

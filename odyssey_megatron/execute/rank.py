@@ -113,7 +113,7 @@ class RankRuntime:
 
     @property
     def is_over(self) -> bool:
-        return self._groups.are_over
+        return self._groups.are_over and not self._position.applies
 
     @property
     def ends(self) -> bool:
@@ -358,7 +358,9 @@ class RankRuntime:
         step, lookout = self.committed, self._lookout
         if self._at_hand.progress is not None:
             self._at_hand.progress.agreed()
+        self._position.applies = True
         self._position.outcome = self._model.apply(totals[:-NUM_VOTES], lambda: lookout.fault("optimizer"))
+        self._position.applies = False
         self._position.commit(totals)
         self.chronicle.committed(step, self.outcome)
         self._at_hand.forget()

@@ -8,10 +8,12 @@ from collections import Counter, defaultdict
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from odyssey_megatron.errors import PlanInfeasible
+from odyssey_megatron.execute.progress import Progress
 from odyssey_megatron.plan.generate import build_schedule
 from odyssey_megatron.plan.layout import layout_from_routes, megatron_layout, pipeline_route
 from odyssey_megatron.plan.memory import state_bytes
@@ -36,22 +38,30 @@ class Running:
         }
         self.results = {worker: set() for worker in layout.workers}
         self.begun = {worker: set() for worker in layout.workers}
+        self.backed = set()
         self.ahead = {worker: [] for worker in layout.workers}
         self.saved = 0
         self.sums = {worker: Counter() for worker in layout.workers}
         self.ran = Counter()
 
     def can_keep(self, layout):
-        """Whether ``layout`` gives every visit that was begun to the same worker, and cuts no block at its edges.
+        """Whether ``layout`` gives every visit that was begun to the same worker, and begins and ends a block at its
+        edges; unless weight gradients, which layers have one by one, are all that is left of its hop.
 
         From what was carried out, not from the tables.
         """
         cuts = {block.first for block in layout.blocks()} | {layout.num_layers}
         paths = {m: route.hops for route in layout.routes for m in route.microbatches}
         return all(
-            {first, last} <= cuts
-            and any(
-                hop.worker == worker and hop.first <= first and last <= hop.last for hop in paths[microbatch]
+            any(
+                hop.worker == worker
+                and hop.first <= first
+                and last <= hop.last
+                and (
+                    {first, last} <= cuts
+                    or {(worker, microbatch, layer) for layer in range(hop.first, hop.last)} <= self.backed
+                )
+                for hop in paths[microbatch]
             )
             for worker, begun in self.begun.items()
             for microbatch, first, last in begun
@@ -71,6 +81,7 @@ class Running:
             self.tables[worker] = [[0] * self.layout.num_layers for _ in self.tables[worker]]
             self.results[worker], self.begun[worker] = set(), set()
             self.sums[worker], self.ahead[worker] = Counter(), []
+            self.backed = {one for one in self.backed if one[0] != worker}
 
     def total(self):
         return [
@@ -146,9 +157,14 @@ class Running:
         assert {code % BEGINS for code in row[instr.first : instr.last]} == {before[instr.op]}, (
             f"{instr}: {row}"
         )
-        row[instr.first : instr.last] = [REACHES[instr.op]] * (instr.last - instr.first)
-        row[instr.first] += BEGINS
-        self.begun[worker].add((instr.microbatch, instr.first, instr.last))
+        progress = Progress(1, len(row), keeps=True)  # what a real worker notes
+        progress.table[0] = torch.tensor(row)
+        progress.reached(instr._replace(microbatch=0), instr.op)
+        row[:] = progress.table[0].tolist()
+        if instr.op is not Op.WEIGHT_GRAD:
+            self.begun[worker].add((instr.microbatch, instr.first, instr.last))
+        if instr.op is Op.INPUT_GRAD:
+            self.backed |= {(worker, instr.microbatch, layer) for layer in range(instr.first, instr.last)}
         self.ran[instr.op, worker] += instr.last - instr.first
         if instr.op is Op.WEIGHT_GRAD:
             self.sums[worker].update((instr.microbatch, layer) for layer in range(instr.first, instr.last))
@@ -181,6 +197,19 @@ def resumed(layout, schedule, table):
 
 
 @st.composite
+def ragged(draw, even):
+    """The same pipelines, each cut anywhere: what one worker computes at once, its peers hold in pieces."""
+    inner = st.integers(1, even.num_layers - 1)
+    routes = []
+    for route in even.routes:
+        stages = len(route.hops)
+        ends = draw(st.lists(inner, min_size=stages - 1, max_size=stages - 1, unique=True))
+        workers = tuple(hop.worker for hop in route.hops)
+        routes.append(pipeline_route(workers, (*sorted(ends), even.num_layers), route.microbatches))
+    return layout_from_routes(even.num_layers, tuple(routes))
+
+
+@st.composite
 def layouts(draw):
     pp, dp = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     blocks = draw(st.integers(pp, 2 * pp + 1))
@@ -190,6 +219,8 @@ def layouts(draw):
         num_workers=pp * dp,
         num_microbatches=dp * draw(st.integers(1, 4)),
     )
+    if draw(st.booleans()):
+        layout = draw(ragged(layout))
     costs = uniform_costs(blocks + 2)
     if pp * dp > 1 and draw(st.booleans()):
         nodes, least = dict.fromkeys(range(pp * dp), 0), draw(st.integers(2, 3))
@@ -303,6 +334,18 @@ def test_a_visit_that_the_plan_cuts_is_done_again():
     assert fits(layout, 0, [[BEGINS + 2, 2, 0, 0]])
     assert not fits(layout, 0, [[BEGINS + 2, 2, 2, 0]])
     assert not fits(layout, 1, [[BEGINS + 1, 1, 0, 0]])
+
+
+@pytest.mark.parametrize("done", [(0, 2), (2, 4)])
+def test_a_visit_whose_weight_gradients_have_run_in_part_is_not_cut(done):
+    """Its peers hold its layers in two blocks, of which either may be summed first."""
+    progress = Progress(1, 5, keeps=True)
+    for op, first, last in ((Op.FORWARD, 0, 4), (Op.INPUT_GRAD, 0, 4), (Op.WEIGHT_GRAD, *done)):
+        progress.reached(Instr(op, 0, first, last), op)
+    table = progress.table.tolist()
+    assert {(first, last) for first, last, _ in done_visits(table[0])} == {(0, 2), (2, 4)}
+    for ends, keeps in {(4, 5): True, (2, 5): False, (3, 5): False}.items():
+        assert fits(layout_from_routes(5, (pipeline_route((0, 1), ends, (0,)),)), 0, table) == keeps
 
 
 def test_a_row_tells_its_visits():
