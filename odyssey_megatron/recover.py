@@ -45,9 +45,9 @@ also be done."""
 class Control(Protocol):
     """This rank's line to the coordinator (``launch/member.py``)."""
 
-    def next_generation(self, after: int, timeout_s: float | None = None) -> Generation:
-        """Waits for a generation newer than ``after``. Raises Fenced if this rank is not in it, JobStopped if there is
-        none (I9).
+    def next_generation(self, after: int, *, why: str = "") -> Generation:
+        """Waits for a generation newer than ``after``, and asks for one if none comes: ``why`` it needs one, if it
+        knows. Raises Fenced if this rank is not in it, JobStopped if there is none (I9).
         """
         ...
 
@@ -149,6 +149,8 @@ class Recovery:
         self._control, self._rank = control, rank
         self._number = 0
         self._live: Generation | None = None
+        self._why = ""
+        """What has gone wrong here that no news of another rank explains yet."""
 
     def carry_out(self, work: Callable[[Generation], T]) -> T:
         """``work`` in a live generation; once more, in the next one, whenever its generation ends.
@@ -167,7 +169,7 @@ class Recovery:
             except Exception as why:
                 if not isinstance(why, Superseded | PeerFailed) and not self._rank.is_over:
                     raise
-                self._live = None
+                self._live, self._why = None, str(why) if isinstance(why, PeerFailed) else ""
                 self._rank.enter_phase(Phase.ABORT)
                 self._rank.abort(why)
 
@@ -222,8 +224,8 @@ class Recovery:
 
     def _enter_next(self) -> Generation:
         control, rank = self._control, self._rank
-        generation = control.next_generation(after=self._number)
-        self._number = generation.number
+        generation = control.next_generation(after=self._number, why=self._why)
+        self._number, self._why = generation.number, ""
         rank.enter_phase(Phase.GROUPS)
         rank.build_groups(generation)
         rank.enter_phase(Phase.AGREE)

@@ -6,15 +6,17 @@ from typing import Any
 
 import pytest
 
-from odyssey_megatron.errors import Superseded
+from odyssey_megatron.errors import PeerFailed, Superseded
 from odyssey_megatron.recover import Phase, Recovery
 
 
 class Control:
     def __init__(self) -> None:
         self.number = 0
+        self.whys: list[str] = []
 
-    def next_generation(self, after: int, timeout_s: float | None = None) -> Any:
+    def next_generation(self, after: int, *, why: str = "") -> Any:
+        self.whys.append(why)
         self.number = after + 1
         return type("Generation", (), {"number": self.number})()
 
@@ -76,3 +78,19 @@ def test_work_that_others_have_completed_has_its_result():
     rank = Rank([4, 4], {0})
     assert Recovery(Control(), rank).together(lambda world: "result") == "result"
     assert rank.own == 1
+
+
+def test_whoever_asks_for_a_generation_says_what_went_wrong():
+    control, rank, failures = (
+        Control(),
+        Rank([4] * 4, set()),
+        [PeerFailed("no route to rank 3"), Superseded("newer")],
+    )
+
+    def work(generation: Any) -> str:
+        if failures:
+            raise failures.pop(0)
+        return "done"
+
+    assert Recovery(control, rank).carry_out(work) == "done"
+    assert control.whys == ["", "no route to rank 3", ""]

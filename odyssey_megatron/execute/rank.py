@@ -160,6 +160,8 @@ class RankRuntime:
             self._lookout.fault(phase.value)
 
     def abort(self, why: Exception) -> None:
+        if isinstance(why, PeerFailed):
+            self.chronicle.event("cut_short", self.committed, why=str(why))
         if self._runner is not None:
             self._runner.abandon()
         self._runner = self._filling = None
@@ -187,6 +189,8 @@ class RankRuntime:
 
     def agree(self, generation: Generation) -> None:
         self._lookout.fault(Phase.AGREE.value)
+        if generation.planned:
+            self._member.meet(generation)
         fingerprint = int(generation.plan_hash, 16) % 2**40 + generation.number
         standings = agree.exchange(self._groups.world, self._position.standing(), fingerprint)
         self.chronicle.agreed()

@@ -64,6 +64,11 @@ def routes_key(number: int) -> str:
     return f"{generation_key(number)}/routes"
 
 
+def entered_key(number: int) -> str:
+    """Where those who have trained so far say that they are in offered generation ``number``."""
+    return f"{generation_key(number)}/entered"
+
+
 def digest_key(rank: int) -> str:
     return f"{JOB}/digest/{rank}"
 

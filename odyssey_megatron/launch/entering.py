@@ -6,13 +6,14 @@ import enum
 import time
 from collections.abc import Callable
 
-from odyssey_megatron.errors import ControlPlaneLost, Fenced, JobStopped
+from odyssey_megatron.errors import ControlPlaneLost, Fenced, JobStopped, Superseded
+from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch import generations
 from odyssey_megatron.launch.control import Control
 from odyssey_megatron.launch.watch import Watch
 from odyssey_megatron.plan.generation import Finished, Generation, Stop
 
-_RETRY_AFTER_S = 0.5
+_RETRY_AFTER_S, _LOOK_S = 0.5, 0.01
 
 
 class Part(enum.Enum):
@@ -68,7 +69,7 @@ class Entering:
         self._ask_retry, self._fenced = ask_retry, fenced
         self._first_within_s, self._next_within_s = first_within_s, next_within_s
 
-    def next_generation(self, after: int, timeout_s: float | None = None) -> Generation:
+    def next_generation(self, after: int, timeout_s: float | None = None, *, why: str = "") -> Generation:
         """See ``Member.next_generation``."""
         if not self._watch.settled:
             return self._offered_after(after)
@@ -76,7 +77,7 @@ class Entering:
             timeout_s = self._next_within_s if after else self._first_within_s
         ends_s = time.monotonic() + timeout_s
         if after and not self._watch.await_newer(after, min(_RETRY_AFTER_S, timeout_s)):
-            self._ask_retry(after, f"no newer generation within {_RETRY_AFTER_S} s")
+            self._ask_retry(after, why or f"no newer generation within {_RETRY_AFTER_S} s")
         message = None
         while message is None:
             if not self._watch.await_newer(after, ends_s - time.monotonic()):
@@ -94,6 +95,22 @@ class Entering:
                 self._watch.settled = False
                 return self._offered_after(message.number)
         raise self._left_behind(message.number, message.why, message.dead)
+
+    def let_in(self, generation: Generation) -> None:
+        """This rank is in an offered generation, with which it has not come: who has may count on the others now."""
+        if self._rank == min({*generation.members} - {*generation.fresh}):
+            self._control.put(keys.entered_key(generation.number), "")
+
+    def await_others(self, number: int) -> None:
+        """For who comes with offered generation ``number``: until the others are in it, too. They finish a step, an
+        evaluation and a checkpoint perhaps, which may take longer than anything that groups wait for.
+
+        Raises:
+            Superseded: it has come to nothing.
+        """
+        while not self._control.has([keys.entered_key(number)]):
+            if self._watch.await_newer(number, _LOOK_S):
+                raise Superseded(f"generation {number} has ended")
 
     def _offered_after(self, seen: int) -> Generation:
         """Waits to be offered a place, for as long as it takes."""

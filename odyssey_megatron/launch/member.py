@@ -246,20 +246,30 @@ class Member:
         """This rank enters offered generation ``number``, unless a newer one has ended it."""
         self._watch.take_offer(number)
 
-    def next_generation(self, after: int, timeout_s: float | None = None) -> Generation:
+    def next_generation(self, after: int, timeout_s: float | None = None, *, why: str = "") -> Generation:
         """Blocks for the newest generation after ``after``, asking for one if none comes soon.
 
         Args:
             after: the last generation this rank was in; 0 before the first.
             timeout_s: default ``recovery_timeout_s``; ``store_timeout_s`` for the first. A rank that joins waits
                 for as long as it takes.
+            why: what the coordinator hears if it has to be asked.
 
         Raises:
             Fenced: the others go on without this rank (I8), or have finished.
             JobStopped: the job cannot go on.
             ControlPlaneLost: also if no generation came in time.
         """
-        return self._entering.next_generation(after, timeout_s)
+        return self._entering.next_generation(after, timeout_s, why=why)
+
+    def meet(self, generation: Generation) -> None:
+        """This rank is in the groups of a ``generation`` that begins between two steps, and so are the others when it
+        returns, or about to be. Raises Superseded.
+        """
+        if self.rank in generation.fresh:
+            self._entering.await_others(generation.number)
+        elif generation.fresh:
+            self._entering.let_in(generation)
 
     def with_all_routes(self, number: int, layout: Layout) -> Layout:
         """``layout`` of generation ``number``, which this rank is in, with the ways that all microbatches go.

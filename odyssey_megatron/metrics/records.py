@@ -87,6 +87,7 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "saved": ("save_s",),
     "not_saved": ("why",),
     "left_out": ("target", "host", "why"),
+    "cut_short": ("why",),
     "fenced": ("why",),
     "stopped": ("why", "exit_code"),
     # -- all
@@ -111,7 +112,8 @@ was too large; ``step_s`` is -1 where it was not timed. ``step_dealt``: how many
 its share the route would have cost that is dearest in the ``natural`` order of its microbatches, by what is expected of
 their sequences, and as ``dealt``. ``trace``: [[text, start_s, end_s], ...] on the monotonic
 clock. ``dead`` is a list of ranks everywhere. ``left_out`` (of a rank that stays): rank ``target`` leaves, since its
-numbers are wrong. ``slowness``: what makes steps longer, or does no more: ``slow_ranks`` of a slow worker, whose
+numbers are wrong. ``cut_short``: how a message or another operation of this rank failed, be it since a peer has died.
+``slowness``: what makes steps longer, or does no more: ``slow_ranks`` of a slow worker, whose
 ``speed`` is 1 if it is healthy. ``replaced``: slow ranks have left for fresh processes to take their place; ``cost_s``
 of training is what their slowness had cost; ``set_aside``: their cell has left, and goes on without them. ``measured``,
 now and then: ``factors`` are [worker, so many times what its work takes elsewhere], ``costs`` [first layer, behind the

@@ -208,6 +208,8 @@ class NcclAbort:
             raise Superseded("a newer generation exists")
         try:
             result = function()
+        except NotImplementedError:  # no other generation can do it either
+            raise
         except RuntimeError as error:
             if self.fired:
                 raise Superseded("a newer generation exists") from error
@@ -305,6 +307,8 @@ class AbortableGroup(dist.ProcessGroup):
             if use is not None:
                 use.last, use.given = work, use.given + 1
             return AbortableWork(self._abort, work)
+        except NotImplementedError:
+            raise
         except RuntimeError as error:
             if self._abort.fired:
                 raise Superseded("the generation of this group is over") from error

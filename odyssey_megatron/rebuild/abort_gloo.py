@@ -91,7 +91,7 @@ class GlooAbort:
             return call.result
         try:
             self._check()
-            if isinstance(call.error, RuntimeError):  # all that gloo raises
+            if isinstance(call.error, RuntimeError) and not isinstance(call.error, NotImplementedError):
                 raise PeerFailed(str(call.error)) from call.error
             raise call.error
         finally:

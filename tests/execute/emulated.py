@@ -384,7 +384,12 @@ def train(config: OdysseyConfig) -> None:
         journal=journal,
         on_commit=lambda step, outcome: None,
     )
-    recover.train(member, rank, train_steps=emulation.job.train_steps)
+    recover.train(
+        member,
+        rank,
+        train_steps=emulation.job.train_steps,
+        after_step=lambda recovery: time.sleep(emulation.rests_s),
+    )
     journal.event("weights", digest=model.updates())
     Path(config.run_dir, f"cpu_s-{member.rank}").write_text(str(time.process_time()))
 

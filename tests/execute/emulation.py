@@ -70,6 +70,8 @@ class Emulation:
     seamless: bool = False
     """A step begins where the deadlines of the last one ended, so that its modelled time is exact. Otherwise when the
     rank really begins it: what the runtime does between steps then counts."""
+    rests_s: float = 0.0
+    """What ranks do behind each step takes so long, as writing a checkpoint does."""
     among: tuple[str, ...] = ()
     """The options that recoveries choose from; empty = all."""
     two_speed: bool = False

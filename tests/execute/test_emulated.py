@@ -192,3 +192,24 @@ def test_half_a_cell_takes_twice_as_long(emulating, tmp_path):
     held = [one["digest"] for one in events(run_dir, "weights") if one["rank"] in (0, 1, 2)]
     assert {updates for one in held for updates in one.values()} == {60}
     assert len(held) == 3
+
+
+@pytest.mark.matrix
+def test_one_that_joins_waits_for_what_the_others_do_between_steps(emulating, tmp_path):
+    """Which takes longer than a message may."""
+    from tests.execute.emulation import Emulation
+
+    run_dir = tmp_path / "run"
+    job = replace(JOB, pipeline_model_parallel_size=1, train_steps=5)
+    Emulation(job=job, profile=Profile(costs=COSTS), seamless=True, rests_s=3.0).save(run_dir)
+    ran = emulating.run(
+        ["--nproc-per-node", 3, CHECKOUT / "tests/execute/emulated.py", "--odyssey-device", "cpu",
+         "--odyssey-run-dir", run_dir, "--odyssey-respawn", 1, "--odyssey-hang-s", 1, "--odyssey-op-timeout-s", 2,
+         "--odyssey-inject", "rank=2,step=1,at=forward"],
+        log=tmp_path / "log",
+    )  # fmt: skip
+    assert ran.wait(120) == 0, ran.log()
+    assert [one["target"] for one in events(run_dir, "rank_joined")] == [2]
+    assert all(one["rank"] != 2 for one in events(run_dir, "cut_short")), "it gave up"
+    assert events(run_dir, "generation_started")[-1]["members"] == [0, 1, 2]
+    assert not any("asked for it" in one["why"] for one in events(run_dir, "decision"))

@@ -6,7 +6,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from odyssey_megatron.launch.entering import Part, concerns, part_in
+from odyssey_megatron.errors import ControlPlaneLost
+from odyssey_megatron.launch.entering import Entering, Part, concerns, part_in
 from odyssey_megatron.plan.generation import Generation
 from tests.plan.test_wire import planned
 
@@ -33,3 +34,22 @@ GENERATION = Generation(
 def test_each_process_has_one_part(rank, incarnation, part):
     assert part_in(GENERATION, rank, incarnation) is part
     assert concerns(GENERATION, rank, incarnation) == (part in (Part.MEMBER, Part.LEFT))
+
+
+@pytest.mark.parametrize("why", ["no route to rank 3", ""])
+def test_a_generation_that_does_not_come_is_asked_for(why):
+    asked = []
+
+    class Watch:
+        settled = True
+
+        def await_newer(self, after, timeout_s):
+            return False
+
+    entering = Entering(
+        rank=1, incarnation=0, control=None, watch=Watch(), first_within_s=1.0, next_within_s=0.1,
+        ask_retry=lambda number, reason: asked.append((number, reason)), fenced=lambda number, why: None,
+    )  # fmt: skip
+    with pytest.raises(ControlPlaneLost):
+        entering.next_generation(4, why=why)
+    assert asked == [(4, why or "no newer generation within 0.5 s")]
