@@ -115,7 +115,7 @@ def _error_handling(host: Host) -> Row:
 
 def _monitor(host: Host, job: Job) -> Row:
     name = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
-    if host.environ.get("TORCH_NCCL_ENABLE_MONITORING", "1").lower() in ("0", "n", "no", "false", "off"):
+    if host.environ.get("TORCH_NCCL_ENABLE_MONITORING", "0").lower() in ("0", "n", "no", "false", "off"):
         return _row("TORCH_NCCL_ENABLE_MONITORING", OK, "off")
     value = host.environ.get(name, str(_WATCHDOG_S))
     needed_s = job.config.op_timeout_s + job.config.recovery_timeout_s
@@ -128,9 +128,9 @@ def _monitor(host: Host, job: Job) -> Row:
 
 
 def _nvls(host: Host) -> Row:
-    name = "NCCL_NVLS_ENABLE"
+    name = "NCCL_NVLS_ENABLE"  # 'odyssey run' sets 0
     why = "communicators with NVLink SHARP are known to hang when aborted"
-    return _off(host, name, "unset", why, f"export {name}=0")
+    return _off(host, name, "0", why, f"unset {name}")
 
 
 def _launch_order(host: Host) -> Row:

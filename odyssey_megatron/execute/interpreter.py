@@ -234,7 +234,7 @@ class Interpreter:
             self._progress.leave(Op.SEND_FORWARD, instr.microbatch, instr.last, output, at_end)
             self._compute.kept(instr.microbatch, instr.first, instr.last)
         else:
-            self._progress.add_up(Op.SEND_FORWARD, instr.microbatch, instr.last, [output])
+            self._progress.add_up(Op.SEND_FORWARD, instr.microbatch, instr.last, [output], at_end)
         self._progress.reached(instr, Op.FORWARD, word, at_end)
 
     def _eager_forward(self, instr: Instr) -> None:
@@ -285,8 +285,10 @@ class Interpreter:
         """What was received for ``instr``, or what the neighbouring visit on this worker has left for it; or ``none``.
         And whether ``instr`` counts.
         """
-        if none:
-            return None, self._ledger.word()
+        if none:  # before a loss there is what its forward came to, which counts for nothing if that did
+            return None, self._ledger.word(
+                self._progress.words.get((Op.SEND_FORWARD, instr.microbatch, edge))
+            )
         pending = self._arriving.pop((op, instr.microbatch, edge), None)
         if pending is not None:
             tensor, word = pending.wait()

@@ -70,12 +70,14 @@ class Progress:
     def leave(self, op: Op, microbatch: int, edge: int, tensor: torch.Tensor, word: Word = None) -> None:
         """Notes a result. An alias, since Megatron takes the storage away from its output tensors."""
         self.results[op, microbatch, edge] = tensor.detach()
+        self.add_up(op, microbatch, edge, [tensor], word)
+
+    def add_up(
+        self, op: Op, microbatch: int, edge: int, tensors: Sequence[torch.Tensor], word: Word = None
+    ) -> None:
+        """Notes the sum of a result, and its word. Nothing waits for a device to have it."""
         if word is not None:
             self.words[op, microbatch, edge] = word
-        self.add_up(op, microbatch, edge, [tensor])
-
-    def add_up(self, op: Op, microbatch: int, edge: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Notes the sum of a result. Nothing waits for a device to have it."""
         self.sums[op, microbatch, edge] = [one.detach().sum() for one in tensors]
 
     def take(self, op: Op, microbatch: int, edge: int) -> tuple[torch.Tensor, Word]:
@@ -158,14 +160,14 @@ class Progress:
             if op is Op.REDUCE_GRAD:
                 self.whole = self.whole and not (final and ended)
             elif op is Op.EAGER_FORWARD:
-                if not ended:
+                if ended != 1.0:
                     self.ahead.pop(visit, None)
                     undone[visit] = None
             elif op is Op.WEIGHT_GRAD:  # it needs nothing but what its input gradient has left here
                 self.whole = self.whole and began == ended and bool(self._alone or ended)
                 if not any(m == visit[0] and a <= visit[1] and visit[2] <= b for m, a, b in undone):
                     self._mark(instr, REACHES[op])
-            elif ended:
+            elif ended == 1.0:  # what was taken for a word may be any number, or none
                 self._mark(instr, REACHES[op])
             else:  # autograd has let go of the forward, too
                 self.whole = self.whole and ((began == ended and self._alone) or op is Op.FORWARD)

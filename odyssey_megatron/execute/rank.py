@@ -162,13 +162,17 @@ class RankRuntime:
     def abort(self, why: Exception) -> None:
         if isinstance(why, PeerFailed):
             self.chronicle.event("cut_short", self.committed, why=str(why))
+        if (
+            self._groups.holds is not None
+        ):  # all end together, or others would take what is left for what was sent
+            self._member.await_newer(self._groups.entered.number, str(why))
         if self._runner is not None:
             self._runner.abandon()
         self._runner = self._filling = None
         self._groups.abort()
         if self._groups.has_entered and self._at_hand.progress is not None:
             self._groups.entered.drain()
-            self._at_hand.take_stock()
+            self._at_hand.take_stock(together=self._groups.entered.fell_together)
         self._groups.leave()
         self._model.discard_incoming()
 

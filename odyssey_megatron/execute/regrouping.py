@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 import torch.distributed as dist
 
 from odyssey_megatron.cluster.cell import Cell
@@ -114,6 +115,11 @@ class Regrouping:
         return self._entered is not None
 
     @property
+    def holds(self) -> torch.Tensor | None:
+        """See ``execute/ledger.py``: None also where this rank is in no groups."""
+        return None if self._entered is None else self._entered.holds
+
+    @property
     def entered(self) -> Groups:
         """Raises Superseded if there are none."""
         if self._entered is None:
@@ -147,4 +153,4 @@ class Regrouping:
     @property
     def are_over(self) -> bool:
         """They are aborted, on a device that goes on with what that has left."""
-        return self.has_entered and self.entered.holds is not None and not self.entered.holds.item()
+        return self.holds is not None and not self.holds.item()

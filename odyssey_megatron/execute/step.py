@@ -46,10 +46,15 @@ class StepAtHand:
         rest, self._rest = self._rest, None
         return rest
 
-    def take_stock(self) -> None:
-        """Its generation has ended, and the device has nothing left to do: what counted for nothing is done anew."""
+    def take_stock(self, *, together: bool) -> None:
+        """Its generation has ended, and the device has nothing left to do: what counted for nothing is done anew.
+
+        Args:
+            together: everybody who goes on heard of it in time, and nobody has counted what came of its end.
+        """
         if self.progress is not None:
             self._model.undo(self.progress.take_stock())
+            self.progress.whole = self.progress.whole and together
 
     def go_on(
         self,

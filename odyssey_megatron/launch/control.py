@@ -64,6 +64,13 @@ def routes_key(number: int) -> str:
     return f"{generation_key(number)}/routes"
 
 
+def fallen_key(number: int, *, count: bool = False) -> str:
+    """Where those who go on in generation ``number`` say that no words stand any more (``falling.py``); ``count``: how
+    many of them have said so.
+    """
+    return f"{generation_key(number)}/fallen" + "/count" * count
+
+
 def entered_key(number: int) -> str:
     """Where those who have trained so far say that they are in offered generation ``number``."""
     return f"{generation_key(number)}/entered"

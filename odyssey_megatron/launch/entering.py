@@ -75,13 +75,9 @@ class Entering:
             return self._offered_after(after)
         if timeout_s is None:
             timeout_s = self._next_within_s if after else self._first_within_s
-        ends_s = time.monotonic() + timeout_s
-        if after and not self._watch.await_newer(after, min(_RETRY_AFTER_S, timeout_s)):
-            self._ask_retry(after, why or f"no newer generation within {_RETRY_AFTER_S} s")
-        message = None
+        ends_s, message = time.monotonic() + timeout_s, None
         while message is None:
-            if not self._watch.await_newer(after, ends_s - time.monotonic()):
-                raise ControlPlaneLost(f"no generation after {after} within {timeout_s} s")
+            self.await_newer(after, why, ends_s - time.monotonic())
             after, text = self._watch.newest()
             message = generations.read(text, self._rank, self._control)
         if isinstance(message, Stop):
@@ -95,6 +91,17 @@ class Entering:
                 self._watch.settled = False
                 return self._offered_after(message.number)
         raise self._left_behind(message.number, message.why, message.dead)
+
+    def await_newer(self, after: int, why: str, timeout_s: float | None = None) -> None:
+        """Until there is a generation after ``after``; unless that is the first, it is asked for. Raises
+        ControlPlaneLost if none comes in time.
+        """
+        timeout_s = self._next_within_s if timeout_s is None else timeout_s
+        ends_s = time.monotonic() + timeout_s
+        if after and not self._watch.await_newer(after, min(_RETRY_AFTER_S, timeout_s)):
+            self._ask_retry(after, why or f"no newer generation within {_RETRY_AFTER_S} s")
+        if not self._watch.await_newer(after, ends_s - time.monotonic()):
+            raise ControlPlaneLost(f"no generation after {after} within {timeout_s:.1f} s")
 
     def let_in(self, generation: Generation) -> None:
         """This rank is in an offered generation, with which it has not come: who has may count on the others now."""

@@ -30,6 +30,7 @@ from odyssey_megatron.launch.attention import Attention
 from odyssey_megatron.launch.company import Company
 from odyssey_megatron.launch.control import Control
 from odyssey_megatron.launch.entering import Entering, concerns
+from odyssey_megatron.launch.falling import PATIENCE_S, fallen_everywhere
 from odyssey_megatron.launch.heartbeat import Heartbeat
 from odyssey_megatron.launch.signals import leave_to_agent
 from odyssey_megatron.launch.starting import Starting
@@ -74,7 +75,14 @@ class Member:
         self._attention = Attention(config.op_timeout_s, config.recovery_timeout_s, time.monotonic())
         self._leaves, self._overdue = False, 0
         """The last generation that was asked to end as this rank's main thread does not get on."""
-        self._watch = Watch(watch, self._hear_offer, self._attention, settled=not self.joins)
+        self._watch = Watch(
+            watch,
+            self._hear_offer,
+            self._attention,
+            fallen_everywhere=lambda number, text: fallen_everywhere(rank, number, text, watch),
+            alone_s=config.node_lease_s + PATIENCE_S,
+            settled=not self.joins,
+        )
         self.starting = Starting(
             rank=rank,
             world_size=world_size,
@@ -227,12 +235,25 @@ class Member:
         """So long one instruction may take, and messages are waited for: it is not what the launch line said."""
         self._attention.op_timeout_s = op_timeout_s
 
-    def on_newer(self, number: int, callback: Callable[[], None]) -> None:
-        """Makes the watcher call ``callback`` when generation ``number`` ends, *before* anyone can see a newer one.
+    def on_newer(
+        self, number: int, end: Callable[[bool], None], fall: Callable[[], None] | None = None
+    ) -> None:
+        """Has the watcher call ``end`` when generation ``number`` ends, *before* anyone here can see a newer one.
 
         Also called when the control plane is lost.
+
+        Args:
+            end: hears whether all who go on knew by then that nothing more of it counts (``falling.py``).
+            fall: is called first, and says so here; None where whoever waits hears of the end.
         """
-        self._watch.on_newer(number, callback)
+        self._watch.on_newer(number, end, fall)
+
+    def await_newer(self, number: int, why: str) -> None:
+        """Until there is a generation after ``number``, which is asked for, as this rank cannot go on in that one. One
+        that holds nothing yet does not wait. Raises ControlPlaneLost if none comes.
+        """
+        if self._watch.settled:
+            self._entering.await_newer(number, why)
 
     def forget(self, number: int) -> None:
         """Nothing is to be called any more when generation ``number`` ends."""

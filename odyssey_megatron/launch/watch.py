@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from odyssey_megatron.errors import ControlPlaneLost, Fenced
 from odyssey_megatron.launch import control as keys
@@ -21,10 +22,19 @@ class Watch:
         control: a connection that nobody else uses.
         offered: called in the thread with the text of each generation that is offered, if this rank is ``settled``.
         attention: the main thread's.
+        fallen_everywhere: (number, text) of a generation: see ``falling.py``.
+        alone_s: so long after this rank has lost the control plane others may take it for one of theirs.
     """
 
     def __init__(
-        self, control: Control, offered: Callable[[str], None], attention: Attention, *, settled: bool
+        self,
+        control: Control,
+        offered: Callable[[str], None],
+        attention: Attention,
+        *,
+        fallen_everywhere: Callable[[int, str], bool],
+        alone_s: float,
+        settled: bool,
     ):
         self.history = History()
         self.heard_s = 0.0
@@ -34,10 +44,12 @@ class Watch:
         self.lost: ControlPlaneLost | Fenced | None = None
         """Why this rank cannot go on, whatever it is doing."""
         self._control, self._offered, self._attention = control, offered, attention
+        self._fallen_everywhere, self._alone_s = fallen_everywhere, alone_s
         self._changed = threading.Condition()
         self._newest, self._newest_text = 0, ""
         self._offer, self._offer_text = 0, ""
-        self._on_newer: dict[int, Callable[[], None]] = {}
+        self._on_newer: dict[int, _Ending] = {}
+        self._has_words = False
 
     def start(self, seen: int = 0) -> None:
         """From now on, of what comes behind number ``seen``."""
@@ -54,13 +66,13 @@ class Watch:
         """Whether a generation after ``number`` exists (or this rank cannot go on). Reads a variable."""
         return self._newest > number or self.lost is not None
 
-    def on_newer(self, number: int, callback: Callable[[], None]) -> None:
-        """Has ``callback`` called when generation ``number`` ends, *before* anyone can see a newer one.
-
-        Also called when this rank cannot go on.
-        """
+    def on_newer(
+        self, number: int, end: Callable[[bool], None], fall: Callable[[], None] | None = None
+    ) -> None:
+        """See ``Member.on_newer``."""
         with self._changed:
-            self._on_newer[number] = callback
+            self._on_newer[number] = _Ending(end, fall)
+            self._has_words = self._has_words or fall is not None
 
     def forget(self, number: int) -> None:
         """Nothing is to be called any more when generation ``number`` ends."""
@@ -98,7 +110,7 @@ class Watch:
         """This rank cannot go on. Of any thread."""
         with self._changed:
             self.lost = why
-            self._end_before(math.inf)
+            self._end_before(math.inf, text=None, after_s=self._alone_s if self.settled else 0.0)
             self._changed.notify_all()
 
     def _run(self, seen: int) -> None:
@@ -126,7 +138,7 @@ class Watch:
         with self._changed:
             # Were the abort to come second, it would hit the groups that the main thread builds for it.
             heard_s = time.monotonic()
-            self._end_before(number)
+            self._end_before(number, text)
             self._newest_text, self._newest, self.heard_s = text, number, heard_s
             if again:
                 self._attention.call(heard_s)
@@ -137,13 +149,34 @@ class Watch:
         with self._changed:
             settled = self.settled
             if not settled:
-                self._end_before(number)  # the offer that it is getting ready for has come to nothing
+                self._end_before(
+                    number, text=None
+                )  # the offer that it is getting ready for has come to nothing
             self._offer, self._offer_text = number, text
             self._changed.notify_all()
         # One that holds nothing yet has nothing else to do: it enters the generation, and builds its groups, itself.
         if settled:
             self._offered(text)
 
-    def _end_before(self, number: float) -> None:
-        for one in [one for one in self._on_newer if one < number]:
-            self._on_newer.pop(one)()
+    def _end_before(self, number: float, text: str | None, after_s: float = 0.0) -> None:
+        """``text``: of the generation that others end theirs for, too; None: they may go on for ``after_s`` more."""
+        over = [self._on_newer.pop(one) for one in [one for one in self._on_newer if one < number]]
+        for one in over:
+            if one.fall is not None:
+                one.fall()
+        together = not self._has_words
+        try:
+            if self._has_words and text is not None:
+                together = self._fallen_everywhere(int(number), text)
+            elif self._has_words:
+                time.sleep(after_s)
+        finally:
+            for one in over:
+                one.end(together)
+
+
+class _Ending(NamedTuple):
+    """What is called when a generation ends; see ``Member.on_newer``."""
+
+    end: Callable[[bool], None]
+    fall: Callable[[], None] | None

@@ -288,6 +288,10 @@ def prepare_environment(env: MutableMapping[str, str]) -> None:
     # torch 2.8 ProcessGroupNCCL.cpp, Watchdog::runLoop and HeartbeatMonitor::runLoop.
     env.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     env.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "0")
+    # It would also take an abort that is slower than an operation may be for a watchdog that hangs.
+    env.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+    # Communicators with NVLink SHARP are known to hang when aborted. NVIDIA's nvidia-resiliency-ext asks for the same.
+    env.setdefault("NCCL_NVLS_ENABLE", "0")
     # torch warns of messages one by one through a communicator, which here is theirs alone.
     env.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "0")
     # torch's store client complains, with a C++ stack, of every connection that ends.

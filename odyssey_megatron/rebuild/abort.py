@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
@@ -19,6 +20,9 @@ import torch.distributed as dist
 from odyssey_megatron.errors import PeerFailed, Superseded
 
 T = TypeVar("T")
+
+_LONGEST_CALL_S = 0.2
+"""So long a call of NCCL's is waited for that may be about to return; one that waits for a peer never does."""
 
 
 class Abort(Protocol):
@@ -33,6 +37,9 @@ class Abort(Protocol):
     @property
     def holds(self) -> torch.Tensor | None:
         """See ``execute/ledger.py``: None where whoever waits for an operation that was ended hears of it."""
+
+    def fall(self) -> None:
+        """Nothing counts any more that a device does with what others' :meth:`fire` leaves. Any thread."""
 
     def fire(self) -> None:
         """Ends every operation of the generation with Superseded. Any thread, any number of times."""
@@ -86,6 +93,10 @@ class Use:
             return self.connected and self.begun == given and (last is None or _is_through(last))
         return False
 
+    def failed(self) -> None:
+        """What has begun was refused: it is never clean again."""
+        self.given, self.connected = self.given + 1, False
+
     def rest(self) -> None:
         """Lets go of the last operation, and of its tensors, if it is through."""
         if self.is_clean:
@@ -135,13 +146,15 @@ class NcclAbort:
             for backend in backends:
                 to.uses[backend] = self.uses.pop(backend)
 
-    def connected(self, backend: Any) -> None:
-        """It is, and may be given operations. Raises Superseded if that comes too late; then it is gone."""
+    def connected(self, backend: Any, *, may_be_given: bool = True) -> None:
+        """It is, and may be given operations, or first one that connects more of it. Raises Superseded if that is too
+        late; then it is gone.
+        """
         with self._lock:
             if not self.fired:
-                self.uses[backend].connected = True
+                self.uses[backend].connected = may_be_given
                 return
-        backend.abort()  # there was nothing to abort when all others were
+        backend.abort()  # there was nothing to abort when all others were, and torch does not remember that
         raise Superseded("a newer generation exists")
 
     def side_by_side(self, functions: Mapping[str, Callable[[], T]]) -> dict[str, T]:
@@ -173,16 +186,25 @@ class NcclAbort:
     def use_of(self, backend: Any) -> Use | None:
         return self.uses.get(backend)
 
+    def fall(self) -> None:
+        self.fired = True
+        self.holds.numpy()[...] = 0.0
+
     def fire(self) -> None:
+        self.fall()
         with self._lock:
-            self.fired = True
-            self.holds.numpy()[...] = 0.0  # before anything is aborted
-            backends = [backend for backend, use in self.uses.items() if not use.is_clean]
-            for backend in backends:
+            unclean = {backend: use for backend, use in self.uses.items() if not use.is_clean}
+            for backend in unclean:
                 del self.uses[backend]
             for ended in self._connecting:
                 ended.put(None)
-        abort_all(backends)
+        within = {backend: use for backend, use in unclean.items() if use.begun != use.given}
+        abort_all([backend for backend in unclean if backend not in within])
+        # An abort frees what the thread that trains may be using, in a call of NCCL's that looks at nothing.
+        ends_s = time.monotonic() + _LONGEST_CALL_S
+        while any(use.begun != use.given for use in within.values()) and time.monotonic() < ends_s:
+            time.sleep(0.001)
+        abort_all([*within])
 
     def hand_over(self) -> dict[Any, Use]:
         with self._lock:
@@ -307,9 +329,11 @@ class AbortableGroup(dist.ProcessGroup):
             if use is not None:
                 use.last, use.given = work, use.given + 1
             return AbortableWork(self._abort, work)
-        except NotImplementedError:
-            raise
         except RuntimeError as error:
+            if use is not None:
+                use.failed()
+            if isinstance(error, NotImplementedError):  # no other generation can do it either
+                raise
             if self._abort.fired:
                 raise Superseded("the generation of this group is over") from error
             raise PeerFailed(f"{operation}: {error}") from error

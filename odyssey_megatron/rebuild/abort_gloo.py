@@ -42,6 +42,9 @@ class GlooAbort:
         self._calls: set[_Call] = set()
         self._helpers = _Helpers()
 
+    def fall(self) -> None:
+        """Nothing to do: whoever waits hears of the end."""
+
     def fire(self) -> None:
         with self._lock:
             self.fired = True

@@ -43,7 +43,7 @@ class MemberLike(Protocol):
 
     def newer_than(self, number: int) -> bool: ...
 
-    def on_newer(self, number: int, callback: Any) -> None: ...
+    def on_newer(self, number: int, end: Any, fall: Any) -> None: ...
 
     def forget(self, number: int) -> None: ...
 
@@ -63,6 +63,7 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
     ) -> None:
         self.number, self._rank, self._forget = number, member.rank, member.forget
         self._devices, self._hosts, self._bury_s = devices, hosts, bury_s
+        self._fell_together = True
         self._aborts = {library: library.new_abort() for library in dict.fromkeys((devices, hosts))}
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._connected: dict[Any, Communicator] = {}
@@ -79,10 +80,25 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
     def __len__(self) -> int:
         return len(self._groups)
 
-    def abort(self) -> None:
-        """Ends every operation, as a newer generation would. Any thread."""
+    def fall(self) -> None:
+        """Nothing counts from now on of what devices do, as they go on with it. Any thread."""
+        for abort in self._aborts.values():
+            abort.fall()
+
+    def abort(self, together: bool = True) -> None:
+        """Ends every operation, as a newer generation would. Any thread.
+
+        Args:
+            together: all others in these groups who go on had them fall before.
+        """
+        self._fell_together = self._fell_together and together
         for abort in self._aborts.values():
             abort.fire()
+
+    @property
+    def fell_together(self) -> bool:
+        """Nobody who goes on can have taken for a message what this rank's end has left in its place."""
+        return self._fell_together
 
     @property
     def holds(self) -> torch.Tensor | None:
@@ -174,13 +190,14 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
         self._forget(self.number)
         for abort in self._aborts.values():
             abort.close()
-        remains = []
-        for group in self._groups.values():
+        remains: dict[bool, list[Any]] = {True: [], False: []}
+        for name, group in self._groups.items():
             c10d._cleanup_process_group_global_state(group)
             if isinstance(group, AbortableGroup):
-                remains.append(group.detach())
+                remains[self._library(name).lingers].append(group.detach())
         self._groups = {}
-        _GRAVEYARD.bury(remains, self._bury_s)
+        for lingers, groups in remains.items():  # a device's keep what was outstanding in its memory
+            _GRAVEYARD.bury(groups, self._bury_s * lingers)
 
     def _register(self, name: str, backend: Any, ranks: tuple[int, ...], store: dist.Store) -> None:
         library, rank = self._library(name), self._rank
@@ -254,7 +271,7 @@ def build_groups(
     """
     devices, hosts = libraries or libraries_for(config)
     groups = GroupSet(member, number, devices, hosts, config.op_timeout_s + 2.0)
-    member.on_newer(number, groups.abort)
+    member.on_newer(number, groups.abort, groups.fall if groups.holds is not None else None)
     if member.newer_than(number):
         groups.abort()  # it came before the callback was in place
     try:

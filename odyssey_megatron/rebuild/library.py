@@ -7,6 +7,7 @@ gloo`` all do.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
@@ -30,6 +31,7 @@ it; returns connected.
 """
 
 _TYPES = dist.ProcessGroup.BackendType
+_LOOK_S = 0.001
 
 
 class Library(Protocol):
@@ -38,6 +40,8 @@ class Library(Protocol):
     """
 
     staged: bool
+    lingers: bool
+    """Some operation may be left in a group for a while after its end."""
     device: str
     kind: str
     type: Any
@@ -65,7 +69,7 @@ class Gloo:
 
     device, kind, type = "cpu", "gloo", _TYPES.GLOO
     rendezvous = Rendezvous
-    spare = None
+    spare, lingers = None, True
 
     def __init__(self, config: OdysseyConfig):
         self._config, self.staged = config, config.device != "cpu"
@@ -117,13 +121,14 @@ class Nccl:
     """Implements Library. Not run in this project's tests, which have no GPU; ``tests/strict`` has its rules."""
 
     device, kind, type = "cuda", "nccl", _TYPES.NCCL
-    staged = False
+    staged = lingers = False
     rendezvous = ByKey
 
     def __init__(self, config: OdysseyConfig):
         self._config = config
         # Of the thread that trains: others, such as those that build an offered generation, begin with device 0.
         self._device = torch.device("cuda", torch.cuda.current_device())
+        self._beside: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self.spare = Spare()
 
     def new_abort(self) -> Abort:
@@ -135,10 +140,12 @@ class Nccl:
         def connect(store: dist.Store, rank: int, size: int, way: Channel | None) -> Any:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timedelta(seconds=self._config.op_timeout_s)
+            options.is_high_priority_stream = comes_first(way)
             backend = dist.ProcessGroupNCCL(store, rank, size, options)
             abort.adopt(backend, Use())
             # Connect now, while the peers do, and not inside the first message of a step.
             backend.eager_connect_single_device(self._device)
+            abort.connected(backend, may_be_given=False)
             if way is not None:
                 self._first_message(backend, rank, way)
             abort.connected(backend)
@@ -151,19 +158,32 @@ class Nccl:
         which post receives ahead of what they send, would wait for ever. What collectives need comes with the first of
         each kind, where all are taken to wait for one another anyway (``plan/queue.py``).
         """
-        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device)):  # type: ignore[no-untyped-call]
+        # On a stream that waits for none of them: threads send others there meanwhile, in an order of their own.
+        with torch.cuda.device(self._device), torch.cuda.stream(self._beside):
             nothing = torch.zeros(1, device=self._device)
             source, target = way
             work = (
                 backend.send([nothing], target, 0) if rank == source else backend.recv([nothing], source, 0)
             )
-            work.wait()
-            torch.cuda.current_stream().synchronize()
+            while not work.is_completed():
+                time.sleep(_LOOK_S)
+            if error := work.exception():
+                raise RuntimeError(str(error))
 
     def build_all(self, builders: Mapping[str, Callable[[], T]], abort: Abort) -> dict[str, T]:
         # Side by side: none waits for another, and together they take as long as the longest.
         assert isinstance(abort, NcclAbort)
         return abort.side_by_side(builders)
+
+
+def comes_first(way: Channel | None) -> bool:
+    """Whether a communicator is of those whose kernels come before others: the messages of lower ranks to higher ones.
+
+    What counts is that the two ways between neighbours never share a stream. torch has 32 of each priority and gives
+    them to communicators in turn (2.13, ``c10/cuda/CUDAStream.h``), while some of these outlive failures. Were each way
+    in one stream with the other on both sides, both would wait to receive, and nobody could send.
+    """
+    return way == (0, 1)
 
 
 def _gloo_device() -> Any:

@@ -85,6 +85,9 @@ def test_how_many_communicators_there_will_be():
     assert said(*stages, device="cpu") == said("--pipeline-model-parallel-size", "many") == []
 
 
+MONITORED = {"TORCH_NCCL_ENABLE_MONITORING": "1"}
+
+
 def test_nothing_is_wrong_with_a_healthy_machine():
     assert checked(environment.rows(HOST, JOB, patched=False)) == {}
     assert checked(packages.rows(HOST, JOB, {"six": "megatron.training", "torch": "megatron"})) == {}
@@ -97,10 +100,18 @@ def test_nothing_is_wrong_with_a_healthy_machine():
         ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}, {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "problem"}),
         ({"NCCL_ASYNC_ERROR_HANDLING": "1"}, {"NCCL_ASYNC_ERROR_HANDLING": "problem"}),
         ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "NCCL_ASYNC_ERROR_HANDLING": "1"}, {}),
-        ({"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "60"}, {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "problem"}),
-        ({"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "60", "TORCH_NCCL_ENABLE_MONITORING": "0"}, {}),
-        ({"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "ten"}, {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "problem"}),
-        ({"NCCL_NVLS_ENABLE": None}, {"NCCL_NVLS_ENABLE": "warning"}),
+        (
+            MONITORED | {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "60"},
+            {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "problem"},
+        ),
+        (
+            MONITORED | {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "ten"},
+            {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "problem"},
+        ),
+        (MONITORED, {}),
+        ({"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "60"}, {}),
+        ({"NCCL_NVLS_ENABLE": None}, {}),
+        ({"NCCL_NVLS_ENABLE": "1"}, {"NCCL_NVLS_ENABLE": "warning"}),
         ({"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}, {"NCCL_LAUNCH_ORDER_IMPLICIT": "warning"}),
         ({"NCCL_IB_TIMEOUT": "22"}, {"NCCL_IB_TIMEOUT": "warning"}),  # 4.096 us * 2^22 * 7 = 120 s
         ({"NCCL_IB_TIMEOUT": "22", "NCCL_IB_RETRY_CNT": "3"}, {}),
@@ -131,7 +142,7 @@ def test_torchrun_will_do_for_a_patched_checkout():
 
 def test_limits_of_the_job_count():
     patient = Job(config=OdysseyConfig(op_timeout_s=500.0), flags=())
-    assert checked(environment.rows(HOST, patient, patched=False)) == {
+    assert checked(environment.rows(with_(**MONITORED), patient, patched=False)) == {
         "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "problem"
     }
 
@@ -145,7 +156,7 @@ def test_megatron_refuses_parallelism_without_its_variable(flags):
 
 
 def test_a_job_on_the_cpu_needs_neither_gpu_nor_nccl():
-    host = replace(with_(TORCH_NCCL_ASYNC_ERROR_HANDLING="1", NCCL_NVLS_ENABLE=None), has_gpu=False)
+    host = replace(with_(TORCH_NCCL_ASYNC_ERROR_HANDLING="1", NCCL_NVLS_ENABLE="1"), has_gpu=False)
     assert checked(environment.rows(host, CPU_JOB, patched=False)) == {}
     assert set(checked(environment.rows(host, JOB, patched=False)).values()) == {"problem", "warning"}
 

@@ -178,6 +178,39 @@ def test_nccl_aborts_its_backends_once():
         abort.call(lambda: 7)
 
 
+def test_nccl_does_not_abort_what_a_call_is_within():
+    """It would free what that uses; but for one that waits for a peer, which nothing else ends."""
+
+    class Backend:
+        use, within = Use(), None
+
+        def abort(self):
+            self.within = self.use.begun != self.use.given
+
+    abort, returns, waits = NcclAbort(torch.ones(())), Backend(), Backend()
+    waits.use = Use()
+    for one in (returns, waits):
+        abort.adopt(one, one.use)
+        abort.connected(one)
+        one.use.begun += 1
+
+    def call():
+        eventually(lambda: abort.fired)
+        returns.use.given += 1
+
+    threading.Thread(target=call).start()
+    abort.fire()
+    assert (returns.within, waits.within) == (False, True)
+
+
+def test_what_was_refused_is_never_clean():
+    use = Use()
+    use.connected, use.begun = True, 1
+    use.failed()
+    assert not use.is_clean
+    assert use.begun == use.given, "no call is within"
+
+
 class Connecting:
     """A communicator that no abort reaches before it is connected."""
 
@@ -190,6 +223,8 @@ class Connecting:
     def connect(self, abort):
         abort.adopt(self, Use())
         self.peer_comes.wait()
+        abort.connected(self, may_be_given=False)
+        assert not abort.fired, "a first message would wait for a peer that has left"
         abort.connected(self)
         return self
 

@@ -27,6 +27,8 @@ class HostAbort:
     def __init__(self) -> None:
         self.fired = False
 
+    def fall(self) -> None: ...
+
     def fire(self) -> None:
         self.fired = True
 
@@ -181,7 +183,7 @@ class _Meeting(dist._Work):
 class Hosts:
     """``rebuild.library.Library`` for the group of all, or, where ranks share GPUs, for all groups."""
 
-    staged = True
+    staged = lingers = True
     device, kind, type = "cpu", "hosts", dist.ProcessGroup.BackendType.CUSTOM
     rendezvous = Rendezvous
     spare = None

@@ -1,9 +1,11 @@
 """Communicators as NCCL has them, between the devices of one process.
 
-A communicator has one stream on each device. Its operations run in the order in which they were given, messages and
-collectives alike, and each begins only once all ranks that it needs have come to it: nothing is buffered, no tag sorts
-anything. An operation waits for what the main stream was given before it; ``wait()`` on its work makes the main stream
-wait, and not the host. Abort ends this rank's side: what waits then, and what comes after it, writes garbage.
+A communicator has one stream on each device, which it may share with others. Its operations run in the order in which
+they were given, messages and collectives alike, and each begins only once all ranks that it needs have come to it:
+nothing is buffered, no tag sorts anything. An operation waits for what the main stream was given before it; ``wait()``
+on its work makes the main stream wait, and not the host. Abort ends this rank's side: what waits then, and what comes
+after it, writes garbage. It runs through, and says so: whoever is to receive it, now or later, and is not aborted
+himself, takes what lies there for it.
 
 Connecting is collective, takes its time, and cannot be ended by an abort: who connects with the dead does so for ever.
 What a pair needs for its messages, and all for a collective, may be connected when it is first used: then the hosts
@@ -13,6 +15,7 @@ completed then, while their kernels go on.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,7 +28,7 @@ from odyssey_megatron.errors import Superseded
 from odyssey_megatron.plan.groups import Channel
 from odyssey_megatron.rebuild.abort import Abort, NcclAbort, Use
 from odyssey_megatron.rebuild.kept import Spare
-from odyssey_megatron.rebuild.library import Connect
+from odyssey_megatron.rebuild.library import Connect, comes_first
 from odyssey_megatron.rebuild.rendezvous import Rendezvous
 from tests.strict.device import DEVICE, DeviceMemory, poison
 from tests.strict.machine import Event, Machine, Stream, this_host
@@ -98,6 +101,10 @@ class Wire:
     ends: dict[int, End] = field(default_factory=dict)
     met: dict[tuple[int, ...], set[int]] = field(default_factory=dict)
     """By who is connected when it is first used who has come to that."""
+    run_through: Counter[tuple[int, int]] = field(default_factory=Counter)
+    """Of how many messages (sender, receiver) an aborted end has said that they are there; of sums (rank, -1)."""
+    last: dict[int, torch.Tensor] = field(default_factory=dict)
+    """What each rank was sent last, which lies there still."""
     left: dict[int, tuple[bool, int]] = field(default_factory=dict)
     """Of each rank, whether its side was clean, and how much it had been given, at the first failure that it heard of.
     """
@@ -110,18 +117,18 @@ class Wire:
 class End(dist.ProcessGroup):
     """One rank's side of a communicator."""
 
-    def __init__(self, wire: Wire, rank: int, memory: DeviceMemory):
+    def __init__(self, wire: Wire, rank: int, memory: DeviceMemory, way: Channel | None = None):
         super().__init__(rank, wire.size)
         self.wire, self.memory, self.aborted = wire, memory, False
-        self.stream: Stream = memory.device.stream(wire.name, stays=True)
+        self.stream: Stream = memory.device.draw_stream(first=comes_first(way))
         self.steps: list[_Step] = []
 
     def getBackendName(self) -> str:  # torch's name
         return "strict"
 
     def abort(self) -> None:
-        """Any thread."""
-        self.aborted = True
+        """Any thread. Before it is connected there is nothing to end."""
+        self.aborted = self.aborted or self.wire.connected
 
     @property
     def notices_a_death(self) -> bool:
@@ -234,6 +241,8 @@ class End(dist.ProcessGroup):
             for one in step.result:
                 poison(one)
             step.done = True
+            if step.kind != "recv":
+                self.wire.run_through[self.rank(), step.peer if step.is_message else -1] += 1
         elif step.is_message:
             self._meet(step)
         else:
@@ -251,6 +260,8 @@ class End(dist.ProcessGroup):
     def _meet(self, step: _Step) -> None:
         other = self.wire.ends[step.peer]._next()
         if other is None:
+            if step.kind == "recv" and self._runs_through(step.peer, self.rank()):
+                self._take_garbage(step)
             return
         mirrored = {"send": "recv", "recv": "send"}[step.kind]
         if (other.kind, other.peer) != (mirrored, self.rank()):
@@ -263,7 +274,23 @@ class End(dist.ProcessGroup):
         if source.tensors[0].shape != target.tensors[0].shape:
             raise OrdersDiffer(f"{self.wire.name}: a message of {source.tensors[0].shape} for another's room")
         target.tensors[0].copy_(source.tensors[0])
+        self.wire.last[source.peer] = source.tensors[0].clone()
         step.done = other.done = True
+
+    def _runs_through(self, rank: int, peer: int) -> bool:
+        """The end of ``rank`` has said that something is there which is not."""
+        found = self.wire.run_through[rank, peer] > 0
+        self.wire.run_through[rank, peer] -= found
+        return found
+
+    def _take_garbage(self, step: _Step) -> None:
+        lies_there = self.wire.last.get(self.rank())
+        for one in step.result:
+            if lies_there is not None and lies_there.shape == one.shape and step.is_message:
+                one.copy_(lies_there)
+            else:
+                poison(one)
+        step.done = True
 
     def _together(self, step: _Step) -> None:
         steps = [self.wire.ends[rank]._next() for rank in range(self.size())]
@@ -342,7 +369,7 @@ class _Abort(NcclAbort):
         self._device = memory.device
 
     def fire(self) -> None:
-        for end, use in self.uses.items() if not self.fired else ():
+        for end, use in self.uses.items():
             end.wire.left.setdefault(end.rank(), (use.is_clean, use.given))
         super().fire()
 
@@ -353,7 +380,7 @@ class _Abort(NcclAbort):
 class Library:
     """Makes communicators: ``rebuild.library.Library``, as NCCL's is."""
 
-    staged = False
+    staged = lingers = False
     device, kind, type = "cpu", "strict", dist.ProcessGroup.BackendType.CUSTOM
     rendezvous = Rendezvous
 
@@ -389,12 +416,13 @@ class Library:
     def connector(self, abort: Any) -> Connect:
         def connect(store: Any, rank: int, size: int, way: Channel | None) -> End:
             wire = self._wires.setdefault(store.prefix, Wire(store.prefix, size, self._machine.lazy))
-            end = End(wire, rank, self._memory)
+            end = End(wire, rank, self._memory, way)
             abort.adopt(end, Use())
             for _ in range(self._machine.draw.choice((0, 1, 5))):
                 this_host().wait()  # it takes its time
             wire.ends[rank] = end
             this_host().wait(lambda: wire.connected)
+            abort.connected(end, may_be_given=False)
             if way is not None:
                 end.first_message(way)
             abort.connected(end)

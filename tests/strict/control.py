@@ -33,7 +33,10 @@ from odyssey_megatron.plan.generation import Finished, Generation, Stop
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.policy.planner import PolicyPlanner
 from odyssey_megatron.policy.profile import Profile
-from tests.strict.machine import Machine, this_host
+from tests.strict.machine import Host, Machine, this_host
+
+_TURNS = 1000
+"""Of a host that waits with a limit, until that is over: others may be a hundred times slower."""
 
 
 class Journal:
@@ -82,10 +85,19 @@ class Store:
     def peek(self, key: str) -> str | None:
         return self.texts.get(key)
 
+    def count(self, key: str) -> int:
+        self.put(key, str(int(self.texts.get(key, "0")) + 1))
+        return int(self.texts[key])
+
     def wait(self, names: list[str], timeout_s: float | None = None) -> None:
-        this_host().wait(lambda: self.over or self.has(names))
+        if timeout_s is None:
+            this_host().wait(lambda: self.over or self.has(names))
+        for _ in range(_TURNS * (timeout_s is not None)):
+            if self.has(names):
+                break
+            this_host().wait()  # time passes, whatever the others do
         if not self.has(names):
-            raise ControlPlaneLost("the job has ended")
+            raise ControlPlaneLost("the job has ended") if timeout_s is None else TimeoutError
 
     def send(self, event: Event, *, acknowledged: bool = False) -> None:
         self.events.append(event)
@@ -211,10 +223,22 @@ def member_of(rank: int, ranks: int, incarnation: int, each: int, coordinator: C
 def taking_turns(machine: Machine, store: Store) -> Iterator[None]:
     """In the body threads that the product starts are hosts of ``machine``."""
 
-    class Condition(contextlib.nullcontext):  # type: ignore[type-arg] # nobody else runs within
+    class Condition:
+        def __init__(self) -> None:
+            self._within: Host | None = None
+
+        def __enter__(self) -> None:
+            if self._within is not None:
+                this_host().wait(lambda: self._within is None)
+            self._within = this_host()
+
+        def __exit__(self, *error: object) -> None:
+            self._within = None
+
         def wait_for(self, until: Callable[[], bool], timeout_s: float | None = None) -> bool:
-            soon = timeout_s is not None and timeout_s <= 0.5
-            this_host().wait((lambda: until() or store.idle) if soon else until)
+            soon, self._within = timeout_s is not None and timeout_s <= 0.5, None
+            this_host().wait(lambda: self._within is None and (until() or (soon and store.idle)))
+            self._within = this_host()
             return until()
 
         def notify_all(self) -> None: ...

@@ -178,6 +178,8 @@ class Device:
         self._places = math.inf if resident is None else resident
         """That are free."""
         self.streams: list[Stream] = []
+        self._rings: dict[bool, list[Stream]] = {False: [], True: []}
+        self._drawn = {False: 0, True: 0}
         self.given: deque[tuple[Stream, Operation]] = deque()
         self.host_knows: dict[Stream, int] = {}
         self._began = 0
@@ -188,6 +190,16 @@ class Device:
     def stream(self, name: str, *, stays: bool = False) -> Stream:
         self.streams.append(Stream(self, name, stays=stays))
         return self.streams[-1]
+
+    def draw_stream(self, *, first: bool) -> Stream:
+        """One for a communicator, of those that come ``first`` or of the others. Of either there are few, in a ring, so
+        that later ones share those of earlier ones.
+        """
+        ring, size = self._rings[first], self.machine.ring
+        if len(ring) < size:
+            ring.append(self.stream(f"{'first' if first else 'other'}.{len(ring)}", stays=True))
+        self._drawn[first] += 1
+        return ring[(self._drawn[first] - 1) % size]
 
     def close(self, stream: Stream) -> None:
         """No more operations will come."""
@@ -235,6 +247,10 @@ class Device:
         return True
 
 
+_RING = 32
+"""Source: torch 2.13 ``c10/cuda/CUDAStream.h``."""
+
+
 class Machine:
     """All hosts and devices. ``seed`` draws the order of their moves, and how fast each of them is."""
 
@@ -248,6 +264,8 @@ class Machine:
         self._weights: dict[Any, float] = {}
         self._stops = self.draw.choice((0.0, 0.02, 0.2))
         """How often a host is stopped in between, after it has given its device something to do."""
+        self.ring = _RING
+        """Streams of one priority on a device."""
         self.lazy = self.draw.random() < 0.5
         """Parts of communicators are connected when they are first used."""
 

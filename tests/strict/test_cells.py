@@ -42,7 +42,7 @@ def test_killed_as_slices_are_exchanged(shape, point):
 
 
 INTERRUPTED = pytest.mark.parametrize(
-    ("shape", "rank", "step", "seed"), [(CONTEXT, 5, 1, 1), (EXPERT, 0, 0, 25)], ids=str
+    ("shape", "rank", "step", "seed"), [(CONTEXT, 0, 1, 0), (EXPERT, 0, 1, 0)], ids=str
 )
 
 
@@ -144,7 +144,7 @@ def keeps_slices(worker, generation):
 )
 def test_a_smaller_cell_keeps_slices(shape):
     """What it keeps of each whole one's part comes from ranks of whole cells, and goes back to some."""
-    ended = check(shrinking(shape, WHOLE, **KEPT_THRICE, steps=9), seed=0)
+    ended = check(shrinking(shape, WHOLE, **KEPT_THRICE, steps=11), seed=0)
     assert any(keeps_slices(1, one) for one in ended.entered if one.shapes == ((1, 2),))
     assert (ended.entered[-1].shapes, ended.entered[-1].members) == ((), (0, 1, 2, 3, 6, 7))
 

@@ -9,7 +9,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from odyssey_megatron.launch import member  # noqa: E402
 from odyssey_megatron.plan.schedule import Op  # noqa: E402
+from tests.strict import communicators, machine  # noqa: E402
 from tests.strict.cases import TIGHT, case, changing, healthy  # noqa: E402
 from tests.strict.checking import check  # noqa: E402
 from tests.strict.communicators import OrdersDiffer  # noqa: E402
@@ -190,3 +192,30 @@ def test_a_sum_in_place_is_seen(monkeypatch):
     monkeypatch.setattr(Reduction, "start", start)
     with pytest.raises(AssertionError, match="differs"):
         [check(one, seed) for seed in range(8)]
+
+
+@pytest.mark.parametrize("number", [1, 7, 12, 14])
+def test_an_abort_before_others_have_heard_is_seen(number, monkeypatch):
+    """They would take for messages what it leaves. As it is, or if they are not waited for and the step is done again,
+    nothing of it counts.
+    """
+    kill = Kill(rank=number % 6, step=1, point=("forward", "backward")[number % 2], microbatch=number % 3)
+    one = healthy(stages=3, replicas=2, steps=2, kills=(kill,))
+    assert check(one, number)
+    monkeypatch.setattr(member, "fallen_everywhere", lambda *of: False)
+    assert set(check(one, number).outcomes()) <= {"redo", "finish"}
+    monkeypatch.setattr(member, "fallen_everywhere", lambda *of: True)
+    with pytest.raises(AssertionError):
+        check(one, number)
+
+
+def test_both_ways_of_neighbours_in_one_stream_are_seen(monkeypatch):
+    """Of a device's streams there are few, and communicators that outlive failures keep theirs."""
+    monkeypatch.setattr(machine, "_RING", 1)
+    jobs = [healthy(stages=stages, replicas=1, flags={"redundancy": "state"}) for stages in (3, 4)]
+    for one in jobs:
+        check(one, seed=0)
+    monkeypatch.setattr(communicators, "comes_first", lambda way: False)
+    for one in jobs:
+        with pytest.raises(Deadlock):
+            check(one, seed=0)
