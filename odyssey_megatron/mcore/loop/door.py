@@ -330,6 +330,18 @@ class Door:
         self._lines.say(lambda: original(message))
 
     def build_data_iterators(self, original: Any, provider: Any) -> Any:
+        """Common work as a whole: if the first rank dies while it builds an index, another one is to build it."""
+        from megatron.training import get_args
+
+        args = get_args()
+        eval_iters = args.eval_iters
+
+        def build(world: Any) -> Any:
+            args.eval_iters = (
+                eval_iters  # --full-validation: an earlier attempt may have put the data's there
+            )
+            return original(provider)
+
         # Megatron's compiled helpers keep the GIL while they build an index.
         with self._session.member.excused():
-            return original(provider)
+            return build(None) if self._groups.are_first else self._together(build)
