@@ -68,6 +68,7 @@ CELLS = {
     "sequence-parallel": "--sequence-parallel",
     "qk-layernorm": "--qk-layernorm",
     "norms-of-all-kinds": "--sequence-parallel --qk-layernorm --normalization LayerNorm",
+    "all-timers": "--timing-log-level 2",
 }
 
 
