@@ -138,6 +138,7 @@ class Door:
         seams.demand_all(seam_table.SEAMS)
         for module in (span, wgrad, saving):
             module.install()
+        saving.delete_as_a_whole()
         for seam, replacement in (
             (seam_table.VALIDATE_ARGS, self.validate_args),
             (seam_table.TRANSFORMER_CONFIG, self._stage.transformer_config),
