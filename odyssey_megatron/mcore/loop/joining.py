@@ -29,6 +29,7 @@ class Start:
 
     iteration: int
     consumed_train_samples: int
+    skipped_train_samples: int
     consumed_valid_samples: int
     """As a checkpoint has it; 0: none has, and Megatron works it out from the iteration, on all ranks alike."""
     floating_point_operations: float
@@ -45,6 +46,7 @@ class Start:
             groups=groups,
             iteration=args.iteration,
             consumed_train_samples=args.consumed_train_samples,
+            skipped_train_samples=args.skipped_train_samples,
             consumed_valid_samples=args.consumed_valid_samples,
             floating_point_operations=float(args.num_floating_point_operations_so_far),
         )
@@ -72,6 +74,7 @@ class Start:
         vars(scheduler).update(self.scheduler)
         optimizer.take_over(self.groups)
         args.iteration, args.consumed_train_samples = self.iteration, self.consumed_train_samples
+        args.skipped_train_samples = self.skipped_train_samples
         args.consumed_valid_samples = self.consumed_valid_samples
         args.num_floating_point_operations_so_far = self.floating_point_operations
 
