@@ -32,7 +32,7 @@ from odyssey_megatron.mcore.loop import (
 )
 from odyssey_megatron.mcore.loop.background import Saves
 from odyssey_megatron.mcore.loop.console import SurvivingLines
-from odyssey_megatron.mcore.loop.feed import Feed
+from odyssey_megatron.mcore.loop.feed import Feed, whole_indices
 from odyssey_megatron.mcore.loop.joining import Start
 from odyssey_megatron.mcore.loop.living import LivingGroups
 from odyssey_megatron.mcore.loop.progress_log import ProgressLog
@@ -344,5 +344,5 @@ class Door:
             return original(provider)
 
         # Megatron's compiled helpers keep the GIL while they build an index.
-        with self._session.member.excused():
+        with self._session.member.excused(), whole_indices():
             return build(None) if self._groups.are_first else self._together(build)
