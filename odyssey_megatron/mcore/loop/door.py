@@ -338,9 +338,7 @@ class Door:
         eval_iters = args.eval_iters
 
         def build(world: Any) -> Any:
-            args.eval_iters = (
-                eval_iters  # --full-validation: an earlier attempt may have put the data's there
-            )
+            args.eval_iters = eval_iters  # an earlier attempt may have put the data's there
             return original(provider)
 
         # Megatron's compiled helpers keep the GIL while they build an index.

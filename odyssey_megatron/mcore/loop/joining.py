@@ -109,9 +109,7 @@ class Start:
             times = max(0, iteration // interval - first // interval)
             times -= sum((step + 1) % interval == 0 and step >= first for step in left_out)
         sets = args.eval_iters if isinstance(args.eval_iters, list) else [args.eval_iters]
-        eval_iters = [
-            one or 0 for one in sets
-        ]  # None: this rank reads no data, and is told before it evaluates
+        eval_iters = [one or 0 for one in sets]  # None: it reads none, and is told before it evaluates
         batch = getattr(args, "eval_global_batch_size", args.global_batch_size)
         args.consumed_valid_samples += times * sum(eval_iters) * batch
         each = batch // args.micro_batch_size // replicas * replicas

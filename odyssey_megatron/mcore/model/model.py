@@ -265,7 +265,7 @@ class MegatronModel(Holdings):
         for block in self._span(first, last):
             is_last_stage = block.last == self.spec.num_layers
             stage = groups.in_stage(*self.spec.reads_as(first=block.first == 0, last=is_last_stage))
-            with cut_off.tidied(self.spec.config, self.layers), stage, needed.asking(needs):
+            with cut_off.tidied(self.spec.config, self._held.values()), stage, needed.asking(needs):
                 tensor, tokens = schedules.forward_step(
                     by_context.forward_step_of(self.cell, self.forward_step, sums_losses=sums_losses),
                     self.source,
@@ -320,7 +320,7 @@ class MegatronModel(Holdings):
             passed(last)
         flight = self._flights[self._go_to(microbatch), first]
         collecting = flight.weight_grads.collecting(on_the_way if passed else None)
-        with cut_off.tidied(self.spec.config, self.layers), collecting, self.loss_scale.only_if(word):
+        with cut_off.tidied(self.spec.config, self._held.values()), collecting, self.loss_scale.only_if(word):
             return compat.backward_step(flight.activation, flight.output, grad, self.spec.config)
 
     def weight_grad(self, microbatch: int, first: int, last: int) -> None:
