@@ -42,12 +42,11 @@ _WORKS = {
     "what Megatron's loop logs of its own numbers": """
     wandb_project wandb_exp_name wandb_save_dir wandb_entity one_logger_project one_logger_run_name
     one_logger_async app_tag_run_name app_tag_run_version log_interval log_params_norm
-    log_num_zeros_in_grad log_max_attention_logit log_progress log_throughput timing_log_level
-    timing_log_option tensorboard_dir
-    tensorboard_log_interval tensorboard_queue_size log_timers_to_tensorboard
+    log_num_zeros_in_grad log_max_attention_logit log_progress log_throughput timing_log_option
+    tensorboard_dir tensorboard_log_interval tensorboard_queue_size log_timers_to_tensorboard
     log_loss_scale_to_tensorboard log_validation_ppl_to_tensorboard log_memory_to_tensorboard
-    log_memory_interval log_device_memory_used log_world_size_to_tensorboard barrier_with_L1_time
-    logging_level enable_one_logger config_logger_dir
+    log_memory_interval log_device_memory_used log_world_size_to_tensorboard logging_level
+    enable_one_logger config_logger_dir
     """,
     "NCCL's own records": """
     flight_recorder_dump_path flight_recorder_trace_buffer_size flight_recorder_dump_on_timeout
@@ -114,7 +113,7 @@ _WORKS = {
     "the data set: samples are found by their global number": """
     data_path split train_data_path valid_data_path test_data_path data_args_path per_split_data_args_path
     per_dataset_sequences_path dataloader_fast_cache_load dataloader_defer_npy_index_mmap data_cache_path
-    mmap_bin_files mock_data num_workers reset_position_ids reset_attention_mask eod_mask_loss
+    mmap_bin_files mock_data reset_position_ids reset_attention_mask eod_mask_loss
     create_attention_mask_in_dataloader num_dataset_builder_threads object_storage_cache_path
     data_sharding mid_level_dataset_surplus allow_ambiguous_pad_tokens enable_msc disable_msc_deprecated
     """,
@@ -345,6 +344,12 @@ _MOOT = {
     "Megatron's own step, which Odyssey's replaces, reads it": """
     empty_unused_memory_level
     """,
+    "its timers are of Megatron's own step, which Odyssey's replaces; odyssey report shows what a step consists of": """
+    timing_log_level barrier_with_L1_time
+    """,
+    "a microbatch is read where it is computed, as that begins, by the thread that trains": """
+    num_workers
+    """,
     "read by older versions of Megatron-LM only": """
     async_tensor_model_parallel_allreduce batch_size warmup model_parallel_size checkpoint_activations
     deprecated_use_mcore_models use_dist_ckpt_deprecated dist_ckpt_format_deprecated
@@ -412,5 +417,7 @@ AS_ODYSSEY_DOES = {
     "rerun_mode": ("disabled", "validate_results"),
     "num_distributed_optimizer_instances": (1,),
     "moe_token_dispatcher_type": ("allgather", "alltoall"),
+    "num_workers": (0,),
+    "timing_log_level": (0, 2),
 }
 """Of what is moot, the values that leave nothing undone."""

@@ -128,9 +128,15 @@ def ignored(args: Any, parser: Parser) -> Iterator[tuple[str, str]]:
 
 
 def cautions(args: Any) -> Iterator[tuple[str, str]]:
-    """The flags of ``args`` that work, where a loss may yet leave a trace in what the job computes: each with what, and
-    the remedy.
+    """The flags of ``args`` that work, where a loss may yet leave a trace in what the job computes, or not in all: each
+    with what, and the remedy.
     """
+    if getattr(args, "timing_log_level", None) == 2:
+        yield (
+            "--timing-log-level 2",
+            "forward-compute, backward-compute and batch-generator are timed. Of level 1 nothing is: "
+            f"{MOOT['timing_log_level']}.",
+        )
     if getattr(args, "fp16", False) and not getattr(args, "accumulate_allreduce_grads_in_fp32", False):
         yield (
             "--fp16",

@@ -102,22 +102,25 @@ def test_what_earlier_attempts_have_left_is_removed(tmp_path):
     written(tmp_path / ".odyssey-iter_0000006-0123")
     (tmp_path / "iter_0000008").mkdir()
     # Six is complete, but it has never become the latest, and is about to be saved again.
-    saving._sweep(tmp_path / "iter_0000006", None)
+    saving._sweep(tmp_path / "iter_0000006")
     assert names(tmp_path) == ["iter_0000002", "iter_0000004", "latest_checkpointed_iteration.txt"]
-    saving._sweep(tmp_path / "iter_0000004", None)  # the latest stays until another is in its place
+    saving._sweep(tmp_path / "iter_0000004")  # the latest stays until another is in its place
     assert "iter_0000004" in names(tmp_path)
 
 
-def test_a_deletion_that_was_cut_short_is_finished(tmp_path):
-    for iteration in (2, 3, 4, 5, 6):
+def test_what_others_have_saved_beside_stays(tmp_path):
+    """As --save-retain-interval deletes none but the one before: of another format, or without a file, it may be what
+    somebody needs.
+    """
+    for iteration in (2, 3):
         written(tmp_path / f"iter_{iteration:07d}")
-    track(tmp_path, "6")
-    for iteration in (3, 4):
-        the_file(tmp_path / f"iter_{iteration:07d}").unlink()
-    saving._sweep(tmp_path / "iter_0000007", 4)
-    assert [one for one in names(tmp_path) if "iter_" in one] == [
-        f"iter_{iteration:07d}" for iteration in (2, 4, 5, 6)
-    ], "four was to be retained, two is whole"
+    the_file(tmp_path / "iter_0000002").unlink()
+    (tmp_path / "iter_0000001" / "mp_rank_00").mkdir(parents=True)
+    (tmp_path / "iter_0000001" / "mp_rank_00" / "model_optim_rng.pt").write_bytes(b"weights")
+    track(tmp_path, "3")
+    before = names(tmp_path)
+    saving._sweep(tmp_path / "iter_0000004")
+    assert names(tmp_path) == before
 
 
 def test_a_complete_attempt_takes_the_place_of_the_checkpoint_before(tmp_path):

@@ -127,3 +127,19 @@ def test_only_the_checkpoints_to_retain_stay_and_the_last_one_that_is_not_persis
     (saved / tracker).unlink()
     load = f"{MOCK} --load {saved} --non-persistent-ckpt-type global"
     assert_same_lines(jobs.plain(load, ranks=2, stages=2), resumed, first=4)
+
+
+def test_a_deletion_is_finished_by_others_and_nothing_else_is_deleted(jobs, name):
+    """With --save-retain-interval; what stands there from earlier is of another format."""
+    saved = jobs.folder / f"{name}-saved"
+    other = saved / "iter_0000001" / "mp_rank_00" / "model_optim_rng.pt"
+    other.parent.mkdir(parents=True)
+    other.write_bytes(b"weights")
+    flags = f"{MOCK} --save {saved} --save-interval 2 --save-retain-interval 4"
+    before = [str(CHECKOUT / "tests" / "megatron_lm" / "deleting.py")]
+    run = jobs.odyssey(name, flags, ranks=4, stages=2, before=before)
+    assert_same_lines(run, jobs.plain(ranks=4, stages=2))
+    assert run.killed == [0]
+    left = ["iter_0000001", "iter_0000004", "iter_0000006", "latest_checkpointed_iteration.txt"]
+    assert sorted(one.name for one in saved.iterdir()) == left
+    assert other.read_bytes() == b"weights"

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 
+from tests.launch.jobserver import CHECKOUT
 from tests.megatron_lm.jobs import FLOAT32, FLOAT64, MOCK, assert_same_lines, checkpoint
 from tests.megatron_lm.test_flags import INTERLEAVED
 
@@ -107,6 +108,15 @@ def test_experts_of_newer_versions(other_jobs, name, gangs):
     assert_same_lines(run, plain)
     assert_same_auxiliary_losses(run, plain)
     assert len(run.killed) == (4 if gangs else 2)
+
+
+def test_shared_experts_that_overlap_messages_are_cut_off_in_a_gang_that_lives(other_jobs, name):
+    """From core_v0.18.0 on they insist on the order in which they are called."""
+    flags = f"{MOCK} {DEEPSEEK} {GANGS} --moe-token-dispatcher-type alltoall --moe-shared-expert-overlap"
+    script = str(CHECKOUT / "tests" / "megatron_lm" / "dispatching.py")
+    run = other_jobs.odyssey(name, flags, ranks=4, stages=1, before=[script, "10"])
+    assert_same_lines(run, other_jobs.plain(flags, ranks=4, stages=1))
+    assert run.killed == [2, 3]
 
 
 DRAWN = {

@@ -42,7 +42,8 @@ LEFT_OUT = {
     "all-at-once": (
         "--use-distributed-optimizer",
         "--num-distributed-optimizer-instances 2 --delay-wgrad-compute --defer-embedding-wgrad-compute "
-        "--cuda-graph-impl local --rerun-mode report_stats --error-injection-rate 5",
+        "--cuda-graph-impl local --rerun-mode report_stats --error-injection-rate 5 --num-workers 3 "
+        "--timing-log-level 1 --no-barrier-with-level-1-timing",
     ),
     "of-older-versions": (
         "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
@@ -68,6 +69,7 @@ CELLS = {
     "sequence-parallel": "--sequence-parallel",
     "qk-layernorm": "--qk-layernorm",
     "norms-of-all-kinds": "--sequence-parallel --qk-layernorm --normalization LayerNorm",
+    "all-timers": "--timing-log-level 2",
 }
 
 

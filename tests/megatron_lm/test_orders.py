@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 
 from odyssey_megatron.upstream.source import Source
 from tests.e2e.jobs import assert_holders_agree
@@ -49,18 +50,39 @@ def test_samples_are_those_of_plain_megatron_lm(jobs, name, case):
     assert_holders_agree(run)
 
 
-def test_whole_validation_sets(jobs, name):
-    """Of 7 and 9 samples; over and over again, as 0.16 reads them. That fails itself with one set, or a test set."""
-    folder = jobs.folder / name
+@pytest.fixture(scope="module")
+def whole_sets(jobs):
+    """Flags for two validation sets, of 7 and 9 samples."""
+    folder = jobs.folder / "whole-sets"
     train, *valid = (indexed(folder / str(count), [bytes(range(17)) * count]) for count in (200, 7, 9))
-    flags = f"--train-data-path {train} --valid-data-path {valid[0]} {valid[1]} --multiple-validation-sets "
-    flags += "--full-validation"
+    return (
+        f"--train-data-path {train} --valid-data-path {valid[0]} {valid[1]} --multiple-validation-sets "
+        "--full-validation"
+    )
+
+
+def test_whole_validation_sets(jobs, name, whole_sets):
+    """Over and over again, as 0.16 reads them. That fails itself with one set, or a test set."""
     how = {**HOW, "without": "--mock-data --split"}
-    run = jobs.odyssey(name, flags, inject="rank=1,step=3,at=evaluate;rank=3,step=4,at=forward", **how)
-    plain = jobs.plain(flags, **how)
+    run = jobs.odyssey(name, whole_sets, inject="rank=1,step=3,at=evaluate;rank=3,step=4,at=forward", **how)
+    plain = jobs.plain(whole_sets, **how)
     assert len(plain.evaluations) >= 4
     assert_same_lines(run, plain)
     assert len(run.killed) == 2
+
+
+@pytest.mark.timeout(400)
+def test_a_cell_comes_back_to_whole_validation_sets(jobs, name, whole_sets):
+    """Of which its second rank reads nothing, and is told the size with the others, as it evaluates."""
+    flags = f"{whole_sets} --tensor-model-parallel-size 2 --train-iters 50 --eval-interval 25 --odyssey-float64 on"
+    how = {"ranks": 4, "stages": 1, "without": "--mock-data --split --train-iters --eval-interval"}
+    whole = jobs.odyssey(f"{name}-reference", flags, **how)
+    inject = "rank=0,step=2,at=backward"
+    run = jobs.odyssey(name, f"{flags} --odyssey-respawn 1", inject=inject, **how)
+    assert_same_lines(run, whole, rel=FLOAT64)
+    assert run.killed == [0, 1]
+    begun = {e["generation"]: e["members"] for e in run.named("generation_started")}
+    assert begun[max(begun)] == [0, 1, 2, 3]
 
 
 @pytest.mark.timeout(400)
@@ -120,6 +142,28 @@ def test_a_batch_that_replicas_cannot_share_is_decreased(jobs, name):
     assert_same_lines(run, plain)
     assert len(run.killed) == 2
     assert _SKIPPED.findall(run.log) == _SKIPPED.findall(plain.log) != []
+
+
+@pytest.mark.timeout(400)
+def test_samples_that_were_skipped_before_a_checkpoint_are_known_to_ranks_that_come_back(jobs, name):
+    """To the last one, which logs them, and to the first one, which saves them."""
+    flags = (
+        f"{MOCK} --global-batch-size 13 --decrease-batch-size-if-needed --train-iters 60 --eval-interval 30"
+    )
+    how = {**HOW, "without": "--train-iters --eval-interval --global-batch-size"}
+    first, own, other = (jobs.folder / f"{name}-{which}" for which in ("first", "plain", "back"))
+    jobs.plain(f"{flags} --save {first} --save-interval 4 --exit-interval 4", **how)
+    flags = f"{flags} --load {first} --save-interval 60"
+    plain = jobs.plain(f"{flags} --save {own}", **how)
+    inject = "rank=3,step=5,at=backward;rank=0,step=6,at=backward"
+    run = jobs.odyssey(name, f"{flags} --save {other} --odyssey-respawn 1", inject=inject, **how)
+    assert sorted(event["target"] for event in run.named("rank_joined")) == run.killed == [0, 3]
+    assert _SKIPPED.findall(run.log) == _SKIPPED.findall(plain.log) != []
+    saved = [
+        torch.load(folder / "iter_0000060" / "common.pt", weights_only=False)["args"]
+        for folder in (own, other)
+    ]
+    assert saved[0].skipped_train_samples == saved[1].skipped_train_samples == 60
 
 
 @pytest.mark.matrix

@@ -32,7 +32,7 @@ from odyssey_megatron.mcore.loop import (
 )
 from odyssey_megatron.mcore.loop.background import Saves
 from odyssey_megatron.mcore.loop.console import SurvivingLines
-from odyssey_megatron.mcore.loop.feed import Feed
+from odyssey_megatron.mcore.loop.feed import Feed, whole_indices
 from odyssey_megatron.mcore.loop.joining import Start
 from odyssey_megatron.mcore.loop.living import LivingGroups
 from odyssey_megatron.mcore.loop.progress_log import ProgressLog
@@ -138,6 +138,7 @@ class Door:
         seams.demand_all(seam_table.SEAMS)
         for module in (span, wgrad, saving):
             module.install()
+        saving.delete_as_a_whole()
         for seam, replacement in (
             (seam_table.VALIDATE_ARGS, self.validate_args),
             (seam_table.TRANSFORMER_CONFIG, self._stage.transformer_config),
@@ -330,6 +331,16 @@ class Door:
         self._lines.say(lambda: original(message))
 
     def build_data_iterators(self, original: Any, provider: Any) -> Any:
-        # Megatron's compiled helpers keep the GIL while they build an index.
-        with self._session.member.excused():
+        """Common work as a whole: if the first rank dies while it builds an index, another one is to build it."""
+        from megatron.training import get_args
+
+        args = get_args()
+        eval_iters = args.eval_iters
+
+        def build(world: Any) -> Any:
+            args.eval_iters = eval_iters  # an earlier attempt may have put the data's there
             return original(provider)
+
+        # Megatron's compiled helpers keep the GIL while they build an index.
+        with self._session.member.excused(), whole_indices():
+            return build(None) if self._groups.are_first else self._together(build)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+import numpy
 
 from odyssey_megatron.mcore.loop.data import DrawnBySample, MicrobatchSource
 from odyssey_megatron.mcore.loop.orders import order_of
@@ -56,3 +60,25 @@ class Feed:
         sets = valid_data_iterator if isinstance(valid_data_iterator, list) else [valid_data_iterator]
         for one, microbatches in zip(sets, evaluated, strict=True):
             self.source(one).evaluated = microbatches
+
+
+@contextlib.contextmanager
+def whole_indices() -> Iterator[None]:
+    """In the body NumPy's files are there as a whole, or not at all. Megatron writes an index where it is to be, and
+    whoever comes next takes one that is there for one that is whole.
+    """
+    save = numpy.save
+
+    def saved(file: Any, *args: Any, **kwargs: Any) -> None:
+        if not str(file).endswith(".npy"):  # a file that is open, or one that NumPy will add that to
+            save(file, *args, **kwargs)
+            return
+        unfinished = f"{file}.unfinished.npy"
+        save(unfinished, *args, **kwargs)
+        os.replace(unfinished, file)
+
+    numpy.save = saved
+    try:
+        yield
+    finally:
+        numpy.save = save

@@ -29,6 +29,7 @@ class Start:
 
     iteration: int
     consumed_train_samples: int
+    skipped_train_samples: int
     consumed_valid_samples: int
     """As a checkpoint has it; 0: none has, and Megatron works it out from the iteration, on all ranks alike."""
     floating_point_operations: float
@@ -45,6 +46,7 @@ class Start:
             groups=groups,
             iteration=args.iteration,
             consumed_train_samples=args.consumed_train_samples,
+            skipped_train_samples=args.skipped_train_samples,
             consumed_valid_samples=args.consumed_valid_samples,
             floating_point_operations=float(args.num_floating_point_operations_so_far),
         )
@@ -72,6 +74,7 @@ class Start:
         vars(scheduler).update(self.scheduler)
         optimizer.take_over(self.groups)
         args.iteration, args.consumed_train_samples = self.iteration, self.consumed_train_samples
+        args.skipped_train_samples = self.skipped_train_samples
         args.consumed_valid_samples = self.consumed_valid_samples
         args.num_floating_point_operations_so_far = self.floating_point_operations
 
@@ -105,7 +108,8 @@ class Start:
             first = max(self.iteration, start - 1)
             times = max(0, iteration // interval - first // interval)
             times -= sum((step + 1) % interval == 0 and step >= first for step in left_out)
-        eval_iters = args.eval_iters if isinstance(args.eval_iters, list) else [args.eval_iters]
+        sets = args.eval_iters if isinstance(args.eval_iters, list) else [args.eval_iters]
+        eval_iters = [one or 0 for one in sets]  # None: it reads none, and is told before it evaluates
         batch = getattr(args, "eval_global_batch_size", args.global_batch_size)
         args.consumed_valid_samples += times * sum(eval_iters) * batch
         each = batch // args.micro_batch_size // replicas * replicas

@@ -46,6 +46,24 @@ def install() -> None:
     seams.wrap(seam_table.MAYBE_MSC, lambda original, one, name: _opening(original(one, name), name))
 
 
+def delete_as_a_whole() -> None:
+    """What Megatron-LM deletes loses its name before it loses a file: what is left of a deletion that was cut short is
+    known by that. Megatron-LM looks ``shutil`` up in its module.
+    """
+    from megatron.training import checkpointing
+
+    checkpointing.shutil = _Shutil()
+
+
+class _Shutil:
+    @staticmethod
+    def rmtree(path: str | Path) -> None:
+        _remove(Path(path))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(shutil, name)
+
+
 def check(args: Any) -> None:
     """Raises ConfigError if a checkpoint could not be renamed where ``args`` would have it."""
     for folder in (args.save, args.non_persistent_global_ckpt_dir):
@@ -110,9 +128,7 @@ def tidy(iteration: int, **kwargs: Any) -> None:
 def _begin(iteration: int, **kwargs: Any) -> None:
     from megatron.training import get_args
 
-    settings = get_args()
-    folder = _folder_of(settings, iteration, non_persistent=kwargs.get("non_persistent_ckpt", False))
-    begin(folder, retain_interval=getattr(settings, "save_retain_interval", None))
+    begin(_folder_of(get_args(), iteration, non_persistent=kwargs.get("non_persistent_ckpt", False)))
 
 
 def is_of_storage(error: Exception) -> bool:
@@ -137,32 +153,25 @@ def _folder_of(args: Any, iteration: int, *, non_persistent: bool) -> Path:
 # -- an attempt -------------------------------------------------------------------------------------------------------
 
 
-def begin(folder: Path, *, retain_interval: int | None = None) -> None:
-    """Removes what earlier attempts, at this save and others, have left beside ``folder``. Collective.
+def begin(folder: Path) -> None:
+    """Removes what earlier attempts, at this save and others, and deletions have left beside ``folder``. Collective.
 
     Args:
         folder: the checkpoint that is about to be saved.
-        retain_interval: Megatron's --save-retain-interval: others are deleted, and that, too, may have been cut short.
 
     Raises:
         NotSaved: on all ranks.
     """
-    _of_first_rank(lambda: _sweep(folder, retain_interval))
+    _of_first_rank(lambda: _sweep(folder))
 
 
-def _sweep(folder: Path, retain_interval: int | None) -> None:
+def _sweep(folder: Path) -> None:
     for leftover in folder.parent.glob(f"{_UNFINISHED}*"):
         _remove(leftover)
-    latest = _tracked(folder.parent)
     for other in folder.parent.glob("iter_*"):
         with contextlib.suppress(OSError):
             other.rmdir()  # made and not filled
-        number = other.name.removeprefix("iter_")
-        if retain_interval and number.isdecimal() and other.is_dir() and not other.is_symlink():
-            deleted = other.name < latest and int(number) % retain_interval
-            if deleted and damage(other):
-                _remove(other)
-    if folder.name != latest:  # complete perhaps, but nobody has been told
+    if folder.name != _tracked(folder.parent):  # complete perhaps, but nobody has been told
         _remove(folder)
 
 

@@ -6,7 +6,6 @@ the last living one writes it to a file. The others keep the newest: a killed ra
 
 from __future__ import annotations
 
-import importlib.util
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -135,9 +134,17 @@ def replace_writer(args: Any, member: Member) -> SurvivingWriter | None:
     from megatron.training import global_vars
 
     folder = args.tensorboard_dir
-    if not folder or importlib.util.find_spec("tensorboard") is None:
+    if not folder:
         return None
-    board = global_vars._GLOBAL_TENSORBOARD_WRITER = SurvivingWriter(
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+
+    class Board(SurvivingWriter, SummaryWriter):
+        """Megatron's timers are written to nothing else than a SummaryWriter."""
+
+    board = global_vars._GLOBAL_TENSORBOARD_WRITER = Board(
         lambda: open_writer(folder, args.tensorboard_queue_size),
         note=lambda iteration: member.note("tensorboard", str(iteration)),
         noted=lambda: int(member.noted("tensorboard") or -1),

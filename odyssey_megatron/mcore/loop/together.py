@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from odyssey_megatron.errors import OdysseyError, Superseded
+from odyssey_megatron.errors import OdysseyError, PeerFailed, Superseded
 from odyssey_megatron.execute.rank import RankRuntime
 from odyssey_megatron.mcore.loop import arguments, checkpoint
 from odyssey_megatron.mcore.loop.living import LivingGroups
@@ -40,7 +40,9 @@ class CommonWork:
                 except OdysseyError:
                     raise
                 except Exception as error:
-                    # Libraries wrap what their collectives raise.
+                    # Libraries wrap what their collectives raise, or say what others' have raised.
+                    if wrapped := _failure_behind(error):
+                        raise type(wrapped)(*wrapped.args) from error
                     if self.session.member.newer_than(self.runtime.generation):
                         raise Superseded("a newer generation exists") from error
                     raise
@@ -68,3 +70,12 @@ class CommonWork:
     @functools.cached_property
     def _empty_chunk(self) -> Any:
         return empty_chunk(self.model.spec, self.groups.of_cell)
+
+
+def _failure_behind(error: BaseException | None) -> Superseded | PeerFailed | None:
+    """What ``error`` was raised for; None: no failure of another rank."""
+    while error is not None:
+        if isinstance(error, Superseded | PeerFailed):
+            return error
+        error = error.__cause__ or error.__context__
+    return None

@@ -19,7 +19,7 @@ from odyssey_megatron.mcore.loop.balance import Balance, heads
 from odyssey_megatron.mcore.loop.batches import Batches
 from odyssey_megatron.mcore.loop.data import MicrobatchSource
 from odyssey_megatron.mcore.loop.outcome import StepOutcome
-from odyssey_megatron.mcore.model import by_context, groups, lanes, needed, rng, span, summed, te
+from odyssey_megatron.mcore.model import by_context, cut_off, groups, lanes, needed, rng, span, summed, te
 from odyssey_megatron.mcore.model.assembling import assembled, unsent
 from odyssey_megatron.mcore.model.clipping import clipped
 from odyssey_megatron.mcore.model.future import FutureTokens
@@ -265,7 +265,7 @@ class MegatronModel(Holdings):
         for block in self._span(first, last):
             is_last_stage = block.last == self.spec.num_layers
             stage = groups.in_stage(*self.spec.reads_as(first=block.first == 0, last=is_last_stage))
-            with stage, needed.asking(needs):
+            with cut_off.tidied(self.spec.config, self._held.values()), stage, needed.asking(needs):
                 tensor, tokens = schedules.forward_step(
                     by_context.forward_step_of(self.cell, self.forward_step, sums_losses=sums_losses),
                     self.source,
@@ -319,7 +319,8 @@ class MegatronModel(Holdings):
         if passed is not None:
             passed(last)
         flight = self._flights[self._go_to(microbatch), first]
-        with flight.weight_grads.collecting(on_the_way if passed else None), self.loss_scale.only_if(word):
+        collecting = flight.weight_grads.collecting(on_the_way if passed else None)
+        with cut_off.tidied(self.spec.config, self._held.values()), collecting, self.loss_scale.only_if(word):
             return compat.backward_step(flight.activation, flight.output, grad, self.spec.config)
 
     def weight_grad(self, microbatch: int, first: int, last: int) -> None:
