@@ -55,6 +55,8 @@ class Retry:
     rank: int
     generation: int
     reason: str
+    patience_s: float = 0.0
+    """For so long another rank may rightly be at something else, as a checkpoint, before it is taken for stuck."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,6 +33,11 @@ class Attention:
         self._missed, self._missed_s = 0, now_s
         self._awake = Awake(_FROZEN_S)
 
+    @property
+    def longest_s(self) -> float:
+        """Whoever has not come to anything by then is taken for stuck, whatever he was at."""
+        return self.op_timeout_s + self._recovery_timeout_s
+
     # -- the training thread --------------------------------------------------------------------------------------
 
     def look(self, generation: int, now_s: float) -> None:

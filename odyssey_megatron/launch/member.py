@@ -353,7 +353,8 @@ class Member:
 
     def ask_retry(self, number: int, reason: str) -> None:
         """Asks for fresh groups, although nobody may have died. Ignored once ``number`` is outdated."""
-        self._control.send(Retry(rank=self.rank, generation=number, reason=reason))
+        patience_s = self._attention.longest_s
+        self._control.send(Retry(rank=self.rank, generation=number, reason=reason, patience_s=patience_s))
 
     def note(self, name: str, value: str) -> None:
         """Leaves ``value`` for whoever takes over a task of this rank's."""

@@ -35,7 +35,9 @@ from odyssey_megatron.plan.generation import Finished, Generation, Stop
 from odyssey_megatron.plan.plan import Plan
 
 _MAX_FRUITLESS = 20
-"""So many requests for fresh groups in a row end the job, if meanwhile nothing was done and nobody died or joined."""
+"""So many requests for fresh groups in a row end the job, if meanwhile nothing was done and nobody died or joined; but
+not while somebody is missing who may come yet.
+"""
 _FRUITLESS = (
     "{count} generations in a row have come to nothing: not one step was done in them, though nobody died. In the last "
     "one {wanted}. Something fails on all ranks alike; their logs may say what. Restart from the last checkpoint."
@@ -60,6 +62,7 @@ class JobState:
     tries: OfferTries = field(default_factory=OfferTries)
     fruitless: int = 0
     """Requests for fresh groups in a row that have come to nothing."""
+    fruitless_since_s: float = 0.0
     done: int = 0
     """Pieces of common work, as far as generations that began have said."""
     early: int = -1
@@ -128,10 +131,11 @@ def react(
         The job after them; what is to be done, in this order. Of actions that end it or need a plan there is at most
         one, the last.
     """
-    before, actions, wanted, lost = job.cluster, list[Action](), "", set[int]()
+    before, actions, wanted, lost, patience_s = job.cluster, list[Action](), "", set[int](), 0.0
     for event in events:
         if isinstance(event, Retry) and event.generation in (before.generation, before.offered):
             wanted = f"rank {event.rank} asked for it: {event.reason}"
+            patience_s = max(patience_s, event.patience_s)
         was = job.cluster
         job, more = _after(job, event, now_s)
         actions += more
@@ -148,9 +152,10 @@ def react(
         left = (job.cluster.members & {*job.cluster.ranks, *finished}) - missed
         if left and left <= finished:  # where nobody is left, others may wait to be filled
             return job, [*actions, Finished(number=job.cluster.newest + 1)]
-    job = replace(job, fruitless=0 if lost else job.fruitless + bool(wanted))
-    if job.fruitless > _MAX_FRUITLESS:
-        return job, [*actions, stop(job, _FRUITLESS.format(count=_MAX_FRUITLESS, wanted=wanted), 1)]
+    since_s = job.fruitless_since_s if job.fruitless else now_s
+    job = replace(job, fruitless=0 if lost else job.fruitless + bool(wanted), fruitless_since_s=since_s)
+    if job.fruitless > _MAX_FRUITLESS and (before.is_live or now_s - since_s > patience_s):
+        return job, [*actions, stop(job, _FRUITLESS.format(count=job.fruitless - 1, wanted=wanted), 1)]
     needed = before.members | (before.offered_members if before.offered else frozenset())
     if wanted or needed & missed:
         actions.append(Recover(dead=tuple(sorted(lost)), why=wanted or "failure"))

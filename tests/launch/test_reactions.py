@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -55,6 +56,23 @@ def test_a_death_is_reported_and_then_decided_on():
     job, generation = published(job, PLAN, recover.why, dead=recover.dead)
     assert (generation.number, generation.members, generation.dead) == (2, (0, 1, 2, 4, 5), (3,))
     assert generation.previous == PLAN.layout
+
+
+@pytest.mark.parametrize("all_come", [True, False])
+def test_whoever_may_come_yet_is_waited_for(all_come):
+    """The others cannot connect with one that writes a checkpoint; with all there it is something else."""
+    job, actions = begun()[0], []
+    for round in range(200):
+        number = job.cluster.generation
+        if all_come or not round:
+            job = all_live(job, number)
+        asked = Retry(rank=1, generation=number, reason="nobody at the other end", patience_s=630.0)
+        job, actions = react(job, [asked], now_s=5.5 * round)
+        if isinstance(actions[-1], Stop):
+            break
+        job, _ = published(job, PLAN, "asked for")
+    assert round == (20 if all_come else 115)
+    assert f"{round} generations in a row have come to nothing" in actions[-1].why
 
 
 def test_that_a_rank_is_live_is_noted_without_a_look_at_all_others(monkeypatch):
