@@ -154,7 +154,7 @@ def react(
             return job, [*actions, Finished(number=job.cluster.newest + 1)]
     since_s = job.fruitless_since_s if job.fruitless else now_s
     job = replace(job, fruitless=0 if lost else job.fruitless + bool(wanted), fruitless_since_s=since_s)
-    if job.fruitless > _MAX_FRUITLESS and (before.is_live or now_s - since_s > patience_s):
+    if wanted and job.fruitless > _MAX_FRUITLESS and (before.is_live or now_s - since_s > patience_s):
         return job, [*actions, stop(job, _FRUITLESS.format(count=job.fruitless - 1, wanted=wanted), 1)]
     needed = before.members | (before.offered_members if before.offered else frozenset())
     if wanted or needed & missed:

@@ -95,6 +95,11 @@ class Watch:
             raise self.lost
         return found
 
+    def is_over(self, number: int) -> bool:
+        """Whether generation ``number``, with which this rank comes, has come to nothing, be it for another offer."""
+        with self._changed:
+            return max(self._newest, self._offer) > number or self.lost is not None
+
     def await_any(self, after: int) -> tuple[int, str, bool]:
         """Number and text of what comes behind ``after``, and whether that is an offer. Raises :attr:`lost`."""
         with self._changed:

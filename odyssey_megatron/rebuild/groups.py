@@ -7,6 +7,7 @@ fixed world size, so ``torch.distributed``'s global rank space never changes.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import sys
 import threading
@@ -341,7 +342,7 @@ class _Graveyard:
 
     def bury(self, groups: list[Any], for_s: float) -> None:
         with self._changed:
-            self._graves.append((time.monotonic() + for_s, groups))
+            bisect.insort(self._graves, (time.monotonic() + for_s, groups), key=lambda one: one[0])
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="odyssey-reaper", daemon=True)
                 self._thread.start()

@@ -22,7 +22,10 @@ def begin(connect):
     control, watches = connect(), list[Watch]()
 
     def begin(rank: int, incarnation: int) -> Meeting:
-        watch = Watch(connect(), lambda _: None, Attention(60.0, 30.0, 0.0), settled=False)
+        watch = Watch(
+            connect(), lambda _: None, Attention(60.0, 30.0, 0.0), settled=False,
+            fallen_everywhere=lambda number, text: True, alone_s=0.0,
+        )  # fmt: skip
         watches.append(watch)
         company = Company(rank=rank, incarnation=incarnation, control=connect(), watch=watch)
         return Meeting(company, watch)

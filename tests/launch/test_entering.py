@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 pytest.importorskip("torch")
 
-from odyssey_megatron.errors import ControlPlaneLost
+from odyssey_megatron.errors import ControlPlaneLost, Superseded
+from odyssey_megatron.launch import control as keys
+from odyssey_megatron.launch.attention import Attention
 from odyssey_megatron.launch.entering import Entering, Part, concerns, part_in
+from odyssey_megatron.launch.watch import Watch
 from odyssey_megatron.plan.generation import Generation
 from tests.plan.test_wire import planned
 
@@ -53,3 +58,27 @@ def test_a_generation_that_does_not_come_is_asked_for(why):
     with pytest.raises(ControlPlaneLost):
         entering.next_generation(4, why=why)
     assert asked == [(4, why or "no newer generation within 0.5 s")]
+
+
+def test_who_comes_goes_to_the_next_offer_if_the_others_do_not_enter_this_one(connect):
+    """One of them could not connect, and declined it."""
+    watch = Watch(
+        connect(), lambda text: None, Attention(60.0, 30.0, 0.0), settled=False,
+        fallen_everywhere=lambda number, text: True, alone_s=0.0,
+    )  # fmt: skip
+    entering = Entering(
+        rank=2, incarnation=1, control=connect(), watch=watch, first_within_s=1.0, next_within_s=1.0,
+        ask_retry=lambda number, reason: None, fenced=lambda number, why: None,
+    )  # fmt: skip
+    coordinator = connect()
+    watch.start(1)
+    coordinator.put(keys.generation_key(2), f"{keys.OFFER}2")
+    assert watch.await_any(1) == (2, "2", True)
+    watch.take_offer(2)
+    threading.Timer(0.2, lambda: coordinator.put(keys.generation_key(3), f"{keys.OFFER}3")).start()
+    with pytest.raises(Superseded):
+        entering.await_others(2)
+    assert watch.await_any(2) == (3, "3", True)
+    watch.take_offer(3)
+    coordinator.put(keys.entered_key(3), "")
+    entering.await_others(3)

@@ -71,6 +71,9 @@ def test_whoever_may_come_yet_is_waited_for(all_come):
         if isinstance(actions[-1], Stop):
             break
         job, _ = published(job, PLAN, "asked for")
+        late = [GenerationLive(rank=1, generation=job.cluster.generation), replace(asked, rank=2)]
+        for others in ([], late):
+            assert not react(job, others, now_s=5.5 * round + 1.0)[1], "nothing is to be done"
     assert round == (20 if all_come else 115)
     assert f"{round} generations in a row have come to nothing" in actions[-1].why
 

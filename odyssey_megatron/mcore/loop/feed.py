@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -73,7 +74,7 @@ def whole_indices() -> Iterator[None]:
         if not str(file).endswith(".npy"):  # a file that is open, or one that NumPy will add that to
             save(file, *args, **kwargs)
             return
-        unfinished = f"{file}.unfinished.npy"
+        unfinished = f"{file}.{secrets.token_hex(8)}.unfinished.npy"  # another job may build the same one
         save(unfinished, *args, **kwargs)
         os.replace(unfinished, file)
 
