@@ -141,9 +141,8 @@ CASES = (
         name="a kill, and the rank comes back",
         gpus=4,
         flags=f"{TWO_STAGES} --global-batch-size 4",
-        more="--odyssey-respawn 2",  # again and again: communicators outlive failures, and their streams come round
-        inject="rank=3,step=6,at=agreement;rank=1,step=50,at=backward;rank=3,step=90,at=forward,incarnation=1;"
-        "rank=0,step=130,at=reduce",
+        more="--odyssey-respawn 1",
+        inject="rank=3,step=6,at=agreement",
         steps=200,
         shows=("injected", "recovered", "rank_joined", "switched"),
     ),
