@@ -162,9 +162,8 @@ class RankRuntime:
     def abort(self, why: Exception) -> None:
         if isinstance(why, PeerFailed):
             self.chronicle.event("cut_short", self.committed, why=str(why))
-        if (
-            self._groups.holds is not None
-        ):  # all end together, or others would take what is left for what was sent
+        if self._groups.holds is not None:
+            # All end together, or others would take what is left for what was sent.
             self._member.await_newer(self._groups.entered.number, str(why))
         if self._runner is not None:
             self._runner.abandon()

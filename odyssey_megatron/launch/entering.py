@@ -116,7 +116,7 @@ class Entering:
             Superseded: it has come to nothing.
         """
         while not self._control.has([keys.entered_key(number)]):
-            if self._watch.is_over(number) or self._watch.await_newer(number, _LOOK_S):
+            if self._watch.await_end(number, _LOOK_S):
                 raise Superseded(f"generation {number} has ended")
 
     def _offered_after(self, seen: int) -> Generation:

@@ -95,10 +95,16 @@ class Watch:
             raise self.lost
         return found
 
-    def is_over(self, number: int) -> bool:
-        """Whether generation ``number``, with which this rank comes, has come to nothing, be it for another offer."""
+    def await_end(self, number: int, timeout_s: float) -> bool:
+        """Whether generation ``number``, with which this rank comes, came to nothing in time, be it for another offer.
+        Raises :attr:`lost`.
+        """
         with self._changed:
-            return max(self._newest, self._offer) > number or self.lost is not None
+            self._attention.heed()
+            over = self._changed.wait_for(lambda: self.newer_than(number) or self._offer > number, timeout_s)
+        if self.lost is not None:
+            raise self.lost
+        return over
 
     def await_any(self, after: int) -> tuple[int, str, bool]:
         """Number and text of what comes behind ``after``, and whether that is an offer. Raises :attr:`lost`."""

@@ -64,7 +64,8 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
     ) -> None:
         self.number, self._rank, self._forget = number, member.rank, member.forget
         self._devices, self._hosts, self._bury_s = devices, hosts, bury_s
-        self._fell_together = True
+        self.fell_together = True
+        """Nobody who goes on can have taken for a message what this rank's end has left in its place."""
         self._aborts = {library: library.new_abort() for library in dict.fromkeys((devices, hosts))}
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._connected: dict[Any, Communicator] = {}
@@ -92,14 +93,9 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
         Args:
             together: all others in these groups who go on had them fall before.
         """
-        self._fell_together = self._fell_together and together
+        self.fell_together = self.fell_together and together
         for abort in self._aborts.values():
             abort.fire()
-
-    @property
-    def fell_together(self) -> bool:
-        """Nobody who goes on can have taken for a message what this rank's end has left in its place."""
-        return self._fell_together
 
     @property
     def holds(self) -> torch.Tensor | None:

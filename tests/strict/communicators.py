@@ -102,7 +102,7 @@ class Wire:
     met: dict[tuple[int, ...], set[int]] = field(default_factory=dict)
     """By who is connected when it is first used who has come to that."""
     run_through: Counter[tuple[int, int]] = field(default_factory=Counter)
-    """Of how many messages (sender, receiver) an aborted end has said that they are there; of sums (rank, -1)."""
+    """Of how many messages (sender, receiver) an aborted end has said that they are there."""
     last: dict[int, torch.Tensor] = field(default_factory=dict)
     """What each rank was sent last, which lies there still."""
     left: dict[int, tuple[bool, int]] = field(default_factory=dict)
@@ -241,8 +241,8 @@ class End(dist.ProcessGroup):
             for one in step.result:
                 poison(one)
             step.done = True
-            if step.kind != "recv":
-                self.wire.run_through[self.rank(), step.peer if step.is_message else -1] += 1
+            if step.kind == "send":
+                self.wire.run_through[self.rank(), step.peer] += 1
         elif step.is_message:
             self._meet(step)
         else:
@@ -286,7 +286,7 @@ class End(dist.ProcessGroup):
     def _take_garbage(self, step: _Step) -> None:
         lies_there = self.wire.last.get(self.rank())
         for one in step.result:
-            if lies_there is not None and lies_there.shape == one.shape and step.is_message:
+            if lies_there is not None and lies_there.shape == one.shape:
                 one.copy_(lies_there)
             else:
                 poison(one)
