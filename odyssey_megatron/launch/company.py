@@ -45,8 +45,7 @@ class Company:
             said = self._control.read(here) if self._control.has(here) else []
             found = [(one.partition("/")[0], int(one.partition("/")[2] or 1)) for one in said if one]
             complete = len(found) == len(here) and all(each == self._each for _, each in found)
-            if complete and not self._leaving(ranks, said):
-                self._keep(here, said)
+            if complete and not self._leaving(ranks, said) and self._keep(here, said):
                 return tuple(int(incarnation) for incarnation, _ in found)
             if self._each == 1 and not returned and any(each > 1 for _, each in found):
                 returned = True
@@ -71,10 +70,19 @@ class Company:
                 return True
         return False
 
-    def _keep(self, here: Sequence[str], said: Sequence[str]) -> None:
+    def _keep(self, here: Sequence[str], said: Sequence[str]) -> bool:
+        """Says whom this rank has met, unless that is no longer who is here.
+
+        Looks again after it has said so: of two that do so at once, at least one sees what the other has said.
+        """
         if len(here) > 1:
-            self._control.put(keys.company_key(self._rank), _company(self._own, said))
+            met = keys.company_key(self._rank)
+            self._control.put(met, _company(self._own, said))
+            if self._control.read(here) != said:
+                self._control.put(met, "")  # nobody is to wait for this one to end
+                return False
             threading.Thread(target=self._look, args=(here, said), name="odyssey-cell", daemon=True).start()
+        return True
 
     def _look(self, here: Sequence[str], said: Sequence[str]) -> None:
         """Until this rank holds something the coordinator does not say that one of its cell has died. Whoever comes in

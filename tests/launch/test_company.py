@@ -87,6 +87,29 @@ def test_one_that_is_about_to_leave_is_not_met_as_another_takes_its_place(begin,
     assert new.met() == anew.met() == (2, 2)
 
 
+@pytest.mark.parametrize("before", (keys.company_key(1), keys.company_key(0)))
+def test_nobody_meets_who_was_replaced_while_it_looked(begin, monkeypatch, before):
+    """``before``: the look at whom that rank has met takes until the new process of rank 1 has come and looked."""
+    first, old = begin(0, 1), begin(1, 1)
+    assert first.met() == old.met() == (1, 1)
+    old.watch.settled = True
+    peek, reached, come = Control.peek, threading.Event(), threading.Event()
+
+    def slowly(control: Control, key: str) -> str | None:
+        if key == before and not reached.is_set():
+            reached.set()
+            come.wait(5.0)
+        return peek(control, key)
+
+    monkeypatch.setattr(Control, "peek", slowly)
+    new = begin(0, 2)
+    assert reached.wait(5.0)
+    anew = begin(1, 2)
+    time.sleep(0.5)
+    come.set()
+    assert new.met() == anew.met() == (2, 2)
+
+
 def test_who_has_met_another_than_is_here_ends(begin):
     first, old = begin(0, 1), begin(1, 1)
     assert first.met() == old.met() == (1, 1)
