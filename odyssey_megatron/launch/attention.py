@@ -13,6 +13,12 @@ TRIES = 3
 say nothing: all may rightly be busy, as with a checkpoint. The limits count from the last of these.
 """
 
+COMPILES_S = 600.0
+"""So much longer an instruction may take in a process's first step. Source: torch's limit for NCCL's collectives, within
+which whoever trains without Odyssey has compiled, too (``kProcessGroupNCCLDefaultTimeout``, torch 2.13,
+ProcessGroupNCCL.hpp).
+"""
+
 _FROZEN_S = 5.0
 """Twice what lies between two looks of the thread that looks here if its process was stopped in between."""
 
@@ -32,6 +38,11 @@ class Attention:
         self._works = self._is_warm = False
         self._missed, self._missed_s = 0, now_s
         self._awake = Awake(_FROZEN_S)
+
+    @property
+    def limit_s(self) -> float:
+        """For the instruction that the training thread is at."""
+        return self.op_timeout_s + (0.0 if self._is_warm else COMPILES_S)
 
     @property
     def longest_s(self) -> float:
@@ -63,11 +74,10 @@ class Attention:
     def overdue(self, now_s: float) -> int:
         """The generation in which it has been at one instruction of a step for longer than any may take; 0: none.
 
-        Before it has done a step nothing is: it may be compiling. Nor where all of this process has stood still.
+        Before it has done a step it may be compiling. Where all of this process has stood still, nothing is.
         """
-        stood_still = now_s - self._awake.since_s(now_s) <= self.op_timeout_s
-        late = self._works and self._is_warm and not self._missed and self._silent(now_s) and not stood_still
-        return self._generation if late else 0
+        late = now_s - max(self._looked_s, self._awake.since_s(now_s)) > self.limit_s
+        return self._generation if late and self._works and not self._missed else 0
 
     def is_lost(self, now_s: float) -> bool:
         """Whether it is stuck: the others have tried again and again without it, and for long.

@@ -308,7 +308,8 @@ class Member:
         now_s = time.monotonic()
         if (overdue := self._attention.overdue(now_s)) > self._overdue:
             self._overdue = overdue
-            self._beside(lambda: self._ask_for_others(overdue))
+            reason = f"one instruction has taken longer than {self._attention.limit_s:g} s there"
+            self._beside(lambda: self._ask_for_others(overdue, reason))
         return not self._attention.is_lost(now_s)
 
     @staticmethod
@@ -320,11 +321,9 @@ class Member:
     def _leave_while_waiting(self) -> None:
         self._watch.end(Fenced(f"the node of rank {self.rank} was asked to leave the job"))
 
-    def _ask_for_others(self, number: int) -> None:
+    def _ask_for_others(self, number: int, reason: str) -> None:
         with contextlib.suppress(ControlPlaneLost):
-            self.ask_retry(
-                number, f"one instruction has taken longer than {self._attention.op_timeout_s:g} s there"
-            )
+            self.ask_retry(number, reason)
 
     def _hear_offer(self, text: str) -> None:
         """In the watcher's thread."""
