@@ -14,9 +14,8 @@ say nothing: all may rightly be busy, as with a checkpoint. The limits count fro
 """
 
 COMPILES_S = 600.0
-"""So much longer an instruction may take in a process's first step. Source: torch's limit for NCCL's collectives, within
-which whoever trains without Odyssey has compiled, too (``kProcessGroupNCCLDefaultTimeout``, torch 2.13,
-ProcessGroupNCCL.hpp).
+"""So much longer an instruction may take in a process's first step. Source: torch's limit for NCCL's collectives, in
+which whoever trains without Odyssey has compiled, too (``kProcessGroupNCCLDefaultTimeout``, ProcessGroupNCCL.hpp).
 """
 
 _FROZEN_S = 5.0
