@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,16 @@ NEEDS_MEGATRON_LM = (
     "needs Megatron-LM: set MEGATRON_LM_PATH to a checkout of core_v0.16.1 "
     "(and MEGATRON_LM_PATHS to others, separated by ':')"
 )
+
+
+with contextlib.suppress(ImportError):  # a machine for other tests may be without
+    import hypothesis
+
+    # A test says what is right, and not how long that takes on a machine that does other things besides.
+    hypothesis.settings.register_profile(
+        "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    )
+    hypothesis.settings.load_profile("untimed")
 
 
 def megatron_lm_checkouts() -> list[Path]:

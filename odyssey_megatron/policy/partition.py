@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from odyssey_megatron.plan.simulate import reduce_s
 from odyssey_megatron.policy.balanced import even
-from odyssey_megatron.policy.pipelines import ALIKE, MANY_WORKERS, WORTH, Pipelines, Shares
+from odyssey_megatron.policy.pipelines import ALIKE, MANY_WORKERS, WORTH, WORTH_TWICE, Pipelines, Shares
 from odyssey_megatron.policy.shares import SLACK
 from odyssey_megatron.policy.splits import Splits
 
@@ -45,7 +45,7 @@ _LOOK = 64
 _PROMISING = 4
 """Numbers of pipelines, of many workers; twice as many of few, where routes visit workers more than once."""
 
-_BEHIND = 1.05
+_BEHIND = 1.2
 """Estimates are of lengths that differ by one at most: up to here others may be better, where there are few workers."""
 
 _TRUST = (1.0, 0.5, 0.0)
@@ -75,7 +75,7 @@ def ranked(
 
     A single pipeline comes last: its next loss ends the job, so that it is only wanted if it is faster than all others,
     and others may be wanted if it is. Then those whose routes visit workers more than once, of which only the most
-    promising numbers are looked at, and which must be better by ``WORTH``.
+    promising numbers are looked at, and which must be better by ``WORTH``, and by ``WORTH_TWICE`` the next ones.
     """
     look = _Look(search, workers, (), microbatches, thorough)
     numbers = sorted(search.ranked(workers, microbatches), key=lambda one: (one[1] == 1, one))
@@ -144,10 +144,10 @@ class _Look:
         """
         least_s = self._at(found, self.search, numbers, self._trusts, least_s)
         partitions = [*found.values()]
-        behind = 1.0 if self.workers > MANY_WORKERS else _BEHIND
+        behind, worth = 1.0 if self.workers > MANY_WORKERS else _BEHIND, WORTH
         for turned in self.search.turned:
             of_these = (one.estimate_s for one in known if one.shares and one.legs == turned.splits.legs)
-            limit_s = min([least_s * WORTH, *of_these])
+            limit_s = min([least_s * worth, *of_these])
             # Of one worker there is nothing to turn at, and those that have no part in any pipeline would idle.
             numbers = [
                 (estimate_s, number)
@@ -156,9 +156,9 @@ class _Look:
                 and 1 < self.workers // number <= turned.splits.most_stages
             ]
             better: dict[int, Partition] = {}
-            limit_s = self._at(better, turned, numbers[: 2 * _PROMISING], _TRUST[:1], limit_s)
+            limit_s = self._at(better, turned, numbers[: 2 * _PROMISING], self._trusts, limit_s)
             if better:
-                least_s = limit_s
+                least_s, worth = limit_s, WORTH_TWICE
             partitions += better.values()
         return partitions
 
@@ -175,7 +175,7 @@ class _Look:
         """
         if self.workers > MANY_WORKERS:
             return self._promising(found, search, numbers, least_s)
-        visits = _VISITS if search.splits.legs == 1 else _VISITS // 2
+        visits = _VISITS
         for trust in trusts:
             for estimate_s, number in numbers:
                 own = search.sharing(number).pipelines(self.workers, self.slow, self.microbatches)

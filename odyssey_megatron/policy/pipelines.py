@@ -36,6 +36,9 @@ WORTH = 0.99
 """Of the step of the best partition: above that routes that visit workers more than once are not worth it. They have
 more messages and launches, and the runtime's share of these is not in the costs."""
 
+WORTH_TWICE = 0.995
+"""The same of routes that do so twice as often, beside those that do."""
+
 _EXACT = 1e-5
 """Of a step, how far the bisection goes."""
 

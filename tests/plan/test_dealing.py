@@ -6,7 +6,7 @@ import itertools
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from odyssey_megatron.plan.dealing import deal, dearest
@@ -21,7 +21,6 @@ def steps(draw):
     return costs, routes
 
 
-@settings(deadline=None)
 @given(steps())
 def test_it_is_a_permutation_and_no_dearer(step):
     costs, routes = step
@@ -34,7 +33,6 @@ def test_it_is_a_permutation_and_no_dearer(step):
         assert order == tuple(natural)
 
 
-@settings(deadline=None)
 @given(steps())
 def test_a_route_takes_its_microbatches_in_their_order(step):
     costs, routes = step

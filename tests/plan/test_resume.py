@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from odyssey_megatron.errors import PlanInfeasible
@@ -229,8 +229,7 @@ def layouts(draw):
 
 
 @settings(
-    max_examples=5000 if SLOW else 200, derandomize=not SLOW, deadline=None, database=None,
-    suppress_health_check=[HealthCheck.too_slow],
+    max_examples=5000 if SLOW else 200, derandomize=not SLOW, database=None,
 )  # fmt: skip
 @given(of=layouts(), seed=st.integers(0, 10**6), data=st.data())
 @pytest.mark.timeout(3600 if SLOW else 120)

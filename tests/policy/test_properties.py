@@ -8,7 +8,7 @@ import os
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from odyssey_megatron.cluster.events import RankDied
@@ -129,10 +129,8 @@ def limited(profile, plan, spare):
 @settings(
     max_examples=10_000 if SLOW else 100,
     derandomize=not SLOW,
-    deadline=None,
     database=None,
     print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow],
 )
 @given(data=st.data(), of=jobs())
 @pytest.mark.timeout(3600 if SLOW else 120)

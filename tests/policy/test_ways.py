@@ -109,6 +109,22 @@ def test_after_a_loss_they_are_taken_where_they_are_faster(dead, extra):
     assert "in a V" in found.candidates[0].reason or "in a W" in found.candidates[0].reason
 
 
+@pytest.mark.parametrize(("number", "at_most_s"), [(2, 223.0), (3, 235.0)])
+def test_what_is_late_for_want_of_memory_does_not_hide_the_others(number, at_most_s):
+    """Five workers a pipeline have more layers each than leave room for microbatches; eight, eight, eight and six not:
+    244 and 252 are what workers in a row take.
+    """
+    state = STATE
+    for rank in (5, 18, 27)[:number]:
+        state = apply(state, RankDied(rank=rank, code=-9, cause="killed", t_s=0.0))
+    spec, tight = job(4, 8, 16, revisits=True), profile(8)
+    found = decide(
+        job=spec, state=state, previous=initial_plan(spec, STATE, tight), profile=tight,
+        config=OdysseyConfig(horizon_s=1e9, mtbf_s=1e9), now_s=0.0,
+    )  # fmt: skip
+    assert found.plan.step_s <= at_most_s
+
+
 @pytest.mark.parametrize("memory", [17, 22, 40, 1000])
 @pytest.mark.parametrize("message_s", [0.0, 0.5])
 def test_nothing_is_slower_for_having_them(memory, message_s):
