@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from odyssey_megatron.config import OdysseyConfig
@@ -25,6 +25,7 @@ from odyssey_megatron.launch.admission import OTHER_TOKEN
 from odyssey_megatron.launch.asking import Asking
 from odyssey_megatron.launch.control import Control
 from odyssey_megatron.launch.forking import all_begun, forking
+from odyssey_megatron.launch.gathering import gather
 from odyssey_megatron.launch.heartbeat import HeartbeatBoard
 from odyssey_megatron.launch.hosting import Hosting
 from odyssey_megatron.launch.leases import HostOfJob, beats
@@ -89,6 +90,14 @@ class OdysseyAgent(LocalElasticAgent):
     def _set_local_rank_env(self, worker_env: dict[str, Any], local_rank: int, spec: Any) -> None:
         super()._set_local_rank_env(worker_env, local_rank, spec)
         worker_env["ODYSSEY_SLOT"] = str(local_rank)
+
+    def _assign_worker_ranks(
+        self, store: Any, group_rank: int, group_world_size: int, spec: Any
+    ) -> list[Worker]:
+        group: Any = self._worker_group
+        group.group_rank = group_rank  # torch sets it later, but the job may end before
+        gather(store, group_rank, group_world_size)
+        return super()._assign_worker_ranks(store, group_rank, group_world_size, spec)
 
     def _rendezvous(self, worker_group: Any) -> None:
         super()._rendezvous(worker_group)
