@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
+from ipaddress import ip_address
 from itertools import groupby
 from typing import Any
 
@@ -53,6 +54,10 @@ _NOT_OURS = (
     "this host, where the job's nodes are to meet, cannot listen at {host}:{port}: {error}. Give another port "
     "(--master-port, or that of --odyssey-job-host), or with --odyssey-bind the address of the interface of this host "
     "that the others reach."
+)
+_ONLY_HERE = (
+    "[odyssey] {host}, where the job's nodes are to meet, is {address} on this machine (/etc/hosts), which no other "
+    "one reaches. Name it by the address that all reach it at ({option})."
 )
 _MEET_S = 600.0
 """How long nodes wait for the first one; torchrun's own limit."""
@@ -110,6 +115,10 @@ class Admission(RendezvousHandler):
         meeting, session = self._meeting, secrets.token_hex(_NONCE_BYTES)
         self.token = session_token(meeting.token, session)
         family, own = _resolve(meeting.bind or meeting.host)
+        _, named = _resolve(meeting.host)
+        if ip_address(named).is_loopback and meeting.host not in (named, "localhost"):
+            option = "--odyssey-job-host" if meeting.is_apart else "--master-addr"
+            say(_ONLY_HERE.format(host=meeting.host, address=named, option=option))
         try:
             door = _listen(family, own, meeting.port)
             inside = _listen(family, own, 0)
@@ -118,7 +127,7 @@ class Admission(RendezvousHandler):
             raise ConfigError(_NOT_OURS.format(**where, error=error)) from None
         give_up_after(inside, meeting.lease_s)
         hosts = _Hosts(inside, family)
-        hosts.admit({own, _resolve(meeting.host)[1], "127.0.0.1" if family == socket.AF_INET else "::1"})
+        hosts.admit({own, named, "127.0.0.1" if family == socket.AF_INET else "::1"})
         port = inside.getsockname()[1]
         self._store = dist.TCPStore(
             meeting.host, port, None, True, timedelta(seconds=_MEET_S), wait_for_workers=False,

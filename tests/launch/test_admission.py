@@ -10,8 +10,9 @@ import struct
 import threading
 
 import pytest
+import torch.distributed as dist
 
-from odyssey_megatron.launch.admission import _Doorkeeper, _Hosts, _only_from, ask
+from odyssey_megatron.launch.admission import Admission, Meeting, _Doorkeeper, _Hosts, _only_from, ask
 
 
 def passes(program: bytes, address: str, family: int) -> bool:
@@ -92,3 +93,23 @@ def test_a_node_for_which_there_is_no_room_is_named(capfd):
     said = capfd.readouterr().err
     assert said.count("the node at 127.0.0.1 cannot be let in: the kernel has no room") == 1
     assert "net.core.optmem_max" in said
+
+
+@pytest.mark.parametrize(("host", "told"), [("head", True), ("localhost", False), ("127.0.0.1", False)])
+def test_a_host_that_knows_itself_by_a_loopback_address_says_so(monkeypatch, capfd, host, told):
+    """As Debian's /etc/hosts has it: other nodes would knock in vain, for ten minutes."""
+    look_up = socket.getaddrinfo
+
+    def here(name: str, *settings: object, **named: object) -> object:
+        return look_up("127.0.1.1" if name == "head" else name, *settings, **named)
+
+    monkeypatch.setattr(socket, "getaddrinfo", here)
+    monkeypatch.setattr(dist, "TCPStore", lambda *settings, **named: None)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    Admission(
+        Meeting(host=host, port=port, node=0, nodes=2, token="", bind="", lease_s=3.0, hosts=True)
+    ).next_rendezvous()
+    said = capfd.readouterr().err
+    assert ("head, where the job's nodes are to meet, is 127.0.1.1 on this machine" in said) == told
+    assert ("--master-addr" in said) == told
