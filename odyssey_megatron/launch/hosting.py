@@ -21,6 +21,7 @@ from odyssey_megatron.launch.admission import OTHER_TOKEN
 from odyssey_megatron.launch.control import Control, EventReader
 from odyssey_megatron.launch.coordinator import Coordinator
 from odyssey_megatron.launch.onlookers import Onlookers
+from odyssey_megatron.launch.open_files import check_many
 from odyssey_megatron.launch.planner import Planner
 from odyssey_megatron.launch.verdict import Verdict, VerdictWatch
 from odyssey_megatron.metrics.journal import Journal
@@ -84,6 +85,7 @@ class Hosting:
         if isinstance(of_rank, Verdict):
             say(f"[odyssey] {of_rank.why}")
             return control.put(keys.VERDICT, to_json(of_rank))
+        check_many(len(of_rank), nodes)
         journal.event("job_started", world_size=len(of_rank), nodes=nodes, echo=True)
         self._onlookers.start()
         Coordinator(
