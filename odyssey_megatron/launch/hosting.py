@@ -31,6 +31,11 @@ _LOOK_S = 0.2
 _FAREWELL_S = 4.0
 """From the verdict on: how long the store is kept for the others to read it."""
 
+_NOT_ALL = (
+    "the agent(s) of node(s) {missing} came, and have not started their ranks within {limit_s:g} s "
+    "(--odyssey-store-timeout-s). Their logs may say why, if they have not been killed."
+)
+
 
 class Hosting:
     """The job's, in this process.
@@ -111,7 +116,13 @@ class Hosting:
             if control.other_token_seen():
                 return Verdict(code=EXIT_BAD_INPUT, why=OTHER_TOKEN)
             if time.monotonic() > ends_s:
-                return Verdict(code=1, why=f"not all of {count} nodes have joined within {limit_s} s.")
+                return Verdict(
+                    code=1, why=_NOT_ALL.format(missing=self._not_there(control, count), limit_s=limit_s)
+                )
             time.sleep(0.02)
         ranks = {node: json.loads(text) for node, text in enumerate(control.read(listed))}
         return {rank: node for node in ranks for rank in ranks[node]}
+
+    @staticmethod
+    def _not_there(control: Control, count: int) -> list[int]:
+        return [node for node in range(count) if not control.has([keys.node_key(node), keys.lease_key(node)])]

@@ -143,7 +143,7 @@ class Member:
             RankJoined(rank=self.rank, node=node, incarnation=self.incarnation, each=self.each)
         )
         answer = keys.welcome_key(self.rank, self.incarnation)
-        self.starting.wait([answer], "been welcomed")
+        self.starting.wait([answer], "the coordinator has not welcomed it")
         text = self._control.get(answer)
         if text == keys.NOT_WELCOME:
             raise Fenced(f"rank {self.rank} is alive, so no other process can take its place")
