@@ -132,6 +132,11 @@ def node_key(node: int) -> str:
     return f"node/{node}"
 
 
+def replaced_key(node: int) -> str:
+    """Counts the agents that have taken the place of the first one of ``node``."""
+    return f"{node_key(node)}/replaced"
+
+
 def lease_key(node: int) -> str:
     return f"lease/{node}"
 
@@ -335,6 +340,15 @@ class Control:
         """Adds one to a counter and returns it."""
         with _lost():
             return self.store.add(key, 1)
+
+    def counted(self, key: str) -> int:
+        """The value of a counter; 0 where nobody has counted."""
+        with _lost():
+            return self.store.add(key, 0)
+
+    def forget(self, key: str) -> None:
+        with _lost():
+            self.store.delete_key(key)
 
     def send(self, event: Event, *, acknowledged: bool = False) -> None:
         """Queues an event for the coordinator, in one atomic operation (the sender may die any moment).

@@ -122,9 +122,9 @@ class Apart:
         self.host = self.start("host")
         wait_for(lambda: len(events(self.run_dir, "recovered")) == 4, 30, "all ranks in their groups")
 
-    def start(self, command: str, node: int = 0) -> Job:
+    def start(self, command: str, node: int = 0, ranks: int = 2) -> Job:
         return self._server.run(
-            ["--nnodes", 2, "--node-rank", node, "--nproc-per-node", 2, *self._script],
+            ["--nnodes", 2, "--node-rank", node, "--nproc-per-node", ranks, *self._script],
             log=self._folder / f"{command}{node}",
             env={"ODYSSEY_TOKEN": "three machines"},
             command=command,
@@ -151,6 +151,18 @@ def test_the_first_node_is_lost_where_it_hosts_nothing(apart, tmp_path):
     assert committed(tmp_path) == dict.fromkeys((2, 3), STEPS)
     assert not any(map(is_running, pids))
     assert [e["dead"] for e in events(apart.run_dir, "failure_detected")] == [[0, 1]]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_node_is_not_replaced_by_one_with_other_ranks(apart, tmp_path, ranks):
+    """More of them would be ranks of the next node, too."""
+    apart.nodes[1].kill()
+    wait_for(lambda: events(apart.run_dir, "failure_detected"), 20, "the loss of the node")
+    other = apart.start("join", 1, ranks)
+    assert other.wait(30) == EXIT_BAD_INPUT
+    assert f"node 1 has 2 rank(s) in this job, and this command would start {ranks}" in other.log()
+    (tmp_path / "go").touch()
+    assert apart.nodes[0].wait(30) == apart.host.wait(30) == 0, apart.host.log()
 
 
 def test_the_host_of_a_job_is_killed(apart):
