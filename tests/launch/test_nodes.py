@@ -244,6 +244,23 @@ def test_a_node_without_ranks_leaves_at_once(server, tmp_path):
         job.end()
 
 
+def test_a_node_that_does_not_leave_in_time_is_told_so_again(server, tmp_path):
+    """As a batch system does that takes it away. The job goes on."""
+    job = Apart(server, tmp_path, "--odyssey-on-sigterm", "leave")
+    try:
+        os.kill(job.nodes[1].pid, signal.SIGTERM)
+        wait_for(lambda: events(job.run_dir, "asked"), 10, "the agent to take note")
+        time.sleep(0.5)  # sooner they would count as one; the toy's ranks do not leave
+        os.kill(job.nodes[1].pid, signal.SIGTERM)
+        assert job.nodes[1].wait(20) == 128 + signal.SIGTERM, job.nodes[1].log()
+        assert "this node leaves the job at once, as SIGTERM has come again" in job.nodes[1].log()
+        (tmp_path / "go").touch()
+        assert job.nodes[0].wait(30) == job.host.wait(30) == 0, job.nodes[0].log()
+        assert committed(job.run_dir.parent) == dict.fromkeys((0, 1), STEPS)
+    finally:
+        job.end()
+
+
 @pytest.mark.matrix
 def test_the_first_node_leaves_where_it_hosts_nothing(server, tmp_path):
     job = Apart(server, tmp_path, "--odyssey-on-sigterm", "leave")
