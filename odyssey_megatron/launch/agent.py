@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerState
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerState, _RoleInstanceInfo
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from odyssey_megatron.config import OdysseyConfig
@@ -106,7 +106,8 @@ class OdysseyAgent(LocalElasticAgent):
     ) -> list[Worker]:
         group: Any = self._worker_group
         group.group_rank = group_rank  # torch sets it later, but the job may end before
-        gather(store, group_rank, group_world_size)
+        says = _RoleInstanceInfo(spec.role, group_rank, spec.local_world_size).serialize()
+        gather(store, group_rank, group_world_size, says)
         return super()._assign_worker_ranks(store, group_rank, group_world_size, spec)
 
     def _rendezvous(self, worker_group: Any) -> None:

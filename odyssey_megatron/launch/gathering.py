@@ -26,11 +26,13 @@ _NOT_ALL = (
 )
 
 
-def gather(store: Any, node: int, nodes: int, *, limit_s: float = _WITHIN_S) -> None:
+def gather(store: Any, node: int, nodes: int, says: bytes, *, limit_s: float = _WITHIN_S) -> None:
     """Returns once the agents of all ``nodes`` have called this; at once where they had before.
 
     Args:
         store: torch's, of all of them.
+        says: what torch's agents tell the first one of themselves, which reads that behind this without a wait, also
+            of one that has ended meanwhile.
 
     Raises:
         ConfigError: some have not come.
@@ -39,7 +41,7 @@ def gather(store: Any, node: int, nodes: int, *, limit_s: float = _WITHIN_S) -> 
     began_s = time.monotonic()
     says_s = began_s + _SAYS_S
     try:
-        store.set(_came(node), "")
+        store.set(_came(node), says)
         while not store.check([_ALL]):
             # One asks for all of them, and the others for its answer: as many look-ups as there are nodes.
             if node == 0 and store.check([_came(one) for one in range(nodes)]):
@@ -62,7 +64,7 @@ def gather(store: Any, node: int, nodes: int, *, limit_s: float = _WITHIN_S) -> 
 
 
 def _came(node: int) -> str:
-    return f"odyssey/came/{node}"
+    return f"torchelastic/role_info/{node}"
 
 
 def _missing(store: Any, nodes: int) -> list[int]:

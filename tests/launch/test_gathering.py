@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import threading
+import time
+from datetime import timedelta
 
 import pytest
+from torch.distributed import TCPStore
 
 from odyssey_megatron.errors import ConfigError, ControlPlaneLost
 from odyssey_megatron.launch import gathering
+from odyssey_megatron.launch.admission import ask
 from odyssey_megatron.launch.gathering import gather
-from tests.launch.jobserver import CHECKOUT, wait_for
+from tests.launch.jobserver import CHECKOUT, Job, wait_for
 
 
 @pytest.fixture
@@ -28,7 +33,7 @@ class Agent(threading.Thread):
 
     def run(self) -> None:
         try:
-            gather(*self._of, limit_s=self._limit_s)
+            gather(*self._of, b"", limit_s=self._limit_s)
         except Exception as error:  # noqa: BLE001 - looked at by the test
             self.error = error
 
@@ -40,7 +45,7 @@ class Agent(threading.Thread):
 
 def test_all_come(store):
     assert [one.ended() for one in [Agent(store, node, 5) for node in range(5)]] == [None] * 5
-    gather(store, 3, 5, limit_s=0.0)  # in the place of one that was lost
+    gather(store, 3, 5, b"", limit_s=0.0)  # in the place of one that was lost
 
 
 @pytest.mark.parametrize(
@@ -70,16 +75,13 @@ def test_the_store_s_host_goes(connect):
             raise DistNetworkError("Connection reset by peer\na stack")
 
     with pytest.raises(ControlPlaneLost, match="the store is gone: Connection reset by peer$"):
-        gather(Gone(), 1, 2)
+        gather(Gone(), 1, 2, b"")
 
 
-def test_ctrl_c_while_a_node_is_missing(server, tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    job = server.run(
+def start(server, tmp_path, node: int, port: int, nodes: int) -> Job:
+    return server.run(
         [
-            *("--nnodes", 2, "--node-rank", 0, "--nproc-per-node", 2),
+            *("--nnodes", nodes, "--node-rank", node, "--nproc-per-node", 1),
             *("--master-addr", "127.0.0.1", "--master-port", port),
             *(
                 CHECKOUT / "tests/launch/toy.py",
@@ -88,10 +90,22 @@ def test_ctrl_c_while_a_node_is_missing(server, tmp_path):
                 "--odyssey-run-dir",
                 tmp_path / "run",
             ),
+            *("--odyssey-store-timeout-s", 3),
         ],
-        log=tmp_path / "log",
-        env={"ODYSSEY_TOKEN": "two nodes"},
+        log=tmp_path / f"log{node}",
+        env={"ODYSSEY_TOKEN": "its nodes"},
     )
+
+
+@pytest.fixture
+def port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_ctrl_c_while_a_node_is_missing(server, tmp_path, port):
+    job = start(server, tmp_path, 0, port, nodes=2)
 
     def listens() -> bool:
         with socket.socket() as knock:
@@ -101,3 +115,20 @@ def test_ctrl_c_while_a_node_is_missing(server, tmp_path):
     os.kill(job.pid, signal.SIGINT)
     assert job.wait(20) == 128 + signal.SIGINT, job.log()
     assert "Traceback" not in job.log()
+
+
+def test_a_node_that_ends_while_another_is_missing(server, tmp_path, port):
+    first, second = start(server, tmp_path, 0, port, nodes=3), start(server, tmp_path, 1, port, nodes=3)
+    ends_s = time.monotonic() + 20
+    while True:  # until the store can be asked who has come
+        with contextlib.suppress(OSError):
+            inside = ask("127.0.0.1", port, "its nodes")["port"]
+            break
+        assert time.monotonic() < ends_s
+    store = TCPStore("127.0.0.1", inside, None, False, timedelta(seconds=10), wait_for_workers=False)
+    wait_for(lambda: store.check([gathering._came(1)]), 20, "it has come")
+    second.kill()
+    third = start(server, tmp_path, 2, port, nodes=3)
+    assert [first.wait(60), third.wait(60)] == [1, 1], first.log()
+    assert "the agent(s) of node(s) [1] came, and have not started their ranks within 3 s" in first.log()
+    assert "Traceback" not in first.log()
