@@ -9,7 +9,7 @@ import contextlib
 import json
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from odyssey_megatron.codec import to_json
@@ -28,6 +28,8 @@ from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.metrics.outlet import say
 
 _LOOK_S = 0.2
+_LEASE_LOOKS = 5
+"""In so much of a lease it is renewed some times."""
 _FAREWELL_S = 4.0
 """From the verdict on: how long the store is kept for the others to read it."""
 
@@ -50,6 +52,7 @@ class Hosting:
 
     def __init__(self, config: OdysseyConfig, planner: Planner, page_secret: str, *, here: int | None):
         self._config, self._planner, self._here = config, planner, here
+        self._nodes = 0
         self._folder = run_folder.claim(Path(config.run_dir))
         self._onlookers = Onlookers(config, page_secret)
 
@@ -70,15 +73,27 @@ class Hosting:
         """Coordinates the job in a thread, which has ``control`` to itself, and without which ``verdict`` ends the job.
         ``nodes``: with ranks.
         """
+        self._nodes = nodes
         verdict.guard("coordinator", lambda: self._coordinate(control, connect, journal, nodes))
 
     def part(self, control: Control, final: Verdict, began_s: float) -> None:
         """Keeps the store for the others to hear of the end, which they may not know of yet. ``began_s``: ours."""
         with contextlib.suppress(ControlPlaneLost, TimeoutError):
             control.put_first(keys.VERDICT, to_json(final))  # it may have been made here
-            if final.nodes:
+            if there := sorted({*final.nodes, *self._about_to_join(control, final.nodes)}):
                 left_s = max(began_s + _FAREWELL_S - time.monotonic(), 0.1)
-                control.wait([keys.bye_key(other) for other in final.nodes], left_s)
+                control.wait([keys.bye_key(other) for other in there], left_s)
+
+    def _about_to_join(self, control: Control, known: Sequence[int]) -> list[int]:
+        """Nodes besides those ``known`` to the coordinator that have an agent, whose ranks have not joined."""
+        others = {*range(self._nodes)} - {*known, self._here}
+        leases = {node: key for node in others if control.has([key := keys.lease_key(node)])}
+        if not leases:
+            return []
+        before = control.latest([*leases.values()])
+        time.sleep(self._config.node_lease_s / _LEASE_LOOKS)
+        after = control.latest([*leases.values()])
+        return [node for node, was, now in zip(leases, before, after, strict=True) if was != now]
 
     def close(self) -> None:
         self._onlookers.close()
