@@ -360,6 +360,7 @@ class Control:
             return self.store.add(key, 0)
 
     def forget(self, key: str) -> None:
+        """Deletes ``key``, if it is there."""
         with _lost():
             self.store.delete_key(key)
 
