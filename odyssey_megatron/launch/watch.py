@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
@@ -135,7 +136,7 @@ class Watch:
         number, has_begun = seen + 1, False
         while True:
             try:
-                if (oldest := int(self._control.peek(keys.FORGOTTEN) or 0)) > number:
+                if (oldest := self._oldest()) > number:
                     # This process has stood still. All who go on are in that one, be it that it was offered.
                     number, has_begun = oldest, True
                 text = self._control.get(keys.generation_key(number))
@@ -151,6 +152,12 @@ class Watch:
             else:
                 self._hear(number, text.removeprefix(keys.AGAIN), again=text.startswith(keys.AGAIN))
             number += 1
+
+    def _oldest(self) -> int:
+        """The oldest generation that is not deleted; 0 where none is, or somebody else has written there."""
+        with contextlib.suppress(ValueError):
+            return int(self._control.peek(keys.FORGOTTEN) or 0)
+        return 0
 
     def _hear(self, number: int, text: str, *, again: bool) -> None:
         with self._changed:

@@ -113,6 +113,7 @@ def test_who_stood_still_while_generations_were_forgotten_hears_of_the_one_that_
     assert watch.await_newer(1, 10.0)
     assert watch.newest() == (4, "4")
     assert offers == []
+    coordinator.store.set(keys.FORGOTTEN, "a stranger's")
     coordinator.put(keys.generation_key(5), f"{keys.OFFER}5")
     coordinator.put(keys.generation_key(6), "6")
     assert watch.await_newer(4, 10.0)
