@@ -188,7 +188,8 @@ class OdysseyConfig:
         "auto",
         "what SIGTERM, SIGINT or SIGHUP to 'odyssey run' begins; a second one ends the job at once. save: all ranks "
         "end behind the same step, with a checkpoint if --save is given. leave: this node's ranks leave behind their "
-        "step, and the others go on. stop: at once. auto: save if --save is given, else stop",
+        "step, or at once with the second one, and the others go on. stop: at once. auto: save if --save is given, "
+        "else stop",
         choices=ON_SIGTERM,
     )
     memory_headroom_percent: int = _flag(

@@ -23,6 +23,8 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
+from ipaddress import ip_address
+from itertools import groupby
 from typing import Any
 
 import torch.distributed as dist
@@ -53,6 +55,10 @@ _NOT_OURS = (
     "(--master-port, or that of --odyssey-job-host), or with --odyssey-bind the address of the interface of this host "
     "that the others reach."
 )
+_ONLY_HERE = (
+    "[odyssey] {host}, where the job's nodes are to meet, is {address} on this machine (/etc/hosts), which no other "
+    "one reaches. Name it by the address that all reach it at ({option})."
+)
 _MEET_S = 600.0
 """How long nodes wait for the first one; torchrun's own limit."""
 _NONCE_BYTES, _PROOF_BYTES = 16, 32
@@ -61,7 +67,11 @@ _ASKED_AT_ONCE, _ASKED_FOR_S = 256, 2.0
 _BREATH_S = 0.005
 """Between two looks at who is at the door, so that no crowd takes a processor from the coordinator."""
 _NO, _TOLD = b"no", 16
-"""The answer to another token; how many hosts with one are named."""
+"""The answer to another token; how many hosts with one, or for which there is no room, are named."""
+_NO_ROOM = (
+    "[odyssey] the node at {host} cannot be let in: the kernel has no room for a longer list of hosts ({error}). Here, "
+    "where the job's nodes meet, 'sysctl -w net.core.optmem_max=1048576' makes some."
+)
 _SO_ATTACH_FILTER = 26  # <asm-generic/socket.h>
 
 
@@ -105,6 +115,10 @@ class Admission(RendezvousHandler):
         meeting, session = self._meeting, secrets.token_hex(_NONCE_BYTES)
         self.token = session_token(meeting.token, session)
         family, own = _resolve(meeting.bind or meeting.host)
+        _, named = _resolve(meeting.host)
+        if ip_address(named).is_loopback and meeting.host not in (named, "localhost"):
+            option = "--odyssey-job-host" if meeting.is_apart else "--master-addr"
+            say(_ONLY_HERE.format(host=meeting.host, address=named, option=option))
         try:
             door = _listen(family, own, meeting.port)
             inside = _listen(family, own, 0)
@@ -113,7 +127,7 @@ class Admission(RendezvousHandler):
             raise ConfigError(_NOT_OURS.format(**where, error=error)) from None
         give_up_after(inside, meeting.lease_s)
         hosts = _Hosts(inside, family)
-        hosts.admit({own, _resolve(meeting.host)[1], "127.0.0.1" if family == socket.AF_INET else "::1"})
+        hosts.admit({own, named, "127.0.0.1" if family == socket.AF_INET else "::1"})
         port = inside.getsockname()[1]
         self._store = dist.TCPStore(
             meeting.host, port, None, True, timedelta(seconds=_MEET_S), wait_for_workers=False,
@@ -277,17 +291,25 @@ class _Doorkeeper:
             return
         theirs, proof = heard[:_NONCE_BYTES], heard[_NONCE_BYTES:]
         if hmac.compare_digest(proof, _proof(self._token, b"knock", ours, theirs)):
-            self._admit({line.getpeername()[0]})
+            host = line.getpeername()[0]
+            try:
+                self._admit({host})
+            except OSError as error:
+                self._tell(host, _NO_ROOM.format(host=host, error=error))
+                raise
             line.send(_proof(self._token, b"open", ours, theirs, self._secret) + self._secret)
         elif len(heard) == _NONCE_BYTES + _PROOF_BYTES:
             line.send(_NO)
-            self._tell(line.getpeername()[0])
+            host = line.getpeername()[0]
+            self._tell(
+                host, f"[odyssey] a node at {host} has another secret (ODYSSEY_TOKEN), and is not let in."
+            )
         self._send_away(line)
 
-    def _tell(self, host: str) -> None:
+    def _tell(self, host: str, why: str) -> None:
         if host not in self._told and len(self._told) < _TOLD:
             self._told.add(host)
-            say(f"[odyssey] a node at {host} has another secret (ODYSSEY_TOKEN), and is not let in.")
+            say(why)
 
     def _send_away(self, line: socket.socket) -> None:
         if self._asked.pop(line, None) is not None:
@@ -311,22 +333,49 @@ class _Hosts:
         self._listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, address)
 
 
+_LOAD, _KEEP, _TAKE, _IS, _SKIP, _RETURN = 0x20, 0x02, 0x60, 0x15, 0x05, 0x06
+"""BPF_LD|W|ABS, BPF_ST, BPF_LD|MEM, BPF_JMP|JEQ|K, BPF_JMP|JA, BPF_RET|K."""
+_PACKET = 0xFFF00000
+"""SKF_NET_OFF: where its header begins."""
+_FAR = 255
+"""So many steps a comparison can skip at most."""
+
+
 def _only_from(addresses: list[str], family: int) -> bytes:
-    """A classic BPF program that lets packets from these source addresses pass."""
-    load, equal, answer = 0x20, 0x15, 0x06  # BPF_LD|W|ABS, BPF_JMP|JEQ|K, BPF_RET|K
-    header, offset = (
-        0xFFF00000,
-        12 if family == socket.AF_INET else 8,
-    )  # SKF_NET_OFF; where the source address is
-    steps = []
-    for address in addresses:
-        words = struct.unpack(f"!{4 if family == socket.AF_INET6 else 1}I", socket.inet_pton(family, address))
-        for index, word in enumerate(words):
-            rest = 2 * (len(words) - 1 - index)  # steps of this address after this pair
-            steps += [(load, 0, 0, header + offset + 4 * index), (equal, 0, rest + 1, word)]
-        steps.append((answer, 0, 0, 0xFFFFFFFF))
-    steps.append((answer, 0, 0, 0))
+    """A classic BPF program that lets packets from these source addresses pass.
+
+    How long it may be is the kernel's to say (net.core.optmem_max): until Linux 6.6 about 1200 of these steps.
+    """
+    count, offset = (
+        (1, 12) if family == socket.AF_INET else (4, 8)
+    )  # words of an address, and where the source is
+    words = [struct.unpack(f"!{count}I", socket.inet_pton(family, address)) for address in addresses]
+    steps = list[_Step]()
+    for index in range(count):
+        steps += [(_LOAD, 0, 0, _PACKET + offset + 4 * index), (_KEEP, 0, 0, index)]
+    steps += [*_passes(sorted(words), 0), (_RETURN, 0, 0, 0)]
     return b"".join(struct.pack("HBBI", *step) for step in steps)
+
+
+_Step = tuple[int, int, int, int]
+"""(What, steps to skip if so, if not, value)."""
+
+
+def _passes(addresses: list[tuple[int, ...]], index: int) -> list[_Step]:
+    """Ends the program where the words from ``index`` on are one of ``addresses``, which are sorted. One step for each
+    of those that differ in the last word only.
+    """
+    steps: list[_Step] = [(_TAKE, 0, 0, index)]
+    if len(addresses[0]) == 1:
+        for at in range(0, len(addresses), _FAR):
+            some = addresses[at : at + _FAR]
+            steps += [(_IS, len(some) - place, 0, word) for place, (word,) in enumerate(some)]
+            steps += [(_SKIP, 0, 0, 1), (_RETURN, 0, 0, 0xFFFFFFFF)]
+        return steps
+    for word, group in groupby(addresses, key=lambda one: one[0]):
+        rest = _passes([one[1:] for one in group], index + 1)
+        steps += [(_IS, 1, 0, word), (_SKIP, 0, 0, len(rest) + 1), *rest, (_TAKE, 0, 0, index)]
+    return steps
 
 
 def _proof(token: str, *parts: bytes) -> bytes:

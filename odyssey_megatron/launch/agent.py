@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerState, _RoleInstanceInfo
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from odyssey_megatron.config import OdysseyConfig
@@ -25,6 +25,7 @@ from odyssey_megatron.launch.admission import OTHER_TOKEN
 from odyssey_megatron.launch.asking import Asking
 from odyssey_megatron.launch.control import Control
 from odyssey_megatron.launch.forking import all_begun, forking
+from odyssey_megatron.launch.gathering import gather
 from odyssey_megatron.launch.heartbeat import HeartbeatBoard
 from odyssey_megatron.launch.hosting import Hosting
 from odyssey_megatron.launch.leases import HostOfJob, beats
@@ -52,6 +53,14 @@ _NOT_RUNNING = (
 _ALIVE = (
     "node {node} is alive: its agent renews its lease, so no other can take its place. 'odyssey join' replaces a node "
     "that was lost; --node-rank says which."
+)
+_OTHERS = (
+    "node {node} has {had} rank(s) in this job, and this command would start {ranks}. Use the arguments of its "
+    "'odyssey run', --nproc-per-node too."
+)
+_REPLACED = (
+    "another agent has taken the place of node {node} ('odyssey join') while this one was silent for longer than "
+    "--odyssey-node-lease-s, so that this one ends."
 )
 _RESPAWNS_OF_A_NODE = 10_000
 """More than a node's agent can start a rank again: incarnations of a rank are never alike."""
@@ -85,10 +94,21 @@ class OdysseyAgent(LocalElasticAgent):
         self._launch = launch
         self._token, self._incarnation = launch.token, 0
         self._hosting: Hosting | None = None
+        self._is_replaced = False
+        """Another agent has the node's place."""
 
     def _set_local_rank_env(self, worker_env: dict[str, Any], local_rank: int, spec: Any) -> None:
         super()._set_local_rank_env(worker_env, local_rank, spec)
         worker_env["ODYSSEY_SLOT"] = str(local_rank)
+
+    def _assign_worker_ranks(
+        self, store: Any, group_rank: int, group_world_size: int, spec: Any
+    ) -> list[Worker]:
+        group: Any = self._worker_group
+        group.group_rank = group_rank  # torch sets it later, but the job may end before
+        says = _RoleInstanceInfo(spec.role, group_rank, spec.local_world_size).serialize()
+        gather(store, group_rank, group_world_size, says)
+        return super()._assign_worker_ranks(store, group_rank, group_world_size, spec)
 
     def _rendezvous(self, worker_group: Any) -> None:
         super()._rendezvous(worker_group)
@@ -112,11 +132,15 @@ class OdysseyAgent(LocalElasticAgent):
             # Before anything is written or started in its name.
             if beats(control, node, config.node_lease_s):
                 raise ConfigError(_ALIVE.format(node=node))
-            self._incarnation = control.count(f"{keys.node_key(node)}/replaced")
+            ranks = [worker.global_rank for worker in worker_group.workers]
+            if (had := json.loads(control.get(keys.node_key(node)))) != ranks:
+                raise ConfigError(_OTHERS.format(node=node, had=len(had), ranks=len(ranks)))
+            self._incarnation = control.count(keys.replaced_key(node))
+            control.forget(keys.bye_key(node))
             os.environ["ODYSSEY_INCARNATION"] = str(_RESPAWNS_OF_A_NODE * self._incarnation)
-            for worker in worker_group.workers:
-                control.put(keys.here_key(worker.global_rank), "")
-            forget_smaller(control, [worker.global_rank for worker in worker_group.workers])
+            for rank in ranks:
+                control.put(keys.here_key(rank), "")
+            forget_smaller(control, ranks)
 
     def _invoke_run(self, role: str = "default") -> RunResult:
         group, launch = self._worker_group, self._launch
@@ -184,7 +208,7 @@ class OdysseyAgent(LocalElasticAgent):
             self._hosting.begin(verdict, spare, self._connect, journal, nodes=nodes)
             verdict.guard("end", lambda: host.listen(self._connect()))
         else:
-            verdict.guard("lease", lambda: host.renew(spare, node, lease_s / 20))
+            verdict.guard("lease", lambda: self._renew(host, spare, node, verdict))
             verdict.guard("host", lambda: host.await_loss(port))
         others = tuple(range(0 if launch.config.job_host else 1, nodes))
         who, hosts = f"the agent of node {node}", self._hosting is not None
@@ -194,6 +218,12 @@ class OdysseyAgent(LocalElasticAgent):
         except ControlPlaneLost:
             verdict.lost()
         return self._conclude(verdict, ranks, control)
+
+    def _renew(self, host: HostOfJob, control: Control, node: int, verdict: VerdictWatch) -> None:
+        host.renew(control, node, self._launch.config.node_lease_s / 20, self._incarnation)
+        self._is_replaced, why = True, _REPLACED.format(node=node)
+        say(f"[odyssey] {why}")
+        verdict.give(Verdict(code=1, why=why))
 
     def _connect(self) -> Control:
         group = self._worker_group
@@ -223,6 +253,8 @@ class OdysseyAgent(LocalElasticAgent):
         ranks.end(final.terminate_s)
         if verdict.value is None:
             return self._orphaned()
+        if self._is_replaced:
+            return final.code
         with contextlib.suppress(ControlPlaneLost, TimeoutError):
             control.put(keys.bye_key(self._worker_group.group_rank or 0), "")
             if self._hosting is not None:  # the store goes with this process

@@ -30,7 +30,8 @@ class Ranks(Protocol):
 
 
 class Asking:
-    """The first signal asks, in the way ``how``; the next one ends the job.
+    """The first signal asks, in the way ``how``; the next one ends the job, or where this node was to leave its part in
+    that: batch systems that take a node away send two.
 
     Where no rank of this node listens (none is left, or they are about to join), those of other nodes are asked to end.
 
@@ -61,6 +62,10 @@ class Asking:
             first, self._told = not self._told, True
             how = self._how if first and (ranks.listen or control.has([keys.JOB])) else "stop"
             self._journal.event("asked", signal=number.name, how=how, echo=True)
+            if how == "stop" and self._asked == Ask.LEAVE and not self._hosts:
+                why = f"this node leaves the job at once, as {number.name} has come again to {self._who}."
+                say(f"[odyssey] {why}")
+                return verdict.give(Verdict(code=128 + number, why=why, terminate_s=0.0))
             if how == "stop":
                 why = f"the job was ended by {number.name} to {self._who}."
                 say(f"[odyssey] {why}")
@@ -72,9 +77,8 @@ class Asking:
             if self._asked == Ask.NOTHING:
                 self._asked = Ask.LEAVE if how == "leave" else Ask.END
             what = "this node leaves the job" if self._asked == Ask.LEAVE else "the job ends"
-            say(
-                f"[odyssey] {number.name}: {what} behind the step at hand. A second signal ends the job at once."
-            )
+            second = "lets it do so" if self._asked == Ask.LEAVE and not self._hosts else "ends the job"
+            say(f"[odyssey] {number.name}: {what} behind the step at hand. A second signal {second} at once.")
             ranks.ask(self._asked)
             if self._asked == Ask.END:
                 control.put(keys.END, "")  # those of this node may only stand by

@@ -33,12 +33,16 @@ JOB_NAME = "name"
 """A number that the job's host has drawn: what is on every line of this job's journals."""
 REFUSED = "refused"
 """The first rank's one-paragraph ConfigError."""
+FORGOTTEN = "forgotten"
+"""The oldest generation that is not deleted."""
 END = "end"
 """Set where somebody was asked to end the job, whose own ranks may not listen: all agents ask theirs."""
 VERDICT = "verdict"
 """Exit code of the job, and why: the coordinator's last word to the agents."""
 
 _DIGEST_CHARS = 32
+_NOTHING = "?"
+"""What is never sealed."""
 _IDLE_TIMEOUT = timedelta(days=365)
 _BATCH_BYTES = 2**15
 """About so much is set in one message. The store's server reads a message from its start again whenever more of it has
@@ -130,6 +134,11 @@ NOT_WELCOME = "alive"
 def node_key(node: int) -> str:
     """Where the agent of a node lists its ranks."""
     return f"node/{node}"
+
+
+def replaced_key(node: int) -> str:
+    """Counts the agents that have taken the place of the first one of ``node``."""
+    return f"{node_key(node)}/replaced"
 
 
 def lease_key(node: int) -> str:
@@ -274,15 +283,21 @@ class Control:
             return self.store.compare_set(key, "", sealed) == sealed.encode()
 
     def get(self, key: str, *, timeout_s: float | None = None) -> str:
-        """The value, once there is one. Raises TimeoutError, or ValueError if it is not ours."""
+        """The value, once there is one. Raises TimeoutError; ValueError if it is not ours; KeyError if it has come, and
+        was deleted before it was read.
+        """
         self.wait([key], timeout_s)
-        with _lost():
-            return self.unseal(key, self.store.get(key))
+        if (text := self.peek(key)) is None:
+            raise KeyError(key)
+        return text
 
     def peek(self, key: str) -> str | None:
         """The value, or None if there is none yet."""
         with _lost():
-            return self.unseal(key, self.store.get(key)) if self.store.check([key]) else None
+            # Where there is none it gives back what is expected. A look before a get() would wait for ever where the
+            # key is deleted in between.
+            value = self.store.compare_set(key, _NOTHING, _NOTHING)
+        return None if value == _NOTHING.encode() else self.unseal(key, value)
 
     def said(self, key: str) -> bool:
         """Whether a holder of the token has set it."""
@@ -324,7 +339,10 @@ class Control:
             self.store.wait(list(keys), limit)
 
     def forget_before(self, number: int) -> None:
-        """Deletes what generations before ``number`` left: the store must not grow with recoveries (I10)."""
+        """Deletes what generations before ``number`` left: the store must not grow with recoveries (I10). Who still
+        waits for one of them, as it has stood still for so long, finds which is the oldest that there is.
+        """
+        self.put(FORGOTTEN, str(number))
         with _lost():
             for key in self.store.list_keys():
                 found = _OF_GENERATION.fullmatch(key)
@@ -335,6 +353,16 @@ class Control:
         """Adds one to a counter and returns it."""
         with _lost():
             return self.store.add(key, 1)
+
+    def counted(self, key: str) -> int:
+        """The value of a counter; 0 where nobody has counted."""
+        with _lost():
+            return self.store.add(key, 0)
+
+    def forget(self, key: str) -> None:
+        """Deletes ``key``, if it is there."""
+        with _lost():
+            self.store.delete_key(key)
 
     def send(self, event: Event, *, acknowledged: bool = False) -> None:
         """Queues an event for the coordinator, in one atomic operation (the sender may die any moment).

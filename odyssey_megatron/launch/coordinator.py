@@ -396,4 +396,5 @@ class Coordinator:
                 _log.warning("dropped a malformed event: %s", event)
             else:
                 found.append(replace(event, t_s=time.monotonic()) if isinstance(event, RankDied) else event)
-        return found + self._leases.expired(time.monotonic())
+        # A node that is replaced has been lost before ranks of its place can join.
+        return [*self._leases.expired(time.monotonic()), *found]

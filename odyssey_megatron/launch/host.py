@@ -20,6 +20,7 @@ from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch import line, run_folder, tap
 from odyssey_megatron.launch.asking import Asking
 from odyssey_megatron.launch.control import Control
+from odyssey_megatron.launch.open_files import allow_many
 from odyssey_megatron.launch.signals import Received, heeded_behind
 from odyssey_megatron.launch.verdict import Verdict, VerdictWatch
 from odyssey_megatron.metrics.journal import Journal
@@ -44,6 +45,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: nothing has been hosted.
     """
+    allow_many()
     with tap.before(1, 2):
         args = line.parse(argv, "odyssey host")
         config = config_from_argv(args.training_script_args)

@@ -9,7 +9,7 @@ import contextlib
 import json
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from odyssey_megatron.codec import to_json
@@ -21,14 +21,22 @@ from odyssey_megatron.launch.admission import OTHER_TOKEN
 from odyssey_megatron.launch.control import Control, EventReader
 from odyssey_megatron.launch.coordinator import Coordinator
 from odyssey_megatron.launch.onlookers import Onlookers
+from odyssey_megatron.launch.open_files import check_many
 from odyssey_megatron.launch.planner import Planner
 from odyssey_megatron.launch.verdict import Verdict, VerdictWatch
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.metrics.outlet import say
 
 _LOOK_S = 0.2
+_LEASE_LOOKS = 5
+"""In so much of a lease it is renewed some times."""
 _FAREWELL_S = 4.0
 """From the verdict on: how long the store is kept for the others to read it."""
+
+_NOT_ALL = (
+    "the agent(s) of node(s) {missing} came, and have not started their ranks within {limit_s:g} s "
+    "(--odyssey-store-timeout-s). Their logs may say why, if they have not been killed."
+)
 
 
 class Hosting:
@@ -44,6 +52,7 @@ class Hosting:
 
     def __init__(self, config: OdysseyConfig, planner: Planner, page_secret: str, *, here: int | None):
         self._config, self._planner, self._here = config, planner, here
+        self._nodes = 0
         self._folder = run_folder.claim(Path(config.run_dir))
         self._onlookers = Onlookers(config, page_secret)
 
@@ -64,15 +73,27 @@ class Hosting:
         """Coordinates the job in a thread, which has ``control`` to itself, and without which ``verdict`` ends the job.
         ``nodes``: with ranks.
         """
+        self._nodes = nodes
         verdict.guard("coordinator", lambda: self._coordinate(control, connect, journal, nodes))
 
     def part(self, control: Control, final: Verdict, began_s: float) -> None:
         """Keeps the store for the others to hear of the end, which they may not know of yet. ``began_s``: ours."""
         with contextlib.suppress(ControlPlaneLost, TimeoutError):
             control.put_first(keys.VERDICT, to_json(final))  # it may have been made here
-            if final.nodes:
+            if there := sorted({*final.nodes, *self._about_to_join(control, final.nodes)}):
                 left_s = max(began_s + _FAREWELL_S - time.monotonic(), 0.1)
-                control.wait([keys.bye_key(other) for other in final.nodes], left_s)
+                control.wait([keys.bye_key(other) for other in there], left_s)
+
+    def _about_to_join(self, control: Control, known: Sequence[int]) -> list[int]:
+        """Nodes besides those ``known`` to the coordinator that have an agent, whose ranks have not joined."""
+        others = {*range(self._nodes)} - {*known, self._here}
+        leases = {node: key for node in others if control.has([key := keys.lease_key(node)])}
+        if not leases:
+            return []
+        before = control.latest([*leases.values()])
+        time.sleep(self._config.node_lease_s / _LEASE_LOOKS)
+        after = control.latest([*leases.values()])
+        return [node for node, was, now in zip(leases, before, after, strict=True) if was != now]
 
     def close(self) -> None:
         self._onlookers.close()
@@ -84,6 +105,7 @@ class Hosting:
         if isinstance(of_rank, Verdict):
             say(f"[odyssey] {of_rank.why}")
             return control.put(keys.VERDICT, to_json(of_rank))
+        check_many(len(of_rank), nodes)
         journal.event("job_started", world_size=len(of_rank), nodes=nodes, echo=True)
         self._onlookers.start()
         Coordinator(
@@ -109,7 +131,13 @@ class Hosting:
             if control.other_token_seen():
                 return Verdict(code=EXIT_BAD_INPUT, why=OTHER_TOKEN)
             if time.monotonic() > ends_s:
-                return Verdict(code=1, why=f"not all of {count} nodes have joined within {limit_s} s.")
+                return Verdict(
+                    code=1, why=_NOT_ALL.format(missing=self._not_there(control, count), limit_s=limit_s)
+                )
             time.sleep(0.02)
         ranks = {node: json.loads(text) for node, text in enumerate(control.read(listed))}
         return {rank: node for node in ranks for rank in ranks[node]}
+
+    @staticmethod
+    def _not_there(control: Control, count: int) -> list[int]:
+        return [node for node in range(count) if not control.has([keys.node_key(node), keys.lease_key(node)])]

@@ -47,6 +47,10 @@ class Leases:
             before, since_s = self._seen.get(node, (None, now_s))
             if beat != before:
                 self._seen[node] = (beat, now_s)
+                if before is not None and beat.incarnation > before.incarnation:
+                    lost.append(
+                        NodeLost(node=node, t_s=now_s)
+                    )  # another agent has come before that was noticed
             elif now_s - max(since_s, awake_s) > self._limit_s:
                 lost.append(NodeLost(node=node, t_s=now_s))
                 self.nodes.remove(node)
@@ -72,9 +76,11 @@ class HostOfJob:
             self.ends = control.said(keys.END)
             time.sleep(_LOOK_S)
 
-    def renew(self, control: Control, node: int, every_s: float) -> None:
-        """Renews the lease of ``node`` for ever. The stamp of what is put is the sign of life."""
-        while True:
+    def renew(self, control: Control, node: int, every_s: float, incarnation: int) -> None:
+        """Renews the lease of ``node`` until another agent than this one has taken its place: who stood still for long
+        goes on as if nothing had been. The stamp of what is put is the sign of life.
+        """
+        while control.counted(keys.replaced_key(node)) <= incarnation:
             control.put(keys.lease_key(node), "")
             self.ends = control.said(keys.END)  # this is answered
             self._heard_s = time.monotonic()

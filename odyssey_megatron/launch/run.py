@@ -11,6 +11,7 @@ from typing import Any
 from odyssey_megatron.config import OdysseyConfig, config_from_argv
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.launch import line, run_folder, signals, tap
+from odyssey_megatron.launch.open_files import allow_many
 from odyssey_megatron.launch.zygote import Zygote, prepare_environment
 
 _ENTRY = "odyssey_megatron.mcore.entry"
@@ -26,6 +27,7 @@ def main(argv: Sequence[str], *, joins: bool = False) -> int:
     Raises:
         ConfigError: before any rank was started.
     """
+    allow_many()
     with tap.before(1, 2):
         return _run(argv, joins)
 

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import time
 from collections.abc import Iterator
+from typing import NoReturn
 
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.codec import to_json
@@ -13,6 +14,12 @@ from odyssey_megatron.errors import ConfigError, ControlPlaneLost
 from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch.control import Control
 from odyssey_megatron.launch.watch import Watch
+
+_AT_ONCE = 256
+"""Values that are read in one message: see ``control.py`` for long ones."""
+_NAMED = 16
+_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.1
+"""Between two looks at the store: a thousand ranks that wait for the last one keep it busy with nothing else."""
 
 
 class Starting:
@@ -51,8 +58,8 @@ class Starting:
             self._control.put(keys.JOB, text)
         self._control.put(keys.digest_key(self._rank), digest)
         everyone = [keys.digest_key(rank) for rank in range(self._world_size)]
-        self.wait(everyone, "posted its job")
-        differ = [rank for rank, key in enumerate(everyone) if self._control.get(key) != digest]
+        self.wait(everyone, "rank(s) {missing} have not said what they train")
+        differ = [rank for rank, one in enumerate(self._read(everyone)) if one != digest]
         if differ:
             raise ConfigError(
                 f"the ranks were not started for the same job: the model, batch and profile of rank(s) "
@@ -60,35 +67,48 @@ class Starting:
                 "--odyssey-profile file on all nodes."
             )
 
+    def _read(self, names: list[str]) -> list[str]:
+        """In few messages: all ranks do so at once, and one by one of 1024 ranks a million would be read twice over."""
+        parts = (names[at : at + _AT_ONCE] for at in range(0, len(names), _AT_ONCE))
+        return [text for part in parts for text in self._control.read(part)]
+
     def wait_all(self, name: str) -> None:
         """A barrier over all ranks of the start, once a ``name``. Nobody waits for a rank that has died."""
         if self._incarnation:
             return
-        done, ends_s = f"barrier/{name}", time.monotonic() + self._timeout_s
+        done, ends_s, pause_s = f"barrier/{name}", time.monotonic() + self._timeout_s, _PAUSE_S
         if self._control.count(f"{done}/count") == self._world_size:
             self._control.put(done, "")
         while not self._control.has([done]):
             if self._watch.newer_than(1):
                 return
             if time.monotonic() > ends_s:
-                self.wait([done], f"reached barrier {name!r}")
-            time.sleep(0.005)
+                self._give_up(f"not every rank has reached barrier {name!r}")
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
 
     @contextlib.contextmanager
     def rank_zero_first(self, name: str = "rank-zero-first") -> Iterator[None]:
         """Runs the body on rank 0, then on all others: for what rank 0 leaves behind on disk."""
         if self._rank != 0:
-            self.wait([name], "prepared the data set")
+            self.wait([name], "rank 0 has not prepared the data set")
         yield
         if self._rank == 0:
             self._control.put(name, "")
 
     def wait(self, names: list[str], what: str) -> None:
-        """Until ``names`` are in the store: not every rank has ``what`` before."""
+        """Until ``names`` are in the store. ``what``: is so before, where ``{missing}`` are the numbers of those names
+        that are not.
+        """
         try:
             self._control.wait(names, self._timeout_s)
         except TimeoutError:
-            raise ControlPlaneLost(
-                f"rank {self._rank} waited {self._timeout_s} s, but not every rank has {what}. "
-                "Look for the first error in the other ranks' logs, or raise --odyssey-store-timeout-s."
-            ) from None
+            missing = [at for at, name in enumerate(names) if not self._control.has([name])]
+            more = f" and {len(missing) - _NAMED} more" * (len(missing) > _NAMED)
+            self._give_up(what.format(missing=f"{missing[:_NAMED]}{more}"))
+
+    def _give_up(self, what: str) -> NoReturn:
+        raise ControlPlaneLost(
+            f"rank {self._rank} waited {self._timeout_s:g} s, but {what}. Look for the first error in the other ranks' "
+            "logs, or raise --odyssey-store-timeout-s."
+        )

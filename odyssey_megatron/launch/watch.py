@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
@@ -132,18 +133,31 @@ class Watch:
             self.end(error if isinstance(error, ControlPlaneLost) else ControlPlaneLost(why))
 
     def _follow(self, seen: int) -> None:
-        number = seen + 1
+        number, has_begun = seen + 1, False
         while True:
             try:
+                if (oldest := self._oldest()) > number:
+                    # This process has stood still. All who go on are in that one, be it that it was offered.
+                    number, has_begun = oldest, True
                 text = self._control.get(keys.generation_key(number))
+            except KeyError:  # it is forgotten by now
+                continue
             except ValueError:  # not sealed by the coordinator, whose own write will replace it
                 time.sleep(0.01)
                 continue
+            if has_begun:
+                text, has_begun = text.removeprefix(keys.OFFER), False
             if text.startswith(keys.OFFER):
                 self._hear_offer(number, text.removeprefix(keys.OFFER))
             else:
                 self._hear(number, text.removeprefix(keys.AGAIN), again=text.startswith(keys.AGAIN))
             number += 1
+
+    def _oldest(self) -> int:
+        """The oldest generation that is not deleted; 0 where none is, or somebody else has written there."""
+        with contextlib.suppress(ValueError):
+            return int(self._control.peek(keys.FORGOTTEN) or 0)
+        return 0
 
     def _hear(self, number: int, text: str, *, again: bool) -> None:
         with self._changed:

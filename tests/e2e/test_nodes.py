@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 
 import pytest
 
 from odyssey_megatron.errors import EXIT_BAD_INPUT
 from tests.e2e.jobs import LONG, SCRIPT, TOLERANCE, assert_equal_numbers, assert_equal_weights
-from tests.launch.jobserver import events, wait_for
+from tests.launch.jobserver import events, pid_of, wait_for
 
 
 def start_nodes(jobs, name, *flags, stages=1, apart=False):
@@ -121,3 +123,27 @@ def test_a_node_that_is_not_lost_is_not_replaced(jobs, name):
     assert intruder.wait(60) == EXIT_BAD_INPUT
     assert "node 1 is alive: its agent renews its lease" in intruder.log()
     assert [agent.wait(60) for agent in agents] == [0, 0], agents[0].log()
+
+
+@pytest.mark.timeout(240)
+def test_a_node_that_stood_still_until_it_was_replaced_stays_out(jobs, reference, name):
+    """As a virtual machine that is suspended: when it goes on another one has its ranks."""
+    agents, again = start_nodes(jobs, name, *LONG.split(), "--odyssey-respawn", 3)
+    run_dir = jobs.folder / name
+    wait_for(lambda: events(run_dir, "step_committed"), 60, "the first step")
+    first = [agents[1].pid, *(pid_of(run_dir, rank) for rank in (2, 3))]
+    for pid in first:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        wait_for(lambda: events(run_dir, "failure_detected"), 60, "the loss of the node")
+        replaced = again()
+        wait_for(lambda: len(events(run_dir, "rank_started")) >= 6, 60, "its ranks")
+    finally:
+        for pid in first:
+            os.kill(pid, signal.SIGCONT)
+    assert agents[1].wait(60) == 1, agents[1].log()
+    assert "another agent has taken the place of node 1" in agents[1].log()
+    assert agents[0].wait(100) == 0, agents[0].log()
+    assert replaced.wait(20) == 0, replaced.log()
+    outcome = jobs.outcome(name, exit_code=0, log=agents[0].log())
+    assert_filled(outcome, reference, [2, 3])

@@ -9,9 +9,12 @@ import torch.distributed as dist
 
 from odyssey_megatron.cluster.events import RankDied, Retry, event_to_jsonable
 from odyssey_megatron.codec import to_json
+from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import ControlPlaneLost
+from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch.control import EVENTS, Control, EventReader
 from odyssey_megatron.launch.local_rendezvous import LocalRendezvous
+from odyssey_megatron.launch.member import Member
 
 EVENT = Retry(rank=1, generation=2, reason="why")
 
@@ -28,6 +31,32 @@ def test_values(connect):
     assert one.get("first") == "a"
     with pytest.raises(TimeoutError):
         one.get("never", timeout_s=0.01)
+
+
+def test_who_joins_leaves_no_answer_behind(connect):
+    """The store would grow with each process that comes back."""
+    coordinator = connect()
+    coordinator.put(keys.welcome_key(2, 1), "4")
+    member = Member(
+        rank=2, world_size=4, control=connect(), watch=connect(), config=OdysseyConfig(), incarnation=1
+    )  # fmt: skip
+    member.join()
+    assert not coordinator.has([keys.welcome_key(2, 1)])
+    coordinator.forget("never")
+
+
+def test_a_value_that_is_deleted_is_not_waited_for(connect, monkeypatch):
+    """Between two looks of a process that stood still."""
+    one, other, wait = connect(), connect(), Control.wait
+
+    def deleted(control: Control, names: list[str], timeout_s: float | None = None) -> None:
+        wait(control, names, timeout_s)
+        other.forget(names[0])
+
+    one.put("key", "text")
+    monkeypatch.setattr(Control, "wait", deleted)
+    with pytest.raises(KeyError, match="key"):
+        one.get("key", timeout_s=5.0)
 
 
 def test_many_values_come_in_several_messages(connect):

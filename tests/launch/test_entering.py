@@ -11,6 +11,7 @@ pytest.importorskip("torch")
 from odyssey_megatron.errors import ControlPlaneLost, Superseded
 from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch.attention import Attention
+from odyssey_megatron.launch.control import Control
 from odyssey_megatron.launch.entering import Entering, Part, concerns, part_in
 from odyssey_megatron.launch.watch import Watch
 from odyssey_megatron.plan.generation import Generation
@@ -82,3 +83,39 @@ def test_who_comes_goes_to_the_next_offer_if_the_others_do_not_enter_this_one(co
     watch.take_offer(3)
     coordinator.put(keys.entered_key(3), "")
     entering.await_others(3)
+
+
+def test_who_stood_still_while_generations_were_forgotten_hears_of_the_one_that_others_are_in(
+    connect, monkeypatch
+):
+    """It waited for the first of them, which has come and is gone when it looks."""
+    reached, goes_on, wait = threading.Event(), threading.Event(), Control.wait
+
+    def stands_still(control, names, timeout_s=None):
+        wait(control, names, timeout_s)
+        if threading.current_thread().name == "odyssey-watch" and not reached.is_set():
+            reached.set()
+            goes_on.wait(10.0)
+
+    monkeypatch.setattr(Control, "wait", stands_still)
+    offers, coordinator = [], connect()
+    watch = Watch(
+        connect(), offers.append, Attention(60.0, 30.0, 0.0), settled=True,
+        fallen_everywhere=lambda number, text: True, alone_s=0.0,
+    )  # fmt: skip
+    watch.start(1)
+    coordinator.put(keys.generation_key(2), "2")
+    assert reached.wait(10.0)
+    for number, mark in ((3, keys.AGAIN), (4, keys.OFFER)):
+        coordinator.put(keys.generation_key(number), f"{mark}{number}")
+        coordinator.forget_before(number)
+    goes_on.set()
+    assert watch.await_newer(1, 10.0)
+    assert watch.newest() == (4, "4")
+    assert offers == []
+    coordinator.store.set(keys.FORGOTTEN, "a stranger's")
+    coordinator.put(keys.generation_key(5), f"{keys.OFFER}5")
+    coordinator.put(keys.generation_key(6), "6")
+    assert watch.await_newer(4, 10.0)
+    assert watch.newest() == (6, "6")
+    assert offers == ["5"]

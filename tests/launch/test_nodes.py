@@ -122,9 +122,9 @@ class Apart:
         self.host = self.start("host")
         wait_for(lambda: len(events(self.run_dir, "recovered")) == 4, 30, "all ranks in their groups")
 
-    def start(self, command: str, node: int = 0) -> Job:
+    def start(self, command: str, node: int = 0, ranks: int = 2) -> Job:
         return self._server.run(
-            ["--nnodes", 2, "--node-rank", node, "--nproc-per-node", 2, *self._script],
+            ["--nnodes", 2, "--node-rank", node, "--nproc-per-node", ranks, *self._script],
             log=self._folder / f"{command}{node}",
             env={"ODYSSEY_TOKEN": "three machines"},
             command=command,
@@ -151,6 +151,18 @@ def test_the_first_node_is_lost_where_it_hosts_nothing(apart, tmp_path):
     assert committed(tmp_path) == dict.fromkeys((2, 3), STEPS)
     assert not any(map(is_running, pids))
     assert [e["dead"] for e in events(apart.run_dir, "failure_detected")] == [[0, 1]]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_node_is_not_replaced_by_one_with_other_ranks(apart, tmp_path, ranks):
+    """More of them would be ranks of the next node, too."""
+    apart.nodes[1].kill()
+    wait_for(lambda: events(apart.run_dir, "failure_detected"), 20, "the loss of the node")
+    other = apart.start("join", 1, ranks)
+    assert other.wait(30) == EXIT_BAD_INPUT
+    assert f"node 1 has 2 rank(s) in this job, and this command would start {ranks}" in other.log()
+    (tmp_path / "go").touch()
+    assert apart.nodes[0].wait(30) == apart.host.wait(30) == 0, apart.host.log()
 
 
 def test_the_host_of_a_job_is_killed(apart):
@@ -225,6 +237,23 @@ def test_a_node_without_ranks_leaves_at_once(server, tmp_path):
         without_ranks(job, 1)
         os.kill(job.nodes[1].pid, signal.SIGTERM)
         assert job.nodes[1].wait(10) == EXIT_AS_ASKED, job.nodes[1].log()
+        (tmp_path / "go").touch()
+        assert job.nodes[0].wait(30) == job.host.wait(30) == 0, job.nodes[0].log()
+        assert committed(job.run_dir.parent) == dict.fromkeys((0, 1), STEPS)
+    finally:
+        job.end()
+
+
+def test_a_node_that_does_not_leave_in_time_is_told_so_again(server, tmp_path):
+    """As a batch system does that takes it away. The job goes on."""
+    job = Apart(server, tmp_path, "--odyssey-on-sigterm", "leave")
+    try:
+        os.kill(job.nodes[1].pid, signal.SIGTERM)
+        wait_for(lambda: events(job.run_dir, "asked"), 10, "the agent to take note")
+        time.sleep(0.5)  # sooner they would count as one; the toy's ranks do not leave
+        os.kill(job.nodes[1].pid, signal.SIGTERM)
+        assert job.nodes[1].wait(20) == 128 + signal.SIGTERM, job.nodes[1].log()
+        assert "this node leaves the job at once, as SIGTERM has come again" in job.nodes[1].log()
         (tmp_path / "go").touch()
         assert job.nodes[0].wait(30) == job.host.wait(30) == 0, job.nodes[0].log()
         assert committed(job.run_dir.parent) == dict.fromkeys((0, 1), STEPS)

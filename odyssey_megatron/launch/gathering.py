@@ -1,0 +1,78 @@
+"""How the agents of several nodes wait until all of them have come, before any starts its ranks.
+
+torch elastic waits for that within one call of its store: for ten minutes no signal is heeded, nobody hears who is
+missing, and at the end there is a traceback.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from odyssey_megatron.errors import ConfigError, ControlPlaneLost
+from odyssey_megatron.metrics.outlet import say
+
+_WITHIN_S = 600.0
+"""How long nodes wait for one another; torchrun's own limit."""
+_LOOK_S, _SAYS_S = 0.1, 30.0
+_ALL = "odyssey/came/all"
+_NAMED = 16
+_NOT_ALL = (
+    "not all of {nodes} nodes have come within {limit_s:.0f} s: {who} missing. Start 'odyssey run' there, too, or look "
+    "in its log for what keeps it; or start the job with fewer nodes."
+)
+
+
+def gather(store: Any, node: int, nodes: int, says: bytes, *, limit_s: float = _WITHIN_S) -> None:
+    """Returns once the agents of all ``nodes`` have called this; at once where they had before.
+
+    Args:
+        store: torch's, of all of them.
+        says: what torch's agents tell the first one of themselves, which reads that behind this without a wait, also
+            of one that has ended meanwhile.
+
+    Raises:
+        ConfigError: some have not come.
+        ControlPlaneLost: the store's host is gone.
+    """
+    began_s = time.monotonic()
+    says_s = began_s + _SAYS_S
+    try:
+        store.set(_came(node), says)
+        while not store.check([_ALL]):
+            # One asks for all of them, and the others for its answer: as many look-ups as there are nodes.
+            if node == 0 and store.check([_came(one) for one in range(nodes)]):
+                store.set(_ALL, "")
+                return
+            now_s = time.monotonic()
+            if now_s - began_s > limit_s:
+                who = _named(_missing(store, nodes))
+                raise ConfigError(_NOT_ALL.format(nodes=nodes, limit_s=limit_s, who=who))
+            if now_s > says_s:
+                says_s = now_s + _SAYS_S
+                missing = _missing(store, nodes)
+                if missing and node == min({*range(nodes)} - {*missing}):  # all may write into one log
+                    say(
+                        f"[odyssey] {_named(missing)} still missing, of {nodes} nodes. Nothing starts before."
+                    )
+            time.sleep(_LOOK_S)
+    except dist.DistError as error:
+        raise ControlPlaneLost(f"the store is gone: {str(error).splitlines()[0]}") from error
+
+
+def _came(node: int) -> str:
+    return f"torchelastic/role_info/{node}"
+
+
+def _missing(store: Any, nodes: int) -> list[int]:
+    return [one for one in range(nodes) if not store.check([_came(one)])]
+
+
+def _named(missing: Sequence[int]) -> str:
+    if len(missing) == 1:
+        return f"node {missing[0]} is"
+    more = f" and {len(missing) - _NAMED} more" * (len(missing) > _NAMED)
+    return f"nodes {', '.join(map(str, missing[:_NAMED]))}{more} are"

@@ -1,0 +1,115 @@
+"""The kernel lets packets of admitted hosts pass, and has room for as many as a large job has."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import random
+import socket
+import struct
+import threading
+
+import pytest
+import torch.distributed as dist
+
+from odyssey_megatron.launch.admission import Admission, Meeting, _Doorkeeper, _Hosts, _only_from, ask
+
+
+def passes(program: bytes, address: str, family: int) -> bool:
+    """What the kernel makes of a packet from there (Documentation/networking/filter.rst)."""
+    source = socket.inet_pton(family, address)
+    offset = 12 if family == socket.AF_INET else 8
+    steps, at, held, kept = list(struct.iter_unpack("HBBI", program)), 0, 0, [0] * 16
+    while True:
+        what, if_so, if_not, value = steps[at]
+        at += 1
+        match what:
+            case 0x20:
+                (held,) = struct.unpack_from("!I", source, value - 0xFFF00000 - offset)
+            case 0x02:
+                kept[value] = held
+            case 0x60:
+                held = kept[value]
+            case 0x15:
+                at += if_so if held == value else if_not
+            case 0x05:
+                at += value
+            case 0x06:
+                return value > 0
+            case _:
+                raise AssertionError(f"step {what:#x}")
+
+
+def drawn(family: int, draw: random.Random) -> str:
+    """Of few networks, so that some have words in common."""
+    if family == socket.AF_INET:
+        return f"10.0.{draw.randrange(3)}.{draw.randrange(250)}"
+    return f"fd0{draw.randrange(3)}:{draw.randrange(3):x}::{draw.randrange(3):x}:{draw.randrange(600):x}"
+
+
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
+@pytest.mark.parametrize("count", [1, 2, 3, 20, 254, 255, 256, 600])
+def test_only_admitted_hosts_pass(family, count):
+    draw = random.Random(count)
+    admitted = sorted({drawn(family, draw) for _ in range(count)})
+    program = _only_from(admitted, family)
+    assert all(passes(program, one, family) for one in admitted)
+    others = {drawn(family, draw) for _ in range(300)} - {*admitted}
+    assert others
+    assert not any(passes(program, one, family) for one in others)
+
+
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
+def test_a_thousand_nodes_are_let_in(family):
+    """Also by kernels before 6.6, which have a sixth of the room for it that later ones have."""
+    name = "10.9.{}.{}" if family == socket.AF_INET else "fd00::{:x}:{:x}"
+    addresses = [name.format(at // 250, at % 250) for at in range(1000)]
+    assert len(_only_from(addresses, family)) / 8 < 1.1 * len(addresses)
+    own = "127.0.0.1" if family == socket.AF_INET else "::1"
+    if family == socket.AF_INET6 and not has_ipv6():
+        pytest.skip("this machine has no IPv6")
+    with socket.create_server((own, 0), family=family) as listener:
+        hosts = _Hosts(listener, family)
+        for one in addresses:
+            hosts.admit({one})
+
+
+def has_ipv6() -> bool:
+    with contextlib.suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6):
+        return True
+    return False
+
+
+def test_a_node_for_which_there_is_no_room_is_named(capfd):
+    def full(hosts: set[str]) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    door = socket.create_server(("127.0.0.1", 0))
+    keeper = _Doorkeeper(door, "secret", {}, full)
+    threading.Thread(target=keeper.run, daemon=True).start()
+    for _ in range(3):
+        with pytest.raises(OSError):
+            ask("127.0.0.1", door.getsockname()[1], "secret")
+    said = capfd.readouterr().err
+    assert said.count("the node at 127.0.0.1 cannot be let in: the kernel has no room") == 1
+    assert "net.core.optmem_max" in said
+
+
+@pytest.mark.parametrize(("host", "told"), [("head", True), ("localhost", False), ("127.0.0.1", False)])
+def test_a_host_that_knows_itself_by_a_loopback_address_says_so(monkeypatch, capfd, host, told):
+    """As Debian's /etc/hosts has it: other nodes would knock in vain, for ten minutes."""
+    look_up = socket.getaddrinfo
+
+    def here(name: str, *settings: object, **named: object) -> object:
+        return look_up("127.0.1.1" if name == "head" else name, *settings, **named)
+
+    monkeypatch.setattr(socket, "getaddrinfo", here)
+    monkeypatch.setattr(dist, "TCPStore", lambda *settings, **named: None)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    Admission(
+        Meeting(host=host, port=port, node=0, nodes=2, token="", bind="", lease_s=3.0, hosts=True)
+    ).next_rendezvous()
+    said = capfd.readouterr().err
+    assert ("head, where the job's nodes are to meet, is 127.0.1.1 on this machine" in said) == told
+    assert ("--master-addr" in said) == told

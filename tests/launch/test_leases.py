@@ -1,0 +1,73 @@
+"""Who has the place of a node, and since when."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from odyssey_megatron.cluster.events import NodeLost, RankJoined
+from odyssey_megatron.launch import control as keys
+from odyssey_megatron.launch.leases import HostOfJob, Leases
+from tests.launch.jobserver import events, wait_for
+from tests.launch.played import Job
+
+pytestmark = pytest.mark.usefixtures("rendezvous")
+
+
+def agent(connect, incarnation: int):
+    return connect(writer="agent1", incarnation=incarnation)
+
+
+def test_a_node_is_lost_when_another_agent_takes_its_place(connect):
+    """Though nobody has noticed that it was silent."""
+    leases = Leases(connect(), [1], 60.0, here=0)
+    first, next_one = agent(connect, 0), agent(connect, 1)
+    for now_s in (0.0, 1.0):
+        first.put(keys.lease_key(1), "")
+        assert leases.expired(now_s) == []
+    next_one.put(keys.lease_key(1), "")
+    assert leases.expired(2.0) == [NodeLost(node=1, t_s=2.0)]
+    assert leases.nodes == [1], "the new one is watched"
+    first.put(keys.lease_key(1), "")  # it stood still
+    assert leases.expired(3.0) == []
+    next_one.put(keys.lease_key(1), "")
+    assert leases.expired(4.0) == []
+
+
+def test_an_agent_whose_place_is_taken_hears_of_it(connect):
+    control, ended = agent(connect, 0), threading.Event()
+
+    def renew() -> None:
+        HostOfJob(60.0).renew(control, 1, 0.01, 0)
+        ended.set()
+
+    threading.Thread(target=renew, daemon=True).start()
+    other = connect()
+    wait_for(lambda: other.has([keys.lease_key(1)]), 10, "its lease")
+    assert not ended.wait(0.2)
+    assert other.count(keys.replaced_key(1)) == 1
+    assert ended.wait(10)
+
+
+def test_ranks_of_a_new_agent_are_welcome_before_the_old_one_s_silence_is_noticed(tmp_path):
+    """As where the coordinator was busy with another node's loss meanwhile."""
+    job = Job(tmp_path)
+    try:
+        job.post()
+        job.live(1, 0, 1, 2, 3)
+        job.beating.set()  # node 1 is silent
+        control = job.connect()
+        control._writer, control._incarnation = "agent1", 1
+        time.sleep(0.1)  # it has beaten for the last time
+        control.put(keys.lease_key(1), "")
+        job.send(*(RankJoined(rank=rank, node=1, incarnation=10_000) for rank in (2, 3)))
+        for rank in (2, 3):
+            answer = job.control.get(keys.welcome_key(rank, 10_000), timeout_s=10)
+            assert answer != keys.NOT_WELCOME
+        (lost,) = wait_for(lambda: events(tmp_path, "failure_detected"), 10, "the loss of the node")
+        assert lost["dead"] == [2, 3]
+        assert job.generation(2).members == (0, 1)
+    finally:
+        job.close()

@@ -1,0 +1,54 @@
+"""A job has more connections than the limit that shells begin with."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from odyssey_megatron.launch.open_files import check_many
+from tests.launch.jobserver import CHECKOUT
+
+
+def limited(soft: int, hard: int) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def start(tmp_path, soft: int, hard: int) -> subprocess.CompletedProcess[str]:
+    """A job of twelve ranks."""
+    job = [
+        *(
+            "--preload",
+            "tests.launch.preload",
+            "--nproc-per-node",
+            "12",
+            "tests/launch/toy.py",
+            "--steps",
+            "5",
+        ),
+        *("--odyssey-device", "cpu", "--odyssey-run-dir", str(tmp_path / "run")),
+    ]
+    return subprocess.run(
+        [sys.executable, "-m", "odyssey_megatron", "run", *job], capture_output=True, text=True, timeout=120,
+        cwd=CHECKOUT, preexec_fn=lambda: limited(soft, hard),
+    )  # fmt: skip
+
+
+def test_a_job_uses_what_the_hard_limit_has(tmp_path):
+    """Each rank has two connections to the job's store."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 500:
+        pytest.skip(f"no more than {hard} files may be open here")
+    job = start(tmp_path, 50, hard)
+    assert job.returncode == 0, job.stderr
+    assert "Raise it" not in job.stderr
+
+
+def test_a_hard_limit_that_is_too_low_is_said(monkeypatch, capfd):
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (1024, 1024))
+    check_many(256, 32)
+    assert capfd.readouterr().err == ""
+    check_many(512, 64)
+    assert "where 512 ranks of 64 node(s) meet; the limit is 1024. Raise it" in capfd.readouterr().err
