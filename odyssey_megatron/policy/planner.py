@@ -348,7 +348,7 @@ class PolicyPlanner:
         return Decided(plan=decision.plan, rows=rows)
 
     def towards(self, state: ClusterState, current: Plan, target: Plan) -> Plan:
-        return towards(target, current=current, state=state, profile=self._profile)
+        return towards(target, current=current, state=state, profile=self._newest())
 
     def keep(self) -> None:
         profile = self._newest()
