@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -10,6 +11,7 @@ from odyssey_megatron.cluster.state import Share, apply, initial_state
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import PlanInfeasible
+from odyssey_megatron.plan.layout import Hop, Route, layout_from_routes
 from odyssey_megatron.plan.memory import (
     activation_caps,
     caps_for,
@@ -173,3 +175,13 @@ def test_the_first_layout_with_a_smaller_cell_is_ordered_for_what_that_has():
     for plan, fits in ((home, False), (again, True)):
         peaks = simulate(plan.schedule, plan.layout, costs).peak_bytes
         assert (dict(per_rank(peaks, shares, plan.layout, costs))[0] <= 40) == fits
+
+
+def test_where_memory_is_not_known_a_worker_may_be_visited_twice_by_a_single_microbatch():
+    """It keeps both visits at once, which is more than 1F1B counts."""
+    ends = ((0, 1), (1, 4), (0, 6), (1, 10))
+    spans = pairwise((0, *(end for _, end in ends)))
+    hops = (Hop(worker=worker, first=a, last=b) for (worker, _), (a, b) in zip(ends, spans, strict=True))
+    layout = layout_from_routes(10, (Route(microbatches=(0,), hops=tuple(hops)),))
+    costs = uniform_costs(10)
+    assert caps_for(layout, costs)[1] == 7
