@@ -150,14 +150,14 @@ def _shadowed(case: Case, tried: Sequence[Tried], impossible: list[tuple[str, st
     for, else besides. State moves for them, behind the next steps where ranks would wait for it (``two_speed.py``).
     """
     asked = case.job.least_holders
-    least = asked or case.spare_holders
+    least, may_move = asked or case.spare_holders, case.is_larger or case.rebalances
     found, safer = list[Option](), list[Option]()
     for policy, proposal, option in tried:
         if option is None:
             continue
         assert isinstance(option.found, Drawn)
         layout, shadowed = option.found.layout, None
-        if least and (asked or option.fatal_share) and (case.is_larger or not policy.stays):
+        if least and (asked or option.fatal_share) and (may_move or not policy.stays):
             more = replace(proposal, layout=layout, note=f"{proposal.note}, with new shadows")
             shadowed = _possible(case, policy, more, impossible, least_holders=least)
         if shadowed and isinstance(shadowed.found, Drawn) and shadowed.found.layout.holders != layout.holders:
