@@ -114,6 +114,20 @@ def test_so_many_holders_as_were_asked_for_are_there_again(level):
     assert min(holders_of(again)) >= 2 + level
 
 
+def test_the_table_has_what_comes_behind_the_next_steps_too():
+    """Both are called reroute: what is done at once, and the same with new shadows."""
+    spec, state = job(2, 12, least_holders=4), initial_state(nodes=(0,) * 8)
+    costs = replace(uniform_costs(6, state_bytes=10_000), link_bytes_per_s=500.0)
+    planner = PolicyPlanner(OdysseyConfig(policy="reroute"))
+    home = planner.start(spec, state, to_json(Profile(costs=costs))).plan
+    found = planner.decide(without(state, 1), home, 0.0)
+    assert found.target is not None
+    assert not found.plan.transfers
+    rows = [row for row in found.rows if row.name == "reroute" and row.score is not None]
+    assert [row.chosen for row in rows] == [True, False]
+    assert "with new shadows" in rows[1].reason
+
+
 def test_shadows_that_were_asked_for_make_a_single_pipeline_as_good_as_any():
     """What it would risk without them is not held against it: ``auto``, which weighs both, comes to the same."""
     costs = replace(PROFILE, restart_s=7200.0, costs=replace(PROFILE.costs, memory_bytes=31 * 2**30))
