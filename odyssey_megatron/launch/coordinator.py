@@ -275,7 +275,7 @@ class Coordinator:
         except OdysseyError as error:
             return self._stop(stop(job, f"no plan for the surviving ranks: {error}", 1))
         plan = decided.plan
-        self._offers.aim(decided.target)
+        self._offers.recovered(decided, job.live_plan)
         if job.live_plan is None:
             # Nobody has trained yet: every rank makes its layers, and there is nothing to send.
             plan = replace(plan, transfers=(), transition_s=0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -44,12 +45,23 @@ class Offers:
         self._aside = Aside(planner)
         self._target: Callable[[], Plan] | None = None
         self._why = _MOVED
+        self._anew = False
+        """The way there was cut off by a recovery that changes nothing."""
         self._stuck: tuple[object, ...] = ()
         """Where no cell can leave that could be whole: the plan, who lives, who is fresh, and those cells."""
 
     def aim(self, target: Callable[[], Plan] | None, why: str = _MOVED) -> None:
         """Sets where to go from the live plan. None: nowhere, it is the best."""
-        self._target, self._why = target, why
+        self._target, self._why, self._anew = target, why, False
+
+    def recovered(self, decided: Decided, live: Plan | None) -> None:
+        """What is ``decided`` in a recovery. If it goes on as it was, though the job was on its way elsewhere, it is
+        to be looked for such a way anew: who has died may have had a part in the one before.
+        """
+        was_going = self._target is not None or self._anew
+        stays = live is not None and decided.plan.layout.routes == live.layout.routes
+        self.aim(decided.target)
+        self._anew = was_going and stays and decided.target is None
 
     def following(
         self, job: JobState, diagnosis: Diagnosis | None, now_s: float
@@ -70,6 +82,8 @@ class Offers:
                 return job, proposal
             if cluster.fresh:
                 return replace(job, tries=job.tries.after_failure(now_s, for_now=True)), None
+        if self._anew:
+            rows = self._look_anew(cluster, live, now_s)
         if better is not None:
             target, why = better.decided.plan, better.why
             rows = (*better.decided.rows, *self._replacing.row(cluster, target, now_s, named))
@@ -82,6 +96,17 @@ class Offers:
         else:
             why = self._why
         return job, Proposal(plan=self._planner.towards(cluster, live, target), why=why, rows=rows)
+
+    def _look_anew(self, cluster: ClusterState, live: Plan, now_s: float) -> tuple[CandidateRow, ...]:
+        """Aims at the best for the living workers; all that was considered."""
+        self._anew = False
+        try:
+            found = self._planner.rebalance(cluster, live, now_s, math.inf).decided
+        except OdysseyError as error:
+            _log.warning("the job stays as it is: %s", error)
+            return ()
+        self.aim(lambda: found.plan)
+        return found.rows
 
     def _entering(
         self, cluster: ClusterState, live: Plan, leaving: frozenset[int], whole_why: str, now_s: float

@@ -212,17 +212,19 @@ class _Worker:
         )
 
     def _busiest(self, program: list[int]) -> list[int]:
-        """From each instruction on, the most bytes of activations that are live at once."""
+        """From before each instruction on, the most bytes of activations that are live at once: the instruction itself
+        may be what frees some.
+        """
         if self.room is None:
             return []
-        visits, live, after = self.visits, 0, list[int]()
+        visits, live, before = self.visits, 0, list[int]()
         for code in program:
+            before.append(live)
             if code < visits.reductions and code & 7 < SEND_FORWARD:
                 visit = code >> 3
                 live += effects(self.costs, visits.first[visit], visits.last[visit], 1.0)[code & 7][1]
-            after.append(live)
         most, busiest = 0, list[int]()
-        for live in reversed(after):
+        for live in reversed(before):
             most = max(most, live)
             busiest.append(most)
         return busiest[::-1]

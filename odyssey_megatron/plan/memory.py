@@ -63,8 +63,10 @@ def one_f_one_b_bytes(layout: Layout, costs: Costs, extra: int = 0) -> dict[int,
 
 
 def fullest_bytes(layout: Layout, costs: Costs) -> int:
-    """What the worker that is fullest under 1F1B needs: a budget that all have where memory is not known."""
-    state, activations = state_bytes(layout, costs), one_f_one_b_bytes(layout, costs)
+    """What the worker that is fullest under 1F1B needs: a budget that all have where memory is not known. It is no less
+    than anybody needs, who may be visited more than once.
+    """
+    state, activations = state_bytes(layout, costs), activation_caps(layout, costs)
     return max(state[worker] + activations[worker] for worker in state)
 
 

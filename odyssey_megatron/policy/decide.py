@@ -36,6 +36,7 @@ from odyssey_megatron.policy.options import (
     drawn,
     laid_out,
     options,
+    options_with_less,
     restart,
     without_transfers,
 )
@@ -222,7 +223,15 @@ def decide(
     proposed = options(case)
     if among is not None:
         proposed = replace(proposed, found=tuple(one for one in proposed.found if one.name in among))
-    return _decided(case, proposed, config, previous.policy)
+    try:
+        return _decided(case, proposed, config, previous.policy)
+    except PlanInfeasible as error:
+        if among is not None or not (job.least_holders or job.optimizer_copies):
+            raise
+        why_not = str(error)
+    # A job with less redundancy than was asked for is better than none.
+    case = replace(case, job=replace(job, least_holders=0, eager_forwards=False))
+    return _decided(case, options_with_less(case, proposed, why_not), config, previous.policy)
 
 
 def at_once(direct: Decision, longest_s: float = math.inf) -> Options:

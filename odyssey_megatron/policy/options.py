@@ -92,9 +92,18 @@ def options(case: Case) -> Options:
         tried.append((policy, proposal, option))
         if option and proposal.settles:
             return Options(found=(option,), impossible=tuple(impossible), tried=tuple(tried))
-    found = [option for *_, option in tried if option]
-    found += _shadowed(case, tried, impossible)
+    found = _shadowed(case, tried, impossible)
     return Options(found=(*found, *sketches), impossible=tuple(impossible), tried=tuple(tried))
+
+
+def options_with_less(case: Case, proposed: Options, why: str) -> Options:
+    """What there is with less redundancy than was ``proposed``, of which nothing fits, ``why`` it does not: optimizer
+    state that was lost is not made up for, and layers get no shadows that ``case`` does not ask for.
+    """
+    stay = without_transfers(case, proposed.tried, math.inf) if case.job.optimizer_copies else []
+    bare = options(case)
+    impossible = (("redundancy", f"as it was asked for: {why}"), *bare.impossible)
+    return Options(found=(*stay, *bare.found), impossible=impossible, tried=proposed.tried)
 
 
 def _proposals(case: Case, impossible: list[tuple[str, str]]) -> Iterator[tuple[Policy, Proposal | Sketch]]:
@@ -130,22 +139,33 @@ def _sketched(case: Case, policy: Policy, sketch: Sketch) -> Option:
         note=sketch.note,
         least_step_s=sketch.least_step_s,
         least_transition_s=case.profile.group_build_s,
-        fatal_share=sketch.fatal_share,
+        # With shadows for all layers that are to have some no loss is fatal.
+        fatal_share=0.0 if (sketch.least_holders or case.job.least_holders) > 1 else sketch.fatal_share,
         found=sketch,
     )
 
 
-def _shadowed(case: Case, tried: Sequence[Tried], impossible: list[tuple[str, str]]) -> Iterator[Option]:
-    """After a loss each once more, with new shadows for what has lost its second holder: safer, but state moves."""
+def _shadowed(case: Case, tried: Sequence[Tried], impossible: list[tuple[str, str]]) -> list[Option]:
+    """What was ``tried``, with new shadows for layers that have too few holders: in its place where shadows were asked
+    for, else besides. State moves for them, behind the next steps where ranks would wait for it (``two_speed.py``).
+    """
     asked = case.job.least_holders
-    least = asked or case.spare_holders
-    for policy, proposal, option in tried if case.lost and least else ():
-        if option and isinstance(option.found, Drawn) and (asked or option.fatal_share):
-            layout = option.found.layout
-            safer = replace(proposal, layout=layout, note=f"{proposal.note}, with new shadows")
-            shadowed = _possible(case, policy, safer, impossible, least_holders=least)
-            if shadowed and isinstance(shadowed.found, Drawn) and shadowed.found.layout != layout:
-                yield shadowed
+    least, may_move = asked or case.spare_holders, case.is_larger or case.rebalances
+    found, safer = list[Option](), list[Option]()
+    for policy, proposal, option in tried:
+        if option is None:
+            continue
+        assert isinstance(option.found, Drawn)
+        layout, shadowed = option.found.layout, None
+        if least and (asked or option.fatal_share) and (may_move or not policy.stays):
+            more = replace(proposal, layout=layout, note=f"{proposal.note}, with new shadows")
+            shadowed = _possible(case, policy, more, impossible, least_holders=least)
+        if shadowed and isinstance(shadowed.found, Drawn) and shadowed.found.layout.holders != layout.holders:
+            safer.append(shadowed)
+            if asked:
+                continue
+        found.append(option)
+    return found + safer
 
 
 def without_transfers(case: Case, tried: Sequence[Tried], longest_s: float) -> list[Option]:

@@ -341,12 +341,14 @@ class PolicyPlanner:
             both = two_speed(decision, self._config)
             if both is not None and both.tokens > both.direct_tokens:
                 return Decided(plan=both.now, rows=rows_of(both, rows), target=lambda: decision.plan)
-        if home is not None and not state.dead and decision.best.layout == home.layout:
+        # With slow workers another order may be faster, and smaller cells may have no memory for this one.
+        is_whole = not (state.dead or decision.case.speeds)
+        if home is not None and is_whole and decision.best.layout == home.layout:
             return Decided(plan=replace(home, transfers=decision.best.transfers), rows=rows)
         return Decided(plan=decision.plan, rows=rows)
 
     def towards(self, state: ClusterState, current: Plan, target: Plan) -> Plan:
-        return towards(target, current=current, state=state, profile=self._profile)
+        return towards(target, current=current, state=state, profile=self._newest())
 
     def keep(self) -> None:
         profile = self._newest()

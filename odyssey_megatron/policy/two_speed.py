@@ -145,7 +145,8 @@ def rows(both: TwoSpeed, direct: tuple[CandidateRow, ...]) -> tuple[CandidateRow
         chosen=True,
         reason=f"at once, and {both.direct.policy} when its layers have moved behind about {both.after_steps} step(s)",
     )
-    return (chosen, *(replace(row, chosen=False) for row in direct if row.name != now.policy))
+    others = (row for row in direct if row.chosen or row.name != now.policy)
+    return (chosen, *(replace(row, chosen=False) for row in others))
 
 
 def towards(target: Plan, *, current: Plan, state: ClusterState, profile: Profile) -> Plan:

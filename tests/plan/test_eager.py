@@ -110,6 +110,19 @@ def test_memory_binds():
     assert re.match(r"\d+ of 32 forwards run ahead, \d+ without memory, \d+ without a bubble", str(filled))
 
 
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_what_is_run_ahead_fits_beside_what_the_next_instruction_frees(name):
+    """In the bubble before an input gradient what that frees is still there."""
+    layout = LAYOUTS[name]
+    costs = replace(
+        COSTS, layers=tuple(replace(one, activation_bytes=5, early_bytes=2) for one in COSTS.layers)
+    )
+    peaks = simulate(build_schedule(layout, costs), layout, costs).activation_bytes
+    for spare in range(0, 40, 4):
+        room = {worker: size + spare for worker, size in peaks}
+        verify(layout, eager_schedule(layout, costs, room=room)[0], costs, in_flight_cap=room)
+
+
 def test_what_has_run_early_saves_the_most():
     forwards = eager_schedule(PP4, COSTS)[1].forwards
     step_s = simulate(build_schedule(PP4, COSTS), PP4, COSTS).step_s

@@ -2,13 +2,16 @@
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
-from odyssey_megatron.cluster.events import RankJoined
+from odyssey_megatron.cluster.events import RankDied, RankJoined
 from odyssey_megatron.cluster.state import Share, apply, initial_state
+from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import PlanInfeasible
+from odyssey_megatron.plan.layout import Hop, Route, layout_from_routes
 from odyssey_megatron.plan.memory import (
     activation_caps,
     caps_for,
@@ -16,9 +19,11 @@ from odyssey_megatron.plan.memory import (
     per_rank,
     state_bytes,
 )
+from odyssey_megatron.plan.simulate import simulate
 from odyssey_megatron.policy.case import worker_shares, worker_speeds
 from odyssey_megatron.policy.decide import decide
 from odyssey_megatron.policy.initial import initial_plan
+from odyssey_megatron.policy.planner import PolicyPlanner
 from odyssey_megatron.policy.profile import Profile
 from tests.plan.samples import uniform_costs
 from tests.policy.test_decide import check, job, kill
@@ -150,3 +155,33 @@ def test_whole_cells_only_are_what_a_restart_begins_with():
     assert case.whole == 7
     step_s = case.search.estimate_s(4, case.job.num_microbatches, 1)
     assert case.left == pytest.approx(case.usual_step_s / step_s)
+
+
+def test_the_first_layout_with_a_smaller_cell_is_ordered_for_what_that_has():
+    """The first plan's order is for whole cells: it would keep more than fits."""
+    spec, state = (
+        replace(job(2, 16, 6), tensor_model_parallel_size=2),
+        initial_state(nodes=(0,) * 8, cell_size=2),
+    )
+    costs = replace(uniform_costs(6), memory_bytes=40)
+    planner = PolicyPlanner(OdysseyConfig(policy="reroute", mtbf_s=1e9, horizon_s=1e9))
+    home = planner.start(spec, state, to_json(Profile(costs=costs))).plan
+    now = apply(state, RankDied(rank=0, code=-9, cause="killed"))
+    after = planner.decide(now, home, 1.0).plan
+    back = apply(now, RankJoined(rank=0, node=0, incarnation=1, each=2))
+    again = planner.decide(back, after, 1.0).plan
+    assert again.layout == home.layout
+    shares = worker_shares(back)
+    for plan, fits in ((home, False), (again, True)):
+        peaks = simulate(plan.schedule, plan.layout, costs).peak_bytes
+        assert (dict(per_rank(peaks, shares, plan.layout, costs))[0] <= 40) == fits
+
+
+def test_where_memory_is_not_known_a_worker_may_be_visited_twice_by_a_single_microbatch():
+    """It keeps both visits at once, which is more than 1F1B counts."""
+    ends = ((0, 1), (1, 4), (0, 6), (1, 10))
+    spans = pairwise((0, *(end for _, end in ends)))
+    hops = (Hop(worker=worker, first=a, last=b) for (worker, _), (a, b) in zip(ends, spans, strict=True))
+    layout = layout_from_routes(10, (Route(microbatches=(0,), hops=tuple(hops)),))
+    costs = uniform_costs(10)
+    assert caps_for(layout, costs)[1] == 7
