@@ -86,10 +86,7 @@ def diagnose(timings: Timings, known: Mapping[Piece, tuple[float, float]] | None
     found = fit(timings, known)
     if len(timings.steps) < LEAST_STEPS:
         return Diagnosis(costs=_healthy_costs(timings, found, ()))
-    cost_s = timings.seconds / np.exp(found.log_ratio)
-    groups, values = medians(found.log_ratio, timings.by_worker_and_step, cost_s)
-    series = np.full((len(timings.workers), len(timings.steps)), np.nan)
-    series[groups // len(timings.steps), groups % len(timings.steps)] = values
+    series = _series(timings, found)
     # What all have in common in a step is nobody's: the lower median, so that of two one may be slow.
     common = np.array([lower_median(column) for column in series.T])
     apart = series - common
@@ -129,6 +126,25 @@ def slow_nodes(diagnosis: Diagnosis, nodes: Mapping[int, int]) -> list[Verdict]:
             evidence = f"all {len(workers)} workers of node {node} take at least {factor:.2f} times as long as others"
             found.append(Verdict(kind="slow node", node=node, factor=factor, evidence=evidence))
     return found
+
+
+def _series(timings: Timings, found: Fit) -> Floats:
+    """Of each worker and step, the log of how many times what its work takes elsewhere all of it took together; NaN
+    where it did nothing. Of one piece the median counts, and a piece as much as it costs: who is slow in its forwards
+    alone, as with samples that come late, makes steps longer as well. What all compute alike counts where there was
+    nothing else.
+    """
+    steps, pieces = len(timings.steps), max(1, len(timings.pieces))
+    each = timings.by_worker_and_step * pieces + timings.piece
+    groups, log_ratio = medians(found.log_ratio, each)
+    cost_s = np.bincount(np.searchsorted(groups, each), timings.seconds * np.exp(-found.log_ratio))
+    of_worker, size = groups // pieces, len(timings.workers) * steps
+    is_layers = np.array([piece.last > piece.first for piece in timings.pieces])[groups % pieces]
+    has_layers = np.bincount(of_worker, is_layers, size) > 0
+    cost_s *= is_layers | ~has_layers[of_worker]
+    took_s = np.bincount(of_worker, cost_s * np.exp(log_ratio), size)
+    with np.errstate(invalid="ignore"):
+        return np.log(took_s / np.bincount(of_worker, cost_s, size)).reshape(-1, steps)
 
 
 def _healthy_costs(timings: Timings, found: Fit, slow: Collection[int]) -> dict[Piece, tuple[float, float]]:
