@@ -8,8 +8,10 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from types import MappingProxyType
 
 import numpy as np
+from numpy.typing import NDArray
 
 from odyssey_megatron.diagnosis.change import FALSE_ALARM_STEPS, RECENT, noise, raised
 from odyssey_megatron.diagnosis.fit import Fit, fit
@@ -27,6 +29,7 @@ _SAME_CAUSE = 0.9
 what-if study, arXiv 2505.05713."""
 LEAST_STEPS = 3
 """With fewer there are no verdicts."""
+_NOBODY: Mapping[int, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,20 +78,25 @@ class Diagnosis:
         return {v.worker: 1 / v.factor for v in self.verdicts if v.kind == SLOW_WORKER}
 
 
-def diagnose(timings: Timings, known: Mapping[Piece, tuple[float, float]] | None = None) -> Diagnosis:
+def diagnose(
+    timings: Timings,
+    known: Mapping[Piece, tuple[float, float]] | None = None,
+    slower: Mapping[int, float] = _NOBODY,
+) -> Diagnosis:
     """What makes the steps of ``timings`` slower than they need to be.
 
     Args:
         known: what pieces cost that only slow workers have computed: nobody else can tell.
+        slower: the ``slow`` of the diagnosis before.
     """
     if not timings.workers:
         return Diagnosis(costs={})
-    found = fit(timings, known)
+    much = [worker for worker, speed in slower.items() if speed * _MUCH <= 1.0]
+    found = fit(timings, known, much)
     if len(timings.steps) < LEAST_STEPS:
         return Diagnosis(costs=_healthy_costs(timings, found, ()))
     series = _series(timings, found)
-    # What all have in common in a step is nobody's: the lower median, so that of two one may be slow.
-    common = np.array([lower_median(column) for column in series.T])
+    common = _common(series, np.isin(timings.workers, much))
     apart = series - common
     slow = _slow_workers(timings, apart)
     found = replace(found, costs=_healthy_costs(timings, found, {one.worker for one in slow}))
@@ -145,6 +153,15 @@ def _series(timings: Timings, found: Fit) -> Floats:
     took_s = np.bincount(of_worker, cost_s * np.exp(log_ratio), size)
     with np.errstate(invalid="ignore"):
         return np.log(took_s / np.bincount(of_worker, cost_s, size)).reshape(-1, steps)
+
+
+def _common(series: Floats, is_slow: NDArray[np.bool_]) -> Floats:
+    """What all have in common in a step is nobody's: the lower median, so that of two one may be slow. Who is known to
+    be does not count, unless there are no others in that step.
+    """
+    others = np.where(is_slow[:, None], np.nan, series)
+    nobody = np.isnan(others).all(axis=0)
+    return np.array([lower_median(column) for column in np.where(nobody, series, others).T])
 
 
 def _healthy_costs(timings: Timings, found: Fit, slow: Collection[int]) -> dict[Piece, tuple[float, float]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -153,25 +153,25 @@ class History:
 
     def diagnosis(
         self,
-        slow: Collection[int],
+        before: Diagnosis,
         costs: Costs,
         nodes: Mapping[int, int] = MappingProxyType({}),
-        held_up: Collection[int] = (),
     ) -> Diagnosis:
-        """What the history says. Pieces that only ``slow`` workers have computed cost what ``costs`` says, which was
-        measured on others, or before; ``held_up``: of the slow, see ``Diagnosis.held_up``. ``nodes``: of each worker;
-        without, nothing is said of links.
+        """What the history says. Pieces that only workers have computed who were slow ``before`` cost what that says of
+        them, or else ``costs``, which was measured on others. ``nodes``: of each worker; without, nothing is said of
+        links.
         """
         timings = self.timings()
         holders: dict[int, set[int]] = {}
         for piece, worker in set(zip(timings.piece.tolist(), timings.worker.tolist(), strict=True)):
             holders.setdefault(piece, set()).add(timings.workers[worker])
-        only_slow = [timings.pieces[piece] for piece, workers in holders.items() if workers <= set(slow)]
-        found = diagnose(
-            timings,
-            {piece: (_cost_s(costs, piece), 0.0) for piece in only_slow if piece.last > piece.first},
-        )
-        found = with_held_up(found, self.held_up(), held_up)
+        only_slow = [
+            timings.pieces[piece] for piece, workers in holders.items() if before.slow.keys() >= workers
+        ]
+        known = {piece: (_cost_s(costs, piece), 0.0) for piece in only_slow if piece.last > piece.first}
+        known |= {piece: before.costs[piece] for piece in known.keys() & before.costs.keys()}
+        found = diagnose(timings, known, before.slow)
+        found = with_held_up(found, self.held_up(), before.held_up)
         found = with_ranks(found, self.own_work(), self.cell_size)
         times_s: dict[tuple[int, int], float] = {}
         for piece, (cost_s, _) in found.costs.items():
