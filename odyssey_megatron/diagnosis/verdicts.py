@@ -120,11 +120,11 @@ def diagnose(
     )
 
 
-def slow_nodes(diagnosis: Diagnosis, nodes: Mapping[int, int]) -> list[Verdict]:
-    """Nodes all of whose workers are slow: what they share is, rather than each by itself. ``nodes``: of each worker
-    that lives.
+def slow_nodes(slow: Mapping[int, float], nodes: Mapping[int, int]) -> list[Verdict]:
+    """Nodes all of whose workers are ``slow``, which has their speeds: what they share is, rather than each by itself.
+    ``nodes``: of each worker that lives.
     """
-    slow, on = diagnosis.slow, dict[int, list[int]]()
+    on = dict[int, list[int]]()
     for worker, node in nodes.items():
         on.setdefault(node, []).append(worker)
     found = []

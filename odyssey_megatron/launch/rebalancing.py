@@ -13,7 +13,7 @@ from odyssey_megatron.diagnosis.verdicts import UNEVEN_STAGE, Diagnosis, Verdict
 from odyssey_megatron.errors import OdysseyError
 from odyssey_megatron.launch.planner import Planner
 from odyssey_megatron.launch.slow_ways import SlowWays, with_slow_ways
-from odyssey_megatron.launch.slow_workers import SlowWorkers
+from odyssey_megatron.launch.slow_workers import LEAST_SLOWNESS, SlowWorkers
 from odyssey_megatron.launch.slowness import Slowness
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.names import layer_names
@@ -71,11 +71,11 @@ class Rebalancing:
             return state, None
         self._seen = diagnosis
         self._note_measured(diagnosis, now_s)
-        others = self._note_others(diagnosis, live, state)
         before, state = state, state if self._acts else with_speeds(state, self._workers.speeds)
         of_ways = (*diagnosis.links.verdicts, *diagnosis.sums.verdicts)
         self._told.doubt_only([*diagnosis.slow, *(one.links for one in of_ways)])
         state, new = self._workers.look(diagnosis, state, live, now_s)
+        others = self._note_others(diagnosis, live, state)
         known: tuple[Diagnosis, ClusterState, Plan, float] = (diagnosis, state, live, now_s)
         new += self._links.look(diagnosis.links, self._sums.slowed.values(), *known)
         new += self._sums.look(diagnosis.sums, self._links.slowed.values(), *known)
@@ -89,8 +89,11 @@ class Rebalancing:
         return (state, better) if self._acts else (before, None)
 
     def _is_to_seek(self, diagnosis: Diagnosis, state: ClusterState) -> bool:
-        """Once, as soon as costs are measured and nobody is slow or dead; once more when all are back."""
-        if not self._is_back(state) or diagnosis.slow or diagnosis.links.slow:
+        """Once, as soon as costs are measured and nobody is slow or dead; once more when all are back. Chips are not
+        alike: of hundreds of workers one always takes a little longer.
+        """
+        is_any_slow = any(1 / speed >= LEAST_SLOWNESS for speed in diagnosis.slow.values())
+        if not self._is_back(state) or is_any_slow or diagnosis.links.slow:
             self._has_sought &= self._is_back(state)
             return False
         if not self._seeks or self._has_sought or not diagnosis.factors:
@@ -142,7 +145,7 @@ class Rebalancing:
         moved for.
         """
         nodes = {worker.worker: worker.node for worker in state.workers if worker.alive}
-        found, together = list[str](), slow_nodes(diagnosis, nodes)
+        found, together = list[str](), slow_nodes(self._workers.speeds, nodes)
         for over in {said for said in self._said if said[2] not in (-1, *(one.node for one in together))}:
             self._said.remove(over)
             self._told.event(

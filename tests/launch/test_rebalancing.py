@@ -96,7 +96,8 @@ def test_a_job_that_chose_its_layout_by_an_estimate_looks_once_more(job, layout)
         for at, one in enumerate(costs.all_layers)
     ]
     planner._measured = planner._learned = replace(planner._learned, costs=costs.with_layers(heavy))
-    measured = [Diagnosis(costs={}, newest=step, factors={0: 1.0}) for step in (4, 5, 6)]
+    # On hundreds of chips one always takes a little longer, which changes nothing.
+    measured = [replace(slow(step, w5=1.05), factors={0: 1.0}) for step in (4, 5, 6)]
     assert rebalancing.look(slow(4, w5=2.0), state, plan, 8.0) == (state, None), (
         "not while somebody may be slow"
     )
@@ -226,6 +227,17 @@ def test_all_workers_of_a_node_are_a_slow_node(job, tmp_path):
         ([4, 5, 6, 7], pytest.approx(1 / 1.8)),
         ([4, 5, 6, 7], 1.0),
     ]
+
+
+def test_a_node_is_not_slow_whose_workers_take_a_little_longer_or_whose_slowness_no_step_shows(job):
+    """Who looks for nodes to exclude would find it on the list."""
+    state = initial_state(nodes=tuple(worker.worker // 4 for worker in job.state.workers))
+    rebalancing = job(acts=False)
+    for step in (5, 6, 7):
+        rebalancing.look(slow(step, w4=1.05, w5=1.06, w6=1.09, w7=1.05), state, job.plan, float(step))
+    unseen = timed(slow(8, w4=2.0, w5=2.0, w6=2.0, w7=2.0), 1.0)
+    rebalancing.look(unseen, state, job.plan, 8.0)
+    assert not list(read_journal(job.folder))
 
 
 @pytest.mark.parametrize(
