@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.metrics.journal import event_of
@@ -55,31 +56,21 @@ class Follower:
         for path in sorted((self.folder / "journal").glob("*.jsonl")):
             file = self._files.setdefault(path.name, _File())
             try:
-                for row in self._new_lines(path, file):
-                    if any(one in row[:_HEAD_BYTES] for one in _NOT_SHOWN):
-                        continue
-                    if (event := event_of(row)) is not None:
-                        self._keep(file, event)
+                with path.open("rb") as stream:
+                    if stream.seek(0, 2) < file.at:  # another one under its name
+                        self._files, self._steps = {}, set()
+                        return self.events()
+                    for row in _new_lines(stream, file):
+                        if any(one in row[:_HEAD_BYTES] for one in _NOT_SHOWN):
+                            continue
+                        if (event := event_of(row)) is not None:
+                            self._keep(file, event)
             except OSError as error:
                 raise ConfigError(f"{path} cannot be read ({error.strerror}).") from error
             except ValueError as error:
                 raise ConfigError(f"{path}: {error}.") from error
         rows = sorted((one for file in self._files.values() for one in file.events), key=lambda one: one[0])
         return last_job([event for _, event in rows])
-
-    def _new_lines(self, path: Path, file: _File) -> Iterator[bytes]:
-        """Whole ones; what is torn is looked at again when there is more."""
-        with path.open("rb") as stream:
-            if stream.seek(0, 2) < file.at:  # another one under its name
-                self._files[path.name] = file = _File()
-            stream.seek(file.at)
-            while chunk := stream.read(_AT_ONCE_BYTES):
-                end = chunk.rfind(b"\n") + 1
-                if not end:
-                    return
-                file.at += end
-                stream.seek(file.at)
-                yield from chunk[:end].splitlines()
 
     def _keep(self, file: _File, event: JournalEvent) -> None:
         file.latest_s = max(file.latest_s, event["wall_s"])
@@ -97,3 +88,15 @@ class Follower:
                 return
             file.known[name, job] = len(file.events)
         file.events.append(row)
+
+
+def _new_lines(stream: BinaryIO, file: _File) -> Iterator[bytes]:
+    """Whole ones; what is torn is looked at again when there is more."""
+    stream.seek(file.at)
+    while chunk := stream.read(_AT_ONCE_BYTES):
+        end = chunk.rfind(b"\n") + 1
+        if not end:
+            return
+        file.at += end
+        stream.seek(file.at)
+        yield from chunk[:end].splitlines()

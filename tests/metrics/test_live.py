@@ -204,6 +204,34 @@ def test_following_goes_to_the_next_job_in_the_folder(runs, tmp_path):
         assert (state.job, bool(state.stalls)) == (job, name == "shot_at")
 
 
+def test_a_file_that_is_another_one_by_now_is_read_from_its_start(runs, tmp_path):
+    """As where somebody has cut it, or a disk was full and the folder was made anew."""
+    (tmp_path / "journal").mkdir()
+    path = tmp_path / "journal" / "rank0.jsonl"
+    first, second = (next((runs[name] / "journal").glob("rank0*")) for name in ("shot_at", "undisturbed"))
+    path.write_bytes(first.read_bytes())
+    follower = Follower(tmp_path)
+    assert follower.events()
+    lines = second.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[: len(lines) // 2]))
+    assert follower.events() == Follower(tmp_path).events()
+
+
+def test_what_a_job_says_of_slow_ranks_is_not_gone_through_for_each_step():
+    """Ranks 1, 2, ... are slow for 4 s each, every 10 s; of two at once the first counts."""
+    told = [
+        {"event": "slowness", "kind": "slow worker", "slow_ranks": [rank], "speed": speed, "at_s": at_s}
+        for rank in range(1, 4)
+        for at_s, speed in ((10.0 * rank, 0.5), (10.0 * rank + 4, 1.0))
+    ]
+    slow = goodput._Slowness([*told[:1], {**told[0], "slow_ranks": [7], "at_s": 12.0}, *told[1:]])
+    asked = ((0, 10), (0, 10.1), (13, 20), (14, 15), (20, 21), (35, 99))
+    assert [slow.between(*one) for one in asked] == [
+        "", "rank(s) 1 slow", "rank(s) 1 slow", "rank(s) 7 slow", "rank(s) 7 slow", "rank(s) 7 slow"
+    ]  # fmt: skip
+    assert goodput._Slowness([]).between(0, 1) == goodput._Slowness(told).between(14, 20) == ""
+
+
 def test_what_all_say_alike_is_kept_once(tmp_path, runs):
     """Of a long job the state is made anew each second."""
     follower = Follower(runs["shot_at"])
