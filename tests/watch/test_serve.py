@@ -7,6 +7,7 @@ import json
 import re
 import socket
 import sys
+import threading
 
 import pytest
 
@@ -46,6 +47,22 @@ def get(port, path, **headers):
     connection.request("GET", path, headers={name.replace("_", "-"): text for name, text in headers.items()})
     answer = connection.getresponse()
     return answer.status, dict(answer.getheaders()), answer.read().decode()
+
+
+def test_nobody_waits_for_what_another_has_asked_for(runs, monkeypatch):
+    """Of a long journal it takes seconds, in which a scrape would come to nothing."""
+    newest = Newest(runs["shot_at"])
+    before, begun, goes_on = newest.get(), threading.Event(), threading.Event()
+    newest._due_s = 0.0
+    events = newest._follower.events
+    monkeypatch.setattr(newest._follower, "events", lambda: (begun.set(), goes_on.wait(10), events())[-1])
+    other = threading.Thread(target=newest.get)
+    other.start()
+    assert begun.wait(10)
+    assert newest.get() is before
+    goes_on.set()
+    other.join()
+    assert newest.get() is not before
 
 
 def test_a_page_on_loopback(runs):
