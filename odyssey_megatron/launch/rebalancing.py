@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from odyssey_megatron.cluster.state import ClusterState, with_speeds
+from odyssey_megatron.diagnosis.change import RECENT
 from odyssey_megatron.diagnosis.lasting import COMPUTE_S, LINK_S, remaining_s
 from odyssey_megatron.diagnosis.verdicts import UNEVEN_STAGE, Diagnosis, Verdict, slow_nodes
 from odyssey_megatron.errors import OdysseyError
@@ -58,6 +59,9 @@ class Rebalancing:
         self._workers = SlowWorkers(self._told)
         self._links, self._sums = SlowWays(self._told), SlowWays(self._told)
         self._said: set[tuple[str, tuple[int, int], int, tuple[int, ...]]] = set()
+        self._unseen: dict[str, int] = {}
+        """What is nobody's, and not over -> in so many of the newest measured steps it was not seen."""
+        self._newest = -1
         self._written: dict[int, float] = {}
         self._written_s = -math.inf
 
@@ -151,16 +155,29 @@ class Rebalancing:
             self._told.event(
                 over[0], _ranks_on(state, over[2]), 1.0, "not all of its workers are slow any more"
             )
+        self._note_over(diagnosis)
         for one in (*diagnosis.verdicts, *together):
             key = one.kind, one.layers, one.node, state.alive
-            if one.worker >= 0 or key in self._said:
+            is_new, is_open = key not in self._said, one.node >= 0 or one.kind in self._unseen
+            if one.worker >= 0 or (is_open and not is_new):
                 continue
             self._said = {said for said in self._said if said[-1] == state.alive} | {key}
+            if one.node < 0:
+                self._unseen[one.kind] = 0
             where = _where(one, live)
             self._told.event(one.kind, _ranks_on(state, one.node), 1 / one.factor, where + one.evidence)
-            if one.kind == UNEVEN_STAGE:
+            if one.kind == UNEVEN_STAGE and is_new:
                 found.append(f"{where}{one.factor:.2f} times the time of other stages")
         return found
+
+    def _note_over(self, diagnosis: Diagnosis) -> None:
+        """What is nobody's, as an uneven stage, and was not seen for a while: whoever looks on is to see it no more."""
+        if diagnosis.newest > self._newest:
+            self._newest, seen = diagnosis.newest, {one.kind for one in diagnosis.verdicts}
+            self._unseen = {kind: 0 if kind in seen else steps + 1 for kind, steps in self._unseen.items()}
+        for kind in [kind for kind, steps in self._unseen.items() if steps >= RECENT]:
+            del self._unseen[kind]
+            self._told.event(kind, [], 1.0, "the last measured steps do not show it any more")
 
     def _note_measured(self, diagnosis: Diagnosis, now_s: float) -> None:
         """For those who look on, as often as it changes."""

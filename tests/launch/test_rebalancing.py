@@ -214,6 +214,22 @@ def test_layers_move_off_a_heavy_stage_once(job, acts):
     ]
 
 
+def test_what_is_nobodys_is_over_when_it_was_not_seen_for_a_while(job):
+    """So that nobody who looks on is told of it for ever; it comes and goes, and that is no reason to plan anew."""
+    uneven = Verdict(kind="uneven stage", layers=(3, 4), factor=1.5, evidence="by the test")
+    rebalancing = job(acts=False)
+    for step in range(40):
+        there = (uneven,) if step < 10 or step in (12, 14) or step >= 30 else ()
+        rebalancing.look(replace(slow(step), verdicts=there), job.state, job.plan, float(step))
+    told = [event for event in read_journal(job.folder) if event["event"] == "slowness"]
+    assert [(one["kind"], one["slow_ranks"], one["speed"]) for one in told] == [
+        ("uneven stage", [], 1 / 1.5),
+        ("uneven stage", [], 1.0),
+        ("uneven stage", [], 1 / 1.5),
+    ]
+    assert len([said for said in job.said if "times the time of other stages" in said]) == 1
+
+
 def test_all_workers_of_a_node_are_a_slow_node(job, tmp_path):
     nodes = tuple(worker.worker // 4 for worker in job.state.workers)
     state = initial_state(nodes=nodes)
