@@ -73,7 +73,8 @@ class Measured:
     sums: tuple[SumSeen, ...] = ()
     """Of the same; only those of which this is the first worker."""
     steps: tuple[StepSeen, ...] = ()
-    """The same, but for the first of a generation, which takes longer."""
+    """The same, but for the first of a generation, which takes longer, and those with fewer microbatches than the plan
+    has."""
     held: tuple[HeldSeen, ...] = ()
     """Of the same."""
     state_bytes: tuple[tuple[int, int], ...] = ()

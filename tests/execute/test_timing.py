@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,9 +15,32 @@ pytest.importorskip("torch")
 
 from odyssey_megatron.codec import from_json
 from odyssey_megatron.execute import cores
+from odyssey_megatron.execute.chronicle import Chronicle
 from odyssey_megatron.execute.timing import Measurements, Trace
+from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.plan.schedule import parse_instr
 from odyssey_megatron.policy.measured import Measured
+
+
+class Told:
+    """A member that keeps what it is to publish."""
+
+    def publish_observations(self, observations_json: str) -> None:
+        self.measured = from_json(Measured, observations_json)
+
+
+def test_how_long_a_step_takes_is_said_of_those_that_can_be_held_against_each_other(tmp_path):
+    """While batches grow, steps are shorter than what the plan's simulation says; a generation's first is longer."""
+    member, measurements = Told(), Measurements(1, lambda step: 1.0)
+    chronicle = Chronicle(
+        Journal(tmp_path, source="rank0"), member, measurements, on_commit=lambda *_: None, trace_steps=0
+    )
+    generation = SimpleNamespace(number=1, previous=None, planned=False)
+    chronicle.begin(generation)
+    for step in range(4):
+        trace = measurements.trace(step)
+        chronicle.ended(step, trace, 1.0 + step, dict, is_whole=step != 2)
+    assert [(one.step, one.seconds) for one in member.measured.steps] == [(1, 2.0), (3, 4.0)]
 
 
 class Ticks:
