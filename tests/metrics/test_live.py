@@ -7,6 +7,7 @@ import json
 import pytest
 
 from odyssey_megatron.codec import to_jsonable
+from odyssey_megatron.errors import EXIT_FENCED
 from odyssey_megatron.metrics import goodput
 from odyssey_megatron.metrics.follow import Follower
 from odyssey_megatron.metrics.journal import read_journal
@@ -165,6 +166,36 @@ def test_whose_ranks_were_replaced_is_watched_and_then_excluded_where_they_were(
     elsewhere = {**next(one for one in events if one.get("target") == 6), "host": "host9"}
     assert [one.node for one in suspects([*events, left, elsewhere])] == ["host1"], "where it was then"
     assert suspects([*events, left, left])[0].is_to_exclude
+
+
+def started(hosts):
+    """``hosts``: of each rank."""
+    return [{"event": "rank_started", "target": rank, "host": host} for rank, host in hosts.items()]
+
+
+def died(dead, causes, codes, generation=1):
+    told = {"dead": dead, "causes": causes, "code": codes, "cause": ",".join(sorted({*causes}))}
+    return {"event": "failure_detected", "generation": generation, **told}
+
+
+def test_a_node_is_not_suspected_for_what_another_one_of_its_cell_has_done():
+    """A gang of four ranks on two nodes loses its first rank twice."""
+    events = started({rank: f"host{rank // 2}" for rank in range(4)})
+    events += [died([0, 1, 2, 3], ["killed", "cell", "cell", "cell"], [-9] * 4, number) for number in (1, 2)]
+    (suspect,) = suspects(events)
+    assert (suspect.node, suspect.is_to_exclude) == ("host0", True)
+    assert suspect.evidence[0] == "rank(s) 0 lost in generation 1: killed"
+    lost = died([0, 1, 2, 3], ["cell", "cell", "node", "node"], [-9] * 4)
+    assert [(one.node, one.is_to_exclude) for one in suspects([*events[:4], lost])] == [("host1", True)]
+
+
+def test_a_lost_node_is_suspected_and_not_the_one_that_came_in_its_place():
+    events = [
+        *started({0: "host0", 1: "host1"}), died([1], ["node"], [-9]), *started({1: "host9"}),
+        died([1], ["exit"], [EXIT_FENCED], 3),
+    ]  # fmt: skip
+    (suspect,) = suspects(events)
+    assert (suspect.node, suspect.is_to_exclude) == ("host1", True), "the other one was asked to leave"
 
 
 def test_a_node_is_excluded_for_two_incidents_and_watched_for_one(shot):
