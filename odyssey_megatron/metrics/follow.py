@@ -68,6 +68,7 @@ class Follower:
             except OSError as error:
                 raise ConfigError(f"{path} cannot be read ({error.strerror}).") from error
             except ValueError as error:
+                self._files, self._steps = {}, set()  # or what stands behind it would be missing next time
                 raise ConfigError(f"{path}: {error}.") from error
         rows = sorted((one for file in self._files.values() for one in file.events), key=lambda one: one[0])
         return last_job([event for _, event in rows])

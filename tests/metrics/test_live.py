@@ -7,7 +7,7 @@ import json
 import pytest
 
 from odyssey_megatron.codec import to_jsonable
-from odyssey_megatron.errors import EXIT_FENCED
+from odyssey_megatron.errors import EXIT_FENCED, ConfigError
 from odyssey_megatron.metrics import goodput
 from odyssey_megatron.metrics.follow import Follower
 from odyssey_megatron.metrics.journal import read_journal
@@ -245,6 +245,19 @@ def test_a_file_that_is_another_one_by_now_is_read_from_its_start(runs, tmp_path
     assert follower.events()
     lines = second.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[: len(lines) // 2]))
+    assert follower.events() == Follower(tmp_path).events()
+
+
+def test_a_line_that_is_none_of_a_journal_is_said_each_time_and_costs_no_others(runs, tmp_path):
+    (tmp_path / "journal").mkdir()
+    path = tmp_path / "journal" / "rank0.jsonl"
+    raw = next((runs["undisturbed"] / "journal").glob("rank0*")).read_bytes()
+    path.write_bytes(b'{"schema_version": 99}\n' + raw)
+    follower = Follower(tmp_path)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="schema_version 99"):
+            follower.events()
+    path.write_bytes(b" " * 22 + b"\n" + raw)
     assert follower.events() == Follower(tmp_path).events()
 
 
