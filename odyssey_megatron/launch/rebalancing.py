@@ -26,6 +26,8 @@ _log = logging.getLogger(__name__)
 _WORTH_A_LINE = 0.02
 _AT_MOST_EVERY_S, _AT_LEAST_EVERY_S = 5.0, 300.0
 """Of how slow each worker is: written when one has moved by so much, and not too often."""
+_EACH_EVERY_S = 0.05
+"""So much longer for each worker: of hundreds some always have, and a line has them all."""
 _LEAST_GAIN = 0.03
 """Of the step: what is won by less may be noise."""
 
@@ -186,8 +188,8 @@ class Rebalancing:
         moved = factors.keys() != known.keys() or any(
             abs(factor - known[worker]) >= _WORTH_A_LINE for worker, factor in factors.items()
         )
-        age_s = now_s - self._written_s
-        if factors and (age_s >= _AT_LEAST_EVERY_S or (moved and age_s >= _AT_MOST_EVERY_S)):
+        age_s, often_s = now_s - self._written_s, max(_AT_MOST_EVERY_S, _EACH_EVERY_S * len(factors))
+        if factors and (age_s >= _AT_LEAST_EVERY_S or (moved and age_s >= often_s)):
             self._written, self._written_s = factors, now_s
             costs = [
                 [piece.first, piece.last, piece.kind, alpha]

@@ -188,6 +188,16 @@ def measured_with_a_heavy_last_stage(plan) -> list[str]:
     return found
 
 
+@pytest.mark.parametrize(("workers", "lines"), [(8, 20), (1000, 2)])
+def test_how_slow_many_workers_are_does_not_fill_the_disk(job, workers, lines):
+    """Noise always moves some of a thousand, whose line has as many numbers."""
+    rebalancing = job(acts=False)
+    for step in range(100):
+        factors = {worker: 1.0 + 0.03 * ((worker + step) % 2) for worker in range(workers)}
+        rebalancing.look(replace(slow(step), factors=factors), job.state, job.plan, float(step))
+    assert len([event for event in read_journal(job.folder) if event["event"] == "measured"]) == lines
+
+
 @pytest.mark.parametrize("acts", [False, True])
 def test_layers_move_off_a_heavy_stage_once(job, acts):
     published = measured_with_a_heavy_last_stage(job.plan)
