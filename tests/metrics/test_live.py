@@ -282,6 +282,9 @@ def test_what_all_say_alike_is_kept_once(tmp_path, runs):
     kept = follower.events()
     assert len([one for one in kept if one["event"] == "step_committed"]) == STEPS
     assert not [one for one in kept if one["event"] in ("trace", "samples")]
+    decided = [one for one in kept if one["event"] == "decision"]
+    assert not any("schedule" in one for one in decided), "of many workers it is most of a journal"
+    assert [one["generation"] for one in decided if "layout" in one] == [1, 6], "the first, and that of now"
     assert json.dumps(kept, default=str)
 
 
