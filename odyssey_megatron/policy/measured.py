@@ -115,8 +115,17 @@ def with_measured(
             link_bytes_per_s=size / max(message_s - latency_s, 0.05 * message_s, 1e-9)
             or costs.link_bytes_per_s,
         )
-    regroups = [one.regroup_s for one in published if one.regroup_s is not None]
+    regroups = [one.regroup_s for one in _of_now(published) if one.regroup_s is not None]
     return replace(profile, costs=costs, group_build_s=max(regroups) if regroups else profile.group_build_s)
+
+
+def _of_now(published: Collection[Measured]) -> list[Measured]:
+    """Those who have measured one of the newest steps, if anybody has measured any. Others are dead, and their last
+    recovery may have been one in which somebody was stuck.
+    """
+    steps = [{span.step for span in one.spans} for one in published]
+    newest = max(steps, key=lambda own: max(own, default=-1), default=set[int]())
+    return [one for one, own in zip(published, steps, strict=True) if own & newest or not newest]
 
 
 def _medians_s(links: Sequence[LinkTimes | LinkSeen]) -> tuple[float, float]:
