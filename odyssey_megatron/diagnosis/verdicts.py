@@ -263,18 +263,32 @@ def _uneven_sequences(timings: Timings, found: Fit) -> list[Verdict]:
             seen.setdefault((worker, step, microbatch), []).append(float(value))
     pairs = np.array([both[:2] for both in seen.values() if len(both) >= 2])
     together = float(np.corrcoef(pairs.T)[0, 1]) if len(pairs) > 2 else 0.0
-    if together < _SAME_CAUSE:
-        return []
-    return [
-        Verdict(
-            kind="uneven sequences",
-            factor=math.exp(spread),
-            evidence=(
-                f"microbatches of the same work differ by {spread:.0%}; forward and backward of each do so alike "
-                f"(correlation {together:.2f})"
-            ),
-        )
-    ]
+    return [_uneven(spread, together)] if together >= _SAME_CAUSE else []
+
+
+def with_uneven_sequences(diagnosis: Diagnosis, rows: Collection[tuple[int, float, float]]) -> Diagnosis:
+    """``diagnosis``, by what ranks have seen of their own microbatches: (step, how far one usually is from the others,
+    correlation of forwards and backwards), where each microbatch's times are not known.
+    """
+    steps = sorted({step for step, *_ in rows})[-RECENT:]
+    if len(steps) < LEAST_STEPS:
+        return diagnosis
+    recent = np.array([(spread, together) for step, spread, together in rows if step in steps])
+    spread, together = (float(one) for one in np.median(recent, axis=0))
+    if spread < _UNEVEN_SEQUENCES or together < _SAME_CAUSE:
+        return diagnosis
+    return replace(diagnosis, verdicts=(*diagnosis.verdicts, _uneven(spread, together)))
+
+
+def _uneven(spread: float, together: float) -> Verdict:
+    return Verdict(
+        kind="uneven sequences",
+        factor=math.exp(spread),
+        evidence=(
+            f"microbatches of the same work differ by {spread:.0%}; forward and backward of each do so alike "
+            f"(correlation {together:.2f})"
+        ),
+    )
 
 
 def _all_slower(timings: Timings, common: Floats) -> list[Verdict]:

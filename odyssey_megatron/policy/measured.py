@@ -62,6 +62,17 @@ class HeldSeen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UnevenSeen:
+    """How unlike the microbatches of a step were, that had the same work on this rank."""
+
+    step: int
+    spread: float
+    """How far one usually is from their median, relative."""
+    together: float
+    """Correlation of their forwards and backwards."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
     """What one rank publishes. Fields that it has not measured are None or empty."""
 
@@ -77,6 +88,8 @@ class Measured:
     has."""
     held: tuple[HeldSeen, ...] = ()
     """Of the same."""
+    uneven: tuple[UnevenSeen, ...] = ()
+    """Of the same, where there were enough microbatches."""
     state_bytes: tuple[tuple[int, int], ...] = ()
     """(layer, bytes that a new holder must be sent) of the layers held."""
     regroup_s: float | None = None

@@ -77,6 +77,31 @@ def test_what_runs_within_an_input_gradient_is_not_counted_to_it():
     assert [instr for instr, _, _ in trace.entries] == [outer, inner, summed]
 
 
+@pytest.mark.parametrize(
+    ("times", "seen"),
+    [
+        (
+            [(2, 5), (4, 9), (6, 14), (8, 18), (10, 23)],
+            (pytest.approx(1.4826 / 3), pytest.approx(1.0, abs=0.01)),
+        ),
+        ([(10, 20), (11, 19), (10, 21), (9, 20), (10, 20)], (0.0, pytest.approx(-0.5))),
+        ([(10, 20), (10, 21), (10, 19), (10, 20), (10, 20)], None),
+        ([(2, 5), (4, 9), (6, 14)], None),
+    ],
+    ids=["long in both directions", "noise", "all alike", "too few"],
+)
+def test_how_unlike_the_microbatches_of_a_step_are(times, seen):
+    clock = Ticks()
+    measurements = Measurements(1, lambda step: 1.0, stopwatch=clock)
+    trace = measurements.trace(0)
+    for number, took in enumerate(times):
+        for text, seconds in zip(("F{}[0:4]", "B{}[0:4]"), took, strict=True):
+            with trace.computing(parse_instr(text.format(number))):
+                clock.pass_by(seconds)
+    told = from_json(Measured, measurements.with_step(0, trace, {})).uneven
+    assert [(one.spread, one.together) for one in told] == ([seen] if seen else [])
+
+
 def test_what_is_not_measured_is_not_timed():
     trace = Trace(measured=False, stopwatch=Ticks())
     outer = parse_instr("I3[0:4]")

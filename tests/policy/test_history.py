@@ -11,7 +11,7 @@ from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.diagnosis.verdicts import Diagnosis, Verdict
 from odyssey_megatron.policy.history import History
-from odyssey_megatron.policy.measured import HeldSeen, LinkSeen, Measured, StepSeen, SumSeen
+from odyssey_megatron.policy.measured import HeldSeen, LinkSeen, Measured, StepSeen, SumSeen, UnevenSeen
 from odyssey_megatron.policy.planner import PolicyPlanner
 from odyssey_megatron.policy.profile import Observation
 from tests.policy.test_decide import PROFILE, job
@@ -187,6 +187,23 @@ def test_two_of_three_stay_slow_for_as_long_as_they_are(spans):
     slow_since = {0: 10, each: 14}
     said = looked_at(spans, lambda rank, step: 2.0 if step >= slow_since.get(rank, 99) else 1.0, steps=90)
     assert all(one == {0: 0.5, each: 0.5} for one in said[18:])
+
+
+@pytest.mark.parametrize(
+    ("spread", "together", "kinds"),
+    [(0.2, 0.97, ["uneven sequences"]), (0.2, 0.3, []), (0.02, 0.97, [])],
+    ids=["sequences", "noise", "alike"],
+)
+def test_sequences_of_unequal_length_are_said(spread, together, kinds):
+    """Ranks publish medians over their microbatches, and beside them how unlike these were."""
+    told = {
+        rank: replace(
+            one, uneven=tuple(UnevenSeen(step=at, spread=spread, together=together) for at in range(8))
+        )
+        for rank, one in published(*range(8)).items()
+    }
+    found = History(1).with_published(told, {}).diagnosis(NOBODY, LEARNED)
+    assert [one.kind for one in found.verdicts] == kinds
 
 
 def test_what_only_a_slow_worker_computes_costs_what_it_did():
