@@ -167,19 +167,22 @@ class Rebalancing:
             if one.node < 0:
                 self._unseen[one.kind] = 0
             where = _where(one, live)
-            self._told.event(one.kind, _ranks_on(state, one.node), 1 / one.factor, where + one.evidence)
+            ranks, evidence = _ranks_on(state, one.node), where + one.evidence
+            self._told.event(one.kind, ranks, 1 / one.factor, evidence, echo=is_new)
             if one.kind == UNEVEN_STAGE and is_new:
                 found.append(f"{where}{one.factor:.2f} times the time of other stages")
         return found
 
     def _note_over(self, diagnosis: Diagnosis) -> None:
-        """What is nobody's, as an uneven stage, and was not seen for a while: whoever looks on is to see it no more."""
+        """What is nobody's, as an uneven stage, and was not seen for a while: whoever looks on is to see it no more. It
+        may come and go, which is said to nobody else.
+        """
         if diagnosis.newest > self._newest:
             self._newest, seen = diagnosis.newest, {one.kind for one in diagnosis.verdicts}
             self._unseen = {kind: 0 if kind in seen else steps + 1 for kind, steps in self._unseen.items()}
         for kind in [kind for kind, steps in self._unseen.items() if steps >= RECENT]:
             del self._unseen[kind]
-            self._told.event(kind, [], 1.0, "the last measured steps do not show it any more")
+            self._told.event(kind, [], 1.0, "the last measured steps do not show it any more", echo=False)
 
     def _note_measured(self, diagnosis: Diagnosis, now_s: float) -> None:
         """For those who look on, as often as it changes."""

@@ -224,7 +224,7 @@ def test_layers_move_off_a_heavy_stage_once(job, acts):
     ]
 
 
-def test_what_is_nobodys_is_over_when_it_was_not_seen_for_a_while(job):
+def test_what_is_nobodys_is_over_when_it_was_not_seen_for_a_while(job, capsys):
     """So that nobody who looks on is told of it for ever; it comes and goes, and that is no reason to plan anew."""
     uneven = Verdict(kind="uneven stage", layers=(3, 4), factor=1.5, evidence="by the test")
     rebalancing = job(acts=False)
@@ -238,6 +238,7 @@ def test_what_is_nobodys_is_over_when_it_was_not_seen_for_a_while(job):
         ("uneven stage", [], 1 / 1.5),
     ]
     assert len([said for said in job.said if "times the time of other stages" in said]) == 1
+    assert capsys.readouterr().err.count("uneven stage") == 1
 
 
 def test_all_workers_of_a_node_are_a_slow_node(job, tmp_path):
