@@ -7,7 +7,7 @@ compute as well, nor do dear layers make a worker look slow. Everything is by me
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,15 +34,21 @@ class Fit:
     """Pieces that one worker alone has computed: if it is slow, they are dear."""
 
 
-def fit(timings: Timings, known: Mapping[Piece, tuple[float, float]] | None = None) -> Fit:
+def fit(
+    timings: Timings,
+    known: Mapping[Piece, tuple[float, float]] | None = None,
+    slow: Collection[int] = (),
+) -> Fit:
     """Costs and speeds by turns.
 
     A healthy worker is as fast as the lower median of those who computed the same piece: nothing makes a worker faster
     than healthy, so that of two the faster one says what the piece costs. Of a piece that one worker alone has
-    computed, the window's lower quartile of steps says so. What is ``known`` is not asked for.
+    computed, the window's lower quartile of steps says so. What is ``known`` is not asked for, nor are workers that
+    are known to be ``slow``, where others have computed the same: with two of three slow, half a window later the
+    median would be theirs.
     """
     known = known or {}
-    workers = len(timings.workers)
+    workers, is_slow = len(timings.workers), np.isin(timings.workers, [*slow])
     slowness = np.zeros(workers)  # log
     alpha, beta = np.zeros(len(timings.pieces)), np.zeros(len(timings.pieces))
     alone = np.zeros(len(timings.pieces), bool)
@@ -64,7 +70,8 @@ def fit(timings: Timings, known: Mapping[Piece, tuple[float, float]] | None = No
                 by_step = medians(ratio[rows], timings.step[rows])[1]
                 level = float(np.quantile(by_step, 0.25))
             else:
-                by_worker = np.sort(medians(ratio[rows], timings.worker[rows])[1])
+                who, each = medians(ratio[rows], timings.worker[rows])
+                by_worker = np.sort(each if is_slow[who].all() else each[~is_slow[who]])
                 level = float(by_worker[(len(by_worker) - 1) // 2])
             ratio[rows] -= level
             alpha[index] *= np.exp(level)

@@ -8,8 +8,10 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from types import MappingProxyType
 
 import numpy as np
+from numpy.typing import NDArray
 
 from odyssey_megatron.diagnosis.change import FALSE_ALARM_STEPS, RECENT, noise, raised
 from odyssey_megatron.diagnosis.fit import Fit, fit
@@ -27,6 +29,7 @@ _SAME_CAUSE = 0.9
 what-if study, arXiv 2505.05713."""
 LEAST_STEPS = 3
 """With fewer there are no verdicts."""
+_NOBODY: Mapping[int, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,23 +78,25 @@ class Diagnosis:
         return {v.worker: 1 / v.factor for v in self.verdicts if v.kind == SLOW_WORKER}
 
 
-def diagnose(timings: Timings, known: Mapping[Piece, tuple[float, float]] | None = None) -> Diagnosis:
+def diagnose(
+    timings: Timings,
+    known: Mapping[Piece, tuple[float, float]] | None = None,
+    slower: Mapping[int, float] = _NOBODY,
+) -> Diagnosis:
     """What makes the steps of ``timings`` slower than they need to be.
 
     Args:
         known: what pieces cost that only slow workers have computed: nobody else can tell.
+        slower: the ``slow`` of the diagnosis before.
     """
     if not timings.workers:
         return Diagnosis(costs={})
-    found = fit(timings, known)
+    much = [worker for worker, speed in slower.items() if speed * _MUCH <= 1.0]
+    found = fit(timings, known, much)
     if len(timings.steps) < LEAST_STEPS:
         return Diagnosis(costs=_healthy_costs(timings, found, ()))
-    cost_s = timings.seconds / np.exp(found.log_ratio)
-    groups, values = medians(found.log_ratio, timings.by_worker_and_step, cost_s)
-    series = np.full((len(timings.workers), len(timings.steps)), np.nan)
-    series[groups // len(timings.steps), groups % len(timings.steps)] = values
-    # What all have in common in a step is nobody's: the lower median, so that of two one may be slow.
-    common = np.array([lower_median(column) for column in series.T])
+    series = _series(timings, found)
+    common = _common(series, np.isin(timings.workers, much))
     apart = series - common
     slow = _slow_workers(timings, apart)
     found = replace(found, costs=_healthy_costs(timings, found, {one.worker for one in slow}))
@@ -115,11 +120,11 @@ def diagnose(timings: Timings, known: Mapping[Piece, tuple[float, float]] | None
     )
 
 
-def slow_nodes(diagnosis: Diagnosis, nodes: Mapping[int, int]) -> list[Verdict]:
-    """Nodes all of whose workers are slow: what they share is, rather than each by itself. ``nodes``: of each worker
-    that lives.
+def slow_nodes(slow: Mapping[int, float], nodes: Mapping[int, int]) -> list[Verdict]:
+    """Nodes all of whose workers are ``slow``, which has their speeds: what they share is, rather than each by itself.
+    ``nodes``: of each worker that lives.
     """
-    slow, on = diagnosis.slow, dict[int, list[int]]()
+    on = dict[int, list[int]]()
     for worker, node in nodes.items():
         on.setdefault(node, []).append(worker)
     found = []
@@ -129,6 +134,34 @@ def slow_nodes(diagnosis: Diagnosis, nodes: Mapping[int, int]) -> list[Verdict]:
             evidence = f"all {len(workers)} workers of node {node} take at least {factor:.2f} times as long as others"
             found.append(Verdict(kind="slow node", node=node, factor=factor, evidence=evidence))
     return found
+
+
+def _series(timings: Timings, found: Fit) -> Floats:
+    """Of each worker and step, the log of how many times what its work takes elsewhere all of it took together; NaN
+    where it did nothing. Of one piece the median counts, and a piece as much as it costs: who is slow in its forwards
+    alone, as with samples that come late, makes steps longer as well. What all compute alike counts where there was
+    nothing else.
+    """
+    steps, pieces = len(timings.steps), max(1, len(timings.pieces))
+    each = timings.by_worker_and_step * pieces + timings.piece
+    groups, log_ratio = medians(found.log_ratio, each)
+    cost_s = np.bincount(np.searchsorted(groups, each), timings.seconds * np.exp(-found.log_ratio))
+    of_worker, size = groups // pieces, len(timings.workers) * steps
+    is_layers = np.array([piece.last > piece.first for piece in timings.pieces])[groups % pieces]
+    has_layers = np.bincount(of_worker, is_layers, size) > 0
+    cost_s *= is_layers | ~has_layers[of_worker]
+    took_s = np.bincount(of_worker, cost_s * np.exp(log_ratio), size)
+    with np.errstate(invalid="ignore"):
+        return np.log(took_s / np.bincount(of_worker, cost_s, size)).reshape(-1, steps)
+
+
+def _common(series: Floats, is_slow: NDArray[np.bool_]) -> Floats:
+    """What all have in common in a step is nobody's: the lower median, so that of two one may be slow. Who is known to
+    be does not count, unless there are no others in that step.
+    """
+    others = np.where(is_slow[:, None], np.nan, series)
+    nobody = np.isnan(others).all(axis=0)
+    return np.array([lower_median(column) for column in np.where(nobody, series, others).T])
 
 
 def _healthy_costs(timings: Timings, found: Fit, slow: Collection[int]) -> dict[Piece, tuple[float, float]]:
@@ -230,18 +263,32 @@ def _uneven_sequences(timings: Timings, found: Fit) -> list[Verdict]:
             seen.setdefault((worker, step, microbatch), []).append(float(value))
     pairs = np.array([both[:2] for both in seen.values() if len(both) >= 2])
     together = float(np.corrcoef(pairs.T)[0, 1]) if len(pairs) > 2 else 0.0
-    if together < _SAME_CAUSE:
-        return []
-    return [
-        Verdict(
-            kind="uneven sequences",
-            factor=math.exp(spread),
-            evidence=(
-                f"microbatches of the same work differ by {spread:.0%}; forward and backward of each do so alike "
-                f"(correlation {together:.2f})"
-            ),
-        )
-    ]
+    return [_uneven(spread, together)] if together >= _SAME_CAUSE else []
+
+
+def with_uneven_sequences(diagnosis: Diagnosis, rows: Collection[tuple[int, float, float]]) -> Diagnosis:
+    """``diagnosis``, by what ranks have seen of their own microbatches: (step, how far one usually is from the others,
+    correlation of forwards and backwards), where each microbatch's times are not known.
+    """
+    steps = sorted({step for step, *_ in rows})[-RECENT:]
+    if len(steps) < LEAST_STEPS:
+        return diagnosis
+    recent = np.array([(spread, together) for step, spread, together in rows if step in steps])
+    spread, together = (float(one) for one in np.median(recent, axis=0))
+    if spread < _UNEVEN_SEQUENCES or together < _SAME_CAUSE:
+        return diagnosis
+    return replace(diagnosis, verdicts=(*diagnosis.verdicts, _uneven(spread, together)))
+
+
+def _uneven(spread: float, together: float) -> Verdict:
+    return Verdict(
+        kind="uneven sequences",
+        factor=math.exp(spread),
+        evidence=(
+            f"microbatches of the same work differ by {spread:.0%}; forward and backward of each do so alike "
+            f"(correlation {together:.2f})"
+        ),
+    )
 
 
 def _all_slower(timings: Timings, common: Floats) -> list[Verdict]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -148,7 +149,15 @@ def _host(checkout: Path | None) -> Host:
         built_suffix=_built_suffix(checkout),
         interfaces=tuple(name for _, name in socket.if_nameindex()),
         has_gpu=Path("/proc/driver/nvidia/version").exists(),
+        gpus=tuple(_gpus(Path("/proc/driver/nvidia/gpus"))),
     )
+
+
+def _gpus(folder: Path) -> Iterator[str]:
+    """As the driver has them: a file for each, with a line ``Model: NVIDIA H100 80GB HBM3``."""
+    with contextlib.suppress(OSError):
+        for one in sorted(folder.glob("*/information")):
+            yield from re.findall(r"^Model:\s*(.*\S)", one.read_text(errors="replace"), re.MULTILINE)
 
 
 def _built_suffix(checkout: Path | None) -> str:

@@ -12,6 +12,9 @@ _IB_TIMEOUT, _IB_RETRIES = 20, 7
 _WATCHDOG_S = 480
 """torch's default of TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC. Source: torch 2.13 ProcessGroupNCCL.hpp."""
 
+_BLACKWELL = re.compile(r"\bG?B[123]\d\d\b|Blackwell")
+"""In the name of a GPU that Megatron's ``get_device_arch_version() < 10`` does not mean."""
+
 
 def rows(host: Host, job: Job, *, patched: bool) -> Iterator[Row]:
     """What the environment means for ``job``.
@@ -171,6 +174,8 @@ def _max_connections(host: Host, job: Job) -> Row:
     value = host.environ.get(name)
     if value == "1":
         return _row(name, OK, "1")
+    if host.gpus and all(map(_BLACKWELL.search, host.gpus)):
+        return _row(name, OK, f"{value or 'unset'}: Megatron does not want it on {host.gpus[0]}")
     flags = ("--tensor-model-parallel-size", "--context-parallel-size")
     parallel = [flag for flag in flags if job.value_of(flag) not in ("", "1")]
     found = f"{value or 'unset'}: before Blackwell, Megatron " + (

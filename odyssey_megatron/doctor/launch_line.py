@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from odyssey_megatron import codec
 from odyssey_megatron.config import config_from_argv
-from odyssey_megatron.doctor.flags import looked_at
-from odyssey_megatron.doctor.launch_script import Line, launch_line
+from odyssey_megatron.doctor.flags import known_to, looked_at
+from odyssey_megatron.doctor.launch_script import UNKNOWN, Line, launch_line
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.inputs import read_text
 from odyssey_megatron.upstream import refusals
@@ -30,6 +31,8 @@ class Verdict:
     """Flag -> what a loss may change with it."""
     unknown: tuple[str, ...]
     """Not among Megatron-LM's flags; they pass if the script adds them."""
+    unread: tuple[str, ...] = ()
+    """Words in which there may be more flags: what they stand for is known only when the script runs."""
     script: str = ""
     """If it is none that has been tried."""
 
@@ -51,6 +54,11 @@ class Verdict:
             lines += [f"  {flag}: {what}" for flag, what in self.cautions.items()]
         if self.unknown:
             lines.append(f"  not Megatron-LM's, so of the script's own: {' '.join(self.unknown)}")
+        if self.unread:
+            lines.append(
+                f"  not looked at, as only running it would tell what they stand for: {' '.join(self.unread)}. If "
+                "there are flags in them, add these to this command"
+            )
         if self.script and not self.refused:
             lines.append(
                 f"  {self.script} is none of {', '.join(TRIED)}: what it builds is looked at when the job starts, and "
@@ -74,8 +82,17 @@ def judged(flags: Sequence[str], version: str | None = None, script: str = "") -
         unknown=tuple(
             one for one in strange if not one.startswith("--odyssey") and one[2:] not in config.accepted
         ),
+        unread=tuple(_unread(flags, known_to(version))),
         script="" if name in TRIED else name,
     )
+
+
+def _unread(flags: Sequence[str], known: Mapping[str, tuple[str, Any]]) -> Iterator[str]:
+    """Variables and commands that are no flag's value."""
+    for before, word in pairwise(["", *flags]):
+        is_value = before.startswith("--") and "=" not in before and known.get(before, ("", None))[1] is None
+        if word.startswith("$") and not is_value:
+            yield "$(...)" if word == UNKNOWN else word
 
 
 def read_job(named: str) -> Line:

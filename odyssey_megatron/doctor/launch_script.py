@@ -17,6 +17,8 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:\[[@*]\])?(?::?-([^{}]*))?\})")
 _COMMENT = re.compile(r"(?:(?<=\s)|^)#.*", re.MULTILINE)
 _SEPARATORS = frozenset(";&|<>()\n")
+UNKNOWN = "$UNKNOWN"
+"""What a command would print."""
 _SCRIPT = re.compile(r"\S+\.py")
 _MOST_WORDS = 100_000
 """Of a line in which variables stand for their values: one may stand for others many times over."""
@@ -127,9 +129,9 @@ def _without_commands(text: str) -> str:
             if not depth:
                 start = found.end()
         elif found[0] == "$(":
-            kept += [text[start : found.start()], "$UNKNOWN"]
+            kept += [text[start : found.start()], UNKNOWN]
             depth = 1
-    return re.sub(r"`[^`]*`", "$UNKNOWN", "".join(kept) + ("" if depth else text[start:]))
+    return re.sub(r"`[^`]*`", UNKNOWN, "".join(kept) + ("" if depth else text[start:]))
 
 
 def _expanded(words: Sequence[str], variables: Mapping[str, list[str]]) -> Iterator[str]:

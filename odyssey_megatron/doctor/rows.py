@@ -48,6 +48,8 @@ class Host:
     interfaces: tuple[str, ...]
     """Names of the network interfaces."""
     has_gpu: bool
+    gpus: tuple[str, ...] = ()
+    """What the driver calls their models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -138,9 +138,17 @@ class Chronicle:
             self._on_commit(self._step, self._outcome)
 
     def ended(
-        self, step: int, trace: Trace, step_s: float, state_bytes: Callable[[], Mapping[int, int]]
+        self,
+        step: int,
+        trace: Trace,
+        step_s: float,
+        state_bytes: Callable[[], Mapping[int, int]],
+        *,
+        is_whole: bool = True,
     ) -> None:
-        """``step`` is over; ``state_bytes`` of each layer whose state is here."""
+        """``step`` is over; ``state_bytes`` of each layer whose state is here. ``is_whole``: it had all microbatches of
+        the plan, and not fewer, as while batches grow: others, and the plan's simulation, are held against its time.
+        """
         generation = self._generation
         assert generation is not None
         self.steps_here += 1
@@ -153,7 +161,7 @@ class Chronicle:
         if trace.measured:
             took = StepSeen(step=step, generation=generation.number, seconds=step_s)
             measured = self._measured.with_step(
-                step, trace, state_bytes(), took if self.steps_here > 1 else None
+                step, trace, state_bytes(), took if self.steps_here > 1 and is_whole else None
             )
             self._member.publish_observations(measured)
 

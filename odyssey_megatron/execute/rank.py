@@ -311,12 +311,13 @@ class RankRuntime:
         self._groups.count(self.votes)
         self._spread_weights()
         self._member.rest(behind_step=True)
-        kept_by, worker = self._assigned.layout.kept_by, self._assigned.worker
+        layout, worker = self._assigned.layout, self._assigned.worker
         self.chronicle.ended(
             step,
             trace,
             time.monotonic() - began_s,
-            lambda: {layer: self._model.moved_bytes(layer) for layer in kept_by(worker)},
+            lambda: {layer: self._model.moved_bytes(layer) for layer in layout.kept_by(worker)},
+            is_whole=self._model.microbatches_of(step) == layout.num_microbatches,
         )
         if trace.measured:
             self._model.timed(trace.compute_s)

@@ -18,7 +18,15 @@ from odyssey_megatron.execute import cores
 from odyssey_megatron.execute.neighbours import Exchanged, Neighbours, Summed
 from odyssey_megatron.plan.runs import to_runs
 from odyssey_megatron.plan.schedule import COMPUTE, Instr, Op, by_microbatch
-from odyssey_megatron.policy.measured import HeldSeen, LinkSeen, LinkTimes, Measured, StepSeen, SumSeen
+from odyssey_megatron.policy.measured import (
+    HeldSeen,
+    LinkSeen,
+    LinkTimes,
+    Measured,
+    StepSeen,
+    SumSeen,
+    UnevenSeen,
+)
 from odyssey_megatron.policy.profile import Observation
 
 
@@ -172,6 +180,8 @@ class Trace:
 
 _PROBE_SIZE, _PROBE_SIZE_ON_GPU, _PROBES = 96, 1024, 5
 """Of each, large enough that it takes longer than it takes to begin."""
+_ENOUGH = 4
+"""Microbatches that say how unlike they are."""
 _KEPT = 4
 """Measured steps that are published: whoever reads them now and then misses none."""
 
@@ -202,6 +212,7 @@ class Measurements:
         self._sums: deque[tuple[SumSeen, ...]] = deque(maxlen=_KEPT)
         self._took: deque[StepSeen] = deque(maxlen=_KEPT)
         self._held: deque[HeldSeen] = deque(maxlen=_KEPT)
+        self._uneven: deque[UnevenSeen] = deque(maxlen=_KEPT)
         self._exchanged: tuple[int, Exchanged, Summed] = (-1, {}, {})
 
     def measures(self, step: int) -> bool:
@@ -230,6 +241,7 @@ class Measurements:
         """
         self._took.extend([took] if took else [])
         self._steps.append((*_medians(step, trace), *_probe(step, trace)))
+        self._uneven.extend(_uneven(step, trace))
         if self._wall is not None:
             self._held.append(_held(step, trace, self._wall))
         if self._exchanged[0] == step:
@@ -243,6 +255,7 @@ class Measurements:
             sums=tuple(one for of_step in self._sums for one in of_step),
             steps=tuple(self._took),
             held=tuple(self._held),
+            uneven=tuple(self._uneven),
             state_bytes=tuple(sorted(state_bytes.items())),
             regroup_s=self.regroup_s,
             incarnation=self._incarnation,
@@ -276,6 +289,25 @@ def _medians(step: int, trace: Trace) -> Iterator[Observation]:
             weight_grad_s=weight_grad_s,
             step=step,
         )
+
+
+def _uneven(step: int, trace: Trace) -> Iterator[UnevenSeen]:
+    """Of those that go the usual way through this rank, if they are enough to say so."""
+    took = trace.compute_s()
+    ways: dict[tuple[tuple[str, int, int], ...], list[tuple[float, float]]] = {}
+    for own in by_microbatch(took).values():
+        forward_s = sum(took[one] for one in own if one.op is Op.FORWARD)
+        backward_s = sum(took[one] for one in own) - forward_s
+        if forward_s > 0 and backward_s > 0:
+            way = tuple(sorted((one.op.name, one.first, one.last) for one in own))
+            ways.setdefault(way, []).append((forward_s, backward_s))
+    forwards, backwards = zip(*max(ways.values(), key=len, default=()), strict=True) if ways else ((), ())
+    if len(forwards) >= _ENOUGH and min(map(len, map(set, (forwards, backwards)))) > 1:
+        usual_s = statistics.median(forwards)
+        # 1.4826: a normal one's deviation, by its median
+        spread = 1.4826 * statistics.median(abs(one / usual_s - 1) for one in forwards)
+        together = statistics.correlation(forwards, backwards)
+        yield UnevenSeen(step=step, spread=spread, together=together)
 
 
 def _probe(step: int, trace: Trace) -> Iterator[Observation]:

@@ -222,15 +222,16 @@ def deaths(job: JobState, lost: Collection[int], events: Sequence[Event]) -> Rep
     """Of what the ranks that are ``lost`` have died, by what was heard of it."""
     dead, reports = sorted(lost), {one.rank: one for one in events if isinstance(one, RankDied)}
     nodes = {one.node for one in events if isinstance(one, NodeLost)}
-    causes = {
+    causes = [
         reports[rank].cause if rank in reports else "node" if job.nodes[rank] in nodes else "cell"
         for rank in dead
-    }
+    ]
     fields = {
         "generation": job.cluster.generation,
         "dead": dead,
         "code": [reports[rank].code if rank in reports else -9 for rank in dead],
-        "cause": ",".join(sorted(causes)),
+        "cause": ",".join(sorted(set(causes))),
+        "causes": causes,
     }
     return Report(name="failure_detected", fields=fields)
 

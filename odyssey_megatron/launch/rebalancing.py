@@ -8,12 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from odyssey_megatron.cluster.state import ClusterState, with_speeds
+from odyssey_megatron.diagnosis.change import RECENT
 from odyssey_megatron.diagnosis.lasting import COMPUTE_S, LINK_S, remaining_s
 from odyssey_megatron.diagnosis.verdicts import UNEVEN_STAGE, Diagnosis, Verdict, slow_nodes
 from odyssey_megatron.errors import OdysseyError
 from odyssey_megatron.launch.planner import Planner
 from odyssey_megatron.launch.slow_ways import SlowWays, with_slow_ways
-from odyssey_megatron.launch.slow_workers import SlowWorkers
+from odyssey_megatron.launch.slow_workers import LEAST_SLOWNESS, SlowWorkers
 from odyssey_megatron.launch.slowness import Slowness
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.names import layer_names
@@ -25,6 +26,8 @@ _log = logging.getLogger(__name__)
 _WORTH_A_LINE = 0.02
 _AT_MOST_EVERY_S, _AT_LEAST_EVERY_S = 5.0, 300.0
 """Of how slow each worker is: written when one has moved by so much, and not too often."""
+_EACH_EVERY_S = 0.05
+"""So much longer for each worker: of hundreds some always have, and a line has them all."""
 _LEAST_GAIN = 0.03
 """Of the step: what is won by less may be noise."""
 
@@ -58,6 +61,9 @@ class Rebalancing:
         self._workers = SlowWorkers(self._told)
         self._links, self._sums = SlowWays(self._told), SlowWays(self._told)
         self._said: set[tuple[str, tuple[int, int], int, tuple[int, ...]]] = set()
+        self._unseen: dict[str, int] = {}
+        """What is nobody's, and not over -> in so many of the newest measured steps it was not seen."""
+        self._newest = -1
         self._written: dict[int, float] = {}
         self._written_s = -math.inf
 
@@ -71,11 +77,11 @@ class Rebalancing:
             return state, None
         self._seen = diagnosis
         self._note_measured(diagnosis, now_s)
-        others = self._note_others(diagnosis, live, state)
         before, state = state, state if self._acts else with_speeds(state, self._workers.speeds)
         of_ways = (*diagnosis.links.verdicts, *diagnosis.sums.verdicts)
         self._told.doubt_only([*diagnosis.slow, *(one.links for one in of_ways)])
         state, new = self._workers.look(diagnosis, state, live, now_s)
+        others = self._note_others(diagnosis, live, state)
         known: tuple[Diagnosis, ClusterState, Plan, float] = (diagnosis, state, live, now_s)
         new += self._links.look(diagnosis.links, self._sums.slowed.values(), *known)
         new += self._sums.look(diagnosis.sums, self._links.slowed.values(), *known)
@@ -89,8 +95,11 @@ class Rebalancing:
         return (state, better) if self._acts else (before, None)
 
     def _is_to_seek(self, diagnosis: Diagnosis, state: ClusterState) -> bool:
-        """Once, as soon as costs are measured and nobody is slow or dead; once more when all are back."""
-        if not self._is_back(state) or diagnosis.slow or diagnosis.links.slow:
+        """Once, as soon as costs are measured and nobody is slow or dead; once more when all are back. Chips are not
+        alike: of hundreds of workers one always takes a little longer.
+        """
+        is_any_slow = any(1 / speed >= LEAST_SLOWNESS for speed in diagnosis.slow.values())
+        if not self._is_back(state) or is_any_slow or diagnosis.links.slow:
             self._has_sought &= self._is_back(state)
             return False
         if not self._seeks or self._has_sought or not diagnosis.factors:
@@ -142,22 +151,38 @@ class Rebalancing:
         moved for.
         """
         nodes = {worker.worker: worker.node for worker in state.workers if worker.alive}
-        found, together = list[str](), slow_nodes(diagnosis, nodes)
+        found, together = list[str](), slow_nodes(self._workers.speeds, nodes)
         for over in {said for said in self._said if said[2] not in (-1, *(one.node for one in together))}:
             self._said.remove(over)
             self._told.event(
                 over[0], _ranks_on(state, over[2]), 1.0, "not all of its workers are slow any more"
             )
+        self._note_over(diagnosis)
         for one in (*diagnosis.verdicts, *together):
             key = one.kind, one.layers, one.node, state.alive
-            if one.worker >= 0 or key in self._said:
+            is_new, is_open = key not in self._said, one.node >= 0 or one.kind in self._unseen
+            if one.worker >= 0 or (is_open and not is_new):
                 continue
             self._said = {said for said in self._said if said[-1] == state.alive} | {key}
+            if one.node < 0:
+                self._unseen[one.kind] = 0
             where = _where(one, live)
-            self._told.event(one.kind, _ranks_on(state, one.node), 1 / one.factor, where + one.evidence)
-            if one.kind == UNEVEN_STAGE:
+            ranks, evidence = _ranks_on(state, one.node), where + one.evidence
+            self._told.event(one.kind, ranks, 1 / one.factor, evidence, echo=is_new)
+            if one.kind == UNEVEN_STAGE and is_new:
                 found.append(f"{where}{one.factor:.2f} times the time of other stages")
         return found
+
+    def _note_over(self, diagnosis: Diagnosis) -> None:
+        """What is nobody's, as an uneven stage, and was not seen for a while: whoever looks on is to see it no more. It
+        may come and go, which is said to nobody else.
+        """
+        if diagnosis.newest > self._newest:
+            self._newest, seen = diagnosis.newest, {one.kind for one in diagnosis.verdicts}
+            self._unseen = {kind: 0 if kind in seen else steps + 1 for kind, steps in self._unseen.items()}
+        for kind in [kind for kind, steps in self._unseen.items() if steps >= RECENT]:
+            del self._unseen[kind]
+            self._told.event(kind, [], 1.0, "the last measured steps do not show it any more", echo=False)
 
     def _note_measured(self, diagnosis: Diagnosis, now_s: float) -> None:
         """For those who look on, as often as it changes."""
@@ -166,8 +191,8 @@ class Rebalancing:
         moved = factors.keys() != known.keys() or any(
             abs(factor - known[worker]) >= _WORTH_A_LINE for worker, factor in factors.items()
         )
-        age_s = now_s - self._written_s
-        if factors and (age_s >= _AT_LEAST_EVERY_S or (moved and age_s >= _AT_MOST_EVERY_S)):
+        age_s, often_s = now_s - self._written_s, max(_AT_MOST_EVERY_S, _EACH_EVERY_S * len(factors))
+        if factors and (age_s >= _AT_LEAST_EVERY_S or (moved and age_s >= often_s)):
             self._written, self._written_s = factors, now_s
             costs = [
                 [piece.first, piece.last, piece.kind, alpha]

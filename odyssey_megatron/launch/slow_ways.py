@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from odyssey_megatron.cluster.state import ClusterState, SlowSums, with_slow_links, with_slow_sums
@@ -19,6 +19,10 @@ steps that are looked at go back to before it was over.
 """
 
 
+_Process = tuple[int, int]
+"""(rank, how many processes of it there were before)."""
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Slowed:
     """By one cause."""
@@ -29,6 +33,8 @@ class Slowed:
     """(sender, receiver) -> what a message takes longer."""
     sums: tuple[SlowSums, ...] = ()
     """If any, ``longer_s`` is only expected, and counts where nobody sends any that way."""
+    processes: tuple[frozenset[_Process], ...] = ()
+    """Of each of its ends, or of each node whose network it is."""
 
 
 class SlowWays:
@@ -52,9 +58,10 @@ class SlowWays:
         now_s: float,
     ) -> list[str]:
         """What has changed, by what ``diagnosis`` has ``found``, where ``others`` are slow besides. What no message
-        takes any more, and what is not summed, stays as it was when it was measured last.
+        takes any more, and what is not summed, stays as it was when it was measured last, but where others have come
+        in the place of all at one of its ends, on another node, perhaps.
         """
-        why = []
+        why = self._forget_gone(state)
         for one in [known for known in self.slowed if _is_over(known, found)]:
             del self.slowed[one]
             self._ended |= dict.fromkeys(one.links, (found.newest, one.factor))
@@ -65,7 +72,8 @@ class SlowWays:
             )
             why.append(f"{_whose(one, ranks)} as fast as others again")
         for one in filter(lambda one: self._is_new(one, found), found.verdicts):
-            slowed, now = slowed_by(one, found, state), [*others, *self.slowed.values()]
+            slowed = replace(slowed_by(one, found, state), processes=_ends(one, state))
+            now = [*others, *self.slowed.values()]
             before, after = (with_slow_ways(state, ways, diagnosis.links) for ways in (now, [*now, slowed]))
             seen = self._told.shown(one.since, before, after, diagnosis, live)
             ranks = ranks_of(state, one.workers)
@@ -81,6 +89,17 @@ class SlowWays:
             why.append(f"{_whose(one, ranks)} slow, {one.factor:.2f} times the time")
         return why
 
+    def _forget_gone(self, state: ClusterState) -> list[str]:
+        """What has others at an end of it by now, who are not timed either as long as no route goes by them."""
+        here = _processes(state, state.alive)
+        gone = [one for one, slowed in self.slowed.items() if not all(end & here for end in slowed.processes)]
+        for one in gone:
+            del self.slowed[one], self.began_s[one]
+            self._told.event(
+                one.kind, ranks_of(state, one.workers), 1.0, "who was at one of its ends has left"
+            )
+        return [f"{_whose(one, ranks_of(state, one.workers))}: it has left" for one in gone]
+
     def _is_new(self, one: LinkVerdict, found: Links) -> bool:
         """Not known, borne out, and no echo of what has ended."""
         known = {link for slowed in self.slowed.values() for link in slowed.all}
@@ -89,6 +108,21 @@ class SlowWays:
         ended = [self._ended.get(link, (-2, 1.0)) for link in one.links]
         is_old = all(one.since <= step for step, _ in ended)
         return not is_old or one.factor >= statistics.median(factor for _, factor in ended) ** _AGAIN
+
+
+def _ends(one: LinkVerdict, state: ClusterState) -> tuple[frozenset[_Process], ...]:
+    """Of what is between many nodes it is one: no node alone is at fault."""
+    if one.kind == SLOW_LINK or (one.kind == SLOW_SUMS and not one.nodes):
+        return tuple(_processes(state, [worker]) for worker in one.workers)
+    if len(one.nodes) != 2:
+        return (_processes(state, one.workers),)
+    on = ([worker for worker in one.workers if state.nodes[worker] == node] for node in one.nodes)
+    return tuple(_processes(state, workers) for workers in on if workers)
+
+
+def _processes(state: ClusterState, workers: Iterable[int]) -> frozenset[_Process]:
+    incarnations = dict(state.incarnations)
+    return frozenset((rank, incarnations.get(rank, 0)) for rank in ranks_of(state, [*workers]))
 
 
 def slowed_by(one: LinkVerdict, found: Links, state: ClusterState) -> Slowed:

@@ -29,9 +29,11 @@ class Slowness:
         self.lasted_s: list[float] = []
         """How long what is over has lasted."""
 
-    def event(self, kind: str, ranks: Sequence[int], speed: float, evidence: str) -> None:
-        """``speed``: 1.0 where it is over."""
-        self._journal.event("slowness", echo=True, kind=kind, slow_ranks=ranks, speed=speed, why=evidence)
+    def event(
+        self, kind: str, ranks: Sequence[int], speed: float, evidence: str, *, echo: bool = True
+    ) -> None:
+        """``speed``: 1.0 where it is over; ``echo``: for people, too, who are not looking at a page."""
+        self._journal.event("slowness", echo=echo, kind=kind, slow_ranks=ranks, speed=speed, why=evidence)
 
     def shown(
         self, since: int, before: ClusterState, after: ClusterState, diagnosis: Diagnosis, live: Plan

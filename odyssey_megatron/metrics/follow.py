@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.metrics.journal import event_of
@@ -40,6 +41,8 @@ class Follower:
         self.folder = Path(run_dir)
         self._files: dict[str, _File] = {}
         self._steps: set[tuple[object, ...]] = set()
+        self._planned: dict[object, list[JournalEvent]] = {}
+        """By job, the decisions that have their layouts, the first one first."""
         if not (self.folder / "journal").is_dir():
             raise ConfigError(
                 f"{run_dir} has no journal folder, so it is not a run's folder. Give the folder that the job was "
@@ -55,31 +58,25 @@ class Follower:
         for path in sorted((self.folder / "journal").glob("*.jsonl")):
             file = self._files.setdefault(path.name, _File())
             try:
-                for row in self._new_lines(path, file):
-                    if any(one in row[:_HEAD_BYTES] for one in _NOT_SHOWN):
-                        continue
-                    if (event := event_of(row)) is not None:
-                        self._keep(file, event)
+                with path.open("rb") as stream:
+                    if stream.seek(0, 2) < file.at:  # another one under its name
+                        self._forget()
+                        return self.events()
+                    for row in _new_lines(stream, file):
+                        if any(one in row[:_HEAD_BYTES] for one in _NOT_SHOWN):
+                            continue
+                        if (event := event_of(row)) is not None:
+                            self._keep(file, event)
             except OSError as error:
                 raise ConfigError(f"{path} cannot be read ({error.strerror}).") from error
             except ValueError as error:
+                self._forget()  # or what stands behind it would be missing next time
                 raise ConfigError(f"{path}: {error}.") from error
         rows = sorted((one for file in self._files.values() for one in file.events), key=lambda one: one[0])
         return last_job([event for _, event in rows])
 
-    def _new_lines(self, path: Path, file: _File) -> Iterator[bytes]:
-        """Whole ones; what is torn is looked at again when there is more."""
-        with path.open("rb") as stream:
-            if stream.seek(0, 2) < file.at:  # another one under its name
-                self._files[path.name] = file = _File()
-            stream.seek(file.at)
-            while chunk := stream.read(_AT_ONCE_BYTES):
-                end = chunk.rfind(b"\n") + 1
-                if not end:
-                    return
-                file.at += end
-                stream.seek(file.at)
-                yield from chunk[:end].splitlines()
+    def _forget(self) -> None:
+        self._files, self._steps, self._planned = {}, set(), {}
 
     def _keep(self, file: _File, event: JournalEvent) -> None:
         file.latest_s = max(file.latest_s, event["wall_s"])
@@ -91,9 +88,36 @@ class Follower:
             if key in self._steps:
                 return
             self._steps.add(key)
+        if name == "generation_started":
+            self._drop_layouts(job, event["generation"])
+        if name == "decision":
+            event.pop("schedule", None)
+            self._planned.setdefault(job, []).append(event)
         if name == "measured":
             if (name, job) in file.known:
                 file.events[file.known[name, job]] = row
                 return
             file.known[name, job] = len(file.events)
         file.events.append(row)
+
+    def _drop_layouts(self, job: object, generation: int) -> None:
+        """Of those before a generation that has started, the first one's is looked at again, and no others'. What was
+        decided may have been read before it was.
+        """
+        planned = self._planned.get(job, [])
+        if generation in [one["generation"] for one in planned]:
+            for event in [one for one in planned[1:] if one["generation"] < generation]:
+                event.pop("layout", None)
+                planned.remove(event)
+
+
+def _new_lines(stream: BinaryIO, file: _File) -> Iterator[bytes]:
+    """Whole ones; what is torn is looked at again when there is more."""
+    stream.seek(file.at)
+    while chunk := stream.read(_AT_ONCE_BYTES):
+        end = chunk.rfind(b"\n") + 1
+        if not end:
+            return
+        file.at += end
+        stream.seek(file.at)
+        yield from chunk[:end].splitlines()

@@ -6,6 +6,7 @@ in one bucket, so that the sum is the time that has passed. What is lost in toke
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -69,13 +70,29 @@ class Goodput:
         return self.productive_s / self.elapsed_s if self.elapsed_s > 0 else None
 
 
-@dataclass(frozen=True, slots=True)
 class _Slowness:
-    """Some rank was known to be slow, from then to then."""
+    """When which ranks were known to be slow."""
 
-    since_s: float
-    until_s: float
-    ranks: str
+    def __init__(self, events: Sequence[JournalEvent]):
+        self._since_s, self._ranks = [-math.inf], [""]
+        """Moments in order, and who is slow from each on; "": nobody."""
+        slow: dict[str, None] = {}
+        for event in named(events, "slowness"):
+            if not event.get("slow_ranks"):
+                continue
+            whose = _ranks(event["kind"], event["slow_ranks"])
+            if event["speed"] < 1.0:
+                slow[whose] = None
+            else:
+                slow.pop(whose, None)
+            self._since_s.append(max(self._since_s[-1], event["at_s"]))
+            self._ranks.append(next(iter(slow), ""))
+
+    def between(self, since_s: float, until_s: float) -> str:
+        """Whoever was slow first in that time; "": nobody."""
+        first = bisect.bisect_right(self._since_s, since_s) - 1
+        behind = max(first + 1, bisect.bisect_left(self._since_s, until_s))
+        return next(filter(None, self._ranks[first:behind]), "")
 
 
 def goodput(
@@ -138,7 +155,7 @@ class _Ledger:
             event["generation"]: len(event["members"]) for event in named(events, "generation_started")
         }
         self._whole = max((self._members[one] for one in sorted(self._members)[:1]), default=0)
-        self._slow = _slownesses(events)
+        self._slow = _Slowness(events)
         self._usual_s = self._usual(rows)
         """By generation, of steps in which nothing is known to have gone wrong."""
         whole = [row for row in rows if self._members.get(row.generation, self._whole) >= self._whole]
@@ -175,20 +192,17 @@ class _Ledger:
             part_s = min(lost_s, max(0.0, usual_s - self.ideal_s))
             self.lose(FEWER, f"{missing} of {self._whole} ranks missing", part_s)
             lost_s -= part_s
-        if ranks := self._slow_at(before_s, row.committed_wall_s):
+        if ranks := self._slow.between(before_s, row.committed_wall_s):
             self.lose(SLOW, ranks, lost_s)
         else:
             self.lose(OTHER, "longer steps", lost_s)
-
-    def _slow_at(self, since_s: float, until_s: float) -> str:
-        return next((one.ranks for one in self._slow if one.since_s < until_s and one.until_s > since_s), "")
 
     def _usual(self, rows: Sequence[CommittedStep], *, whole: bool = False) -> dict[int, float]:
         """The median step of each generation; ``whole``: of all together, as -1."""
         clean: dict[int, list[float]] = {}
         for row in rows:
             if row.interval_s and row.step not in self._stalls and row.step not in self._saves:
-                if not self._slow_at(row.committed_wall_s - row.interval_s, row.committed_wall_s):
+                if not self._slow.between(row.committed_wall_s - row.interval_s, row.committed_wall_s):
                     clean.setdefault(-1 if whole else row.generation, []).append(row.interval_s)
         return {generation: median(times_s) or 0.0 for generation, times_s in clean.items()}
 
@@ -206,20 +220,6 @@ def stalls(
         bucket, cause = (RECOVERING, JOINED) if change.joined else (CHANGING, change.policy)
         found.setdefault(change.step, []).append((bucket, cause, change.stall_s))
     return found
-
-
-def _slownesses(events: Sequence[JournalEvent]) -> list[_Slowness]:
-    began: dict[tuple[str, tuple[int, ...]], float] = {}
-    found = []
-    for event in named(events, "slowness"):
-        whose = event["kind"], tuple(event.get("slow_ranks", ()))
-        if not whose[1]:
-            continue
-        if event["speed"] < 1.0:
-            began.setdefault(whose, event["at_s"])
-        elif whose in began:
-            found.append(_Slowness(began.pop(whose), event["at_s"], _ranks(*whose)))
-    return found + [_Slowness(since_s, float("inf"), _ranks(*whose)) for whose, since_s in began.items()]
 
 
 def _ranks(kind: str, ranks: Sequence[int]) -> str:

@@ -33,7 +33,7 @@ EVENTS: dict[str, tuple[str, ...]] = {
     # -- agents and coordinator
     "job_started": ("world_size", "nodes"),
     "rank_started": ("target", "pid", "host"),
-    "failure_detected": ("dead", "code", "cause"),
+    "failure_detected": ("dead", "code", "cause", "causes"),
     "decision": (
         "dead",
         "why",
@@ -111,8 +111,9 @@ through the head): ``samples`` holds, for each of ``microbatches``, the list of 
 was too large; ``step_s`` is -1 where it was not timed. ``step_dealt``: how many times
 its share the route would have cost that is dearest in the ``natural`` order of its microbatches, by what is expected of
 their sequences, and as ``dealt``. ``trace``: [[text, start_s, end_s], ...] on the monotonic
-clock. ``dead`` is a list of ranks everywhere. ``left_out`` (of a rank that stays): rank ``target`` leaves, since its
-numbers are wrong. ``cut_short``: how a message or another operation of this rank failed, be it since a peer has died.
+clock. ``dead`` is a list of ranks everywhere, ``causes`` what each of them has died of (``cell``: another rank of its
+own has). ``left_out`` (of a rank that stays): rank ``target`` leaves, since its numbers are wrong.
+``cut_short``: how a message or another operation of this rank failed, be it since a peer has died.
 ``slowness``: what makes steps longer, or does no more: ``slow_ranks`` of a slow worker, whose
 ``speed`` is 1 if it is healthy. ``replaced``: slow ranks have left for fresh processes to take their place; ``cost_s``
 of training is what their slowness had cost; ``set_aside``: their cell has left, and goes on without them. ``measured``,
@@ -165,6 +166,7 @@ class Line(_Line, total=False):
     dead: tuple[_Id, ...]
     code: Any
     cause: str
+    causes: tuple[str, ...]
     host: str
     why: str
     how: str

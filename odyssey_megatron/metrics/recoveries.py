@@ -6,7 +6,7 @@ moment of its line.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +79,11 @@ def median(values: Iterable[float]) -> float | None:
     return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
+_Told = Mapping[str, list[JournalEvent]]
+_TOLD = ("decision", "generation_started", "failure_detected", "injected", "recovered", "redone")
+"""What is told of recoveries."""
+
+
 def decisions(events: Sequence[JournalEvent]) -> tuple[Decision, ...]:
     """All decisions, by generation; the first is the plan that the job starts with."""
     found = [
@@ -97,23 +102,24 @@ def decisions(events: Sequence[JournalEvent]) -> tuple[Decision, ...]:
 
 def recoveries(events: Sequence[JournalEvent]) -> tuple[Recovery, ...]:
     """One row for each generation after the first that a failure began."""
-    unplanned = [event for event in named(events, "decision") if not event.get("planned")]
-    decided = {event["generation"]: event for event in unplanned}
-    recovered: dict[int, list[JournalEvent]] = {}
-    for event in named(events, "recovered"):
-        recovered.setdefault(event["generation"], []).append(event)
+    told = {name: named(events, name) for name in _TOLD}  # once: a long job has a million steps
+    decided = {event["generation"]: event for event in told["decision"] if not event.get("planned")}
+    recovered, redone = (_by_generation(told[name]) for name in ("recovered", "redone"))
     generations = sorted(set(decided) | set(recovered))
-    first = min(
-        (event["generation"] for event in events if event["event"] in ("decision", "generation_started")),
-        default=0,
-    )
+    began = (*told["decision"], *told["generation_started"])
+    first = min((event["generation"] for event in began), default=0)
     rows = []
     waiting_since: float | None = None  # failure of a recovery that was superseded
     for generation in generations:
         if generation <= first:
             continue
         row = _recovery(
-            events, generation, decided.get(generation), recovered.get(generation, []), waiting_since
+            told,
+            generation,
+            decided.get(generation),
+            recovered.get(generation, []),
+            redone.get(generation, []),
+            waiting_since,
         )
         superseded = row.stall_s is None
         waiting_since = (waiting_since or row.failed_wall_s) if superseded else None
@@ -121,24 +127,31 @@ def recoveries(events: Sequence[JournalEvent]) -> tuple[Recovery, ...]:
     return tuple(rows)
 
 
+def _by_generation(events: Iterable[JournalEvent]) -> dict[int, list[JournalEvent]]:
+    found: dict[int, list[JournalEvent]] = {}
+    for event in events:
+        found.setdefault(event["generation"], []).append(event)
+    return found
+
+
 def _recovery(
-    events: Sequence[JournalEvent],
+    told: _Told,
     generation: int,
     decided: JournalEvent | None,
     recovered: list[JournalEvent],
+    redone: list[JournalEvent],
     waiting_since: float | None,
 ) -> Recovery:
     head = recovered[0] if recovered else decided
     assert head is not None, "a generation is known from one of the two"
     dead = ranks_of(head.get("dead", ()))
-    noticed, injected = _notices(events, dead, generation), dict[int, JournalEvent]()
+    noticed, injected = _notices(told, dead, generation), dict[int, JournalEvent]()
     for rank, notice in noticed.items():
-        if (own := _injection(events, rank, notice, generation)) is not None:
+        if (own := _injection(told, rank, notice, generation)) is not None:
             injected[rank] = own
     failures = known(event["at_s"] for event in (noticed | injected).values())
     failed = min(failures, default=_decided_at_s(decided or head))
     since = min(failed, waiting_since) if waiting_since else failed
-    redone = [one["redo_s"] for one in named(events, "redone") if one["generation"] == generation]
     return Recovery(
         generation=generation,
         step=max(event["step"] for event in (head, *injected.values(), *noticed.values())),
@@ -157,44 +170,38 @@ def _recovery(
         agree_s=_slowest(recovered, "agree_s"),
         groups_s=_slowest(recovered, "groups_s"),
         transfer_s=_slowest(recovered, "transfer_s"),
-        redo_s=max(redone, default=None),
+        redo_s=_slowest(redone, "redo_s"),
         eager_forwards=max((one.get("eager_forwards", 0) for one in recovered), default=0),
         in_groups_s=_until(recovered, "in_groups_s", since),
         stall_s=_until(recovered, "resumed_s", since),
     )
 
 
-def _notices(
-    events: Sequence[JournalEvent], dead: tuple[int, ...], generation: int
-) -> dict[int, JournalEvent]:
+def _notices(told: _Told, dead: tuple[int, ...], generation: int) -> dict[int, JournalEvent]:
     """The last ``failure_detected`` about each dead rank before ``generation``: it may have died before, and may die
     again.
     """
     return {
         rank: event
-        for event in named(events, "failure_detected")
+        for event in told["failure_detected"]
         if event["generation"] < generation
         for rank in ranks_of(event["dead"])
         if rank in dead
     }
 
 
-def _injection(
-    events: Sequence[JournalEvent], rank: int, notice: JournalEvent, generation: int
-) -> JournalEvent | None:
+def _injection(told: _Told, rank: int, notice: JournalEvent, generation: int) -> JournalEvent | None:
     """What ``rank`` wrote before the death of ``notice``, in a generation after its death before that one; None: it was
     not injected.
     """
     earlier = [
         event["at_s"]
-        for event in named(events, "failure_detected")
+        for event in told["failure_detected"]
         if rank in ranks_of(event["dead"]) and event["at_s"] < notice["at_s"]
     ]
-    decided = [
-        event["generation"] for event in named(events, "decision") if earlier and event["at_s"] >= earlier[-1]
-    ]
+    decided = [event["generation"] for event in told["decision"] if earlier and event["at_s"] >= earlier[-1]]
     first = min(decided, default=0)
-    ours = [event for event in named(events, "injected") if event["rank"] == rank]
+    ours = [event for event in told["injected"] if event["rank"] == rank]
     return next((event for event in reversed(ours) if first <= event["generation"] < generation), None)
 
 

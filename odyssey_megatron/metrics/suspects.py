@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from odyssey_megatron.errors import EXIT_FENCED
 from odyssey_megatron.metrics.records import LINK_KINDS, SLOW_LINK, SLOW_SUMS
 from odyssey_megatron.metrics.recoveries import named, ranks_of
 from odyssey_megatron.metrics.standing import nodes_of
@@ -44,7 +45,7 @@ def suspects(events: Sequence[JournalEvent]) -> tuple[Suspect, ...]:
     network now, or had ranks die, or be so slow that they were replaced, in two incidents.
     """
     found, nodes = _Evidence(), nodes_of(events)
-    _deaths(events, nodes, found)
+    _incidents(events, found)
     for event in _once_each(named(events, "left_out")):
         node = event.get("host") or nodes.get(event["target"], "?")
         why = (
@@ -63,30 +64,43 @@ def suspects(events: Sequence[JournalEvent]) -> tuple[Suspect, ...]:
     return tuple(sorted(judged, key=lambda one: (not one.is_to_exclude, -len(one.evidence), one.node)))
 
 
-def _deaths(events: Sequence[JournalEvent], nodes: Mapping[int, str], found: _Evidence) -> None:
+def _incidents(events: Sequence[JournalEvent], found: _Evidence) -> None:
+    """Deaths and replacements, where they were: others may have come in their place since, on another node."""
     injected = {event["rank"] for event in named(events, "injected")}
-    for event in named(events, "failure_detected"):
-        cause = event.get("cause", "")
-        if cause == "corrupt":
-            continue  # ``left_out`` says so with the reason
-        hit: dict[str, list[int]] = {}
-        for rank in ranks_of(event["dead"]):
-            hit.setdefault(nodes.get(rank, "?"), []).append(rank)
-        for node, ranks in hit.items():
-            asked = " (injected)" if injected & set(ranks) else ""
-            lost = f"rank(s) {', '.join(map(str, ranks))} lost in generation {event['generation']}"
-            found.add(node, f"{lost}: {cause}{asked}", incident=True, certain=cause == "node")
-
-
-def _slowness(events: Sequence[JournalEvent], nodes: Mapping[int, str], found: _Evidence) -> None:
-    for at, event in enumerate(events):
-        if event["event"] in ("replaced", "set_aside"):
-            before = nodes_of(events[:at])  # others may have come in their place, on another one
+    nodes = nodes_of([*reversed(named(events, "rank_started"))])  # of the first process of each
+    for event in events:
+        if event["event"] == "rank_started":
+            nodes |= nodes_of([event])
+        elif event["event"] == "failure_detected":
+            _death(event, nodes, injected, found)
+        elif event["event"] in ("replaced", "set_aside"):
             listed = ", ".join(map(str, event["slow_ranks"]))
             what = event["event"].replace("_", " ")
             why = f"rank(s) {listed} {what}: being slow had cost {event['cost_s']:.0f} s of training"
-            for node in sorted({before.get(rank, "?") for rank in event["slow_ranks"]}):
+            for node in sorted({nodes.get(rank, "?") for rank in event["slow_ranks"]}):
                 found.add(node, why, incident=True)
+
+
+def _death(
+    event: JournalEvent, nodes: Mapping[int, str], injected: Collection[int], found: _Evidence
+) -> None:
+    """Nothing speaks against the node of who goes with the rest of a cell, or as its node was asked to."""
+    dead, codes = ranks_of(event["dead"]), event.get("code")
+    causes = event.get("causes") or [event.get("cause", "")] * len(dead)
+    codes = codes if isinstance(codes, list) else [codes] * len(dead)
+    hit: dict[str, dict[int, str]] = {}
+    for rank, cause, code in zip(dead, causes, codes, strict=False):
+        # ``left_out`` says of whom is corrupt, with the reason.
+        if cause not in ("cell", "corrupt") and code != EXIT_FENCED:
+            hit.setdefault(nodes.get(rank, "?"), {})[rank] = cause
+    for node, ranks in hit.items():
+        asked = " (injected)" if not ranks.keys().isdisjoint(injected) else ""
+        cause = ",".join(sorted({*ranks.values()}))
+        lost = f"rank(s) {', '.join(map(str, ranks))} lost in generation {event['generation']}"
+        found.add(node, f"{lost}: {cause}{asked}", incident=True, certain=cause == "node")
+
+
+def _slowness(events: Sequence[JournalEvent], nodes: Mapping[int, str], found: _Evidence) -> None:
     for rank, why in slow_ranks(events).items():
         found.add(nodes.get(rank, "?"), f"rank {rank} is slow: it {why}", certain=True)
     for kind, whose, why in slow_links(events):

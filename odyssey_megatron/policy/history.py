@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -13,10 +13,10 @@ from odyssey_megatron.diagnosis.held_up import HeldUp, with_held_up
 from odyssey_megatron.diagnosis.links import LinkTiming, SumTiming, diagnose_links, diagnose_sums
 from odyssey_megatron.diagnosis.steps import StepTimes
 from odyssey_megatron.diagnosis.timings import Piece, Timing, Timings
-from odyssey_megatron.diagnosis.verdicts import Diagnosis, diagnose
+from odyssey_megatron.diagnosis.verdicts import Diagnosis, diagnose, with_uneven_sequences
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.runs import from_runs
-from odyssey_megatron.policy.measured import HeldSeen, LinkSeen, Measured, StepSeen, SumSeen
+from odyssey_megatron.policy.measured import HeldSeen, LinkSeen, Measured, StepSeen, SumSeen, UnevenSeen
 from odyssey_megatron.policy.profile import Observation
 
 T = TypeVar("T")
@@ -43,6 +43,7 @@ class _Seen:
     sums: Mapping[int, tuple[SumSeen, ...]] = field(default_factory=dict)
     took: Mapping[int, StepSeen] = field(default_factory=dict)
     held: Mapping[int, HeldSeen] = field(default_factory=dict)
+    uneven: Mapping[int, UnevenSeen] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ class History:
                 sums[step] = tuple(one for one in measured.sums if one.step == step)
             took = {**before.took, **{one.step: one for one in measured.steps}}
             held = {**before.held, **{one.step: one for one in measured.held}}
-            seen[rank] = _Seen(measured.incarnation, steps, links, sums, took, held)
+            uneven = {**before.uneven, **{one.step: one for one in measured.uneven}}
+            seen[rank] = _Seen(measured.incarnation, steps, links, sums, took, held, uneven)
         for rank, incarnation in incarnations.items():
             if rank in seen and seen[rank].incarnation != incarnation:
                 del seen[rank]
@@ -85,6 +87,7 @@ class History:
                 _since(one.sums, oldest),
                 _since(one.took, oldest),
                 _since(one.held, oldest),
+                _since(one.uneven, oldest),
             )
             for rank, one in seen.items()
         }
@@ -139,6 +142,11 @@ class History:
                 computed_s = sum(one.forward_s + one.input_grad_s + one.weight_grad_s for one in own)
                 yield OwnWork(step, rank, computed_s, max(probes, default=0.0))
 
+    def uneven(self) -> list[tuple[int, float, float]]:
+        """(step, spread, together) of each rank."""
+        seen = [one for of_rank in self.seen.values() for one in of_rank.uneven.values()]
+        return [(one.step, one.spread, one.together) for one in seen]
+
     def step_times(self) -> StepTimes:
         """Of the newest generation."""
         took = [one for of_rank in self.seen.values() for one in of_rank.took.values()]
@@ -153,25 +161,26 @@ class History:
 
     def diagnosis(
         self,
-        slow: Collection[int],
+        before: Diagnosis,
         costs: Costs,
         nodes: Mapping[int, int] = MappingProxyType({}),
-        held_up: Collection[int] = (),
     ) -> Diagnosis:
-        """What the history says. Pieces that only ``slow`` workers have computed cost what ``costs`` says, which was
-        measured on others, or before; ``held_up``: of the slow, see ``Diagnosis.held_up``. ``nodes``: of each worker;
-        without, nothing is said of links.
+        """What the history says. Pieces that only workers have computed who were slow ``before`` cost what that says of
+        them, or else ``costs``, which was measured on others. ``nodes``: of each worker; without, nothing is said of
+        links.
         """
         timings = self.timings()
         holders: dict[int, set[int]] = {}
         for piece, worker in set(zip(timings.piece.tolist(), timings.worker.tolist(), strict=True)):
             holders.setdefault(piece, set()).add(timings.workers[worker])
-        only_slow = [timings.pieces[piece] for piece, workers in holders.items() if workers <= set(slow)]
-        found = diagnose(
-            timings,
-            {piece: (_cost_s(costs, piece), 0.0) for piece in only_slow if piece.last > piece.first},
-        )
-        found = with_held_up(found, self.held_up(), held_up)
+        only_slow = [
+            timings.pieces[piece] for piece, workers in holders.items() if before.slow.keys() >= workers
+        ]
+        known = {piece: (_cost_s(costs, piece), 0.0) for piece in only_slow if piece.last > piece.first}
+        known |= {piece: before.costs[piece] for piece in known.keys() & before.costs.keys()}
+        found = diagnose(timings, known, before.slow)
+        found = with_held_up(found, self.held_up(), before.held_up)
+        found = with_uneven_sequences(found, self.uneven())
         found = with_ranks(found, self.own_work(), self.cell_size)
         times_s: dict[tuple[int, int], float] = {}
         for piece, (cost_s, _) in found.costs.items():

@@ -62,6 +62,17 @@ class HeldSeen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UnevenSeen:
+    """How unlike the microbatches of a step were, that had the same work on this rank."""
+
+    step: int
+    spread: float
+    """How far one usually is from their median, relative."""
+    together: float
+    """Correlation of their forwards and backwards."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
     """What one rank publishes. Fields that it has not measured are None or empty."""
 
@@ -73,9 +84,12 @@ class Measured:
     sums: tuple[SumSeen, ...] = ()
     """Of the same; only those of which this is the first worker."""
     steps: tuple[StepSeen, ...] = ()
-    """The same, but for the first of a generation, which takes longer."""
+    """The same, but for the first of a generation, which takes longer, and those with fewer microbatches than the plan
+    has."""
     held: tuple[HeldSeen, ...] = ()
     """Of the same."""
+    uneven: tuple[UnevenSeen, ...] = ()
+    """Of the same, where there were enough microbatches."""
     state_bytes: tuple[tuple[int, int], ...] = ()
     """(layer, bytes that a new holder must be sent) of the layers held."""
     regroup_s: float | None = None
@@ -114,8 +128,17 @@ def with_measured(
             link_bytes_per_s=size / max(message_s - latency_s, 0.05 * message_s, 1e-9)
             or costs.link_bytes_per_s,
         )
-    regroups = [one.regroup_s for one in published if one.regroup_s is not None]
+    regroups = [one.regroup_s for one in _of_now(published) if one.regroup_s is not None]
     return replace(profile, costs=costs, group_build_s=max(regroups) if regroups else profile.group_build_s)
+
+
+def _of_now(published: Collection[Measured]) -> list[Measured]:
+    """Those who have measured one of the newest steps, if anybody has measured any. Others are dead, and their last
+    recovery may have been one in which somebody was stuck.
+    """
+    steps = [{span.step for span in one.spans} for one in published]
+    newest = max(steps, key=lambda own: max(own, default=-1), default=set[int]())
+    return [one for one, own in zip(published, steps, strict=True) if own & newest or not newest]
 
 
 def _medians_s(links: Sequence[LinkTimes | LinkSeen]) -> tuple[float, float]:

@@ -379,8 +379,7 @@ class PolicyPlanner:
             except ValueError as error:
                 _log.warning("a rank's measurements are left out: %s", error)
         history = self._history.with_published(found, incarnations)
-        before = self._diagnosed
-        diagnosis = history.diagnosis(before.slow, self._learned.costs, nodes, before.held_up)
+        diagnosis = history.diagnosis(self._diagnosed, self._learned.costs, nodes)
         self._history, self._diagnosed = history, diagnosis
         return with_measured(self._profile, found.values(), history.healthy(diagnosis)), diagnosis
 

@@ -28,7 +28,12 @@ class Newest:
         self._state: Live | None = None
 
     def get(self) -> Live:
-        """Raises ConfigError if the journal cannot be read, or is none."""
+        """While another thread works it out, which takes long where a journal is, the state before.
+
+        Raises ConfigError if the journal cannot be read, or is none.
+        """
+        if (before := self._state) is not None and self._lock.locked():
+            return before
         with self._lock:
             if self._state is None or time.monotonic() >= self._due_s:
                 began_s = time.thread_time()

@@ -6,6 +6,7 @@ another site that a browser shows can read it (DNS rebinding).
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import ipaddress
 import socket
@@ -21,7 +22,7 @@ from odyssey_megatron.errors import ConfigError, OdysseyError
 
 COOKIE = "odyssey_page"
 _PATIENCE_S = 10.0
-"""For a request, and for one who reads the answer."""
+"""For a request, however slowly it comes, and for one who reads the answer."""
 _AT_ONCE = 32
 """Connections; more are closed unanswered."""
 
@@ -92,7 +93,23 @@ class _Handler(BaseHTTPRequestHandler):
     server: Server
     server_version, sys_version = "odyssey", ""
 
+    def setup(self) -> None:
+        super().setup()
+        # The socket's own limit begins anew with each byte.
+        self._limit = threading.Timer(self.timeout, self._hear_no_more)
+        self._limit.daemon = True
+        self._limit.start()
+
+    def _hear_no_more(self) -> None:
+        with contextlib.suppress(OSError):  # it has gone
+            self.connection.shutdown(socket.SHUT_RD)
+
+    def finish(self) -> None:
+        self._limit.cancel()
+        super().finish()
+
     def do_GET(self) -> None:
+        self._limit.cancel()
         try:
             asked = urlsplit(self.path)
         except ValueError:

@@ -41,6 +41,28 @@ def test_slow_from_the_first_step_on_beside_one_peer():
     assert diagnose(job.timings()).slow == {3: pytest.approx(1 / 1.3, rel=0.02)}
 
 
+@pytest.mark.parametrize(
+    ("kind", "factor"), [("forward", 4.0), ("input gradient", 2.0), ("weight gradient", 4.0)]
+)
+def test_slow_in_one_kind_of_its_work_alone(kind, factor):
+    """As where samples come late: its forwards take longer, and so do steps."""
+    rng = np.random.default_rng(0)
+    costs = {"forward": 1.0, "input gradient": 1.2, "weight gradient": 0.8}
+    rows = [
+        Timing(
+            step,
+            worker,
+            Piece(worker % 2, worker % 2 + 1, one),
+            cost * rng.normal(1.0, 0.01) * (factor if (worker, one) == (3, kind) and step >= 8 else 1.0),
+        )
+        for step in range(14)
+        for worker in range(8)
+        for one, cost in costs.items()
+    ]
+    longer = 1 + (factor - 1) * costs[kind] / 3
+    assert diagnose(Timings.of(rows)).slow == {3: pytest.approx(1 / longer, rel=0.03)}
+
+
 def test_two_slow_workers_of_one_stage():
     found = diagnose(Simulated(slow={1: (1.5, 5, ALWAYS), 9: (2.0, 8, ALWAYS)}).timings())
     assert found.slow == {1: pytest.approx(1 / 1.5, rel=0.02), 9: pytest.approx(1 / 2, rel=0.02)}

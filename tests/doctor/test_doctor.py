@@ -155,6 +155,27 @@ def test_megatron_refuses_parallelism_without_its_variable(flags):
     }
 
 
+@pytest.mark.parametrize(
+    ("models", "state"),
+    [
+        (["NVIDIA B200"] * 2, None),
+        (["NVIDIA GB300"], None),
+        (["NVIDIA RTX PRO 6000 Blackwell Server Edition"], None),
+        (["NVIDIA H100 80GB HBM3"], "problem"),
+        (["NVIDIA B200", "NVIDIA GH200 480GB"], "problem"),
+    ],
+)
+def test_since_blackwell_it_does_without(models, state, tmp_path):
+    for number, model in enumerate(models):
+        (tmp_path / f"0000:{number:02}:00.0").mkdir()
+        told = f"Model: \t\t {model}\nIRQ:   \t\t 18\n"
+        (tmp_path / f"0000:{number:02}:00.0" / "information").write_text(told)
+    host = replace(with_(CUDA_DEVICE_MAX_CONNECTIONS=None), gpus=tuple(command._gpus(tmp_path)))
+    assert host.gpus == tuple(models)
+    job = replace(JOB, flags=("--tensor-model-parallel-size", "2"))
+    assert checked(environment.rows(host, job, patched=False)).get("CUDA_DEVICE_MAX_CONNECTIONS") == state
+
+
 def test_a_job_on_the_cpu_needs_neither_gpu_nor_nccl():
     host = replace(with_(TORCH_NCCL_ASYNC_ERROR_HANDLING="1", NCCL_NVLS_ENABLE="1"), has_gpu=False)
     assert checked(environment.rows(host, CPU_JOB, patched=False)) == {}

@@ -88,6 +88,17 @@ def test_a_script_that_trains_something_else_is_refused(tmp_path, capsys):
     assert told["pretrain_gpt.py"][1].endswith("starts with --odyssey as far as its flags say\n")
 
 
+def test_it_is_said_where_flags_may_be_that_nobody_has_read(tmp_path, capsys):
+    path = tmp_path / "job.sh"
+    path.write_text(
+        ". common.sh\nLR=1e-4\ntorchrun pretrain_gpt.py $MODEL --bf16 ${MORE[@]} --lr $LR --save $OUT "
+        '--exit-interval=$N $(cat args) --num-layers 4 "$@"\n'
+    )
+    assert main(["doctor", "--job", str(path)]) == 0
+    assert "what they stand for: $MODEL ${MORE[@]} $(...) $@." in capsys.readouterr().out
+    assert judged(["--num-layers", "4", "--data-path", "$DATA", "--bf16"]).unread == ()
+
+
 def case(name, **args):
     """``a=1`` is ``--a 1``."""
     flags = {"--" + flag.replace("_", "-"): value for flag, value in args.items()}

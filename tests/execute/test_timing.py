@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,9 +15,32 @@ pytest.importorskip("torch")
 
 from odyssey_megatron.codec import from_json
 from odyssey_megatron.execute import cores
+from odyssey_megatron.execute.chronicle import Chronicle
 from odyssey_megatron.execute.timing import Measurements, Trace
+from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.plan.schedule import parse_instr
 from odyssey_megatron.policy.measured import Measured
+
+
+class Told:
+    """A member that keeps what it is to publish."""
+
+    def publish_observations(self, observations_json: str) -> None:
+        self.measured = from_json(Measured, observations_json)
+
+
+def test_how_long_a_step_takes_is_said_of_those_that_can_be_held_against_each_other(tmp_path):
+    """While batches grow, steps are shorter than what the plan's simulation says; a generation's first is longer."""
+    member, measurements = Told(), Measurements(1, lambda step: 1.0)
+    chronicle = Chronicle(
+        Journal(tmp_path, source="rank0"), member, measurements, on_commit=lambda *_: None, trace_steps=0
+    )
+    generation = SimpleNamespace(number=1, previous=None, planned=False)
+    chronicle.begin(generation)
+    for step in range(4):
+        trace = measurements.trace(step)
+        chronicle.ended(step, trace, 1.0 + step, dict, is_whole=step != 2)
+    assert [(one.step, one.seconds) for one in member.measured.steps] == [(1, 2.0), (3, 4.0)]
 
 
 class Ticks:
@@ -51,6 +75,31 @@ def test_what_runs_within_an_input_gradient_is_not_counted_to_it():
         clock.pass_by(3)
     assert trace.compute_s() == {outer: 6.0, inner: 5.0}
     assert [instr for instr, _, _ in trace.entries] == [outer, inner, summed]
+
+
+@pytest.mark.parametrize(
+    ("times", "seen"),
+    [
+        (
+            [(2, 5), (4, 9), (6, 14), (8, 18), (10, 23)],
+            (pytest.approx(1.4826 / 3), pytest.approx(1.0, abs=0.01)),
+        ),
+        ([(10, 20), (11, 19), (10, 21), (9, 20), (10, 20)], (0.0, pytest.approx(-0.5))),
+        ([(10, 20), (10, 21), (10, 19), (10, 20), (10, 20)], None),
+        ([(2, 5), (4, 9), (6, 14)], None),
+    ],
+    ids=["long in both directions", "noise", "all alike", "too few"],
+)
+def test_how_unlike_the_microbatches_of_a_step_are(times, seen):
+    clock = Ticks()
+    measurements = Measurements(1, lambda step: 1.0, stopwatch=clock)
+    trace = measurements.trace(0)
+    for number, took in enumerate(times):
+        for text, seconds in zip(("F{}[0:4]", "B{}[0:4]"), took, strict=True):
+            with trace.computing(parse_instr(text.format(number))):
+                clock.pass_by(seconds)
+    told = from_json(Measured, measurements.with_step(0, trace, {})).uneven
+    assert [(one.spread, one.together) for one in told] == ([seen] if seen else [])
 
 
 def test_what_is_not_measured_is_not_timed():

@@ -108,6 +108,7 @@ def test_a_node_and_what_its_cells_lose_with_it():
     _, (report, recover) = react(job, [NodeLost(node=1), RankDied(rank=5, code=6, cause="exit")], now_s=1.0)
     assert report.fields["code"] == [-9, -9, -9, 6]
     assert report.fields["cause"] == "cell,exit,node"
+    assert report.fields["causes"] == ["node", "node", "cell", "exit"]
     assert recover.dead == (2, 3, 4, 5)
 
 

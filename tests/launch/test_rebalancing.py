@@ -96,7 +96,8 @@ def test_a_job_that_chose_its_layout_by_an_estimate_looks_once_more(job, layout)
         for at, one in enumerate(costs.all_layers)
     ]
     planner._measured = planner._learned = replace(planner._learned, costs=costs.with_layers(heavy))
-    measured = [Diagnosis(costs={}, newest=step, factors={0: 1.0}) for step in (4, 5, 6)]
+    # On hundreds of chips one always takes a little longer, which changes nothing.
+    measured = [replace(slow(step, w5=1.05), factors={0: 1.0}) for step in (4, 5, 6)]
     assert rebalancing.look(slow(4, w5=2.0), state, plan, 8.0) == (state, None), (
         "not while somebody may be slow"
     )
@@ -187,6 +188,16 @@ def measured_with_a_heavy_last_stage(plan) -> list[str]:
     return found
 
 
+@pytest.mark.parametrize(("workers", "lines"), [(8, 20), (1000, 2)])
+def test_how_slow_many_workers_are_does_not_fill_the_disk(job, workers, lines):
+    """Noise always moves some of a thousand, whose line has as many numbers."""
+    rebalancing = job(acts=False)
+    for step in range(100):
+        factors = {worker: 1.0 + 0.03 * ((worker + step) % 2) for worker in range(workers)}
+        rebalancing.look(replace(slow(step), factors=factors), job.state, job.plan, float(step))
+    assert len([event for event in read_journal(job.folder) if event["event"] == "measured"]) == lines
+
+
 @pytest.mark.parametrize("acts", [False, True])
 def test_layers_move_off_a_heavy_stage_once(job, acts):
     published = measured_with_a_heavy_last_stage(job.plan)
@@ -213,6 +224,23 @@ def test_layers_move_off_a_heavy_stage_once(job, acts):
     ]
 
 
+def test_what_is_nobodys_is_over_when_it_was_not_seen_for_a_while(job, capsys):
+    """So that nobody who looks on is told of it for ever; it comes and goes, and that is no reason to plan anew."""
+    uneven = Verdict(kind="uneven stage", layers=(3, 4), factor=1.5, evidence="by the test")
+    rebalancing = job(acts=False)
+    for step in range(40):
+        there = (uneven,) if step < 10 or step in (12, 14) or step >= 30 else ()
+        rebalancing.look(replace(slow(step), verdicts=there), job.state, job.plan, float(step))
+    told = [event for event in read_journal(job.folder) if event["event"] == "slowness"]
+    assert [(one["kind"], one["slow_ranks"], one["speed"]) for one in told] == [
+        ("uneven stage", [], 1 / 1.5),
+        ("uneven stage", [], 1.0),
+        ("uneven stage", [], 1 / 1.5),
+    ]
+    assert len([said for said in job.said if "times the time of other stages" in said]) == 1
+    assert capsys.readouterr().err.count("uneven stage") == 1
+
+
 def test_all_workers_of_a_node_are_a_slow_node(job, tmp_path):
     nodes = tuple(worker.worker // 4 for worker in job.state.workers)
     state = initial_state(nodes=nodes)
@@ -226,6 +254,17 @@ def test_all_workers_of_a_node_are_a_slow_node(job, tmp_path):
         ([4, 5, 6, 7], pytest.approx(1 / 1.8)),
         ([4, 5, 6, 7], 1.0),
     ]
+
+
+def test_a_node_is_not_slow_whose_workers_take_a_little_longer_or_whose_slowness_no_step_shows(job):
+    """Who looks for nodes to exclude would find it on the list."""
+    state = initial_state(nodes=tuple(worker.worker // 4 for worker in job.state.workers))
+    rebalancing = job(acts=False)
+    for step in (5, 6, 7):
+        rebalancing.look(slow(step, w4=1.05, w5=1.06, w6=1.09, w7=1.05), state, job.plan, float(step))
+    unseen = timed(slow(8, w4=2.0, w5=2.0, w6=2.0, w7=2.0), 1.0)
+    rebalancing.look(unseen, state, job.plan, 8.0)
+    assert not list(read_journal(job.folder))
 
 
 @pytest.mark.parametrize(

@@ -167,6 +167,21 @@ def test_a_worker_with_a_slow_network_has_no_fast_link(job):
     }
 
 
+@pytest.mark.parametrize("network", [False, True])
+def test_a_network_is_not_slow_for_that_of_whoever_was_there_before(job, network):
+    """Another node has come in the place of worker 0, and nobody times its links, as no route goes by them."""
+    rebalancing = job(acts=True)
+    rebalancing.look(with_link(4, 9.0, network=network), job.state, job.plan, 9.0)
+    state, better = rebalancing.look(with_link(5, 9.0, network=network), job.state, job.plan, 10.0)
+    assert state.slow_links
+    mended, unseen = better.decided.plan, replace(with_link(6, 9.0), links=Links(newest=6))
+    others = replace(state, incarnations=((3, 1),))
+    assert rebalancing.look(unseen, others, mended, 12.0) == (others, None), "others have come elsewhere"
+    after, back = rebalancing.look(replace(unseen), replace(state, incarnations=((0, 1),)), mended, 15.0)
+    assert (after.slow_links, back.decided.plan.layout) == ((), job.plan.layout)
+    assert [e["speed"] for e in read_journal(job.folder)] == [pytest.approx(1 / 9), 1.0]
+
+
 def test_a_slow_link_that_makes_no_step_longer_is_said_once_and_nothing_else(job):
     rebalancing = job(acts=True)
     for step in (5, 6):

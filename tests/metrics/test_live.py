@@ -7,6 +7,7 @@ import json
 import pytest
 
 from odyssey_megatron.codec import to_jsonable
+from odyssey_megatron.errors import EXIT_FENCED, ConfigError
 from odyssey_megatron.metrics import goodput
 from odyssey_megatron.metrics.follow import Follower
 from odyssey_megatron.metrics.journal import read_journal
@@ -167,6 +168,36 @@ def test_whose_ranks_were_replaced_is_watched_and_then_excluded_where_they_were(
     assert suspects([*events, left, left])[0].is_to_exclude
 
 
+def started(hosts):
+    """``hosts``: of each rank."""
+    return [{"event": "rank_started", "target": rank, "host": host} for rank, host in hosts.items()]
+
+
+def died(dead, causes, codes, generation=1):
+    told = {"dead": dead, "causes": causes, "code": codes, "cause": ",".join(sorted({*causes}))}
+    return {"event": "failure_detected", "generation": generation, **told}
+
+
+def test_a_node_is_not_suspected_for_what_another_one_of_its_cell_has_done():
+    """A gang of four ranks on two nodes loses its first rank twice."""
+    events = started({rank: f"host{rank // 2}" for rank in range(4)})
+    events += [died([0, 1, 2, 3], ["killed", "cell", "cell", "cell"], [-9] * 4, number) for number in (1, 2)]
+    (suspect,) = suspects(events)
+    assert (suspect.node, suspect.is_to_exclude) == ("host0", True)
+    assert suspect.evidence[0] == "rank(s) 0 lost in generation 1: killed"
+    lost = died([0, 1, 2, 3], ["cell", "cell", "node", "node"], [-9] * 4)
+    assert [(one.node, one.is_to_exclude) for one in suspects([*events[:4], lost])] == [("host1", True)]
+
+
+def test_a_lost_node_is_suspected_and_not_the_one_that_came_in_its_place():
+    events = [
+        *started({0: "host0", 1: "host1"}), died([1], ["node"], [-9]), *started({1: "host9"}),
+        died([1], ["exit"], [EXIT_FENCED], 3),
+    ]  # fmt: skip
+    (suspect,) = suspects(events)
+    assert (suspect.node, suspect.is_to_exclude) == ("host1", True), "the other one was asked to leave"
+
+
 def test_a_node_is_excluded_for_two_incidents_and_watched_for_one(shot):
     assert [(one.node, one.is_to_exclude) for one in shot.suspects] == [("host0", True), ("host1", False)]
     assert "(injected)" in shot.suspects[0].evidence[0]
@@ -204,12 +235,56 @@ def test_following_goes_to_the_next_job_in_the_folder(runs, tmp_path):
         assert (state.job, bool(state.stalls)) == (job, name == "shot_at")
 
 
+def test_a_file_that_is_another_one_by_now_is_read_from_its_start(runs, tmp_path):
+    """As where somebody has cut it, or a disk was full and the folder was made anew."""
+    (tmp_path / "journal").mkdir()
+    path = tmp_path / "journal" / "rank0.jsonl"
+    first, second = (next((runs[name] / "journal").glob("rank0*")) for name in ("shot_at", "undisturbed"))
+    path.write_bytes(first.read_bytes())
+    follower = Follower(tmp_path)
+    assert follower.events()
+    lines = second.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[: len(lines) // 2]))
+    assert follower.events() == Follower(tmp_path).events()
+
+
+def test_a_line_that_is_none_of_a_journal_is_said_each_time_and_costs_no_others(runs, tmp_path):
+    (tmp_path / "journal").mkdir()
+    path = tmp_path / "journal" / "rank0.jsonl"
+    raw = next((runs["undisturbed"] / "journal").glob("rank0*")).read_bytes()
+    path.write_bytes(b'{"schema_version": 99}\n' + raw)
+    follower = Follower(tmp_path)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="schema_version 99"):
+            follower.events()
+    path.write_bytes(b" " * 22 + b"\n" + raw)
+    assert follower.events() == Follower(tmp_path).events()
+
+
+def test_what_a_job_says_of_slow_ranks_is_not_gone_through_for_each_step():
+    """Ranks 1, 2, ... are slow for 4 s each, every 10 s; of two at once the first counts."""
+    told = [
+        {"event": "slowness", "kind": "slow worker", "slow_ranks": [rank], "speed": speed, "at_s": at_s}
+        for rank in range(1, 4)
+        for at_s, speed in ((10.0 * rank, 0.5), (10.0 * rank + 4, 1.0))
+    ]
+    slow = goodput._Slowness([*told[:1], {**told[0], "slow_ranks": [7], "at_s": 12.0}, *told[1:]])
+    asked = ((0, 10), (0, 10.1), (13, 20), (14, 15), (20, 21), (35, 99))
+    assert [slow.between(*one) for one in asked] == [
+        "", "rank(s) 1 slow", "rank(s) 1 slow", "rank(s) 7 slow", "rank(s) 7 slow", "rank(s) 7 slow"
+    ]  # fmt: skip
+    assert goodput._Slowness([]).between(0, 1) == goodput._Slowness(told).between(14, 20) == ""
+
+
 def test_what_all_say_alike_is_kept_once(tmp_path, runs):
     """Of a long job the state is made anew each second."""
     follower = Follower(runs["shot_at"])
     kept = follower.events()
     assert len([one for one in kept if one["event"] == "step_committed"]) == STEPS
     assert not [one for one in kept if one["event"] in ("trace", "samples")]
+    decided = [one for one in kept if one["event"] == "decision"]
+    assert not any("schedule" in one for one in decided), "of many workers it is most of a journal"
+    assert [one["generation"] for one in decided if "layout" in one] == [1, 6], "the first, and that of now"
     assert json.dumps(kept, default=str)
 
 

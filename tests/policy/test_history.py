@@ -9,13 +9,23 @@ import pytest
 from odyssey_megatron.cluster.state import initial_state, with_speeds
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.diagnosis.verdicts import Diagnosis, Verdict
 from odyssey_megatron.policy.history import History
-from odyssey_megatron.policy.measured import HeldSeen, LinkSeen, Measured, StepSeen, SumSeen
+from odyssey_megatron.policy.measured import HeldSeen, LinkSeen, Measured, StepSeen, SumSeen, UnevenSeen
 from odyssey_megatron.policy.planner import PolicyPlanner
 from odyssey_megatron.policy.profile import Observation
 from tests.policy.test_decide import PROFILE, job
 
 FOREVER = 3600.0
+NOBODY = Diagnosis(costs={})
+"""Was slow before."""
+RANK_3 = replace(
+    NOBODY, verdicts=(Verdict(kind="slow worker", worker=3, factor=2.0, evidence="by the test"),)
+)
+
+LEARNED = PROFILE.costs.with_layers(
+    replace(one, forward_s=0.1, input_grad_s=0.1, weight_grad_s=0.1) for one in PROFILE.costs.all_layers
+)
 
 
 def seen(step, first, last, factor=1.0):
@@ -48,7 +58,7 @@ def history(*steps, **how):
 
 def test_a_slow_worker_and_what_its_layers_cost_elsewhere():
     both = history(*range(0, 4)).with_published(published(*range(4, 8), slow=(3,)), {})
-    found = both.diagnosis((), PROFILE.costs)
+    found = both.diagnosis(NOBODY, PROFILE.costs)
     assert found.slow == {3: pytest.approx(0.5)}
     assert [one.forward_s for one in both.healthy(found)] == pytest.approx([0.5, 0.5])
 
@@ -69,7 +79,7 @@ def test_what_the_process_before_has_measured_is_forgotten():
     before = history(*range(6), slow=(3,))
     assert before.with_published({}, {3: 1}).timings().workers == (0, 1, 2)
     again = before.with_published({3: Measured(spans=(seen(6, 5, 10),), incarnation=1)}, {3: 1})
-    assert again.diagnosis((), PROFILE.costs).slow == {}
+    assert again.diagnosis(NOBODY, PROFILE.costs).slow == {}
 
 
 def test_a_cell_is_as_slow_as_its_slowest_rank():
@@ -80,7 +90,7 @@ def test_a_cell_is_as_slow_as_its_slowest_rank():
         },
         {},
     )
-    assert cells.diagnosis((), PROFILE.costs).slow == {2: pytest.approx(1 / 1.5)}
+    assert cells.diagnosis(NOBODY, PROFILE.costs).slow == {2: pytest.approx(1 / 1.5)}
 
 
 def in_cells(computes, probes):
@@ -113,7 +123,7 @@ def in_cells(computes, probes):
     ids=["on a CPU", "on a GPU, where sums are part of the time", "both"],
 )  # fmt: skip
 def test_the_rank_that_holds_up_its_cell_is_named(computes, probes, blamed, by):
-    found = History(2).with_published(in_cells(computes, probes), {}).diagnosis((), PROFILE.costs)
+    found = History(2).with_published(in_cells(computes, probes), {}).diagnosis(NOBODY, PROFILE.costs)
     (verdict,) = found.verdicts
     assert (verdict.worker, verdict.ranks) == (2, blamed)
     assert verdict.factor == pytest.approx(2.0)
@@ -141,15 +151,13 @@ def test_who_has_nothing_to_do_is_seen_by_the_product_that_all_compute():
         }  # fmt: skip
 
     idle = History(1).with_published(steps(3.0, *range(8)), {})
-    assert idle.diagnosis({3}, PROFILE.costs).slow == {3: pytest.approx(1 / 3)}
+    assert idle.diagnosis(RANK_3, PROFILE.costs).slow == {3: pytest.approx(1 / 3)}
     recovered = idle.with_published(steps(1.0, *range(8, 14)), {})
-    assert recovered.diagnosis({3}, PROFILE.costs).slow == {}
+    assert recovered.diagnosis(RANK_3, PROFILE.costs).slow == {}
 
 
 def test_layers_that_only_a_slow_worker_computes_cost_what_they_did_before():
     """Its pipeline was cut anew: nobody else computes the same span."""
-    times_s = {"forward_s": 0.1, "input_grad_s": 0.1, "weight_grad_s": 0.1}
-    learned = PROFILE.costs.with_layers(replace(layer, **times_s) for layer in PROFILE.costs.all_layers)
     spans = {0: (0, 5), 1: (5, 10), 2: (0, 8), 3: (8, 10)}
     alone = History(1).with_published(
         {
@@ -158,7 +166,51 @@ def test_layers_that_only_a_slow_worker_computes_cost_what_they_did_before():
         },
         {},
     )
-    assert alone.diagnosis({3}, learned).slow == {3: pytest.approx(0.5)}
+    assert alone.diagnosis(RANK_3, LEARNED).slow == {3: pytest.approx(0.5)}
+
+
+def looked_at(spans, factor, *, steps):
+    """Who is called slow after each of ``steps``, one diagnosis after the other; ``factor``: of a rank in a step."""
+    known, found, said = History(1), NOBODY, []
+    for step in range(steps):
+        times = {rank: (seen(step, *span, factor(rank, step)),) for rank, span in enumerate(spans)}
+        known = known.with_published({rank: Measured(spans=one) for rank, one in times.items()}, {})
+        found = known.diagnosis(found, LEARNED)
+        said.append({rank: round(speed, 3) for rank, speed in found.slow.items()})
+    return said
+
+
+@pytest.mark.parametrize("spans", [[(0, 5), (5, 10)] * 3, [(0, 10)] * 3], ids=["a stage's", "all"])
+def test_two_of_three_stay_slow_for_as_long_as_they_are(spans):
+    """When most of the window is from after it, the one who is healthy is not taken for a fast one."""
+    each = len(spans) // 3
+    slow_since = {0: 10, each: 14}
+    said = looked_at(spans, lambda rank, step: 2.0 if step >= slow_since.get(rank, 99) else 1.0, steps=90)
+    assert all(one == {0: 0.5, each: 0.5} for one in said[18:])
+
+
+@pytest.mark.parametrize(
+    ("spread", "together", "kinds"),
+    [(0.2, 0.97, ["uneven sequences"]), (0.2, 0.3, []), (0.02, 0.97, [])],
+    ids=["sequences", "noise", "alike"],
+)
+def test_sequences_of_unequal_length_are_said(spread, together, kinds):
+    """Ranks publish medians over their microbatches, and beside them how unlike these were."""
+    told = {
+        rank: replace(
+            one, uneven=tuple(UnevenSeen(step=at, spread=spread, together=together) for at in range(8))
+        )
+        for rank, one in published(*range(8)).items()
+    }
+    found = History(1).with_published(told, {}).diagnosis(NOBODY, LEARNED)
+    assert [one.kind for one in found.verdicts] == kinds
+
+
+def test_what_only_a_slow_worker_computes_costs_what_it_did():
+    """The same layers cost as much as before, which layers of its kind do not on average."""
+    spans, costs = [(0, 5), (5, 10)], (1.0, 1.09)
+    said = looked_at(spans, lambda rank, step: costs[rank] * (1.3 if rank and step >= 10 else 1.0), steps=60)
+    assert all(one == {1: pytest.approx(1 / 1.3, rel=0.01)} for one in said[13:])
 
 
 def planner_of(ranks=8, memory_bytes=None, **config):
@@ -206,11 +258,11 @@ NODES = {worker: worker // 3 for worker in range(6)}
 def test_a_slow_link_and_how_much_longer_it_takes():
     both = History(1).with_published(exchanged(*range(6)), {})
     both = both.with_published(exchanged(*range(6, 10), slow={(1, 4)}), {})
-    links = both.diagnosis((), PROFILE.costs, NODES).links
+    links = both.diagnosis(NOBODY, PROFILE.costs, NODES).links
     (verdict,) = links.verdicts
     assert (verdict.links, verdict.workers) == (((1, 4),), (1, 4))
     assert links.longer_s == {(1, 4): pytest.approx(0.03, rel=0.05)}
-    assert both.diagnosis((), PROFILE.costs).links.verdicts == (), "nobody says where the workers are"
+    assert both.diagnosis(NOBODY, PROFILE.costs).links.verdicts == (), "nobody says where the workers are"
 
 
 def test_a_link_that_costs_a_hundredth_of_a_stage_is_not_slow():
@@ -218,14 +270,14 @@ def test_a_link_that_costs_a_hundredth_of_a_stage_is_not_slow():
         rank: replace(one, links=tuple(replace(link, message_s=link.message_s / 30) for link in one.links))
         for rank, one in exchanged(*range(10), slow={(1, 4)}).items()
     }
-    assert not History(1).with_published(small, {}).diagnosis((), PROFILE.costs, NODES).links.verdicts
+    assert not History(1).with_published(small, {}).diagnosis(NOBODY, PROFILE.costs, NODES).links.verdicts
 
 
 def test_what_another_process_has_seen_of_links_is_forgotten():
     once = History(1).with_published(exchanged(*range(10), slow={(1, 4)}), {})
     again = replace(exchanged(10)[1], incarnation=1)
-    assert once.diagnosis((), PROFILE.costs, NODES).links.verdicts
-    links = once.with_published({1: again}, {1: 1}).diagnosis((), PROFILE.costs, NODES).links
+    assert once.diagnosis(NOBODY, PROFILE.costs, NODES).links.verdicts
+    links = once.with_published({1: again}, {1: 1}).diagnosis(NOBODY, PROFILE.costs, NODES).links
     assert not links.verdicts
 
 
@@ -261,7 +313,7 @@ def test_slow_sums():
     found = History(1)
     for step in range(12):
         found = found.with_published(published(step), {})
-    sums = found.diagnosis((), PROFILE.costs, {worker: worker % 3 for worker in range(6)}).sums
+    sums = found.diagnosis(NOBODY, PROFILE.costs, {worker: worker % 3 for worker in range(6)}).sums
     assert [one.workers for one in sums.verdicts] == [(0, 1, 2), (3, 4, 5)]
     assert sums.longer_s[0, 1, 2] == pytest.approx(0.02, rel=0.05)
 
@@ -280,11 +332,11 @@ def test_how_long_steps_of_the_newest_generation_took():
         }
 
     before = History(1).with_published(published(1, 1.0, 2.0, 9.0), {})
-    took = before.diagnosis((), PROFILE.costs).took
+    took = before.diagnosis(NOBODY, PROFILE.costs).took
     assert (took.generation, took.seconds) == (1, {10: 2.0, 11: 2.0})
-    after = before.with_published(published(2, 3.0, 5.0), {}).diagnosis((), PROFILE.costs).took
+    after = before.with_published(published(2, 3.0, 5.0), {}).diagnosis(NOBODY, PROFILE.costs).took
     assert (after.generation, after.seconds) == (2, {20: 4.0, 21: 4.0})
-    assert History(1).diagnosis((), PROFILE.costs).took.generation == -1
+    assert History(1).diagnosis(NOBODY, PROFILE.costs).took.generation == -1
 
 
 @pytest.mark.parametrize(("cell_size", "found"), [(1, {3}), (2, set())])
@@ -301,6 +353,6 @@ def test_ranks_of_a_cell_that_wait_for_each_other_have_not_lost_their_processors
         )
         for rank, one in published(*steps).items()
     }
-    diagnosis = History(cell_size).with_published(known, {}).diagnosis((), PROFILE.costs)
+    diagnosis = History(cell_size).with_published(known, {}).diagnosis(NOBODY, PROFILE.costs)
     assert diagnosis.held_up == found
     assert diagnosis.slow.keys() == found

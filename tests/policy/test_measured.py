@@ -71,3 +71,20 @@ def test_links_between_neighbours_count_where_they_are_far_from_those_at_the_sta
 
     assert with_neighbours(1.2e-4) == pytest.approx(1e-4), "noise"
     assert with_neighbours(8e-4) == pytest.approx(8e-4), "other nodes; a slow one among them changes nothing"
+
+
+def test_what_the_dead_have_seen_of_a_recovery_does_not_count_for_ever():
+    """One in which somebody was stuck takes a minute; those behind it do not, and plans are weighed by them."""
+
+    def measured(regroup_s, *steps):
+        spans = (
+            Observation(
+                first=0, last=3, samples=2, forward_s=1.0, input_grad_s=1.0, weight_grad_s=0.5, step=step
+            )
+            for step in steps
+        )
+        return Measured(spans=tuple(spans), regroup_s=regroup_s)
+
+    living, dead = measured(0.5, 85, 90, 95, 100), measured(60.0, 50, 55, 60, 65)
+    assert with_measured(PROFILE, [dead, living, measured(0.6, 90, 95)]).group_build_s == 0.6
+    assert with_measured(PROFILE, [dead]).group_build_s == 60.0

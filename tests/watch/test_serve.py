@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import re
 import socket
 import sys
+import threading
+import time
 
 import pytest
 
@@ -15,6 +18,7 @@ from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.launch.onlookers import Onlookers, page_token
 from odyssey_megatron.metrics.follow import Follower
 from odyssey_megatron.metrics.live import live
+from odyssey_megatron.watch import serve
 from odyssey_megatron.watch.command import metrics_answers, serve_page
 from odyssey_megatron.watch.exposition import exposition
 from odyssey_megatron.watch.newest import Newest
@@ -46,6 +50,22 @@ def get(port, path, **headers):
     connection.request("GET", path, headers={name.replace("_", "-"): text for name, text in headers.items()})
     answer = connection.getresponse()
     return answer.status, dict(answer.getheaders()), answer.read().decode()
+
+
+def test_nobody_waits_for_what_another_has_asked_for(runs, monkeypatch):
+    """Of a long journal it takes seconds, in which a scrape would come to nothing."""
+    newest = Newest(runs["shot_at"])
+    before, begun, goes_on = newest.get(), threading.Event(), threading.Event()
+    newest._due_s = 0.0
+    events = newest._follower.events
+    monkeypatch.setattr(newest._follower, "events", lambda: (begun.set(), goes_on.wait(10), events())[-1])
+    other = threading.Thread(target=newest.get)
+    other.start()
+    assert begun.wait(10)
+    assert newest.get() is before
+    goes_on.set()
+    other.join()
+    assert newest.get() is not before
 
 
 def test_a_page_on_loopback(runs):
@@ -95,6 +115,21 @@ def test_rubbish_is_refused_and_nobody_is_kept_waiting(served):
     silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
     assert get(port, "/", Authorization=f"Bearer {token}")[0] == 200
     for one in silent:
+        one.close()
+
+
+def test_who_asks_a_byte_at_a_time_keeps_nobody_out_for_long(served, monkeypatch):
+    token, port = served
+    monkeypatch.setattr(serve._Handler, "timeout", 1.0)
+    slow = [socket.create_connection(("127.0.0.1", port)) for _ in range(serve._AT_ONCE)]
+    ends_s = time.monotonic() + 1.5
+    while time.monotonic() < ends_s:
+        for one in slow:
+            with contextlib.suppress(OSError):  # it was closed
+                one.sendall(b"G")
+        time.sleep(0.2)
+    assert get(port, "/", Authorization=f"Bearer {token}")[0] == 200
+    for one in slow:
         one.close()
 
 
