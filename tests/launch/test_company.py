@@ -87,7 +87,7 @@ def test_one_that_is_about_to_leave_is_not_met_as_another_takes_its_place(begin,
     assert new.met() == anew.met() == (2, 2)
 
 
-@pytest.mark.parametrize("before", (keys.company_key(1), keys.company_key(0)))
+@pytest.mark.parametrize("before", [keys.company_key(1), keys.company_key(0)])
 def test_nobody_meets_who_was_replaced_while_it_looked(begin, monkeypatch, before):
     """``before``: the look at whom that rank has met takes until the new process of rank 1 has come and looked."""
     first, old = begin(0, 1), begin(1, 1)
