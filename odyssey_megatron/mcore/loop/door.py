@@ -9,6 +9,8 @@ logging, evaluation, checkpoints, exit conditions and timers stay Megatron's.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -55,6 +57,10 @@ def attach(config: OdysseyConfig) -> None:
     """
     if seams.is_applied(seam_table.PRETRAIN):
         return
+    # Megatron's inference, which its training imports, has a process that is sent one of these print its stack: all
+    # ranks would, over the one message that says why the job has ended.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        faulthandler.unregister(number)
     door = Door(config)
     seams.wrap(seam_table.PRETRAIN, door.pretrain)
     seams.wrap(seam_table.ADD_MEGATRON_ARGUMENTS, door.add_megatron_arguments)
