@@ -192,7 +192,9 @@ class Door:
         arguments.leave_out_moot(args)
         self._optimizer_copies = arguments.optimizer_copies(args, self._config)
         self._saved.distributed = args.use_distributed_optimizer
-        result = arguments.refused_by_megatron()(original)(args, *rest, **kwargs)
+        with arguments.refused_by_megatron():
+            result = original(args, *rest, **kwargs)
+            compat.check_microbatches(args)
         refusals.check(args, self._parser)
         self._feed.replicas = args.data_parallel_size
         self._split_of, self._checks = arguments.split_of(args), args.check_for_nan_in_loss_and_grad
