@@ -202,7 +202,7 @@ class Door:
         session = self._session
         arguments.profile_as_launched(args, session.rank, session.world_size, joins=session.member.joins)
         args.async_save = beside_training
-        saving.check(args)
+        saving.check(args, joins=session.member.joins)
         return result
 
     def initialize_distributed(self, original: Any, *unused: Any, **kwargs: Any) -> None:
