@@ -206,6 +206,12 @@ def test_what_megatron_asserts_is_one_message(jobs, name):
     assert "assert not args.bf16" in run.log
 
 
+def test_a_schedule_that_megatron_refuses_is_one_message_with_what_it_asserts(jobs, name):
+    run = jobs.odyssey(name, f"{MOCK} --lr-warmup-iters 6", ranks=2, stages=2)
+    assert run.exit_code == 2, run.log[-3000:]
+    assert run.log.count("Megatron refuses this learning rate schedule: assert self.lr_warmup_steps <") == 1
+
+
 def test_a_batch_that_replicas_cannot_share_out_is_one_message(jobs, name):
     """Megatron asserts that where it makes its calculator of microbatches."""
     run = jobs.odyssey(name, f"{MOCK} --global-batch-size 13", ranks=4, stages=2)
