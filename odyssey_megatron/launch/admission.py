@@ -53,8 +53,8 @@ _NOT_OURS = (
     "(--master-port, or that of --odyssey-job-host), or with --odyssey-bind the address of the interface of this host "
     "that the others reach."
 )
-MEET_S = 600.0
-"""How long nodes wait for the first one, and all for each other; torchrun's own limit."""
+_MEET_S = 600.0
+"""How long nodes wait for the first one; torchrun's own limit."""
 _NONCE_BYTES, _PROOF_BYTES = 16, 32
 _ASKED_AT_ONCE, _ASKED_FOR_S = 256, 2.0
 """Strangers at the door: so many at most, the longest there makes room; and so long each."""
@@ -116,7 +116,7 @@ class Admission(RendezvousHandler):
         hosts.admit({own, _resolve(meeting.host)[1], "127.0.0.1" if family == socket.AF_INET else "::1"})
         port = inside.getsockname()[1]
         self._store = dist.TCPStore(
-            meeting.host, port, None, True, timedelta(seconds=MEET_S), wait_for_workers=False,
+            meeting.host, port, None, True, timedelta(seconds=_MEET_S), wait_for_workers=False,
             master_listen_fd=inside.detach(),
         )  # fmt: skip
         keeper = _Doorkeeper(door, meeting.token, {"session": session, "port": port}, hosts.admit)
@@ -124,7 +124,7 @@ class Admission(RendezvousHandler):
         return int(port)
 
     def _knock(self) -> int:
-        meeting, ends_s = self._meeting, time.monotonic() + MEET_S
+        meeting, ends_s = self._meeting, time.monotonic() + _MEET_S
         while True:
             try:
                 found = ask(meeting.host, meeting.port, meeting.token)
@@ -132,12 +132,12 @@ class Admission(RendezvousHandler):
             except OSError:
                 if time.monotonic() > ends_s:
                     who = "odyssey host there" if meeting.is_apart else "the first node with --node-rank 0"
-                    where = {"host": meeting.host, "port": meeting.port, "limit_s": MEET_S, "who": who}
+                    where = {"host": meeting.host, "port": meeting.port, "limit_s": _MEET_S, "who": who}
                     raise ConfigError(_NOBODY_CAME.format(**where)) from None
                 time.sleep(0.1)
         self.token = session_token(meeting.token, found["session"])
         self._store = dist.TCPStore(
-            meeting.host, found["port"], None, False, timedelta(seconds=MEET_S), wait_for_workers=False
+            meeting.host, found["port"], None, False, timedelta(seconds=_MEET_S), wait_for_workers=False
         )
         return int(found["port"])
 

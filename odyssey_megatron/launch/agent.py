@@ -21,7 +21,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import ConfigError, ControlPlaneLost
 from odyssey_megatron.launch import control as keys
-from odyssey_megatron.launch.admission import MEET_S, OTHER_TOKEN
+from odyssey_megatron.launch.admission import OTHER_TOKEN
 from odyssey_megatron.launch.asking import Asking
 from odyssey_megatron.launch.control import Control
 from odyssey_megatron.launch.forking import all_begun, forking
@@ -31,7 +31,6 @@ from odyssey_megatron.launch.leases import HostOfJob, beats
 from odyssey_megatron.launch.planner import Planner
 from odyssey_megatron.launch.ranks import Fence, Ranks
 from odyssey_megatron.launch.respawn import Respawn, first_incarnation, forget_smaller
-from odyssey_megatron.launch.roll_call import wait_for_all
 from odyssey_megatron.launch.signals import Received
 from odyssey_megatron.launch.verdict import Verdict, VerdictWatch
 from odyssey_megatron.launch.zygote import Zygote
@@ -90,12 +89,6 @@ class OdysseyAgent(LocalElasticAgent):
     def _set_local_rank_env(self, worker_env: dict[str, Any], local_rank: int, spec: Any) -> None:
         super()._set_local_rank_env(worker_env, local_rank, spec)
         worker_env["ODYSSEY_SLOT"] = str(local_rank)
-
-    def _assign_worker_ranks(
-        self, store: Any, group_rank: int, group_world_size: int, spec: Any
-    ) -> list[Any]:
-        wait_for_all(store, group_rank, group_world_size, MEET_S, say)
-        return super()._assign_worker_ranks(store, group_rank, group_world_size, spec)
 
     def _rendezvous(self, worker_group: Any) -> None:
         super()._rendezvous(worker_group)
