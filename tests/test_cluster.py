@@ -338,6 +338,8 @@ def job(**changes) -> JobSpec:
 
 def test_a_job_that_fits():
     job().check(8)
+    job(least_holders=8).check(8)
+    job(least_holders=2, pipeline_model_parallel_size=1).check(1)  # as far as there are workers
 
 
 @pytest.mark.parametrize(
@@ -367,6 +369,12 @@ def test_a_job_that_fits():
         ({"pipeline_model_parallel_size": 0}, 8, "Start a multiple of 1 ranks"),
         ({"num_layers": 5}, 8, "--pipeline-model-parallel-size 4 exceeds --num-layers 3"),
         ({"num_microbatches": 1}, 8, "1 microbatch(es) per global batch cannot feed 2 pipelines"),
+        (
+            {"least_holders": 9},
+            8,
+            "-level 8 is to have 9 holders of each layer, and the job has 8 worker(s) of 1 rank(s). "
+            "Use at most 7",
+        ),
     ],
 )
 def test_a_job_that_does_not(changes, world_size, message):

@@ -108,6 +108,13 @@ class JobSpec:
                 f"pipelines{each} ({world_size} ranks / {pp} stages). Raise --global-batch-size, lower "
                 "--micro-batch-size, or start fewer ranks."
             )
+        workers = world_size // size
+        if self.least_holders > max(2, workers):  # with a level of its own, that is
+            raise ConfigError(
+                f"--odyssey-redundancy-level {self.least_holders - 1} is to have {self.least_holders} holders of each "
+                f"layer, and the job has {workers} worker(s) of {size} rank(s). Use at most {max(1, workers - 1)}, or "
+                "start more ranks."
+            )
 
 
 def check_world(world_size: int, pp: int, cell: Cell) -> None:

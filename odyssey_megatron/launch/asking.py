@@ -69,6 +69,7 @@ class Asking:
             if how == "stop":
                 why = f"the job was ended by {number.name} to {self._who}."
                 say(f"[odyssey] {why}")
+                self._journal.event("job_finished", verdict=why, exit_code=128 + number)
                 final = Verdict(
                     code=128 + number, why=why, terminate_s=TERMINATE_S if first else 0.0, nodes=self._others
                 )

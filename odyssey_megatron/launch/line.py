@@ -8,9 +8,9 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.config import OdysseyConfig, add_arguments
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.inputs import COUNT, Between, Parser
 from odyssey_megatron.launch import signals
@@ -57,8 +57,26 @@ def parse(argv: Sequence[str], prog: str) -> Any:
     for action in parser._actions:
         if action.dest in _TYPES:
             action.type = _TYPES[action.dest]
-    parser.error = functools.partial(Parser.error, parser)  # type: ignore[method-assign, arg-type]
+    parser.error = functools.partial(_refuse, parser)  # type: ignore[method-assign]
+    parser.format_help = functools.partial(_help, parser)  # type: ignore[method-assign]
     return parser.parse_args(list(argv))
+
+
+def _refuse(parser: Any, message: str) -> NoReturn:
+    """Raises ConfigError."""
+    if "arguments: --odyssey" in message:
+        message += (
+            ": what is before the script is for the launcher, and Odyssey's flags come behind the script"
+        )
+    Parser.error(parser, message)
+
+
+def _help(parser: Any) -> str:
+    ours = Parser(
+        usage=argparse.SUPPRESS, description="behind the script, with its own flags:", add_help=False
+    )
+    add_arguments(ours)
+    return f"{argparse.ArgumentParser.format_help(parser)}\n{ours.format_help()}"
 
 
 def _per_node(text: str) -> str:

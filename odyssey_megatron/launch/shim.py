@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -40,6 +40,8 @@ def is_needed() -> bool:
 
 def become() -> NoReturn:
     """Replaces this process by a stand-in for it."""
+    # torch's store client warns, twice, whenever a wait for the verdict has ended without.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.execv(sys.executable, [sys.executable, "-u", "-m", __name__, *sys.argv])
 
 
@@ -48,12 +50,15 @@ def main(argv: Sequence[str]) -> int:
     from torch.distributed import DistNetworkError, TCPStore
 
     env = os.environ
-    rank, world_size, local_rank = (int(env[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    per_node = int(env.get("LOCAL_WORLD_SIZE") or env.get("SLURM_NTASKS_PER_NODE") or world_size)
+    try:
+        rank, world_size, local_rank, per_node, port = _numbers(env)
+    except ConfigError as error:
+        sys.stderr.write(f"odyssey: {error}\n")
+        return EXIT_BAD_INPUT
     nodes, node = world_size // per_node, rank // per_node
     hosts = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     address = env.get("MASTER_ADDR", "127.0.0.1")
-    where = (address, int(env["MASTER_PORT"]))
+    where = (address, port)
     options: dict[str, Any] = {"wait_for_workers": False, "timeout": timedelta(seconds=120)}
     if hosts:
         from odyssey_megatron.launch.admission import hosted_store
@@ -79,6 +84,29 @@ def main(argv: Sequence[str]) -> int:
             time.sleep(0.1)
             gone = store.add(farewell, 0)
     return code
+
+
+def _numbers(env: Mapping[str, str]) -> tuple[int, int, int, int, int]:
+    """Rank, ranks, rank on its node, ranks of a node, and the first node's port. Raises ConfigError: where these
+    contradict each other, a node would have no agent, and its stand-ins would wait for its verdict for ever.
+    """
+    on_node = env.get("LOCAL_WORLD_SIZE") or env.get("SLURM_NTASKS_PER_NODE") or env["WORLD_SIZE"]
+    said = {name: env.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
+    said["LOCAL_WORLD_SIZE"] = on_node
+    values = ", ".join(f"{name}={value}" for name, value in said.items())
+    try:
+        rank, ranks, local_rank, port, per_node = map(int, said.values())
+    except ValueError:
+        raise ConfigError(
+            f"the launcher that has started this process has set {values}: numbers are expected."
+        ) from None
+    if not (0 <= rank < ranks and per_node > 0 and ranks % per_node == 0 and rank % per_node == local_rank):
+        raise ConfigError(
+            f"the launcher that has started this process has set {values}: ranks are expected to be numbered node by "
+            "node, as many on each, so that RANK modulo LOCAL_WORLD_SIZE is LOCAL_RANK. With srun that is "
+            "--distribution=block and --ntasks-per-node."
+        )
+    return rank, ranks, local_rank, per_node, port
 
 
 def _run(store: object, argv: Sequence[str], *, nodes: int, node: int, per_node: int, address: str) -> int:

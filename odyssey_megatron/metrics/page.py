@@ -102,9 +102,9 @@ def section(title: str, caption: str, body: str) -> str:
 
 def _facts(run: Run, reference: Run | None) -> str:
     stalls = [row.stall_s for row in run.recoveries if row.stall_s is not None]
-    lost = sum(len(row.dead) for row in run.recoveries)
+    lost = sum(len(row.dead) for row in run.recoveries) or len(run.state.standing.dead)
     facts = [
-        (str(lost), f"rank(s) lost in {len(run.recoveries)} failure(s)", ""),
+        (str(lost), f"rank(s) lost, {len(run.recoveries)} time(s) recovered", ""),
         (_ms(median(stalls)), "median stall", ""),
         (_ms(max(stalls, default=None)), "longest stall", ""),
         (f"{run.steps[-1].loss:.4f}", "final loss", ""),
@@ -132,7 +132,7 @@ def _ms(value_s: float | None) -> str:
 
 def _recoveries(run: Run) -> str:
     if not run.recoveries:
-        return "<section><h2>Recoveries</h2><p>Nothing failed.</p></section>"
+        return f"<section><h2>Recoveries</h2><p>None: {escape(run.without_recovery)}.</p></section>"
     rows = [recovery_cells(number, row) for number, row in enumerate(run.recoveries, 1)]
     return (
         '<section><h2>Recoveries</h2><p class="muted">Durations in milliseconds, of the slowest surviving rank. '

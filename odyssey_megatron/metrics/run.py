@@ -47,6 +47,14 @@ class Run:
     state: Live
     """Its last one."""
 
+    @property
+    def without_recovery(self) -> str:
+        """What there is to say where there was none."""
+        lost = sorted(self.state.standing.dead)
+        return (
+            f"rank(s) {', '.join(map(str, lost))} were lost, and nobody went on" if lost else "nothing failed"
+        )
+
 
 UNREADABLE = (KeyError, TypeError, ValueError, OverflowError, OdysseyError)
 """What comes of events that contradict one another."""
@@ -172,7 +180,7 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def text_summary(run: Run, reference: Run | None) -> str:
     """The table of recoveries and one line each on losses and samples."""
     rows = [recovery_cells(i, row) for i, row in enumerate(run.recoveries, 1)]
-    table = text_table(RECOVERY_COLUMNS, rows) if rows else "no recoveries: nothing failed"
+    table = text_table(RECOVERY_COLUMNS, rows) if rows else f"no recoveries: {run.without_recovery}"
     lines = [
         f"{len(run.steps)} steps on {run.world_size} ranks, final loss {run.steps[-1].loss:.6f}, "
         + printable(run.verdict),

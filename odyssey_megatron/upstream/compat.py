@@ -178,22 +178,46 @@ def train_step_result(
     return losses, int(skipped), False, False, 0, grad_norm, zeros, max_attention_logit
 
 
+def check_microbatches(args: Any) -> None:
+    """Raises AssertionError where Megatron will, once it makes its calculator of microbatches from ``args``."""
+    from megatron.core import num_microbatches_calculator
+
+    before = num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
+    nobody = -1  # rank 0 would say what it makes
+    _count_microbatches(args, nobody, args.data_parallel_size, args.decrease_batch_size_if_needed)
+    num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR = before
+
+
 def count_all_microbatches(args: Any, replicas: int) -> None:
     """Megatron's calculator of microbatches counts those of the whole batch as this rank's, as far as ``replicas`` can
-    share them if --decrease-batch-size-if-needed is given. From 0.18 on it ignores a ramp-up, and knows a schedule
-    (core_v0.18.2 core/num_microbatches_calculator.py, lines 80 and 264).
+    share them if --decrease-batch-size-if-needed is given.
+    """
+    from megatron.core import num_microbatches_calculator
+
+    _count_microbatches(args, args.rank, 1, False)
+    if args.decrease_batch_size_if_needed:
+        calculator: Any = num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
+        calculator.num_micro_batches = args.global_batch_size // (args.micro_batch_size * replicas) * replicas
+        calculator.current_running_global_batch_size = calculator.num_micro_batches * args.micro_batch_size
+
+
+def _count_microbatches(args: Any, rank: int, replicas: int, decreases: bool) -> None:
+    """From 0.18 on Megatron's calculator ignores a ramp-up, and knows a schedule (core_v0.18.2
+    core/num_microbatches_calculator.py, lines 80 and 264).
     """
     from megatron.core import num_microbatches_calculator
 
     schedule = getattr(args, "step_batch_size_schedule", None)
     more = {"step_batch_size_schedule": schedule, "seq_length": args.seq_length} if schedule else {}
     num_microbatches_calculator.reconfigure_num_microbatches_calculator(
-        args.rank, args.rampup_batch_size, args.global_batch_size, args.micro_batch_size, 1, False, **more
+        rank,
+        args.rampup_batch_size,
+        args.global_batch_size,
+        args.micro_batch_size,
+        replicas,
+        decreases,
+        **more,
     )
-    if args.decrease_batch_size_if_needed:
-        calculator: Any = num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
-        calculator.num_micro_batches = args.global_batch_size // (args.micro_batch_size * replicas) * replicas
-        calculator.current_running_global_batch_size = calculator.num_micro_batches * args.micro_batch_size
 
 
 def optimizer_settings(args: Any, config: Any) -> tuple[Any, Any]:

@@ -41,6 +41,12 @@ def test_several_nodes_need_a_secret(capsys, monkeypatch):
     assert "ODYSSEY_TOKEN" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flag", ["--odyssey", "--odyssey=observe", "--odyssey-respawn"])
+def test_flags_before_the_script(capsys, flag):
+    assert cli.main(["run", "--nproc-per-node", "2", flag, "script.py"]) == 2
+    assert "Odyssey's flags come behind the script" in capsys.readouterr().err
+
+
 def test_a_range_of_nodes(capsys):
     assert cli.main(["run", "--nnodes", "1:4", "script.py"]) == 2
     assert "fixed number of nodes" in capsys.readouterr().err

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from odyssey_megatron import cli
+from odyssey_megatron.config import OdysseyConfig, flag_of
 from odyssey_megatron.launch import by_hand
 from odyssey_megatron.metrics import journal
 from odyssey_megatron.metrics.journal import Journal
@@ -90,4 +92,7 @@ def test_inject_says_what_it_cannot_do(tmp_path, capsys, flags, why):
 def test_help_names_its_command(name, capsys):
     with pytest.raises(SystemExit):
         cli.main([name, "--help"])
-    assert capsys.readouterr().out.startswith(f"usage: odyssey {name} ")
+    said = capsys.readouterr().out
+    assert said.startswith(f"usage: odyssey {name} ")
+    for setting in fields(OdysseyConfig):  # errors refer to it
+        assert f"\n  {flag_of(setting)} " in said

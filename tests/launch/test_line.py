@@ -45,6 +45,45 @@ def test_a_launcher_that_ends_with_any_node(capsys):
     assert "Start odyssey run itself on each node" in capsys.readouterr().err
 
 
+PLACED = {"RANK": "9", "LOCAL_RANK": "1", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "MASTER_PORT": "29500"}
+
+
+def test_what_a_launcher_says_of_a_place():
+    assert shim._numbers(PLACED) == (9, 16, 1, 8, 29500)
+    slurm = {name: value for name, value in PLACED.items() if name != "LOCAL_WORLD_SIZE"}
+    assert shim._numbers({**slurm, "SLURM_NTASKS_PER_NODE": "8"}) == (9, 16, 1, 8, 29500)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"LOCAL_RANK": "7"},
+        {"LOCAL_WORLD_SIZE": "7"},
+        {"LOCAL_WORLD_SIZE": "0"},
+        {"RANK": "17"},
+        {"WORLD_SIZE": "8"},
+        {"MASTER_PORT": ""},
+        {"WORLD_SIZE": "many"},
+    ],
+)
+def test_variables_of_a_launcher_that_contradict_each_other(wrong, capsys, monkeypatch):
+    """Its stand-ins would wait for an agent that nobody starts."""
+    monkeypatch.setattr(shim.os, "environ", PLACED | wrong)
+    assert shim.main(["script.py"]) == EXIT_BAD_INPUT
+    said = capsys.readouterr().err
+    assert said.startswith("odyssey: the launcher that has started this process has set RANK=")
+    for name, value in wrong.items():
+        assert f"{name}={value}" in said
+
+
+def test_who_waits_for_a_verdict_does_not_warn_of_it(monkeypatch):
+    """For a job of weeks, every few seconds."""
+    monkeypatch.setattr(shim.os, "environ", dict(PLACED))
+    monkeypatch.setattr(shim.os, "execv", lambda *command: None)
+    shim.become()
+    assert shim.os.environ["TORCH_CPP_LOG_LEVEL"] == "ERROR"
+
+
 @pytest.mark.parametrize("version", ["2.8.0+cu128", "2.10.1", "1.13"])
 def test_an_old_torch_is_refused_before_anything_starts(version):
     with pytest.raises(ConfigError, match=r"torch \S+ is too old: Odyssey needs 2\.11"):

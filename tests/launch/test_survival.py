@@ -230,6 +230,9 @@ def test_the_launcher_is_told_to_stop(toy, tmp_path, number):
     os.kill(job.pid, number)
     assert job.wait(10) == 128 + number, job.log()
     assert not any(map(is_running, pids))
+    (finished,) = events(tmp_path / "run", "job_finished")  # odyssey top would show a job that trains
+    assert finished["exit_code"] == 128 + number
+    assert finished["verdict"] == f"the job was ended by {number.name} to the agent of node 0."
 
 
 def is_running(pid: int) -> bool:

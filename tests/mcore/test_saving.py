@@ -144,8 +144,23 @@ def test_an_attempt_with_a_hole_does_not(tmp_path):
 
 def test_object_stores_are_refused():
     args = type("Args", (), {"save": "msc://bucket/run", "non_persistent_global_ckpt_dir": None})
-    with pytest.raises(ConfigError, match="msc://bucket/run"):
-        saving.check(args)
+    for joins in (False, True):
+        with pytest.raises(ConfigError, match="msc://bucket/run"):
+            saving.check(args, joins=joins)
+
+
+def test_a_folder_that_takes_no_checkpoint_is_refused_and_not_of_a_job_that_runs(tmp_path):
+    (tmp_path / "file").touch()
+    for folder, why in {"file": "it is a file", "file/below": "not a directory"}.items():
+        path = tmp_path / folder
+        for flag, name in {"save": "--save", "non_persistent_global_ckpt_dir": "--non-persistent-"}.items():
+            args = type("Args", (), {"save": None, "non_persistent_global_ckpt_dir": None, flag: str(path)})
+            with pytest.raises(ConfigError, match=f"{name}.* {path}: {why}"):
+                saving.check(args, joins=False)
+            saving.check(args, joins=True)
+    args = type("Args", (), {"save": str(tmp_path / "new" / "one"), "non_persistent_global_ckpt_dir": None})
+    saving.check(args, joins=False)
+    assert (tmp_path / "new" / "one").is_dir()
 
 
 def test_a_rank_dies_while_it_writes_and_the_other_saves_again(tmp_path):

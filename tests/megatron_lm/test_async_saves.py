@@ -13,7 +13,7 @@ import torch
 
 from odyssey_megatron.errors import EXIT_NOT_SAVED
 from odyssey_megatron.mcore.loop.saving import damage
-from tests.launch.jobserver import CHECKOUT
+from tests.launch.jobserver import CHECKOUT, events, wait_for
 from tests.megatron_lm.jobs import MOCK, assert_same_lines, checkpoint
 
 BESIDE = f"{MOCK} --async-save --save-interval 3"
@@ -137,10 +137,13 @@ def test_a_full_disk_is_said_and_training_goes_on(jobs, name, beside, kib, saved
 
 
 def test_a_folder_that_is_gone_is_said_and_training_goes_on(jobs, name):
-    """Where it was there is a file."""
+    """Where it was there is a file. A job that starts with one is refused (tests/mcore/test_saving.py)."""
     folder = jobs.folder / f"{name}-saved"
+    job = jobs.start(name, f"{BESIDE} --save {folder}", ranks=4, stages=2)
+    wait_for(lambda: events(jobs.folder / name, "generation_started"), 90, "the first step")
+    folder.rmdir()
     folder.touch()
-    run = jobs.odyssey(name, f"{BESIDE} --save {folder}", ranks=4, stages=2)
+    run = jobs.outcome(name, job)
     assert run.exit_code == EXIT_NOT_SAVED, run.log[-3000:]
     assert run.killed == []
     assert said(run.log, "THE CHECKPOINT OF ITERATION") == [3, 6]

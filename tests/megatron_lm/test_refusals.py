@@ -206,6 +206,21 @@ def test_what_megatron_asserts_is_one_message(jobs, name):
     assert "assert not args.bf16" in run.log
 
 
+def test_a_schedule_that_megatron_refuses_is_one_message_with_what_it_asserts(jobs, name):
+    run = jobs.odyssey(name, f"{MOCK} --lr-warmup-iters 6", ranks=2, stages=2)
+    assert run.exit_code == 2, run.log[-3000:]
+    assert run.log.count("Megatron refuses this learning rate schedule: assert self.lr_warmup_steps <") == 1
+
+
+def test_a_batch_that_replicas_cannot_share_out_is_one_message(jobs, name):
+    """Megatron asserts that where it makes its calculator of microbatches."""
+    run = jobs.odyssey(name, f"{MOCK} --global-batch-size 13", ranks=4, stages=2)
+    assert run.exit_code == 2, run.log[-3000:]
+    assert "Traceback" not in run.log
+    assert run.log.count("Megatron-LM itself refuses these flags (num_microbatches_calculator.py, line") == 1
+    assert "(13) is not divisible by micro batch size (1) times data parallel size (2)" in run.log
+
+
 @pytest.mark.parametrize("called", ["pretrain_t5.py", "mine.py"])
 def test_a_script_that_trains_something_else_ends_with_one_message(jobs, name, called, tmp_path):
     """By its name, or by the model that it builds."""

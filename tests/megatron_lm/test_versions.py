@@ -91,6 +91,7 @@ def test_under_torchrun_in_a_patched_checkout(other_jobs, tmp_path):
     )
     assert_same_lines(run, other_jobs.plain(ranks=4, stages=2))
     assert run.killed == [0, 3]
+    assert "waitForInput" not in run.log  # of the processes that torchrun has started, which wait
 
 
 def test_every_refusal_that_this_version_has(other_jobs):

@@ -59,7 +59,20 @@ def test_the_terminal_gets_the_table_and_the_path(runs, capsys, tmp_path):
     assert main([str(runs["undisturbed"]), "--out", str(tmp_path)]) == 0
     text = capsys.readouterr().out
     assert "nothing failed" in text
+    assert "<p>None: nothing failed.</p>" in (tmp_path / "index.html").read_text()
     assert text.rstrip().endswith(f"report: {tmp_path / 'index.html'}")
+
+
+def test_a_loss_that_ended_the_job_is_no_recovery_and_not_nothing(runs, capsys, tmp_path):
+    folder = shutil.copytree(runs["undisturbed"], tmp_path / "run")
+    journal = Journal(folder, source="agent0", job=JOB)
+    journal.event("failure_detected", generation=1, dead=[3, 5], code=-9, cause="killed")
+    journal.close()
+    assert main([str(folder), "--out", str(tmp_path / "out")]) == 0
+    assert "no recoveries: rank(s) 3, 5 were lost, and nobody went on" in capsys.readouterr().out
+    page = (tmp_path / "out" / "index.html").read_text()
+    assert "None: rank(s) 3, 5 were lost, and nobody went on." in page
+    assert re.search(r"<b>2</b><span>rank\(s\) lost", page)
 
 
 def test_a_folder_that_is_used_again_reports_on_the_latest_job(runs, tmp_path, capsys):

@@ -9,6 +9,8 @@ logging, evaluation, checkpoints, exit conditions and timers stay Megatron's.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -55,6 +57,10 @@ def attach(config: OdysseyConfig) -> None:
     """
     if seams.is_applied(seam_table.PRETRAIN):
         return
+    # Megatron's inference, which its training imports, has a process that is sent one of these print its stack: all
+    # ranks would, over the one message that says why the job has ended.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        faulthandler.unregister(number)
     door = Door(config)
     seams.wrap(seam_table.PRETRAIN, door.pretrain)
     seams.wrap(seam_table.ADD_MEGATRON_ARGUMENTS, door.add_megatron_arguments)
@@ -186,7 +192,9 @@ class Door:
         arguments.leave_out_moot(args)
         self._optimizer_copies = arguments.optimizer_copies(args, self._config)
         self._saved.distributed = args.use_distributed_optimizer
-        result = arguments.refused_by_megatron()(original)(args, *rest, **kwargs)
+        with arguments.refused_by_megatron():
+            result = original(args, *rest, **kwargs)
+            compat.check_microbatches(args)
         refusals.check(args, self._parser)
         self._feed.replicas = args.data_parallel_size
         self._split_of, self._checks = arguments.split_of(args), args.check_for_nan_in_loss_and_grad
@@ -194,7 +202,7 @@ class Door:
         session = self._session
         arguments.profile_as_launched(args, session.rank, session.world_size, joins=session.member.joins)
         args.async_save = beside_training
-        saving.check(args)
+        saving.check(args, joins=session.member.joins)
         return result
 
     def initialize_distributed(self, original: Any, *unused: Any, **kwargs: Any) -> None:

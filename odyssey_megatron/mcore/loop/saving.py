@@ -64,14 +64,35 @@ class _Shutil:
         return getattr(shutil, name)
 
 
-def check(args: Any) -> None:
-    """Raises ConfigError if a checkpoint could not be renamed where ``args`` would have it."""
-    for folder in (args.save, args.non_persistent_global_ckpt_dir):
-        if folder is not None and "://" in str(folder):
+def check(args: Any, *, joins: bool) -> None:
+    """Raises ConfigError if a checkpoint could not be written, or renamed, where ``args`` would have it. In a job that
+    runs, which this rank ``joins``, a save that fails is said, and ends nothing.
+    """
+    for flag, folder in (
+        ("--save", args.save),
+        ("--non-persistent-global-ckpt-dir", args.non_persistent_global_ckpt_dir),
+    ):
+        if folder is None:
+            continue
+        if "://" in str(folder):
             raise ConfigError(
                 f"checkpoints cannot be saved to {folder} with --odyssey: a save is made complete by renaming its "
                 "folder, which an object store cannot do. Save to a file system, and copy from there."
             )
+        if not joins and (why := _unusable(folder)):
+            raise ConfigError(
+                f"{flag} {folder}: {why}, so that no checkpoint could be saved. Name a folder that can be made and "
+                "written to, or leave it out."
+            )
+
+
+def _unusable(folder: str) -> str:
+    """Why nothing can be written into ``folder``, which is made if it is not there; nothing if it can."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        return "it is a file" if isinstance(error, FileExistsError) else str(error.strerror).lower()
+    return "" if os.access(folder, os.W_OK | os.X_OK) else "it cannot be written to"
 
 
 def attempt(original: Callable[..., Any], iteration: int, *args: Any, **kwargs: Any) -> str:

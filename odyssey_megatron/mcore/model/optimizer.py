@@ -395,9 +395,10 @@ def schedule_refused(given: Any = "") -> Iterator[None]:
     try:
         yield
     except (AssertionError, TypeError) as error:
-        at = traceback.extract_tb(error.__traceback__)[-1].line
+        what = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
+        what = f"{what} {given}".strip()
         raise ConfigError(
-            f"Megatron refuses this learning rate schedule: {error or at} {given}. The warm-up must be shorter than "
+            f"Megatron refuses this learning rate schedule: {what}. The warm-up must be shorter than "
             "the decay (--lr-warmup-iters or -samples below --lr-decay-iters or --train-iters, or -samples), --min-lr "
             "at most --lr, and --start-weight-decay at most --end-weight-decay."
         ) from error
