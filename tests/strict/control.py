@@ -85,6 +85,9 @@ class Store:
     def peek(self, key: str) -> str | None:
         return self.texts.get(key)
 
+    def forget(self, key: str) -> None:
+        self.texts.pop(key, None)
+
     def count(self, key: str) -> int:
         self.put(key, str(int(self.texts.get(key, "0")) + 1))
         return int(self.texts[key])
