@@ -60,8 +60,8 @@ class SlowWays:
         now_s: float,
     ) -> list[str]:
         """What has changed, by what ``diagnosis`` has ``found``, where ``others`` are slow besides. What no message
-        takes any more, and what is not summed, stays as it was when it was measured last, but where others have come
-        in the place of all at one of its ends, on another node, perhaps.
+        takes any more, and what is not summed, stays as it was when it was measured last, unless all at one of its ends
+        have left: others come in their place, on another node, perhaps.
         """
         why = self._forget_gone(state, found.newest)
         for one in [known for known in self.slowed if _is_over(known, found)]:
@@ -92,7 +92,7 @@ class SlowWays:
         return why
 
     def _forget_gone(self, state: ClusterState, newest: int) -> list[str]:
-        """What has others at an end of it by now, who are not timed either as long as no route goes by them."""
+        """What nobody is at an end of any more: others who come there are not timed as long as no route goes by them."""
         here = _processes(state, state.alive)
         gone = [one for one, slowed in self.slowed.items() if not all(end & here for end in slowed.processes)]
         for one in gone:

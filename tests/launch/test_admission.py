@@ -96,12 +96,14 @@ def test_a_node_for_which_there_is_no_room_is_named(capfd):
 
 
 def test_where_there_is_no_room_for_one_more_those_who_are_in_may_come_again():
+    room = len(_only_from(["10.0.0.1", "10.0.0.2"], socket.AF_INET)) // 8
+
     class Listener:
         def dup(self) -> Listener:
             return self
 
         def setsockopt(self, level: int, option: int, program: bytes) -> None:
-            if struct.unpack("HL", program)[0] > len(_only_from(["10.0.0.1", "10.0.0.2"], socket.AF_INET)) // 8:
+            if struct.unpack("HL", program)[0] > room:
                 raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     hosts = _Hosts(Listener(), socket.AF_INET)

@@ -67,7 +67,11 @@ def test_ranks_that_join_before_their_agent_renews_its_lease_are_not_lost(connec
     monkeypatch.setattr(LocalElasticAgent, "_rendezvous", lambda self, group: None)
     new = OdysseyAgent.__new__(OdysseyAgent)
     config = SimpleNamespace(job_host="", node_lease_s=0.2)
-    new._launch, new._hosting, new._incarnation = SimpleNamespace(config=config, token="", joins=True), None, 0
+    new._launch, new._hosting, new._incarnation = (
+        SimpleNamespace(config=config, token="", joins=True),
+        None,
+        0,
+    )
     monkeypatch.setattr(new, "_connect", lambda: agent(connect, new._incarnation))
     workers = [SimpleNamespace(global_rank=rank) for rank in (2, 3)]
     spec = SimpleNamespace(rdzv_handler=None)
