@@ -92,7 +92,7 @@ class SlowWays:
         return why
 
     def _forget_gone(self, state: ClusterState, newest: int) -> list[str]:
-        """What nobody is at an end of any more: others who come there are not timed as long as no route goes by them."""
+        """What nobody is at an end of by now: who comes there is not timed as long as no route goes by it."""
         here = _processes(state, state.alive)
         gone = [one for one, slowed in self.slowed.items() if not all(end & here for end in slowed.processes)]
         for one in gone:
