@@ -326,11 +326,12 @@ class _Hosts:
 
     def admit(self, addresses: Iterable[str]) -> None:
         """Also those, from now on."""
-        self._admitted |= set(addresses)
-        program = _only_from(sorted(self._admitted), self._family)
+        admitted = self._admitted | set(addresses)
+        program = _only_from(sorted(admitted), self._family)
         code = ctypes.create_string_buffer(program)
         address = struct.pack("HL", len(program) // 8, ctypes.addressof(code))
         self._listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, address)
+        self._admitted = admitted  # not those for which there is no room: others may come again
 
 
 _LOAD, _KEEP, _TAKE, _IS, _SKIP, _RETURN = 0x20, 0x02, 0x60, 0x15, 0x05, 0x06

@@ -136,6 +136,8 @@ class OdysseyAgent(LocalElasticAgent):
             if (had := json.loads(control.get(keys.node_key(node)))) != ranks:
                 raise ConfigError(_OTHERS.format(node=node, had=len(had), ranks=len(ranks)))
             self._incarnation = control.count(keys.replaced_key(node))
+            # Who has come is to be known before ranks can join: with the agent before it they would be lost.
+            self._connect().put(keys.lease_key(node), "")
             control.forget(keys.bye_key(node))
             os.environ["ODYSSEY_INCARNATION"] = str(_RESPAWNS_OF_A_NODE * self._incarnation)
             for rank in ranks:

@@ -28,6 +28,10 @@ class Ranks(Protocol):
 
     def ask(self, what: Ask) -> None: ...
 
+    def give_up(self) -> None:
+        """They are to be killed: the coordinator hears of it, and does not wait for the end of this node's lease."""
+        ...
+
 
 class Asking:
     """The first signal asks, in the way ``how``; the next one ends the job, or where this node was to leave its part in
@@ -65,6 +69,7 @@ class Asking:
             if how == "stop" and self._asked == Ask.LEAVE and not self._hosts:
                 why = f"this node leaves the job at once, as {number.name} has come again to {self._who}."
                 say(f"[odyssey] {why}")
+                ranks.give_up()
                 return verdict.give(Verdict(code=128 + number, why=why, terminate_s=0.0))
             if how == "stop":
                 why = f"the job was ended by {number.name} to {self._who}."

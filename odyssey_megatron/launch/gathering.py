@@ -54,7 +54,7 @@ def gather(store: Any, node: int, nodes: int, says: bytes, *, limit_s: float = _
             if now_s > says_s:
                 says_s = now_s + _SAYS_S
                 missing = _missing(store, nodes)
-                if missing and node == min({*range(nodes)} - {*missing}):  # all may write into one log
+                if node == min({*range(nodes)} - {*missing}):  # all may write into one log
                     say(
                         f"[odyssey] {_named(missing)} still missing, of {nodes} nodes. Nothing starts before."
                     )
@@ -68,7 +68,8 @@ def _came(node: int) -> str:
 
 
 def _missing(store: Any, nodes: int) -> list[int]:
-    return [one for one in range(nodes) if not store.check([_came(one)])]
+    """Where all have come it is the first one, which has ended before it could say so."""
+    return [one for one in range(nodes) if not store.check([_came(one)])] or [0]
 
 
 def _named(missing: Sequence[int]) -> str:

@@ -83,6 +83,9 @@ class _NoRanks:
     def ask(self, what: Ask) -> None:
         pass
 
+    def give_up(self) -> None:
+        pass
+
 
 def _host(
     hosting: Hosting, config: OdysseyConfig, where: tuple[str, int], token: str, nodes: int, how: str

@@ -91,7 +91,7 @@ class Hosting:
         if not leases:
             return []
         before = control.latest([*leases.values()])
-        time.sleep(self._config.node_lease_s / _LEASE_LOOKS)
+        time.sleep(min(self._config.node_lease_s / _LEASE_LOOKS, _FAREWELL_S))
         after = control.latest([*leases.values()])
         return [node for node, was, now in zip(leases, before, after, strict=True) if was != now]
 

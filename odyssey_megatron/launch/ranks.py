@@ -126,6 +126,11 @@ class Ranks:
         self._board.ask(what)
         self._respawn = None
 
+    def give_up(self) -> None:
+        """Reports all of them as dead, who are to be killed."""
+        for one in self._living.values():
+            self._report(one, -signal.SIGKILL)
+
     def add(self, rank: int, slot: int, handle: Any, incarnation: int) -> None:
         """The process ``handle`` runs as ``rank``, and beats in ``slot``."""
         fd = os.pidfd_open(handle.pid)

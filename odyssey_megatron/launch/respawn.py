@@ -9,6 +9,7 @@ see ``places.py``.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -98,7 +99,8 @@ class Respawn:
         whose numbers were wrong twice.
         """
         self._running.discard(slot)
-        self._control.put(keys.here_key(rank), "")
+        if not self._has_next(rank):
+            self._control.put(keys.here_key(rank), "")
         if slot in self.wanted:
             self.wanted.discard(slot)
             return  # whoever wants it is due
@@ -119,6 +121,14 @@ class Respawn:
         self._complete(now_s, job.cell_size)
         for worker in self._places.broken(job.cell_size):
             self._shrink(now_s, job, worker)
+
+    def _has_next(self, rank: int) -> bool:
+        """Whether a process of ``rank`` is here that another agent has started: this one stood still, and is to end."""
+        known = self._incarnations.get(rank, first_incarnation())
+        with contextlib.suppress(ValueError):
+            said = self._control.peek(keys.here_key(rank)) or ""
+            return said.partition("/")[0] not in ("", str(known))
+        return False
 
     def _complete(self, now_s: float, cell_size: int) -> None:
         """Starts what a broken cell lacks in the place of ranks of another one, if they are enough."""

@@ -47,6 +47,8 @@ class SlowWays:
         """Since when that has been known."""
         self._ended: dict[Link, tuple[int, float]] = {}
         """The step by which it was as fast as others again, and how slow it had been."""
+        self._left: dict[Link, int] = {}
+        """The newest step when it was forgotten, as who was at one of its ends had left: all up to it is of him."""
 
     def look(
         self,
@@ -58,10 +60,10 @@ class SlowWays:
         now_s: float,
     ) -> list[str]:
         """What has changed, by what ``diagnosis`` has ``found``, where ``others`` are slow besides. What no message
-        takes any more, and what is not summed, stays as it was when it was measured last, but where others have come
-        in the place of all at one of its ends, on another node, perhaps.
+        takes any more, and what is not summed, stays as it was when it was measured last, unless all at one of its ends
+        have left: others come in their place, on another node, perhaps.
         """
-        why = self._forget_gone(state)
+        why = self._forget_gone(state, found.newest)
         for one in [known for known in self.slowed if _is_over(known, found)]:
             del self.slowed[one]
             self._ended |= dict.fromkeys(one.links, (found.newest, one.factor))
@@ -89,21 +91,24 @@ class SlowWays:
             why.append(f"{_whose(one, ranks)} slow, {one.factor:.2f} times the time")
         return why
 
-    def _forget_gone(self, state: ClusterState) -> list[str]:
-        """What has others at an end of it by now, who are not timed either as long as no route goes by them."""
+    def _forget_gone(self, state: ClusterState, newest: int) -> list[str]:
+        """What nobody is at an end of by now: who comes there is not timed as long as no route goes by it."""
         here = _processes(state, state.alive)
         gone = [one for one, slowed in self.slowed.items() if not all(end & here for end in slowed.processes)]
         for one in gone:
             del self.slowed[one], self.began_s[one]
+            self._left |= dict.fromkeys(one.links, newest)
             self._told.event(
                 one.kind, ranks_of(state, one.workers), 1.0, "who was at one of its ends has left"
             )
         return [f"{_whose(one, ranks_of(state, one.workers))}: it has left" for one in gone]
 
     def _is_new(self, one: LinkVerdict, found: Links) -> bool:
-        """Not known, borne out, and no echo of what has ended."""
+        """Not known, borne out, and no echo of what has ended, or of who has left."""
         known = {link for slowed in self.slowed.values() for link in slowed.all}
         if known >= {*one.links} or not _borne_out(one, found):
+            return False
+        if found.newest <= max(self._left.get(link, -1) for link in one.links):
             return False
         ended = [self._ended.get(link, (-2, 1.0)) for link in one.links]
         is_old = all(one.since <= step for step, _ in ended)

@@ -95,6 +95,24 @@ def test_a_node_for_which_there_is_no_room_is_named(capfd):
     assert "net.core.optmem_max" in said
 
 
+def test_where_there_is_no_room_for_one_more_those_who_are_in_may_come_again():
+    room = len(_only_from(["10.0.0.1", "10.0.0.2"], socket.AF_INET)) // 8
+
+    class Listener:
+        def dup(self) -> Listener:
+            return self
+
+        def setsockopt(self, level: int, option: int, program: bytes) -> None:
+            if struct.unpack("HL", program)[0] > room:
+                raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    hosts = _Hosts(Listener(), socket.AF_INET)
+    hosts.admit({"10.0.0.1", "10.0.0.2"})
+    with pytest.raises(OSError):
+        hosts.admit({"10.0.0.3"})
+    hosts.admit({"10.0.0.2"})  # 'odyssey join'
+
+
 @pytest.mark.parametrize(("host", "told"), [("head", True), ("localhost", False), ("127.0.0.1", False)])
 def test_a_host_that_knows_itself_by_a_loopback_address_says_so(monkeypatch, capfd, host, told):
     """As Debian's /etc/hosts has it: other nodes would knock in vain, for ten minutes."""

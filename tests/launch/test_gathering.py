@@ -63,6 +63,13 @@ def test_who_has_not_come_is_named_by_all_others(store, monkeypatch, capfd, come
     assert len(said) < 10, "one of them says so"
 
 
+def test_a_first_node_that_has_ended_since_is_missing(store):
+    """Where the job is hosted elsewhere: it had given up waiting before the last one came."""
+    store.set(gathering._came(0), b"")
+    for one in [Agent(store, node, 3, limit_s=1.0) for node in (1, 2)]:
+        assert "not all of 3 nodes have come within 1 s: node 0 is missing" in str(one.ended())
+
+
 def test_of_hundreds_the_first_are_named():
     assert gathering._named(list(range(200))).endswith("14, 15 and 184 more are")
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.launch import control as keys
+from odyssey_megatron.launch import hosting as module
 from odyssey_megatron.launch.hosting import Hosting
 from odyssey_megatron.launch.verdict import Verdict
 
@@ -48,7 +50,10 @@ def test_an_agent_whose_ranks_are_about_to_join_hears_of_the_end(hosting, connec
     assert heard.is_set()
 
 
-def test_nobody_is_waited_for_who_is_lost(hosting, connect):
+@pytest.mark.parametrize("lease_s", [1.0, 600.0])
+def test_nobody_is_waited_for_who_is_lost(hosting, connect, monkeypatch, lease_s):
+    monkeypatch.setattr(module, "_FAREWELL_S", 0.5)
+    hosting._config = replace(hosting._config, node_lease_s=lease_s)
     control = connect()
     for node in (1, 2):
         control.put(keys.lease_key(node), "")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from odyssey_megatron.cluster.events import NodeLost, RankJoined
 from odyssey_megatron.launch import control as keys
+from odyssey_megatron.launch.agent import OdysseyAgent
 from odyssey_megatron.launch.leases import HostOfJob, Leases
 from tests.launch.jobserver import events, wait_for
 from tests.launch.played import Job
@@ -49,6 +52,34 @@ def test_an_agent_whose_place_is_taken_hears_of_it(connect):
     assert not ended.wait(0.2)
     assert other.count(keys.replaced_key(1)) == 1
     assert ended.wait(10)
+
+
+def test_ranks_that_join_before_their_agent_renews_its_lease_are_not_lost(connect, monkeypatch):
+    """An agent that is slow behind the start of its ranks: its first sign of life is no other agent's."""
+    leases, first = Leases(connect(), [1], 60.0, here=0), agent(connect, 0)
+    for key, text in ((keys.JOB_NAME, "job"), (keys.node_key(1), "[2, 3]"), (keys.lease_key(1), "")):
+        first.put(key, text)
+    assert [leases.expired(now_s) for now_s in (0.0, 20.0, 40.0)] == [[]] * 3
+    assert leases.expired(61.0) == [NodeLost(node=1, t_s=61.0)]
+
+    for name in ("ODYSSEY_TOKEN", "ODYSSEY_JOB", "ODYSSEY_INCARNATION"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(LocalElasticAgent, "_rendezvous", lambda self, group: None)
+    new = OdysseyAgent.__new__(OdysseyAgent)
+    config = SimpleNamespace(job_host="", node_lease_s=0.2)
+    new._launch, new._hosting, new._incarnation = (
+        SimpleNamespace(config=config, token="", joins=True),
+        None,
+        0,
+    )
+    monkeypatch.setattr(new, "_connect", lambda: agent(connect, new._incarnation))
+    workers = [SimpleNamespace(global_rank=rank) for rank in (2, 3)]
+    spec = SimpleNamespace(rdzv_handler=None)
+    new._rendezvous(SimpleNamespace(group_rank=1, spec=spec, workers=workers))
+    leases.watch(1)  # they have joined
+    assert leases.expired(62.0) == []
+    agent(connect, 1).put(keys.lease_key(1), "")
+    assert leases.expired(63.0) == []
 
 
 def test_ranks_of_a_new_agent_are_welcome_before_the_old_one_s_silence_is_noticed(tmp_path):

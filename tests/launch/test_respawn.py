@@ -226,3 +226,11 @@ def test_a_cell_that_loses_a_rank_before_it_can_leave_comes_back_whole(node, die
         node.ends(3, 3)
     assert node.places is None
     assert sorted(node.due()) == [(2, 2), (3, 3)]
+
+
+@pytest.mark.parametrize(("said", "then"), [("0", ""), ("0/2", ""), ("", ""), ("10000", "10000")])
+def test_an_agent_that_stood_still_does_not_say_that_ranks_of_the_next_one_have_died(node, said, then):
+    """It ends, and its own ranks do before it has noticed."""
+    node.control.put(keys.here_key(2), said)
+    node.ends(2, 2)
+    assert node.control.peek(keys.here_key(2)) == then

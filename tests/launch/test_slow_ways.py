@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from odyssey_megatron.cluster.events import RankDied
+from odyssey_megatron.cluster.state import apply
 from odyssey_megatron.diagnosis.links import Links, LinkVerdict
 from odyssey_megatron.diagnosis.steps import StepTimes
 from odyssey_megatron.diagnosis.verdicts import Diagnosis
@@ -275,3 +277,20 @@ def test_who_sums_over_a_slow_network_is_put_side_by_side_unless_messages_are_sl
     measured = replace(with_sums(6, 1e4), links=Links(factors={(0, 1): 1.0}, newest=6), sums=Links())
     after, _ = job(acts=True).look(measured, state, better.decided.plan, 20.0)
     assert not after.slow_links, "they are measured by now, and are not"
+
+
+@pytest.mark.parametrize("comes", [False, True], ids=["dead", "replaced"])
+def test_a_link_of_who_has_left_is_not_slow_again_by_what_he_has_measured(job, comes):
+    """Steps behind a loss are not measured at once, and the newest one that was is from before it."""
+    rebalancing = job(acts=True)
+    state, _ = rebalancing.look(with_link(5, 9.0), job.state, job.plan, 10.0)
+    assert state.slow_links
+    left = apply(state, RankDied(rank=0, code=-9, cause="killed"))
+    others = replace(state, incarnations=((0, 1),)) if comes else left
+    for now_s in (12.0, 13.0, 14.0):
+        others, _ = rebalancing.look(with_link(5, 9.0), others, job.plan, now_s)
+        assert not others.slow_links
+    assert [e["speed"] for e in read_journal(job.folder)] == [pytest.approx(1 / 9), 1.0]
+    if comes:
+        others, _ = rebalancing.look(with_link(6, 9.0), others, job.plan, 15.0)
+        assert others.slow_links, "the new one has measured it, too"
