@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -35,6 +35,8 @@ class Timing:
     squares: float = 0.0
     """Sum of the squared lengths of its sequences, where those differ between microbatches."""
     microbatch: int = -1
+    count: int = 1
+    """How many instructions it is the median of."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +53,8 @@ class Timings:
     tokens: Floats
     squares: Floats
     microbatch: Numbers
+    count: Numbers = field(default_factory=lambda: np.ones(1, np.int64))
+    """One for all rows, or each its own."""
 
     @classmethod
     def of(cls, rows: Iterable[Timing]) -> Timings:
@@ -60,13 +64,13 @@ class Timings:
             tuple(
                 zip(
                     *(
-                        (r.step, r.worker, r.piece, r.seconds, r.tokens, r.squares, r.microbatch)
+                        (r.step, r.worker, r.piece, r.seconds, r.tokens, r.squares, r.microbatch, r.count)
                         for r in rows
                     ),
                     strict=True,
                 )
             )
-            or ((),) * 7
+            or ((),) * 8
         )
         steps, step = _places(columns[0])
         workers, worker = _places(columns[1])
@@ -82,6 +86,7 @@ class Timings:
             tokens=np.array(columns[4], float),
             squares=np.array(columns[5], float),
             microbatch=np.array(columns[6], np.int64),
+            count=np.array(columns[7], np.int64),
         )
 
     def __len__(self) -> int:

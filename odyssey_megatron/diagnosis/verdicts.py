@@ -145,7 +145,8 @@ def _series(timings: Timings, found: Fit) -> Floats:
     steps, pieces = len(timings.steps), max(1, len(timings.pieces))
     each = timings.by_worker_and_step * pieces + timings.piece
     groups, log_ratio = medians(found.log_ratio, each)
-    cost_s = np.bincount(np.searchsorted(groups, each), timings.seconds * np.exp(-found.log_ratio))
+    costs_s = timings.count * timings.seconds * np.exp(-found.log_ratio)
+    cost_s = np.bincount(np.searchsorted(groups, each), costs_s)
     of_worker, size = groups // pieces, len(timings.workers) * steps
     is_layers = np.array([piece.last > piece.first for piece in timings.pieces])[groups % pieces]
     has_layers = np.bincount(of_worker, is_layers, size) > 0

@@ -112,25 +112,23 @@ def _slowness(events: Sequence[JournalEvent], nodes: Mapping[int, str], found: _
 
 def slow_ranks(events: Sequence[JournalEvent]) -> dict[int, str]:
     """Those that are slow now, with the evidence."""
-    found: dict[int, str] = {}
-    for event in named(events, "slowness"):
-        for rank in event.get("slow_ranks", ()) if event["kind"] not in LINK_KINDS else ():
-            if event["speed"] < 1.0:
-                found[rank] = event.get("why", "")
-            else:
-                found.pop(rank, None)
-    return found
+    found = ((whose, why) for kind, whose, why in _slow_now(events) if kind not in LINK_KINDS)
+    return {rank: why for whose, why in found for rank in whose}
 
 
 def slow_links(events: Sequence[JournalEvent]) -> list[tuple[str, tuple[int, ...], str]]:
     """(kind, ranks, evidence) of those that are slow now."""
+    return [one for one in _slow_now(events) if one[0] in LINK_KINDS]
+
+
+def _slow_now(events: Sequence[JournalEvent]) -> list[tuple[str, tuple[int, ...], str]]:
+    """Each as it was told: of a node that is not slow any more some rank may still be."""
     found: dict[tuple[str, tuple[int, ...]], str] = {}
     for event in named(events, "slowness"):
         key = event["kind"], tuple(event.get("slow_ranks", ()))
-        if event["kind"] in LINK_KINDS:
-            found.pop(key, None)
-            if event["speed"] < 1.0:
-                found[key] = event.get("why", "")
+        found.pop(key, None)
+        if event["speed"] < 1.0:
+            found[key] = event.get("why", "")
     return [(*key, why) for key, why in found.items()]
 
 

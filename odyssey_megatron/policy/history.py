@@ -95,12 +95,12 @@ class History:
 
     def timings(self) -> Timings:
         """By worker: a cell is as slow as its slowest rank."""
-        longest: dict[tuple[int, int, Piece], float] = {}
+        longest: dict[tuple[int, int, Piece], tuple[float, int]] = {}
         for rank, step, one in self._observations():
             for field_name, kind in _KINDS.items():
                 key = step, rank // self.cell_size, Piece(one.first, one.last, kind)
-                longest[key] = max(longest.get(key, 0.0), getattr(one, field_name))
-        return Timings.of(Timing(*key, seconds) for key, seconds in longest.items())
+                longest[key] = max(longest.get(key, (0.0, 0)), (getattr(one, field_name), one.samples))
+        return Timings.of(Timing(*key, seconds, count=count) for key, (seconds, count) in longest.items())
 
     def link_timings(self) -> list[LinkTiming]:
         """By worker: between two cells the slowest link of their ranks counts."""

@@ -341,8 +341,9 @@ class PolicyPlanner:
             both = two_speed(decision, self._config)
             if both is not None and both.tokens > both.direct_tokens:
                 return Decided(plan=both.now, rows=rows_of(both, rows), target=lambda: decision.plan)
-        # With slow workers another order may be faster, and smaller cells may have no memory for this one.
-        is_whole = not (state.dead or decision.case.speeds)
+        # Smaller cells may have no memory for the first plan's order. For slow workers it stays: nobody would go back
+        # to it once they are as fast as others again.
+        is_whole = not (state.dead or decision.case.shares)
         if home is not None and is_whole and decision.best.layout == home.layout:
             return Decided(plan=replace(home, transfers=decision.best.transfers), rows=rows)
         return Decided(plan=decision.plan, rows=rows)

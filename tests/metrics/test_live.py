@@ -130,6 +130,18 @@ def test_who_is_slow_now_with_the_evidence(runs):
     assert (first.first, first.last, first.kind) == (0, 4, "forward")
 
 
+def test_a_rank_may_be_slow_where_its_node_is_not_any_more(runs):
+    events = [one for one in events_of(runs["shot_at"]) if one["event"] in ("rank_started", "job_started")]
+    for kind, ranks, speed in (
+        ("slow worker", [5], 0.5), ("slow worker", [6], 0.5), ("slow node", [5, 6], 0.5),
+        ("slow worker", [6], 1.0), ("slow node", [5, 6], 1.0),
+    ):  # fmt: skip
+        told = {"event": "slowness", "kind": kind, "slow_ranks": ranks, "speed": speed, "why": "lasts"}
+        events.append({**events[-1], **told})
+    (found,) = suspects(events)
+    assert found.evidence == ("rank 5 is slow: it lasts",)
+
+
 def test_the_ends_of_a_slow_link_are_not_excluded_but_a_node_with_a_slow_network_is(runs):
     events = [one for one in events_of(runs["shot_at"]) if one["event"] in ("rank_started", "job_started")]
     (last,) = events[-1:]

@@ -93,6 +93,20 @@ def test_a_cell_is_as_slow_as_its_slowest_rank():
     assert cells.diagnosis(NOBODY, PROFILE.costs).slow == {2: pytest.approx(1 / 1.5)}
 
 
+def test_a_single_microbatch_counts_once():
+    """Rank 1 has fifteen of its own layers, and one of other layers, which takes half as long again: 1.03 in all."""
+    few = (0, 1, 2, 3, 4, 5)
+    more = {
+        rank: replace(one, spans=tuple(replace(span, samples=15) for span in one.spans))
+        for rank, one in published(*few).items()
+    }
+    odd = tuple(replace(seen(step, 0, 5, 1.5), samples=1) for step in few)
+    more[1] = replace(more[1], spans=(*more[1].spans, *odd))
+    found = History(1).with_published(more, {}).diagnosis(NOBODY, PROFILE.costs)
+    assert found.slow == {}
+    assert found.factors[1] == pytest.approx(15.5 / 15, rel=0.01)
+
+
 def in_cells(computes, probes):
     """Four cells of two ranks, five steps; rank -> so many times its time."""
     return {

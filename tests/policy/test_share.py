@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from odyssey_megatron.cluster.events import RankDied, RankJoined
-from odyssey_megatron.cluster.state import Share, apply, initial_state
+from odyssey_megatron.cluster.state import Share, apply, initial_state, with_speeds
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import PlanInfeasible
@@ -185,3 +185,20 @@ def test_where_memory_is_not_known_a_worker_may_be_visited_twice_by_a_single_mic
     layout = layout_from_routes(10, (Route(microbatches=(0,), hops=tuple(hops)),))
     costs = uniform_costs(10)
     assert caps_for(layout, costs)[1] == 7
+
+
+def test_the_first_layout_with_a_slow_worker_keeps_its_order():
+    """Another one gains little, and would make steps a fifth longer once that worker is as fast as others again: as
+    the layout stays then, its order does.
+    """
+    spec, state = replace(job(4, 16, 10), least_holders=2), initial_state(nodes=(0,) * 4)
+    costs, slow = uniform_costs(10), with_speeds(state, {1: 0.5})
+    planner = PolicyPlanner(OdysseyConfig(policy="reroute", mtbf_s=1e9, horizon_s=1e9))
+    home = planner.start(spec, state, to_json(Profile(costs=costs))).plan
+    now = apply(slow, RankDied(rank=3, code=-9, cause="killed"))
+    after = planner.decide(now, home, 1.0).plan
+    back = apply(now, RankJoined(rank=3, node=0, incarnation=1))
+    again = planner.decide(back, after, 1.0).plan
+    healed = planner.rebalance(with_speeds(replace(back, fresh=frozenset()), {1: 1.0}), again, 2.0, 1e9)
+    assert again.layout == healed.decided.plan.layout == home.layout
+    assert simulate(again.schedule, again.layout, costs).step_s == pytest.approx(home.step_s)
