@@ -1,8 +1,9 @@
 """What a job prints does not stop it when nobody reads.
 
 A pipe that is full stops whoever writes to it: with ``odyssey run ... | less`` all ranks, and the agent that watches
-over them. Therefore a process stands before a pipe that takes everything at once. While nobody reads, it keeps the
-newest lines; where some are missing, a line says how many. It ends when the job has, and all that is left is read.
+over them. Therefore a process stands before a pipe that takes everything, a second later at most. While nobody reads,
+it keeps the newest lines; where some are missing, a line says how many. It ends when the job has, and all that is left
+is read.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ from odyssey_megatron.metrics.outlet import KEPT_BYTES
 
 _AT_ONCE_BYTES = 1 << 16
 _FAREWELL_S = 2.0
+_PATIENCE_S = 1.0
+"""So long in all, until everything is read, who prints waits where no more can be kept: somebody may read, though more
+slowly.
+"""
 
 
 @contextlib.contextmanager
@@ -111,8 +116,12 @@ class _Tap:
         both.register(1, select.POLLOUT)
         sink.register(1, select.POLLOUT)
         ended = gone = False
+        patience_s = _PATIENCE_S
         while (waits := bool(self._first or self._rest) and not gone) or not ended:
-            for one, _ in (source if not waits else sink if ended else both).poll():
+            patience_s = patience_s if waits else _PATIENCE_S
+            holds, began_s = waits and not ended and patience_s > 0 and self._is_full, time.monotonic()
+            looks = source if not waits else sink if ended or holds else both
+            for one, _ in looks.poll(1e3 * patience_s if holds else None):
                 if one == 0:
                     data = os.read(0, _AT_ONCE_BYTES)
                     ended = not data
@@ -124,6 +133,12 @@ class _Tap:
                         pass
                     except OSError:  # whoever read is gone
                         gone = True
+            if holds:
+                patience_s -= time.monotonic() - began_s
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._rest) + _AT_ONCE_BYTES > self._kept_bytes
 
     def take(self, data: bytes) -> None:
         self._rest += data

@@ -53,6 +53,14 @@ def test_who_reads_at_once_has_everything_in_order():
     assert (err, process.returncode) == (b"the last word\n", 0)
 
 
+def test_who_pauses_for_a_moment_has_everything_too():
+    process = start(20_000)
+    assert os.read(process.stdout.fileno(), 1) == b"l"
+    time.sleep(0.3)
+    out, _ = process.communicate(timeout=30)
+    assert re.findall(rb"ine (\d+)", out) == [b"%d" % line for line in range(20_000)]
+
+
 def test_all_is_written_when_the_launcher_has_ended():
     """Who ends a container ends all that is in it with its first process."""
     # A pipe that nobody reads yet has room for 16 pages, and each line may begin another one.
