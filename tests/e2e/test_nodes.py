@@ -141,7 +141,7 @@ def test_a_node_that_stood_still_until_it_was_replaced_stays_out(jobs, reference
         wait_for(lambda: len(events(run_dir, "rank_started")) >= 6, 60, "its ranks")
     finally:
         for pid in first:
-            with contextlib.suppress(ProcessLookupError):  # the agent, which is first, may have ended its ranks
+            with contextlib.suppress(ProcessLookupError):  # the agent, woken first, has ended its ranks
                 os.kill(pid, signal.SIGCONT)
     assert agents[1].wait(60) == 1, agents[1].log()
     assert "another agent has taken the place of node 1" in agents[1].log()
