@@ -4,7 +4,10 @@ sizes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+_FEW = 16
+"""Of a large job, ranks or nodes that a message names."""
 
 
 def layer_name(layer: int, num_layers: int) -> str:
@@ -31,6 +34,12 @@ def layer_names(layers: Iterable[int], num_layers: int) -> str:
     behind = [ends[layer] for layer in named if layer in ends and layer]
     parts = [*(["the embedding"] if 0 in named else []), *runs, *behind]
     return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
+
+
+def first_few(numbers: Sequence[int]) -> tuple[Sequence[int], str]:
+    """Those of ``numbers`` that a message names, and what it says of the others."""
+    more = len(numbers) - _FEW
+    return numbers[:_FEW], f" and {more} more" if more > 0 else ""
 
 
 def step_name(step: int) -> str:

@@ -347,9 +347,8 @@ def _only_from(addresses: list[str], family: int) -> bytes:
 
     How long it may be is the kernel's to say (net.core.optmem_max): until Linux 6.6 about 1200 of these steps.
     """
-    count, offset = (
-        (1, 12) if family == socket.AF_INET else (4, 8)
-    )  # words of an address, and where the source is
+    # Words of an address, and where the source is.
+    count, offset = (1, 12) if family == socket.AF_INET else (4, 8)
     words = [struct.unpack(f"!{count}I", socket.inet_pton(family, address)) for address in addresses]
     steps = list[_Step]()
     for index in range(count):

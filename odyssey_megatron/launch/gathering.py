@@ -14,12 +14,12 @@ import torch.distributed as dist
 
 from odyssey_megatron.errors import ConfigError, ControlPlaneLost
 from odyssey_megatron.metrics.outlet import say
+from odyssey_megatron.names import first_few
 
 _WITHIN_S = 600.0
 """How long nodes wait for one another; torchrun's own limit."""
 _LOOK_S, _SAYS_S = 0.1, 30.0
 _ALL = "odyssey/came/all"
-_NAMED = 16
 _NOT_ALL = (
     "not all of {nodes} nodes have come within {limit_s:.0f} s: {who} missing. Start 'odyssey run' there, too, or look "
     "in its log for what keeps it; or start the job with fewer nodes."
@@ -75,5 +75,5 @@ def _missing(store: Any, nodes: int) -> list[int]:
 def _named(missing: Sequence[int]) -> str:
     if len(missing) == 1:
         return f"node {missing[0]} is"
-    more = f" and {len(missing) - _NAMED} more" * (len(missing) > _NAMED)
-    return f"nodes {', '.join(map(str, missing[:_NAMED]))}{more} are"
+    few, more = first_few(missing)
+    return f"nodes {', '.join(map(str, few))}{more} are"

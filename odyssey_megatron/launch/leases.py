@@ -48,9 +48,8 @@ class Leases:
             if beat != before:
                 self._seen[node] = (beat, now_s)
                 if before is not None and beat.incarnation > before.incarnation:
-                    lost.append(
-                        NodeLost(node=node, t_s=now_s)
-                    )  # another agent has come before that was noticed
+                    # Another agent has come before that was noticed.
+                    lost.append(NodeLost(node=node, t_s=now_s))
             elif now_s - max(since_s, awake_s) > self._limit_s:
                 lost.append(NodeLost(node=node, t_s=now_s))
                 self.nodes.remove(node)

@@ -145,9 +145,7 @@ class Member:
         answer = keys.welcome_key(self.rank, self.incarnation)
         self.starting.wait([answer], "the coordinator has not welcomed it")
         text = self._control.get(answer)
-        self._control.forget(
-            answer
-        )  # each process has one of its own: the store must not grow with them (I10)
+        self._control.forget(answer)  # each process has its own: the store must not grow with them (I10)
         if text == keys.NOT_WELCOME:
             raise Fenced(f"rank {self.rank} is alive, so no other process can take its place")
         self._watch.start(int(text))

@@ -14,10 +14,10 @@ from odyssey_megatron.errors import ConfigError, ControlPlaneLost
 from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch.control import Control
 from odyssey_megatron.launch.watch import Watch
+from odyssey_megatron.names import first_few
 
 _AT_ONCE = 256
 """Values that are read in one message: see ``control.py`` for long ones."""
-_NAMED = 16
 _PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.1
 """Between two looks at the store: a thousand ranks that wait for the last one keep it busy with nothing else."""
 
@@ -103,9 +103,8 @@ class Starting:
         try:
             self._control.wait(names, self._timeout_s)
         except TimeoutError:
-            missing = [at for at, name in enumerate(names) if not self._control.has([name])]
-            more = f" and {len(missing) - _NAMED} more" * (len(missing) > _NAMED)
-            self._give_up(what.format(missing=f"{missing[:_NAMED]}{more}"))
+            few, more = first_few([at for at, name in enumerate(names) if not self._control.has([name])])
+            self._give_up(what.format(missing=f"{few}{more}"))
 
     def _give_up(self, what: str) -> NoReturn:
         raise ControlPlaneLost(

@@ -144,7 +144,8 @@ class _Look:
         """
         least_s = self._at(found, self.search, numbers, self._trusts, least_s)
         partitions = [*found.values()]
-        behind, worth = 1.0 if self.workers > MANY_WORKERS else _BEHIND, WORTH
+        behind = 1.0 if self.workers > MANY_WORKERS else _BEHIND
+        worth = WORTH
         for turned in self.search.turned:
             of_these = (one.estimate_s for one in known if one.shares and one.legs == turned.splits.legs)
             limit_s = min([least_s * worth, *of_these])
