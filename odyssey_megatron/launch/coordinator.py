@@ -51,8 +51,8 @@ _log = logging.getLogger(__name__)
 _COALESCE_S = 0.003
 """Deaths of one incident reach the queue within this time of each other: one generation for all of them."""
 _TICK_S = 0.1
-_ALIKE_S = 0.5
-"""All ranks that end by the same mistake have ended within this time."""
+_ALIKE_S = 3.0
+"""All ranks that end by the same mistake have ended within this time, on a machine that is busy, too."""
 _WAITS_S = 60.0
 """How often it is said for whom the job waits behind its last step: what they still write may be what it was for."""
 _STOP_GRACE_S = 1.5
@@ -288,7 +288,7 @@ class Coordinator:
     def _hear_out(self) -> None:
         """Where all ranks end by the same mistake, they do so one after the other."""
         ends_s = time.monotonic() + _ALIKE_S
-        while self._job.cluster.ranks and time.monotonic() < ends_s:
+        while self._job.cluster.ranks and reactions.gone_alike(self._job) and time.monotonic() < ends_s:
             self._job, _ = reactions.bury(self._job, self._events(_TICK_S))
 
     def _offer(self) -> None:

@@ -263,12 +263,17 @@ def stop(job: JobState, why: str, code: int) -> Stop:
 
 def layers_lost(job: JobState, error: LayersLost) -> Stop:
     """No plan can be made for those who are left."""
-    gone = [rank for rank in range(len(job.nodes)) if rank not in job.cluster.ranks]
-    by_itself = job.live_plan is None or not job.cluster.ranks
-    if by_itself and (alike := _alike(job, gone)) is not None:
-        code, why = alike
+    if (alike := gone_alike(job)) is None:
+        return stop(job, str(error), EXIT_LAYERS_LOST)
+    code, why = alike
+    if job.live_plan is None or not job.cluster.ranks:
         return stop(job, why, code)
-    return stop(job, str(error), EXIT_LAYERS_LOST)
+    return stop(job, f"{error} {why[0].upper()}{why[1:]}", EXIT_LAYERS_LOST)
+
+
+def gone_alike(job: JobState) -> tuple[int, str] | None:
+    """See :func:`_alike`, of all who are not there."""
+    return _alike(job, [rank for rank in range(len(job.nodes)) if rank not in job.cluster.ranks])
 
 
 def _alike(job: JobState, ranks: Collection[int]) -> tuple[int, str] | None:

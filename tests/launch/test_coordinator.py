@@ -359,6 +359,16 @@ def test_layers_lost(started):
     assert started.end().code == 93
 
 
+def test_layers_lost_with_ranks_that_failed_by_themselves(started):
+    started.live(1, 0, 1, 2, 3)
+    started.planner.error = LayersLost((4, 5), (2,), num_layers=6)
+    started.died(2, code=7)
+    second = started.generation(2)
+    assert second.code == 93
+    assert "no holder is left of layer 4 and the head" in second.why
+    assert second.why.endswith("Rank(s) [2] ended with exit code 7; their logs say why.")
+
+
 def test_no_plan(started):
     started.live(1, 0, 1, 2, 3)
     started.planner.error = PlanInfeasible("nothing fits")

@@ -175,6 +175,14 @@ class Toy:
         else:
             control.put(keys.generation_key(self.number + 1), keys.OFFER + text)
 
+    def meet(self, name: str) -> None:
+        """All ranks of the start."""
+        control = self.member._control
+        control.put(f"toy/{name}/{self.rank}", "")
+        names = [f"toy/{name}/{rank}" for rank in range(self.member.world_size)]
+        while not control.has(names):
+            time.sleep(0.01)
+
     def leave_early(self) -> None:
         if self.step == self.args.part_at:
             raise PeerFailed("every time")
@@ -183,6 +191,8 @@ class Toy:
         if self.args.exit_at:
             who, step, code = self.args.exit_at.split(":")
             if who in ("all", str(self.rank)) and self.step == int(step):
+                if who == "all":  # whoever has not begun the step yet would only lose the others
+                    self.meet("leaves")
                 print(f"rank {self.rank} leaves with {code}", file=sys.stderr)
                 sys.exit(int(code))
 
