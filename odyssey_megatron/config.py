@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from itertools import pairwise
 from typing import Any
@@ -249,6 +249,21 @@ class OdysseyConfig:
     def optimizer_copies(self) -> int:
         """With a distributed optimizer; see ``JobSpec.optimizer_copies``."""
         return 1 + self.redundancy_level
+
+    def without_effect(self, *, distributed: bool) -> Iterator[tuple[str, str]]:
+        """The flags that are given and change nothing, each with the reason.
+
+        Args:
+            distributed: whether optimizer state is cut into slices.
+        """
+        if self.redundancy == "off" and not distributed:
+            why = "--odyssey-redundancy is off, and without --use-distributed-optimizer all holders keep all"
+            if self.redundancy_level != 1:
+                yield "--odyssey-redundancy-level", why
+            if self.spare_on_host:
+                yield "--odyssey-spare-state", why
+        if self.mode == "observe" and self.respawn:
+            yield "--odyssey-respawn", "--odyssey observe ends the job with its first loss"
 
     @property
     def spare_on_host(self) -> bool:

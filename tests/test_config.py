@@ -195,6 +195,21 @@ def test_who_only_looks_on_injects_nothing():
         OdysseyConfig(mode="observe", inject="rank=1,step=2,at=backward")
 
 
+@pytest.mark.parametrize(
+    ("flags", "distributed", "idle"),
+    [
+        (["--odyssey-redundancy-level", "2"], False, ["--odyssey-redundancy-level"]),
+        (["--odyssey-redundancy-level", "2"], True, []),
+        (["--odyssey-redundancy-level", "2", "--odyssey-redundancy", "state"], False, []),
+        (["--odyssey-spare-state", "host"], False, ["--odyssey-spare-state"]),
+        (["--odyssey", "observe", "--odyssey-respawn", "3"], True, ["--odyssey-respawn"]),
+        (["--odyssey", "--odyssey-respawn", "3"], False, []),
+    ],
+)
+def test_what_changes_nothing_is_told(flags, distributed, idle):
+    assert [flag for flag, _ in config_from_argv(flags).without_effect(distributed=distributed)] == idle
+
+
 def test_exit_codes_tell_apart_what_has_happened():
     codes = [value for name, value in vars(errors).items() if name.startswith("EXIT_")]
     assert len(codes) == len(set(codes)) >= 7

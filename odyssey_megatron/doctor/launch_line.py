@@ -72,12 +72,13 @@ def judged(flags: Sequence[str], version: str | None = None, script: str = "") -
     config = config_from_argv(flags)
     args, parser, strange = looked_at(flags, version)
     ignored = dict(refusals.ignored(args, parser))
+    distributed = bool(getattr(args, "use_distributed_optimizer", False))
     name = os.path.basename(script)
     other = refusals.script_refused(script)
     return Verdict(
         refused=({name: other} if other else {})
         | refusals.reasons(args, parser, config.accepted, strict=config.is_strict),
-        ignored={} if config.is_strict else ignored,
+        ignored=({} if config.is_strict else ignored) | dict(config.without_effect(distributed=distributed)),
         cautions=dict(refusals.cautions(args)),
         unknown=tuple(
             one for one in strange if not one.startswith("--odyssey") and one[2:] not in config.accepted

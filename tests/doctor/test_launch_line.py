@@ -99,6 +99,12 @@ def test_it_is_said_where_flags_may_be_that_nobody_has_read(tmp_path, capsys):
     assert judged(["--num-layers", "4", "--data-path", "$DATA", "--bf16"]).unread == ()
 
 
+def test_flags_of_odyssey_that_change_nothing_are_told():
+    line = ["--num-layers", "4", "--odyssey", "--odyssey-redundancy-level", "2"]
+    assert set(judged(line).ignored) == {"--odyssey-redundancy-level"}
+    assert not judged([*line, "--use-distributed-optimizer"]).ignored
+
+
 def case(name, **args):
     """``a=1`` is ``--a 1``."""
     flags = {"--" + flag.replace("_", "-"): value for flag, value in args.items()}

@@ -45,11 +45,13 @@ def quiet_rebuilding() -> None:
             logging.getLogger(name).setLevel(logging.WARNING)
 
 
-def say_moot(args: Any, parser: refusals.Parser) -> None:
+def say_moot(args: Any, parser: refusals.Parser, config: OdysseyConfig) -> None:
     """On one rank, a line for each flag that is given and ignored, or that a loss may not leave without a trace."""
     if args.rank == 0:
         for flag, why in refusals.ignored(args, parser):
             sys.stderr.write(f"[odyssey] {flag} changes nothing with --odyssey: {why}.\n")
+        for flag, why in config.without_effect(distributed=args.use_distributed_optimizer):
+            sys.stderr.write(f"[odyssey] {flag} changes nothing here: {why}.\n")
         for flag, what in refusals.cautions(args):
             sys.stderr.write(f"[odyssey] {flag}: {what}\n")
 

@@ -187,7 +187,7 @@ class Door:
 
     def validate_args(self, original: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
         self._refuse(args)
-        arguments.say_moot(args, self._parser)
+        arguments.say_moot(args, self._parser, self._config)
         beside_training = args.async_save
         arguments.leave_out_moot(args)
         self._optimizer_copies = arguments.optimizer_copies(args, self._config)

@@ -77,6 +77,8 @@ class Observer:
             said.append(other)
         for message in said:
             self._say(f"--odyssey recover would refuse this job: {message}")
+        for flag, why in self._config.without_effect(distributed=args.use_distributed_optimizer):
+            self._say(f"{flag} changes nothing here: {why}.")
         config = core_transformer_config_from_args(args)
         job = arguments.job_of(
             args,
