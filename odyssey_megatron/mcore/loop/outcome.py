@@ -63,7 +63,7 @@ def num_totals(loss_names: Sequence[str]) -> int:
 
 
 def local_totals(
-    gradients: Iterable[torch.Tensor],
+    gradients: Iterable[tuple[torch.Tensor, int]],
     losses: Losses,
     loss_names: Sequence[str],
     *,
@@ -75,7 +75,7 @@ def local_totals(
     """A rank's share.
 
     Args:
-        gradients: those that this rank counts.
+        gradients: see :func:`counted_gradients`.
         losses: of the microbatches whose head this worker ran, or of this rank's part of their sequences.
         tokens: of each of these microbatches.
         sequences: of each microbatch that was read here, and has packed ones, as :attr:`StepOutcome.sequences`.
@@ -85,10 +85,10 @@ def local_totals(
         with_zeros: count zeros.
     """
     totals = torch.zeros(num_totals(loss_names), dtype=torch.float64, device=torch.cuda.current_device())
-    for gradient in gradients:
-        totals[0] += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+    for gradient, times in gradients:
+        totals[0] += times * torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
         if with_zeros:
-            totals[1] += gradient.numel() - torch.count_nonzero(gradient)
+            totals[1] += times * (gradient.numel() - torch.count_nonzero(gradient))
     if cell.tensor_rank:
         return totals
     for one in tokens:
@@ -133,31 +133,35 @@ def checked(reported: dict[str, torch.Tensor], loss_names: Sequence[str]) -> dic
     return reported
 
 
-def counted_gradients(block: LayerBlock, cell: Cell) -> list[torch.Tensor]:
-    """The gradients of ``block`` that this rank of its first holder counts."""
+def counted_gradients(block: LayerBlock, cell: Cell) -> list[tuple[torch.Tensor, int]]:
+    """The gradients of ``block`` that this rank of its first holder counts, and how many times: not once what each
+    tensor-parallel rank has computed for itself, and the first one counts, but what of it is not finite shows.
+    """
     if cell.index == 0:
-        return [*block.buffers, *block.expert_buffers]
+        return [(one, 1) for one in (*block.buffers, *block.expert_buffers)]
     parameters = [parameter for layer in block.layers for parameter in layer.parameters()]
-    return [main_grad(parameter) for parameter in parameters if _counts(parameter, cell)]
+    return [(main_grad(one), times) for one in parameters if (times := _times(one, cell)) is not None]
 
 
-def counted_numbers(layer: HeldLayer, spans: Sequence[Span], cell: Cell) -> list[torch.Tensor]:
-    """The gradients of slices of ``layer`` that this rank of their first owner counts."""
+def counted_numbers(layer: HeldLayer, spans: Sequence[Span], cell: Cell) -> list[tuple[torch.Tensor, int]]:
+    """The same of slices of ``layer``, on a rank of their first owner."""
     return [
-        one.together(main_grad(one.parameter))
+        (one.together(main_grad(one.parameter)), times)
         for one in ranges(layer, cell.of_layer, spans)
-        if cell.index == 0 or _counts(one.parameter, cell)
+        if (times := _times(one.parameter, cell)) is not None
     ]
 
 
-def _counts(parameter: torch.Tensor, cell: Cell) -> bool:
-    """Whether this rank counts ``parameter``: not if another one of its cell has it, too, and does (megatron
-    core_v0.16.1 tensor_parallel/layers.py, ``param_is_not_tensor_parallel_duplicate``).
+def _times(parameter: torch.Tensor, cell: Cell) -> int | None:
+    """How many times this rank counts ``parameter``: 0 if a tensor-parallel one has it, too, and does (megatron
+    core_v0.16.1 tensor_parallel/layers.py, ``param_is_not_tensor_parallel_duplicate``), None if another one has the
+    same sums.
     """
     spread = experts.is_spread(parameter)
-    parts = cell.expert_parts if spread else cell.tensor
+    if cell.index >= (cell.expert_parts if spread else cell.tensor):
+        return None
     is_first = cell.index % ((cell.expert_tensor or cell.tensor) if spread else cell.tensor) == 0
-    return cell.index < parts and (is_first or getattr(parameter, "tensor_model_parallel", False))
+    return int(is_first or getattr(parameter, "tensor_model_parallel", False))
 
 
 def squared_weights(layers: Iterable[tuple[HeldLayer, Sequence[Span]]], cell: Cell) -> torch.Tensor:
@@ -167,7 +171,7 @@ def squared_weights(layers: Iterable[tuple[HeldLayer, Sequence[Span]]], cell: Ce
     total = torch.zeros(1, dtype=torch.float64, device=torch.cuda.current_device())
     for layer, spans in layers:
         for one in layer.optimizer.kept() if layer.optimizer is not None else ():
-            if one.of.span in spans and _counts(one.of.parameter, cell):
+            if one.of.span in spans and _times(one.of.parameter, cell):
                 weight = one.shown if layer.config.fp16 else one.main
                 total += torch.linalg.vector_norm(weight.detach(), dtype=torch.float64).square()
     return total
