@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 from odyssey_megatron.errors import EXIT_BAD_INPUT, EXIT_NOT_SAVED
@@ -84,13 +86,44 @@ def test_a_checkpoint_of_files_of_ranks_is_refused_with_the_way_to_convert_it(jo
     assert_same_lines(run, jobs.plain(load, ranks=2, stages=2), first=2)
 
 
+TRACKER = "latest_checkpointed_iteration.txt"
+UNUSABLE = {
+    # what becomes of it; flags; what is said
+    "no-number": (lambda folder: (folder / TRACKER).write_text(""), "", "there is no checkpoint to load in"),
+    "no-such-folder": (lambda folder: (folder / TRACKER).write_text("7"), "", "iter_0000007"),
+    "cut-short": (
+        lambda folder: next(folder.glob("*/*.distcp")).write_bytes(b"x"), "", "no checkpoint can be loaded from"
+    ),
+    "of-another-model": (lambda folder: None, "--ffn-hidden-size 96", "Global shape mismatch"),
+    "without-optimizer": (lambda folder: None, "--no-save-optim", "Begin with its weights alone: --no-load-optim"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", UNUSABLE)
+def test_what_cannot_be_loaded_is_bad_input_and_no_rank_is_lost_for_it(jobs, name, saved_plain, case):
+    """Where the latest file has no number, Megatron-LM leaves with exit code 0."""
+    spoil, flags, said = UNUSABLE[case]
+    folder = jobs.folder / f"{name}-saved"
+    if case == "without-optimizer":
+        saving = f"{MOCK} {flags} --save {folder} --save-interval 1 --exit-interval 1"
+        assert jobs.odyssey(f"{name}-saving", saving, ranks=2, stages=2).exit_code == 0
+    else:
+        shutil.copytree(saved_plain, folder)
+    spoil(folder)
+    run = jobs.odyssey(name, f"{MOCK} {flags} --load {folder}", ranks=4, stages=2)
+    assert run.exit_code == EXIT_BAD_INPUT, run.log[-4000:]
+    assert run.log.count(said) == 1, run.log[-4000:]
+    assert "Traceback" not in run.log
+    assert run.named("recovered") == []
+
+
 @pytest.mark.parametrize(
     ("iteration", "exit_code", "latest"), [(2, 0, "6"), (6, EXIT_NOT_SAVED, "4")], ids=["first", "last"]
 )
 def test_a_save_that_lacks_a_byte_is_said_and_training_goes_on(jobs, name, iteration, exit_code, latest):
     folder = jobs.folder / name / "saved"
     before = [str(CHECKOUT / "tests" / "megatron_lm" / "lossy.py"), str(iteration)]
-    flags = f"{MOCK} --save {folder} --save-interval 2"
+    flags = f"{MOCK} --save {folder} --save-interval 2 --log-progress"
     run = jobs.odyssey(name, flags, ranks=4, stages=2, before=before)
     assert run.exit_code == exit_code, run.log[-4000:]
     assert run.log.count(f"THE CHECKPOINT OF ITERATION {iteration} WAS NOT SAVED") == 1
@@ -99,6 +132,8 @@ def test_a_save_that_lacks_a_byte_is_said_and_training_goes_on(jobs, name, itera
     saved = [2, 4, 6]
     saved.remove(iteration)
     assert sorted(one.name for one in folder.glob("*iter_*")) == [f"iter_{one:07d}" for one in saved]
+    logged = (folder / "progress.txt").read_text()
+    assert [one for one in (2, 4, 6) if f"Saved checkpoint\tIteration: {one}\t" in logged] == saved
     plain = jobs.plain(ranks=4, stages=2)
     assert [one.loss for one in run.iterations] == pytest.approx(
         [one.loss for one in plain.iterations], rel=FLOAT32

@@ -83,11 +83,13 @@ class Door:
         )
         self._chunks: list[Any] = []
         self._board: tensorboard.SurvivingWriter | None = None
-        self._progress = ProgressLog(
-            self._together, joins=lambda: self._groups.are_first and self._session.member.joins
-        )
         self._saved = shards.Saved()
         self._saves = Saves(self._together, self._chunks)
+        self._progress = ProgressLog(
+            self._together,
+            joins=lambda: self._groups.are_first and self._session.member.joins,
+            not_saved=lambda: self._saves.not_saved,
+        )
 
     # -- start and end --------------------------------------------------------------------------------------------
 

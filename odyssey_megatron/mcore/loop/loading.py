@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import traceback
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from torch.distributed.checkpoint import CheckpointException
 
+from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.rebuild.world import Together
 
 
@@ -18,12 +24,34 @@ def load(
 
     def work(world: Any) -> list[Any]:
         scheduler.num_steps = 0  # an earlier attempt may have counted
-        args.iteration, args.num_floating_point_operations_so_far = training.load_checkpoint(
-            chunks, optimizer, scheduler, checkpointing_context=context or {}
-        )
+        with refused(args.load or args.pretrained_checkpoint):
+            args.iteration, args.num_floating_point_operations_so_far = training.load_checkpoint(
+                chunks, optimizer, scheduler, checkpointing_context=context or {}
+            )
         found: list[Any] = [None] * dist.get_world_size(world)
         dist.all_gather_object(found, optimizer.loaded, group=world)
         loaded = list(itertools.chain.from_iterable(found))
         return [one for place, one in enumerate(loaded) if one not in loaded[:place]]
 
     optimizer.take_over(together(work))
+
+
+@contextlib.contextmanager
+def refused(folder: str) -> Iterator[None]:
+    """What Megatron cannot load from ``folder`` in the body is the user's to mend: no rank has died of it, and the job
+    has not ended as it should, though Megatron would leave with exit code 0. Raises ConfigError.
+    """
+    try:
+        yield
+    except SystemExit as end:
+        raise ConfigError(
+            f"there is no checkpoint to load in {folder}; what Megatron-LM has printed of it stands above. Name a "
+            "folder whose latest_checkpointed_iteration.txt has the number of one, or name that by --ckpt-step."
+        ) from end
+    except (FileNotFoundError, NotADirectoryError, CheckpointException, CheckpointingException) as error:
+        first = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        said = traceback.format_exception_only(first)[-1].strip(" .\n")
+        raise ConfigError(
+            f"no checkpoint can be loaded from {folder}: {said}. Name another one by --load or "
+            "--ckpt-step if it is damaged or gone; where it is of another model, give the flags that it was saved with."
+        ) from error

@@ -1,12 +1,16 @@
 """Megatron's progress log, in a job whose number of ranks changes.
 
 Megatron measures throughput per GPU since the last "Starting job" line with as many ranks as there are, and stops if
-there is none. So a job of another size begins with such a line, as it would after a restart.
+there is none. So a job of another size begins with such a line, as it would after a restart. The log lies with the
+checkpoints: where these cannot be written, it cannot either, and no more than they does it end the job.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from datetime import datetime
 from typing import Any
 
 from odyssey_megatron.rebuild.world import Together
@@ -16,19 +20,27 @@ from odyssey_megatron.upstream import compat, seam_table, seams
 class ProgressLog:
     """Replaces what Megatron appends and reads."""
 
-    def __init__(self, together: Together, *, joins: Callable[[], bool]):
-        """``joins``: whether this process is starting, in a job that has started long ago."""
-        self._together, self._joins = together, joins
+    def __init__(self, together: Together, *, joins: Callable[[], bool], not_saved: Callable[[], str]):
+        """
+        Args:
+            joins: whether this process is starting, in a job that has started long ago.
+            not_saved: why the last checkpoint is missing, if it is; on all ranks alike.
+        """
+        self._together, self._joins, self._not_saved = together, joins, not_saved
         self._size = 0
         """Ranks, in the last "Starting job" line that this one has seen to."""
+        self._began, self._was_lost = datetime.now(), False
 
     def append(self, original: Any, *given: Any, **named: Any) -> None:
         from megatron.training import get_args
 
-        if self._joins():
+        if self._joins() or (
+            self._not_saved() and any(str(one).startswith("Saved checkpoint") for one in given)
+        ):
             return
         self._size = self._size or get_args().world_size  # the first line says that the job starts
-        original(*given, **named)
+        with self._or_lost():
+            original(*given, **named)
 
     def start_time(self, original: Any) -> Any:
         from megatron.training import get_args
@@ -38,8 +50,26 @@ class ProgressLog:
         def work(world: Any) -> None:
             if world.rank() == 0 and world.size() != self._size:
                 append = seams.original(seam_table.APPEND_TO_PROGRESS_LOG)
-                compat.append_to_progress_log(append, args.save, "Starting job")
+                with self._or_lost():
+                    compat.append_to_progress_log(append, args.save, "Starting job")
                 self._size = world.size()
 
         self._together(work)  # nobody reads before it is written
-        return original()
+        try:
+            return original()
+        except (OSError, AssertionError, ValueError, IndexError):  # gone, or a line of it is cut short
+            return self._began, args.num_floating_point_operations_so_far  # what this job began with
+
+    @contextlib.contextmanager
+    def _or_lost(self) -> Iterator[None]:
+        """What the first rank cannot write in the body, nobody waits for any more."""
+        try:
+            yield
+        except ConnectionError:
+            raise
+        except OSError as error:
+            if not self._was_lost:
+                sys.stderr.write(
+                    f"[odyssey] the progress log has lost lines, the first of them for: {error}.\n"
+                )
+            self._was_lost = True

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.mcore.loop import loading
 from odyssey_megatron.mcore.model.experts import is_spread
 from odyssey_megatron.mcore.model.layers import HeldLayer
 from odyssey_megatron.mcore.model.optimizer import pairs, settings_of
@@ -72,7 +73,9 @@ class Saved:
 
     def note(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Megatron's ``_load_base_checkpoint``. Raises ConfigError."""
-        found = original(*args, **kwargs)
+        folder, given = args[:2]
+        with loading.refused(folder):
+            found = original(*args, **kwargs)
         if found[0] is not None:
             self.args, self.folder = found[0].get("args"), str(found[1])
             if found[3].name == "LEGACY":
@@ -80,6 +83,13 @@ class Saved:
                     f"the checkpoint {self.folder} was saved with --ckpt-format torch: files of ranks, which fit the "
                     "layout that they were saved under alone. Let plain Megatron-LM convert it: the same launch line "
                     "without --odyssey, with --ckpt-convert-format torch_dist --ckpt-convert-save ANOTHER_FOLDER."
+                )
+            if getattr(self.args, "no_save_optim", False) and not (
+                found[2] or given.finetune or given.no_load_optim
+            ):
+                raise ConfigError(
+                    f"the checkpoint {self.folder} was saved with --no-save-optim, and has no optimizer's state. Begin "
+                    "with its weights alone: --no-load-optim, or --finetune for iteration 0."
                 )
         return found
 
