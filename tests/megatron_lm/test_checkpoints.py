@@ -117,6 +117,13 @@ def test_what_cannot_be_loaded_is_bad_input_and_no_rank_is_lost_for_it(jobs, nam
     assert run.named("recovered") == []
 
 
+def test_a_rank_that_does_not_see_the_checkpoint_is_named_and_nobody_waits_for_it(jobs, name, saved_plain):
+    before = [str(CHECKOUT / "tests" / "megatron_lm" / "elsewhere.py"), "2", str(jobs.folder / "nowhere")]
+    run = jobs.odyssey(name, f"{MOCK} --load {saved_plain}", ranks=4, stages=2, before=before)
+    assert run.exit_code == EXIT_BAD_INPUT, run.log[-4000:]
+    assert "its latest file says 3 on rank 0, and nothing on rank(s) 2." in run.log
+
+
 @pytest.mark.parametrize(
     ("iteration", "exit_code", "latest"), [(2, 0, "6"), (6, EXIT_NOT_SAVED, "4")], ids=["first", "last"]
 )

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint import CheckpointException
 
 from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.names import first_few
 from odyssey_megatron.rebuild.world import Together
 
 
@@ -24,6 +26,7 @@ def load(
 
     def work(world: Any) -> list[Any]:
         scheduler.num_steps = 0  # an earlier attempt may have counted
+        _check_same(args, world)
         with refused(args.load or args.pretrained_checkpoint):
             args.iteration, args.num_floating_point_operations_so_far = training.load_checkpoint(
                 chunks, optimizer, scheduler, checkpointing_context=context or {}
@@ -34,6 +37,38 @@ def load(
         return [one for place, one in enumerate(loaded) if one not in loaded[:place]]
 
     optimizer.take_over(together(work))
+
+
+def _check_same(args: Any, world: Any) -> None:
+    """Who finds another checkpoint than others goes another way than they do, and all would wait for each other.
+    Collective. Raises ConfigError.
+    """
+    found: list[Any] = [None] * dist.get_world_size(world)
+    dist.all_gather_object(found, _latest(args), group=world)
+    others = [rank for rank, one in enumerate(found) if one != found[0]]
+    if others:
+        few, more = first_few(others)
+        folder = args.load or args.pretrained_checkpoint
+        raise ConfigError(
+            f"not all ranks find the same checkpoint in {folder}: its latest file says {found[0]} on rank 0, and "
+            f"{found[others[0]]} on rank(s) {', '.join(map(str, few))}{more}. Load from a folder that all nodes "
+            "have in common."
+        )
+
+
+def _latest(args: Any) -> str:
+    """What the latest files say of all folders that Megatron may load from."""
+    from megatron.training import checkpointing
+
+    beside = [Path(args.load) / checkpointing._NON_PERSISTENT_CKPT_SUBDIR] if args.load else []
+    said = []
+    for folder in (args.load, args.pretrained_checkpoint, args.non_persistent_global_ckpt_dir, *beside):
+        if folder is not None:
+            try:
+                said.append(Path(checkpointing.get_checkpoint_tracker_filename(folder)).read_text().strip())
+            except (OSError, UnicodeDecodeError):
+                said.append("")
+    return " and ".join(filter(None, said)) or "nothing"
 
 
 @contextlib.contextmanager
