@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import pickle
 import queue
 import signal
@@ -142,8 +143,27 @@ def test_an_attempt_with_a_hole_does_not(tmp_path):
     assert saving.damage(folder) == []
 
 
+def args_of(**given):
+    nothing = [
+        "save",
+        "non_persistent_global_ckpt_dir",
+        "non_persistent_save_interval",
+        "non_persistent_ckpt_type",
+    ]
+    return argparse.Namespace(**dict.fromkeys(nothing) | given)
+
+
+def test_an_interval_of_saves_of_no_type_is_refused(tmp_path):
+    """Megatron ends a job at the first of them."""
+    args = args_of(save=str(tmp_path), non_persistent_save_interval=3)
+    with pytest.raises(ConfigError, match="--non-persistent-ckpt-type global"):
+        saving.check(args, joins=False)
+    args.non_persistent_ckpt_type = "global"
+    saving.check(args, joins=False)
+
+
 def test_object_stores_are_refused():
-    args = type("Args", (), {"save": "msc://bucket/run", "non_persistent_global_ckpt_dir": None})
+    args = args_of(save="msc://bucket/run")
     for joins in (False, True):
         with pytest.raises(ConfigError, match="msc://bucket/run"):
             saving.check(args, joins=joins)
@@ -154,11 +174,11 @@ def test_a_folder_that_takes_no_checkpoint_is_refused_and_not_of_a_job_that_runs
     for folder, why in {"file": "it is a file", "file/below": "not a directory"}.items():
         path = tmp_path / folder
         for flag, name in {"save": "--save", "non_persistent_global_ckpt_dir": "--non-persistent-"}.items():
-            args = type("Args", (), {"save": None, "non_persistent_global_ckpt_dir": None, flag: str(path)})
+            args = args_of(**{flag: str(path)})
             with pytest.raises(ConfigError, match=f"{name}.* {path}: {why}"):
                 saving.check(args, joins=False)
             saving.check(args, joins=True)
-    args = type("Args", (), {"save": str(tmp_path / "new" / "one"), "non_persistent_global_ckpt_dir": None})
+    args = args_of(save=str(tmp_path / "new" / "one"))
     saving.check(args, joins=False)
     assert (tmp_path / "new" / "one").is_dir()
 

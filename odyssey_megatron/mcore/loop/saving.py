@@ -68,6 +68,11 @@ def check(args: Any, *, joins: bool) -> None:
     """Raises ConfigError if a checkpoint could not be written, or renamed, where ``args`` would have it. In a job that
     runs, which this rank ``joins``, a save that fails is said, and ends nothing.
     """
+    if args.save and args.non_persistent_save_interval and args.non_persistent_ckpt_type is None:
+        raise ConfigError(
+            f"--non-persistent-save-interval {args.non_persistent_save_interval} says when to save, and nothing what: "
+            "Megatron-LM would end the job there. Add --non-persistent-ckpt-type global, or leave it out."
+        )
     for flag, folder in (
         ("--save", args.save),
         ("--non-persistent-global-ckpt-dir", args.non_persistent_global_ckpt_dir),
