@@ -9,11 +9,13 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from odyssey_megatron.codec import to_json
 from odyssey_megatron.errors import ControlPlaneLost, Fenced
 from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch.alike import History
 from odyssey_megatron.launch.attention import Attention
 from odyssey_megatron.launch.control import Control
+from odyssey_megatron.plan.generation import Finished
 
 
 class Watch:
@@ -151,6 +153,8 @@ class Watch:
                 self._hear_offer(number, text.removeprefix(keys.OFFER))
             else:
                 self._hear(number, text.removeprefix(keys.AGAIN), again=text.startswith(keys.AGAIN))
+            if text == to_json(Finished(number=number)):
+                return  # in native code when the store ends, it would abort an interpreter that is ending, too
             number += 1
 
     def _oldest(self) -> int:

@@ -12,14 +12,16 @@ from collections.abc import Iterator
 
 from odyssey_megatron.config import OdysseyConfig, config_from_argv
 from odyssey_megatron.errors import EXIT_BAD_INPUT, ConfigError, MegatronIncompatible
-from odyssey_megatron.launch import shim
+from odyssey_megatron.launch import environment, refusing, shim
 
 
 def wanted() -> bool:
     """Whether this process was started with Odyssey, in whatever mode."""
-    return "ODYSSEY" in os.environ or any(
-        one == "--odyssey" or one.startswith(("--odyssey=", "--odyssey-")) for one in sys.argv
-    )
+    return "ODYSSEY" in os.environ or _is_flagged()
+
+
+def _is_flagged() -> bool:
+    return any(one == "--odyssey" or one.startswith(("--odyssey=", "--odyssey-")) for one in sys.argv)
 
 
 def _config() -> OdysseyConfig | None:
@@ -35,7 +37,7 @@ def _refusing() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        sys.stderr.write(f"error: {error}\n")
+        refusing.say(str(error))
         raise SystemExit(EXIT_BAD_INPUT) from None
 
 
@@ -48,6 +50,9 @@ def before_megatron() -> None:
     if config := _config():
         if shim.is_needed():
             shim.become()
+        if "ODYSSEY_PARENT_PID" not in os.environ and not _is_flagged():
+            return  # a tool of Megatron-LM's, with the variable of jobs; a job is refused when it would train
+        environment.of_rank()  # here, as what follows would fail, with another reason, in no rank
         from odyssey_megatron.mcore import device
 
         device.install(config)
@@ -64,8 +69,6 @@ def import_training() -> None:
     try:
         import megatron.training  # noqa: F401
     except ImportError as error:
-        if os.environ.get("LOCAL_RANK", "0") != "0":  # all ranks of the node have it alike; one says so
-            raise SystemExit(EXIT_BAD_INPUT) from None
         if isinstance(error, ModuleNotFoundError) and not (error.name or "megatron").startswith("megatron"):
             raise MegatronIncompatible(
                 f"Megatron-LM imports {error.name}, which is not installed. What its training loop needs: pip install "

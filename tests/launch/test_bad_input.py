@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from odyssey_megatron import cli
-from tests.launch.jobserver import events
+from tests.launch.jobserver import CHECKOUT, events
 
 
 @pytest.mark.parametrize(
@@ -104,6 +104,38 @@ def test_a_script_that_was_not_started_by_odyssey(tmp_path):
     )  # fmt: skip
     assert run.returncode != 0
     assert "this process was not started by 'odyssey run'" in run.stderr
+
+
+ENTERS = """
+import os, sys
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+sys.argv.append("--odyssey")
+from odyssey_megatron.mcore import autoload
+autoload.before_megatron()
+"""
+"""What the first lines of a patched Megatron-LM do in a process."""
+
+
+def test_a_patched_script_without_a_launcher(tmp_path):
+    """It was said that megatron-core, which imports it half-way, cannot be imported."""
+    script = tmp_path / "patched.py"
+    script.write_text(ENTERS)
+    env = {"PYTHONPATH": str(CHECKOUT), "PATH": "/usr/bin", "ODYSSEY_DEVICE": "cpu"}
+    run = subprocess.run([sys.executable, script], capture_output=True, text=True, env=env, timeout=60)
+    assert run.returncode == 2
+    assert run.stderr.startswith("error: this process was not started by 'odyssey run'")
+
+
+def test_what_ranks_refuse_before_they_join_is_said_once(server, tmp_path):
+    script = tmp_path / "patched.py"
+    script.write_text(ENTERS)
+    where = ["--odyssey-run-dir", tmp_path / "run"]
+    job = server.run(
+        ["--nproc-per-node", 4, script, *where], log=tmp_path / "log", env={"ODYSSEY_PRELOAD": ""}
+    )
+    assert job.wait(60) == 2, job.log()
+    assert job.log().count("torch sees 0") == 1
+    assert len(job.log().splitlines()) <= 2, job.log()
 
 
 def test_unknown_command(capsys):

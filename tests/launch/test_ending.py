@@ -1,13 +1,20 @@
-"""Ranks that end by an error of their own, in interpreters that nothing was preloaded for: as on GPUs."""
+"""How ranks end, by an error of their own or trained, in interpreters that nothing was preloaded for: as on GPUs."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from textwrap import dedent
 
 import pytest
+
+from odyssey_megatron.codec import to_json
+from odyssey_megatron.launch import control as keys
+from odyssey_megatron.launch.attention import Attention
+from odyssey_megatron.launch.watch import Watch
+from odyssey_megatron.plan.generation import Finished
 
 SCRIPT = """
     import atexit, sys, threading, time
@@ -47,3 +54,19 @@ def test_it_ends_with_its_code_and_without_the_interpreter_s_last_part(end, said
     assert lines[0] == "finally"
     assert lines.count("first registered, once") == 1
     assert "registered behind it" in lines
+
+
+def test_nobody_waits_for_the_store_any_more_once_all_have_finished(connect):
+    """The store's end would wake that thread in an interpreter that is ending, which it aborts."""
+    attention = Attention(60.0, 30.0, time.monotonic())
+    watch = Watch(
+        connect(), lambda text: None, attention, fallen_everywhere=lambda *_: True, alone_s=0.0, settled=True
+    )
+    before = set(threading.enumerate())
+    watch.start()
+    (thread,) = set(threading.enumerate()) - before
+    connect().put(keys.generation_key(1), to_json(Finished(number=1)))
+    thread.join(20.0)
+    assert not thread.is_alive()
+    assert watch.newest() == (1, to_json(Finished(number=1)))
+    assert watch.lost is None

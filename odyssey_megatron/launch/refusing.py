@@ -1,0 +1,32 @@
+"""What ranks refuse alike before they have joined the job is said once."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from odyssey_megatron.errors import ControlPlaneLost
+
+
+def say(why: str) -> None:
+    """``why`` this process ends with EXIT_BAD_INPUT: the launcher prints it for the first rank that says so. A process
+    that is no rank, or would join a job that runs, says it itself.
+    """
+    if not _posted(why):
+        sys.stderr.write(f"error: {why}\n")
+
+
+def _posted(why: str) -> bool:
+    env = os.environ
+    if "ODYSSEY_PARENT_PID" not in env or env.get("ODYSSEY_INCARNATION", "0") != "0":
+        return False
+    from odyssey_megatron.launch import control as keys  # which needs torch, as a launcher's rank has it
+
+    try:
+        control = keys.Control.connect(
+            env["MASTER_ADDR"], int(env["MASTER_PORT"]), env["ODYSSEY_TOKEN"], writer=f"rank{env['RANK']}"
+        )
+        control.put_first(keys.REFUSED, why)
+    except (ControlPlaneLost, TimeoutError, KeyError, ValueError):
+        return False
+    return True
