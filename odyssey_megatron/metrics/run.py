@@ -87,8 +87,8 @@ def read_run(run_dir: str | Path) -> Run:
         )
     except UNREADABLE as error:
         raise ConfigError(
-            f"the journal in {folder} cannot be read: {type(error).__name__} {error}. Report it with the "
-            "version of odyssey that wrote it."
+            f"the journal in {folder} cannot be read: {type(error).__name__} {error}. Read it with the "
+            "version of odyssey that wrote it: pip list says which one is here."
         ) from error
     if not steps:
         raise ConfigError(

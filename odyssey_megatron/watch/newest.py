@@ -43,7 +43,7 @@ class Newest:
                 except UNREADABLE as error:
                     raise ConfigError(
                         f"the journal in {self._follower.folder} cannot be read: {type(error).__name__} {error}. "
-                        "Report it with the version of odyssey that wrote it."
+                        "Read it with the version of odyssey that wrote it: pip list says which one is here."
                     ) from error
                 took_s = time.thread_time() - began_s
                 self._due_s = time.monotonic() + max(_AT_MOST_EVERY_S, took_s / _SHARE)
