@@ -83,10 +83,12 @@ def test_any_cut_into_blocks_computes_the_same(spec, megatron, ends):
         assert torch.equal(grad, whole[name]), name
 
 
-def test_split_weight_gradients_are_the_fused_ones(spec, megatron):
+@pytest.mark.parametrize("ffn_hidden_size", [48, 0])
+def test_split_weight_gradients_are_the_fused_ones(spec, megatron, ffn_hidden_size):
+    """Also of an MLP without units, as Megatron makes it of a hidden size below 24 with --swiglu alone."""
     from odyssey_megatron.mcore.model.wgrad import WeightGrads
 
-    model = spec()
+    model = spec(ffn_hidden_size=ffn_hidden_size)
     layers = held(model, megatron)
     blocks = blocks_of(model, layers, megatron, 4)
     run(blocks).backward()

@@ -84,8 +84,8 @@ class WeightGrads:
         self._flush_bound(waiting)
         due, self._pending = _parted(self._pending, lambda one: id(one.weight) in waiting)
         for one, total_input in _with_total_inputs(due):
-            rows = one.grad_output.reshape(-1, one.grad_output.shape[-1])
-            columns = total_input.reshape(-1, total_input.shape[-1])
+            rows = one.grad_output.flatten(0, -2)
+            columns = total_input.flatten(0, -2)
             main_grad = one.weight.main_grad  # type: ignore[attr-defined]
             if one.fused:
                 _apex_kernel(main_grad.dtype)(columns, rows, main_grad)
@@ -217,7 +217,7 @@ def install() -> None:
                     cell=ctx.tp_group if ctx.sequence_parallel else None,
                 )
             )
-        grad_bias = grad_output.reshape(-1, grad_output.shape[-1]).sum(dim=0) if ctx.use_bias else None
+        grad_bias = grad_output.flatten(0, -2).sum(dim=0) if ctx.use_bias else None
         # input, weight, bias, and whatever else this version's forward takes.
         return (grad_input, None, grad_bias) + (None,) * (len(ctx.needs_input_grad) - 3)
 
