@@ -54,7 +54,7 @@ _WORKS = {
     flight_recorder_extra_dump_on_exec
     """,
     "the shape of the job: tests/megatron_lm, tests/e2e": """
-    tensor_model_parallel_size context_parallel_size pipeline_model_parallel_size sequence_parallel
+    tensor_model_parallel_size context_parallel_size sequence_parallel
     cp_comm_type hierarchical_context_parallel_sizes
     untie_embeddings_and_output_weights heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json
     decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers pipeline_model_parallel_layout

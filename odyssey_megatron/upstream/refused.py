@@ -6,6 +6,7 @@ does itself, or what leaves nothing to recover, is refused for good. Needs neith
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -46,8 +47,13 @@ def _not_none(value: Any, args: Any) -> bool:
     return value is not None
 
 
+def _number(value: Any, otherwise: float) -> float:
+    """``otherwise`` if ``value`` is not given, or is a variable of a launch script that only running it would tell."""
+    return value if isinstance(value, int) else otherwise
+
+
 def _above_one(value: Any, args: Any) -> bool:
-    return (value or 1) > 1
+    return _number(value, 1) > 1
 
 
 def _none_of(*usual: Any) -> Decides:
@@ -71,9 +77,18 @@ def _in_16_bits_or_fewer(value: Any, args: Any) -> bool:
     return str(value) in _SCALED
 
 
-def _more_shards_than_ranks(value: Any, args: Any) -> bool:
-    ranks = getattr(args, "expert_tensor_parallel_size", None)
-    return value is not None and value > (ranks or args.tensor_model_parallel_size)
+def _more_stages_than_layers(value: Any, args: Any) -> bool:
+    return _number(value, 1) > _number(getattr(args, "num_layers", None), math.inf)
+
+
+def _more_shards_than(*sizes: str) -> Decides:
+    """Than the first of ``sizes`` that is given."""
+
+    def decides(value: Any, args: Any) -> bool:
+        ranks = next(filter(None, (getattr(args, one, None) for one in sizes)), None)
+        return _number(value, 0) > _number(ranks, math.inf)
+
+    return decides
 
 
 _Given = tuple[str, str, str] | tuple[str, str, str, Decides]
@@ -107,11 +122,14 @@ _16 = _since(
      "planned for without.", "Use --sequence-parallel, which does the same for all activations."),
     ("hybrid_context_parallel", "Its groups of context-parallel ranks change from sample to sample; a cell's are the "
      "same for all.", "Use --context-parallel-size."),
+    ("pipeline_model_parallel_size",
+     "Each stage has at least one transformer layer, where Megatron's may have the embedding or the head alone.",
+     "Use at most as many stages as layers.", _more_stages_than_layers),
     ("expert_tensor_parallel_size",
      "Without expert parallelism Megatron does not sum the gradients of experts over all who have them then.",
      "Use that of tensor parallelism, or --expert-model-parallel-size above 1.",
      lambda value, args: bool(getattr(args, "num_experts", None))
-     and not _above_one(getattr(args, "expert_model_parallel_size", None), args)
+     and getattr(args, "expert_model_parallel_size", None) in (None, 1)
      and _unlike("tensor_model_parallel_size")(value, args)),
     ("moe_router_load_balancing_type",
      "The loss of a microbatch would depend on which others ran before it, and where.",
@@ -234,11 +252,12 @@ _19 = _since(
      "It is for fused kernels of Transformer Engine for Blackwell, and needs such a GPU to be tried.", _LEAVE_OUT),
     ("expert_tensor_parallel_num_weight_shards",
      "It spreads weights over more ranks than compute with them, by groups that Odyssey does not make.",
-     "Use that of tensor parallelism.", _more_shards_than_ranks),
+     "Use that of tensor parallelism.",
+     _more_shards_than("expert_tensor_parallel_size", "tensor_model_parallel_size")),
     ("tensor_parallel_num_weight_shards",
      "It spreads weights over more ranks than compute with them, by groups that Odyssey does not make.",
      "Use that of tensor parallelism.",
-     lambda value, args: value is not None and value > args.tensor_model_parallel_size),
+     _more_shards_than("tensor_model_parallel_size")),
     ("moe_routing_trace_path", "It would be that of one rank's layers.", _LEAVE_OUT),
     ("mtp_detach_heads", "Gradients of these blocks are clipped by a norm of their own, and the agreement on a step "
      "has one.", _LEAVE_OUT),

@@ -99,6 +99,22 @@ def test_it_is_said_where_flags_may_be_that_nobody_has_read(tmp_path, capsys):
     assert judged(["--num-layers", "4", "--data-path", "$DATA", "--bf16"]).unread == ()
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--num-layers 4 --pipeline-model-parallel-size $1",
+        "--num-layers $1 --pipeline-model-parallel-size 8",
+        "--num-experts 4 --expert-tensor-parallel-size 2 --expert-model-parallel-size $1",
+        "--optimizer muon --muon-tp-mode duplicated --tensor-model-parallel-size $1",
+        "--sft --no-create-attention-mask-in-dataloader --micro-batch-size $1",
+        "--tensor-parallel-num-weight-shards 2 --tensor-model-parallel-size $1",
+        "--expert-tensor-parallel-num-weight-shards $1",
+    ],
+)
+def test_a_size_that_only_running_the_script_would_tell_refuses_nothing(line):
+    assert judged(line.split()).starts
+
+
 def test_flags_of_odyssey_that_change_nothing_are_told():
     line = ["--num-layers", "4", "--odyssey", "--odyssey-redundancy-level", "2"]
     assert set(judged(line).ignored) == {"--odyssey-redundancy-level"}

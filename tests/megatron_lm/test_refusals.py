@@ -111,6 +111,7 @@ GIVEN = {
     "--gpu-sniff-test-interval": "--gpu-sniff-test-interval 2",
     "--run-workload-inspector-server": "--run-workload-inspector-server",
     "--expert-tensor-parallel-num-weight-shards": "--expert-tensor-parallel-num-weight-shards 2 --num-experts 4",
+    "--pipeline-model-parallel-size": "--pipeline-model-parallel-size 5",
     "--expert-tensor-parallel-size": "--expert-tensor-parallel-size 2 --num-experts 4",
     "--moe-grouped-gemm": "--moe-grouped-gemm --num-experts 4",
     "--moe-enable-routing-replay": "--moe-enable-routing-replay --num-experts 4",
