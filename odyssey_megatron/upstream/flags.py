@@ -78,7 +78,7 @@ _WORKS = {
     attention_output_gate multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim
     v_head_dim rotary_scaling_factor mscale mscale_all_dim init_method_std embedding_init_method_std
     init_method_xavier_uniform use_cpu_initialization apply_query_key_layer_scaling recompute_granularity
-    recompute_method recompute_num_layers recompute_modules recompute_activations
+    recompute_method recompute_num_layers recompute_activations
     clone_scatter_output_in_embedding use_te_activation_func mlp_chunks_for_training window_size
     window_attn_skip_freq no_rope_freq max_position_embeddings encoder_seq_length
     use_rotary_position_embeddings rotary_base rotary_percent rotary_seq_len_interpolation_factor

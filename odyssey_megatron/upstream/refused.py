@@ -91,6 +91,16 @@ def _more_shards_than(*sizes: str) -> Decides:
     return decides
 
 
+def _mlp_with_biases(value: Any, args: Any) -> bool:
+    """By megatron.core's own ``checkpoint``; Transformer Engine's, which fp8 and fp4 take, is another one."""
+    return (
+        "mlp" in (value or ())
+        and getattr(args, "recompute_granularity", None) == "selective"
+        and getattr(args, "add_bias_linear", True)
+        and not (getattr(args, "fp8", None) or getattr(args, "fp4", None))
+    )
+
+
 _Given = tuple[str, str, str] | tuple[str, str, str, Decides]
 """Destination, or several; why; remedy; and what decides."""
 
@@ -272,6 +282,9 @@ _NEVER = _since(
     "",
     ("yaml_cfg", "The values in the file are not looked at, and would take the place of the flags.",
      "Give the model by flags."),
+    ("recompute_modules", "With mlp among them and biases in linear layers Megatron-LM's backward never ends: the last "
+     "bias is part of what is computed again, and leads back to that.",
+     "Leave mlp out of it, or use --disable-bias-linear.", _mlp_with_biases),
     ("use_kitchen_attention", "It is in a package of NVIDIA's that cannot be had.", _LEAVE_OUT),
     ("adlr_autoresume", "It is in a package of NVIDIA's that cannot be had.",
      "Use --exit-signal-handler, or --exit-duration-in-mins."),

@@ -112,6 +112,7 @@ GIVEN = {
     "--run-workload-inspector-server": "--run-workload-inspector-server",
     "--expert-tensor-parallel-num-weight-shards": "--expert-tensor-parallel-num-weight-shards 2 --num-experts 4",
     "--pipeline-model-parallel-size": "--pipeline-model-parallel-size 5",
+    "--recompute-modules": "--recompute-granularity selective --recompute-modules core_attn mlp",
     "--expert-tensor-parallel-size": "--expert-tensor-parallel-size 2 --num-experts 4",
     "--moe-grouped-gemm": "--moe-grouped-gemm --num-experts 4",
     "--moe-enable-routing-replay": "--moe-enable-routing-replay --num-experts 4",
@@ -141,7 +142,9 @@ def assert_refused(jobs):
     has not Megatron's parser. Returns the others.
     """
     cases, out = jobs.folder / "cases.json", jobs.folder / "refused.json"
-    usual = [*MODEL.split(), MOCK]
+    usual = [
+        one for one in (*MODEL.split(), MOCK) if one != "--disable-bias-linear"
+    ]  # some flags need biases
     cases.write_text(
         json.dumps({"none": usual} | {flag: [*usual, *given.split()] for flag, given in GIVEN.items()})
     )
