@@ -8,6 +8,7 @@ derives others. What is decided by a value has a predicate; the others are refus
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -206,7 +207,7 @@ def parsed(flags: Sequence[str], known: Mapping[str, tuple[str, Any]]) -> tuple[
     """
     values: dict[str, Any] = {}
     strange = []
-    for flag, after in zip(flags, [*flags[1:], "--"], strict=False):
+    for at, flag in enumerate(flags):
         name, equals, given = flag.partition("=")
         if not name.startswith("--"):
             continue
@@ -214,7 +215,13 @@ def parsed(flags: Sequence[str], known: Mapping[str, tuple[str, Any]]) -> tuple[
             strange.append(name)
             continue
         dest, const = known[name]
-        value = given if equals else const if const is not None or after.startswith("--") else after
-        values[dest] = int(value) if isinstance(value, str) and value.isdigit() else value
+        words = list(itertools.takewhile(lambda one: not one.startswith("--"), flags[at + 1 :]))
+        words = [given, *words] if equals else words
+        # Behind the first one a variable of a launch script may be flags.
+        words = words[:1] + list(itertools.takewhile(lambda one: not one.startswith("$"), words[1:]))
+        several = [int(one) if one.isdigit() else one for one in words]
+        values[dest] = (
+            const if const is not None or not several else several if len(several) > 1 else several[0]
+        )
     usual: dict[str, Any] = {"tensor_model_parallel_size": 1}
     return SimpleNamespace(**usual | values), strange

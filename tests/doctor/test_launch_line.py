@@ -121,6 +121,23 @@ def test_flags_of_odyssey_that_change_nothing_are_told():
     assert not judged([*line, "--use-distributed-optimizer"]).ignored
 
 
+@pytest.mark.parametrize(
+    ("flags", "refused"),
+    [
+        ("--recompute-modules core_attn mlp", True),
+        ("--recompute-modules mlp", True),
+        ("--recompute-modules=mlp", True),
+        ("--recompute-modules core_attn moe", False),
+        ("--recompute-modules core_attn mlp --disable-bias-linear", False),
+        ("--recompute-modules core_attn $MORE", False),
+        ("--pipeline-model-parallel-size 5 $MORE", True),
+    ],
+)
+def test_all_words_behind_a_flag_count(flags, refused):
+    line = ["--num-layers", "4", "--recompute-granularity", "selective", *flags.split()]
+    assert bool(judged(line).refused) == refused
+
+
 def case(name, **args):
     """``a=1`` is ``--a 1``."""
     flags = {"--" + flag.replace("_", "-"): value for flag, value in args.items()}
