@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from pathlib import Path
 
 import pytest
 
@@ -24,11 +25,22 @@ def rendezvous():
 @pytest.fixture
 def connect(rendezvous):
     """A connection to a real store, which lives as long as the test."""
+    from odyssey_megatron.errors import ControlPlaneLost
     from odyssey_megatron.launch.control import Control
 
     address = rendezvous.next_rendezvous().bootstrap_store_info
 
     def connect(token: str = "secret", **settings) -> Control:
-        return Control.connect(address.master_addr, address.master_port, token, timeout_s=5, **settings)
+        try:
+            return Control.connect(address.master_addr, address.master_port, token, timeout_s=5, **settings)
+        except ControlPlaneLost as error:  # seen once: nothing listened on the port of a store that was there
+            error.add_note("sockets of this host at that port:\n" + sockets_at(address.master_port))
+            raise
 
     return connect
+
+
+def sockets_at(port: int) -> str:
+    """Local and remote address, state and inode; 0A listens."""
+    lines = Path("/proc/net/tcp").read_text().splitlines()
+    return "\n".join(one for one in lines if f":{port:04X} " in one) or "none"

@@ -55,6 +55,7 @@ def test_lines_are_those_of_plain_megatron_lm(jobs, name, case):
     plain = flags.replace("--async-save ", "").format(folder=f"{folder}-plain")
     run = jobs.odyssey(name, flags.format(folder=folder), inject=inject, **how)
     assert_same_lines(run, jobs.plain(_without_odyssey(plain), **how), rel=FLOAT32)
+    assert "Traceback" not in run.log
     assert {int(one.split(",")[0].removeprefix("rank=")) for one in inject.split(";")} <= set(run.killed)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import logging
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -65,11 +67,19 @@ class CommonWork:
     def leave_start(self) -> None:
         """Training begins: from here on what Megatron does with all ranks is such work, too."""
         arguments.quiet_rebuilding()
+        logging.getLogger("megatron.core.utils").addFilter(_is_no_loss)
         self.groups.leave_first(self.together)
 
     @functools.cached_property
     def _empty_chunk(self) -> Any:
         return empty_chunk(self.model.spec, self.groups.of_cell)
+
+
+def _is_no_loss(record: logging.LogRecord) -> bool:
+    """Megatron warns, with stack lines, of whatever ends a forward (core_v0.16.1 utils.py, ``StragglerDetector``).
+    Where that is another rank's loss it would look like a crash, and what is done about it is told anyway.
+    """
+    return _failure_behind(sys.exc_info()[1]) is None
 
 
 def _failure_behind(error: BaseException | None) -> Superseded | PeerFailed | None:
