@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
-from odyssey_megatron.errors import ControlPlaneLost
+from odyssey_megatron.errors import ConfigError, ControlPlaneLost
+from odyssey_megatron.launch import environment
 
 
 def say(why: str) -> None:
@@ -17,16 +18,16 @@ def say(why: str) -> None:
 
 
 def _posted(why: str) -> bool:
-    env = os.environ
-    if "ODYSSEY_PARENT_PID" not in env or env.get("ODYSSEY_INCARNATION", "0") != "0":
+    if os.environ.get("ODYSSEY_INCARNATION", "0") != "0":
         return False
     from odyssey_megatron.launch import control as keys  # which needs torch, as a launcher's rank has it
 
     try:
+        env = environment.of_rank()
         control = keys.Control.connect(
             env["MASTER_ADDR"], int(env["MASTER_PORT"]), env["ODYSSEY_TOKEN"], writer=f"rank{env['RANK']}"
         )
         control.put_first(keys.REFUSED, why)
-    except (ControlPlaneLost, TimeoutError, KeyError, ValueError):
+    except (ConfigError, ControlPlaneLost, TimeoutError, ValueError):
         return False
     return True

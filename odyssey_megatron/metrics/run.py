@@ -60,6 +60,14 @@ UNREADABLE = (KeyError, TypeError, ValueError, OverflowError, OdysseyError)
 """What comes of events that contradict one another."""
 
 
+def unreadable(folder: str | Path, error: Exception) -> ConfigError:
+    """``error``, one of ``UNREADABLE``, as the user is told of the journal in ``folder``."""
+    return ConfigError(
+        f"the journal in {folder} cannot be read: {type(error).__name__} {error}. Read it with the version of odyssey "
+        "that wrote it: pip list says which one is here."
+    )
+
+
 def read_run(run_dir: str | Path) -> Run:
     """Raises ConfigError if there is no usable journal in ``run_dir``."""
     folder = Path(run_dir)
@@ -86,10 +94,7 @@ def read_run(run_dir: str | Path) -> Run:
             state=live(name, events),
         )
     except UNREADABLE as error:
-        raise ConfigError(
-            f"the journal in {folder} cannot be read: {type(error).__name__} {error}. Read it with the "
-            "version of odyssey that wrote it: pip list says which one is here."
-        ) from error
+        raise unreadable(folder, error) from error
     if not steps:
         raise ConfigError(
             f"the journal in {folder} holds {len(events)} event(s) and no committed step: the job ended "

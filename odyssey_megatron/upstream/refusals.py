@@ -8,7 +8,6 @@ derives others. What is decided by a value has a predicate; the others are refus
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -199,6 +198,20 @@ def script_refused(path: str) -> str | None:
     )
 
 
+def _of_one_flag(words: Sequence[str]) -> Iterator[str]:
+    """Those that begin ``words``. Behind the first one a variable of a launch script may be flags."""
+    for at, one in enumerate(words):
+        if one.startswith("--") or (at > 0 and one.startswith("$")):
+            return
+        yield one
+
+
+def _value(words: Sequence[str]) -> Any:
+    """As Megatron's parser would have it: None, one, or a list."""
+    values = [int(one) if one.isdigit() else one for one in words]
+    return values if len(values) > 1 else values[0] if values else None
+
+
 def parsed(flags: Sequence[str], known: Mapping[str, tuple[str, Any]]) -> tuple[SimpleNamespace, list[str]]:
     """A launch line as far as refusals look at it, and its flags that are not Megatron's.
 
@@ -215,13 +228,7 @@ def parsed(flags: Sequence[str], known: Mapping[str, tuple[str, Any]]) -> tuple[
             strange.append(name)
             continue
         dest, const = known[name]
-        words = list(itertools.takewhile(lambda one: not one.startswith("--"), flags[at + 1 :]))
-        words = [given, *words] if equals else words
-        # Behind the first one a variable of a launch script may be flags.
-        words = words[:1] + list(itertools.takewhile(lambda one: not one.startswith("$"), words[1:]))
-        several = [int(one) if one.isdigit() else one for one in words]
-        values[dest] = (
-            const if const is not None or not several else several if len(several) > 1 else several[0]
-        )
+        words = [given] * bool(equals) + list(flags[at + 1 :])
+        values[dest] = _value(list(_of_one_flag(words))) if const is None else const
     usual: dict[str, Any] = {"tensor_model_parallel_size": 1}
     return SimpleNamespace(**usual | values), strange

@@ -6,10 +6,9 @@ import threading
 import time
 from pathlib import Path
 
-from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.metrics.follow import Follower
 from odyssey_megatron.metrics.live import Live, live
-from odyssey_megatron.metrics.run import UNREADABLE, name_of
+from odyssey_megatron.metrics.run import UNREADABLE, name_of, unreadable
 
 _AT_MOST_EVERY_S = 0.5
 _SHARE = 0.05
@@ -41,10 +40,7 @@ class Newest:
                 try:
                     self._state = live(self._name, events)
                 except UNREADABLE as error:
-                    raise ConfigError(
-                        f"the journal in {self._follower.folder} cannot be read: {type(error).__name__} {error}. "
-                        "Read it with the version of odyssey that wrote it: pip list says which one is here."
-                    ) from error
+                    raise unreadable(self._follower.folder, error) from error
                 took_s = time.thread_time() - began_s
                 self._due_s = time.monotonic() + max(_AT_MOST_EVERY_S, took_s / _SHARE)
             return self._state

@@ -142,9 +142,8 @@ def assert_refused(jobs):
     has not Megatron's parser. Returns the others.
     """
     cases, out = jobs.folder / "cases.json", jobs.folder / "refused.json"
-    usual = [
-        one for one in (*MODEL.split(), MOCK) if one != "--disable-bias-linear"
-    ]  # some flags need biases
+    # Some flags are refused with biases only.
+    usual = [one for one in (*MODEL.split(), MOCK) if one != "--disable-bias-linear"]
     cases.write_text(
         json.dumps({"none": usual} | {flag: [*usual, *given.split()] for flag, given in GIVEN.items()})
     )
