@@ -1,11 +1,11 @@
-"""The door for a training script: connect to the job, describe the model, train.
+"""The entry point for a training script: connect to the job, describe the model, train.
 
     with Session.start(config) as session:  # after parsing the flags, before importing Megatron
         with session.rank_zero_first():
             dataset = ...
         session.train(TrainingJob(...))
 
-What ends the job becomes the process's exit code (docs/running.md).
+Whatever ends the job becomes the process's exit code (docs/running.md).
 """
 
 from __future__ import annotations
@@ -57,18 +57,18 @@ if TYPE_CHECKING:
 
 
 _LAST_WORDS_S = 1.0
-"""For what a rank that leaves has written down."""
+"""Time that a rank which leaves has to write its last journal lines to disk."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingJob:
-    """Everything that a training run is made of. Sizes as in Megatron's arguments of the same name."""
+    """Everything that a training run is made of. Sizes are as in Megatron's arguments of the same name."""
 
     model: ModelSpec
     forward_step: ForwardStep
-    """Megatron's forward step; called with the iterator over the plan's microbatches, and a model chunk."""
+    """Megatron's forward step: called with an iterator over the plan's microbatches, and a model chunk."""
     dataset: Sequence[Any]
-    """Indexed by global sample; equal on all ranks."""
+    """The samples, indexed by global sample number; the same on all ranks."""
     train_iters: int
     global_batch_size: int
     micro_batch_size: int
@@ -76,22 +76,25 @@ class TrainingJob:
     vocab_size: int
     pipeline_model_parallel_size: int
     optimizer_copies: int = 0
-    """Holders that keep a layer's optimizer state; 0: all of them."""
+    """Number of holders that keep a layer's optimizer state; 0: all of them."""
     scheduler: dict[str, Any] = field(default_factory=dict)
-    """Arguments of Megatron's OptimizerParamScheduler, besides the optimizer."""
+    """Arguments of Megatron's OptimizerParamScheduler, apart from the optimizer."""
     loss_names: Sequence[str] = ("lm loss",)
     check_weight_hash_across_dp_replicas_interval: int = 0
-    """Steps between two checks that all holders of a layer have the same weights and optimizer state; 0: none."""
+    """Number of steps between two checks that all holders of a layer have the same weights and optimizer state; 0: no
+    checks.
+    """
     squared_lengths: Callable[[int], float] | None = None
-    """For ``--odyssey-sequence-balance``: of a sample, by its global index, the sum of the squared lengths of the
-    sequences packed in it, by which attention costs; at most ``seq_length**2``. Equal on all ranks, which ask it of the
-    next step's samples in every step, so that it should not read them.
+    """For ``--odyssey-sequence-balance``: maps a sample's global index to the sum of the squared lengths of the
+    sequences packed in it, which determines the cost of attention; at most ``seq_length**2``. It must be the same on
+    all ranks. They call it for the next step's samples in every step, so it should not read the samples themselves.
     """
     on_step: Callable[[int, StepOutcome], None] = lambda step, outcome: None
     """Called after each committed step on the lowest living rank, e.g. to print."""
     on_end: Callable[[MegatronModel], None] | None = None
     """Called on all ranks with the final weights, e.g. to write them. It is part of the job: if a rank dies before all
-    are through, those who are left move its layers and call it once more. It must bear being cut short anywhere.
+    ranks have finished it, the survivors move its layers and call it again. It must tolerate being interrupted at any
+    point.
     """
 
 
@@ -105,13 +108,13 @@ class Session:
     @classmethod
     @contextmanager
     def start(cls, config: OdysseyConfig, *, default_group: bool = True) -> Iterator[Session]:
-        """Joins the job; turns what ends it into exit codes (docs/running.md).
+        """Join the job, and turn whatever ends it into exit codes (docs/running.md).
 
         Args:
             default_group: initialise ``torch.distributed``.
 
         Raises:
-            ConfigError: not started by ``odyssey run``.
+            ConfigError: the process was not started by ``odyssey run``.
             SystemExit: with the job's exit code.
         """
         member = Member.connect(config)
@@ -129,7 +132,11 @@ class Session:
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """What ends the job in the body ends this process. Raises SystemExit, with the job's exit code."""
+        """Turn whatever ends the job in the body into the end of this process.
+
+        Raises:
+            SystemExit: with the job's exit code.
+        """
         try:
             with self._ending():
                 yield
@@ -156,7 +163,7 @@ class Session:
             self._journal.flush(_LAST_WORDS_S)
             os._exit(
                 end.exit_code
-            )  # the others wait for it, and an interpreter with a GPU takes its time to end
+            )  # the others wait for this exit, and an interpreter with a GPU ends slowly
         except (Fenced, ControlPlaneLost) as end:
             sys.stderr.write(f"[odyssey] rank {self.rank} stops: {end}\n")
             raise SystemExit(EXIT_FENCED if isinstance(end, Fenced) else 1) from None
@@ -164,7 +171,7 @@ class Session:
             sys.stderr.write(
                 f"[odyssey] rank {self.rank} stops: a rank was lost before training began ({end})\n"
             )
-            # Of a process that joins: its cell has lost another rank.
+            # A process that joins got here because its cell has lost another rank.
             raise SystemExit(EXIT_FENCED if self.member.joins else 1) from None
         except Exception as error:  # libraries wrap what their collectives raise
             if not self.member.left_alone:
@@ -174,19 +181,19 @@ class Session:
             raise SystemExit(EXIT_FENCED) from None
 
     def rank_zero_first(self) -> AbstractContextManager[None]:
-        """The body runs on rank 0, then on all others: for index files that Megatron's datasets cache."""
+        """Run the body on rank 0 first, then on all others: for index files that Megatron's datasets cache."""
         return self.member.starting.rank_zero_first()
 
     def train(self, job: TrainingJob) -> MegatronModel:
-        """Trains to the last step, through failures; returns the model with the final weights.
+        """Train to the last step, through failures, and return the model with the final weights.
 
-        A rank that dies after that, before its script has ended, is not replaced: the job's exit code is then 1. What
-        must be on disk when the job is over belongs into ``job.on_end``.
+        A rank that dies after that, but before its script has ended, is not replaced; the job's exit code is then 1.
+        Whatever must be on disk when the job is over belongs in ``job.on_end``.
 
         Raises:
             ConfigError: before anything was trained.
             JobStopped: no holder of some layer is left.
-            Unsound: the loss is not finite; or holders of a layer differ, where that is checked.
+            Unsound: the loss is not finite, or the holders of a layer differ (where that is checked).
         """
         if self.config.sequence_balance != "off" and job.squared_lengths is None:
             raise ConfigError(
@@ -224,7 +231,7 @@ class Session:
         return model
 
     def note_end(self, rank: RankRuntime, model: MegatronModel) -> None:
-        """Writes down the last step and what the weights are."""
+        """Record the last step, the sizes of the state and the digests of the weights in the journal."""
         rank.chronicle.log_last_step()
         sizes: dict[str, Any] = {
             "state_bytes": model.state_bytes(),
@@ -234,11 +241,11 @@ class Session:
         self._journal.event("weights", step=rank.committed, **sizes, digest=model.digests())
 
     def note_save(self, step: int, save_s: float) -> None:
-        """Writes down that ``step`` waited so long for a checkpoint."""
+        """Record in the journal that ``step`` waited ``save_s`` seconds for a checkpoint."""
         self._journal.event("saved", step=step, save_s=save_s)
 
     def note_not_saved(self, iteration: int, why: str) -> None:
-        """Tells the user, and the journal, that a checkpoint is missing."""
+        """Tell the user, and the journal, that a checkpoint is missing."""
         sys.stderr.write(
             f"[odyssey] THE CHECKPOINT OF ITERATION {iteration} WAS NOT SAVED: {why}. The one before is still the "
             "latest; training goes on.\n"
@@ -246,7 +253,7 @@ class Session:
         self._journal.event("not_saved", step=iteration, why=why)
 
     def post(self, spec: JobSpec, profile: Profile) -> None:
-        """Tells the coordinator what to plan for. Collective. Raises ConfigError."""
+        """Tell the coordinator what to plan for. Collective. Raises ConfigError."""
         spec.check(self.world_size)
         self.member.starting.post_job(spec, to_json(profile))
 
@@ -259,10 +266,12 @@ class Session:
         first_step: int = 0,
         joins: bool = True,
     ) -> RankRuntime:
-        """This rank as ``recover.Recovery`` needs it. Returns when all ranks have come so far.
+        """Build the object through which ``recover.Recovery`` drives this rank. Waits until all ranks have built their
+        models.
 
         Args:
-            joins: a process in the place of a dead rank says now that it is ready; else its caller does later.
+            joins: a process that takes the place of a dead rank reports here that it is ready; if False, the caller
+                does so later.
         """
         from odyssey_megatron.execute.rank import RankRuntime
         from odyssey_megatron.rebuild.groups import build_groups, libraries_for
@@ -375,7 +384,7 @@ class Session:
         )
 
     def _take_cell(self, cell: Cell, model: ModelSpec) -> OwnCell | None:
-        """Of several ranks, which compute together; None: this rank alone is a worker."""
+        """Set up the cell of ``cell.size`` ranks that compute together; None if this rank alone is a worker."""
         if cell.size == 1:
             return None
         from odyssey_megatron.mcore.model.groups import OwnCell

@@ -1,4 +1,4 @@
-"""Layers, and optimizer state, that others send to this rank: kept apart from what it holds until all of it is here."""
+"""Layers and optimizer state that others send to this rank, kept apart from what it holds until all of it is here."""
 
 from __future__ import annotations
 
@@ -10,25 +10,27 @@ from odyssey_megatron.plan.slices import Span, without
 
 
 class Arriving:
-    """By layer. What a layer that is held already lacks is state only."""
+    """What is expected of each layer: the whole layer if it is new here, only optimizer state if it is held already."""
 
     def __init__(self) -> None:
         self._layers: dict[int, HeldLayer] = {}
-        """New ones, until a layout takes them."""
+        """The new layers, until a layout takes them."""
         self._states: dict[int, LayerOptimizer] = {}
         self._lacking: dict[int, list[Span]] = {}
-        """Of each state, what has not come."""
+        """The spans of each state that have not arrived yet."""
 
     def expect(
         self, layer: HeldLayer, state: LayerOptimizer, lacking: Sequence[Span], *, is_new: bool
     ) -> None:
-        """``state`` of ``layer``, but for what is here already; ``is_new``: the layer, too."""
+        """Expect ``state`` of ``layer``, of which only the spans ``lacking`` are still missing; ``is_new``: expect the
+        layer, too.
+        """
         if is_new:
             self._layers[layer.index] = layer
         self._states[layer.index], self._lacking[layer.index] = state, [*lacking]
 
     def layer(self, index: int) -> HeldLayer | None:
-        """If it is a new one."""
+        """The layer of that ``index`` if it is a new one, else None."""
         return self._layers.get(index)
 
     def state(self, index: int) -> LayerOptimizer | None:
@@ -39,17 +41,17 @@ class Arriving:
         return self._states
 
     def came(self, index: int, span: Span) -> None:
-        """That ``span`` of it."""
+        """Note that ``span`` of the state of layer ``index`` has arrived."""
         if index in self._lacking:
             self._lacking[index] = [*without(self._lacking[index], [span])]
 
     @property
     def lacking(self) -> list[int]:
-        """Layers of which not all has come."""
+        """The layers whose state has not arrived completely."""
         return [index for index, spans in self._lacking.items() if spans]
 
     def take_layers(self) -> dict[int, HeldLayer]:
-        """The new ones, which are held from now on, be they on their way."""
+        """Hand over the new layers; they count as held from now on, even if their contents are still on their way."""
         layers, self._layers = self._layers, {}
         return layers
 

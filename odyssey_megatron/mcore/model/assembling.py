@@ -1,4 +1,4 @@
-"""From the layers that a rank holds to the blocks that it computes with."""
+"""How the blocks that a rank computes with are made from the layers that it holds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from odyssey_megatron.mcore.model.layers import HeldLayer, LayerBlock
 from odyssey_megatron.plan.layout import Layout
 
 Blocks = Mapping[tuple[int, int], LayerBlock]
-"""By first layer and the one behind the last."""
+"""Blocks by (first layer, last layer + 1)."""
 
 
 def assembled(
@@ -21,13 +21,15 @@ def assembled(
     make: Callable[[Sequence[HeldLayer]], LayerBlock],
     replacing: Callable[[], None],
 ) -> dict[tuple[int, int], LayerBlock]:
-    """The blocks of ``worker`` under ``layout``. Those ``before`` whose layers stay the same are kept; the others' sums
-    of an interrupted step go on in the new ones.
+    """The blocks of ``worker`` under ``layout``.
+
+    Blocks of ``before`` whose layers are the same objects are kept. For the others new blocks are made, into which the
+    gradient sums of an interrupted step are copied.
 
     Args:
         held: all layers that the worker holds under ``layout``, by index.
-        make: a block of these layers, with gradients of zero.
-        replacing: is called before each block that is made.
+        make: makes a block of the given layers, with zero gradients.
+        replacing: called before each block that is made.
     """
     sums = {layer.index: layer.gradients() for block in before.values() for layer in block.layers}
     found = {}
@@ -51,10 +53,10 @@ def assembled(
 def unsent(
     layout: Layout, worker: int, held: Mapping[int, HeldLayer], arriving: Callable[[int], bool]
 ) -> list[int]:
-    """Layers of which ``worker`` keeps optimizer state under ``layout`` that it neither has, nor is sent.
+    """The layers whose optimizer state ``worker`` keeps under ``layout``, but neither has nor is being sent.
 
     Args:
-        arriving: whether state of a layer is expected here, or has come.
+        arriving: whether state of a layer is expected here, or has arrived.
     """
     return [
         layer

@@ -1,7 +1,7 @@
-"""The loss of a rank of a smaller cell that has several context-parallel ranks' parts of a sequence.
+"""The loss on a rank of a smaller cell that has the sequence parts of several context-parallel ranks.
 
-In whole cells each of them takes the mean over its own tokens, and Megatron the mean of these. Where a loss mask leaves
-some of them more tokens than others, that is another number than the mean over all tokens.
+In a whole cell each context-parallel rank takes the mean over its own tokens, and Megatron averages these means. Where
+a loss mask leaves some ranks more tokens than others, this differs from the mean over all tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ LossFunc = Callable[..., Any]
 def forward_step_of(
     cell: Cell, forward_step: Callable[..., Any] | None, *, sums_losses: bool
 ) -> Callable[..., Any] | None:
-    """``forward_step``, with a loss as the ranks of a whole cell have it; ``sums_losses``: it is a sum, and no mean."""
+    """``forward_step`` with the loss that the ranks of a whole cell would compute; ``sums_losses``: the loss is a sum,
+    not a mean.
+    """
     if forward_step is None or cell.context_each == 1 or sums_losses:
         return forward_step
 
@@ -33,7 +35,9 @@ def forward_step_of(
 
 
 def _loss(loss_func: LossFunc, parts: int, output: torch.Tensor, **kwargs: Any) -> Any:
-    """``output``: a loss for each token, [rows, tokens]. The function sums them, as far as its mask has them."""
+    """The mean of the per-part means of the loss. ``output``: the loss of each token, [rows, tokens]; ``loss_func``
+    sums those that its mask selects.
+    """
     found = loss_func(output, **kwargs)
     if not isinstance(found, tuple) or len(found) != 3:
         return found
@@ -44,13 +48,13 @@ def _loss(loss_func: LossFunc, parts: int, output: torch.Tensor, **kwargs: Any) 
             count, *_ = loss_func(_only(torch.ones_like(output), part, parts), **kwargs)
         total, *_ = loss_func(_only(output, part, parts), **kwargs)
         means.append(total / count.clamp(min=1))
-    # Megatron divides by the tokens.
+    # Megatron divides by the number of tokens.
     return torch.stack(means).mean() * torch.clamp(tokens, min=1), tokens, reported
 
 
 def _only(output: torch.Tensor, part: int, parts: int) -> torch.Tensor:
-    """Of ``output`` two of its pieces, one from each end; 0 elsewhere."""
+    """``output``, [rows, tokens], with zeros everywhere but in the two pieces of part ``part``, one from each end."""
     pieces: torch.Tensor = torch.unflatten(output, 1, (2 * parts, -1))
     ours = torch.zeros(2 * parts, 1, dtype=torch.bool, device=output.device)
-    ours[part] = ours[-1 - part] = True  # a list of indices would be a copy of the host's, which waits
+    ours[part] = ours[-1 - part] = True  # indexing with a list would copy it from the host, which waits
     return torch.where(ours, pieces, 0.0).flatten(1)

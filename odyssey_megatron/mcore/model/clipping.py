@@ -1,4 +1,4 @@
-"""By how much a step's gradients are multiplied before the optimizer sees them."""
+"""The factor that a step's gradients are multiplied by before the optimizer sees them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 
 class Clipped(NamedTuple):
-    """Of the gradients of one step, summed over all ranks."""
+    """Scale and norm of the gradients of one step, summed over all ranks."""
 
     scale: float
-    """They are to be multiplied with this."""
+    """The factor to multiply the gradients by."""
     norm: float
-    """Of all of them together, before clipping; NaN or infinite if any is not finite."""
+    """Norm of all gradients together, before clipping; NaN or infinite if any of them is not finite."""
 
     @property
     def is_finite(self) -> bool:
@@ -20,13 +20,15 @@ class Clipped(NamedTuple):
 
 
 def clipped(squared_norm: float, *, loss_scale: float, tokens: float, clip_grad: float) -> Clipped:
-    """Source: megatron core_v0.16.1 optimizer/clip_grads.py, ``max_norm / (total_norm + 1e-6)``.
+    """Scale and norm by Megatron's rule for clipping.
+
+    Source: megatron core_v0.16.1 optimizer/clip_grads.py, ``max_norm / (total_norm + 1e-6)``.
 
     Args:
-        squared_norm: of the gradients as they are.
-        loss_scale: with which their losses were multiplied.
-        tokens: by how many they are divided; 1.0 where losses are means.
-        clip_grad: the norm that they may have; 0.0: any.
+        squared_norm: of the gradients as they are, before any scaling.
+        loss_scale: the factor that the losses were multiplied by.
+        tokens: the number that the gradients are divided by; 1.0 where losses are means.
+        clip_grad: the largest norm allowed; 0.0: any.
     """
     scale = 1.0 / loss_scale / tokens
     norm = math.sqrt(squared_norm) * scale if squared_norm >= 0.0 else math.nan

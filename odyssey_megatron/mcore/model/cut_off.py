@@ -1,6 +1,6 @@
-"""What a forward or backward that a failure cuts off leaves behind in Megatron's objects, which are called again.
+"""Cleans up what an interrupted forward or backward leaves behind in Megatron's objects, which will be called again.
 
-Some note that they are at work, and assert when they are called next that they were through.
+Some of these objects note that they are at work, and assert at the next call that they had finished.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 @contextlib.contextmanager
 def tidied(config: Any, layers: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """The body computes with ``layers``: if it is cut off, they and the timers of ``config`` are as before."""
+    """While the body computes with ``layers``: if it is interrupted, they and the timers of ``config`` are put back in
+    order.
+    """
     timers = config.timers._timers.values() if config.timers else ()
     running = {one for one in timers if one._started}
     try:
@@ -31,7 +33,9 @@ def tidied(config: Any, layers: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 
 def _forget(experts: SharedExpertMLP) -> None:
-    """With --moe-shared-expert-overlap they compute by steps, beside the messages of the others' tokens."""
+    """Reset ``experts``, which with --moe-shared-expert-overlap compute in steps, between the messages of the routed
+    experts.
+    """
     for name in vars(experts):
         if name.startswith("cached_"):
             setattr(experts, name, None)

@@ -1,9 +1,9 @@
-"""Mixtures of experts: what their routers count, each token once, whatever a failure makes run again (I4).
+"""Mixtures of experts: what their routers count, with each token counted once, whatever a failure makes run again (I4).
 
-A router adds to its count of tokens, and to Megatron's sums of auxiliary losses, whenever it runs. Here each
-(microbatch, layer) has a record of its own, which the newest run of it fills, be that a recomputation. The sum of all
-records rides on the step's totals. From it every holder of a layer moves the biases of its experts (auxiliary-loss-free
-balancing), and Megatron logs its auxiliary losses.
+A router adds to its token counts, and to Megatron's sums of auxiliary losses, whenever it runs. Here each (microbatch,
+layer) has a record of its own, which is overwritten each time that the router runs for it, recomputation included. The
+sum of all records travels with the step's totals. From this sum every holder of a layer updates the biases of its
+experts (auxiliary-loss-free balancing), and Megatron logs its auxiliary losses.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from odyssey_megatron.mcore.pinned import to_device
 from odyssey_megatron.upstream import compat
 
 Records = dict[tuple[int, int], torch.Tensor]
-"""(microbatch, layer) -> its row: an auxiliary loss for each name, then the tokens of each expert. Layers are counted
-as Megatron logs them: those of multi-token prediction, which are the head's, follow upon the others.
+"""(microbatch, layer) -> its row: one auxiliary loss for each name, then the number of tokens of each expert. Layers
+are numbered as Megatron logs them: those of multi-token prediction, which belong to the head, come after the others.
 """
 _LOSSES = {
     "aux_loss": "load_balancing_loss",
     "seq_aux_loss": "seq_load_balancing_loss",
 }
-"""Kind of router -> what Megatron calls its auxiliary loss where it logs it."""
+"""Kind of router -> the name under which Megatron logs its auxiliary loss."""
 
 
 def with_experts(config: TransformerConfig) -> list[int]:
     """The layers whose MLP is a mixture of experts (megatron core_v0.16.1 models/gpt/gpt_layer_specs.py,
-    ``get_gpt_decoder_layer_specs``). Those of multi-token prediction, behind the others, are like the last one.
+    ``get_gpt_decoder_layer_specs``). The layers of multi-token prediction, which come after the others, are like the
+    last of them.
     """
     if config.num_moe_experts is None:
         return []
@@ -46,24 +47,28 @@ def with_experts(config: TransformerConfig) -> list[int]:
 
 
 def is_spread(parameter: torch.Tensor) -> bool:
-    """Whether ``parameter`` is of an expert that not every expert-parallel rank has."""
+    """Whether ``parameter`` belongs to an expert that only some of the expert-parallel ranks have."""
     return not getattr(parameter, "allreduce", True)
 
 
 _OF_ONE = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(\d+)(.*)")
-"""The name of a parameter of one expert, or of what an optimizer keeps of it: megatron core_v0.16.1
+"""Matches the name of a parameter of one expert, or of its optimizer state: megatron core_v0.16.1
 transformer/moe/experts.py, ``SequentialMLP`` and ``TEGroupedMLP``.
 """
 
 
 def of_one_rank(config: TransformerConfig) -> int:
-    """How many experts of a layer each rank of a whole cell has."""
+    """The number of experts of a layer that each rank of a whole cell has."""
     return (config.num_moe_experts or 0) // config.expert_model_parallel_size
 
 
 def in_whole(name: str, count: int) -> tuple[int, str]:
-    """Of a parameter of an expert, where several expert-parallel ranks' experts are on one, ``count`` of each: the
-    number of its rank among these, and its ``name`` there.
+    """Where a whole cell has the expert parameter ``name`` of a rank that has the experts of several expert-parallel
+    ranks.
+
+    Returns:
+        The number of the expert-parallel rank among these, each of which has ``count`` experts, and the parameter's
+        name there.
     """
     before, number, behind = _OF_ONE.fullmatch(name).groups()  # type: ignore[union-attr]
     rank, own = divmod(int(number), count)
@@ -71,7 +76,7 @@ def in_whole(name: str, count: int) -> tuple[int, str]:
 
 
 def _check(config: TransformerConfig) -> None:
-    """Of a script of the user's own; an unmodified Megatron-LM job's flags have been looked at by then."""
+    """Check the config of a user's own script; the flags of an unmodified Megatron-LM job have been checked before."""
     if config.num_moe_experts is None:
         return
     experts, tensor = config.expert_tensor_parallel_size, config.tensor_model_parallel_size
@@ -84,7 +89,7 @@ def _check(config: TransformerConfig) -> None:
 
 
 def biases(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The biases of the experts in ``module``: state of a layer that no optimizer changes."""
+    """The biases of the experts in ``module``, by name: layer state that no optimizer changes."""
     return {name: value for name, value in module.named_buffers() if name.endswith(".expert_bias")}
 
 
@@ -92,7 +97,7 @@ class Routing:
     """The records of a step."""
 
     def __init__(self, config: TransformerConfig, groups: ProcessGroupCollection, seeds: LayerSeeds):
-        """``seeds`` knows which microbatch is at hand. Raises ConfigError."""
+        """``seeds`` knows the microbatch at hand. Raises ConfigError."""
         _check(config)
         self._config, self._seeds = config, seeds
         self._layers = {layer: place for place, layer in enumerate(with_experts(config))}
@@ -107,13 +112,15 @@ class Routing:
     # -- in a forward ---------------------------------------------------------------------------------------------
 
     def attach(self, layer: int, parts: torch.nn.Module) -> None:
-        """From now on what the routers of planner ``layer`` count is recorded: one, or none; several in a head."""
+        """From now on record what the routers of planner ``layer`` count. A layer has one router or none; a head may
+        have several.
+        """
         routers = [one for one in parts.modules() if isinstance(one, Router)]
         for number, router in enumerate(routers, start=layer):
             self._attach(number, router)
 
     def _attach(self, layer: int, router: Router) -> None:
-        if self._counted:  # a model in 16 bits would count, and balance, in 16 bits
+        if self._counted:  # a 16-bit model would count, and balance, in 16 bits
             for name in ("expert_bias", "local_tokens_per_expert"):
                 setattr(router, name, getattr(router, name).to(torch.float32))
 
@@ -124,13 +131,14 @@ class Routing:
                     router.local_tokens_per_expert.zero_()
 
         def after(*unused: Any) -> None:
-            if router.training and torch.is_grad_enabled():  # else it will be recomputed
+            if router.training and torch.is_grad_enabled():  # otherwise it will be recomputed
                 self.records[self._seeds.microbatch, layer] = self._row(router)
 
         router.register_forward_pre_hook(before)
         router.register_forward_hook(after)
 
     def _row(self, router: Router) -> torch.Tensor:
+        """The record of a ``router`` that has just run: 1-D, float64, as described at ``Records``."""
         row = torch.zeros(
             len(self._names) + self._counted, dtype=torch.float64, device=torch.cuda.current_device()
         )
@@ -142,7 +150,7 @@ class Routing:
         return row
 
     def take_back(self, microbatch: int, first: int, last: int) -> Records:
-        """The records of a visit, which count for nothing before they are put back."""
+        """Remove and return the records of a visit; they count for nothing unless they are put back."""
         head = self._config.num_layers + 1
         ours = [key for key in self.records if key[0] == microbatch and first <= min(key[1], head) < last]
         return {key: self.records.pop(key) for key in ours}
@@ -154,7 +162,7 @@ class Routing:
         return len(self._layers) * (len(self._names) + self._counted)
 
     def local_totals(self) -> torch.Tensor:
-        """This rank's share."""
+        """This rank's share of the totals."""
         table = torch.zeros(self._shape, dtype=torch.float64, device=torch.cuda.current_device())
         for (_, layer), row in sorted(self.records.items(), key=lambda item: item[0]):
             table[self._layers[layer]] += row
@@ -165,7 +173,7 @@ class Routing:
         return len(self._layers), len(self._names) + self._counted
 
     def losses(self, totals: torch.Tensor) -> dict[str, list[float]]:
-        """Name -> of each layer what Megatron would have added up by now, from everyone's totals."""
+        """Name -> for each layer, the sum that Megatron would have by now, from everyone's totals."""
         table = totals.reshape(self._shape).tolist()
         count = self._config.num_layers + (self._config.mtp_num_layers or 0)
         found = {name: [0.0] * count for name in self._names}
@@ -175,8 +183,9 @@ class Routing:
         return found
 
     def balance(self, layers: Mapping[int, torch.nn.Module], totals: torch.Tensor) -> None:
-        """Moves the biases of ``layers`` by a step against what their experts have had too much of, as megatron
-        core_v0.16.1 transformer/moe/moe_utils.py, ``get_updated_expert_bias``, does.
+        """Move the expert biases of ``layers`` by one step, down for experts that got more tokens than the average and
+        up for those that got fewer, as megatron core_v0.16.1 transformer/moe/moe_utils.py, ``get_updated_expert_bias``,
+        does.
         """
         if not self._counted:
             return
@@ -189,5 +198,5 @@ class Routing:
 
 
 def show(losses: Mapping[str, Iterable[float]]) -> None:
-    """Megatron's loop logs these as what this step's routers have added up."""
+    """Have Megatron's loop log ``losses`` as the sums of this step's routers."""
     compat.set_aux_losses({name: torch.tensor(list(values)) for name, values in losses.items()})

@@ -1,4 +1,4 @@
-"""A layer's numbers one behind the other, as a rank of a whole cell has them: optimizer slices are spans of them."""
+"""A layer's numbers in one flat sequence, as a rank of a whole cell has them; optimizer slices are spans of it."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from odyssey_megatron.plan.slices import EVERYTHING, Span, elements
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a tensor of several parts is put together from theirs."""
+    """How a tensor that contains several parts is composed of them."""
 
     each: int = 1
-    """Parts."""
+    """Number of parts."""
     dim: int | None = None
-    """Along which one comes behind the other; None: all of them have it alike."""
+    """Dimension along which the parts are concatenated; None: all parts have the same tensor."""
     stride: int = 1
-    """Pieces of a part that lie apart, such as the gate and what it lets through: the first pieces of all parts come
-    before the second ones (Megatron's ``partition_stride``).
+    """Number of separate pieces of a part, such as the gate and the projection of a gated MLP: the first pieces of all
+    parts come before the second ones (Megatron's ``partition_stride``).
     """
 
     @classmethod
     def of(cls, parameter: torch.Tensor, each: int) -> Cut:
-        """Of a parameter of a layer of Megatron's, or a tensor of its shape.
+        """The cut of a layer's ``parameter``, or of a tensor of its shape, into ``each`` parts.
 
-        Megatron marks what it cuts: core_v0.16.1 core/tensor_parallel/layers.py,
+        Megatron marks the parameters that it cuts: core_v0.16.1 core/tensor_parallel/layers.py,
         ``set_tensor_model_parallel_attributes``.
         """
         if each == 1 or not getattr(parameter, "tensor_model_parallel", False):
@@ -44,15 +44,15 @@ class Cut:
         return torch.unflatten(merged, self.dim, (self.stride, self.each, -1)).select(self.dim + 1, number)
 
     def part(self, merged: torch.Tensor, number: int) -> torch.Tensor:
-        """Part ``number`` of those in ``merged``, in the shape that it has in a whole cell: a view, or a copy where its
-        pieces lie apart.
+        """Part ``number`` of ``merged``, in the shape that it has in a whole cell: a view, or a copy where its pieces
+        lie apart.
         """
         if self.dim is None or self.each == 1:
             return merged
         return self._pieces(merged, number).flatten(self.dim, self.dim + 1)
 
     def put(self, merged: torch.Tensor, number: int, part: torch.Tensor) -> None:
-        """Part ``number`` of ``merged`` is ``part`` from now on. What all parts have alike is that of the first."""
+        """Replace part ``number`` of ``merged`` by ``part``. A tensor that all parts share is taken from part 0."""
         if self.dim is None or self.each == 1:
             if number == 0 and part.data_ptr() != merged.data_ptr():
                 merged.copy_(part)
@@ -62,54 +62,59 @@ class Cut:
 
 
 class Range(NamedTuple):
-    """Of a parameter of a layer the numbers ``[start, stop)``, as a part of it has them."""
+    """The numbers ``[start, stop)`` of one parameter of a layer, indexed as in one part of it."""
 
     name: str
-    """Its own."""
+    """Name of the parameter on this rank."""
     in_whole: str
-    """That of a whole cell's."""
+    """Name of the parameter on a rank of a whole cell."""
     part: int | None
-    """The number of the part, among those of the rank, if it is of that one alone."""
+    """Number of the part that has the parameter, among this rank's parts, if only one of them has it; else None."""
     parameter: torch.nn.Parameter
     cut: Cut
     start: int
     stop: int
     span: Span
-    """That they belong to."""
+    """The span of the layer that contains these numbers."""
 
     @property
     def text(self) -> str:
-        """A name."""
+        """A name for these numbers."""
         return f"{self.in_whole}[{self.start}:{self.stop}]"
 
     def of_part(self, merged: torch.Tensor, number: int) -> torch.Tensor:
-        """These numbers of part ``number`` of a tensor like the parameter, 1-D; a copy where they lie apart."""
+        """These numbers of part ``number`` of ``merged``, which is shaped like the parameter: 1-D; a copy where they
+        lie apart.
+        """
         return self.cut.part(merged.data, number).reshape(-1)[self.start : self.stop]
 
     def put(self, merged: torch.Tensor, number: int, numbers: torch.Tensor) -> None:
-        """The other way round."""
+        """The inverse of :meth:`of_part`: write ``numbers`` into ``merged``."""
         part = self.cut.part(merged.data, number)
         flat = part.reshape(-1)
         flat[self.start : self.stop].copy_(numbers)
         self.cut.put(merged.data, number, flat.view(part.shape))
 
     def together(self, merged: torch.Tensor) -> torch.Tensor:
-        """These numbers of all parts: a view where there is one, else a copy."""
+        """These numbers of all parts, one part after the other: a view where possible, else a copy."""
         if self.parts == 1:
             return self.of_part(merged, 0)
         return torch.cat([self.of_part(merged, number) for number in range(self.parts)])
 
     @property
     def parts(self) -> int:
-        """Of the parameter, that are not alike."""
+        """Number of different parts in the parameter; 1 if all parts have it alike."""
         return self.cut.each if self.cut.dim is not None else 1
 
 
 def ranges(layer: Any, each: Each, spans: Iterable[Span], part: int | None = None) -> Iterator[Range]:
-    """Which numbers of a held ``layer``, of a rank with ``each`` of it, are in ``spans``: of all its parts, or of the
-    one of that number.
+    """The ranges of a held ``layer``'s parameters that lie in ``spans``; ``each`` says how much of the layer this rank
+    has.
 
-    Experts that are spread over ranks are a row of numbers of their own: their holders are others.
+    Args:
+        part: yield only what the part of this number has; None: all parts.
+
+    Experts that are spread over ranks form a flat sequence of their own, since they have other holders.
     """
     spans = list(spans)
     for kinds, begins in _rows(layer, each):
@@ -125,7 +130,9 @@ def ranges(layer: Any, each: Each, spans: Iterable[Span], part: int | None = Non
 
 
 _Row = tuple[list[list[Range]], list[int]]
-"""Parameters, of experts those of each part together, and where each begins; last, where the row ends."""
+"""One flat sequence: its parameters (those of an expert together, one for each part) and the offset of each; the last
+offset is the end of the sequence.
+"""
 
 
 def _rows(layer: Any, each: Each) -> list[_Row]:

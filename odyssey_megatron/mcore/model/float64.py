@@ -1,15 +1,15 @@
-"""Training in float64, for proofs of exactness: where Megatron drops to float32 regardless, and what is
-done about it.
+"""Training in float64, for proofs of exactness: where Megatron drops to float32 regardless, and what is done about it.
 
 Found by reading megatron core_v0.16.1 on the path of a local-spec GPTModel:
 
-- ``tensor_parallel/cross_entropy.py`` ``calculate_logits_max`` casts the logits with ``.float()``: kept in
-  float64 here.
-- ``models/common/embeddings/rotary_pos_embedding.py`` computes the angles in float32: left, since they
-  depend on positions only and are the same numbers on every worker.
-- norms are created in torch's default dtype, not ``params_dtype``: converted with the rest of the chunk
+- ``tensor_parallel/cross_entropy.py`` ``calculate_logits_max`` casts the logits with ``.float()``: kept in float64
+  here.
+- ``models/common/embeddings/rotary_pos_embedding.py`` computes the angles in float32: left as it is, since they depend
+  on positions only and are the same numbers on every worker.
+- Norms are created in torch's default dtype, not ``params_dtype``: converted with the rest of the chunk
   (``layers.py``).
-- ``pretrain_gpt.py`` sums the losses of a microbatch ``.float()``: ``Tensor.float`` leaves float64 tensors alone here.
+- ``pretrain_gpt.py`` sums the losses of a microbatch with ``.float()``: here ``Tensor.float`` leaves float64 tensors as
+  they are.
 - ``optimizer/clip_grads.py`` accepts float32 gradients only and sums the norm in float32: not used, see
   ``optimizer.py``.
 """
@@ -25,7 +25,7 @@ from odyssey_megatron.upstream.seam_table import CALCULATE_LOGITS_MAX
 
 
 def install() -> None:
-    """Keeps float64 logits in float64. Float32 and 16-bit logits are treated as before.
+    """Keep float64 logits in float64. Float32 and 16-bit logits are treated as before.
 
     A second call does nothing. Raises MegatronIncompatible.
     """

@@ -1,8 +1,10 @@
-"""Multi-token prediction: what the tokens further ahead lose, each microbatch once, whatever a failure makes run again.
+"""Multi-token prediction: the losses of the tokens further ahead, with each microbatch counted once, whatever a failure
+makes run again.
 
-Megatron's blocks for them are part of the head, which embeds tokens with the embedding's own weight (``layers.py``).
-Their losses are no result of a forward step: it adds their gradients in passing, and sums them where they are logged.
-Here each microbatch has its own, beside what its forward step reports, and so they are counted as that is (I4).
+Megatron's blocks for these tokens are part of the head, which embeds tokens with the embedding's own weight
+(``layers.py``). A forward step does not return their losses: it adds their gradients in passing, and sums the losses
+where they are logged. Here each microbatch's losses are kept beside what its forward step reports, and so are counted
+in the same way (I4).
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from odyssey_megatron.upstream.seam_table import ROLL_TENSOR
 
 
 class FutureTokens:
-    """What a model of ``config`` is logged with besides its loss."""
+    """The losses of multi-token prediction that a model of ``config`` logs besides its own loss."""
 
     def __init__(self, config: TransformerConfig):
         """Raises MegatronIncompatible."""
@@ -31,14 +33,14 @@ class FutureTokens:
         self.names = tuple(
             self._name(depth, kind) for depth in range(self._depths) for kind in compat.future_token_sums()
         )
-        """Of :meth:`taken`."""
+        """Names of the sums that :meth:`taken` returns."""
 
     @staticmethod
     def _name(depth: int, kind: str) -> str:
         return f"mtp_{depth + 1} {kind}"
 
     def taken(self) -> dict[str, torch.Tensor]:
-        """What Megatron has summed since the last time, under :attr:`names`; empty before a forward in training."""
+        """The sums that Megatron has made since the last call, by :attr:`names`; empty before a forward in training."""
         if not self._depths:
             return {}
         found = compat.take_future_tokens()
@@ -49,7 +51,7 @@ class FutureTokens:
         }
 
     def show(self, means: Mapping[str, float], num_microbatches: int) -> None:
-        """Megatron's loop logs the ``means`` of what a step's microbatches have :meth:`taken`."""
+        """Have Megatron's loop log the ``means`` of what a step's microbatches have :meth:`taken`."""
         if not self._depths:
             return
         sums = {  # Megatron averages the losses of a sequence's parts, and adds up their tokens
@@ -70,8 +72,8 @@ def _rolled(
     cp_group: Any = None,
     packed_seq_params: Any = None,
 ) -> Any:
-    """Megatron's shift of tokens by one, of which each rank of ``cp_group`` has some; within the cell, where Megatron
-    sends them over the default group.
+    """Megatron's shift of tokens by one where each rank of ``cp_group`` has a part of the sequence, by messages within
+    the cell. Megatron's own sends them over the default group.
     """
     if cp_group is None or cp_group.size() == 1:
         return original(tensor, shifts, dims, cp_group, packed_seq_params)
@@ -79,7 +81,7 @@ def _rolled(
     dist.all_gather(parts, tensor.contiguous(), group=cp_group)
     gathered = torch.cat(parts, dim=dims)
     if packed_seq_params is None:
-        ends = torch.arange(2, device=tensor.device) * gathered.size(dims)  # no copy of the host's
+        ends = torch.arange(2, device=tensor.device) * gathered.size(dims)  # no copy from the host
     else:
         ends = packed_seq_params.cu_seqlens_q
     whole = in_order(gathered, ends, len(parts), dims)

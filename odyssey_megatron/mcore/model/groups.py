@@ -1,9 +1,9 @@
-"""Megatron's process groups: this worker's own cell only.
+"""Megatron's process groups, which contain this worker's own cell only.
 
-Odyssey's groups (the world of a generation, the holders of a block) are never given to Megatron: gradients are reduced
-and messages sent by instructions of the schedule. Megatron sees one cell: its tensor-, context- and expert-parallel
-groups have the cell's ranks, every other group this rank alone, and its data-parallel globals are taken away, so that a
-collective that would silently do nothing on them fails loudly in their place.
+Odyssey's groups (the world of a generation, the holders of a block) are never given to Megatron: instructions of the
+schedule reduce gradients and send messages. Megatron sees one cell: its tensor-, context- and expert-parallel groups
+have the cell's ranks, and every other group has this rank alone. Its data-parallel globals are removed, so that a
+collective over them fails loudly instead of silently doing nothing.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _TENSOR = "tp mp expt_tp tp_ep tp_ep_pp tp_dp_cp".split()
 
 
 class OwnCell:
-    """This rank's cell as Megatron's whole world, while ``torch.distributed``'s default group is that of all ranks."""
+    """This rank's cell as Megatron's whole world, while ``torch.distributed``'s default group contains all ranks."""
 
     def __init__(self, cell: Cell, world_size: int, device: str, *, data_parallel: bool = False):
-        """``torch.distributed`` is not initialised yet. ``data_parallel``: see :func:`initialize`."""
+        """``torch.distributed`` must not be initialised yet. ``data_parallel``: see :func:`initialize`."""
         world.stand_alone(cell.tensor_rank, cell.tensor)
         self._following = {
             name: world.group_of_cell(name, ranks, cell.rank, device)
@@ -43,7 +43,7 @@ class OwnCell:
         self.living = world.become_default(cell.rank, world_size, device)
 
     def follow(self, named: Mapping[str, dist.ProcessGroup]) -> None:
-        """Of a new generation's groups, those of the cell are what Megatron's modules mean from now on."""
+        """From now on Megatron's modules use the cell's groups in ``named``, the groups of a new generation."""
         for name, group in self._following.items():
             group.follow(named[name])
 
@@ -54,16 +54,17 @@ _ALONE = Cell(rank=0)
 def initialize(
     cell: Cell = _ALONE, named: Mapping[str, dist.ProcessGroup] | None = None, *, data_parallel: bool = False
 ) -> ProcessGroupCollection:
-    """Initialises ``parallel_state`` on torch's (fake) default group; returns the groups of this rank's cell.
+    """Initialise ``parallel_state`` on torch's (fake) default group, and return the groups of this rank's cell.
 
-    Whatever else of Megatron's is across contexts, such as the sum of a loss, is across workers, too, and so not
-    Megatron's here. Nor are the lanes of a cell its replicas: each reads what it is to compute.
+    Whatever else Megatron sums across context-parallel ranks, such as a loss, it sums across data-parallel ranks, too,
+    and so Odyssey does it here. The lanes of a cell are not replicas to Megatron either: each lane reads its own
+    microbatches.
 
     Args:
-        cell: whose tensor-parallel ranks are all of the default group.
-        named: its groups of several ranks, by their names in a generation.
+        cell: its tensor-parallel ranks make up the whole default group.
+        named: the cell's groups of several ranks, by their names in a generation.
         data_parallel: keep Megatron's data-parallel globals: Megatron-LM's own loop counts with them, and multi-token
-            prediction names them with what it logs.
+            prediction passes them along with what it logs.
     """
     if parallel_state.get_tensor_model_parallel_group(check_initialized=False) is None:
         parallel_state.initialize_model_parallel(
@@ -87,7 +88,7 @@ def initialize(
 
 
 def _put_in_place(cell: Cell, named: Mapping[str, dist.ProcessGroup]) -> None:
-    """Of the groups that Megatron has made, those of several ranks become the cell's."""
+    """Replace the groups that Megatron has made, where they have several ranks, by the cell's."""
     alone = parallel_state.get_pipeline_model_parallel_group()
 
     def group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
@@ -114,19 +115,21 @@ def _put_in_place(cell: Cell, named: Mapping[str, dist.ProcessGroup]) -> None:
 
 
 def renew_buffers() -> None:
-    """Operations of a generation that has ended may still write to Megatron's shared buffers for a moment."""
+    """Give Megatron new shared buffers: operations of a generation that has ended may still write to the old ones for a
+    moment.
+    """
     parallel_state.destroy_global_memory_buffer()
     parallel_state._set_global_memory_buffer()
 
 
 def place(*, first: bool, last: bool) -> tuple[int, int]:
-    """The stage, and the number of stages, of a chunk that is the first, the last, both or neither."""
+    """The stage, and the number of stages, that a chunk reports if it is the first, the last, both or neither."""
     return (0, 1 + (not last)) if first else (1, 2 + (not last))
 
 
 @contextlib.contextmanager
 def in_stage(stage: int, num_stages: int) -> Iterator[None]:
-    """In the body Megatron believes to be in this stage: user code reads data, or seeds, by that."""
+    """In the body Megatron believes that it is in this stage; user code reads data, and seeds, by that."""
     parallel_state.set_pipeline_model_parallel_rank(stage)
     parallel_state.set_pipeline_model_parallel_world_size(num_stages)
     try:

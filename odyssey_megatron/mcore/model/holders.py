@@ -1,7 +1,7 @@
-"""Whether all holders of a layer have the same bytes: what every way of recovery rests on.
+"""Checks that all holders of a layer have the same bytes, which every way of recovery relies on.
 
 Does what Megatron's ``check_param_hashes_across_dp_replicas`` (``megatron/core/utils.py``) does for its data-parallel
-groups, for any holders, and for the optimizer state that they keep, too.
+groups, but for any set of holders, and for the optimizer state that they keep, too.
 """
 
 from __future__ import annotations
@@ -23,22 +23,24 @@ from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.slices import Span, kept
 
 Digests = Mapping[tuple[int, Span | None], bytes]
-"""(layer, span of its optimizer state; None: its weights) -> digest of it."""
+"""(layer, span of its optimizer state, or None for its weights) -> the digest."""
 Row = tuple[int, int, Mapping[tuple[int, Span | None], int]]
-"""Of a rank its number, the number of a part, and the first bits of the digests of what it has in that."""
+"""A rank's number, the number of a part, and the first 64 bits of the digests of what the rank has in that part."""
 NOTHING, UNLIKE = -1, -2
-"""What the first bits of a digest are taken not to be."""
+"""Values that the first 64 bits of a digest are assumed never to have. NOTHING: the rank has nothing there. UNLIKE: a
+worker's own ranks differ.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """A part of the model that not all its holders have alike."""
+    """A piece of the model that is not the same on all its holders."""
 
     layer: int
     span: Span | None
-    """Of its optimizer state; None: these are the weights."""
+    """The span of the layer's optimizer state; None: the weights."""
     alike: Mapping[int, tuple[int, ...]]
-    """What the first 64 bits of the digest are -> the ranks where they are that."""
+    """First 64 bits of the digest -> the ranks that have this digest."""
 
     @property
     def kind(self) -> str:
@@ -46,23 +48,23 @@ class Difference:
         return "weights" if self.span is None else "optimizer state"
 
     def said(self, num_layers: int) -> str:
-        """In words; those first of whom there are most."""
+        """The difference in words; the largest group of ranks comes first."""
         groups = sorted(self.alike.values(), key=len, reverse=True)
         where = " and on ".join(str(list(ranks)) for ranks in groups)
         return f"{self.kind} of {layer_name(self.layer, num_layers)} on ranks {where}"
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> bytes:
-    """SHA-256 of the bytes of ``tensors``."""
+    """The SHA-256 of the bytes of ``tensors``."""
     result = hashlib.sha256()
-    for tensor in tensors:  # a copy, since whoever shares memory with NumPy can never give it back (Parking)
+    for tensor in tensors:  # a copy: storage that is shared with NumPy could never be freed (Parking)
         copy = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         result.update(copy.reshape(-1).view(torch.uint8).numpy().data)
     return result.digest()
 
 
 def digests(layers: Iterable[HeldLayer], parts: Parts) -> list[dict[tuple[int, Span | None], bytes]]:
-    """For each of ``parts``: of the weights of each layer, and of what is kept of its optimizer state."""
+    """For each of ``parts``, the digests of the weights of each layer and of the optimizer state that is kept here."""
     found: list[dict[tuple[int, Span | None], bytes]] = [{} for _ in parts]
     for layer in layers:
         for part, result in zip(parts, found, strict=True):
@@ -79,23 +81,24 @@ def digests(layers: Iterable[HeldLayer], parts: Parts) -> list[dict[tuple[int, S
 def odd_ones(
     mine: Mapping[int, Digests], group: dist.ProcessGroup, *, rank: int, cell_size: int, layout: Layout
 ) -> dict[int, str]:
-    """Worker -> what it has otherwise than the others; empty if all holders of each layer have the same.
+    """Worker -> how its state differs from the other holders'; empty if all holders of each layer have the same.
 
     Collective over ``group``, all ranks of the job.
 
     Args:
-        mine: by the number of a part of its layers: holders have the same one if their tensor-parallel rank is the
-            same, and one of a smaller cell has several.
-        rank: this one, in the job.
-        cell_size: ranks of a whole worker.
+        mine: this rank's digests, by the number of the part of its layers: ranks with the same tensor-parallel rank
+            have the same part, and a rank of a smaller cell has several.
+        rank: this rank's number in the job.
+        cell_size: number of ranks of a whole worker.
 
     Raises:
-        HoldersDiffer: on every rank alike, if it is not clear who is right.
+        HoldersDiffer: on every rank alike, if it is unclear who is right.
     """
     num_layers = layout.num_layers
     most = torch.tensor(len(mine))
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-    # Of each layer its weights, and as many slices as anybody keeps: which those are is known of each worker.
+    # For each layer a column for its weights, and one for each slice that a worker may keep; the layout says which
+    # slices they are.
     width = 1 + max(layout.copies, 1)
     table = torch.full((int(most), 2 + len(layout.all_holders) * width), NOTHING, dtype=torch.int64)
     own = _kinds(layout, rank // cell_size)
@@ -127,12 +130,12 @@ def odd_ones(
 
 
 def _kinds(layout: Layout, worker: int) -> list[list[Span | None]]:
-    """Of each layer what ``worker`` may have."""
+    """For each layer, what ``worker`` may have of it: the weights (None), and the spans of optimizer state."""
     return [[None, *kept(found).get(worker, ())] for found in layout.states]
 
 
 def differences(rows: Iterable[Row]) -> list[Difference]:
-    """The parts that some have otherwise; weights of a layer first, then its slices in order."""
+    """The pieces that are not the same everywhere; the weights of a layer come first, then its slices in order."""
     holders: dict[tuple[int, Span, int], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, shard, digests in rows:
         for (layer, span), value in digests.items():
@@ -150,17 +153,20 @@ def differences(rows: Iterable[Row]) -> list[Difference]:
 
 
 _WEIGHTS: Span = (-1, -1)
-"""In the place of a span, so that they come first."""
+"""Stands for the weights in place of a span, so that they are sorted first."""
 
 
 def decided(found: Sequence[Difference], layout: Layout, cell_size: int) -> dict[int, str] | None:
-    """Worker -> what it has otherwise than those who are right; None if that is not clear of every difference, or
-    nobody who is right would be left of some layer.
+    """Worker -> how its state differs from that of those who are right.
 
-    Right is what more than half of those have who make a step by themselves, if they are two at least. Weights that
-    others have stepped, with the distributed optimizer, are no second opinion on that: where owners of a layer's slices
-    differ, and it is clear who of them is wrong, the others are sent right ones again. Where they do not, weights were
-    changed behind a step, and most have right ones. A worker whose own ranks differ has nothing that is right.
+    Right is what more than half, and at least two, of those holders have that make the step by themselves. With the
+    distributed optimizer, weights that others have stepped are no second opinion on it: where the owners of a layer's
+    slices differ, and it is clear which of them is wrong, the other holders will be sent right weights again. Where the
+    owners agree, weights were changed after a step, and most holders have the right ones. A worker whose own ranks
+    differ has nothing that is right.
+
+    Returns:
+        None if it is unclear for any difference who is right, or if nobody who is right would be left for some layer.
     """
     stepped_wrongly = {one.layer for one in found if one.span is not None} if layout.keepers else set()
     odd: dict[int, str] = {}

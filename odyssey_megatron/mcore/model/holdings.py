@@ -1,4 +1,4 @@
-"""What one rank holds of the model, and what of it moves: part by part, as a whole cell's rank has it."""
+"""What one rank holds of the model, and moving it: part by part, as a rank of a whole cell has it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from odyssey_megatron.plan.slices import EVERYTHING, Span, within, without
 
 
 class Holdings:
-    """Held layers, and those that arrive.
+    """The layers that this rank holds, and those that are arriving.
 
-    ``part`` is everywhere one of those that this rank has of each layer (``Cell.held_parts``). In whole cells that is
-    one, and the tensors are the layer's own.
+    Everywhere, ``part`` is one of the parts that this rank has of each layer (``Cell.held_parts``). In a whole cell
+    there is one, and its tensors are the layer's own.
     """
 
     def __init__(self, spec: ModelSpec, cell: Cell, groups_of_cell: ProcessGroupCollection):
@@ -42,16 +42,18 @@ class Holdings:
 
     @property
     def layers(self) -> list[HeldLayer]:
-        """This worker's under the layout at hand, in their order."""
+        """This worker's layers under the current layout, in order."""
         return [layer for span in sorted(self._blocks) for layer in self._blocks[span].layers]
 
     @property
     def place(self) -> Place:
-        """This rank's, under the layout at hand."""
+        """This rank's place under the current layout."""
         return Place(self._layout, self._worker, self.cell)
 
     def create_layers(self, layers: Sequence[int], kept: Mapping[int, tuple[Span, ...]]) -> None:
-        """Initial weights of ``layers``, with an optimizer for what is ``kept`` of each; those held already stay."""
+        """Make ``layers`` with initial weights, and an optimizer for the spans of each that are ``kept``; layers that
+        are already held stay.
+        """
         missing = [layer for layer in layers if layer not in self._held]
         for layer, parts in initial_parts(self.spec, missing, self._groups).items():
             self._held[layer] = self._hold(layer, parts, kept=kept.get(layer, ()))
@@ -64,8 +66,11 @@ class Holdings:
     # -- what moves -----------------------------------------------------------------------------------------------
 
     def weights_of(self, layer: int, part: int, spans: Sequence[Span]) -> dict[str, torch.Tensor]:
-        """The numbers of a held layer's parameters in ``spans``: by name 1-D tensors, which are the parameters' own or
-        copies, in an order that is the same on every rank. Call :meth:`weights_arrived` when others are in them.
+        """The numbers of a held layer's parameters in ``spans``.
+
+        Returns:
+            1-D tensors by name, in an order that is the same on every rank. They are views of the parameters, or
+            copies: call :meth:`weights_arrived` after receiving into them.
         """
         return self._weights_in(self._held[layer], part, spans)
 
@@ -75,11 +80,11 @@ class Holdings:
             one.text: one.of_part(one.parameter, number)
             for one in ranges(held, self.cell.of_layer, spans, number)
         }
-        # Of no parameter, and no optimizer's.
+        # These buffers are not parameters, and no optimizer has them.
         return found | (experts.biases(held) if any(span[0] == 0 for span in spans) else {})
 
     def weights_arrived(self, layer: int, part: int, spans: Sequence[Span], weights: Tensors) -> None:
-        """``weights``, which :meth:`weights_of` has given, have been received."""
+        """Take over ``weights``, tensors from :meth:`weights_of` into which others have been received."""
         self._put_weights(self._held[layer], part, spans, weights)
 
     def _put_weights(self, held: HeldLayer, part: int, spans: Sequence[Span], weights: Tensors) -> None:
@@ -88,12 +93,15 @@ class Holdings:
             one.put(one.parameter, number, weights[one.text])
 
     def moved_bytes(self, layer: int) -> int:
-        """Bytes of all state of one part of a layer, wherever its tensors lie."""
+        """The number of bytes of all state of one part of a layer, wherever its tensors lie."""
         return self._parts.bytes_of_one(self._held[layer])
 
     def expect(self, kept: Mapping[int, tuple[Span, ...]]) -> None:
-        """What is ``kept`` of each layer when all has arrived that others send. Until :meth:`settled` what is held
-        already stays as it is: microbatches may be in flight on it, and others may go back to it.
+        """Prepare for what others will send: ``kept`` says which spans of each layer's optimizer state this rank keeps
+        when all has arrived.
+
+        Until :meth:`settled`, what is held already stays as it is: microbatches may be in flight on it, and others may
+        return to it.
         """
         for layer, spans in kept.items():
             held = self._held.get(layer)
@@ -114,11 +122,11 @@ class Holdings:
             self._arriving.expect(held, made, lacking, is_new=is_new)
 
     def optimizer_of(self, held: HeldLayer, spans: tuple[Span, ...]) -> LayerOptimizer:
-        """A new one, of ``spans`` of a layer."""
+        """A new optimizer for ``spans`` of a layer."""
         return LayerOptimizer(held, self.spec, self._groups, spans, self.cell.of_layer)
 
     def tensors_to_send(self, layer: int, part: int, span: Span = EVERYTHING) -> dict[str, torch.Tensor]:
-        """The current state of a held layer, or that of a ``span`` of it, which is kept here."""
+        """The current state of a held layer, or of a ``span`` of it that is kept here."""
         held = self._held[layer]
         if span == EVERYTHING:
             return self._parts.of(held, held.moved_tensors(), part)
@@ -126,8 +134,10 @@ class Holdings:
         return self._weights_in(held, part, [span]) | kept.numbers(self._parts.number(part), span)
 
     def tensors_to_fill(self, layer: int, part: int, span: Span = EVERYTHING) -> dict[str, torch.Tensor]:
-        """Room for the state of ``layer``, which was expected; :meth:`filled` is told when it has arrived. It counts as
-        held only from ``take_layout`` on. What is sent of the weights of one that is held already is what they are.
+        """Tensors to receive the state of ``layer`` into, which was expected; call :meth:`filled` when it has arrived.
+
+        The layer counts as held only from ``take_layout`` on. If it is held already, the weights that are sent are
+        equal to those that it has.
         """
         held, optimizer = self._expected(layer)
         if span == EVERYTHING:
@@ -137,7 +147,7 @@ class Holdings:
         return self._weights_in(held, part, [span]) | room
 
     def filled(self, layer: int, part: int, span: Span, sent: Tensors) -> None:
-        """``sent``, which :meth:`tensors_to_fill` has given, has been received."""
+        """Take over ``sent``, tensors from :meth:`tensors_to_fill` that have been received."""
         held, optimizer = self._expected(layer)
         self._arriving.came(layer, span)
         if span != EVERYTHING:
@@ -147,17 +157,17 @@ class Holdings:
             self._parts.arrived(held, held.weights() | optimizer.state_tensors(), part, sent)
 
     def _expected(self, layer: int) -> tuple[HeldLayer, LayerOptimizer]:
-        """A layer, and its state, that arrives; it may be taken into a layout before it has."""
+        """An arriving layer and its arriving state; a layout may have taken the layer before its contents were here."""
         held = self._arriving.layer(layer) or self._held[layer]
         optimizer = self._arriving.state(layer) or held.optimizer
         assert optimizer is not None
         return held, optimizer
 
     def settled(self) -> None:
-        """All that was expected has arrived.
+        """Make everything that was expected, and has arrived, what this rank holds.
 
         Raises:
-            TransferIncomplete: that was not all.
+            TransferIncomplete: some of it has not arrived.
         """
         if unsent := self._arriving.lacking:
             raise TransferIncomplete(f"worker {self.cell.worker} was not sent state of layer(s) {unsent}")
@@ -169,18 +179,24 @@ class Holdings:
         self._arriving.clear()
 
     def discard_incoming(self) -> None:
-        """Forgets half-received layers of a generation that has ended, and buffers that its operations write to."""
+        """Forget half-received layers of a generation that has ended, and the buffers that its operations may still
+        write to.
+        """
         self._arriving.clear()
         groups.renew_buffers()
 
     # -- what it comes to -----------------------------------------------------------------------------------------
 
     def _current(self) -> list[HeldLayer]:
-        """Others have not got the last step, and go with the next."""
+        """The layers that are held under the current layout. Others did not take part in the last step, and are dropped
+        with the next.
+        """
         return [self._held[layer] for layer in self._layout.held_by(self._worker)]
 
     def digests(self) -> dict[str, str]:
-        """Held layer (and shard) -> SHA-256 of its weights, and ``N.optimizer`` of the state kept: equal everywhere."""
+        """Held layer (and shard) -> SHA-256 of its weights, and under ``N.optimizer`` that of the state kept; the same
+        on all holders.
+        """
         found = {}
         for shard, of_part in zip(self.place.shards, digests(self._current(), self._parts), strict=True):
             for (layer, span), value in of_part.items():
@@ -190,15 +206,16 @@ class Holdings:
         return found
 
     def odd_holders(self, world: dist.ProcessGroup, *, rank: int) -> dict[int, str]:
-        """Worker -> what it has otherwise than the other holders of a layer; empty if all have the same bytes.
+        """Worker -> how its state differs from the other holders of a layer; empty if all have the same bytes.
 
-        Collective; this is ``rank`` of the job. Raises HoldersDiffer on all ranks alike if nobody can say who is right.
+        Collective. ``rank`` is this rank's number in the job. Raises HoldersDiffer, on all ranks alike, if it is
+        unclear who is right.
         """
         held = dict(zip(self.place.parts, digests(self._current(), self._parts), strict=True))
         return odd_ones(held, world, rank=rank, cell_size=self.cell.full, layout=self._layout)
 
     def state_bytes(self) -> int:
-        """Of weights, gradients and optimizer state of everything held, without :meth:`host_bytes`."""
+        """Bytes of weights, gradients and optimizer state of everything held, without :meth:`host_bytes`."""
         gradients = sum(one.nbytes for block in self._blocks.values() for one in block.buffers)
         return (
             gradients
@@ -208,15 +225,15 @@ class Holdings:
         )
 
     def optimizer_bytes(self) -> int:
-        """Of optimizer state alone, wherever it lies."""
+        """Bytes of optimizer state alone, wherever it lies."""
         return sum(one.state_bytes() for held in self._held.values() for one in held.states)
 
     def host_bytes(self) -> int:
-        """Of what lies in host memory between steps."""
+        """Bytes of what lies in host memory between steps."""
         return sum(one.host_bytes for held in self._held.values() for one in held.states)
 
     def weights(self) -> dict[tuple[int, str], dict[str, torch.Tensor]]:
-        """(layer, name of a shard) -> its weights by name, of those that this rank is the first to have."""
+        """(layer, name of a shard) -> its weights by name, if this rank is the first holder of them."""
         found = {}
         for layer in self._current():
             first = self.place.first_of(layer)
@@ -224,6 +241,6 @@ class Holdings:
             for part, shard in zip(self._parts, self.place.shards, strict=True):
                 weights = self._parts.of(layer, mine, part)
                 found[layer.index, shard] = {name: one.cpu() for name, one in weights.items()}
-                if self.cell.of_layer.experts > 1:  # all the rest is the same in each part
+                if self.cell.of_layer.experts > 1:  # everything else is the same in each part
                     mine = {name: one for name, one in mine.items() if name in self._parts.spread(layer)}
         return {place: weights for place, weights in found.items() if weights}

@@ -1,5 +1,7 @@
-"""Several lanes of a gang on one rank, as in a gang that has lost ranks: it computes their microbatches one after the
-other, each as the rank of a whole gang does, with what the router, its losses and random numbers go by.
+"""Computes several lanes of a gang on one rank, where the gang has lost ranks.
+
+The rank computes the lanes' microbatches one after the other, each with the router inputs, auxiliary losses and random
+numbers that it would have on a rank of a whole gang.
 """
 
 from __future__ import annotations
@@ -11,17 +13,19 @@ import torch
 from odyssey_megatron.cluster.cell import Cell
 
 Forward = Callable[[int, torch.Tensor | None], torch.Tensor]
-"""Of a microbatch of the step, and what layers before have made of it."""
+"""Called with the number of a microbatch in the step, and its activation from the layers before."""
 
 
 def in_turn(
     cell: Cell, activation: torch.Tensor | None, go: Callable[[int], int], forward: Forward
 ) -> torch.Tensor:
-    """What ``forward`` makes of ``activation`` for the lanes that this rank of ``cell`` has, which lie there, and in
-    what it gives, one behind the other; of losses the sum. ``go`` goes to a lane's microbatch, and gives its number.
+    """Run ``forward`` for each lane that this rank of ``cell`` has, and return the results together.
 
-    The backward of it is theirs in turn, the last one first, as autograd takes first what was computed last. Each
-    begins with ``go``: what is recomputed draws numbers.
+    The lanes' rows lie one after the other along the first dimension of ``activation``, and of the result; losses are
+    summed instead. ``go`` switches to a lane's microbatch, and returns its number.
+
+    The backward also takes the lanes in turn, the last one first, since autograd starts with what was computed last.
+    Each lane begins with ``go``, since recomputation draws random numbers.
     """
     if cell.lane_each == 1:
         return forward(go(cell.held_lanes[0]), activation)
