@@ -1,9 +1,9 @@
 """The layers that this rank holds, and the blocks (model chunks) that it assembles from them.
 
-A :class:`HeldLayer` is one planner layer (0 embedding, 1..n transformer layers, n+1 head, and behind it the weight that
-embedding and head share, if they do) with its optimizer: what moves when a layer moves. A :class:`LayerBlock` is an
-ordinary Megatron model chunk with its own DDP wrapper, put together from held layers for the layout at hand and thrown
-away with it; its layers live on.
+A :class:`HeldLayer` is one planner layer (0 embedding, 1..n transformer layers, n+1 head, then the weight that
+embedding and head share, if they do) with its optimizer: the unit that moves. A :class:`LayerBlock` is an ordinary
+Megatron model chunk with its own DDP wrapper, assembled from held layers for the current layout and discarded with it;
+its layers live on.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from odyssey_megatron.plan.slices import EVERYTHING, Span
 from odyssey_megatron.upstream import compat
 
 ModelProvider = Callable[..., Any]
-"""Megatron's: (pre_process, post_process, pg_collection) -> GPTModel; it asks how many layers it is to build."""
+"""Megatron's: (pre_process, post_process, pg_collection) -> GPTModel; it asks how many layers to build."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,29 +46,30 @@ class ModelSpec:
         )
     )
     config_overrides: Any = None
-    """Megatron's, for its optimizer."""
+    """Megatron's config overrides for its optimizer."""
     moments: Mapping[str, torch.dtype] = field(default_factory=dict)
-    """In which type Adam's moments are kept from one step to the next, where it is not that of the parameters
+    """The types in which Adam's moments are kept between steps, by name, where they differ from the parameters' type
     (``--use-precision-aware-optimizer``).
     """
     loaded_groups: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
-    """Of groups of parameters: what the flags say, and what a checkpoint has said in its place, which Megatron
-    believes. Filled once, before the first step.
+    """For each parameter group: the flags' settings, and the loaded checkpoint's, which replace them, as in Megatron.
+    Filled once, before the first step.
     """
     is_tied: bool = False
-    """The provider's models have ``share_embeddings_and_output_weights``."""
+    """Whether the provider's models have ``share_embeddings_and_output_weights``."""
     is_packed: bool = False
-    """A microbatch is one row of packed sequences (Megatron's ``PackedSeqParams``): all layers ask where they end."""
+    """A microbatch is one row of packed sequences (Megatron's ``PackedSeqParams``): all layers ask where these end."""
     has_masks: bool = False
-    """Samples come with masks of their own (``--reset-attention-mask``): all layers ask what is not seen."""
+    """Samples come with masks of their own (``--reset-attention-mask``): all layers ask which tokens are hidden."""
     overflow_ends_job: bool = True
-    """Of a loss scale that does not change: False lets a step that overflows be skipped."""
+    """For a constant loss scale: whether a step that overflows ends the job; if False it is skipped."""
     stages: tuple[tuple[tuple[int, int], ...], ...] = ()
-    """Of each of Megatron's own stages the planner layers [first, last) of its chunks, if initial weights are to be as
-    Megatron's: drawn stage by stage, and chunk by chunk. Without them those of a layer depend on (seed, layer) alone.
+    """For each of Megatron's own stages, the planner layers [first, last) of its chunks, if initial weights are to
+    equal Megatron's, which draws them stage by stage and chunk by chunk. If empty, a layer's weights depend on (seed,
+    layer) alone.
     """
     seed_stage: Callable[[int], None] = lambda stage: None
-    """Sets the generators as Megatron does before it builds a stage."""
+    """Seeds the generators as Megatron does before it builds a stage."""
 
     @property
     def num_layers(self) -> int:
@@ -81,37 +82,37 @@ class ModelSpec:
 
     @property
     def looks_ahead(self) -> bool:
-        """The head has the blocks of multi-token prediction, which embed tokens as the embedding does."""
+        """Whether the head has the blocks of multi-token prediction, which embed tokens as the embedding does."""
         return bool(self.config.mtp_num_layers)
 
     @property
     def shares_embedding(self) -> bool:
-        """Embedding and head have a weight in common."""
+        """Whether embedding and head have a weight in common."""
         return self.is_tied or self.looks_ahead
 
     @property
     def tied(self) -> int:
-        """The number of the shared weight (``Layout.tied``)."""
+        """The layer number of the shared weight (``Layout.tied``)."""
         return self.num_layers
 
     def activation_shape(self, seq_length: int, micro_batch_size: int, parts: int) -> tuple[int, int, int]:
-        """Of what layers send one another, where each rank has one of so many ``parts`` of the sequence."""
+        """Shape of what layers send one another, where each rank has one of ``parts`` equal parts of the sequence."""
         rows = 1 if self.is_packed else micro_batch_size
         return seq_length * micro_batch_size // rows // parts, rows, self.config.hidden_size
 
     def reads_as(self, *, first: bool, last: bool) -> tuple[int, int]:
         """The stage, and the number of stages, by which a chunk at these ends of the model reads its microbatch.
 
-        All of it, wherever the chunk is, where layers ask about sequences: of packed ones up to core_v0.17.1 only the
-        first stage and the last one are told where they end, and of masks in any version (pretrain_gpt.py,
-        ``get_batch``). What a layer computes would depend on who holds it.
+        Where layers ask about sequences, every chunk reads as the only stage. Otherwise only the first and the last
+        stage would be told where packed sequences end (up to core_v0.17.1), or be given masks (in any version;
+        pretrain_gpt.py, ``get_batch``), and the result of a layer would depend on who holds it.
         """
         whole = self.is_packed or self.has_masks
         return own.place(first=first or whole, last=last or whole)
 
 
 class SharedWeight(torch.nn.Module):
-    """What embedding and head have in common, where it belongs to neither."""
+    """The weight that embedding and head share, as a layer that belongs to neither."""
 
     def __init__(self, weight: torch.nn.Parameter):
         super().__init__()
@@ -124,12 +125,12 @@ def _is_shared(parameter: torch.nn.Parameter) -> bool:
 
 
 def main_grad(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """The gradient as DDP sums it, in a buffer of its own; shaped as ``parameter``."""
+    """The gradient that DDP accumulates, in a buffer of its own; shaped as ``parameter``."""
     return parameter.main_grad  # type: ignore[attr-defined] # DDP puts it there
 
 
 class HeldLayer(torch.nn.Module):
-    """One planner layer: its modules and, if this worker keeps that, its optimizer."""
+    """One planner layer: its modules and, if this worker keeps optimizer state of it, its optimizer."""
 
     def __init__(
         self,
@@ -142,7 +143,7 @@ class HeldLayer(torch.nn.Module):
         kept: tuple[Span, ...] = (EVERYTHING,),
         each: Each = ONE,
     ):
-        """``kept``: with the optimizer of these, and its state. ``each``: what this rank has of it."""
+        """``kept``: the spans whose optimizer state is kept here. ``each``: how much of the layer this rank has."""
         super().__init__()
         self.index, self.config, self.ddp_config, self.parts = index, spec.config, spec.ddp_config, parts
         if _is_random(spec.config):
@@ -150,7 +151,7 @@ class HeldLayer(torch.nn.Module):
                 if name in self.parts:
                     seeds.attach(self.parts[name], index)
             if "mtp" in self.parts:
-                seeds.attach(self.parts["mtp_embedding"], 0)  # the embedding is there, too, if both ends are
+                seeds.attach(self.parts["mtp_embedding"], 0)  # the embedding is here, too, if both ends are
                 for number, one in enumerate(compat.blocks_ahead(self.parts["mtp"]), start=index):
                     seeds.attach(one, number)
         if "layer" in self.parts:
@@ -159,36 +160,36 @@ class HeldLayer(torch.nn.Module):
         needed.watch(self.parts.values(), (index, spec.tied) if shares else (index,))
         self.optimizer = LayerOptimizer(self, spec, groups, kept, each) if kept else None
         self.former: list[LayerOptimizer] = []
-        """Those of layouts of which nobody may have taken a step yet: others may go back to them."""
+        """Optimizers of earlier layouts, to which others may return until a step of the current one is committed."""
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Of an embedding or head without what they share, be it lent to them."""
+        """As of any module; but an embedding or head leaves out the shared weight, even while it is lent to it."""
         shares = "shared" in self.parts
         for name, parameter in super().named_parameters(*args, **kwargs):
             if shares or not _is_shared(parameter):
                 yield name, parameter
 
     def moved_tensors(self) -> dict[str, torch.Tensor]:
-        """Everything that a new holder of all of it needs, in an order that is the same on every rank."""
+        """Everything that a new holder of the whole layer needs, in an order that is the same on every rank."""
         return self.weights() | (self.optimizer.state_tensors() if self.optimizer else {})
 
     @property
     def states(self) -> list[LayerOptimizer]:
-        """That are current, the one that is stepped first."""
+        """The optimizers whose state is current; the one that makes the step comes first."""
         return [*filter(None, [self.optimizer]), *self.former]
 
     def gradients(self) -> list[torch.Tensor]:
-        """Of each parameter what microbatches have added up to."""
+        """The accumulated gradient of each parameter."""
         return [main_grad(parameter) for parameter in self.parameters()]
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """All that a forward computes with, in an order that is the same on every rank."""
+        """All tensors that a forward computes with, in an order that is the same on every rank."""
         parameters = {name: parameter.data for name, parameter in sorted(self.named_parameters())}
         return parameters | experts.biases(self)
 
 
 def _is_random(config: TransformerConfig) -> bool:
-    """Whether a forward draws numbers."""
+    """Whether a forward draws random numbers."""
     drawn = config.attention_dropout, config.hidden_dropout, config.moe_input_jitter_eps
     return any(drawn) or config.moe_router_force_load_balancing
 
@@ -196,7 +197,7 @@ def _is_random(config: TransformerConfig) -> bool:
 def initial_parts(
     spec: ModelSpec, indices: Iterable[int], groups: ProcessGroupCollection
 ) -> dict[int, torch.nn.ModuleDict]:
-    """The modules of planner layers with their initial weights."""
+    """The modules of the planner layers ``indices``, with their initial weights."""
     wanted, found = set(indices), {}
     if not spec.stages:
         for index in sorted(wanted):
@@ -224,17 +225,17 @@ def build_part(spec: ModelSpec, layer: int, groups: ProcessGroupCollection) -> t
     first = 0 if layer == spec.tied else layer
     last = first + 1
     if layer == spec.head and spec.looks_ahead and not (spec.stages and spec.stages[-1][-1] == (first, last)):
-        first -= 1  # its blocks are like the last one of Megatron's stage, if there is one
+        first -= 1  # the blocks of multi-token prediction copy the kind of the stage's last layer
     return build_parts(spec, first, last, groups)[layer]
 
 
 def build_parts(
     spec: ModelSpec, first: int, last: int, groups: ProcessGroupCollection
 ) -> dict[int, torch.nn.ModuleDict]:
-    """The modules of planner layers ``[first, last)``, by layer; with the embedding the weight that it shares.
+    """The modules of planner layers ``[first, last)``, by layer; with the embedding comes the weight that it shares.
 
     Raises:
-        ConfigError: they share otherwise than ``spec`` says.
+        ConfigError: embedding and head share weights otherwise than ``spec`` says.
     """
     chunk = slots.built(spec.config, groups, lambda: _build_chunk(spec, first, last, groups))
     if getattr(chunk, "share_embeddings_and_output_weights", False) != spec.is_tied:
@@ -269,14 +270,14 @@ def _head_of(spec: ModelSpec, chunk: Any, groups: ProcessGroupCollection) -> dic
     norm = getattr(chunk.decoder, name)
     if (
         norm is None
-    ):  # with multi-token prediction it comes behind the last transformer layer, which is elsewhere
+    ):  # with multi-token prediction the norm follows the last transformer layer, which is elsewhere
         norm = getattr(_build_chunk(spec, spec.head, spec.num_layers, groups, empty=True).decoder, name)
     ahead = {"mtp": chunk.mtp, "mtp_embedding": _twin(chunk.embedding)} if spec.looks_ahead else {}
     return {"final_layernorm": norm, **ahead, "output_layer": chunk.output_layer}
 
 
 def _twin(module: torch.nn.Module) -> torch.nn.Module:
-    """Another one that is like ``module``, without parameters: it will be lent them."""
+    """A copy of ``module`` without parameters, which will be lent to it."""
     twin = copy.copy(module)
     own = {name: copy.copy(value) for name, value in vars(module).items() if isinstance(value, dict)}
     vars(twin).update(own, _modules={name: _twin(child) for name, child in module.named_children()})
@@ -286,14 +287,14 @@ def _twin(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def _places(chunk: Any) -> list[torch.nn.Module]:
-    """The modules of a chunk that the shared weight could be in; where both are, the head takes the embedding's."""
+    """The modules of a chunk that can use the shared weight; where both are here, the head takes the embedding's."""
     places = [chunk.embedding.word_embeddings] if hasattr(chunk, "embedding") else []
     ends_with_it = chunk.post_process and chunk.share_embeddings_and_output_weights
     return [*places, chunk.output_layer] if ends_with_it else places
 
 
 def _lend(module: torch.nn.Module, weight: torch.nn.Parameter | None, *, hidden: bool = False) -> None:
-    """``module`` computes with ``weight`` from now on, and has it among its parameters unless that is ``hidden``."""
+    """Make ``module`` compute with ``weight``, which counts as one of its parameters unless ``hidden``."""
     module.__dict__.pop("weight", None)
     module.register_parameter("weight", None if hidden else weight)
     if hidden:
@@ -304,8 +305,8 @@ def _lend(module: torch.nn.Module, weight: torch.nn.Parameter | None, *, hidden:
 def _build_chunk(
     spec: ModelSpec, first: int, last: int, groups: ProcessGroupCollection, *, empty: bool = False
 ) -> Any:
-    """Megatron's model of planner layers ``[first, last)``; without its transformer layers, and those of multi-token
-    prediction, if ``empty``.
+    """Megatron's model of planner layers ``[first, last)``; if ``empty``, without its transformer layers and those of
+    multi-token prediction.
     """
     offset = max(first - 1, 0)
     count = 0 if empty else min(last, spec.head) - 1 - offset
@@ -321,12 +322,12 @@ def _build_chunk(
 _OF_THE_LOOP = (
     "grad_scale_func finalize_model_grads_func no_sync_func grad_sync_func param_sync_func timers"
 ).split()
-"""What Megatron's loop puts into the configuration: a mixture of experts, which copies all of that, cannot copy it."""
+"""What Megatron's loop puts into the config. It cannot be copied, but a mixture of experts copies it all."""
 
 
 @contextlib.contextmanager
 def _to_build_with(spec: ModelSpec, *, empty: bool) -> Iterator[None]:
-    """In the body Megatron does not give the last stage a copy of the embedding's weight, and sums no first values."""
+    """In the body Megatron does not give the last stage a copy of the embedding's weight, nor sum initial values."""
     instead: dict[str, Any] = dict.fromkeys(_OF_THE_LOOP)
     if empty:
         instead["mtp_num_layers"] = None
@@ -341,7 +342,7 @@ def _to_build_with(spec: ModelSpec, *, empty: bool) -> Iterator[None]:
 
 
 def empty_chunk(spec: ModelSpec, groups: ProcessGroupCollection) -> Any:
-    """What Megatron's code is shown of a worker that holds nothing: a chunk of its model with nothing to save."""
+    """A chunk to show Megatron's code on a worker that holds nothing; it has nothing to save."""
     chunk = _build_chunk(spec, 1, 1, groups, empty=True)
     chunk.sharded_state_dict = lambda *args, **kwargs: {}
     return chunk
@@ -350,18 +351,18 @@ def empty_chunk(spec: ModelSpec, groups: ProcessGroupCollection) -> Any:
 class LayerBlock:
     """Layers ``[first, last)`` as one Megatron chunk under its own DDP wrapper.
 
-    DDP gets a group of one: it provides ``main_grad`` buffers, while the sum over the block's holders is an instruction
-    of the schedule. So a change of holders changes neither DDP nor optimizer.
+    DDP gets a group of one: it provides the ``main_grad`` buffers, while an instruction of the schedule sums over the
+    block's holders. So a change of holders changes neither DDP nor the optimizer.
     """
 
     def __init__(self, spec: ModelSpec, layers: Sequence[HeldLayer], groups: ProcessGroupCollection):
         self.spec, self.layers = spec, tuple(layers)
         self.first, self.last = layers[0].index, layers[-1].index + 1
         self.is_chunk = self.first != spec.tied
-        """One of Megatron's, and not the shared weight alone."""
+        """Whether it is a chunk of Megatron's model, rather than the shared weight alone."""
         self.borrowed: torch.nn.Parameter | None = None
         # The parts have the model's dtype already. Megatron's Float16Module would ask parallel_state which stage this
-        # is, and every chunk of a cell of one is the last there.
+        # is, and in a cell of one every chunk is the last.
         chunk = self._chunk(groups) if self.is_chunk else layers[0]
         chunk.to(device=torch.cuda.current_device())
         self.model = DistributedDataParallel(
@@ -387,14 +388,14 @@ class LayerBlock:
         chunk.decoder.layers = torch.nn.ModuleList(inner)
         chunk.decoder.num_layers_per_pipeline_rank = len(inner)
         for module in _places(chunk) if spec.shares_embedding else ():
-            _lend(module, None)  # its gradient is summed elsewhere
+            _lend(module, None)  # its gradient is accumulated elsewhere
         return chunk
 
     def borrow(self, weight: torch.nn.Parameter, *, hidden: bool) -> bool:
-        """Embedding and head compute with ``weight``; whether either is here.
+        """Make embedding and head compute with ``weight``. Returns whether either is in this block.
 
         Args:
-            hidden: another chunk of this worker shows it to Megatron.
+            hidden: another chunk of this worker shows the weight to Megatron.
         """
         places = _places(self.model.module)
         for module in places[:1]:
@@ -404,7 +405,7 @@ class LayerBlock:
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[bool]:
-        """In the body Megatron sees the borrowed weight, hidden or not; gives whether it is."""
+        """In the body Megatron sees the borrowed weight even if it was hidden; yields whether it was."""
         modules = _places(self.model.module) if self.borrowed is not None else []
         hidden = [module for module in modules if "weight" in module.__dict__]
         for module in hidden:
@@ -422,19 +423,19 @@ class LayerBlock:
 
     @property
     def expert_buffers(self) -> list[torch.Tensor]:
-        """Of experts that are spread over ranks (``experts.is_spread``)."""
+        """The main_grad buffers of experts that are spread over ranks (``experts.is_spread``), 1-D."""
         return [buffer.grad_data for buffer in self.model.expert_parallel_buffers]
 
     def gradients(self, first: int, last: int) -> list[torch.Tensor]:
-        """Of the layers ``[first, last)`` of this block, the parts of its buffers."""
+        """The parts of the :attr:`buffers` that belong to the layers ``[first, last)`` of this block, 1-D."""
         return self._within(self.buffers, first, last)
 
     def expert_gradients(self, first: int, last: int) -> list[torch.Tensor]:
-        """The same of :attr:`expert_buffers`."""
+        """The same for :attr:`expert_buffers`."""
         return self._within(self.expert_buffers, first, last)
 
     def _within(self, buffers: list[torch.Tensor], first: int, last: int) -> list[torch.Tensor]:
-        """DDP lays a block's parameters one behind the other, in the order of its layers or against it."""
+        """The parts of ``buffers`` for these layers. DDP lays out parameters in the order of layers, or reversed."""
         if (first, last) == (self.first, self.last):
             return buffers
         views = [view for layer in self.inside(first, last) for view in layer.gradients()]
@@ -463,12 +464,12 @@ class LayerBlock:
         return found
 
     def inside(self, first: int, last: int) -> list[HeldLayer]:
-        """Those of the layers ``[first, last)`` that are in it."""
+        """The layers of this block that are among ``[first, last)``."""
         return [layer for layer in self.layers if first <= layer.index < last]
 
     def partial_parameters(self, first: int, last: int) -> list[torch.nn.Parameter]:
-        """Those that all ranks of a cell have alike, where each rank has seen a part of the sequence or of the heads
-        (megatron core_v0.16.1 core/distributed/finalize_model_grads.py,
+        """The parameters that all ranks of a cell have alike, where each rank has seen only a part of the sequence or
+        of the heads (megatron core_v0.16.1 core/distributed/finalize_model_grads.py,
         ``_allreduce_non_tensor_model_parallel_grads``).
         """
         return [
@@ -484,14 +485,12 @@ class LayerBlock:
 
 
 def block_with(blocks: Iterable[LayerBlock], first: int, last: int) -> LayerBlock:
-    """The one with the layers ``[first, last)``."""
+    """The block that contains the layers ``[first, last)``."""
     return next(one for one in blocks if one.first <= first and last <= one.last)
 
 
 def lend(chunks: Iterable[LayerBlock], held: Mapping[int, HeldLayer]) -> None:
-    """Embedding and head among a worker's ``chunks`` compute with the one weight that they share, if they do; Megatron
-    sees it in the first of them.
-    """
+    """Make embedding and head of a worker compute with their shared weight, if any; Megatron sees it in the first."""
     lent = False
     for chunk in chunks:
         if shared := held.get(chunk.spec.tied):

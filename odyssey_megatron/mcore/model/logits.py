@@ -1,7 +1,7 @@
-"""``--log-max-attention-logit``: the largest logit of attention in a step, whatever a failure makes run again.
+"""``--log-max-attention-logit``: the largest attention logit in a step, whatever a failure makes run again.
 
-Transformer Engine's attention keeps, in each layer, the largest of each head that it has seen. What ranks sum with a
-step's agreement has a place for each rank here, since the largest of all is no sum.
+Transformer Engine's attention keeps, in each layer, the largest logit of each head that it has seen. A maximum cannot
+be summed, so the totals that ranks sum with a step's agreement have a place for each rank.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ _SEEN = "current_max_attn_logits"
 
 
 class LargestLogit:
-    """Of one rank's layers, and of all ranks'."""
+    """The largest logit in one rank's layers, and in all ranks'."""
 
     def __init__(self, config: TransformerConfig, rank: int, world_size: int):
-        """``world_size``: ranks that the job may have."""
+        """``world_size``: the largest number of ranks that the job may have."""
         self._rank, self._head = rank, config.num_layers + 1
         self.num_totals = world_size if config.log_max_attention_logit else 0
 
     def begin(self, layers: Iterable[HeldLayer]) -> None:
-        """Forgets what earlier steps and evaluations have seen. Megatron does so from 0.19 on."""
+        """Forget what earlier steps and evaluations have seen. Megatron does so from 0.19 on."""
         for module in self._attentions(layers):
             setattr(module, _SEEN, None)
 
     def local_totals(self, layers: Iterable[HeldLayer]) -> torch.Tensor:
-        """This rank's share: [a place for each rank], float64; Megatron begins at 0, too."""
+        """This rank's share: [a place for each rank], float64. It starts at 0, as Megatron does."""
         totals = torch.zeros(self.num_totals, dtype=torch.float64, device=torch.cuda.current_device())
         for module in self._attentions(layers):
             if (seen := getattr(module, _SEEN)) is not None:
@@ -40,11 +40,13 @@ class LargestLogit:
 
     @staticmethod
     def largest(totals: torch.Tensor) -> float:
-        """From everyone's totals."""
+        """The largest logit, from everyone's totals."""
         return float(totals.max()) if len(totals) else 0.0
 
     def _attentions(self, layers: Iterable[HeldLayer]) -> Iterator[torch.nn.Module]:
-        """Without those of multi-token prediction, which are the head's, and Megatron leaves out."""
+        """The attention modules in ``layers``, without those of multi-token prediction, which belong to the head, and
+        which Megatron leaves out.
+        """
         if self.num_totals:
             for layer in layers:
                 if layer.index < self._head:

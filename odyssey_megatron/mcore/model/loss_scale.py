@@ -1,7 +1,7 @@
-"""What losses are multiplied with before a backward in 16 bits, as Megatron has it; it divides its gradients again.
+"""The loss scale: what Megatron multiplies losses by before a 16-bit backward, and divides gradients by afterwards.
 
-It is the same on all ranks, though no message is sent of it: it follows from the totals that all agree on in a step, of
-which the gradient norm is not finite where any gradient is not. A rank that joins is told what the others have.
+All ranks have the same scale without sending it: it follows from the totals that all agree on in a step, where the
+gradient norm is not finite if any gradient is not. A rank that joins is told the others' scale.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.execute.ledger import Word
 
 _BESIDE: tuple[Any, ...] = MoEAuxLossAutoScaler, MTPLossAutoScaler
-"""They add gradients of losses that no forward step gives, on the way of the one that it gives."""
+"""Megatron's classes that add gradients of losses which a forward step does not return, while its own loss goes
+backward.
+"""
 
 
 class LossScale:
-    """The loss scale of ``config``, 1 if it has none, and how many steps it has made the job skip."""
+    """The loss scale of ``config``, 1 if it has none, and the number of steps that the job has skipped."""
 
     def __init__(self, config: OptimizerConfig, *, ends_job: bool):
-        """``ends_job``: a step whose gradients are not finite ends the job where a smaller scale is not the answer.
+        """``ends_job``: a step whose gradients are not finite ends the job, unless a smaller scale may cure it.
 
         Raises:
             ConfigError: Megatron refuses these numbers.
@@ -35,7 +37,9 @@ class LossScale:
         self._ends_job = ends_job
         self._word: Word = None
         self.skipped = self.skipped_samples = 0
-        """Steps, since the job was started, that do not count in the learning rate's schedule; and their samples."""
+        """Steps since the job was started that do not count in the learning rate's schedule, and the number of their
+        samples.
+        """
         try:
             self.scaler = _scaler(config)
         except AssertionError as error:
@@ -47,25 +51,25 @@ class LossScale:
             ) from error
 
     def __bool__(self) -> bool:
-        """Whether there is one."""
+        """Whether there is a loss scale."""
         return self.scaler is not None
 
     @property
     def value(self) -> torch.Tensor:
-        """Now, as Megatron's optimizers show it: [1], float32."""
+        """The current scale, as Megatron's optimizers show it: [1], float32."""
         if self.scaler is None:
             return torch.ones(1, dtype=torch.float32, device=torch.cuda.current_device())
         scale: torch.Tensor = self.scaler.scale
         return scale
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """What the backward begins with."""
+        """The value that the backward of ``loss`` begins with."""
         loss = loss if self._word is None else self._word * loss
         return loss if self.scaler is None else self.value * loss
 
     @contextlib.contextmanager
     def only_if(self, word: Word) -> Iterator[None]:
-        """In the body a backward begins with nothing unless ``word`` stands."""
+        """In the body a backward begins with zero unless ``word`` (``execute/ledger.py``) stands."""
         self._word = word
         before = [one.main_loss_backward_scale for one in _BESIDE]
         for one in _BESIDE if word is not None else ():
@@ -80,29 +84,29 @@ class LossScale:
 
     @property
     def skips(self) -> bool:
-        """A step whose gradients are not finite changes no weight, and the job goes on."""
+        """Whether the job goes on after a step whose gradients are not finite, without changing any weight."""
         return isinstance(self.scaler, DynamicGradScaler) or (bool(self) and not self._ends_job)
 
     @property
     def blames_nobody(self) -> bool:
-        """Such a step says no more than that the scale is too large; not where it is as small as it may be."""
+        """Whether such a step only says that the scale is too large; not so once the scale is as small as it may be."""
         smallest = getattr(self.scaler, "min_scale", 0.0)
         return self.skips and bool(self.value > smallest)
 
     def update(self, *, skipped: bool, samples: int) -> None:
-        """Behind a step of ``samples``."""
+        """Adapt the scale after a step of ``samples``."""
         if skipped:
             self.leave_out(samples)
         if self.scaler is not None:
             self.scaler.update(skipped)
 
     def leave_out(self, samples: int) -> None:
-        """A step of ``samples`` changes no weight, whatever the scale."""
+        """Count a step of ``samples`` that changes no weight, whatever the scale."""
         self.skipped += 1
         self.skipped_samples += samples
 
     def state(self) -> torch.Tensor:
-        """All that steps have changed, for :meth:`take_over` on a rank that joins: 1-D, float64, on the host."""
+        """Everything that steps have changed, for :meth:`take_over` on a rank that joins: 1-D, float64, on the host."""
         kept = self.scaler.state_dict() if self else {}
         return torch.tensor(
             [self.skipped, self.skipped_samples, *(float(kept[name]) for name in sorted(kept))],
@@ -110,7 +114,7 @@ class LossScale:
         )
 
     def take_over(self, state: torch.Tensor) -> None:
-        """``state`` is what :meth:`state` of another rank has given."""
+        """Take over the ``state`` that :meth:`state` of another rank has returned."""
         skipped, samples, *values = state.tolist()
         self.skipped, self.skipped_samples = int(skipped), int(samples)
         if values:
@@ -125,7 +129,7 @@ class LossScale:
 
 
 def _scaler(config: OptimizerConfig) -> Any:
-    """As megatron core_v0.16.1 core/optimizer/__init__.py, lines 419-443, makes one for each optimizer."""
+    """The scaler that megatron core_v0.16.1 core/optimizer/__init__.py, lines 419-443, makes for each optimizer."""
     if not (config.fp16 or config.bf16):
         return None
     if config.loss_scale:

@@ -1,4 +1,4 @@
-"""The Megatron model of one rank: what the interpreter computes with, and what the recovery moves."""
+"""The Megatron model of one rank: what the interpreter computes with, and what a recovery moves."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ ForwardStep = Callable[[Any, Any], tuple[torch.Tensor, Callable[..., Any] | None
 
 
 class MegatronModel(Holdings):
-    """Held layers, the blocks made of them, and the step's state. Implements ``execute.interpreter.Compute``."""
+    """The held layers, the blocks made of them, and the step's state. Implements ``execute.interpreter.Compute``."""
 
     def __init__(
         self,
@@ -70,14 +70,14 @@ class MegatronModel(Holdings):
         world_size: int = 1,
         cuts_activations: bool | None = None,
     ):
-        """``groups_of_cell``: those of the ``cell`` that this rank has a place in.
+        """``groups_of_cell``: Megatron's groups for the ``cell`` that this rank is in.
 
-        ``cuts_activations``: ranks of a whole cell have each a piece of an activation (sequence parallelism); None: as
-        the config says, which is for this cell, be it a smaller one.
+        ``cuts_activations``: whether ranks of a whole cell have a piece of an activation each (sequence parallelism);
+        None: as this cell's config says.
 
-        ``spare_on_host``: optimizer state that is kept for a failure only lies in host memory between steps.
+        ``spare_on_host``: optimizer state that is kept only for a failure lies in host memory between steps.
 
-        ``replicas``: of the launch line's data parallelism. A loss scale is for gradients as large as Megatron's there.
+        ``replicas``: the launch line's data parallelism. With a loss scale, gradients are as large as Megatron's there.
         """
         te.prepare(spec.config)
         span.install()
@@ -95,7 +95,7 @@ class MegatronModel(Holdings):
         self.loss_names, self._spare_on_host = tuple(loss_names), spare_on_host
         self._tp_rank, self._cp_rank = self._groups.tp.rank(), self._groups.cp.rank()
         self._losses_of_one = 1 if config.calculate_per_token_loss else self._groups.cp.size()
-        """Losses of a microbatch: a mean for each part of its sequence, which Megatron averages, or one sum."""
+        """Losses per microbatch: a mean for each part of its sequence, which Megatron averages, or one sum."""
         self.cuts_activations = config.sequence_parallel if cuts_activations is None else cuts_activations
         parts = self._groups.tp_cp if config.sequence_parallel else self._groups.cp
         length, *rest = spec.activation_shape(seq_length, micro_batch_size, parts.size())
@@ -115,8 +115,8 @@ class MegatronModel(Holdings):
     # -- layout ---------------------------------------------------------------------------------------------------
 
     def stand_in(self) -> None:
-        """One block of one transformer layer that nobody uses, before this rank has joined: code that expects a model
-        has one, and building the layers that will be sent takes no first-time cost while the others wait.
+        """Make an unused block of one transformer layer before this rank has joined: code that expects a model finds
+        one, and first-time costs of building layers are paid before others wait for it.
         """
         self.expect({1: (EVERYTHING,)})
         nobody: tuple[int, ...] = ()
@@ -132,7 +132,7 @@ class MegatronModel(Holdings):
         return LayerBlock(self.spec, [self._hold(1, parts)], self._groups)
 
     def forget(self) -> None:
-        """This rank holds nothing: what it was sent in a generation that came to nothing is out of date."""
+        """Hold nothing from now on: what this rank was sent in a generation that failed is out of date."""
         self.discard_incoming()
         self._held.clear()
         self._blocks = {}
@@ -140,7 +140,7 @@ class MegatronModel(Holdings):
         self._layout = Layout(holders=(), routes=())
 
     def take_layout(self, layout: Layout, worker: int) -> None:
-        """Assembles this worker's blocks; blocks whose span stays the same are kept, gradients in any case.
+        """Assemble this worker's blocks. Blocks with the same layers are kept, and gradients are kept in any case.
 
         Raises:
             TransferIncomplete: a layer is neither held nor received.
@@ -151,7 +151,7 @@ class MegatronModel(Holdings):
         ):
             raise TransferIncomplete(f"worker {worker} was not sent layer(s) {lacking}")
         for layer in layout.held_by(worker):
-            if layer not in self._held:  # only weights, which come like after every step
+            if layer not in self._held:  # only its weights are needed, which arrive as after every step
                 self._held[layer] = self._hold(layer, build_part(self.spec, layer, self._groups))
         before, self._blocks = self._blocks, {}
         self._blocks = assembled(
@@ -169,24 +169,24 @@ class MegatronModel(Holdings):
     # -- one step -------------------------------------------------------------------------------------------------
 
     def begin_step(self, step: int) -> None:
-        """Forgets whatever an earlier attempt left, and zeroes the gradients."""
+        """Forget whatever an earlier attempt left, and zero the gradients."""
         self._step = self._seeds.step = step
         microbatches = self.microbatches_of(step) * self.cell.full_lanes
         self._begin(microbatches, before=self.batches.before(step), training=True)
         self.balance.begin(step)
-        self._look_ahead()  # now, since whoever computes heads waits for the first activation
+        self._look_ahead()  # now, since whoever computes heads has to wait for its first activation anyway
         self._parts.forget()
         self.logits.begin(self.layers)
         for block in self._blocks.values():
             block.zero_gradients()
 
     def microbatches_of(self, step: int) -> int:
-        """As a plan counts: a cell computes as many at once as it has lanes."""
+        """The number of microbatches of ``step`` as a plan counts them: one for all lanes of a cell."""
         size = 0 if step in self.batches.left_out else self.batches.size(step)
         return size // (self._micro_batch_size * self.cell.full_lanes)
 
     def begin_evaluation(self, first: int, microbatches: int) -> None:
-        """As a step, of those ``microbatches`` of the source from ``first`` on; nothing is kept for a backward."""
+        """Begin an evaluation of ``microbatches`` of the source from ``first`` on; nothing is kept for a backward."""
         lanes = self.cell.full_lanes
         self._seeds.step = rng.INITIAL - 1 - first
         self._begin(microbatches * lanes, before=first * lanes * self._micro_batch_size, training=False)
@@ -203,7 +203,7 @@ class MegatronModel(Holdings):
                 block.model.train(training)
 
     def _look_ahead(self) -> dict[int, int]:
-        """At the next step's microbatches that would have their heads here; gives the first of the route of each."""
+        """Look at the next step's microbatches whose heads would run here; maps each to the first of its route."""
         step, lanes, own = self._step + 1, self.cell.full_lanes, self.cell.held_lanes
         if self._tp_rank or self._cp_rank or not self.balance.num_totals:
             return {}
@@ -216,7 +216,7 @@ class MegatronModel(Holdings):
         return routes
 
     def _go_to(self, microbatch: int, lane: int | None = None) -> int:
-        """To a ``lane``'s of a plan's ``microbatch``, or the first one's here; gives its number in the step."""
+        """Switch to the plan's ``microbatch`` in a ``lane`` (or the first here); returns its number in the step."""
         self._lane = self.cell.held_lanes[0] if lane is None else lane
         microbatch = self.balance.in_place(microbatch) * self.cell.full_lanes + self._lane
         self._seeds.microbatch = microbatch
@@ -258,8 +258,8 @@ class MegatronModel(Holdings):
         ahead: bool,
         needs: Needs,
     ) -> torch.Tensor:
-        """Of a ``microbatch`` of the step, which is at hand."""
-        self.future.taken()  # what is left of a forward that was cut short
+        """Run one microbatch forward; ``microbatch`` is its number in the step, and it is the current one."""
+        self.future.taken()  # drops what an interrupted forward has left
         tensor, tokens, reported = activation, torch.empty(0), list[dict[str, torch.Tensor]]()
         sums_losses = self.spec.config.calculate_per_token_loss
         for block in self._span(first, last):
@@ -279,7 +279,7 @@ class MegatronModel(Holdings):
                     is_last_stage=is_last_stage,
                 )
         assert tensor is not None
-        # Blocks before the head have none, and say so on the host.
+        # Blocks before the head have no losses; that is known on the host, without asking the device.
         self._tally.add(microbatch, first, last, tokens, self._tally.read(reported), ahead=ahead)
         return tensor
 
@@ -312,9 +312,9 @@ class MegatronModel(Holdings):
     ) -> torch.Tensor | None:
         def on_the_way(layer: int) -> None:
             assert passed is not None
-            if self._lane == self.cell.held_lanes[0]:  # the last one to come here
+            if self._lane == self.cell.held_lanes[0]:  # the lane that comes here last
                 passed(layer)
-                self._go_to(microbatch)  # back to it: what is recomputed draws numbers
+                self._go_to(microbatch)  # switch back, since recomputation draws random numbers
 
         if passed is not None:
             passed(last)
@@ -368,20 +368,20 @@ class MegatronModel(Holdings):
 
     @property
     def _sizes_of_totals(self) -> list[int]:
-        """The step's own, those of routers, and what is known of the next one."""
+        """Sizes of the step's own totals, of routers', of logits', and of what is known of the next step."""
         own = [part.num_totals for part in (self.routing, self.logits, self.balance)]
         return [outcome.num_totals(self._tally.names), *own]
 
     def take_over(self, totals: torch.Tensor, step: int, scale: torch.Tensor) -> None:
-        """What all ranks have alike besides layers, of one that joins: the totals of the step before ``step``, and
-        the state of the loss scale.
+        """On a rank that joins, take over what all ranks have alike besides layers: the totals of the step before
+        ``step``, and the state of the loss scale.
         """
         self.balance.take(torch.split(totals, self._sizes_of_totals)[-1], step)
         self.loss_scale.take_over(scale)
 
     def local_totals(self) -> torch.Tensor:
-        """This rank's share of the step's totals: each block's gradient is counted by its first holder only, or, where
-        its state is cut, each slice by its first owner; each microbatch by those that ran its head.
+        """This rank's share of the step's totals. Only the first holder of a block counts its gradient (the first owner
+        of a slice, where state is cut), and only the ranks that ran a microbatch's head count the microbatch.
         """
         layout, worker = self._layout, self._worker
         if layout.keepers:
@@ -410,23 +410,21 @@ class MegatronModel(Holdings):
         return torch.cat([totals, self.routing.local_totals(), logits, to_device(ahead)])
 
     def timed(self, took_s: Callable[[], Mapping[Instr, float]]) -> None:
-        """``took_s``: what this rank's instructions of a step have taken, which is over."""
+        """Report the times ``took_s`` that this rank's instructions took in a step that is over."""
         self.balance.timed(took_s)
 
     def squared_weights(self) -> torch.Tensor:
-        """This rank's share of the sum of all squared parameters: of each slice the first of those that keep its
-        optimizer state counts it.
-        """
+        """This rank's share of the sum of all squared parameters; the first keeper of a slice counts it."""
         counted = ((one, firsts(self._layout.states[one.index]).get(self._worker, ())) for one in self.layers)
         return outcome.squared_weights(counted, self.cell)
 
     def local_losses(self) -> torch.Tensor:
-        """What this rank's share of the evaluated microbatches reported; sums to a table of all."""
+        """The losses of this rank's share of the evaluated microbatches; summed over ranks they are a table of all."""
         losses = self._tally.losses if self._tp_rank == 0 else {}
         return outcome.loss_table(losses, self.loss_names, self._of_step, self.cell)
 
     def apply(self, totals: torch.Tensor, checkpoint: Callable[[], None]) -> StepOutcome:
-        """The optimizer step from reduced gradients and everyone's totals; sends nothing.
+        """Make the optimizer step from reduced gradients and everyone's totals; sends nothing.
 
         Raises:
             NotFinite: the same on every rank, before any weight has changed.
@@ -461,7 +459,7 @@ class MegatronModel(Holdings):
                 optimizer.apply(gradient.scale)
             optimizer.park(spare.get(index, ()))
             checkpoint()
-        self.routing.balance(self._held, routed)  # of a step that is skipped, too
+        self.routing.balance(self._held, routed)  # after a skipped step, too
         self.loss_scale.update(skipped=skipped, samples=self.batches.size(self._step))
         return StepOutcome(
             losses=outcome.means(losses, self._tally.names),
@@ -478,23 +476,23 @@ class MegatronModel(Holdings):
         )
 
     def _let_go(self) -> None:
-        """Of what the layout at hand does not need: its step is agreed on, and nobody goes back behind it."""
+        """Drop what the current layout does not need: its step is agreed on, and nobody returns to an earlier one."""
         keeps = self._layout.kept_by(self._worker)
         for layer in self.layers:
-            layer.former.clear()  # others' is current from now on, and this one would not be
+            layer.former.clear()  # from now on only others keep these up to date
             if layer.index not in keeps:
                 layer.optimizer = None
         self._held = {layer.index: layer for layer in self.layers}
 
     def _leave_out(self) -> StepOutcome:
-        """A step that trains on nothing, and does not count in the learning rate's schedule."""
+        """End a step that trains on nothing, and does not count in the learning rate's schedule."""
         assert self.learning_rate
         lr = self.learning_rate.set([], self._step, self.batches, self.loss_scale)
         self.loss_scale.leave_out(self.batches.size(self._step))
         return StepOutcome(lr=lr, skipped=True)
 
     def samples_of_losses(self) -> dict[int, list[int]]:
-        """Microbatch -> samples, for those whose loss this rank, the first of its lane, computed in this step."""
+        """Microbatch -> its samples, for those whose loss this rank computed in this step as the first of its lane."""
         assert self.source is not None
         fetched, ours = self.source.fetched, () if self._groups.tp_cp.rank() else sorted(self._tally.losses)
         return {microbatch: fetched[microbatch] for microbatch in ours if microbatch in fetched}

@@ -1,4 +1,4 @@
-"""Says, in a forward, which layer computes next: its weights may still be on their way."""
+"""Announces in a forward which layer computes next, as its weights may still be on their way."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _needs: Needs = None
 
 @contextlib.contextmanager
 def asking(needs: Needs) -> Iterator[None]:
-    """The body is a forward; not what of it a backward computes once more."""
+    """The body is a forward that calls ``needs`` before each layer; recomputation in a backward does not."""
     global _needs
     _needs = needs
     try:
@@ -25,7 +25,7 @@ def asking(needs: Needs) -> Iterator[None]:
 
 
 def watch(modules: Iterable[torch.nn.Module], layers: tuple[int, ...]) -> None:
-    """The ``modules`` compute with the weights of these ``layers``."""
+    """Announce these ``layers`` before any of the ``modules`` computes with their weights."""
 
     def begins(module: torch.nn.Module, args: Any) -> None:
         if _needs is not None:

@@ -1,4 +1,4 @@
-"""Megatron's optimizer, one for each layer, driven by a norm and a count that Odyssey's agreement provides.
+"""Megatron's optimizer, one for each layer, driven by the norm and counts that Odyssey's agreement provides.
 
 Clipping is done here and not by ``optimizer/clip_grads.py``: the norm must count each layer once whatever the number of
 its holders (I4), and Megatron's code takes float32 gradients only.
@@ -33,24 +33,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """Of a parameter the numbers whose state is kept."""
+    """The numbers of one parameter whose optimizer state is kept, and the tensors that Megatron optimizes for them."""
 
     of: Range
     is_all: bool
-    """These are the parameter's own tensors, in its shape; else rows of numbers, one part behind the other."""
+    """Whether these are the parameter's own tensors, in its shape; else 1-D tensors of the numbers, one part after the
+    other.
+    """
     shown: torch.Tensor
     main: torch.Tensor
-    """That is optimized, be it the same."""
+    """The parameter that is optimized (in 32 bits); the same as ``shown`` unless training is in 16 bits."""
     inner: Any
-    """torch's optimizer."""
+    """torch's optimizer that has the state."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """By what is kept."""
+        """The main parameter, if it is not ``shown`` itself, and the optimizer's state, by name."""
         mains = {} if self.main is self.shown else {"main": self.main.data}
         return mains | {kept: one for kept, one in sorted(self.inner.state[self.main].items())}
 
     def of_part(self, tensor: torch.Tensor, number: int) -> torch.Tensor:
-        """One of :meth:`tensors`, as part ``number`` has it."""
+        """Part ``number`` of ``tensor``, one of :meth:`tensors`: 1-D."""
         if not tensor.dim():
             return tensor.reshape(1)
         if self.is_all:
@@ -58,7 +60,7 @@ class _Kept:
         return tensor.view(self.of.parts, -1)[number if self.of.parts > 1 else 0]
 
     def put(self, tensor: torch.Tensor, number: int, numbers: torch.Tensor, start: int, stop: int) -> None:
-        """``numbers`` are those in ``[start, stop)`` of the parameter from now on."""
+        """Replace the numbers ``[start, stop)`` of the parameter in ``tensor`` by ``numbers``."""
         if not tensor.dim():
             tensor.copy_(numbers[0])
         elif self.is_all:
@@ -67,7 +69,7 @@ class _Kept:
             self.of_part(tensor, number)[start - self.of.start : stop - self.of.start].copy_(numbers)
 
     def show(self) -> None:
-        """Megatron is to optimize what the model has now, with the gradient that it has."""
+        """Give Megatron the model's current numbers and their gradient to optimize."""
         if self.is_all:
             return
         gradient = self.of.together(self.of.parameter.main_grad)  # type: ignore[attr-defined]
@@ -76,20 +78,20 @@ class _Kept:
             self.shown.data = self.of.together(self.of.parameter)
 
     def take_over(self) -> None:
-        """The model has new weights."""
+        """Take over new weights of the model."""
         if not self.is_all:
             self.shown.data.copy_(self.of.together(self.of.parameter))
 
     @torch.no_grad()
     def give(self) -> None:
-        """They are the model's; of one part they are a view."""
+        """Write the optimized numbers into the model; with a single part they are a view of it already."""
         if not self.is_all and self.of.parts > 1:
             for number in range(self.of.parts):
                 self.of.put(self.of.parameter, number, self.of_part(self.shown.data, number))
 
 
 class LayerOptimizer:
-    """The optimizer of one layer, or of ``spans`` of its numbers; its state moves with them."""
+    """The optimizer of one layer, or of the ``spans`` of its numbers; its state moves with them."""
 
     def __init__(
         self,
@@ -99,7 +101,7 @@ class LayerOptimizer:
         spans: tuple[Span, ...] = (EVERYTHING,),
         each: Each = ONE,
     ):
-        """``each``: what this rank has of the layer."""
+        """``each``: how much of the layer this rank has."""
         config = spec.optimizer_config
         if config.use_distributed_optimizer:
             raise ConfigError(
@@ -107,10 +109,12 @@ class LayerOptimizer:
                 "its part with it. Leave it out, and pass optimizer_copies=2 to TrainingJob: slices of which each is "
                 "kept twice."
             )
-        with alone():  # Megatron would have all ranks agree on the groups of parameters
+        with alone():  # Megatron would have all ranks agree on the parameter groups
             chained = compat.optimizer_of(config, [module], spec.config_overrides, groups, of_layer=True)
         self._megatron: list[Any] = chained.chained_optimizers
-        """One, and another one for experts that are spread over ranks; of Muon's matrices others than of the rest."""
+        """One of Megatron's optimizers, and another for experts that are spread over ranks; with Muon, separate ones
+        for its matrices and for the rest.
+        """
         self.spans, self._module, self._each = spans, module, each
         self._kept: dict[str, list[_Kept]] = defaultdict(list)
         is_all = spans == (EVERYTHING,)
@@ -136,7 +140,7 @@ class LayerOptimizer:
                 _optimize(megatron, instead)
         take_over(self.param_groups, spec.loaded_groups)
         for megatron in self._megatron:
-            megatron.grad_scaler = None  # there is one for all layers (``model/loss_scale.py``)
+            megatron.grad_scaler = None  # one for all layers is kept elsewhere (``model/loss_scale.py``)
             if megatron.optimizer is not None:  # there are parameters
                 _create_state(megatron.optimizer, spec.moments)
         self._moments = spec.moments
@@ -149,41 +153,39 @@ class LayerOptimizer:
         return [group for one in self._megatron for group in one.param_groups]
 
     def kept(self) -> Iterator[_Kept]:
-        """Of all parameters, by name, the numbers whose state is kept."""
+        """The numbers whose state is kept, for all parameters, by name."""
         self.fetch()
         yield from self._each_kept()
 
     def entries(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, dict[str, Any]]]:
-        """(model parameter, the parameter that is optimized, its state), of all of a layer; the first two are one
-        unless in 16 bits.
+        """(model parameter, the parameter that is optimized, its state), for a whole layer; the first two are the same
+        except in 16-bit training.
         """
         for one in self.kept():
             yield one.shown, one.main, one.inner.state[one.main]
 
     def reload(self) -> None:
-        """Takes the model's parameters, which were loaded, as those to optimize."""
+        """Take the model's parameters, which were loaded, as those to optimize."""
         self.take_over()
         for megatron in self._megatron:
             megatron.reload_model_params()
 
     def take_over(self) -> None:
-        """The model has new weights, whose main parameters are here."""
+        """Take over new weights of the model into the tensors that are optimized here."""
         for one in self.kept():
             one.take_over()
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        """What the optimizer keeps of all of a layer, and the main parameters where they are not the model's own
-        (16-bit training).
-        """
+        """All optimizer state of the layer, with the main parameters where they are not the model's own (16 bits)."""
         self.fetch()
         return {name: tensor for span in self.spans for name, tensor in self._of_span(span)}
 
     def state_bytes(self) -> int:
-        """Wherever they lie."""
+        """Bytes of the state, wherever it lies."""
         return sum(one.nbytes for span in self.spans for _, one in self._of_span(span))
 
     def part_bytes(self) -> int:
-        """Of the state of one part of the whole layer, if all of it is like what is kept here."""
+        """Bytes of the state of one part of the whole layer, extrapolated from what is kept here."""
         numbers = {span: 0 for span in (EVERYTHING, *self.spans)}
         for one in ranges(self._module, self._each, numbers, 0):
             numbers[one.span] += one.stop - one.start
@@ -208,7 +210,7 @@ class LayerOptimizer:
     # -- slices ---------------------------------------------------------------------------------------------------
 
     def numbers(self, number: int, span: Span) -> dict[str, torch.Tensor]:
-        """What is kept of ``span`` of part ``number``: each 1-D, with its parameter's name; in place, or a copy."""
+        """The state kept for ``span`` of part ``number``, by parameter and kind: 1-D tensors, in place or copies."""
         self.fetch()
         found: dict[str, torch.Tensor] = {}
         for wanted in ranges(self._module, self._each, [span], number):
@@ -220,13 +222,13 @@ class LayerOptimizer:
                         part, at = one.of_part(tensor, number), one.of.start
                         pieces[kept].append(part[start - at : stop - at] if tensor.dim() else part)
             for kept, own in pieces.items():
-                counts = kept == "step"  # alike in all of them
+                counts = kept == "step"  # the same in all pieces
                 found[f"{wanted.in_whole}.{kept}"] = own[0] if counts or len(own) == 1 else torch.cat(own)
         return found
 
     @torch.no_grad()
     def put(self, number: int, span: Span, given: Mapping[str, torch.Tensor]) -> None:
-        """What :meth:`numbers` has given of ``span``, here or elsewhere, is kept from now on."""
+        """Take over what :meth:`numbers` of ``span`` has returned, here or on another rank."""
         self.fetch()
         for wanted in ranges(self._module, self._each, [span], number):
             for one in self._kept.get(wanted.name, ()):
@@ -240,18 +242,18 @@ class LayerOptimizer:
     # -- where it lies --------------------------------------------------------------------------------------------
 
     def park(self, spans: Iterable[Span]) -> None:
-        """What is kept of ``spans`` lies on the host until it is needed."""
+        """Move the state of ``spans`` to the host until it is needed."""
         for span in spans:
             self._parkings[span].park()
 
     def fetch(self) -> None:
-        """All of it lies on the device."""
+        """Move all of the state to the device."""
         for one in self._parkings.values():
             one.fetch()
 
     @contextlib.contextmanager
     def at_hand(self) -> Iterator[None]:
-        """In the body all of it is on the device; then it lies where it lay."""
+        """In the body all of the state is on the device; afterwards it lies where it lay before."""
         with contextlib.ExitStack() as stack:
             for one in self._parkings.values():
                 stack.enter_context(one.at_hand())
@@ -259,17 +261,17 @@ class LayerOptimizer:
 
     @property
     def host_bytes(self) -> int:
-        """What lies on the host now."""
+        """Bytes of state that lie on the host now."""
         return sum(one.host_bytes for one in self._parkings.values())
 
     def apply(self, scale: float) -> None:
-        """One step with the gradients in ``main_grad`` times ``scale``. Local: no message is sent."""
+        """Make one step with the gradients in ``main_grad`` times ``scale``. Local: no message is sent."""
         for one in self.kept():
             one.show()
         for megatron in self._megatron:
             megatron.prepare_grads()
             gradients = [p.grad for group in megatron.param_groups for p in group["params"]]
-            if gradients:  # an embedding whose only weight is the head's, too, has none
+            if gradients:  # an embedding whose only weight is shared with the head has no gradients
                 torch._foreach_mul_(gradients, scale)
             with _in_full(megatron.optimizer, self._moments):
                 megatron.step_with_ready_grads()
@@ -279,14 +281,14 @@ class LayerOptimizer:
 
 
 def _cut(of: Range, shown: torch.Tensor, main: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """These numbers of a parameter as one of their own, and of what is optimized in its place."""
+    """The numbers ``of`` a parameter as a parameter of their own, and the same for what is optimized in its place."""
     own = torch.nn.Parameter(of.together(shown))
     return own, own if shown is main else torch.nn.Parameter(of.together(main).clone())
 
 
 def _optimize(megatron: Any, instead: Mapping[int, Sequence[_Kept]]) -> None:
-    """Has one of Megatron's optimizers, which has made no step, optimize these ``instead`` of its parameters, which
-    they replace by their ids.
+    """Make one of Megatron's optimizers, which has made no step yet, optimize other tensors; ``instead`` maps the
+    ``id`` of each main parameter to what replaces it.
     """
     names = ("float16_groups", "fp32_from_float16_groups", "fp32_from_fp32_groups")
     shown, mains, others = (getattr(megatron, name, []) for name in names)
@@ -299,8 +301,8 @@ def _optimize(megatron: Any, instead: Mapping[int, Sequence[_Kept]]) -> None:
 
 @contextlib.contextmanager
 def _in_full(inner: torch.optim.Optimizer | None, moments: Mapping[str, torch.dtype]) -> Iterator[None]:
-    """In the body ``inner`` has its ``moments`` in the type of its parameters, and steps as without them; behind it
-    they are rounded to the type in which they are kept, as Transformer Engine's FusedAdam does it
+    """In the body ``inner`` has its ``moments`` in the type of its parameters, so that it steps as usual; afterwards
+    they are rounded to the type in which they are kept. Transformer Engine's FusedAdam does the same
     (``transformer_engine/pytorch/optimizers/fused_adam.py``, ``get_unscaled_state`` and ``_apply_scale``).
     """
     states = inner.state.items() if inner is not None and moments else ()
@@ -313,12 +315,12 @@ def _in_full(inner: torch.optim.Optimizer | None, moments: Mapping[str, torch.dt
 
 
 def _create_state(inner: torch.optim.Optimizer, moments: Mapping[str, torch.dtype]) -> None:
-    """The state of each parameter, which ``inner`` would create in its first step: a layer may have to move before. Its
+    """Create the state that ``inner`` would create in its first step, since a layer may have to move before that. Its
     ``moments`` are kept in types of their own.
 
-    Which tensors those are is found by a step of the same optimizer with a parameter of four numbers. All of them start
-    at zero; a momentum whose first value is the gradient itself (SGD) is then what it would have been, as Megatron
-    sets no dampening.
+    A step of the same optimizer with a parameter of four numbers shows which tensors it keeps. All of them start at
+    zero. For a momentum that starts as the first gradient (SGD) that makes no difference, as Megatron sets no
+    dampening.
     """
     for group in inner.param_groups:
         for dtype, device in {(one.dtype, one.device) for one in group["params"]}:
@@ -331,7 +333,7 @@ def _create_state(inner: torch.optim.Optimizer, moments: Mapping[str, torch.dtyp
             kept = tried.state[parameter]
             counted = (
                 {"step": 0} if "step" in tried.param_groups[0] else {}
-            )  # by TE and Apex, for all parameters
+            )  # TE and Apex count once for all parameters
             group.update(counted)
             for one in group["params"]:
                 if (one.dtype, one.device) == (dtype, device):
@@ -345,7 +347,9 @@ def _create_state(inner: torch.optim.Optimizer, moments: Mapping[str, torch.dtyp
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a group of parameters, all but these; equal ones are equal after JSON, too."""
+    """All entries of a parameter group but its parameters; equal groups give equal settings after a trip through JSON,
+    too.
+    """
     return {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in group.items()
@@ -354,7 +358,7 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def take_over(groups: Sequence[dict[str, Any]], loaded: Sequence[tuple[Any, Any]]) -> None:
-    """Gives each of ``groups`` what was loaded in place of the settings that it has."""
+    """Replace the settings of each of ``groups`` by those that were loaded for it."""
     for group in groups:
         own = settings_of(group)
         for given, instead in loaded:
@@ -378,9 +382,9 @@ def pairs(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 class _ParamGroups:
-    """What OptimizerParamScheduler wants of an optimizer: the parameter groups of all layers held here.
+    """What OptimizerParamScheduler needs of an optimizer: the parameter groups of all layers held here.
 
-    One more group, without parameters, tells the learning rate on a rank that holds no layer.
+    One more group, without parameters, gives the learning rate on a rank that holds no layer.
     """
 
     def __init__(self, optimizers: Sequence[Any], settings: Mapping[str, Any]):
@@ -391,7 +395,7 @@ class _ParamGroups:
 
 @contextlib.contextmanager
 def schedule_refused(given: Any = "") -> Iterator[None]:
-    """What Megatron refuses of a schedule in the body, it refuses in one message. Raises ConfigError."""
+    """Turn whatever Megatron raises about a schedule in the body into one message. Raises ConfigError."""
     try:
         yield
     except (AssertionError, TypeError) as error:
@@ -410,11 +414,15 @@ class Origin:
 
     step: int = 0
     samples: int = 0
-    """That the schedule had counted by then; another number if batches had another size, or it was not loaded."""
+    """Samples that the schedule had counted by then; not those of ``step`` if batches had another size, or if the
+    schedule was not loaded.
+    """
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Of the groups of parameters without a rate of their own, as loaded."""
+    """Loaded settings of the parameter groups that have no rate of their own."""
     first_step: Mapping[str, Any] = field(default_factory=dict)
-    """Of the schedule, in the first step alone: Megatron takes over a checkpoint's weight decay after setting it."""
+    """Arguments of the schedule in the first step alone: Megatron takes over a checkpoint's weight decay after setting
+    it.
+    """
 
 
 class LearningRate:
@@ -431,8 +439,8 @@ class LearningRate:
             OptimizerParamScheduler(_ParamGroups([], {}), **scheduler_arguments)
 
     def set(self, optimizers: Sequence[Any], step: int, batches: Batches, scale: LossScale) -> float:
-        """Sets learning rate and weight decay of ``step`` (from 0), behind all that were committed, everywhere; returns
-        the learning rate. Skipped steps do not count.
+        """Set the learning rate and weight decay of ``step`` (counted from 0) in all groups, and return the learning
+        rate. Skipped steps do not count.
         """
         samples, step = batches.before(step) - scale.skipped_samples, step - scale.skipped
         start, groups = self._start, _ParamGroups(optimizers, self._start.settings)
@@ -440,6 +448,6 @@ class LearningRate:
         scheduler = OptimizerParamScheduler(groups, **arguments)
         scheduler.step(increment=start.samples + samples)
         for group in groups.param_groups:
-            if "step" in group:  # TE and Apex count there, and not with each parameter
+            if "step" in group:  # TE and Apex count there instead of with each parameter
                 group["step"] = start.settings.get("step", 0) + step - start.step
         return float(groups.none["lr"])

@@ -1,8 +1,8 @@
 """Optimizer state that lies in host memory between steps.
 
-For copies that are kept for a failure only (``Layout.spare_states``): nobody waits for their step, so it may take the
-way over the host's link. On a GPU the way out runs on a stream of its own, beside the next step's forward; the way back
-waits for it, and is part of the step's end.
+It is for copies that are kept only in case of a failure (``Layout.spare_states``): nobody waits for their step, so they
+can take the way over the host's link. On a GPU the copy to the host runs on a stream of its own, beside the next step's
+forward; the copy back waits for it, and is part of the step's end.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ import torch
 class Parking:
     """Tensors whose contents lie on the host while nobody uses them; their memory on the device is given back.
 
-    The update itself is made on the device, by the same kernels as elsewhere: so all copies of a state stay equal to
-    the last bit.
+    The update itself is made on the device, by the same kernels as elsewhere, so that all copies of a state stay equal
+    to the last bit.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]):
-        """``tensors``: each the only user of its storage."""
+        """``tensors``: each must be the only user of its storage."""
         self._tensors = tuple(tensors)
         self._on_host: list[torch.Tensor] = []
         self._out: torch.cuda.Event | None = None
         self.parked = False
 
     def park(self) -> None:
-        """Moves the contents to the host."""
+        """Move the contents to the host."""
         if self.parked:
             return
-        if not self._on_host:  # for good: page-locked memory is expensive to get
+        if not self._on_host:  # kept for good: page-locked memory is expensive to get
             self._on_host = [
                 torch.empty_like(one, device="cpu", pin_memory=one.is_cuda) for one in self._tensors
             ]
@@ -42,7 +42,7 @@ class Parking:
             with torch.cuda.stream(beside):
                 self._move_out()
                 self._out = beside.record_event()
-            for tensor in self._tensors:  # what is given back is not given out before it has been read
+            for tensor in self._tensors:  # freed memory must not be reused before it has been read
                 tensor.record_stream(beside)
         else:
             self._move_out()
@@ -55,7 +55,7 @@ class Parking:
             copy.copy_(tensor, non_blocking=True)
 
     def fetch(self) -> None:
-        """Moves the contents back to the device."""
+        """Move the contents back to the device."""
         if not self.parked:
             return
         if self._out is not None:
@@ -67,7 +67,7 @@ class Parking:
 
     @contextlib.contextmanager
     def at_hand(self) -> Iterator[None]:
-        """In the body the contents are on the device; then they lie where they lay."""
+        """In the body the contents are on the device; afterwards they lie where they lay before."""
         parked = self.parked
         self.fetch()
         yield
@@ -76,11 +76,11 @@ class Parking:
 
     @property
     def host_bytes(self) -> int:
-        """What lies on the host now."""
+        """Bytes that lie on the host now."""
         return sum(one.nbytes for one in self._on_host) if self.parked else 0
 
 
 @functools.cache
 def _beside(device: torch.device) -> torch.cuda.Stream:
-    """The stream of all ways out of ``device``: they share one link anyway."""
+    """The stream for all copies from ``device`` to the host: they share one link anyway."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -1,11 +1,11 @@
-"""What a rank of a smaller cell has, as the parts of the job's tensor parallelism.
+"""The parts that a rank of a smaller cell has, as the job's tensor parallelism defines them.
 
 A job with tensor parallelism T cuts a layer into T parts. A cell that has lost ranks goes on with t of them, each with
-``tensor_each`` = T/t consecutive parts, and its modules are Megatron's own for tensor parallelism t: a tensor of theirs
-is what those parts' tensors are together. Whatever leaves such a rank, or arrives there, goes part by part, as a whole
-cell's rank has it: names, shapes, order and flat buffers. Where the cell has but fewer context-parallel ranks, t is T.
-A rank of a smaller gang has several consecutive expert-parallel ranks' experts: of these each is in one part alone, and
-all else is the same in all of them.
+``tensor_each`` = T/t consecutive parts. Its modules are Megatron's own for tensor parallelism t: each tensor is the
+concatenation of those parts' tensors. Whatever leaves such a rank, or arrives there, goes part by part, with the names,
+shapes, order and flat buffers of a whole cell's rank. Where the cell only has fewer context-parallel ranks, t is T. A
+rank of a smaller gang has the experts of several consecutive expert-parallel ranks: each expert is in one part only,
+and everything else is the same in all of these parts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class Parts:
-    """Those that the ranks of ``cell`` have of each layer."""
+    """The parts that this rank of ``cell`` has of each layer."""
 
     def __init__(self, cell: Cell):
         self.each, self._numbers = cell.of_layer, cell.held_parts
@@ -38,16 +38,18 @@ class Parts:
         return iter(self._numbers)
 
     def number(self, part: int) -> int:
-        """Of ``part``, among those of this rank."""
+        """The position of ``part`` among those of this rank."""
         return self._numbers.index(part)
 
     @property
     def is_one(self) -> bool:
-        """As in whole cells: it is the tensors themselves, and nothing here does anything."""
+        """Whether this rank has one part, as in whole cells: then parts are the tensors themselves, and nothing here
+        has an effect.
+        """
         return self.each == ONE
 
     def of(self, layer: HeldLayer, tensors: Tensors, part: int) -> dict[str, torch.Tensor]:
-        """Of ``tensors`` of ``layer``, weights and state alike, those of ``part``."""
+        """The ``part`` of ``tensors`` of ``layer``, weights or state, with names and shapes of a whole cell."""
         if self.is_one:
             return dict(tensors)
         number = self._numbers.index(part)
@@ -58,14 +60,16 @@ class Parts:
 
     @torch.no_grad()
     def arrived(self, layer: HeldLayer, tensors: Tensors, part: int, sent: Tensors) -> None:
-        """What was received in ``sent``, which :meth:`of` has given, is that ``part`` of ``tensors`` from now on."""
-        if self.each.shards > 1:  # else it is these tensors
+        """Take over ``sent``, which was received into what :meth:`of` has returned, as that ``part`` of ``tensors``."""
+        if self.each.shards > 1:  # otherwise these are the tensors themselves
             cuts, number = self._cuts(layer, tensors), self._numbers.index(part)
             for name, one in sent.items():
                 cuts[name].put(tensors[name], number, one)
 
     def bytes_of_one(self, layer: HeldLayer) -> int:
-        """Of all that moves of ``layer``, of one part: what is kept here of its optimizer state is a share of that."""
+        """Bytes of everything that moves with one part of ``layer``; optimizer state is extrapolated from what is kept
+        here.
+        """
         weights, spread = layer.weights(), self.spread(layer)
         cuts = self._cuts(layer, weights) if self.each.shards > 1 else {}
         of_weights = sum(
@@ -77,7 +81,7 @@ class Parts:
         return of_weights + (layer.optimizer.part_bytes() if layer.optimizer else 0)
 
     def _cuts(self, layer: HeldLayer, names: Iterable[str]) -> dict[str, Cut]:
-        """Of a parameter, or what an optimizer keeps of it: it is cut in the same way, if it has numbers of its own."""
+        """The cut of each tensor in ``names``: parameters, and their optimizer state, which is cut in the same way."""
         parameters, each = dict(layer.named_parameters()), self.each.shards
         found = {}
         for name in names:
@@ -91,12 +95,12 @@ class Parts:
 
     @staticmethod
     def spread(layer: HeldLayer) -> set[str]:
-        """The names of parameters of experts that are spread over ranks."""
+        """The names of the parameters of experts that are spread over ranks."""
         return {name for name, one in layer.named_parameters() if is_spread(one)}
 
     def _with_experts(self, layer: HeldLayer, tensors: Tensors, number: int) -> dict[str, torch.Tensor]:
-        """The tensors themselves, without other parts' experts: with the names of a whole cell's rank, in its order.
-        That is weights by name, what is no parameter, and by the names of parameters what optimizers keep.
+        """The tensors themselves, without the experts of other parts, with the names and in the order of a whole cell's
+        rank: weights by name, then buffers, then optimizer state by the names of the parameters.
         """
         parameters, found = dict(layer.named_parameters()), list[tuple[int, str, str, torch.Tensor]]()
         for name, one in tensors.items():
@@ -112,7 +116,7 @@ class Parts:
         return {name: one for *_, name, one in sorted(found, key=lambda each: each[:2])}
 
     def of_part(self, layer: HeldLayer, part: int) -> set[int]:
-        """The ids of the parameters of experts that are in ``part``."""
+        """The ids of the expert parameters that are in ``part``."""
         number, count = self._numbers.index(part), of_one_rank(layer.config)
         names = {name: one for name, one in layer.named_parameters() if is_spread(one)}
         return {id(one) for name, one in names.items() if in_whole(name, count)[0] == number}
@@ -120,8 +124,8 @@ class Parts:
     # -- gradients ------------------------------------------------------------------------------------------------
 
     def stage(self, block: LayerBlock, first: int, last: int, part: int, *, spread: bool = False) -> _Staged:
-        """The gradients of layers ``[first, last)`` of ``block``, or of their experts that are ``spread`` over ranks,
-        copied into buffers like a whole cell's.
+        """Copy the gradients of layers ``[first, last)`` of ``block``, or of their experts that are ``spread`` over
+        ranks, into buffers like a whole cell's.
         """
         if spread:
             ours = {one for layer in block.inside(first, last) for one in self.of_part(layer, part)}
@@ -134,30 +138,30 @@ class Parts:
         return made
 
     def staged(self, first: int, last: int, part: int, *, spread: bool = False) -> _Staged:
-        """As :meth:`stage` has given it last."""
+        """What :meth:`stage` has returned last for these arguments."""
         return self._staged[first, last, part, spread]
 
     def take_sums(self) -> None:
-        """What has become of the staged gradients is what the layers' gradients are from now on."""
+        """Write the staged gradients, which have been summed, back into the layers' gradients."""
         for one in self._staged.values():
             one.put_back()
 
     def forget(self) -> None:
-        """Nothing is staged any more."""
+        """Drop all that is staged."""
         self._staged.clear()
 
 
 @dataclass(frozen=True, slots=True)
 class _Staged:
-    """Gradients of one part."""
+    """Copies of the gradients of one part."""
 
     buffers: list[torch.Tensor]
-    """1-D; in each what a buffer of Megatron's has of the part in a whole cell, one parameter behind the other."""
+    """1-D; each is what one of Megatron's buffers has of the part in a whole cell, parameter after parameter."""
     views: list[tuple[torch.nn.Parameter, torch.Tensor]]
-    """Into them, of each parameter."""
+    """Each parameter, and the view of its gradient in the buffers."""
     each: int
     number: int
-    """Of the part, among those of the rank."""
+    """The position of the part among those of the rank."""
 
     @classmethod
     @torch.no_grad()
@@ -178,7 +182,7 @@ class _Staged:
             Cut.of(parameter, self.each).put(main_grad(parameter), self.number, view)
 
     def of_parameters(self, wanted: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
-        """The views of these, in their order."""
+        """The views of the ``wanted`` parameters, in their order."""
         views = {id(parameter): view for parameter, view in self.views}
         return [views[id(one)] for one in wanted]
 
@@ -187,7 +191,7 @@ class _Staged:
 
 
 def adapt(config: Any, cell: Cell) -> Any:
-    """Makes the ``config`` of the job's model that of the parallel sizes of ``cell``; returns what it was."""
+    """Change the ``config`` of the job's model to the parallel sizes of ``cell``; returns a copy of what it was."""
     if cell.each == 1:
         return config
     whole = copy.copy(config)
@@ -200,7 +204,9 @@ def adapt(config: Any, cell: Cell) -> Any:
 
 
 def _may_be_te(config: Any) -> bool:
-    """Megatron's own layer specs do not look at it, and its default is Transformer Engine, be it there or not."""
+    """Whether layers may be Transformer Engine's. Megatron's own layer specs do not look at ``transformer_impl``, whose
+    default is Transformer Engine even where it is not installed.
+    """
     return config.transformer_impl != "local" and importlib.util.find_spec("transformer_engine") is not None
 
 
@@ -228,13 +234,15 @@ _KEPT_WHOLE: _Reasons = (
 )
 
 _SEQUENCES_KEPT: _Reasons = (
-    # Megatron weighs an auxiliary loss by the tokens of one rank (megatron core_v0.16.1 transformer/moe/router.py,
-    # ``attach_and_log_load_balancing_loss``), and experts with a capacity drop tokens of one.
+    # Megatron weights an auxiliary loss by the tokens of one rank (megatron core_v0.16.1 transformer/moe/router.py,
+    # ``attach_and_log_load_balancing_loss``), and experts with a capacity drop tokens rank by rank.
     ("its layers have experts", lambda config: config.num_moe_experts),
     ("it predicts several tokens (--mtp-num-layers)", lambda config: config.mtp_num_layers),
     ("its forward draws numbers (dropout)", lambda config: config.attention_dropout or config.hidden_dropout),
 )
-"""Where a rank would have several parts of a sequence, or of a layer: a lane has all of a microbatch."""
+"""Reasons against a rank with several parts of a sequence, or of a layer. They do not apply to lanes, each of which has
+a whole microbatch.
+"""
 
 _SHARDS_KEPT: _Reasons = (
     (
@@ -255,18 +263,18 @@ _SHARDS_KEPT: _Reasons = (
 
 
 class Kept(NamedTuple):
-    """Why a cell does not go on with fewer ranks; empty: it does."""
+    """Why a cell cannot go on with fewer ranks; empty strings: it can."""
 
     whole: str
-    """With any."""
+    """The reason against any smaller number of ranks."""
     shards: str
-    """With fewer tensor-parallel ones, each of which would have more of a layer."""
+    """The reason against fewer tensor-parallel ranks, each of which would have more of a layer."""
 
 
 def kept_whole(
     config: Any, *, optimizer: str = "adam", is_packed: bool = False, is_hybrid: bool = False
 ) -> Kept:
-    """Of a cell of this model, of Megatron's ``config``.
+    """Why a cell of this model, with Megatron's ``config``, cannot become smaller.
 
     ``optimizer``: Megatron's name of it; ``is_packed``: see ``ModelSpec``; ``is_hybrid``: its layers are of several
     kinds.

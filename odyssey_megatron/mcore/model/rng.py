@@ -15,23 +15,23 @@ from megatron.core.tensor_parallel.random import (
 )
 
 INITIAL = -1
-"""The "step" and "microbatch" under which weights are initialised; "steps" below are evaluations'."""
+"""The "step" and "microbatch" under which weights are initialised; "steps" below it belong to evaluations."""
 
 
 def derive_seed(*parts: int) -> int:
-    """A 63-bit seed from whole numbers; equal parts give equal seeds on every machine."""
+    """A 63-bit seed from integers; equal ``parts`` give equal seeds on every machine."""
     digest = hashlib.blake2b(",".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Which part of a layer a rank has: its numbers are not those of another part."""
+    """Which part of a layer a rank has; different parts draw different random numbers."""
 
     tensor: int = 0
-    """Its tensor-parallel rank."""
+    """The rank's tensor-parallel rank."""
     experts: int = 0
-    """The number of its part of the experts."""
+    """The number of the rank's part of the experts."""
 
     @classmethod
     def of(cls, groups: ProcessGroupCollection) -> Part:
@@ -42,12 +42,14 @@ _WHOLE = Part()
 
 
 def initialize(seed: int, part: Part = _WHOLE) -> None:
-    """Creates Megatron's generator states; their contents are set again for each layer."""
+    """Create Megatron's generator states; their contents are set again for each layer."""
     model_parallel_cuda_manual_seed(seed, tp_rank=part.tensor, ep_rank=0, etp_rank=part.experts)
 
 
 def set_state(seed: int, *, step: int, microbatch: int, layer: int, part: Part = _WHOLE) -> None:
-    """Seeds the default generators (equal over a lane) and each of Megatron's states (apart for each part)."""
+    """Seed the default generators (the same for all ranks of a lane) and each of Megatron's states (different for each
+    part).
+    """
     tracker = get_cuda_rng_tracker()
     base = derive_seed(seed, step, microbatch, layer)
     states = {}
@@ -56,14 +58,14 @@ def set_state(seed: int, *, step: int, microbatch: int, layer: int, part: Part =
         torch.cuda.manual_seed(derive_seed(base, index, part.experts if of_experts else part.tensor))
         states[name] = torch.cuda.get_rng_state()
     tracker.set_states(states)
-    # Not torch.manual_seed(): it seeds every kind of device and formats two stack traces on the way.
+    # Not torch.manual_seed(): it seeds every kind of device, and formats two stack traces on the way.
     torch.default_generator.manual_seed(base)
     torch.cuda.manual_seed(base)
 
 
 class LayerSeeds:
-    """Reseeds before each layer's forward. The engine names the (step, microbatch) at hand, also for recomputation, and
-    in evaluations, in which routers may draw.
+    """Reseeds before each layer's forward. The engine sets the (step, microbatch) at hand, also for recomputation, and
+    for evaluations, in which routers may draw random numbers.
     """
 
     def __init__(self, seed: int, part: Part = _WHOLE):
@@ -71,7 +73,7 @@ class LayerSeeds:
         self.step, self.microbatch = INITIAL, INITIAL
 
     def attach(self, module: torch.nn.Module, layer: int) -> None:
-        """From now on ``module`` draws the numbers of ``layer``."""
+        """Make ``module`` draw the random numbers of ``layer`` from now on."""
 
         def reseed(module: torch.nn.Module, args: Any) -> None:
             set_state(self._seed, step=self.step, microbatch=self.microbatch, layer=layer, part=self._part)

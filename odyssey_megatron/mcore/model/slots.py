@@ -1,9 +1,9 @@
-"""Megatron's mixtures of experts, where not all ranks of a gang have equally many.
+"""Megatron's mixtures of experts where the ranks of a gang do not all have the same number of experts.
 
-Megatron's layers and token dispatchers count on ``num_moe_experts`` / ranks experts for each rank. In a gang whose
-ranks do not divide them they are built for slots (``cluster/slots.py``): a dispatcher knows slots alone, and a rank has
-the experts that are in its own. The router knows experts, whose probabilities and losses are as ever; what it has
-chosen is put into their slots behind it. A token is computed by the same experts, with the same probabilities, as in a
+Megatron's layers and token dispatchers assume ``num_moe_experts`` / ranks experts on each rank. In a gang whose ranks
+do not divide the experts they are built for slots (``cluster/slots.py``): a dispatcher knows slots only, and a rank has
+the experts that are in its slots. The router knows experts, so probabilities and losses are as usual; a hook behind it
+moves its choices to the experts' slots. A token is computed by the same experts, with the same probabilities, as in a
 whole gang.
 """
 
@@ -26,10 +26,10 @@ from odyssey_megatron.upstream.seam_table import SHARDED_EXPERTS
 
 
 def built(config: TransformerConfig, groups: ProcessGroupCollection, build: Callable[[], Any]) -> Any:
-    """What ``build`` makes of modules of ``config`` for a gang of ``groups``, whichever experts its ranks have.
+    """What ``build`` makes from ``config`` for a gang with ``groups``, however the experts are spread over its ranks.
 
     Raises:
-        ConfigError: they have not equally many, and that goes with none of such a ``config``.
+        ConfigError: the ranks do not have the same number of experts, and ``config`` does not allow that.
     """
     experts, ranks = config.num_moe_experts, groups.ep.size()
     if experts is None or experts % ranks == 0:
@@ -54,7 +54,7 @@ def built(config: TransformerConfig, groups: ProcessGroupCollection, build: Call
 
 
 def why_even(config: TransformerConfig) -> str:
-    """What takes equally many experts on all ranks of a gang; empty: nothing does."""
+    """The setting that requires the same number of experts on all ranks of a gang; empty: none does."""
     if config.moe_pad_expert_input_to_capacity:
         return "experts that are filled up to their capacity (moe_pad_expert_input_to_capacity)"
     if config.moe_grouped_gemm:
@@ -65,7 +65,9 @@ def why_even(config: TransformerConfig) -> str:
 
 
 def _into(slots: Slots) -> Any:
-    """Of the probabilities and choices of a router, [tokens, experts] each, those of slots."""
+    """A forward hook for a router that turns probabilities and choices over experts, [tokens, experts] each, into those
+    over slots, [tokens, slots].
+    """
     at = to_device(torch.tensor(slots.of_experts))
 
     def spread(chosen: torch.Tensor) -> torch.Tensor:
@@ -79,8 +81,8 @@ def _into(slots: Slots) -> Any:
 
 
 def _keep(experts: Any, own: tuple[int, ...], of_all: int) -> None:
-    """Of ``experts``, one for each slot, the first ones stay, which are its ``own`` of ``of_all``: so they are called
-    in a checkpoint, too.
+    """Keep only the first of ``experts``, which has one for each slot: these become the rank's ``own`` of ``of_all``
+    experts, and have their numbers in checkpoints.
     """
     assert isinstance(experts, SequentialMLP), type(experts)
     experts.local_experts = experts.local_experts[: len(own)]
@@ -89,7 +91,9 @@ def _keep(experts: Any, own: tuple[int, ...], of_all: int) -> None:
 
 
 class _Ranks:
-    """As many as there are experts, each of which would have one: what Megatron asks for their numbers."""
+    """A stand-in for Megatron's expert-parallel group with as many ranks as experts: Megatron derives an expert's
+    number in checkpoints from it.
+    """
 
     def __init__(self, number: int, count: int):
         self._number, self._count = number, count
@@ -104,7 +108,7 @@ class _Ranks:
 def _sharded(
     experts: Any, own: tuple[int, ...], of_all: int, prefix: str = "", *args: Any, **kwargs: Any
 ) -> Iterator[tuple[str, Any]]:
-    """What Megatron saves of each one, by name."""
+    """What Megatron saves of each expert, by name."""
     group, modules = experts.ep_group, experts.local_experts
     try:
         experts.num_local_experts = 1

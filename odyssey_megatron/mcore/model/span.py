@@ -1,8 +1,8 @@
-"""Which transformer layers a model chunk is built of, and stands for.
+"""Which transformer layers a model chunk is built of.
 
-Megatron asks two functions how many layers a stage has and how many come before it, and they answer from one layout for
-all. Here they answer for the span at hand, so that the user's own ``model_provider`` builds any run of layers. Of a
-hybrid model another function is asked of which kinds they are.
+Megatron asks two functions how many layers a stage has and how many come before it, and both answer from one layout for
+the whole model. Here they answer for the span being built, so that the user's own ``model_provider`` builds any run of
+layers. For a hybrid model another function is asked which kinds the layers are of.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _current: tuple[int, int] | None = None
 
 @contextlib.contextmanager
 def building(offset: int, count: int) -> Iterator[None]:
-    """In the body a chunk consists of ``count`` transformer layers, with ``offset`` of them before it."""
+    """In the body a chunk is built of ``count`` transformer layers, with ``offset`` layers before it."""
     global _current
     before, _current = _current, (offset, count)
     try:
@@ -38,7 +38,7 @@ def building(offset: int, count: int) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How Megatron itself cuts the model: for each virtual stage, the transformer layers of each stage in it."""
+    """How Megatron itself cuts the model: for each virtual stage, the number of transformer layers in each stage."""
 
     counts: tuple[tuple[int, ...], ...]
 
@@ -51,8 +51,11 @@ class Split:
         layout: str | None,
         segments: Sequence[str] = (),
     ) -> Split:
-        """``virtual_stages``: chunks of a stage, None for one; ``layout``: ``--pipeline-model-parallel-layout``;
-        ``segments``: the layers of all chunks, where a hybrid pattern says where one ends.
+        """The split that Megatron makes of these arguments.
+
+        ``virtual_stages``: the number of chunks of a stage, None for one; ``layout``:
+        ``--pipeline-model-parallel-layout``; ``segments``: the layers of all chunks, where a hybrid pattern says where
+        one ends.
         """
         if len(segments) > 1:
             counts = [len(one) for one in segments]
@@ -80,7 +83,7 @@ class Split:
         return cls(tuple(tuple(count(config, row, stage) for stage in range(stages)) for row in rows))
 
     def chunks(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Of each stage the planner layers [first, last) of its chunks, in the order in which it builds them."""
+        """For each stage, the planner layers [first, last) of its chunks, in the order in which it builds them."""
         ends = accumulate((count for row in self.counts for count in row), initial=1)
         spans = [list(span) for span in pairwise(ends)]
         spans[0][0], spans[-1][1] = 0, spans[-1][1] + 1
@@ -89,19 +92,19 @@ class Split:
 
     @property
     def stage_layers(self) -> tuple[int, ...]:
-        """Transformer layers of each stage, in all its chunks."""
+        """The number of transformer layers of each stage, in all its chunks."""
         return tuple(map(sum, zip(*self.counts, strict=True)))
 
 
 def install() -> None:
-    """Puts the seams in; a second call does nothing. Raises MegatronIncompatible."""
+    """Install the seams; a second call does nothing. Raises MegatronIncompatible."""
     for seam, which in ((GET_TRANSFORMER_LAYER_OFFSET, 0), (GET_NUM_LAYERS_TO_BUILD, 1)):
         if not seams.is_applied(seam):
             seams.wrap(seam, functools.partial(_answer, which))
 
 
 def install_hybrid() -> None:
-    """The same for the layers of a hybrid pattern."""
+    """Install the seams for the layers of a hybrid pattern."""
     for seam in HYBRID_SEAMS:
         if not seams.is_applied(seam):
             seams.wrap(seam, _answer_kinds)

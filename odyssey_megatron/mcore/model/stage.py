@@ -1,4 +1,4 @@
-"""Which stage the user's code believes to be in while a model chunk computes."""
+"""The stage that the user's code believes to be in while a model chunk computes."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ from typing import Any
 
 
 class OwnStage:
-    """What a forward step takes and sends of a batch depends on the stage, and that is the chunk's."""
+    """Makes Megatron's arguments agree with the chunk that computes: what a forward step takes and sends of a batch
+    depends on the stage.
+    """
 
     def __init__(self) -> None:
         self._config: Any = None
-        """The model's, inside a forward step."""
+        """The model's config, inside a forward step."""
 
     def forward_step(self, forward_step: Any, model: Any) -> Any:
-        """``forward_step`` of the user's, as of the stage at hand of ``model``."""
+        """The user's ``forward_step``, run as if in the current stage of ``model``."""
         from megatron.core import parallel_state
         from megatron.training import get_args
 
@@ -30,5 +32,7 @@ class OwnStage:
         return in_stage
 
     def transformer_config(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """From 0.17 on a forward step asks for each microbatch. Its layers are those of the job, not of the stage."""
+        """From 0.17 on a forward step asks for the config in each microbatch. It must get the job's layers, not the
+        stage's.
+        """
         return original(*args, **kwargs) if self._config is None else self._config

@@ -1,4 +1,4 @@
-"""What of a rank's gradients is summed with whom: see ``execute.interpreter.Compute``, whose methods these are for."""
+"""Which of a rank's gradients are summed with whom, for the methods of ``execute.interpreter.Compute``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from odyssey_megatron.plan.layout import Layout
 
 
 def gradients(block: LayerBlock, parts: Parts, first: int, last: int, part: int) -> Sequence[torch.Tensor]:
-    """Of layers ``[first, last)`` of ``block``, 1-D: in place, or, in a smaller cell, in a copy of that ``part``."""
+    """The gradients of layers ``[first, last)`` of ``block``, 1-D: in place, or, in a smaller cell, copies of that
+    ``part``.
+    """
     if parts.each.shards == 1:
         return block.gradients(first, last)
     return parts.stage(block, first, last, part).buffers
@@ -24,7 +26,7 @@ def gradients(block: LayerBlock, parts: Parts, first: int, last: int, part: int)
 def expert_gradients(
     block: LayerBlock, parts: Parts, first: int, last: int, part: int
 ) -> Sequence[torch.Tensor]:
-    """The same of experts that are spread over ranks."""
+    """The same for experts that are spread over ranks."""
     if parts.each.experts == 1:
         return block.expert_gradients(first, last)
     return parts.stage(block, first, last, part, spread=True).buffers
@@ -33,7 +35,7 @@ def expert_gradients(
 def partial_gradients(
     block: LayerBlock, parts: Parts, first: int, last: int, part: int
 ) -> Sequence[torch.Tensor]:
-    """Those of :func:`gradients`, as views, of which each tensor-parallel rank has computed a part only."""
+    """Views of those of :func:`gradients` of which each tensor-parallel rank has computed only a part."""
     partial = block.partial_parameters(first, last)
     if parts.each.shards == 1:
         return [main_grad(one) for one in partial]
@@ -43,8 +45,8 @@ def partial_gradients(
 def slices(
     block: LayerBlock, parts: Parts, layout: Layout, first: int, last: int, part: int, *, spread: bool
 ) -> Sequence[Slices]:
-    """Where not all who hold these layers need all sums, who needs what of :func:`gradients`, or of those of experts
-    that are ``spread`` over ranks.
+    """Who needs which slices of :func:`gradients`, or of the gradients of experts that are ``spread`` over ranks; empty
+    where every holder of these layers needs all sums.
     """
     holders, states = layout.all_holders[first], layout.states
     if all(len(one.owners) == len(holders) for layer in range(first, last) for one in states[layer]):
@@ -62,7 +64,7 @@ def slices(
 
 
 def _numbers(one: Range, parts: Parts, first: int, last: int, part: int, *, spread: bool) -> torch.Tensor:
-    """Of :func:`gradients`, as a view."""
+    """The gradients of the numbers ``one``, as a 1-D view of what :func:`gradients` has returned."""
     if (parts.each.experts if spread else parts.each.shards) == 1:
         return one.of_part(main_grad(one.parameter), 0)
     (staged,) = parts.staged(first, last, part, spread=spread).of_parameters([one.parameter])

@@ -1,4 +1,4 @@
-"""What the forwards of a step have come to on this rank, each microbatch once (I4)."""
+"""The results of a step's forwards on this rank, with each microbatch counted once (I4)."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from odyssey_megatron.mcore.model.experts import Records, Routing
 from odyssey_megatron.mcore.model.future import FutureTokens
 
 Reported = dict[str, torch.Tensor]
-"""Of a microbatch whose head has run; else empty."""
+"""The losses that a microbatch whose head has run reported, by name; else empty."""
 
 Tokens = torch.Tensor | float
-"""How many of a microbatch; nobody waits for a device to know."""
+"""The number of tokens of a microbatch; it may lie on the device, and nobody waits for it."""
 
 
 class Tally:
     """Tokens and losses of the microbatches whose head ran here, and what routers of experts have counted."""
 
     def __init__(self, loss_names: Sequence[str], future: FutureTokens, routing: Routing):
-        """``loss_names``: of what forward steps report."""
+        """``loss_names``: names of the losses that forward steps report."""
         self._loss_names, self._future, self._routing = loss_names, future, routing
         self.names = (*loss_names, *future.names)
-        """Of the losses of a step; an evaluation has those that are reported."""
+        """Names of the losses of a step; an evaluation has only those that are reported."""
         self.tokens: dict[int, Tokens] = {}
         self.losses: dict[int, Reported] = {}
         self._ahead: dict[tuple[int, int], tuple[Tokens, Reported, Records]] = {}
-        """Of forwards run ahead, which count for nothing yet."""
+        """Results of forwards that were run ahead, which count for nothing yet."""
 
     def clear(self) -> None:
         self._ahead.clear()
@@ -37,15 +37,15 @@ class Tally:
         self.tokens.clear()
 
     def read(self, results: Sequence[Reported]) -> Reported:
-        """What a forward comes to whose forward steps have given ``results``, of which the last counts. Raises
-        ConfigError if that is something unexpected.
+        """The losses of a forward whose forward steps have given ``results``, of which the last one counts. Raises
+        ConfigError if it is something unexpected.
         """
         if not results:
             return {}
         return outcome.checked(results[-1], self._loss_names) | self._future.taken()
 
     def count(self, microbatch: int, tokens: Tokens, reported: Reported) -> None:
-        """A forward."""
+        """Count a forward."""
         if reported:
             self.tokens[microbatch] = tokens
             self.losses[microbatch] = reported
@@ -53,13 +53,13 @@ class Tally:
     def add(
         self, microbatch: int, first: int, last: int, tokens: Tokens, reported: Reported, *, ahead: bool
     ) -> None:
-        """As :meth:`count`; nothing yet of a forward that is run ``ahead``."""
+        """Count a forward, or put its results aside if it was run ``ahead``."""
         if not ahead:
             return self.count(microbatch, tokens, reported)
         self._ahead[microbatch, first] = tokens, reported, self._routing.take_back(microbatch, first, last)
 
     def undo(self, microbatch: int, first: int, last: int, *, with_losses: bool) -> None:
-        """That forward has counted for nothing."""
+        """Remove what has been counted of that forward."""
         self._ahead.pop((microbatch, first), None)
         self._routing.take_back(microbatch, first, last)
         if with_losses:
@@ -67,7 +67,9 @@ class Tally:
             self.losses.pop(microbatch, None)
 
     def adopt(self, ours: Collection[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Of the visits (microbatch, first layer) run ahead ``ours`` count from now on; gives the others, which go."""
+        """Count the forwards run ahead for the visits ``ours``, (microbatch, first layer); drop and return the other
+        visits.
+        """
         ahead, self._ahead = self._ahead, {}
         for place, (tokens, reported, routed) in ahead.items():
             if place in ours:

@@ -1,35 +1,35 @@
-"""Transformer Engine's layers: gradients that always add up, weight gradients apart from input gradients, and fp8.
+"""Transformer Engine's layers: gradients that always accumulate, weight gradients apart from input gradients, and fp8.
 
 Written against the sources of Transformer Engine 2.3 to 2.18; no GPU has run it.
 
-**Adding up.** Megatron's wrappers hand TE ``is_first_microbatch``: True for the first forward of a module (core_v0.16.1
-core/extensions/transformer_engine.py, lines 515 and 671; the same in core_v0.19.0). Where gradient accumulation is
-fused, TE takes it for "overwrite ``main_grad``" in the backward of that very microbatch (v2.9
-pytorch/module/linear.py, line 824; the same in v2.2 and v2.18). That its weight gradient is also the first to come is
-true of Megatron's schedule, not of Odyssey's: here weight gradients wait, and a layer that is built in a recovery takes
-over the sums of an interrupted step. False would mean that weights cast to fp8 for an earlier microbatch are still
-good. With None TE always adds, and keeps nothing.
+**Accumulating.** Megatron's wrappers pass ``is_first_microbatch`` to TE: True for the first forward of a module
+(core_v0.16.1 core/extensions/transformer_engine.py, lines 515 and 671; the same in core_v0.19.0). Where gradient
+accumulation is fused, TE takes it to mean "overwrite ``main_grad``" in the backward of that microbatch (v2.9
+pytorch/module/linear.py, line 824; the same in v2.2 and v2.18). In Megatron's schedule the first microbatch's weight
+gradient is also the first to be computed. In Odyssey's it need not be: weight gradients wait, and a layer that is built
+in a recovery takes over the sums of an interrupted step. False would mean that weights cast to fp8 for an earlier
+microbatch are still valid. With None TE always accumulates, and keeps nothing.
 
-**Apart.** A linear layer of TE's has a ``wgrad_store``, to which its backward gives inputs and function of the
-weight gradient if that is to wait (pytorch/module/_common.py, ``WeightGradStore``, since 2.3). TE's is a queue for
-each module, which Megatron's ``delay_wgrad_compute`` empties in the order of the backwards. :class:`Later` takes its
-place: what waits belongs to its microbatch, as with Megatron's own layers. So the table of an interrupted step
-(``plan/resume.py``) is right about it, activations live as long as the plan counts with, and what an abandoned step
-leaves goes with it. Recomputation needs nothing: its first forward records no backward. Megatron's flag stays off,
-which would also take parameters out of the DDP hooks that Odyssey's blocks have (core_v0.16.1
+**Apart.** A linear layer of TE's has a ``wgrad_store``. If the weight gradient is to wait, its backward puts the inputs
+and the function that computes it there (pytorch/module/_common.py, ``WeightGradStore``, since 2.3). TE's own store is a
+queue for each module, which Megatron's ``delay_wgrad_compute`` empties in the order of the backwards. :class:`Later`
+replaces it: here what waits belongs to its microbatch, as with Megatron's own layers. So the table of an interrupted
+step (``plan/resume.py``) is right about it, activations live as long as the plan assumes, and what an abandoned step
+leaves goes with that step. Recomputation needs nothing special: its first forward records no backward. Megatron's flag
+stays off, since it would also take parameters out of the DDP hooks that Odyssey's blocks have (core_v0.16.1
 distributed_data_parallel.py, line 328).
 
-**fp8.** Of three recipes nothing is kept from one microbatch to the next: the scales of a tensor are made of what is in
-it, and of nothing else (v2.18 quantization.py, ``is_stateless_recipe``). What TE keeps for delayed scaling, it leaves
-alone with these (v2.3 pytorch/fp8.py, line 251; v2.9 quantization.py, line 371; v2.18, line 512), and the amaxes that
-current scaling reduces are those of one sequence, over the ranks of the cell (v2.9 pytorch/module/linear.py, line
-1653). Weights are bf16 and cast in each forward: the copies that TE keeps of them go by ``is_first_microbatch`` (v2.9
+**fp8.** Three recipes keep nothing from one microbatch to the next: the scales of a tensor are computed from its
+contents alone (v2.18 quantization.py, ``is_stateless_recipe``). With these TE does not touch what it keeps for delayed
+scaling (v2.3 pytorch/fp8.py, line 251; v2.9 quantization.py, line 371; v2.18, line 512), and the amaxes that current
+scaling reduces are those of one sequence, over the ranks of the cell (v2.9 pytorch/module/linear.py, line 1653).
+Weights are bf16 and cast in each forward: whether TE reuses its copies of them depends on ``is_first_microbatch`` (v2.9
 linear.py, line 257), which is None here. So what a layer computes is a function of its weights and its input, as in
 bf16, and a layer moves as in bf16. The backward is not split.
 
-Where that is not certain to be right the whole backward runs at the input gradient, which always is:
-:func:`why_whole`. TE's debug mode (nvdlfw_inspect) ends with TE's own message: it knows nothing that waits (v2.18
-pytorch/module/base.py, line 1948).
+Where splitting is not certain to be right (:func:`why_whole`), the whole backward runs at the input gradient, which is
+always right. TE's debug mode (nvdlfw_inspect) ends with TE's own message: it does not support delayed weight gradients
+(v2.18 pytorch/module/base.py, line 1948).
 """
 
 from __future__ import annotations
@@ -48,12 +48,13 @@ from odyssey_megatron.upstream.refused import STATELESS
 _QUANTIZED = "fp8_param", "fp4", "use_kitchen", "quant_recipe"
 _ELSEWHERE = "tp_comm_overlap", "cpu_offloading", "fine_grained_activation_offloading"
 READS_LATE = "2.6.0"
-"""From this version on TE looks ``main_grad`` up in the backward (v2.6 pytorch/module/linear.py, lines 429 and 485),
-before in the forward (v2.5, line 400)."""
+"""From this version on TE looks up ``main_grad`` in the backward (v2.6 pytorch/module/linear.py, lines 429 and 485),
+before it in the forward (v2.5, line 400).
+"""
 
 
 def prepare(config: Any) -> None:
-    """Of Megatron's transformer ``config``, before a model is built of it. Raises ConfigError."""
+    """Check and adjust Megatron's transformer ``config`` before a model is built from it. Raises ConfigError."""
     if given := [name for name in _QUANTIZED if getattr(config, name, None)]:
         raise ConfigError(
             f"{', '.join(given)} of the transformer config: quantized training does not work with Odyssey yet, but for "
@@ -62,12 +63,12 @@ def prepare(config: Any) -> None:
         )
     if getattr(config, "fp8", None):
         _check_fp8(config)
-    # The wrappers then pass is_first_microbatch=None. All four tags read it for nothing else.
+    # The wrappers then pass is_first_microbatch=None. All four tags use this setting for nothing else.
     config.disable_parameter_transpose_cache = True
 
 
 def _check_fp8(config: Any) -> None:
-    """Raises ConfigError. Where there is no Transformer Engine Megatron would train in bf16, and not say so."""
+    """Raise ConfigError if fp8 cannot work. Without Transformer Engine Megatron would silently train in bf16."""
     if config.fp8_recipe not in STATELESS:
         raise ConfigError(
             f"fp8_recipe {config.fp8_recipe} of the transformer config goes by what each rank has seen before, which "
@@ -80,18 +81,18 @@ def _check_fp8(config: Any) -> None:
 
 
 class Later:
-    """A module's ``wgrad_store``: weight gradients wait with their microbatch, and run at once outside of one."""
+    """A module's ``wgrad_store`` that keeps weight gradients with their microbatch; outside of one they run at once."""
 
     def __init__(self, weight: torch.nn.Parameter, *, fused: bool):
-        """``fused``: TE adds to ``main_grad`` itself (--gradient-accumulation-fusion)."""
+        """``fused``: TE itself adds to ``main_grad`` (--gradient-accumulation-fusion)."""
         self._weight, self._fused = weight, fused
 
     def delay_wgrad_compute(self) -> bool:
-        """TE asks in the backward, since 2.16 in the forward, too."""
+        """Whether to delay; TE asks in the backward, and since 2.16 in the forward, too."""
         return True
 
     def put(self, tensor_list: Sequence[Any], func: Callable[..., Any]) -> None:
-        """As TE's: ``func(*tensor_list)`` is the weight gradient, and more."""
+        """As TE's own: the first result of ``func(*tensor_list)`` is the weight gradient."""
 
         def add() -> None:
             gradient = func(*tensor_list)[0]
@@ -102,9 +103,10 @@ class Later:
 
 
 def split(module: torch.nn.Module, config: Any) -> None:
-    """The linear layers of TE's in ``module`` leave their weight gradients for later, where :func:`why_whole` is None.
+    """Make TE's linear layers in ``module`` leave their weight gradients for later, where :func:`why_whole` is None.
 
-    Raises ConfigError: a version that would lose gradients in a recovery.
+    Raises:
+        ConfigError: this version of TE would lose gradients in a recovery.
     """
     try:
         from transformer_engine.pytorch import LayerNormLinear, Linear
@@ -136,7 +138,8 @@ def why_whole(config: Any, *, has_bias: bool, weights: Sequence[str], put: Seque
 
     Args:
         has_bias: TE adds the bias, whose gradient is a by-product of the weight's (v2.9 linear.py, line 853).
-        put: the parameters of its ``wgrad_store.put``; none before 2.3.
+        weights: the names of its weights.
+        put: the parameters of its ``wgrad_store.put``; empty before 2.3.
     """
     if tuple(put) != ("tensor_list", "func"):
         return "this version of Transformer Engine does not delay weight gradients as those read do"

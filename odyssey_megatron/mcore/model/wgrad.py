@@ -1,11 +1,11 @@
-"""Weight gradients apart from input gradients.
+"""Computes weight gradients apart from input gradients.
 
-While a :class:`WeightGrads` collects, the backward of one of Megatron's own linear layers computes the input
-gradient only and leaves (weight, input, output gradient) behind; ``flush()`` adds the weight gradients to
-``main_grad`` later, in the order in which the fused backward would have. Norms and embeddings keep their ordinary
-backward. Layers of Transformer Engine's leave a function behind (``mcore/model/te.py``).
+While a :class:`WeightGrads` collects, the backward of one of Megatron's own linear layers computes the input gradient
+only and leaves (weight, input, output gradient) behind; ``flush()`` adds the weight gradients to ``main_grad`` later,
+in the order in which the fused backward would have. Norms and embeddings keep their ordinary backward. Layers of
+Transformer Engine's leave a function behind (``mcore/model/te.py``).
 
-With sequence parallelism a rank keeps its part of the input, as Megatron does, and ``flush()`` gathers the whole; the
+With sequence parallelism a rank keeps its part of the input, as Megatron does, and ``flush()`` gathers the whole. The
 ranks of a cell run the same program, so they gather in the same order.
 """
 
@@ -35,13 +35,13 @@ class _Pending(NamedTuple):
 
     weight: torch.nn.Parameter
     input: torch.Tensor
-    """[s, b, in], or this rank's part of [s] if there is a ``cell``."""
+    """[s, b, in]; if there is a ``cell``, this rank's part along s."""
     grad_output: torch.Tensor
     """[s, b, out]."""
     fused: bool
-    """By apex's kernel, which multiplies and accumulates at once (--gradient-accumulation-fusion)."""
+    """Whether apex's kernel multiplies and accumulates at once (--gradient-accumulation-fusion)."""
     cell: dist.ProcessGroup | None
-    """The ranks that have the other parts of the input."""
+    """The group of ranks that have the other parts of the input; None: this rank has all of it."""
 
 
 class WeightGrads:
@@ -53,7 +53,7 @@ class WeightGrads:
 
     @contextlib.contextmanager
     def collecting(self, passed: Callable[[int], None] | None = None) -> Iterator[None]:
-        """The body is its backward; ``passed``: see ``execute.interpreter.Compute.input_grad``."""
+        """The body is the backward of this microbatch; ``passed``: see ``execute.interpreter.Compute.input_grad``."""
         global _collecting, _passed
         _collecting, _passed = self, passed
         try:
@@ -65,11 +65,11 @@ class WeightGrads:
         self._pending.append(pending)
 
     def add_bound(self, weight: torch.nn.Parameter, add: Callable[[], None]) -> None:
-        """``add()`` computes a weight's gradient and adds it to the buffer that was there when the backward ran."""
+        """Leave ``add()`` for later: it adds a weight's gradient to the buffer that existed when the backward ran."""
         self._bound.append((weight, add))
 
     def flush_bound(self) -> None:
-        """Computes what would not find another buffer: before a block's are replaced."""
+        """Run what is bound to the current buffers; called before a block's buffers are replaced."""
         self._flush_bound(())
 
     def _flush_bound(self, waiting: Collection[int]) -> None:
@@ -78,8 +78,8 @@ class WeightGrads:
             due.pop(0)[1]()
 
     def flush(self, waiting: Collection[int] = ()) -> None:
-        """Computes what was left behind, and lets go of the activations; but not of the weights, by ``id``, that are
-        ``waiting``.
+        """Compute the gradients left behind, and release their activations, except for the weights in ``waiting`` (by
+        ``id``).
         """
         self._flush_bound(waiting)
         due, self._pending = _parted(self._pending, lambda one: id(one.weight) in waiting)
@@ -101,14 +101,16 @@ class Flight:
     output: torch.Tensor
     weight_grads: WeightGrads
     layers_left: int
-    """Whose weight gradients have not run."""
+    """Number of layers whose weight gradients have not run yet."""
 
 
 class Flights(dict[tuple[int, int], Flight]):
-    """By microbatch and first layer."""
+    """The flights by (microbatch, first layer)."""
 
     def finish(self, microbatch: int, first: int, last: int, layers: Iterable[HeldLayer]) -> None:
-        """The weight gradients of a microbatch in these layers, of one flight; ``layers`` are all of the worker's."""
+        """Run the weight gradients of a microbatch in layers ``[first, last)`` of one flight; ``layers``: all that the
+        worker has.
+        """
         start = max(begin for one, begin in self if one == microbatch and begin <= first)
         flight = self[microbatch, start]
         flight.layers_left -= last - first
@@ -119,13 +121,13 @@ class Flights(dict[tuple[int, int], Flight]):
         flight.weight_grads.flush()
 
     def flush_bound(self) -> None:
-        """See ``WeightGrads.flush_bound``, of all."""
+        """Call ``WeightGrads.flush_bound`` for all flights."""
         for flight in self.values():
             flight.weight_grads.flush_bound()
 
 
 def _parted(found: Sequence[T], stays: Callable[[T], bool]) -> tuple[list[T], list[T]]:
-    """What does not stay, and what does, in order."""
+    """Split ``found``, in order, into what does not stay and what does."""
     kept = [stays(one) for one in found]
     return (
         [one for one, keeps in zip(found, kept, strict=True) if not keeps],
@@ -134,8 +136,8 @@ def _parted(found: Sequence[T], stays: Callable[[T], bool]) -> tuple[list[T], li
 
 
 def _with_total_inputs(pending: list[_Pending]) -> Iterator[tuple[_Pending, torch.Tensor]]:
-    """Each with its input over the whole sequence; while one is multiplied, the next one's is under way."""
-    gathers = map(_gather, pending)  # each begins when it is asked for
+    """Each of ``pending`` with its whole input; the next input is gathered while one is multiplied."""
+    gathers = map(_gather, pending)  # each gather begins when its item is asked for
     under_way = next(gathers, None)
     for one in pending:
         assert under_way is not None
@@ -150,13 +152,13 @@ def _gather(one: _Pending) -> tuple[torch.Tensor, Any]:
     if one.cell is None:
         return one.input, None
     length, *rest = one.input.shape
-    # A buffer of its own: what a failure cuts off may still be written to for a moment.
+    # A buffer of its own: an operation that a failure cut off may still write to it for a moment.
     total = one.input.new_empty(length * one.cell.size(), *rest)
     return total, dist.all_gather_into_tensor(total, one.input.contiguous(), group=one.cell, async_op=True)
 
 
 def later(weight: torch.nn.Parameter, add: Callable[[], None]) -> None:
-    """``add()`` runs with the weight gradients of the microbatch whose backward this is, at once if there is none."""
+    """Run ``add()`` with the weight gradients of the microbatch whose backward this is, or at once if none collects."""
     if _collecting is None:
         add()
     else:
@@ -164,11 +166,11 @@ def later(weight: torch.nn.Parameter, add: Callable[[], None]) -> None:
 
 
 def watch(module: torch.nn.Module, layer: int) -> None:
-    """Says, in the backward of the transformer layer ``module``, that all above it has been passed.
+    """Announce, in the backward of the transformer layer ``module``, that all layers above it have been passed.
 
-    When the gradient of its input is complete, all that the layers above add to gradients themselves (norms, biases,
-    whole backwards) has been added: autograd runs what adds up before all else. Of ``layer`` itself something may still
-    be due, where its input is a leaf, as in what is recomputed.
+    When the gradient of its input is complete, everything that the layers above add to gradients directly (norms,
+    biases, whole backwards) has been added, as autograd runs accumulation before anything else. The gradients of
+    ``layer`` itself may be incomplete where its input is a leaf, as in recomputation.
     """
 
     def forward_begins(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -184,7 +186,9 @@ def watch(module: torch.nn.Module, layer: int) -> None:
 
 
 def _apex_kernel(dtype: torch.dtype) -> Any:
-    """As megatron core_v0.16.1 core/tensor_parallel/layers.py chooses it. It needs a GPU, so no test here runs it."""
+    """The kernel that megatron core_v0.16.1 core/tensor_parallel/layers.py chooses. It needs a GPU, so no test here
+    runs it.
+    """
     from megatron.core.tensor_parallel import layers
 
     apex: Any = layers.fused_weight_gradient_mlp_cuda
@@ -192,7 +196,7 @@ def _apex_kernel(dtype: torch.dtype) -> Any:
 
 
 def install() -> None:
-    """Puts the seam in; a second call does nothing. Raises MegatronIncompatible."""
+    """Install the seam; a second call does nothing. Raises MegatronIncompatible."""
     if seams.is_applied(LINEAR_BACKWARD):
         return
     fused = seams.original(LINEAR_BACKWARD)
@@ -218,7 +222,7 @@ def install() -> None:
                 )
             )
         grad_bias = grad_output.flatten(0, -2).sum(dim=0) if ctx.use_bias else None
-        # input, weight, bias, and whatever else this version's forward takes.
+        # Gradients for input, weight, bias, and whatever else this version's forward takes.
         return (grad_input, None, grad_bias) + (None,) * (len(ctx.needs_input_grad) - 3)
 
     seams.apply(LINEAR_BACKWARD, backward)
