@@ -1,4 +1,4 @@
-"""What becomes of those of Megatron-LM's flags that Odyssey takes over."""
+"""Handles those of Megatron-LM's flags whose work Odyssey takes over."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from odyssey_megatron.upstream import compat, refusals
 
 
 def early() -> Any:
-    """The arguments before Megatron does anything with them; None if a checkpoint, which is read later, has the last
-    word.
+    """Megatron's arguments before it does anything with them; None if a checkpoint, which is read later, may override
+    them.
     """
     from megatron.training.arguments import parse_args
 
@@ -39,14 +39,14 @@ def early() -> Any:
 
 
 def quiet_rebuilding() -> None:
-    """What Megatron says of each optimizer and wrapper that is made has been said once; a recovery makes them anew."""
+    """Silence what Megatron logs for each optimizer and wrapper that is made: a recovery makes them anew."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(("megatron.core.distributed", "megatron.core.optimizer")):
             logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def say_moot(args: Any, parser: refusals.Parser, config: OdysseyConfig) -> None:
-    """On one rank, a line for each flag that is given and ignored, or that a loss may not leave without a trace."""
+    """On one rank, print a line for each flag that is given but ignored, or whose results a loss may affect."""
     if args.rank == 0:
         for flag, why in refusals.ignored(args, parser):
             sys.stderr.write(f"[odyssey] {flag} changes nothing with --odyssey: {why}.\n")
@@ -57,13 +57,13 @@ def say_moot(args: Any, parser: refusals.Parser, config: OdysseyConfig) -> None:
 
 
 def optimizer_copies(args: Any, config: OdysseyConfig) -> int:
-    """On how many ranks each layer's optimizer state is; 0: on all that hold the layer."""
+    """The number of ranks that have each layer's optimizer state; 0: all that hold the layer."""
     return config.optimizer_copies if args.use_distributed_optimizer else 0
 
 
 @contextlib.contextmanager
 def refused_by_megatron() -> Iterator[None]:
-    """What Megatron asserts of its arguments in the body, it refuses in one message. Raises ConfigError."""
+    """Turn a failed assertion of Megatron's about its arguments in the body into one message. Raises ConfigError."""
     try:
         yield
     except AssertionError as error:
@@ -75,7 +75,7 @@ def refused_by_megatron() -> Iterator[None]:
 
 
 def split_of(args: Any) -> Callable[[Any], span.Split]:
-    """How Megatron would cut the model of a config; ``args`` before :func:`adapt`."""
+    """A function from a config to the split that Megatron would make of its model; ``args`` as before :func:`adapt`."""
     return functools.partial(
         span.Split.of,
         stages=args.pipeline_model_parallel_size,
@@ -86,10 +86,12 @@ def split_of(args: Any) -> Callable[[Any], span.Split]:
 
 
 def prepare_hybrid(args: Any, config: Any) -> None:
-    """Makes what asks of a hybrid model's layers know them; of others nothing. ``config`` is the model's."""
+    """Tell the code that asks about a hybrid model's layers which kinds they are; other models need nothing. ``config``
+    is the model's.
+    """
     if kinds := "".join(compat.layer_kinds(args)):
         span.install_hybrid()
-        # Megatron's hybrid stacks do not read it, and who counts tokens of experts does.
+        # Megatron's hybrid stacks do not read it, but the code that counts tokens of experts does.
         config.moe_layer_freq = [int(kind == "E") for kind in kinds]
 
 
@@ -112,7 +114,7 @@ def job_of(
     batch_size: int,
     optimizer_copies: int,
 ) -> JobSpec:
-    """What the coordinator plans for; ``batch_size``: samples of the largest step."""
+    """The job that the coordinator plans for; ``batch_size``: the number of samples of the largest step."""
     kept = parts.kept_whole(
         transformer_config,
         optimizer=args.optimizer,
@@ -123,7 +125,7 @@ def job_of(
         num_layers=args.num_layers + 2,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         is_tied=not args.untie_embeddings_and_output_weights or bool(args.mtp_num_layers),
-        # A stage without a transformer layer, as Megatron's may be, is none of a plan's.
+        # Megatron may have a stage without a transformer layer; a plan cannot.
         stage_layers=split.stage_layers if all(split.stage_layers) else (),
         virtual_stages=len(split.counts),
         tensor_model_parallel_size=args.tensor_model_parallel_size,
@@ -145,13 +147,13 @@ def job_of(
 
 
 def moments_of(args: Any) -> dict[str, torch.dtype]:
-    """In which types Adam's moments are kept with --use-precision-aware-optimizer; ``args``: as validated."""
+    """The types in which Adam's moments are kept with --use-precision-aware-optimizer; ``args`` as validated."""
     kept = {"exp_avg": args.exp_avg_dtype, "exp_avg_sq": args.exp_avg_sq_dtype}
     return kept if args.use_precision_aware_optimizer else {}
 
 
 def profile_of(args: Any, transformer_config: Any, config: OdysseyConfig) -> Profile:
-    """What a step is expected to cost, until the job has measured itself. Raises ConfigError."""
+    """The expected costs of a step, until the job has measured its own. Raises ConfigError."""
     if config.profile:
         return load_profile(config.profile)
     return estimate(
@@ -171,7 +173,7 @@ def profile_of(args: Any, transformer_config: Any, config: OdysseyConfig) -> Pro
 
 
 def balance_of(args: Any, transformer_config: Any, config: OdysseyConfig, *, places: int) -> Balance:
-    """What deals the microbatches of steps that have at most ``places`` of a plan's."""
+    """What deals the microbatches of steps to the places of a plan, of which there are at most ``places``."""
     return Balance.of(
         config,
         is_packed=is_packed(args),
@@ -204,7 +206,7 @@ _LEFT_OUT: dict[str, Any] = {
     "overlap_moe_expert_parallel_comm": False,
     "ep_overlap_early_attn_memory_release": False,
     "overlap_dispatch_backward_with_experts_wgrad": False,
-    # Evaluations sum the same samples in microbatches of training's size.
+    # Evaluations sum over the same samples, in microbatches of the training's size.
     "eval_micro_batch_size": None,
     "num_distributed_optimizer_instances": 1,
     "rerun_mode": "disabled",
@@ -215,40 +217,43 @@ _LEFT_OUT: dict[str, Any] = {
     "reuse_grad_buf_for_mxfp8_param_ag": False,
     "use_transformer_engine_op_fuser": False,
     "ckpt_format": "torch_dist",
-    # Odyssey writes in threads of the rank. Megatron would want a package for its processes.
+    # Odyssey writes in threads of the rank. Megatron would require a package for its processes.
     "async_save": False,
-    # Its handler would take the place of Odyssey's, and end each rank at once, with nothing saved.
+    # Its handler would replace Odyssey's, and end each rank at once, with nothing saved.
     "exit_signal_handler_for_training": False,
 }
-"""Flags that Odyssey's own step makes moot, and what they are where they are not given."""
+"""Flags that Odyssey's own step makes moot, and their values when they are not given."""
 
 
 def leave_out_moot(args: Any) -> None:
-    """Takes back what Megatron would do besides Odyssey, before its validation derives anything from it."""
+    """Reset the flags for what Odyssey does itself, before Megatron's validation derives anything from them."""
     for name, value in _LEFT_OUT.items():
-        if hasattr(args, name):  # a version that does not know it has not been given it
+        if hasattr(args, name):  # a version without this flag cannot have been given it
             setattr(args, name, value)
     if args.moe_token_dispatcher_type == "flex":
         args.moe_token_dispatcher_type = "alltoall"
 
 
 def adapt(args: Any, config: OdysseyConfig) -> None:
-    """What Odyssey does in Megatron's place is switched off there; Megatron has validated ``args``.
+    """Switch off in Megatron whatever Odyssey does in its place; ``args`` have been validated.
 
-    Raises MegatronIncompatible, and ConfigError.
+    Raises:
+        MegatronIncompatible: an argument to set does not exist.
+        ConfigError: see ``compat.check_packed``.
     """
     compat.check_packed(args)
-    # Each layer's state is cut over its holders (``plan/slices.py``), not that of a stage's buffers.
+    # Each layer's state is cut over its holders (``plan/slices.py``), rather than the state of a stage's buffers over
+    # replicas.
     _set(args, False, "use_distributed_optimizer", "overlap_param_gather")
     # Reductions are instructions of the schedule.
     _set(args, False, "overlap_grad_reduce", "align_grad_reduce")
     _set(args, False, "overlap_p2p_comm")
     _set(args, None, "virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout")
-    # Of a loss that is not finite it is asked who has made it so (``execute/suspects.py``), before anybody ends by it.
+    # A loss that is not finite must not end the job before its cause has been looked for (``execute/suspects.py``).
     _set(args, False, "check_for_nan_in_loss_and_grad")
-    # Randomness is a function of the step (I2), so there is no state of generators to keep.
+    # Randomness is a function of the step (I2), so there is no generator state to keep.
     _set(args, True, "no_save_rng", "no_load_rng")
-    # Plans of a save would be kept for the next one, which may be of another layout.
+    # The plan of a save would be kept for the next save, which may be under another layout.
     _set(args, False, "ckpt_assume_constant_structure")
     if config.float64 == "on":
         _set(args, torch.float64, "params_dtype")
@@ -256,9 +261,9 @@ def adapt(args: Any, config: OdysseyConfig) -> None:
 
 
 def profile_as_launched(args: Any, rank: int, world_size: int, *, joins: bool) -> None:
-    """Whether this process is profiled is what the launch line says of its ``rank``, whatever number Megatron knows it
-    by after a loss: Megatron makes the profiler once, and asks for the rank in each step. One that joins later is not:
-    its steps are not those that were asked for.
+    """Decide by the launch line's ``rank`` whether this process is profiled, whatever number Megatron knows it by after
+    a loss: Megatron makes the profiler once, but checks the rank in each step. A process that joins later is not
+    profiled, since its steps are not those that were asked for.
     """
     if args.profile:
         args.profile = not joins and rank in (args.profile_ranks or range(world_size))
@@ -266,13 +271,13 @@ def profile_as_launched(args: Any, rank: int, world_size: int, *, joins: bool) -
 
 
 def batches_of(args: Any, *, consumed: int = 0, first_step: int = 0) -> Batches:
-    """The sizes of a job's steps that begins with ``first_step``, behind so many samples ``consumed``."""
+    """The sizes of the steps of a job that begins with ``first_step``, after ``consumed`` samples."""
     left_out = compat.steps_to_skip(args)
     return Batches.of_megatron(consumed, first_step=first_step, left_out=left_out)
 
 
 def check_batches(args: Any, batches: Batches, replicas: int) -> None:
-    """As Megatron does in the step at hand. Raises ConfigError: a batch cannot be shared out to the replicas."""
+    """Check that every batch can be divided among the replicas, as Megatron does at each step. Raises ConfigError."""
     shared = args.micro_batch_size * replicas
     if uneven := [size for size in batches.sizes if size % shared]:
         raise ConfigError(
@@ -283,7 +288,9 @@ def check_batches(args: Any, batches: Batches, replicas: int) -> None:
 
 
 def _set(args: Any, value: Any, *names: str) -> None:
-    """Sets arguments that Megatron looks at. Under another name it would go on with its own."""
+    """Set arguments that Megatron reads. Raises MegatronIncompatible if one does not exist: Megatron would use its own
+    instead.
+    """
     if missing := [name for name in names if not hasattr(args, name)]:
         raise MegatronIncompatible(
             f"megatron-core {compat.check_version()} has no argument {', '.join(missing)}, which Odyssey must set to "
@@ -294,7 +301,7 @@ def _set(args: Any, value: Any, *names: str) -> None:
 
 
 def ddp_config(args: Any) -> Any:
-    """As ``megatron/training/training.py`` ``get_model`` makes it, without what reduces."""
+    """The config that ``megatron/training/training.py`` ``get_model`` makes, without gradient reduction."""
     from megatron.core.distributed import DistributedDataParallelConfig
 
     values = {
@@ -307,14 +314,14 @@ def ddp_config(args: Any) -> Any:
             **values,
             "grad_reduce_in_fp32": args.accumulate_allreduce_grads_in_fp32,
             "overlap_grad_reduce": False,
-            "check_for_nan_in_grad": False,  # the agreement on the step looks at all of them (I4)
+            "check_for_nan_in_grad": False,  # the step's agreement checks all of them (I4)
             "bucket_size": None,
         }
     )
 
 
 def schedule_of(scheduler: Any) -> dict[str, Any]:
-    """The arguments that make another of Megatron's OptimizerParamScheduler like this one."""
+    """The arguments for another of Megatron's OptimizerParamScheduler that is like ``scheduler``."""
     names = (
         "init_lr max_lr min_lr lr_warmup_steps lr_decay_steps lr_decay_style start_wd end_wd wd_incr_steps "
         "wd_incr_style wsd_decay_steps lr_wsd_decay_style"
@@ -330,10 +337,10 @@ _WHOLE_MOMENTS = dict.fromkeys(
 def spec_of(
     args: Any, config: Any, split: span.Split, model_provider: Any, *, overflow_ends_job: bool
 ) -> ModelSpec:
-    """The model of ``args``, of Megatron's own stages: each is seeded as Megatron seeds it."""
+    """The model of ``args``, with Megatron's own stages, each of which is seeded as in Megatron."""
     from megatron.training import initialize
 
-    # It is Megatron's name for an optimizer that is Transformer Engine's and distributed, too.
+    # In Megatron this flag stands for an optimizer that is also Transformer Engine's, and distributed.
     whole_moments = argparse.Namespace(
         **vars(args) | {"use_precision_aware_optimizer": False} | _WHOLE_MOMENTS
     )
@@ -348,7 +355,7 @@ def spec_of(
                 args.inference_rng_tracker,
                 use_cudagraphable_rng=False,
             )
-            # Megatron draws numbers for it in between, and where one generator serves all devices, weights are next.
+            # Megatron draws random numbers here; where one generator serves all devices, the weights come next from it.
             initialize.set_jit_fusion_options()
 
     return ModelSpec(

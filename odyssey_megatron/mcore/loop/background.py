@@ -1,9 +1,10 @@
-"""Saves of a job: common work of all ranks, the writing of which goes on beside training with --async-save.
+"""Saves a job's checkpoints: common work of all ranks, whose writing goes on beside training with --async-save.
 
-Such a save has three parts. Together the ranks plan it and copy what each will write (that is the stall). A thread of
-each writes, while steps go on: a process would outlive the rank. Behind a step whose agreement has said that nobody
-writes any more they complete it together. Until then it has no name that a checkpoint has (``saving.py``). Who dies in
-between takes its part along; so the survivors give the save up and make another, of the step that they have reached.
+Such a save has three parts. First the ranks together plan it and copy what each of them will write; this is the stall.
+Then a thread of each rank writes, while steps go on; a process would outlive the rank. After a step whose agreement has
+said that nobody is writing any more, the ranks together complete it. Until then it does not have a checkpoint's name
+(``saving.py``). A rank that dies in between takes its part along, so the survivors abandon the save and make another,
+of the step that they have reached.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from odyssey_megatron.rebuild.world import Together
 
 
 class _Job(NamedTuple):
-    """Whose saves they are, once the session has begun."""
+    """The session and runtime that saves belong to, once the session has begun."""
 
     session: Session
     runtime: RankRuntime
@@ -32,16 +33,16 @@ class _Job(NamedTuple):
 
 
 class _Flight:
-    """A save that this rank is writing its part of."""
+    """A save of which this rank is writing its part."""
 
     def __init__(self, request: Any, generation: int, step: int):
-        """``request``: Megatron's AsyncRequest; it was made behind ``step`` steps."""
+        """``request``: Megatron's AsyncRequest, which was made after ``step`` steps."""
         self.finalize: Sequence[Callable[[], None]] = request.finalize_fns
         self.generation, self.step = generation, step
         arguments = list(request.async_fn_args)
         if request.preload_fn is not None:
             arguments[1] = _copied(arguments[1], request.preload_fn())
-        write = request.async_fn or (lambda: None)  # nothing of it is here
+        write = request.async_fn or (lambda: None)  # this rank has nothing to write
         self._thread = threading.Thread(
             target=lambda: write(*arguments, **request.async_fn_kwargs), name="odyssey-save", daemon=True
         )
@@ -52,7 +53,7 @@ class _Flight:
         return self._thread.is_alive()
 
     def wait(self, is_over: Callable[[], bool]) -> None:
-        """Until this rank has written. Raises Superseded if ``is_over`` says so before."""
+        """Wait until this rank has finished writing. Raises Superseded as soon as ``is_over`` returns True."""
         while self._thread.is_alive():
             self._thread.join(0.05)
             if is_over():
@@ -60,7 +61,9 @@ class _Flight:
 
 
 def _copied(buckets: Sequence[Any], on_host: Sequence[Any]) -> list[Any]:
-    """What Megatron has brought to host memory, and copies of what was there before, which the next step changes."""
+    """What Megatron has brought to host memory; tensors that were there before are copied, since the next step changes
+    them.
+    """
     old = {id(tensor) for *_, (_, tensors) in buckets for _, tensor in tensors}
     return [
         (*names, (data, [(item, one.clone() if id(one) in old else one) for item, one in tensors]))
@@ -72,20 +75,20 @@ class Saves:
     """The saves of one rank."""
 
     def __init__(self, together: Together, chunks: list[Any]):
-        """``chunks``: the model's, whichever they are by then."""
+        """``chunks``: the list of the model's chunks, which is kept up to date."""
         self._together, self._chunks = together, chunks
         self.not_saved = ""
-        """Why the last save has failed, if it has."""
+        """Why the last save failed; empty: it did not."""
         self._attached: _Job | None = None
         self._flight: _Flight | None = None
         self._how: tuple[Any, ...] = ()
-        """What Megatron has called last, and with what; keywords come last."""
+        """Megatron's save function and arguments of the last save; the keyword arguments come last."""
         self._begun = (0, 0.0)
-        """Iteration of the last save, and floating point operations until there."""
+        """Iteration of the last save, and the number of floating point operations until then."""
         self._trouble = ""
         """What has failed on this rank alone."""
         self._waited_s = 0.0
-        """How long training stood still for the last piece of a save."""
+        """Time that training stood still for the last piece of a save."""
 
     def attach(self, session: Session, runtime: RankRuntime, fault_point: FaultPoint) -> None:
         self._attached = _Job(session, runtime, fault_point)
@@ -118,18 +121,18 @@ class Saves:
         self._how = original, optimizer, scheduler, args, kwargs
         self._begun = iteration, floating_point_operations
         self._say(self._on_all(self._save))
-        self.finalize()  # a rank may come before the next step
+        self.finalize()  # a rank may join before the next step
 
     def schedule(self, original: Any, request: Any) -> None:
         """Megatron's ``schedule_async_save``."""
         self._flight = _Flight(request, self._job.runtime.generation, self._job.runtime.committed)
 
     def finalize(self, original: Any = None, blocking: bool = False, terminate: bool = False) -> None:
-        """Megatron's ``maybe_finalize_async_save``, behind each step.
+        """Megatron's ``maybe_finalize_async_save``, called after each step.
 
-        Whether there is common work to do must be the same on all ranks. So nobody looks at the generation, which some
-        know to have ended before others do, but at what all have agreed on with the step. And whoever comes with an
-        offered generation has no part in what is being written, which must be a checkpoint before.
+        All ranks must decide alike whether there is common work to do. So they do not go by the generation, which some
+        know to have ended before others do, but by what all have agreed on with the step. A save in progress must be
+        complete before an offered generation begins, since a rank that joins with it has no part in the save.
         """
         while (flight := self._flight) is not None:
             votes = self._job.runtime.votes
@@ -157,7 +160,7 @@ class Saves:
         )
 
     def _save_again(self) -> str:
-        """The step that the job has reached."""
+        """Save the step that the job has reached by now."""
         from megatron.training import get_args, training
 
         args, (iteration, before) = get_args(), self._begun
@@ -167,8 +170,8 @@ class Saves:
         return self._save()
 
     def _land(self, *, again: bool = True) -> None:
-        """What is being written becomes a checkpoint. Where a rank has died since, another is begun in its place, or,
-        without ``again``, none.
+        """Turn what is being written into a checkpoint. If a rank has died since it began, begin another save in its
+        place, or, without ``again``, none.
         """
         flight = self._flight
         assert flight is not None
@@ -186,10 +189,11 @@ class Saves:
         self._say(self._on_all(work))
 
     def _on_all(self, work: Callable[[], str]) -> str:
-        """What ``work`` returns. What fails on one rank for want of a disk fails on all, and is said in its place.
+        """What ``work`` returns on all ranks. A storage error on one rank makes the save fail on all, with its message
+        as the result.
 
-        A rank alone cannot tell the others, which wait for it in some collective. So it ends the generation, as if
-        somebody had died; nobody has, and in the next one all hear why.
+        A single rank cannot tell the others, which wait for it in some collective. So it ends the generation, as if
+        somebody had died, and in the next one all ranks hear why.
         """
 
         def attempt(world: Any) -> str:

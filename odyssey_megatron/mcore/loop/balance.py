@@ -1,13 +1,13 @@
-"""``--odyssey-sequence-balance``: which microbatch of a step is in which place of the plan, where samples are packed.
+"""``--odyssey-sequence-balance``: which microbatch of a step goes to which place of the plan, where samples are packed.
 
-Whoever computes heads looks up, before the end of a step, how long the sequences of the next one are. That rides on the
-step's agreement, so that all ranks know it, also those that finish the step by themselves or join behind it, and each
-works out the same dealing (``plan/dealing.py``), which holds for all of that step, whoever dies in it. Data, randomness
-and losses go by a microbatch's number in the step, which does not change: only the place does. A job's first step, and
-the first behind a checkpoint, is in natural order.
+The ranks that compute heads look up, before the end of a step, how long the sequences of the next one are. The lengths
+travel with the step's agreement. So all ranks know them, also those that finish the step by themselves or join after
+it, and each works out the same dealing (``plan/dealing.py``), which holds for all of that step, whoever dies in it.
+Data, randomness and losses depend on a microbatch's number in the step, which does not change; only its place does. The
+first step of a job, and the first after loading a checkpoint, is in natural order.
 
-What a sequence of some length costs beside another is estimated, until ranks have measured it: what theirs take by
-their squared lengths rides on the agreement, too, so that all go by the same sums.
+The cost of a sequence by its length is estimated until ranks have measured it. The measured times by squared lengths
+travel with the agreement, too, so that all ranks use the same sums.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from odyssey_megatron.plan.schedule import Instr, by_microbatch
 from odyssey_megatron.policy.profile import Profile
 
 _FINE = 2**30
-"""Costs are whole numbers up to this, that of the dearest microbatch that there can be on one rank."""
+"""Cost of the most expensive microbatch possible on one rank; all costs are whole numbers, scaled to this."""
 _KEPT_STEPS = 8
-"""Measured steps by which a rank says what its microbatches take."""
+"""Number of measured steps from which a rank estimates what its microbatches take."""
 _PRECISE = 0.01
-"""Of a microbatch's time: nobody says what lengths cost before the usual difference between two is known so well."""
+"""Ranks report what lengths cost only once its standard error is at most this share of a microbatch's time."""
 _HEAD = 5
-"""Totals before those of places."""
+"""Number of totals before those of places."""
 
 
 class DealingBroken(OdysseyError):
@@ -46,27 +46,30 @@ class DealingBroken(OdysseyError):
 
 
 class Dealt(NamedTuple):
-    """The dealing of a step."""
+    """The dealing of a step. A route's share is what it would cost if all microbatches cost the same."""
 
     step: int = -1
     order: tuple[int, ...] = ()
-    """Of each place the microbatch in it; none: its own number."""
+    """For each place the number of the microbatch in it; empty: each is in the place of its own number."""
     natural: float = 1.0
-    """How many times its share the dearest route would cost in natural order."""
+    """Cost of the most expensive route in natural order, as a multiple of its share."""
     dearest: float = 1.0
-    """And costs."""
+    """Cost of the most expensive route as dealt, as a multiple of its share."""
     squares: tuple[int, ...] = ()
-    """Of each microbatch, by its number in the step, the sum of its squared lengths; none where a place's microbatch is
-    several ranks'."""
+    """For each microbatch, by its number in the step, the sum of its squared lengths; empty where several ranks compute
+    microbatches for one place.
+    """
 
     @property
     def mark(self) -> int:
-        """Of its order; small enough for sums of its square to be exact."""
+        """A checksum of the order, small enough for sums of its square to be exact."""
         return zlib.crc32(repr(self.order).encode()) >> 13
 
 
 def heads(layout: Layout, worker: int, size: int) -> dict[int, int]:
-    """Of a plan's first ``size`` microbatches, those whose heads ``worker`` computes: the first one of their route."""
+    """The microbatches whose heads ``worker`` computes, among a plan's first ``size``; maps each to the first of its
+    route.
+    """
     return {
         one: route.microbatches[0]
         for route in layout.routes
@@ -78,12 +81,12 @@ def heads(layout: Layout, worker: int, size: int) -> dict[int, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """Of the sequences in microbatches.
+    """What the cost of microbatches depends on.
 
     Args:
-        tokens: of one rank's microbatch.
-        of_square: how many tokens cost as much as one of the sum of squared lengths, by the estimate.
-        longest: the most that this sum can be.
+        tokens: the number of tokens of one rank's microbatch.
+        of_square: the number of tokens that cost as much as 1 in the sum of squared lengths, by the estimate.
+        longest: the largest possible sum of squared lengths.
     """
 
     tokens: float
@@ -92,19 +95,21 @@ class Lengths:
 
 
 class Balance:
-    """Of one rank; what it knows is the same on all of them, but for what its own microbatches have taken.
+    """Deals microbatches to places. Its state is the same on all ranks, except for what a rank's own microbatches have
+    taken.
 
-    Its totals of a step: [ranks, their dealings' marks, the squares of these, nanoseconds that a microbatch takes on
-    all ranks whatever its lengths, and how many more one of ``Lengths.longest``, then (sum of squared lengths, route,
-    microbatches) of each place of the next step's]; a route is called by the first of its places, counted from 1; 0 is
-    one that is not known. All of them are whole numbers below 2**53, so that their sums are exact.
+    Its totals of a step, summed over ranks, are: the number of ranks, the marks of their dealings, the squares of these
+    marks, the nanoseconds that a microbatch takes whatever its lengths, the additional nanoseconds of one with
+    ``Lengths.longest``; then, for each place of the next step, (sum of squared lengths, route, number of microbatches).
+    A route is identified by the first of its places, counted from 1; 0: unknown. All totals are whole numbers below
+    2**53, so that their sums are exact.
     """
 
     def __init__(self, places: int = 0, *, steps: int = 0, lengths: Lengths | None = None):
         """
         Args:
-            places: microbatches of the largest step, as a plan counts; 0: nothing is ever dealt.
-            steps: of the job.
+            places: the number of microbatches of the largest step, as a plan counts; 0: nothing is ever dealt.
+            steps: the number of steps of the job.
         """
         self._places, self._steps, self._lengths = (
             places,
@@ -130,13 +135,13 @@ class Balance:
         rows: int,
         profile: Callable[[int], Profile],
     ) -> Balance:
-        """What ``settings`` ask for.
+        """The balance that ``settings`` ask for.
 
         Args:
             is_packed: samples are packed sequences.
-            speaks: this rank tells the user that there is nothing to do.
-            rows: of a microbatch, each of ``seq_length`` tokens.
-            profile: what such a model is expected to cost with sequences of a length.
+            speaks: this rank tells the user if there is nothing to do.
+            rows: the number of rows of a microbatch, each of ``seq_length`` tokens.
+            profile: maps a sequence length to the expected costs of such a model.
         """
         if settings.sequence_balance == "off":
             return cls()
@@ -159,31 +164,35 @@ class Balance:
         return _HEAD + 3 * self._places if self._places else 0
 
     def begin(self, step: int) -> None:
-        """Microbatches are those of ``step`` from now on, which may have begun before; -1: of an evaluation."""
+        """From now on microbatches are those of ``step``, which may have begun before; -1: of an evaluation."""
         self.dealt = self._next if self._next.step == step else Dealt(step)
 
     def in_place(self, place: int) -> int:
-        """The microbatch there."""
+        """The microbatch in that place."""
         return self.dealt.order[place] if self.dealt.order else place
 
     @property
     def seen(self) -> tuple[float, float] | None:
-        """How many times its share the dearest route costs in natural order, and as dealt; None: nothing is known."""
+        """The costs of the most expensive route, as multiples of its share, in natural order and as dealt; None if
+        unknown.
+        """
         return (self.dealt.natural, self.dealt.dearest) if self.dealt.order else None
 
     def look_ahead(self, step: int, places: Iterable[int], squares: Callable[[int], float]) -> None:
-        """Looks up what is not known yet of ``places`` of ``step``; ``squares``: of the microbatch of such a number."""
+        """Look up the lengths of the ``places`` of ``step`` that are not known yet; ``squares`` maps a place to its sum
+        of squared lengths.
+        """
         if step != self._ahead_of:
             self._ahead, self._ahead_of = {}, step
         if self._places and step < self._steps:
             self._ahead |= {one: squares(one) for one in places if one not in self._ahead}
 
     def local_totals(self, routes: Mapping[int, int], *, speaks: bool) -> torch.Tensor:
-        """This rank's share, on the host, behind :meth:`look_ahead` at the places of ``routes``.
+        """This rank's share of the totals, on the host, after :meth:`look_ahead` at the places of ``routes``.
 
         Args:
-            routes: of each place whose head this rank computes, the first one of its route; of the next step's.
-            speaks: of its cell it says which routes these are.
+            routes: the places of the next step whose head this rank computes, each with the first place of its route.
+            speaks: this rank reports the routes for its cell.
         """
         totals, mark = [0] * self.num_totals, self.dealt.mark
         if totals:
@@ -194,7 +203,7 @@ class Balance:
         return torch.tensor(totals, dtype=torch.float64)
 
     def take(self, totals: torch.Tensor, step: int) -> None:
-        """``totals`` of the step before, over all ranks. Raises DealingBroken."""
+        """Take the ``totals`` of the step before ``step`` over all ranks, and deal ``step``. Raises DealingBroken."""
         if not self._places or not totals[0]:
             return
         ranks, marks, squares, always_ns, longest_ns = (int(one) for one in totals[:_HEAD].tolist())
@@ -208,10 +217,10 @@ class Balance:
         ]
         known = [row for row in rows if row[1]]
         tokens, of_square = self._lengths.tokens, self._lengths.of_square
-        if always_ns or longest_ns:  # measured: of both kinds as much as they take
+        if always_ns or longest_ns:  # measured: their ratio counts, so sums over ranks will do
             tokens, of_square = float(always_ns), longest_ns / self._lengths.longest
         scale = _FINE / (tokens + of_square * self._lengths.longest)
-        # All places of a step are known, or none: the first ones, as many as it has.
+        # Either all places of a step are known or none, and they are the first ones.
         costs = [round(scale * (count * tokens + of_square * one)) for one, _, count in known]
         routes = [route for _, route, _ in known]
         order = deal(costs, routes) if known else ()
@@ -225,7 +234,9 @@ class Balance:
         )
 
     def timed(self, took_s: Callable[[], Mapping[Instr, float]]) -> None:
-        """``took_s``: what this rank's instructions of the step that is dealt have taken, asked for behind its end."""
+        """Learn from the times of this rank's instructions in the current step; ``took_s`` is called after the step's
+        end.
+        """
         squares = self.dealt.squares
         if not squares:
             return
@@ -252,8 +263,8 @@ class Balance:
 
 
 def linear(squares: list[float], seconds: list[float]) -> tuple[float, float] | None:
-    """(seconds whatever the lengths, seconds for one of the sum of squared lengths) of microbatches; None as long as
-    they do not say so precisely (``_PRECISE``).
+    """(seconds whatever the lengths, seconds per unit of the sum of squared lengths) of microbatches; None while the
+    data is too imprecise (``_PRECISE``).
     """
     x, y = np.array(squares), np.array(seconds)
     if len(x) < 4 or not y.all() or float(np.ptp(x)) <= 0.0:
@@ -261,14 +272,14 @@ def linear(squares: list[float], seconds: list[float]) -> tuple[float, float] | 
     always_s, each_s = cost(y, np.ones(len(y)), x)
     off_s = 1.4826 * float(
         np.median(np.abs(y - always_s - each_s * x))
-    )  # a normal one's deviation, by its median
+    )  # standard deviation, by a normal distribution's median
     return (always_s, each_s) if off_s / len(x) ** 0.5 <= _PRECISE * float(np.median(y)) else None
 
 
 def tokens_of_square(profile: Callable[[int], Profile], seq_length: int) -> float:
-    """How many tokens cost as much as one of the sum of squared lengths, in a model's transformer layers.
+    """The number of tokens that cost as much as 1 in the sum of squared lengths, in a model's transformer layers.
 
-    By the estimate for two lengths: what a sequence costs is ``a * length + b * length**2``.
+    Derived from the estimates for two lengths: the cost of a sequence is ``a * length + b * length**2``.
     """
 
     def seconds(length: int) -> float:

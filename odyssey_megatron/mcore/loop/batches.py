@@ -1,4 +1,4 @@
-"""How many samples each step has: Megatron's calculator as a function of the step alone."""
+"""The number of samples of each step: Megatron's calculator as a function of the step alone."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from odyssey_megatron.upstream import compat
 
 
 class Batches:
-    """The batch sizes of the steps from ``first_step`` on: first those of ``changing``, and from then on ``last``.
+    """The batch sizes of the steps from ``first_step`` on: first those of ``changing``, then always ``last``.
 
-    The steps ``left_out`` take their samples, and train on none of them.
+    The steps in ``left_out`` consume their samples, but do not train on them.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class Batches:
 
     @classmethod
     def of_megatron(cls, consumed: int, *, first_step: int, left_out: Iterable[int] = ()) -> Batches:
-        """As Megatron's calculator has them, of a job that begins with so many samples ``consumed``."""
+        """The sizes by Megatron's calculator, for a job that begins after ``consumed`` samples."""
         from megatron.core import num_microbatches_calculator
 
         calculator: Any = copy.deepcopy(num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR)
@@ -47,25 +47,25 @@ class Batches:
 
     @property
     def sizes(self) -> list[int]:
-        """All that there are, from the smallest to the largest."""
+        """All sizes that occur, in ascending order."""
         return sorted({*self._changing, self._last})
 
     @property
     def largest(self) -> int:
-        """Samples of the largest step."""
+        """The number of samples of the largest step."""
         return self.sizes[-1]
 
     def before(self, step: int) -> int:
-        """Samples of the steps before ``step``."""
+        """The number of samples of all steps before ``step``."""
         done, changed = step - self._first_step, len(self._changing)
         return self._before[min(done, changed)] + max(0, done - changed) * self._last
 
     def size(self, step: int) -> int:
-        """Samples of ``step``."""
+        """The number of samples of ``step``."""
         return self.before(step + 1) - self.before(step)
 
     def trained_before(self, step: int) -> Counter[int]:
-        """Size -> how many of the steps before ``step`` have it and train."""
+        """Size -> the number of steps before ``step`` that have this size, and train."""
         done = step - self._first_step
         found = Counter(self._changing[:done])
         found[self._last] += max(0, done - len(self._changing))

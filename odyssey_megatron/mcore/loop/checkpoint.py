@@ -1,8 +1,8 @@
-"""Megatron's checkpoints of a job whose layers may lie anywhere.
+"""Megatron's checkpoints for a job whose layers may lie anywhere.
 
 Megatron writes and reads them itself (``torch_dist``): each tensor knows its global name and place, so a checkpoint
 written under a ragged layout loads into any other. Odyssey says which layers a chunk has and which holder of a layer
-writes it, and shows the optimizers of the layers as the one optimizer that Megatron expects.
+writes it, and presents the optimizers of the layers as the one optimizer that Megatron expects.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from odyssey_megatron.upstream import compat
 
 
 def prepare(model: MegatronModel, block: LayerBlock) -> None:
-    """Makes the chunk of ``block`` describe itself to Megatron's checkpoint as what it is."""
+    """Make the chunk of ``block`` describe its layers correctly to Megatron's checkpointing."""
     chunk = block.model.module
     original = type(chunk).sharded_state_dict
 
@@ -49,14 +49,14 @@ def prepare(model: MegatronModel, block: LayerBlock) -> None:
         others = model.place.among(block.first)
         known = state.items() if block.borrowed is not None else ()
         shared = [name for name, shard in known if shard.data is block.borrowed]
-        for name in shared:  # of the embedding's copy and the head's one is as good as the other
+        for name in shared:  # either copy of the shared weight will do
             state[name].replica_id = (0, *state[name].replica_id[1:])
             places[id(block.borrowed)] = model.place.among(block.spec.tied)
-            if elsewhere:  # in another chunk of this worker
+            if elsewhere:  # another chunk of this worker has it
                 del state[name]
         experts = model.place.among(block.first, spread=True)
-        for shard in _shards(state):  # only the first of the holders writes
-            place = experts if ".mlp.experts." in shard.key else others  # of what is no parameter
+        for shard in _shards(state):  # only the first holder writes
+            place = experts if ".mlp.experts." in shard.key else others  # for what is not a parameter
             shard.replica_id = (*shard.replica_id[:-1], places.get(id(shard.data), place))
         if model.cell.tensor_each > 1:
             dict_list_map_inplace(lambda shard: _in_parts(shard, model.cell.tensor_each), state)
@@ -66,8 +66,9 @@ def prepare(model: MegatronModel, block: LayerBlock) -> None:
 
 
 def _in_parts(shard: Any, each: int) -> Any:
-    """``shard`` of a rank that has ``each`` parts, as those of whole cells' ranks, which have one. Megatron wants all
-    shards of a tensor to be of one shape, and a tensor may be that of many layers, on cells of either kind.
+    """``shard`` of a rank that has ``each`` parts, cut into the shards of whole cells' ranks, which have one part each.
+    Megatron requires all shards of a tensor to have one shape, and a tensor may span many layers, on cells of either
+    kind.
     """
     cut = Cut.of(shard.data, each) if isinstance(shard, ShardedTensor | ShardedTensorFactory) else Cut()
     if cut.dim is None:
@@ -104,7 +105,7 @@ def _in_parts(shard: Any, each: int) -> Any:
 
 @contextlib.contextmanager
 def _frozen(parameters: list[torch.nn.Parameter]) -> Iterator[None]:
-    """In the body Megatron takes ``parameters`` for such as are not trained."""
+    """In the body Megatron treats ``parameters`` as not trainable."""
     for one in parameters:
         one.requires_grad_(False)
     try:
@@ -126,7 +127,7 @@ def _shards(value: Any) -> Iterator[Any]:
 
 
 class OptimizerView:
-    """The optimizers of the held layers, as Megatron-LM's loop and checkpoints see an optimizer."""
+    """The optimizers of the held layers, presented to Megatron-LM's loop and checkpoints as a single optimizer."""
 
     is_stub_optimizer = False
 
@@ -137,7 +138,7 @@ class OptimizerView:
         saved: shards.Saved,
         runtime: Callable[[], RankRuntime] | None = None,
     ):
-        """``saved``: the checkpoint to load; ``runtime``: of the job, if it has begun one."""
+        """``saved``: the checkpoint to load; ``runtime``: the job's, once it has one."""
         self._saved = saved
         self._committed: Callable[[], int] = (
             (lambda: runtime().committed) if runtime is not None else lambda: 0
@@ -145,12 +146,12 @@ class OptimizerView:
         self._whole = Whole(model, lambda *block: runtime().holders_of(*block) if runtime else _nobody())
         self._model, self._cell = model, cell
         self._takes_shards = False
-        """What is loaded is in the types of a distributed optimizer."""
+        """Whether what is loaded has the types of a distributed optimizer."""
         self.loaded: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        """What a checkpoint has said of groups of parameters here."""
+        """For each parameter group here, its settings and those that a checkpoint gave it."""
         self.settings: dict[str, Any] = {}
-        """Of the usual group, as loaded."""
-        # What Megatron logs the learning rate from. The layers' own groups are set from the step's number.
+        """Settings of the default group, as loaded."""
+        # Megatron logs the learning rate from this group. The layers' own groups are set from the step's number.
         self.param_groups: list[dict[str, Any]] = [{"params": [], "lr": 0.0, "default_config": True}]
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
@@ -160,7 +161,7 @@ class OptimizerView:
         return self._model.loss_scale.value
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """A step zeroes its gradients itself."""
+        """Do nothing: a step zeroes its gradients itself."""
 
     def reload_model_params(self, state_dict: Any = None) -> None:
         for optimizer in self._own():
@@ -173,8 +174,10 @@ class OptimizerView:
         metadata: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Collective, as are the other uses of :meth:`_assembled`: what all ranks have in common the lowest one writes,
-        be it that it keeps nothing. Raises ConfigError.
+        """The state for Megatron to save or load. Raises ConfigError.
+
+        Collective, as are the other uses of :meth:`_assembled`. What all ranks have in common is written by the lowest
+        rank, even if that keeps no state itself.
         """
         kind = self._saved.type_of(metadata) if is_loading else (metadata or {}).get(shards.TYPE)
         if is_loading:
@@ -225,7 +228,7 @@ class OptimizerView:
             if self._takes_shards:
                 shards.take(one, saved)
                 continue
-            if not [*pairs(one)]:  # nothing is brought together here, and what is empty is not there
+            if not [*pairs(one)]:  # no state is gathered here, and Megatron leaves out what is empty
                 saved.get("optimizer", saved).setdefault("state", {})
                 saved.setdefault("fp32_from_fp16_params", [])
             before = {id(parameter): state for parameter, state in one.optimizer.state.items()}
@@ -237,7 +240,7 @@ class OptimizerView:
         self.loaded = list(zip(given, map(settings_of, whole.param_groups), strict=True))
 
     def take_over(self, loaded: list[tuple[Any, Any]]) -> None:
-        """What was loaded of groups of parameters holds for all of the model's, now and later."""
+        """Apply the loaded settings of parameter groups to all of the model's, now and later."""
         self._model.spec.loaded_groups.extend(loaded)
         for optimizer in self._own():
             take_over(optimizer.param_groups, loaded)
@@ -251,16 +254,16 @@ class OptimizerView:
         return [layer.optimizer for layer in self._model.layers if layer.optimizer is not None]
 
     def _assembled(self, brought_together: Mapping[int, LayerOptimizer]) -> Any:
-        """Megatron's optimizer for the layers of this rank whose state is kept as a whole, or is ``brought_together``,
-        whose state is that of their optimizers: a chain of one, and of another one for experts that are spread over
-        ranks; with Muon of more.
+        """Megatron's optimizer for those layers of this rank whose state is whole, or is ``brought_together``; it
+        shares the state of the layers' optimizers. It is a chain of one optimizer, and another for experts that are
+        spread over ranks; with Muon more.
         """
         spec = self._model.spec
         kept = [one for one in self._own() if one.spans == (EVERYTHING,)] + [*brought_together.values()]
         chunks = [block.model for block in self._model.blocks] or [self._model.idle_block().model]
         own = {id(shown): (main, state) for optimizer in kept for shown, main, state in optimizer.entries()}
         left_out = [one for chunk in chunks for one in chunk.parameters() if id(one) not in own]
-        with _frozen(left_out):  # Megatron has all ranks agree on the groups of parameters, and their order
+        with _frozen(left_out):  # Megatron makes all ranks agree on the parameter groups and their order
             whole: Any = compat.optimizer_of(
                 spec.optimizer_config, chunks, spec.config_overrides, self._cell, of_layer=False
             )
@@ -270,7 +273,7 @@ class OptimizerView:
                 f"Megatron made {len(parts)} optimizers where Odyssey knows of {expected}."
             )
         for one in parts:
-            one.init_state_fn = lambda *unused: None  # the state is there; of SGD's Megatron knows nothing
+            one.init_state_fn = lambda *unused: None  # the state exists; Megatron cannot create SGD's
             one.grad_scaler = self._model.loss_scale.scaler
         take_over(whole.param_groups, spec.loaded_groups)
         if self._model.learning_rate is not None:
@@ -290,15 +293,17 @@ def _nobody() -> tuple[dist.ProcessGroup, tuple[int, ...]]:
 
 
 def _step_of(inner: torch.optim.Optimizer) -> float | None:
-    """How many steps it has counted for its parameters; None: it counts none, or has none here."""
+    """The number of steps that the optimizer has counted for its parameters; None if it does not count, or has none
+    here.
+    """
     return next((float(one["step"]) for one in inner.state.values() if "step" in one), None)
 
 
 def _numbered(states: list[Any]) -> Any:
-    """Of a chain's optimizers what Megatron saves: one's state, or by its place each one's."""
+    """What Megatron saves of a chain of optimizers: the state of a single one, or each one's state by its position."""
     return states[0] if len(states) == 1 else dict(enumerate(states))
 
 
 def _each(state: Any, count: int) -> list[Any]:
-    """The other way round."""
+    """The inverse of :func:`_numbered`."""
     return [state] if count == 1 else [state[place] for place in range(count)]

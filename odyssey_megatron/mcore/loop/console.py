@@ -1,7 +1,7 @@
-"""The lines that Megatron prints on its last rank, each once, whichever rank is the last one living.
+"""Prints the lines that Megatron prints on its last rank, each once, whichever rank is the last one living.
 
-All ranks come by the same lines in the same order. Those that are not the last keep the newest: if the last one dies on
-its way to a line that they have come by already, its successor prints it.
+All ranks reach the same lines in the same order. Those that are not the last keep the newest: if the last rank dies
+before it prints a line that they have passed already, its successor prints it.
 """
 
 from __future__ import annotations
@@ -11,17 +11,20 @@ from collections import deque
 from collections.abc import Callable
 
 _KEPT = 2
-"""Iterations; nobody is further ahead of the last rank."""
+"""Number of iterations whose lines are kept; no rank is further ahead of the last one."""
 
 Place = tuple[int, int]
-"""Of a line: (steps committed before it, number among the lines since then). The same on every rank, also on one that
-has joined late."""
+"""Position of a line: (number of steps committed before it, number of lines since then). It is the same on every rank,
+also on one that has joined late.
+"""
 
 
 class SurvivingLines:
-    """Args:
-    note: leaves the place of the newest line printed for whoever comes next.
-    noted: what was left, if anything.
+    """The lines of the last living rank.
+
+    Args:
+        note: stores the place of the newest printed line for a successor.
+        noted: returns what was stored, if anything.
     """
 
     def __init__(self, note: Callable[[str], None], noted: Callable[[], str | None]):
@@ -29,17 +32,17 @@ class SurvivingLines:
         self._next: Place = (0, 0)
         self._is_last = False
         self._printed: Place = (-1, 0)
-        """The newest line that was out when this rank became the last."""
+        """Place of the newest line that had been printed when this rank became the last."""
         self._kept: deque[tuple[Place, Callable[[], None]]] = deque()
 
     def begin(self, committed: int) -> None:
-        """So many steps are committed: what is printed from now on belongs behind them."""
+        """Number the following lines from the step count ``committed``."""
         self._next = (committed, 0)
         while self._kept and self._kept[0][0][0] <= committed - _KEPT:
             self._kept.popleft()
 
     def say(self, line: Callable[[], None]) -> None:
-        """``line`` prints the next line."""
+        """Print the next line by calling ``line``, or keep it if this rank is not the last."""
         place, self._next = self._next, (self._next[0], self._next[1] + 1)
         if self._is_last:
             self._print(place, line)
@@ -47,7 +50,7 @@ class SurvivingLines:
             self._kept.append((place, line))
 
     def become_last(self) -> None:
-        """From now on this rank prints, beginning with what its predecessor has not. A second call does nothing."""
+        """Print from now on, beginning with what the predecessor has not printed. A second call does nothing."""
         if self._is_last:
             return
         self._is_last = True
@@ -58,7 +61,7 @@ class SurvivingLines:
             self._print(place, line)
 
     def hand_over(self) -> None:
-        """Another rank is the last one now."""
+        """Stop printing: another rank is the last one now."""
         self._is_last = False
 
     def _print(self, place: Place, line: Callable[[], None]) -> None:

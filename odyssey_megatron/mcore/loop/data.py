@@ -1,4 +1,4 @@
-"""Data by global sample index (I1): microbatch m of step i is the same samples wherever it runs, and whenever."""
+"""Data by global sample index (I1): microbatch m of step i has the same samples wherever and whenever it runs."""
 
 from __future__ import annotations
 
@@ -14,26 +14,28 @@ from odyssey_megatron.mcore.pinned import pinned
 
 
 def global_samples(*, before: int, microbatch: int, micro_batch_size: int) -> range:
-    """Indices, in consumption order, of the samples of one microbatch of the step behind ``before`` samples."""
+    """The indices, in consumption order, of the samples of one microbatch of the step that comes after ``before``
+    samples.
+    """
     first = before + microbatch * micro_batch_size
     return range(first, first + micro_batch_size)
 
 
 class Order(Protocol):
-    """Which samples of a data set are consumed when (``mcore/loop/orders.py``)."""
+    """The order in which the samples of a data set are consumed (``mcore/loop/orders.py``)."""
 
     def __call__(self, places: range) -> Sequence[int]:
-        """The samples at ``places``, those of one microbatch, of the order in which all are consumed."""
+        """The samples at ``places`` in the order of consumption; the places are those of one microbatch."""
         ...
 
     def __len__(self) -> int:
-        """Microbatches that a replica has of it."""
+        """The number of microbatches that a replica takes from the data set."""
         ...
 
 
 class DrawnBySample:
-    """A data set that draws numbers for what it makes of a sample: those of (seed, sample), and not those behind what
-    was read before, which depends on who reads.
+    """A data set that draws random numbers to make a sample, seeded by (seed, sample); otherwise they would depend on
+    what was read before, and so on who reads.
     """
 
     def __init__(self, dataset: Sequence[Any], generators: Sequence[Any], seed: int):
@@ -50,14 +52,14 @@ class DrawnBySample:
 
 
 def _lengths(packed: Any) -> torch.Tensor:
-    """Of the sequences of a sample, or of several: some may be 0, to fill up."""
+    """Lengths of the sequences of one packed sample, or of several: 1-D or 2-D, float64; padding has length 0."""
     lengths: torch.Tensor = packed["cu_seqlens"].diff().double()
     return lengths
 
 
 class MicrobatchSource:
-    """The data iterator that the user's ``forward_step`` is given: it yields the microbatch that the plan names, as
-    Megatron's loaders do in pinned memory.
+    """The data iterator for the user's ``forward_step``: it yields the microbatch that the plan names, in pinned
+    memory, as Megatron's loaders do.
     """
 
     def __init__(
@@ -73,36 +75,36 @@ class MicrobatchSource:
         """
         Args:
             order: None: ``dataset`` is read from its first sample to its last.
-            offset: the place that the first step begins with.
-            squared_lengths: of a sample, as ``TrainingJob`` has it; None: its ``cu_seqlens`` say it.
+            offset: the place of the first sample of the first step.
+            squared_lengths: as in ``TrainingJob``; None: taken from a sample's ``cu_seqlens``.
         """
         self._dataset, self._order, self._collate, self._offset = dataset, order, collate, offset
         self._micro_batch_size, self._squared_lengths = micro_batch_size, squared_lengths
         self._before, self._microbatch, self._batch = 0, -1, None
         self.evaluated = 0
-        """Microbatches that evaluations have taken."""
+        """Number of microbatches that evaluations have taken."""
         self.fetched: dict[int, list[int]] = {}
-        """Microbatch -> places of the samples that were read for it since :meth:`begin`."""
+        """Microbatch -> the places of the samples that were read for it since :meth:`begin`."""
         self.sequences: dict[int, tuple[float, float]] = {}
-        """Microbatch -> of its packed sequences the sum of their lengths, and that of the squares; of those read."""
+        """Microbatch that was read -> the sum of the lengths of its packed sequences, and the sum of their squares."""
 
     def __len__(self) -> int:
-        """As ``--full-validation`` asks."""
+        """The number of microbatches of a replica, for ``--full-validation``."""
         assert self._order is not None
         return len(self._order)
 
     def begin(self, before: int) -> None:
-        """From now on microbatches are those of what comes behind so many samples."""
+        """Begin a step: from now on microbatches are counted from the sample after ``before``."""
         self._before, self._microbatch, self._batch = before, -1, None
         self.fetched, self.sequences = {}, {}
 
     def go_to(self, microbatch: int) -> None:
-        """From now on ``next()`` gives this microbatch."""
+        """Make ``next()`` return this microbatch."""
         if microbatch != self._microbatch:
             self._microbatch, self._batch = microbatch, None
 
     def squares(self, before: int, microbatch: int) -> float:
-        """The sum of the squared lengths of its packed sequences, of a microbatch behind so many samples."""
+        """The sum of squared lengths of the packed sequences of a microbatch in the step after ``before`` samples."""
         of_sample = self._squared_lengths or self._read_squared_lengths
         return sum(of_sample(one) for one in self._samples(self._places(before, microbatch)))
 
@@ -127,5 +129,5 @@ class MicrobatchSource:
             if isinstance(self._batch, dict) and "cu_seqlens" in self._batch:
                 lengths = _lengths(self._batch)
                 self.sequences[self._microbatch] = lengths.sum().item(), lengths.square().sum().item()
-        # From 0.18 on the first stage's forward step takes the labels out of what it is given.
+        # A copy, as from 0.18 on the first stage's forward step removes the labels from what it is given.
         return copy.copy(self._batch)

@@ -1,9 +1,9 @@
-"""The door for unmodified Megatron-LM: its own ``pretrain()`` and training loop, with Odyssey's step inside.
+"""The entry point for unmodified Megatron-LM: its own ``pretrain()`` and training loop, with Odyssey's step inside.
 
-Each rank's Megatron believes to be alone: every group of ``parallel_state`` has one rank, and a global batch is all its
-microbatches. What spans ranks goes through Odyssey: ``train_step`` is a step of the plan, a forward-only call of the
-schedule and a checkpoint are common work (``recover.Recovery.together``), and barriers on the default group are too. So
-logging, evaluation, checkpoints, exit conditions and timers stay Megatron's.
+Each rank's Megatron believes that it is alone: every group of ``parallel_state`` has one rank, and the rank's global
+batch is all microbatches. Whatever spans ranks goes through Odyssey: ``train_step`` is a step of the plan; a
+forward-only call of the schedule and a checkpoint are common work (``recover.Recovery.together``), as are barriers on
+the default group. So logging, evaluation, checkpoints, exit conditions and timers stay Megatron's.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ from odyssey_megatron.upstream import compat, refusals, seam_table, seams
 
 
 def attach(config: OdysseyConfig) -> None:
-    """Puts Odyssey into ``megatron.training``, which has been imported; a second call does nothing.
+    """Install Odyssey in ``megatron.training``, which has been imported; a second call does nothing.
 
     Raises MegatronIncompatible.
     """
     if seams.is_applied(seam_table.PRETRAIN):
         return
-    # Megatron's inference, which its training imports, has a process that is sent one of these print its stack: all
-    # ranks would, over the one message that says why the job has ended.
+    # Megatron's inference code, which its training imports, makes a process print its stack when it gets one of these
+    # signals. All ranks would do so, and bury the one message that says why the job has ended.
     for number in (signal.SIGTERM, signal.SIGINT):
         faulthandler.unregister(number)
     door = Door(config)
@@ -106,7 +106,7 @@ class Door:
 
     @contextlib.contextmanager
     def _joined(self) -> Iterator[None]:
-        """In the body this rank has joined the job, and what ends the job ends this process."""
+        """In the body this rank has joined the job, and whatever ends the job ends this process."""
         if self._joined_with is not None:
             with self._session.ending():
                 yield
@@ -118,7 +118,7 @@ class Door:
             yield
 
     def _refuse(self, args: Any) -> None:
-        """Of ``args`` as the user gave them. Raises ConfigError."""
+        """Refuse ``args``, as the user gave them, if they cannot work. Raises ConfigError."""
         refusals.check(args, self._parser, self._config.accepted, strict=self._config.is_strict)
 
     def parse_and_validate_args(self, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -140,8 +140,8 @@ class Door:
             return result
 
     def _replace(self) -> None:
-        """Everything of Megatron's that Odyssey replaces, but for what its loop calls (``steps.py``). Raises
-        MegatronIncompatible, and then nothing is.
+        """Replace everything of Megatron's that Odyssey replaces, except what its loop calls (``steps.py``). Raises
+        MegatronIncompatible, in which case nothing has been replaced.
         """
         seams.demand_all(seam_table.SEAMS)
         for module in (span, wgrad, saving):
@@ -213,7 +213,7 @@ class Door:
         args, session = get_args(), self._session
         check_world(session.world_size, args.pipeline_model_parallel_size, Cell.in_job(session.rank, args))
         cell = session.member.cell(args)
-        # Megatron waits that long for others, e.g. while the first rank builds an index.
+        # Megatron waits for others up to its own timeout, e.g. while the first rank builds an index.
         patience_s = max(self._config.op_timeout_s, 60.0 * args.distributed_timeout_minutes)
         self._config = session.config = replace(self._config, op_timeout_s=patience_s)
         session.member.wait_up_to(patience_s)
@@ -249,7 +249,8 @@ class Door:
             cuts_activations=args.sequence_parallel,
         )
         optimizer = checkpoint.OptimizerView(model, self._groups.of_cell, self._saved, lambda: work.runtime)
-        # It sets train_iters where samples were given, and what was given decides on the schedule.
+        # This sets train_iters if the job's length was given in samples; the schedule depends on which of both was
+        # given.
         with schedule_refused():
             scheduler = training.get_optimizer_param_scheduler(optimizer)
         schedule = arguments.schedule_of(scheduler)
@@ -277,7 +278,7 @@ class Door:
         return self._chunks, optimizer, scheduler
 
     def _started(self, work: CommonWork, optimizer: Any, scheduler: Any, context: Any) -> Start:
-        """Loads what there is to load; a process that joins believes what the others have noted of it."""
+        """Load what there is to load. A process that joins takes over what the others have noted of it instead."""
         from megatron.training import get_args
 
         args, member = get_args(), self._session.member
@@ -292,7 +293,7 @@ class Door:
         return start
 
     def _enter(self, model: MegatronModel) -> CommonWork:
-        """The first generation; the groups of the start are not needed any more."""
+        """Enter the first generation, after which the groups of the start are not needed any more."""
         from megatron.training import get_args
 
         session = self._session
@@ -321,7 +322,7 @@ class Door:
         return self._work.together(work)
 
     def _on_groups(self, named: Any) -> None:
-        """Rank 0 and the last rank may be others now."""
+        """Update who is rank 0 and who is the last rank in a new generation."""
         from megatron.training import get_args
 
         self._groups.mean(named)
@@ -341,14 +342,16 @@ class Door:
         self._lines.say(lambda: original(message))
 
     def build_data_iterators(self, original: Any, provider: Any) -> Any:
-        """Common work as a whole: if the first rank dies while it builds an index, another one is to build it."""
+        """Build the data iterators as one piece of common work: if the first rank dies while it builds an index,
+        another rank has to build it.
+        """
         from megatron.training import get_args
 
         args = get_args()
         eval_iters = args.eval_iters
 
         def build(world: Any) -> Any:
-            args.eval_iters = eval_iters  # an earlier attempt may have put the data's there
+            args.eval_iters = eval_iters  # an earlier attempt may have replaced it by the data's
             return original(provider)
 
         # Megatron's compiled helpers keep the GIL while they build an index.

@@ -1,4 +1,4 @@
-"""What a pass of microbatches computes, and with which data: Megatron's loaders as sources that the plan can ask."""
+"""Connects a pass of microbatches to its data: Megatron's data loaders become sources that the plan can ask."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from odyssey_megatron.upstream import compat
 
 
 class Feed:
-    """Of one rank's Megatron-LM run."""
+    """The data sources and forward step of one rank's Megatron-LM run."""
 
     def __init__(self, stage: OwnStage):
         self._stage = stage
         self.replicas = 1
-        """Of the launch line."""
+        """The launch line's number of data-parallel replicas."""
 
     def build_pretraining_data_loader(
         self, original: Any, dataset: Any, consumed_samples: int
     ) -> MicrobatchSource | None:
-        """None: there is no such data, and Megatron leaves out what would read it."""
+        """The source for ``dataset``; None if there is no such data, and Megatron leaves out what would read it."""
         from megatron.training import get_args
 
         if dataset is None:
@@ -45,19 +45,19 @@ class Feed:
         )
 
     def source(self, data_iterator: Any) -> MicrobatchSource:
-        """What :meth:`build_pretraining_data_loader` gave; a rank that reads no data gets one that cannot be read."""
+        """The source from :meth:`build_pretraining_data_loader`; an empty one on a rank that reads no data."""
         if data_iterator is None:
             return MicrobatchSource((), micro_batch_size=1)
         found: MicrobatchSource = getattr(data_iterator, "iterable", data_iterator)
         return found
 
     def __call__(self, model: MegatronModel, forward_step_func: Any, data_iterator: Any) -> None:
-        """``model`` goes on with these."""
+        """Make ``model`` use this forward step and data."""
         model.forward_step = self._stage.forward_step(forward_step_func, model)
         model.source = self.source(data_iterator)
 
     def join(self, valid_data_iterator: Any, evaluated: Sequence[int]) -> None:
-        """So many microbatches of each validation set have been ``evaluated`` without this rank."""
+        """Skip the microbatches of each validation set that were ``evaluated`` before this rank joined."""
         sets = valid_data_iterator if isinstance(valid_data_iterator, list) else [valid_data_iterator]
         for one, microbatches in zip(sets, evaluated, strict=True):
             self.source(one).evaluated = microbatches
@@ -65,16 +65,16 @@ class Feed:
 
 @contextlib.contextmanager
 def whole_indices() -> Iterator[None]:
-    """In the body NumPy's files are there as a whole, or not at all. Megatron writes an index where it is to be, and
-    whoever comes next takes one that is there for one that is whole.
+    """In the body NumPy writes complete files or none. Megatron writes an index directly to its final path, and the
+    next process takes an existing file for a complete one.
     """
     save = numpy.save
 
     def saved(file: Any, *args: Any, **kwargs: Any) -> None:
-        if not str(file).endswith(".npy"):  # a file that is open, or one that NumPy will add that to
+        if not str(file).endswith(".npy"):  # an open file, or a name to which NumPy will add the suffix
             save(file, *args, **kwargs)
             return
-        unfinished = f"{file}.{secrets.token_hex(8)}.unfinished.npy"  # another job may build the same one
+        unfinished = f"{file}.{secrets.token_hex(8)}.unfinished.npy"  # other jobs may build the same one
         save(unfinished, *args, **kwargs)
         os.replace(unfinished, file)
 

@@ -1,7 +1,7 @@
-"""A new process that takes a dead rank's place in a Megatron-LM job: what its training loop must believe.
+"""What the training loop of a new process must know when it takes a dead rank's place in a Megatron-LM job.
 
-Its Megatron starts like any other, alone, without reading a checkpoint. When it is about to train it joins, and has its
-part in one step; then its loop is set to that step's iteration.
+Its Megatron starts like any other, alone, and reads no checkpoint. When it is about to train it joins, and takes part
+in one step; then its loop is set to that step's iteration.
 """
 
 from __future__ import annotations
@@ -31,16 +31,18 @@ class Start:
     consumed_train_samples: int
     skipped_train_samples: int
     consumed_valid_samples: int
-    """As a checkpoint has it; 0: none has, and Megatron works it out from the iteration, on all ranks alike."""
+    """As in the checkpoint; 0: the checkpoint has none, and Megatron works it out from the iteration, alike on all
+    ranks.
+    """
     floating_point_operations: float
     scheduler: dict[str, Any]
-    """State of Megatron's scheduler: what a checkpoint has said of it, and how many samples it has counted."""
+    """State of Megatron's scheduler: what a checkpoint said, and the number of samples counted so far."""
     groups: list[tuple[Any, Any]]
-    """What a checkpoint has said of groups of parameters: see ``ModelSpec.loaded_groups``."""
+    """What a checkpoint said of parameter groups: see ``ModelSpec.loaded_groups``."""
 
     @classmethod
     def of(cls, args: Any, scheduler: Any, groups: list[tuple[Any, Any]]) -> Start:
-        """As Megatron's ``args`` say after loading."""
+        """The start, from Megatron's ``args`` after loading."""
         return cls(
             scheduler=scheduler.state_dict(),
             groups=groups,
@@ -52,7 +54,7 @@ class Start:
         )
 
     def origin(self, given: dict[str, Any], settings: dict[str, Any]) -> Origin:
-        """For the learning rate: ``given`` are the scheduler's arguments before it was loaded."""
+        """The start for the learning rate; ``given``: the scheduler's arguments before its state was loaded."""
         decay = "start_wd end_wd wd_incr_steps wd_incr_style".split()
         return Origin(
             step=self.iteration,
@@ -62,7 +64,7 @@ class Start:
         )
 
     def note(self, member: Member) -> None:
-        """For processes that join later."""
+        """Store the start for processes that join later."""
         member.note(_NOTE, json.dumps(asdict(self)))
 
     @classmethod
@@ -70,7 +72,7 @@ class Start:
         return cls(**json.loads(member.noted(_NOTE) or "{}"))
 
     def apply(self, args: Any, scheduler: Any, optimizer: Any) -> None:
-        """Sets what loading would have set."""
+        """Set what loading a checkpoint would have set."""
         vars(scheduler).update(self.scheduler)
         optimizer.take_over(self.groups)
         args.iteration, args.consumed_train_samples = self.iteration, self.consumed_train_samples
@@ -81,9 +83,12 @@ class Start:
     def go_on(
         self, scheduler: Any, iteration: int, batches: Batches, *, skipped: int, replicas: int
     ) -> list[int]:
-        """Sets Megatron's loop, which stands at the start, to ``iteration``, of those before which ``skipped`` samples
-        changed no weight; returns how many microbatches evaluations have taken of each validation set until there, as
-        many for each of the launch line's ``replicas``.
+        """Advance Megatron's loop from the start to ``iteration``; before it, steps with ``skipped`` samples changed no
+        weight.
+
+        Returns:
+            For each validation set the number of microbatches that evaluations have taken until then, a multiple of the
+            launch line's ``replicas``.
         """
         from megatron.core import num_microbatches_calculator
         from megatron.training import get_args, training
@@ -109,7 +114,7 @@ class Start:
             times = max(0, iteration // interval - first // interval)
             times -= sum((step + 1) % interval == 0 and step >= first for step in left_out)
         sets = args.eval_iters if isinstance(args.eval_iters, list) else [args.eval_iters]
-        eval_iters = [one or 0 for one in sets]  # None: it reads none, and is told before it evaluates
+        eval_iters = [one or 0 for one in sets]  # None: this rank reads none, and is told in time
         batch = getattr(args, "eval_global_batch_size", args.global_batch_size)
         args.consumed_valid_samples += times * sum(eval_iters) * batch
         each = batch // args.micro_batch_size // replicas * replicas
@@ -119,17 +124,17 @@ class Start:
 def starting_groups(
     member: Member, cell: Cell, config: OdysseyConfig
 ) -> tuple[GroupSet, dict[str, ProcessGroup]]:
-    """The groups that a rank begins with, and the same by the names of a generation's: all ranks of the job, or, of a
-    process that joins, its cell: alone until it trains, in whatever generation that is.
+    """The groups that a rank begins with, and the same by a generation's names. They contain all ranks of the job;
+    those of a process that joins contain its cell, which is alone until it trains, whatever generation that will be.
     """
     everyone, suffix, number = tuple(range(member.world_size)), "", 0
     if not member.joins:
-        # Processes start at different times, and one that is killed before it comes here is started anew.
+        # Processes start at different times, and one that is killed before it gets here is started again.
         config = replace(config, build_timeout_s=max(config.build_timeout_s, config.store_timeout_s))
     else:
         incarnations = member.company.meet(cell.ranks)
         everyone, number = cell.ranks, NEVER_OVER
-        suffix = f".{cell.worker}.{'-'.join(map(str, incarnations))}"  # earlier ones have used the names
+        suffix = f".{cell.worker}.{'-'.join(map(str, incarnations))}"  # unlike those of earlier incarnations
     named = {WORLD: everyone} | groups_of_cell(cell)
     built = build_groups(member, number, {name + suffix: ranks for name, ranks in named.items()}, config)
     return built, {name.removesuffix(suffix): group for name, group in built.items()}

@@ -1,6 +1,6 @@
-"""Megatron's groups in this process, which mean the ranks that live.
+"""Megatron's groups in this process, which always stand for the living ranks.
 
-Until training begins they are those of all ranks of the job, or, of a process that joins, of its cell alone.
+Until training begins they contain all ranks of the job, or, in a process that joins, its cell alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from odyssey_megatron.rebuild.world import Together
 
 
 class LivingGroups:
-    """Of one rank: its cell's, and the default one."""
+    """The groups of one rank: its cell's, and the default group."""
 
     def __init__(self, session: Session, cell: Cell, config: OdysseyConfig):
         self._own = groups.OwnCell(cell, session.world_size, config.device, data_parallel=True)
@@ -27,23 +27,25 @@ class LivingGroups:
         self._built, self._first = starting_groups(session.member, cell, config)
         self._newest: Mapping[str, ProcessGroup] = {}
         self.are_first = True
-        """Training has not begun here: what Megatron does with all ranks is its own affair."""
+        """Whether training has not begun here yet: what Megatron does with all ranks is then no common work of the
+        job's.
+        """
         self.mean_first()
 
     def mean(self, named: Mapping[str, ProcessGroup]) -> None:
-        """From now on those of a generation, by their names in it."""
+        """Stand for the groups of a new generation from now on, given by name."""
         self._newest = named
         self._follow(named)
 
     def mean_first(self) -> None:
-        """Those of the start again, whatever generations there have been: this process joins."""
+        """Stand for the groups of the start again, whatever generations there have been: this process joins."""
         self._follow(self._first)
 
     def mean_newest(self) -> None:
         self._follow(self._newest)
 
     def leave_first(self, together: Together) -> None:
-        """From here on what Megatron does with all ranks is common work of the job."""
+        """From now on treat what Megatron does with all ranks as common work of the job."""
         self._built.close()
         self.are_first = False
         self.world.repeat_with(together)

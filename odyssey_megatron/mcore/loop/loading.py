@@ -1,4 +1,4 @@
-"""All ranks' reading of the checkpoint that a job begins from."""
+"""Reads the checkpoint that a job begins from, on all ranks together."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from odyssey_megatron.rebuild.world import Together
 def load(
     args: Any, chunks: list[Any], optimizer: Any, scheduler: Any, context: Any, together: Together
 ) -> None:
-    """Megatron's own load into ``chunks``, the layers' optimizers and ``args``. Raises ConfigError."""
+    """Run Megatron's own load into ``chunks``, the layers' optimizers and ``args``. Raises ConfigError."""
     from megatron.training import training
 
     def work(world: Any) -> list[Any]:
@@ -40,8 +40,8 @@ def load(
 
 
 def _check_same(args: Any, world: Any) -> None:
-    """Who finds another checkpoint than others goes another way than they do, and all would wait for each other.
-    Collective. Raises ConfigError.
+    """Check that all ranks find the same checkpoint: otherwise they would take different paths, and wait for each other
+    for ever. Collective. Raises ConfigError.
     """
     found: list[Any] = [None] * dist.get_world_size(world)
     dist.all_gather_object(found, _latest(args), group=world)
@@ -57,7 +57,7 @@ def _check_same(args: Any, world: Any) -> None:
 
 
 def _latest(args: Any) -> str:
-    """What the latest files say of all folders that Megatron may load from."""
+    """The contents of the latest files in all folders that Megatron may load from."""
     from megatron.training import checkpointing
 
     beside = [Path(args.load) / checkpointing._NON_PERSISTENT_CKPT_SUBDIR] if args.load else []
@@ -73,8 +73,8 @@ def _latest(args: Any) -> str:
 
 @contextlib.contextmanager
 def refused(folder: str) -> Iterator[None]:
-    """What Megatron cannot load from ``folder`` in the body is the user's to mend: no rank has died of it, and the job
-    has not ended as it should, though Megatron would leave with exit code 0. Raises ConfigError.
+    """Turn a failure of Megatron's to load from ``folder`` in the body into a ConfigError, for the user to mend. No
+    rank has died of it, and the job has not ended well, though Megatron would leave with exit code 0.
     """
     try:
         yield

@@ -1,7 +1,8 @@
-"""``--odyssey observe``: Megatron-LM runs as it would without, and its failures are noticed and thought through.
+"""``--odyssey observe``: Megatron-LM runs as it would without, while its failures are noticed and decisions about them
+made.
 
-A rank only beats its heart and says what is trained; groups, schedule and steps are Megatron's own. What would be done
-about a failure the coordinator says (``launch/coordinator.py``).
+A rank only sends heartbeats and reports what is trained; groups, schedule and steps are Megatron's own. The coordinator
+says what would be done about a failure (``launch/coordinator.py``).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from odyssey_megatron.upstream import compat, refusals, seam_table, seams
 
 
 def attach(config: OdysseyConfig) -> None:
-    """Puts the observer into ``megatron.training``, which has been imported; a second call does nothing.
+    """Install the observer in ``megatron.training``, which has been imported; a second call does nothing.
 
     Raises MegatronIncompatible.
     """
@@ -32,7 +33,7 @@ def attach(config: OdysseyConfig) -> None:
 
 
 class Observer:
-    """One rank that is looked at."""
+    """The observer on one rank."""
 
     def __init__(self, config: OdysseyConfig):
         self._config = config

@@ -1,7 +1,7 @@
-"""Which sample of a data set is consumed when, as Megatron-LM's samplers deal them to a job's replicas.
+"""The order in which samples of a data set are consumed, as Megatron-LM's samplers deal them to a job's replicas.
 
-A global batch is the same samples as there. Within it they are counted as replicas take them: each a microbatch, in
-turn.
+A global batch has the same samples as in Megatron-LM. Within it samples are numbered as the replicas take them: a
+microbatch each, in turn.
 Source: megatron core_v0.16.1 training/datasets/data_samplers.py.
 """
 
@@ -18,14 +18,14 @@ from odyssey_megatron.upstream import compat
 
 
 class Shuffled:
-    """``--dataloader-type cyclic``: over and over again, in another order each time, without what is left of it when
-    all replicas have had as many microbatches.
+    """``--dataloader-type cyclic``: the set is repeated, in another order each time. Samples that remain when all
+    replicas have had the same number of microbatches are dropped.
     """
 
     def __init__(self, num_samples: int, *, micro_batch_size: int, replicas: int, is_sharded: bool):
-        """``is_sharded``: each replica has a part of the data for itself; else all have it in turn.
+        """``is_sharded``: each replica has a part of the data of its own; else replicas take turns over all of it.
 
-        Raises ConfigError: there is not one microbatch for each.
+        Raises ConfigError: there is not one microbatch for each replica.
         """
         self._size, self._replicas, self._is_sharded = micro_batch_size, replicas, is_sharded
         self._rounds = _rounds(num_samples, micro_batch_size, replicas)
@@ -33,7 +33,7 @@ class Shuffled:
         self._epoch, self._drawn = -1, list[int]()
 
     def __len__(self) -> int:
-        """Microbatches of each replica until it begins again."""
+        """The number of microbatches of each replica until it begins again."""
         return self._rounds
 
     def __call__(self, places: range) -> Sequence[int]:
@@ -54,14 +54,16 @@ class Shuffled:
 
 
 class Repeated:
-    """``--full-validation`` before 0.18: in turn over and over again, as often as the set has samples."""
+    """``--full-validation`` before 0.18: the set is read in order, over and over again, for as many microbatches as it
+    has samples.
+    """
 
     def __init__(self, num_samples: int, *, micro_batch_size: int, replicas: int):
         self._num_samples = num_samples
         self._read = _rounds(num_samples, micro_batch_size, replicas) * micro_batch_size * replicas
 
     def __len__(self) -> int:
-        """Microbatches that Megatron asks each replica for."""
+        """The number of microbatches that Megatron asks each replica for."""
         return self._num_samples
 
     def __call__(self, places: range) -> Sequence[int]:
@@ -69,12 +71,12 @@ class Repeated:
 
 
 class Whole:
-    """``--full-validation`` from 0.18 on: all of a set, by one sample a microbatch, each replica those that fall to it,
-    over and over again.
+    """``--full-validation`` from 0.18 on: the whole set, in microbatches of one sample, dealt to the replicas in turn;
+    each replica repeats its own.
     """
 
     def __init__(self, num_samples: int, *, micro_batch_size: int, replicas: int):
-        """Raises ConfigError: a replica would have none, or messages are of more than one sample."""
+        """Raises ConfigError: a replica would have no sample, or messages are sized for more than one sample."""
         _rounds(num_samples, 1, replicas)
         if micro_batch_size != 1:
             raise ConfigError(
@@ -84,7 +86,7 @@ class Whole:
         self._num_samples, self._replicas = num_samples, replicas
 
     def __len__(self) -> int:
-        """Microbatches of the replica that has most of them."""
+        """The number of microbatches of the replica that has most of them."""
         return -(-self._num_samples // self._replicas)
 
     def __call__(self, places: range) -> Sequence[int]:
@@ -106,7 +108,7 @@ def order_of(args: Any, dataset: Any, replicas: int) -> Any:
 
 
 def _rounds(num_samples: int, micro_batch_size: int, replicas: int) -> int:
-    """How many microbatches each replica can have. Raises ConfigError: none."""
+    """The number of microbatches that each replica can have. Raises ConfigError if it is 0."""
     if rounds := num_samples // (micro_batch_size * replicas):
         return rounds
     raise ConfigError(

@@ -1,4 +1,4 @@
-"""What a step, or an evaluation, comes to over all ranks: each parameter and each microbatch counts once (I4)."""
+"""Results of a step or an evaluation over all ranks: each parameter and each microbatch counts once (I4)."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from odyssey_megatron.mcore.pinned import to_device
 from odyssey_megatron.plan.slices import Span
 
 Losses = Mapping[int, Mapping[str, torch.Tensor]]
-"""Microbatch -> what its forward step reported: under each name a value, or a sum and a count."""
+"""Microbatch -> what its forward step reported: for each name a value, or a sum and a count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
-    """What a committed step is logged with."""
+    """What is logged of a committed step."""
 
     losses: dict[str, float] = field(default_factory=dict)
     grad_norm: float | None = None
     """None if it is not finite: the step is ``skipped``."""
     lr: float
     skipped: bool
-    """No weight has changed: the loss scale was too large for it, or it was to be left out."""
+    """Whether no weight has changed: the loss scale was too large for the step, or it was to be left out."""
     num_zeros_in_grad: int | None = None
     """None unless Megatron's ``log_num_zeros_in_grad`` asks for it."""
     tokens: int = 0
     num_microbatches: int = 0
     sequences: tuple[float, float] | tuple[None, None] = (None, None)
-    """Of packed sequences the sum of their lengths, and that of the squares; None where samples are one sequence."""
+    """Sum of the lengths of packed sequences, and sum of their squares; None where a sample is one sequence."""
     dealt: tuple[float, float] | None = None
     """See ``Balance.seen``."""
     max_attention_logit: float = 0.0
     """0 unless Megatron's ``log_max_attention_logit`` asks for it."""
     aux_losses: dict[str, list[float]] = field(default_factory=dict)
-    """Of a mixture of experts: name -> of each transformer layer the sum over all microbatches."""
+    """For a mixture of experts: name -> for each transformer layer, the sum over all microbatches."""
 
 
 def known_to_all(original: object, stat: float | None, group: object = None) -> float | None:
-    """In the place of Megatron's ``reduce_max_stat_across_model_parallel_group``, for a number of a step: all ranks
-    have the same one already, be it that they hold no layer. It is logged in float32, as what messages bring.
+    """Replaces Megatron's ``reduce_max_stat_across_model_parallel_group`` for a number of a step: all ranks, also those
+    without layers, have the same one already. It is logged in float32, as if it had been sent.
     """
     return None if stat is None else torch.tensor(stat, dtype=torch.float32).item()
 
@@ -72,17 +72,17 @@ def local_totals(
     cell: Cell,
     with_zeros: bool,
 ) -> torch.Tensor:
-    """A rank's share.
+    """This rank's share of a step's totals: 1-D, float64.
 
     Args:
         gradients: see :func:`counted_gradients`.
-        losses: of the microbatches whose head this worker ran, or of this rank's part of their sequences.
-        tokens: of each of these microbatches.
-        sequences: of each microbatch that was read here, and has packed ones, as :attr:`StepOutcome.sequences`.
-        cell: this rank's. What all tensor-parallel ranks have alike counts on the first one, the first context-parallel
-            one counts the microbatches, and a loss that is no sum stands for as many parts of a sequence as there are
+        losses: those of the microbatches whose head this worker ran, or of this rank's part of their sequences.
+        tokens: the number of tokens of each of these microbatches.
+        sequences: as :attr:`StepOutcome.sequences`, for each microbatch with packed sequences that was read here.
+        cell: this rank's. The first tensor-parallel rank counts what all of them have alike; the first context-parallel
+            rank counts the microbatches; and a loss that is not a sum counts once for each part of a sequence that is
             here.
-        with_zeros: count zeros.
+        with_zeros: count zeros in the gradient.
     """
     totals = torch.zeros(num_totals(loss_names), dtype=torch.float64, device=torch.cuda.current_device())
     for gradient, times in gradients:
@@ -115,7 +115,7 @@ def means(losses: Sequence[float], loss_names: Sequence[str]) -> dict[str, float
 
 
 def shown(result: StepOutcome, loss_names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """The losses of a step under ``loss_names``, beside Megatron's own sums, on its device."""
+    """The losses of a step under ``loss_names``, for Megatron to add to its own sums, on its device."""
     return {
         name: to_device(torch.tensor([value], dtype=torch.float32))
         for name, value in result.losses.items()
@@ -124,7 +124,7 @@ def shown(result: StepOutcome, loss_names: Sequence[str]) -> dict[str, torch.Ten
 
 
 def checked(reported: dict[str, torch.Tensor], loss_names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """What a forward step has ``reported``. Raises ConfigError if that is something else."""
+    """What a forward step has ``reported``, if it has the expected names. Raises ConfigError otherwise."""
     if set(reported) != set(loss_names):
         raise ConfigError(
             f"the forward step reports {sorted(reported)}, expected {sorted(loss_names)}. Pass the names as "
@@ -134,8 +134,11 @@ def checked(reported: dict[str, torch.Tensor], loss_names: Sequence[str]) -> dic
 
 
 def counted_gradients(block: LayerBlock, cell: Cell) -> list[tuple[torch.Tensor, int]]:
-    """The gradients of ``block`` that this rank of its first holder counts, and how many times: not once what each
-    tensor-parallel rank has computed for itself, and the first one counts, but what of it is not finite shows.
+    """The gradients of ``block`` that this rank of its first holder counts, each with the number of times that it
+    counts.
+
+    A gradient that the first tensor-parallel rank counts for all of them counts 0 times elsewhere, but is in the list:
+    if it is not finite, so is the total.
     """
     if cell.index == 0:
         return [(one, 1) for one in (*block.buffers, *block.expert_buffers)]
@@ -144,7 +147,7 @@ def counted_gradients(block: LayerBlock, cell: Cell) -> list[tuple[torch.Tensor,
 
 
 def counted_numbers(layer: HeldLayer, spans: Sequence[Span], cell: Cell) -> list[tuple[torch.Tensor, int]]:
-    """The same of slices of ``layer``, on a rank of their first owner."""
+    """The same for slices of ``layer``, on a rank of their first owner."""
     return [
         (one.together(main_grad(one.parameter)), times)
         for one in ranges(layer, cell.of_layer, spans)
@@ -153,9 +156,9 @@ def counted_numbers(layer: HeldLayer, spans: Sequence[Span], cell: Cell) -> list
 
 
 def _times(parameter: torch.Tensor, cell: Cell) -> int | None:
-    """How many times this rank counts ``parameter``: 0 if a tensor-parallel one has it, too, and does (megatron
-    core_v0.16.1 tensor_parallel/layers.py, ``param_is_not_tensor_parallel_duplicate``), None if another one has the
-    same sums.
+    """The number of times that this rank counts ``parameter``: 0 if it is a duplicate that another tensor-parallel rank
+    counts (megatron core_v0.16.1 tensor_parallel/layers.py, ``param_is_not_tensor_parallel_duplicate``), None if
+    another rank has the same gradient sums.
     """
     spread = experts.is_spread(parameter)
     if cell.index >= (cell.expert_parts if spread else cell.tensor):
@@ -165,8 +168,8 @@ def _times(parameter: torch.Tensor, cell: Cell) -> int | None:
 
 
 def squared_weights(layers: Iterable[tuple[HeldLayer, Sequence[Span]]], cell: Cell) -> torch.Tensor:
-    """The sum of all squared parameters that this rank counts, which are those slices of ``layers``, in the
-    precision that is optimized, or, as Megatron has it, in fp16 of the model's: [1], float64.
+    """The sum of the squared parameters that this rank counts, in the given slices of ``layers``: [1], float64. The
+    parameters are those that are optimized, or, for fp16, the model's, as in Megatron.
     """
     total = torch.zeros(1, dtype=torch.float64, device=torch.cuda.current_device())
     for layer, spans in layers:
@@ -177,14 +180,14 @@ def squared_weights(layers: Iterable[tuple[HeldLayer, Sequence[Span]]], cell: Ce
     return total
 
 
-# -- what the microbatches of an evaluation reported: [microbatches x parts of a sequence, names, (value, count, how
-#    many numbers the forward step gave)], float64, summed over all ranks. Each rank's part of a sequence stands for
-#    itself: what becomes of them is Megatron's own, and with --sft a mean of means. A rank of a smaller cell that has
-#    several parts says of all of them what is the mean, and a sum once
+# -- what the microbatches of an evaluation reported: [microbatches x parts of a sequence, names, (value, count,
+#    number of values that the forward step gave)], float64, summed over all ranks. Each rank's part of a sequence has
+#    a row of its own: Megatron combines them, with --sft by a mean of means. A rank of a smaller cell that has several
+#    parts reports a mean in the rows of all of them, but a sum only once
 
 
 def loss_table(losses: Losses, loss_names: Sequence[str], num_microbatches: int, cell: Cell) -> torch.Tensor:
-    """A rank's share; context-parallel ranks of ``cell`` have each a part of a microbatch."""
+    """This rank's share of the table; context-parallel ranks of ``cell`` have a part of a microbatch each."""
     shape = (num_microbatches, cell.full_context, len(loss_names), 3)
     table = torch.zeros(shape, dtype=torch.float64, device=torch.cuda.current_device())
     for microbatch, reported in losses.items():

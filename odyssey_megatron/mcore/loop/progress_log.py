@@ -1,8 +1,8 @@
 """Megatron's progress log, in a job whose number of ranks changes.
 
-Megatron measures throughput per GPU since the last "Starting job" line with as many ranks as there are, and stops if
-there is none. So a job of another size begins with such a line, as it would after a restart. The log lies with the
-checkpoints: where these cannot be written, it cannot either, and no more than they does it end the job.
+Megatron measures throughput per GPU since the last "Starting job" line with the current number of ranks, and stops if
+there is none. So when the number changes such a line is written, as after a restart. The log lies with the checkpoints:
+where these cannot be written, neither can the log, and neither ends the job.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from odyssey_megatron.upstream import compat, seam_table, seams
 
 
 class ProgressLog:
-    """Replaces what Megatron appends and reads."""
+    """Replaces Megatron's appending to the log, and its reading."""
 
     def __init__(self, together: Together, *, joins: Callable[[], bool], not_saved: Callable[[], str]):
         """
         Args:
             joins: whether this process is starting, in a job that has started long ago.
-            not_saved: why the last checkpoint is missing, if it is; on all ranks alike.
+            not_saved: why the last checkpoint is missing, if it is; the same on all ranks.
         """
         self._together, self._joins, self._not_saved = together, joins, not_saved
         self._size = 0
-        """Ranks, in the last "Starting job" line that this one has seen to."""
+        """Number of ranks in the last "Starting job" line that this rank has taken care of."""
         self._began, self._was_lost = datetime.now(), False
 
     def append(self, original: Any, *given: Any, **named: Any) -> None:
@@ -54,15 +54,15 @@ class ProgressLog:
                     compat.append_to_progress_log(append, args.save, "Starting job")
                 self._size = world.size()
 
-        self._together(work)  # nobody reads before it is written
+        self._together(work)  # nobody reads the log before the line is written
         try:
             return original()
-        except (OSError, AssertionError, ValueError, IndexError):  # gone, or a line of it is cut short
+        except (OSError, AssertionError, ValueError, IndexError):  # the log is gone, or has a truncated line
             return self._began, args.num_floating_point_operations_so_far  # what this job began with
 
     @contextlib.contextmanager
     def _or_lost(self) -> Iterator[None]:
-        """What the first rank cannot write in the body, nobody waits for any more."""
+        """Drop what the first rank cannot write in the body, with one message; nothing waits for it."""
         try:
             yield
         except ConnectionError:

@@ -1,9 +1,9 @@
-"""A checkpoint is complete or it is not there, whoever dies in its save and when.
+"""Makes a checkpoint appear complete or not at all, whoever dies while it is saved, and whenever.
 
-Each attempt at a save writes in a folder of its own, whose name nobody of an earlier attempt can know. When all have
-written, the lowest rank checks the folder against its ``.metadata``, and gives it its name in one rename; Megatron's
-tracker file, which is replaced and never rewritten, follows. What a failure leaves behind is removed by the next
-attempt. Nothing of an attempt outlives it: each rank writes its files itself, and keeps its results to itself.
+Each attempt at a save writes to a folder of its own, whose name is unknown to earlier attempts. When all ranks have
+written, the lowest rank checks the folder against its ``.metadata``, and gives it its final name by one rename; then it
+updates Megatron's tracker file, which is replaced and never rewritten. The next attempt removes what a failure leaves
+behind. Nothing of an attempt outlives it: each rank writes its files itself, and keeps its results to itself.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ from odyssey_megatron.errors import ConfigError, OdysseyError
 from odyssey_megatron.upstream import seam_table, seams
 
 _UNFINISHED = ".odyssey-"
-"""What names begin with that are no checkpoints, or not yet, or not any more."""
+"""Prefix of the names of what is not a checkpoint, not yet, or not any more."""
 _TRACKER = "latest_checkpointed_iteration.txt"
 
 
 class NotSaved(OdysseyError):
-    """A save has failed on all ranks alike. The checkpoint before is still the latest."""
+    """A save has failed on all ranks alike. The previous checkpoint is still the latest."""
 
 
 def install() -> None:
-    """Replaces what saves in Megatron. Raises MegatronIncompatible."""
+    """Replace Megatron's saving. Raises MegatronIncompatible."""
     seams.wrap(seam_table.SAVE_SHARDED, save)
     seams.apply(seam_table.WRITE_PRELOADED_DATA, _write)
-    # Megatron has one queue for all saves, in which an attempt leaves results to the next one; and a process for it.
+    # Megatron has one queue for all saves, in which an attempt would leave results for the next one, and a process that
+    # serves it.
     for queue_of_results in (seam_table.GET_WRITE_RESULTS_QUEUE, seam_table.WRITE_RESULTS_QUEUE):
         seams.apply(queue_of_results, lambda *args, **kwargs: queue.SimpleQueue())
     seams.wrap(seam_table.OPEN_FILE, open_file)
@@ -47,8 +48,8 @@ def install() -> None:
 
 
 def delete_as_a_whole() -> None:
-    """What Megatron-LM deletes loses its name before it loses a file: what is left of a deletion that was cut short is
-    known by that. Megatron-LM looks ``shutil`` up in its module.
+    """Make what Megatron-LM deletes lose its name before it loses a file, so that an interrupted deletion can be
+    recognized. Megatron-LM looks ``shutil`` up in its module.
     """
     from megatron.training import checkpointing
 
@@ -65,8 +66,10 @@ class _Shutil:
 
 
 def check(args: Any, *, joins: bool) -> None:
-    """Raises ConfigError if a checkpoint could not be written, or renamed, where ``args`` would have it. In a job that
-    runs, which this rank ``joins``, a save that fails is said, and ends nothing.
+    """Check that checkpoints can be written, and renamed, where ``args`` want them. Raises ConfigError.
+
+    Whether a folder is writable is not checked on a rank that ``joins`` a running job: there a failed save is reported,
+    and ends nothing.
     """
     if args.save and args.non_persistent_save_interval and args.non_persistent_ckpt_type is None:
         raise ConfigError(
@@ -92,7 +95,7 @@ def check(args: Any, *, joins: bool) -> None:
 
 
 def _unusable(folder: str) -> str:
-    """Why nothing can be written into ``folder``, which is made if it is not there; nothing if it can."""
+    """Why nothing can be written to ``folder``, which is made if it does not exist; empty if it can."""
     try:
         os.makedirs(folder, exist_ok=True)
     except OSError as error:
@@ -101,7 +104,7 @@ def _unusable(folder: str) -> str:
 
 
 def attempt(original: Callable[..., Any], iteration: int, *args: Any, **kwargs: Any) -> str:
-    """Megatron's ``save_checkpoint``; why it has failed on all ranks alike, if it has."""
+    """Run Megatron's ``save_checkpoint``. Returns why it has failed on all ranks alike; empty if it has not."""
 
     def work() -> None:
         _begin(iteration, **kwargs)
@@ -111,11 +114,11 @@ def attempt(original: Callable[..., Any], iteration: int, *args: Any, **kwargs: 
 
 
 def complete(finalize: Sequence[Callable[[], None]], iteration: int, **kwargs: Any) -> str:
-    """Makes a checkpoint of what all ranks have written beside training; why that has failed, if it has. Collective.
+    """Make a checkpoint of what all ranks have written beside training. Returns why that has failed, or "". Collective.
 
     Args:
-        finalize: of Megatron's AsyncRequest.
-        iteration: with ``kwargs`` as of :func:`attempt`.
+        finalize: from Megatron's AsyncRequest.
+        iteration: as for :func:`attempt`, like ``kwargs``.
     """
     from megatron.training import get_args
 
@@ -126,7 +129,7 @@ def complete(finalize: Sequence[Callable[[], None]], iteration: int, **kwargs: A
 
     settings = get_args()
     before = settings.async_save
-    # Megatron would delete the one before in a process from 0.17 on, and deletes it in a thread otherwise.
+    # From 0.17 on Megatron would delete the previous checkpoint in a process; otherwise it does so in a thread.
     settings.async_save = getattr(settings, "save_retain_interval", None) is None
     try:
         return _outcome(work, iteration, **kwargs)
@@ -144,8 +147,8 @@ def _outcome(work: Callable[[], None], iteration: int, **kwargs: Any) -> str:
 
 
 def tidy(iteration: int, **kwargs: Any) -> None:
-    """Removes what is left of a save that has failed, if the disk lets us: it may have been the last one of the job.
-    Collective; arguments as of :func:`attempt`.
+    """Remove what is left of a failed save, if the disk allows it: the job may not save again. Collective; arguments as
+    for :func:`attempt`.
     """
     with contextlib.suppress(NotSaved):
         _begin(iteration, **kwargs)
@@ -158,14 +161,16 @@ def _begin(iteration: int, **kwargs: Any) -> None:
 
 
 def is_of_storage(error: Exception) -> bool:
-    """Whether a disk is full, or a file system gone. Torch says so in its own way: its writer of archives fails."""
+    """Whether ``error`` means that a disk is full or a file system gone. Torch's archive writer reports this in its own
+    way.
+    """
     if isinstance(error, OSError):
         return not isinstance(error, ConnectionError)
     return "inline_container" in str(error)
 
 
 def _folder_of(args: Any, iteration: int, *, non_persistent: bool) -> Path:
-    """Where Megatron saves ``iteration``."""
+    """The folder to which Megatron saves ``iteration``."""
     from megatron.training import checkpointing
 
     base = args.save
@@ -180,7 +185,7 @@ def _folder_of(args: Any, iteration: int, *, non_persistent: bool) -> Path:
 
 
 def begin(folder: Path) -> None:
-    """Removes what earlier attempts, at this save and others, and deletions have left beside ``folder``. Collective.
+    """Remove what earlier attempts at any save, and deletions, have left beside ``folder``. Collective.
 
     Args:
         folder: the checkpoint that is about to be saved.
@@ -196,16 +201,16 @@ def _sweep(folder: Path) -> None:
         _remove(leftover)
     for other in folder.parent.glob("iter_*"):
         with contextlib.suppress(OSError):
-            other.rmdir()  # made and not filled
-    if folder.name != _tracked(folder.parent):  # complete perhaps, but nobody has been told
+            other.rmdir()  # made but not filled
+    if folder.name != _tracked(folder.parent):  # perhaps complete, but no tracker file names it
         _remove(folder)
 
 
 def save(
     original: Callable[..., Any], sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Megatron's save of all ranks into ``checkpoint_dir``, which is there as a whole afterwards, or not at all; or the
-    request for it, with what makes it complete.
+    """Megatron's save of all ranks into ``checkpoint_dir``, which afterwards exists completely or not at all. An
+    asynchronous save returns Megatron's request, to which the step that completes the checkpoint has been added.
 
     Raises:
         NotSaved: on all ranks.
@@ -227,7 +232,7 @@ def save(
 
 @contextlib.contextmanager
 def _told() -> Iterator[None]:
-    """Megatron has told all ranks of what one could not write in the body, and they all raise it. Raises NotSaved."""
+    """Turn Megatron's exception about what some rank could not write, which all ranks raise, into NotSaved."""
     try:
         yield
     except CheckpointException as error:
@@ -251,7 +256,7 @@ def _put_in_place(written: Path, folder: Path) -> None:
     _sync(written)
     before = folder.with_name(written.name + "-before")
     try:
-        written.rename(folder)  # what Megatron has made there is empty
+        written.rename(folder)  # the folder that Megatron has made there is empty
     except OSError:
         folder.rename(before)
         written.rename(folder)
@@ -260,7 +265,7 @@ def _put_in_place(written: Path, folder: Path) -> None:
 
 
 def _of_first_rank(work: Callable[[], Any]) -> Any:
-    """What ``work`` returns on the first rank; if it fails there, it has failed on all. Collective."""
+    """What ``work`` returns on the first rank; if it fails there, it fails on all. Collective. Raises NotSaved."""
     outcome: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
@@ -277,9 +282,10 @@ def _of_first_rank(work: Callable[[], Any]) -> Any:
 
 
 def damage(folder: Path) -> list[str]:
-    """What keeps the torch_dist checkpoint in ``folder`` from being complete; empty: nothing.
+    """What is incomplete in the torch_dist checkpoint in ``folder``; empty: nothing.
 
-    Every entry of its ``.metadata`` must lie in a file, and every file must have the bytes that its entries claim.
+    Every entry of its ``.metadata`` must lie in a file, and every file must have exactly the bytes that its entries
+    claim.
     """
     if not (folder / "metadata.json").is_file():
         return ["metadata.json is missing"]
@@ -320,7 +326,7 @@ def _entries(metadata: Any) -> Iterator[MetadataIndex]:
 
 
 def _tracked(parent: Path) -> str:
-    """The name of the checkpoint that is the latest; empty: there is none."""
+    """The name of the latest checkpoint by the tracker file; empty if there is none."""
     try:
         text = (parent / _TRACKER).read_text().strip()
     except FileNotFoundError:
@@ -329,7 +335,7 @@ def _tracked(parent: Path) -> str:
 
 
 def _remove(path: Path) -> None:
-    """A folder that has lost some of its files must not have a checkpoint's name."""
+    """Rename ``path``, then remove it: a folder that has lost some files must not have a checkpoint's name."""
     if not path.name.startswith(_UNFINISHED):
         moved = path.with_name(f"{_UNFINISHED}{path.name}-{secrets.token_hex(8)}")
         try:
@@ -344,7 +350,7 @@ def _remove(path: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """What was created or renamed in ``folder`` outlasts a loss of power."""
+    """Make what was created or renamed in ``folder`` survive a loss of power."""
     number = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(number)
@@ -356,14 +362,14 @@ def _sync(folder: Path) -> None:
 
 
 def open_file(original: Callable[..., Any], path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-    """Megatron's way to open files; its tracker file is replaced as a whole."""
+    """Megatron's way to open files, except that its tracker file is replaced as a whole."""
     if os.path.basename(str(path)) == _TRACKER and mode == "w":
         return _replaced(Path(path))
     return original(path, mode, *args, **kwargs)
 
 
 def _opening(value: Any, name: str) -> Any:
-    """core_v0.19.0 gets ``open`` from an object (core/msc_utils.py, line 76)."""
+    """``value``, except that ``open`` is replaced: core_v0.19.0 gets it from an object (core/msc_utils.py, line 76)."""
     if name != "open":
         return value
     return lambda *args, **kwargs: open_file(value, *args, **kwargs)
@@ -384,10 +390,10 @@ def _replaced(path: Path) -> Iterator[IO[str]]:
 
 
 def _write(transforms: list[Any], use_msc: bool, rank: int, buckets: list[Any], results: Any) -> None:
-    """The files of this rank, each in a thread, as Megatron does from 0.17 on.
+    """Write the files of this rank, each in a thread, as Megatron does from 0.17 on.
 
-    core_v0.16.1 (core/dist_checkpointing/strategies/filesystem_async.py, line 235) forks a process for each. They
-    would go on writing when the rank has died.
+    core_v0.16.1 (core/dist_checkpointing/strategies/filesystem_async.py, line 235) forks a process for each file. These
+    would go on writing after the rank has died.
     """
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
@@ -405,7 +411,7 @@ def _write(transforms: list[Any], use_msc: bool, rank: int, buckets: list[Any], 
         except Exception as error:  # noqa: BLE001 - of what it does before and behind the files: without psutil, say
             written.put((index, error))
 
-    for index in range(len(buckets)):  # no thread of a disk that does not answer keeps a rank from ending
+    for index in range(len(buckets)):  # daemons: a dead disk must not keep a rank from ending
         threading.Thread(target=write, args=(index,), daemon=True).start()
     found = dict(written.get() for _ in buckets)
     failed = [one for one in found.values() if isinstance(one, Exception)]

@@ -1,10 +1,11 @@
-"""The optimizer's state as Megatron's distributed optimizer saves it, so that jobs with it come and go.
+"""The optimizer's state in the form in which Megatron's distributed optimizer saves it, so that jobs can switch to and
+from it.
 
 core_v0.16.1 to core_v0.19.0 write two types (``distrib_optim_sharding_type`` of a checkpoint's content;
-megatron/training/checkpointing.py, ``_build_sharded_state_dict_metadata``): ``fully_reshardable`` with
---dist-ckpt-optim-fully-reshardable, each tensor under its parameter's name and in its shape; else ``dp_reshardable``,
-each bucket of a stage's flat buffer as one tensor, in which parameters lie as that stage had them. Both are read, the
-second by working out where each parameter lies; the first is written, since layers may be anywhere.
+megatron/training/checkpointing.py, ``_build_sharded_state_dict_metadata``). With --dist-ckpt-optim-fully-reshardable it
+is ``fully_reshardable``: each tensor under its parameter's name and in its shape. Otherwise it is ``dp_reshardable``:
+each bucket of a stage's flat buffer as one tensor, in which parameters lie as they did in that stage. Both are read,
+the second by working out where each parameter lies; the first is written, since layers may be anywhere.
 """
 
 from __future__ import annotations
@@ -41,38 +42,39 @@ _BUCKET = re.compile(
     r"((?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\..*\.bucket_idx_(\d+))\.param"
 )
 _ALIGNMENT = 64
-"""Where parameters may begin in a bucket (core_v0.16.1 core/distributed/param_and_grad_buffer.py; core_v0.19.0
-core/optimizer/param_layout.py, ``pad_param_start``)."""
+"""Parameters begin at multiples of this in a bucket (core_v0.16.1 core/distributed/param_and_grad_buffer.py;
+core_v0.19.0 core/optimizer/param_layout.py, ``pad_param_start``).
+"""
 
 Parameter = tuple[int, str]
-"""Layer, and name in it."""
+"""A layer, and the name of a parameter in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """Where a parameter lies."""
+    """Where a parameter lies in a bucket."""
 
     bucket: str
-    """What the keys of the bucket's tensors begin with."""
+    """Prefix of the keys of the bucket's tensors."""
     start: int
     bucket_numel: int
 
 
 class Saved:
-    """What checkpoints say of themselves: those of this job, and the one that Megatron has opened last."""
+    """What checkpoints say about themselves: those of this job, and the one that Megatron has opened last."""
 
     def __init__(self) -> None:
         self.distributed = False
-        """Whether this job's optimizer is to be one in its checkpoints."""
+        """Whether this job's checkpoints are to have the state of a distributed optimizer."""
         self.args: Any = None
         self.folder = ""
 
     def say(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """Megatron's ``_build_sharded_state_dict_metadata``."""
+        """Megatron's ``_build_sharded_state_dict_metadata``, with the type that this job writes."""
         return original(*args, **kwargs) | ({TYPE: BY_PARAMETER} if self.distributed else {})
 
     def note(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """Megatron's ``_load_base_checkpoint``. Raises ConfigError."""
+        """Megatron's ``_load_base_checkpoint``; remembers the checkpoint that was opened. Raises ConfigError."""
         folder, given = args[:2]
         with loading.refused(folder):
             found = original(*args, **kwargs)
@@ -94,7 +96,7 @@ class Saved:
         return found
 
     def type_of(self, metadata: Mapping[str, Any] | None) -> str:
-        """Which of the types it is of; empty: its optimizer was not a distributed one. Raises ConfigError."""
+        """The type of the opened checkpoint; empty if its optimizer was not a distributed one. Raises ConfigError."""
         found = (metadata or {}).get(TYPE, "")
         distributed = getattr(self.args, "use_distributed_optimizer", False)
         if found not in ("", BY_PARAMETER, BY_BUCKET) or (distributed and not found):
@@ -103,8 +105,8 @@ class Saved:
         return str(found)
 
     def check_experts(self, parallel: int) -> None:
-        """Raises ConfigError: Megatron has two optimizers where ``parallel`` ranks share out experts, and else one, and
-        has saved the other way.
+        """Check the number of expert-parallel ranks. Raises ConfigError if the checkpoint has one and this job several
+        (``parallel``), or the reverse: with several Megatron has two optimizers, else one.
         """
         saved = getattr(self.args, "expert_model_parallel_size", None) or 1
         if (saved > 1) != (parallel > 1):
@@ -125,12 +127,12 @@ class Saved:
         """Where the parameters of all layers lie in the buckets of this rank's shard. Collective.
 
         Args:
-            held: this rank's.
+            held: this rank's layers.
             config: the model's.
             cell: the groups of this rank's cell.
 
         Raises:
-            ConfigError: they were cut for another parallelism, or do not add up.
+            ConfigError: the buckets were made for another parallelism, or their sizes do not add up.
         """
         for flag, group in (
             ("tensor-model", cell.tp),
@@ -187,8 +189,9 @@ class Saved:
 
 
 def _of_chunk(first: int, last: int, tied: int | None, *, embeds: bool) -> list[int]:
-    """The layers of a chunk of Megatron's in the order of their parameters: a weight that embedding and head share is
-    the embedding's first, and where the head is in another chunk, its last, unless it ``embeds``. ``tied``: its number.
+    """The layers of one of Megatron's chunks, in the order of their parameters. The weight that embedding and head
+    share comes first in the embedding's chunk; if the head is in another chunk, it comes last there, or first if that
+    chunk ``embeds`` tokens. ``tied``: the layer number of that weight.
     """
     layers = [*range(first, last)]
     if tied is None or (0 < first and last < tied):
@@ -197,8 +200,8 @@ def _of_chunk(first: int, last: int, tied: int | None, *, embeds: bool) -> list[
 
 
 def _stored_buckets(folder: str) -> dict[tuple[int, int, int], list[tuple[str, int]]]:
-    """(place of the optimizer in a chain, number of the stage's shard, buffer in it) -> its buckets, what their keys
-    begin with and their numels.
+    """The buckets, as (prefix of their keys, numel), of each (place of the optimizer in a chain, number of the stage's
+    shard, buffer in it).
     """
     found: dict[tuple[int, int, int], dict[int, tuple[str, int]]] = defaultdict(dict)
     for key, entry in FileSystemReader(folder).read_metadata().state_dict_metadata.items():
@@ -209,7 +212,7 @@ def _stored_buckets(folder: str) -> dict[tuple[int, int, int], list[tuple[str, i
 
 
 def _split(config: Any, saved: Any) -> Split:
-    """How the model was cut in the job with the arguments ``saved``."""
+    """How the model was split in the job with the arguments ``saved``."""
     config = copy.copy(config)
     for name, argument in (
         ("pipeline_model_parallel_size", "pipeline_model_parallel_size"),
@@ -230,11 +233,12 @@ def _split(config: Any, saved: Any) -> Split:
 def placed_in(
     buckets: Sequence[tuple[str, int]], parameters: Sequence[tuple[Parameter, int]]
 ) -> Iterator[tuple[Parameter, Slice]]:
-    """Where each of a chunk's ``parameters`` (and its numel) lies; fewer of them, or none, if they do not fit.
+    """Where each of a chunk's ``parameters``, given with its numel, lies. Yields fewer of them, or none, if they do not
+    fit.
 
-    Megatron fills a buffer from the last parameter on, and closes buckets for reasons of its own. That it has closed
-    one is seen by its numel, which counts what lies between parameters and not what lies behind the last one, or that
-    as well (before a weight that two stages share).
+    Megatron fills a buffer from the last parameter to the first, and closes buckets for reasons of its own. The end of
+    a bucket can be told from its numel, which includes the padding between parameters. It may or may not include the
+    padding behind the last one (it does before a weight that two stages share).
     """
     rest, at = list(buckets), 0
     for parameter, numel in reversed(parameters):
@@ -243,7 +247,7 @@ def placed_in(
             rest, at = rest[1:], 0
         if not rest or at + numel > rest[0][1]:
             return
-        # The last one must end where the last bucket does.
+        # The last parameter must end where the last bucket does.
         if parameter != parameters[0][0] or (len(rest) == 1 and at + numel == rest[0][1]):
             yield parameter, Slice(bucket=rest[0][0], start=at, bucket_numel=rest[0][1])
         at += numel
@@ -253,7 +257,9 @@ def placed_in(
 
 
 def _states(whole: Any) -> dict[int, dict[str, torch.Tensor]]:
-    """Of each parameter of the optimizer ``whole``, by its place: the parameter that is optimized, and what is kept."""
+    """For each parameter of the optimizer ``whole``, by position: the parameter that is optimized, and its optimizer
+    state.
+    """
     return {
         place: {"param": main.data}
         | {name: one for name, one in whole.optimizer.state[main].items() if name != "step"}
@@ -262,8 +268,8 @@ def _states(whole: Any) -> dict[int, dict[str, torch.Tensor]]:
 
 
 def _by_parameter(whole: Any, model_state: Any, *, rounded: bool) -> dict[int, dict[str, Any]]:
-    """:func:`_states` for a checkpoint, each tensor under its parameter's name. Not ``rounded``: all in the type of the
-    parameter that is optimized, as Megatron saves moments that are kept in shorter ones (core_v0.16.1
+    """:func:`_states` for a checkpoint, each tensor under its parameter's name. Unless ``rounded``, all are in the type
+    of the parameter that is optimized: so Megatron saves moments that are kept in shorter types (core_v0.16.1
     core/optimizer/distrib_optimizer.py, ``_get_main_param_and_optimizer_states``).
     """
     named = get_param_id_to_sharded_param_map(model_state, [shown for shown, _ in pairs(whole)])
@@ -279,9 +285,9 @@ def _by_parameter(whole: Any, model_state: Any, *, rounded: bool) -> dict[int, d
 
 
 def to_write(whole: Any, model_state: Any, step: float | None) -> dict[str, Any]:
-    """The state of ``whole``, an optimizer that is not distributed, as a distributed one writes it.
+    """The state of ``whole``, an optimizer that is not distributed, in the form in which a distributed one writes it.
 
-    ``step``: how often it has been applied; None: its groups of parameters know.
+    ``step``: the number of steps it has made; None: its parameter groups know.
     """
     counted = {} if step is None else {"step": step}
     scale = {"grad_scaler": whole.grad_scaler.state_dict()} if whole.grad_scaler else {}
@@ -295,11 +301,11 @@ def to_write(whole: Any, model_state: Any, step: float | None) -> dict[str, Any]
 def to_read(
     whole: Any, model_state: Any, slices: Mapping[int, Slice] | None, chained: str = ""
 ) -> dict[str, Any]:
-    """What :func:`take` wants to be given of a checkpoint.
+    """What must be loaded from a checkpoint for :func:`take`.
 
     Args:
-        chained: what the keys of buckets begin with for ``whole``, if it is one of several optimizers.
-        slices: of each parameter of the model, by its id, where it lies in a bucket; None: it has its name.
+        chained: prefix of the keys of buckets for ``whole``, if it is one of several optimizers.
+        slices: where each parameter of the model, by its id, lies in a bucket; None: parameters are found by name.
     """
     if slices is None:
         return {"states": _by_parameter(whole, model_state, rounded=True)}
@@ -309,7 +315,7 @@ def to_read(
         place: {name: _in_bucket(lying[place], name, one, rank) for name, one in tensors.items()}
         for place, tensors in _states(whole).items()
     }
-    # All stages have said the same of the groups of parameters, and of the loss scale.
+    # All stages have saved the same parameter groups and loss scale.
     alike = {
         name: ShardedObject(
             f"{chained}optimizer.distributed.dp_group_idx_0.{name}", None, (1,), (0,), (0, 0, rank)
@@ -334,7 +340,9 @@ def _in_bucket(lies: Slice, name: str, tensor: torch.Tensor, rank: int) -> Shard
 
 
 def take(whole: Any, loaded: Mapping[str, Any]) -> None:
-    """Gives ``whole`` what was loaded, bit for bit. Megatron leaves out what is empty: the states, of no parameters."""
+    """Give ``whole`` what was loaded, bit for bit. Megatron leaves out what is empty: the states, if there are no
+    parameters.
+    """
     for place, tensors in _states(whole).items():
         for name, one in tensors.items():
             one.copy_(loaded["states"][place][name].reshape(one.shape))

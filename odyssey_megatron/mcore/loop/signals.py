@@ -1,7 +1,7 @@
 """Megatron-LM's ``--exit-signal-handler``, agreed on by all ranks of the job.
 
-Each rank's Megatron believes to be alone, and would leave alone. Here all leave its loop behind the same iteration,
-with its save, whether a rank was sent the signal or Odyssey's agent (``--odyssey-on-sigterm save``).
+Each rank's Megatron believes that it is alone, and would exit alone. Here all ranks leave Megatron's loop after the
+same iteration, with its save, whether a rank or Odyssey's agent was sent the signal (``--odyssey-on-sigterm save``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from odyssey_megatron.execute.rank import RankRuntime
 
 
 class AgreedSignal:
-    """In the place of Megatron's ``DistributedSignalHandler``, which its loop asks behind each iteration."""
+    """Replaces Megatron's ``DistributedSignalHandler``, which its loop asks after each iteration."""
 
     def __init__(self, runtime: RankRuntime):
         self._runtime = runtime
@@ -24,7 +24,7 @@ class AgreedSignal:
 
 
 def install(args: Any, runtime: RankRuntime, member: Member) -> None:
-    """From now on the loop ends when ``runtime`` says so, and that hears of what this process was sent."""
+    """Make the loop end when ``runtime`` says so, and make ``runtime`` hear of signals that this process was sent."""
     from megatron.training import global_vars
 
     own = global_vars._GLOBAL_SIGNAL_HANDLER  # Megatron's, which catches the signal, if the user asked for it

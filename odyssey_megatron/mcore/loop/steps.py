@@ -1,4 +1,4 @@
-"""Megatron's training loop, in which a step is one of the plan's, and an evaluation runs by the plan, too."""
+"""Megatron's training loop with the plan's steps, and evaluations that run by the plan, too."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from odyssey_megatron.upstream import compat, seam_table, seams
 
 @dataclass(kw_only=True)
 class Steps:
-    """One rank's, from the end of Megatron's set-up on."""
+    """What Megatron's loop calls on one rank, from the end of its setup on."""
 
     work: CommonWork
     feed: Feed
@@ -31,10 +31,10 @@ class Steps:
     lines: SurvivingLines
     board: tensorboard.SurvivingWriter | None
     most_samples: int
-    """Of the largest step."""
+    """Number of samples of the largest step."""
 
     def install(self) -> None:
-        """Replaces what Megatron's loop calls."""
+        """Replace what Megatron's loop calls."""
         for seam, replacement in (
             (seam_table.TRAIN, self.train),
             (seam_table.TRAIN_STEP, self.train_step),
@@ -54,8 +54,8 @@ class Steps:
         return original(*given, **named)
 
     def _join(self, called: Mapping[str, Any]) -> None:
-        """Into the job, and through one step with the others. Only then does Megatron's loop begin, at that step, and
-        is told what came of it: until then a failure may send this rank back to wait for another one.
+        """Join the job, and make one step with the others. Megatron's loop begins only then, at that step, and is given
+        its result; until then a failure may send this rank back to wait for another.
 
         ``called``: the arguments of Megatron's ``train()``.
         """
@@ -72,11 +72,11 @@ class Steps:
             called["opt_param_scheduler"], step, batches, skipped=skipped, replicas=self.feed.replicas
         )
         self.feed.join(called["valid_data_iterator"], evaluated)
-        # What Megatron does with all ranks before its first step, the others have done long ago.
+        # What Megatron does with all ranks before its first step, the others did long ago.
         self.work.groups.mean_first()
 
     def training_log(self, original: Any, *given: Any, **named: Any) -> Any:
-        if self.work.session.member.joins:  # behind a first iteration Megatron does not reset its sums
+        if self.work.session.member.joins:  # after a first iteration Megatron does not reset its sums
             named["is_first_iteration"] = False
         return original(*given, **named)
 
@@ -111,7 +111,9 @@ class Steps:
         )
 
     def dummy_train_step(self, original: Any, data_iterator: Any) -> None:
-        """Of ``--iterations-to-skip``: a step like any other, of no microbatches, so that all are as far."""
+        """A step for ``--iterations-to-skip``: one like any other, without microbatches, so that all ranks make it
+        together.
+        """
         self.work.model.source = self.feed.source(data_iterator)
         self._step()
 
@@ -119,7 +121,7 @@ class Steps:
         joined = self.work.groups.are_first
         if self.board is not None:
             self.board.begin(self.work.runtime.committed - joined)
-        if joined:  # with this very step
+        if joined:  # this rank has joined with this very step
             self.work.groups.mean_newest()
             self.work.leave_start()
         else:
@@ -141,14 +143,14 @@ class Steps:
         forward_only: bool = False,
         **kwargs: Any,
     ) -> list[dict[str, torch.Tensor]]:
-        """Megatron's schedule, as its evaluation calls it: what every microbatch of the batch reported."""
+        """Megatron's schedule, as its evaluation calls it. Returns what every microbatch of the batch reported."""
         from megatron.training import get_args
 
         if not forward_only or kwargs.get("collect_non_loss_data"):
             raise ConfigError("only evaluations may call the schedule; training goes through train_step.")
         source, lanes = self.feed.source(data_iterator), self.work.groups.cell.full_lanes
         most = self.most_samples // (get_args().micro_batch_size * lanes)
-        num_microbatches -= num_microbatches % self.feed.replicas  # none has more of them than another one
+        num_microbatches -= num_microbatches % self.feed.replicas  # all replicas take the same number
 
         def work(world: Any) -> torch.Tensor:
             self.feed(self.work.model, forward_step_func, source)
@@ -165,7 +167,7 @@ class Steps:
         return outcome.losses_of(table, self.work.model.loss_names)
 
     def check_param_hashes(self, original: Any, model: Any, cross_check: bool = False) -> bool:
-        if not self.work.groups.are_first:  # else it joins, and the others have done this long ago
+        if not self.work.groups.are_first:  # otherwise it is joining, and the others did this long ago
             self.work.together(self.work.runtime.check_holders)
         return True
 
@@ -178,7 +180,7 @@ class Steps:
         return math.sqrt(self.work.together(work).item())
 
     def _log_own(self, iteration: int, interval: int) -> None:
-        """Odyssey's scalars, beside those that Megatron logs of ``iteration`` (counted from 1)."""
+        """Log Odyssey's scalars, beside those that Megatron logs for ``iteration`` (counted from 1)."""
         chronicle = self.work.runtime.chronicle
         stalled_s, chronicle.stalled_s = chronicle.stalled_s, 0.0
         own = {"recovery_stall_s": stalled_s} if stalled_s else {}

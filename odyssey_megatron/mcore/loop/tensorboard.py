@@ -1,7 +1,8 @@
 """Megatron's TensorBoard writer on every rank, so that the curves go on when the rank that wrote them has died.
 
-Megatron gives a writer to the last rank. Here all ranks take what the loop logs, which is the same on all of them, and
-the last living one writes it to a file. The others keep the newest: a killed rank loses what it had not flushed.
+Megatron gives a writer to the last rank. Here all ranks accept what the loop logs, which is the same on all of them,
+and the last living one writes it to a file. The others keep the newest, since a killed rank loses what it had not
+flushed.
 """
 
 from __future__ import annotations
@@ -16,21 +17,23 @@ from odyssey_megatron.launch.member import Member
 from odyssey_megatron.metrics.outlet import Outlet
 
 _KEPT = 2
-"""Iterations. The last rank flushes one before it begins the next, and nobody is two ahead of it."""
+"""Number of iterations kept. The last rank flushes an iteration before it begins the next, and nobody is two ahead of
+it.
+"""
 _CALL_BYTES = 200
 _PROBE_BYTES = 1 << 16
 
 Call = tuple[str, tuple[Any, ...], dict[str, Any]]
-"""A method of ``SummaryWriter`` and its arguments."""
+"""Name of a method of ``SummaryWriter``, and its arguments."""
 
 
 class SurvivingWriter:
-    """Implements what Megatron uses of ``SummaryWriter``.
+    """The part of ``SummaryWriter`` that Megatron uses.
 
     Args:
         open_file: makes the real writer, in a thread, whenever this rank has something to write and none is open.
-        note: leaves the number of the iteration whose scalars are in the file for whoever comes next.
-        noted: that number, -1 if there is none.
+        note: stores the number of the newest iteration whose scalars are in the file, for a successor.
+        noted: returns that number, -1 if there is none.
     """
 
     def __init__(
@@ -55,12 +58,12 @@ class SurvivingWriter:
             self._kept.append((self._iteration, ("add_scalar", args, kwargs)))
 
     def add_text(self, *args: Any, **kwargs: Any) -> None:
-        """Said once, at the start, by the rank that is the last then."""
+        """As SummaryWriter's; only used at the start, by the rank that is the last one then."""
         if self._is_last:
             self._calls.append(("add_text", args, kwargs))
 
     def hand_over(self) -> None:
-        """Another rank is the last one now."""
+        """Stop writing: another rank is the last one now."""
         if self._is_last:
             self._write(("close", (), {}))
             self._is_last = False
@@ -73,7 +76,7 @@ class SurvivingWriter:
         self._outlet.close()
 
     def begin(self, iteration: int) -> None:
-        """All that earlier iterations had to log has been logged."""
+        """Begin ``iteration``: everything that earlier iterations had to log has been logged."""
         if self._is_last and self._iteration < iteration and self._write() and self._iteration >= 0:
             self._note(self._iteration)
         self._iteration = iteration
@@ -81,7 +84,7 @@ class SurvivingWriter:
             self._kept.popleft()
 
     def become_last(self) -> None:
-        """From now on this rank writes, beginning with what its predecessor has not. A second call does nothing."""
+        """Write from now on, beginning with what the predecessor has not written. A second call does nothing."""
         if self._is_last:
             return
         self._is_last, noted = True, self._noted()
@@ -89,23 +92,25 @@ class SurvivingWriter:
         self._kept.clear()
 
     def _write(self, *last: Call) -> bool:
-        """Whether all that was logged here is in the file."""
+        """Hand over all calls for writing. Returns whether everything that was logged here is in the file."""
         calls, self._calls = [*self._calls, *last], []
         return self._outlet.put(calls, _CALL_BYTES * len(calls))
 
 
 class _File:
-    """The real writer, opened anew after an error: it has then lost what it had buffered, and does not recover."""
+    """The real writer. It is opened anew after an error, since it has then lost its buffer, and does not recover."""
 
     def __init__(self, open_file: Callable[[], Any]):
         self._open_file = open_file
         self._file: Any = None
 
     def carry_out(self, calls: list[Call]) -> None:
-        """All of ``calls``, and a flush. After an error all of them are repeated: a point twice is drawn once."""
+        """Make all of ``calls``, and flush. After an error all of them are repeated; a point that is written twice is
+        drawn once.
+        """
         folder = getattr(self._file, "log_dir", None)
         if folder is not None and not Path(folder).is_dir():
-            self._file = None  # deleted; what is written now would be in no folder
+            self._file = None  # deleted: what is written now would be lost
         try:
             for name, args, kwargs in calls:
                 if name == "close":
@@ -130,7 +135,7 @@ class _File:
 
 
 def replace_writer(args: Any, member: Member) -> SurvivingWriter | None:
-    """Puts one in the place of Megatron's writer; None if the job has none."""
+    """Replace Megatron's writer; returns the new one, or None if the job has none."""
     from megatron.training import global_vars
 
     folder = args.tensorboard_dir
@@ -156,7 +161,9 @@ def replace_writer(args: Any, member: Member) -> SurvivingWriter | None:
 
 
 def open_writer(folder: str, max_queue: int) -> Any:
-    """A ``SummaryWriter``. Raises OSError where there is no room for one: each that is opened leaves a file."""
+    """A ``SummaryWriter``. Raises OSError where there is no room for its file: each one that is opened leaves a file
+    behind.
+    """
     from torch.utils.tensorboard import SummaryWriter
 
     _leave_errors_to_us()
@@ -170,7 +177,7 @@ def open_writer(folder: str, max_queue: int) -> Any:
 
 
 def _leave_errors_to_us() -> None:
-    """TensorBoard's thread hands its error to who writes next, and prints a traceback besides."""
+    """Silence the tracebacks of TensorBoard's thread: it passes its error to the next writer anyway."""
     before = threading.excepthook
     if getattr(before, "spares_tensorboard", False):
         return

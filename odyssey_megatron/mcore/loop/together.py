@@ -21,7 +21,7 @@ from odyssey_megatron.recover import Recovery
 
 @dataclass(kw_only=True)
 class CommonWork:
-    """One rank's part, from the first generation on."""
+    """One rank's part in common work, from the first generation on."""
 
     session: Session
     runtime: RankRuntime
@@ -29,7 +29,7 @@ class CommonWork:
     model: MegatronModel
     groups: LivingGroups
     chunks: list[Any]
-    """Megatron's list of model chunks, whichever they are by then."""
+    """Megatron's list of model chunks, which is kept up to date."""
 
     def together(self, work: Callable[[Any], Any]) -> Any:
         """``recover.Recovery.together``; ``work`` may use Megatron's groups and chunks as in a job without failures."""
@@ -42,7 +42,7 @@ class CommonWork:
                 except OdysseyError:
                     raise
                 except Exception as error:
-                    # Libraries wrap what their collectives raise, or say what others' have raised.
+                    # Libraries wrap what their collectives raise, or report what others' have raised.
                     if wrapped := _failure_behind(error):
                         raise type(wrapped)(*wrapped.args) from error
                     if self.session.member.newer_than(self.runtime.generation):
@@ -54,8 +54,8 @@ class CommonWork:
         return result
 
     def refresh(self) -> None:
-        """Megatron's list of model chunks is this worker's blocks, which a recovery may have changed; never empty, as
-        its loop looks at the first.
+        """Update Megatron's list of model chunks to this worker's blocks, which a recovery may have changed. The list
+        is never empty, as Megatron's loop looks at its first element.
         """
         blocks = self.model.blocks
         chunks = [block.model for block in blocks] or [self._empty_chunk]
@@ -65,7 +65,7 @@ class CommonWork:
             self.chunks[:] = chunks
 
     def leave_start(self) -> None:
-        """Training begins: from here on what Megatron does with all ranks is such work, too."""
+        """Begin training: from now on what Megatron does with all ranks is common work, too."""
         arguments.quiet_rebuilding()
         logging.getLogger("megatron.core.utils").addFilter(_is_no_loss)
         self.groups.leave_first(self.together)
@@ -76,14 +76,15 @@ class CommonWork:
 
 
 def _is_no_loss(record: logging.LogRecord) -> bool:
-    """Megatron warns, with stack lines, of whatever ends a forward (core_v0.16.1 utils.py, ``StragglerDetector``).
-    Where that is another rank's loss it would look like a crash, and what is done about it is told anyway.
+    """Whether a log record is not about the loss of another rank. Megatron warns, with stack lines, of anything that
+    ends a forward (core_v0.16.1 utils.py, ``StragglerDetector``). A lost rank would look like a crash there, and is
+    reported anyway.
     """
     return _failure_behind(sys.exc_info()[1]) is None
 
 
 def _failure_behind(error: BaseException | None) -> Superseded | PeerFailed | None:
-    """What ``error`` was raised for; None: no failure of another rank."""
+    """The failure of another rank that made ``error`` be raised; None if it was not one."""
     while error is not None:
         if isinstance(error, Superseded | PeerFailed):
             return error

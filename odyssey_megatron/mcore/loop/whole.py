@@ -1,6 +1,6 @@
-"""A layer's optimizer state in one place, for checkpoints: its slices come from their owners, and go back to them.
+"""Gathers a layer's optimizer state in one place for checkpoints, and sends it back to the owners of its slices.
 
-Each layer is brought together by another worker (``Layout.speaker``), so that nobody has more than its share of layers.
+Each layer is gathered on its own speaker (``Layout.speaker``), so that nobody has more than a fair share of layers.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from odyssey_megatron.plan.slices import EVERYTHING, Slice, Span, firsts, kept
 from odyssey_megatron.rebuild.transfer import packed, places, unpack
 
 HoldersOf = Callable[[int, int, int], tuple[dist.ProcessGroup, Sequence[int]]]
-"""The group of a block's holders, from its first layer and the one behind its last, and a ``Cell.slot`` of this rank;
-of each all ranks that have the same of it, and how many these are.
+"""Maps the first layer of a block, its last + 1, and a ``Cell.slot`` of this rank to the group of the block's holders,
+with all ranks of each holder that have the same part, and the number of these ranks for each holder.
 """
 
 
 class _Part(NamedTuple):
-    """Of a layer whose state is cut, what this rank has to do with it."""
+    """A part of a layer whose state is cut, and this rank's task in gathering it."""
 
     layer: int
     number: int
-    """Of the part, among those of this rank."""
+    """Position of the part among those of this rank."""
     group: dist.ProcessGroup
     ranks: Sequence[int]
-    """Of each holder, in the group."""
+    """Number of ranks of each holder in the group."""
     holders: tuple[int, ...]
     speaker: int
     slices: tuple[Slice, ...]
 
     @property
     def root(self) -> int:
-        """In the group, the first rank of the one who speaks."""
+        """The rank in the group that gathers the part: the speaker's first."""
         return sum(self.ranks[: self.holders.index(self.speaker)])
 
     @property
     def workers(self) -> list[int]:
-        """Of each rank of the group."""
+        """The worker of each rank of the group."""
         return [self.holders[holder] for holder, _ in places(self.ranks)]
 
     @property
@@ -51,7 +51,7 @@ class _Part(NamedTuple):
 
 
 class Whole:
-    """The cut layers of a rank."""
+    """The layers of a rank whose state is cut."""
 
     def __init__(self, model: MegatronModel, holders_of: HoldersOf):
         self._model, self._holders_of = model, holders_of
@@ -68,7 +68,7 @@ class Whole:
                     yield _Part(layer, number, *shared, block.holders, layout.speaker(layer), states[layer])
 
     def new(self) -> dict[int, LayerOptimizer]:
-        """Of the layers that are brought together here, with a state that nothing has been done with."""
+        """Optimizers with unused state for the layers that are gathered here, by layer."""
         layers = {one.index: one for one in self._model.layers}
         made: dict[int, LayerOptimizer] = {}
         for one in self._parts():
@@ -78,7 +78,7 @@ class Whole:
 
     @torch.no_grad()
     def gathered(self) -> dict[int, LayerOptimizer]:
-        """Of the layers that are brought together here, as all ranks have them now. Collective."""
+        """Optimizers with all owners' current state for the layers that are gathered here, by layer. Collective."""
         made, own = self.new(), {one.index: one.optimizer for one in self._model.layers}
         for one in self._parts():
             flat = self._padded(own[one.layer], one, firsts(one.slices))
@@ -90,7 +90,7 @@ class Whole:
 
     @torch.no_grad()
     def give_back(self, made: dict[int, LayerOptimizer]) -> None:
-        """All owners have what was loaded into those that :meth:`new` has ``made``. Collective."""
+        """Send all owners what was loaded into the optimizers that :meth:`new` has ``made``. Collective."""
         own = {one.index: one.optimizer for one in self._model.layers}
         for one in self._parts():
             mine, spans, rooms = own[one.layer], kept(one.slices), None
@@ -108,7 +108,7 @@ class Whole:
     def _padded(
         self, own: LayerOptimizer | None, one: _Part, spans: Mapping[int, Sequence[Span]]
     ) -> torch.Tensor:
-        """What this rank has of its own of these, and nothing behind it, as long as anybody's."""
+        """This rank's bytes of ``spans``, padded with zeros to the length of the longest in the group: 1-D, uint8."""
         mine = spans.get(self._model.place.worker, ())
         flat = _bytes(own, one.number, mine if own is not None else ())
         length = torch.tensor(flat.numel(), device=flat.device)
@@ -123,7 +123,7 @@ def _bytes(optimizer: LayerOptimizer | None, number: int, spans: Sequence[Span])
 
 
 def is_cut(slices: tuple[Slice, ...]) -> bool:
-    """Nobody keeps all of the layer."""
+    """Whether nobody keeps all of the layer's state."""
     return slices[0].span != EVERYTHING
 
 
