@@ -1,1 +1,3 @@
-"""The only folder that runs Megatron: how Odyssey enters a process, and its device; loop and model are rooms."""
+"""The only package that runs Megatron: how Odyssey enters a process, and its device; ``loop`` and ``model`` have the
+rest.
+"""

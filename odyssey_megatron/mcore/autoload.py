@@ -1,4 +1,4 @@
-"""The two calls through which Odyssey enters a process that runs an unmodified (or patched) Megatron-LM script.
+"""The calls through which Odyssey enters a process that runs an unmodified (or patched) Megatron-LM script.
 
 They do nothing unless ``--odyssey`` is among the arguments, or ODYSSEY in the environment.
 """
@@ -16,7 +16,7 @@ from odyssey_megatron.launch import environment, refusing, shim
 
 
 def wanted() -> bool:
-    """Whether this process was started with Odyssey, in whatever mode."""
+    """Whether this process was started with Odyssey, in any mode."""
     return "ODYSSEY" in os.environ or _is_flagged()
 
 
@@ -33,7 +33,7 @@ def _config() -> OdysseyConfig | None:
 
 @contextlib.contextmanager
 def _refusing() -> Iterator[None]:
-    """Bad input ends the process with one paragraph and its exit code, whoever has called."""
+    """Turn bad input in the body into one paragraph, and end the process with its exit code, whoever has called."""
     try:
         yield
     except ConfigError as error:
@@ -43,16 +43,16 @@ def _refusing() -> Iterator[None]:
 
 @_refusing()
 def before_megatron() -> None:
-    """Chooses the device, before anything of Megatron is imported.
+    """Choose the device, before anything of Megatron is imported.
 
-    Does not return if the launcher is not Odyssey's: then this process stands in for the rank that it was to be.
+    Does not return if the launcher is not Odyssey's: this process then stands in for the rank that it was meant to be.
     """
     if config := _config():
         if shim.is_needed():
             shim.become()
         if "ODYSSEY_PARENT_PID" not in os.environ and not _is_flagged():
-            return  # a tool of Megatron-LM's, with the variable of jobs; a job is refused when it would train
-        environment.of_rank()  # here, as what follows would fail, with another reason, in no rank
+            return  # a tool of Megatron-LM's run in a job's environment; a job is refused when it would train
+        environment.of_rank()  # first, since what follows would fail for another reason if this is no rank
         from odyssey_megatron.mcore import device
 
         device.install(config)
@@ -60,7 +60,7 @@ def before_megatron() -> None:
 
 @_refusing()
 def import_training() -> None:
-    """Imports ``megatron.training``."""
+    """Import ``megatron.training``. Raises MegatronIncompatible."""
     config = _config()
     if config and config.device == "cpu":
         from odyssey_megatron.mcore import cpu_device
@@ -82,7 +82,7 @@ def import_training() -> None:
 
 @_refusing()
 def after_training() -> None:
-    """Hooks into ``megatron.training``, which has been imported."""
+    """Hook into ``megatron.training``, which has been imported."""
     if config := _config():
         from odyssey_megatron.mcore.loop import door, observe
 

@@ -1,8 +1,8 @@
-"""Which tokens of a sequence, or of packed ones, each context-parallel rank has: two pieces of each sequence, one from
-each end, so that all ranks have as much to do.
+"""The tokens that each context-parallel rank has of a sequence, or of packed sequences: two pieces of each, one from
+each end, so that all ranks have the same amount of work.
 
-Sources: megatron core_v0.16.1 core/utils.py, ``get_batch_on_this_cp_rank``; Transformer Engine's
-``thd_get_partitioned_indices`` for packed ones, which asks for lengths that divide by twice the ranks.
+Sources: megatron core_v0.16.1 core/utils.py, ``get_batch_on_this_cp_rank``; for packed sequences Transformer Engine's
+``thd_get_partitioned_indices``, which requires lengths that are multiples of twice the number of ranks.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import torch
 
 
 def places(ends: torch.Tensor, count: int, parts: int, rank: int) -> torch.Tensor:
-    """The places of the tokens that ``rank`` of ``parts`` has, in its order. No host waits to know ``ends``.
+    """The positions of the tokens that ``rank`` of ``parts`` has, in its order: 1-D. The host does not wait for
+    ``ends``.
 
     Args:
-        ends: where sequences end, behind a 0: [sequences + 1].
-        count: tokens of all sequences.
+        ends: 0, then the end of each sequence: [sequences + 1].
+        count: the number of tokens of all sequences.
     """
     own = torch.arange(count // parts, dtype=ends.dtype, device=ends.device)
     if parts == 1:
@@ -28,7 +29,9 @@ def places(ends: torch.Tensor, count: int, parts: int, rank: int) -> torch.Tenso
 
 
 def in_order(gathered: torch.Tensor, ends: torch.Tensor, parts: int, dim: int = 0) -> torch.Tensor:
-    """Tokens in the order of their sequences, of which ``gathered`` has along ``dim`` one rank's behind the other's."""
+    """The tokens in the order of their sequences; ``gathered`` has the tokens of one rank after another's along
+    ``dim``.
+    """
     count = gathered.size(dim)
     order = torch.cat([places(ends, count, parts, rank) for rank in range(parts)])
     return gathered.index_select(dim, order.argsort())

@@ -1,7 +1,8 @@
 """Attention with context parallelism, and within packed sequences, on a CPU, for which Transformer Engine has no build.
 
-Megatron's own attention computes it, once each rank has all keys and values: they are gathered, and their gradients
-are summed and given back. Packed sequences are one long one to it, with a mask: right, and as dear as that.
+Megatron's own attention computes it once each rank has all keys and values: they are gathered, and their gradients are
+summed and distributed. Packed sequences are computed as one long sequence with a mask, which is correct, but costs as
+much as one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from odyssey_megatron.upstream import cpu_seams, seams
 
 
 def install() -> None:
-    """Lets Megatron's own attention be context parallel, or within packed sequences, which it refuses to be."""
+    """Let Megatron's own attention work with context parallelism and packed sequences, which it refuses otherwise."""
     seams.wrap(cpu_seams.DOT_PRODUCT_ATTENTION, _made)
     for seam in (cpu_seams.GET_SFT_BATCH_ON_THIS_CP_RANK, cpu_seams.GET_BATCH_PER_DOCUMENT):
         seams.wrap(seam, _dealt)
@@ -46,7 +47,9 @@ def _attend(
     packed_seq_params: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """[tokens, rows, heads, channels], without rows if sequences are packed, to [tokens, rows, heads * channels]."""
+    """Attention from [tokens, rows, heads, channels] to [tokens, rows, heads * channels]; no rows if sequences are
+    packed.
+    """
     from megatron.core.transformer.enums import AttnMaskType
 
     softmax, parts = self.scale_mask_softmax, self.config.context_parallel_size
@@ -61,7 +64,7 @@ def _attend(
     if group is not None:
         key, value = (in_order(_gathered(one, group), ends, parts) for one in (key, value))
     rows = places(ends, count, parts, 0 if group is None else group.rank())
-    window, softmax.window_size = softmax.window_size, None  # it would be put over any mask
+    window, softmax.window_size = softmax.window_size, None  # it would replace any mask
     is_causal = attention_mask is None and self.attn_mask_type == AttnMaskType.causal
     if packed_seq_params is not None or window is not None or is_causal:
         attention_mask = _hidden(ends, count, window)[rows]
@@ -72,7 +75,7 @@ def _attend(
 
 
 def _measure(self: Any, softmax: Any, given: Any) -> None:
-    """What Transformer Engine's attention keeps with ``--log-max-attention-logit``: the largest logit of each head."""
+    """Record the largest logit of each head, as Transformer Engine does with ``--log-max-attention-logit``."""
     scores, hidden = given[:2]
     if hidden is None or softmax.window_size is not None:
         count = scores.size(3)
@@ -88,12 +91,12 @@ def _measure(self: Any, softmax: Any, given: Any) -> None:
 def _ends(packed_seq_params: Any) -> torch.Tensor:
     ends = packed_seq_params.cu_seqlens_q_padded
     ends = packed_seq_params.cu_seqlens_q if ends is None else ends
-    flat: torch.Tensor = ends.long().flatten()  # core_v0.16.1 has a row of it
+    flat: torch.Tensor = ends.long().flatten()  # core_v0.16.1 has an additional dimension of 1
     return flat
 
 
 def _hidden(ends: torch.Tensor, length: int, window: Any) -> torch.Tensor:
-    """Whether a token of the sequences does not see another one: [tokens, tokens]."""
+    """Whether a token of the sequences does not see another one: [tokens, tokens], bool."""
     from megatron.core.transformer.utils import get_sliding_window_causal_mask
 
     tokens = torch.arange(length, device=ends.device)
@@ -110,7 +113,7 @@ def _context(self: Any) -> dist.ProcessGroup:
 
 
 def _gathered(mine: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[tokens of one rank of ``group`` behind those of the other, ...]."""
+    """The tokens of all ranks of ``group``, one rank's after another's: [tokens, ...]."""
     from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
     gathered: torch.Tensor = gather_from_sequence_parallel_region(mine, group=group)
@@ -118,7 +121,7 @@ def _gathered(mine: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def _dealt(original: Any, batch: Any, cp_group: dist.ProcessGroup) -> Any:
-    """What this rank has of a ``batch`` of packed sequences: Transformer Engine finds it on a GPU."""
+    """This rank's tokens of a ``batch`` of packed sequences, which on a GPU Transformer Engine would find."""
     ends = batch["cu_seqlens"] if batch["cu_seqlens_padded"] is None else batch["cu_seqlens_padded"]
     mine = places(ends[0], int(ends[0, -1]), cp_group.size(), cp_group.rank())
     for key in ("tokens", "labels", "loss_mask", "position_ids"):

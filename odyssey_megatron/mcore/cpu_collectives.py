@@ -1,5 +1,6 @@
-"""What experts that are spread over ranks ask of collectives, and gloo has not: parts of unequal size, and sizes in
-tensors, which Megatron gives as lists only where they come from a GPU.
+"""Collectives that spread experts need and gloo lacks: with parts of unequal size, or with sizes given as tensors.
+
+Megatron converts such sizes to lists only if they are on a GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 
 def install() -> None:
-    """Redirects torch's; a second call must not be made."""
+    """Replace torch's functions; must be called only once."""
     dist.all_gather = _all_gather(dist.all_gather)
     dist.reduce_scatter = _reduce_scatter(dist.reduce_scatter)
     dist.all_to_all_single = _all_to_all_single(dist.all_to_all_single)

@@ -1,7 +1,7 @@
-"""Megatron on CPU tensors and gloo, unedited: its ``torch.cuda`` and NCCL calls are redirected.
+"""Runs Megatron, unedited, on CPU tensors and gloo, by redirecting its ``torch.cuda`` and NCCL calls.
 
-All redirects are on torch, none on Megatron. ``install()`` must run before anything of Megatron is imported.
-What it cannot give: streams (ordering bugs that need a GPU stay invisible) and meaningful absolute times.
+All redirects are on torch, none on Megatron. ``install()`` must run before anything of Megatron is imported. It cannot
+provide streams (ordering bugs that need a GPU stay invisible) or meaningful absolute times.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _NEED_TRITON = tuple(
         "inference.contexts.attention_context.triton.tensor_ops",
     )
 )
-"""Imported by every version from 0.16.1 to 0.19.0 that has them, used by nothing that runs on the CPU."""
+"""Modules that all versions from 0.16.1 to 0.19.0 import if they have them, but that nothing on the CPU uses."""
 _NEW = "new_tensor new_empty new_zeros new_ones new_full".split()
 
 
 def install() -> None:
-    """Redirects once; a second call does nothing."""
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # of this process: a forked one has its own
+    """Install the redirects; a second call does nothing."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # forked processes have their own environment
     if getattr(torch, "_odyssey_cpu_device", False):
         return
     torch._odyssey_cpu_device = True  # type: ignore[attr-defined]
@@ -56,7 +56,7 @@ def install() -> None:
     _redirect_factories()
     _redirect_tensor_methods()
     _redirect_cuda()
-    if importlib.util.find_spec("triton") is None:  # a gigabyte, for kernels that need a GPU
+    if importlib.util.find_spec("triton") is None:  # it takes a gigabyte, for kernels that need a GPU
         for name in _NEED_TRITON:
             sys.modules.setdefault(name, _Absent(name))
     from odyssey_megatron.mcore import cpu_hybrid  # it knows redirected functions only
@@ -74,7 +74,7 @@ def install() -> None:
 
 
 def _not_compiled(model: Any = None, **options: Any) -> Any:
-    """``torch.compile`` that leaves the function as it is, with or without arguments."""
+    """A ``torch.compile``, with or without arguments, that leaves the function as it is."""
     return _not_compiled if model is None else model
 
 
@@ -182,9 +182,9 @@ def _peak_bytes(*args: Any, **kwargs: Any) -> int:
 
 
 def _memory_stats(device: Any = None) -> dict[str, int]:
-    """Of the allocator's statistics those that a process has, too; a statistic that it has not is 0."""
+    """The allocator's statistics that exist for a process, too; all others are 0."""
     now = _resident_bytes()
-    values = {"current": now, "peak": max(now, _peak_bytes())}  # the kernel counts the two apart
+    values = {"current": now, "peak": max(now, _peak_bytes())}  # the kernel counts the two separately
     named = {
         f"{kind}.all.{which}": value
         for kind in ("allocated_bytes", "reserved_bytes", "active_bytes")
@@ -238,20 +238,20 @@ def _cuda_functions() -> dict[str, Any]:
 def _redirect_cuda() -> None:
     for name, value in _cuda_functions().items():
         setattr(torch.cuda, name, value)
-        if hasattr(torch.cuda.random, name):  # Megatron reaches for both
+        if hasattr(torch.cuda.random, name):  # Megatron uses both
             setattr(torch.cuda.random, name, value)
     for (
         name
     ) in "set_device synchronize empty_cache init _lazy_init reset_peak_memory_stats set_stream".split():
-        # One function object a name: torch._dynamo refuses an object that it finds under two names.
+        # A function object of its own for each name: torch._dynamo refuses an object that it finds under two names.
         setattr(torch.cuda, name, lambda *args, **kwargs: None)
     for name in ("range_push", "range_pop"):
         setattr(torch.cuda.nvtx, name, lambda *args, **kwargs: None)
 
 
 def _let_norms_be_sequence_parallel() -> None:
-    """Megatron's norms for GPUs mark their weights, which are all that sequence parallelism asks of a norm; for the one
-    that is torch's it refuses (core_v0.16.1 core/transformer/torch_norm.py).
+    """Mark the weights of torch's norm for sequence parallelism, as Megatron's norms for GPUs do; nothing else is
+    needed, but Megatron refuses it for torch's (core_v0.16.1 core/transformer/torch_norm.py).
     """
     from odyssey_megatron.upstream import seam_table, seams
 
@@ -267,8 +267,9 @@ def _let_norms_be_sequence_parallel() -> None:
 
 
 def _let_routers_do_without_transformer_engine() -> None:
-    """They ask whether its product is None, which Megatron leaves undefined where there is none (core_v0.16.1
-    core/transformer/moe/moe_utils.py, line 1192; the same in core_v0.19.0).
+    """Define the name of Transformer Engine's product, which routers compare with None, but which Megatron leaves
+    undefined without Transformer Engine (core_v0.16.1 core/transformer/moe/moe_utils.py, line 1192; the same in
+    core_v0.19.0).
     """
     from megatron.core.transformer.moe import moe_utils
 
@@ -277,10 +278,10 @@ def _let_routers_do_without_transformer_engine() -> None:
 
 
 def prepare_training() -> None:
-    """What ``megatron.training`` needs besides, before it is imported."""
+    """Prepare what ``megatron.training`` needs besides, before it is imported."""
     from odyssey_megatron.upstream import seam_table, seams
 
-    # Its default, but not its check, is for GPUs.
+    # Only the default of allow_no_cuda requires a GPU.
     original = seams.original(seam_table.INITIALIZE_MEGATRON)
     names = list(inspect.signature(original).parameters)
     defaults = list(original.__defaults__ or ())
@@ -295,7 +296,9 @@ def prepare_training() -> None:
 
 
 def _keep_spawned_processes_small() -> None:
-    """What Megatron spawns (a manager of queues, when it saves) would import the main script without the redirects."""
+    """Keep processes that Megatron spawns (a manager of queues, when it saves) from importing the main script, which
+    they would do without the redirects.
+    """
     original = spawn.get_preparation_data
 
     def get_preparation_data(name: str) -> dict[str, Any]:
@@ -306,7 +309,7 @@ def _keep_spawned_processes_small() -> None:
 
 
 class _Absent(types.ModuleType):
-    """A module whose names are functions that say no."""
+    """A module of which every name is a function that returns False."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -315,9 +318,9 @@ class _Absent(types.ModuleType):
 
 
 def _compile_helpers() -> None:
-    """Megatron runs ``make`` for its dataset helpers when it starts. The wheel ships them compiled, without a Makefile;
-    a checkout's Makefile names the library for the Python of ``python3-config``, which in a virtual environment is
-    another one, or none.
+    """Make Megatron's compilation of its dataset helpers work. It runs ``make`` when it starts. The wheel ships the
+    helpers compiled, without a Makefile; a checkout's Makefile names the library for the Python of ``python3-config``,
+    which in a virtual environment is another Python, or missing.
     """
     from odyssey_megatron.upstream import seam_table, seams
 

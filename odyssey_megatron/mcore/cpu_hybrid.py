@@ -1,8 +1,8 @@
-"""Hybrid models on a CPU: in the place of mamba-ssm's kernels, and of Transformer Engine's layers, of which Megatron's
-hybrid stacks are made, the same functions of the same parameters in torch's operations.
+"""Hybrid models on a CPU: replaces mamba-ssm's kernels, and the Transformer Engine layers of Megatron's hybrid stacks,
+by the same functions of the same parameters in torch operations.
 
 Neither has a build for a CPU. The state space (Dao and Gu, arXiv 2405.21060) is computed in its quadratic form, as
-attention with a decaying mask: exact, and for sequences as short as tests have them.
+attention with a decaying mask, which is exact, and fast enough for the short sequences of tests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.nn import functional
 
 
 def offer_mamba_ssm() -> None:
-    """Where mamba-ssm is missing, what Megatron's mixers import of it can be imported. Before Megatron is."""
+    """Provide what Megatron's mixers import from mamba-ssm, if it is missing. Must run before Megatron is imported."""
     if importlib.util.find_spec("mamba_ssm") is not None:
         return
     named: dict[str, dict[str, Any]] = {
@@ -45,7 +45,7 @@ def _module(name: str, found: dict[str, Any]) -> None:
 
 
 def let_stacks_do_without_transformer_engine() -> None:
-    """Where it is missing, Megatron's own specification of a hybrid stack is one of layers that a CPU has."""
+    """Make Megatron's hybrid stack of layers that work on a CPU, if Transformer Engine is missing."""
     if importlib.util.find_spec("transformer_engine") is not None:
         return
     from megatron.core.extensions import transformer_engine as te
@@ -71,7 +71,7 @@ def let_stacks_do_without_transformer_engine() -> None:
 
 
 def _put(spec: Any, instead: dict[int, Any]) -> None:
-    """Within ``spec``, and all that it is made of, other values in the place of some, by ``id``."""
+    """Replace values, by their ``id``, in ``spec`` and all that it is made of."""
     if isinstance(spec, functools.partial):
         found, owner = spec.keywords, spec.keywords
     elif dataclasses.is_dataclass(spec) and not isinstance(spec, type):
@@ -86,7 +86,9 @@ def _put(spec: Any, instead: dict[int, Any]) -> None:
 
 
 def _normed_columns(columns: Any) -> Any:
-    """A linear layer of class ``columns`` with the norm of its input inside, named as Transformer Engine names it."""
+    """A linear layer of class ``columns`` that includes the norm of its input, with Transformer Engine's parameter
+    names.
+    """
 
     class NormedColumns(columns):  # type: ignore[misc] # Megatron has no types
         def __init__(self, input_size: int, output_size: int, *, config: Any, **how: Any):
@@ -113,7 +115,7 @@ def _normed_columns(columns: Any) -> Any:
 
 
 class GatedRMSNorm(torch.nn.Module):
-    """Of [..., channels], in groups of ``group_size`` channels, with a gate before it or behind it, or none."""
+    """RMS norm of [..., channels], in groups of ``group_size`` channels, with a gate before or after it, or none."""
 
     def __init__(
         self,
@@ -158,12 +160,15 @@ def mamba_chunk_scan_combined(
     """A state space over a sequence, h[t] = exp(dt[t] A) h[t-1] + dt[t] B[t] x[t] and y[t] = C[t] h[t] + D x[t].
 
     Args:
-        x: [b, l, heads, channels], ``z`` too; ``dt``: [b, l, heads]; ``A``, ``dt_bias``: [heads]; ``D``: [heads], or
-            [heads, channels]; ``B``, ``C``: [b, l, groups, states].
-        chunk_size: of the kernel's; what comes out does not depend on it.
+        x: [b, l, heads, channels], and so is ``z``; ``dt``: [b, l, heads]; ``A``, ``dt_bias``: [heads]; ``D``: [heads],
+            or [heads, channels]; ``B``, ``C``: [b, l, groups, states].
+        chunk_size: the kernel's; the result does not depend on it.
+
+    Returns:
+        y: [b, l, heads, channels].
 
     Raises:
-        NotImplementedError: sequences that are packed, or states that are kept.
+        NotImplementedError: for packed sequences, or states that are kept.
     """
     if initial_states is not None or seq_idx is not None or cu_seqlens is not None or return_final_states:
         raise NotImplementedError(
@@ -200,7 +205,7 @@ def mamba_split_conv1d_scan_combined(
     """Gate ``z``, a causal convolution of each channel, and :func:`mamba_chunk_scan_combined`.
 
     Args:
-        zxbcdt: [b, l, 2 channels of all heads + 2 groups * states + heads], one behind the other as its name has it.
+        zxbcdt: [b, l, 2 channels of all heads + 2 groups * states + heads], concatenated in the order of its name.
         conv1d_weight: [channels of all heads + 2 groups * states, width].
 
     Returns:
@@ -224,5 +229,5 @@ def mamba_split_conv1d_scan_combined(
 
 
 def _long(tensor: torch.Tensor) -> torch.Tensor:
-    """In float32 at least, as kernels compute."""
+    """``tensor`` in float32 at least, in which the kernels compute."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""Choosing the device, before anything of Megatron is imported."""
+"""Chooses the device, before anything of Megatron is imported."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from odyssey_megatron.errors import ConfigError
 
 
 def install(config: OdysseyConfig) -> None:
-    """Redirects Megatron to the CPU, or selects this rank's GPU. Raises ConfigError if there is none for it alone, and
-    it may not share one.
+    """Redirect Megatron to the CPU, or select this rank's GPU. Raises ConfigError if the rank has no GPU of its own,
+    and may not share one.
     """
     if config.device == "cpu":
         from odyssey_megatron.mcore import cpu_device
@@ -30,7 +30,7 @@ def install(config: OdysseyConfig) -> None:
 
 
 def sharing(config: OdysseyConfig) -> int:
-    """How many ranks of this node have the GPU of the one that has the most of them."""
+    """The largest number of ranks that share a GPU of this node."""
     if config.uses_nccl:
         return 1
     return -(-int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // torch.cuda.device_count())

@@ -1,4 +1,4 @@
-"""``python -m odyssey_megatron.mcore.entry SCRIPT ...``: a Megatron-LM script with Odyssey in it, nothing edited."""
+"""``python -m odyssey_megatron.mcore.entry SCRIPT ...``: runs a Megatron-LM script with Odyssey in it, unedited."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from odyssey_megatron.mcore import autoload
 
 
 def main() -> None:
-    """Runs the script that the arguments name, as the interpreter would."""
+    """Run the script that the arguments name, as the interpreter would."""
     del sys.argv[0]
     sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
     autoload.before_megatron()

@@ -1,4 +1,4 @@
-"""What a model of Megatron's configuration is expected to cost."""
+"""The expected costs of a model of Megatron's configuration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from odyssey_megatron.policy.profile import (
 )
 
 _CPU_GUESS: dict[str, Any] = {"flops_per_s": 1e10, "link_latency_s": 2e-4, "link_bytes_per_s": 1e9}
-"""One core and loopback, until the job has measured itself."""
+"""A guess for one core and loopback, until the job has measured itself."""
 
 
 def _experts(config: Any) -> Experts | None:
@@ -53,7 +53,9 @@ def _attention(config: Any) -> Attention:
 
 
 def _unlike(config: Any, kinds: str, seq_length: int) -> UnlikeLayers:
-    """The layers of a ``HeterogeneousTransformerConfig``, or of a hybrid model; of others nothing."""
+    """The layers of a ``HeterogeneousTransformerConfig`` or a hybrid model that differ from the others; empty for other
+    models.
+    """
     if kinds:
         state_space = Attention.state_space(
             config.hidden_size,
@@ -87,8 +89,8 @@ def estimate(
     kinds: str = "",
     precision: Precision | None = None,
 ) -> Profile:
-    """The profile of a model of Megatron's ``config`` until the job has measured itself; ``kinds``: of a hybrid model
-    those of its layers.
+    """The profile of a model of Megatron's ``config`` until the job has measured itself; ``kinds``: the kinds of a
+    hybrid model's layers.
     """
     on_cpu = settings.device == "cpu"
     usable_percent = 100 - settings.memory_headroom_percent

@@ -1,4 +1,4 @@
-"""The one place that looks at Megatron's version: what we call there, with the arguments that version takes."""
+"""The one place that looks at Megatron's version: calls whose arguments or results differ between versions."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from odyssey_megatron.errors import ConfigError, MegatronIncompatible
 from odyssey_megatron.upstream.flags import MUON
 
 TESTED = ("0.16.1", "0.17.1", "0.18.2", "0.19.1")
-"""Jobs have run with these; with the first of them the most (docs/versions.md). core_v0.19.0 says of
-itself that it is 0.19.1.
-"""
+"""Versions that jobs have run with, the first one most (docs/versions.md). core_v0.19.0 reports 0.19.1."""
 
 
 def check_version() -> str:
@@ -34,14 +32,14 @@ def check_version() -> str:
 
 
 def transformer_engine_is(least: str) -> bool:
-    """Whether Transformer Engine is there, of version ``least`` or newer (core_v0.16.1 core/utils.py, line 312)."""
+    """Whether Transformer Engine is installed in version ``least`` or newer (core_v0.16.1 core/utils.py, line 312)."""
     from megatron.core import utils
 
     return utils.get_te_version() is not None and utils.is_te_min_version(least)
 
 
 def backward_step(input_tensor: Any, output_tensor: Any, output_grad: Any, config: Any) -> Any:
-    """Megatron's ``backward_step``; its ``model_type`` argument went away in 0.17."""
+    """Call Megatron's ``backward_step``, whose ``model_type`` argument was removed in 0.17."""
     from megatron.core.enums import ModelType
     from megatron.core.pipeline_parallel import schedules
 
@@ -53,7 +51,9 @@ def backward_step(input_tensor: Any, output_tensor: Any, output_grad: Any, confi
 
 
 def check_pretrain(named: Mapping[str, Any]) -> None:
-    """Raises ConfigError: core_v0.19.0's ``pretrain`` (training/training.py, line 1014) may be given groups."""
+    """Check that the script gives ``pretrain`` no groups, as it may in core_v0.19.0 (training/training.py, line 1014).
+    Raises ConfigError.
+    """
     if named.get("pg_collection") is not None or named.get("skip_model_parallel_init"):
         raise ConfigError(
             "pretrain() with groups of the script's own (pg_collection) does not work with --odyssey: the groups span "
@@ -62,7 +62,7 @@ def check_pretrain(named: Mapping[str, Any]) -> None:
 
 
 def check_model(chunk: Any) -> None:
-    """Raises ConfigError: ``chunk`` is part of something else than GPTModel and Megatron's hybrid models are."""
+    """Check that ``chunk`` is part of a GPTModel, or of one of Megatron's hybrid models. Raises ConfigError."""
     if hasattr(chunk, "encoder") or not hasattr(chunk, "decoder"):
         raise ConfigError(
             f"the script's model is a {type(chunk).__name__}, not one row of layers (decoder) between an embedding and "
@@ -71,13 +71,13 @@ def check_model(chunk: Any) -> None:
 
 
 def check_packed(args: Any) -> None:
-    """Raises ConfigError where Megatron itself would end in its first forward, or compute what nobody means.
+    """Raise ConfigError where Megatron itself would fail in its first forward, or compute something unintended.
 
-    core_v0.16.1 tells no tensor-parallel rank but the first how long the longest sequence is (training/utils.py, lines
-    667-676). Up to core_v0.17.1 what deals packed sequences out to context-parallel ranks is not told where they end
-    (core/utils.py, line 2070, with what training/utils.py, line 533, gives). Documents of a sample are dealt out by
-    pieces of the sample, while positions and attention are of pieces of documents (core_v0.19.0 pretrain_gpt.py, line
-    175, and core/models/common/embeddings/rope_utils.py, line 235).
+    core_v0.16.1 tells only the first tensor-parallel rank how long the longest sequence is (training/utils.py, lines
+    667-676). Up to core_v0.17.1 the code that distributes packed sequences to context-parallel ranks is not told where
+    they end (core/utils.py, line 2070, with what training/utils.py, line 533, gives). The documents of a sample are
+    distributed as pieces of the sample, while positions and attention assume pieces of documents (core_v0.19.0
+    pretrain_gpt.py, line 175, and core/models/common/embeddings/rope_utils.py, line 235).
     """
     version = check_version()
     wrong = []
@@ -99,10 +99,10 @@ def check_packed(args: Any) -> None:
 
 
 def setup_arguments(function: Any, *args: Any, **kwargs: Any) -> tuple[Callable[..., Any], Any, Any]:
-    """Of a call of ``setup_model_and_optimizer``: the model's provider, its type, the checkpoints' context.
+    """The model provider, model type and checkpointing context in a call of ``setup_model_and_optimizer``.
 
-    core_v0.19.0 (training/training.py, line 2017) has another order, and a configuration that builds the model in the
-    provider's place. The provider can go with the oldest version that has none.
+    core_v0.19.0 (training/training.py, line 2017) has another order of arguments, and a configuration that can build
+    the model instead of a provider. The provider can go with the oldest version that has none.
     """
     given = inspect.signature(function).bind(*args, **kwargs).arguments
     model = getattr(given.get("cfg_container"), "model", None)
@@ -111,7 +111,7 @@ def setup_arguments(function: Any, *args: Any, **kwargs: Any) -> tuple[Callable[
 
 
 def _provider_of(model: Any) -> Callable[..., Any]:
-    """core_v0.19.0 training/models/gpt.py, line 255: ``build_model``, as a provider would be called."""
+    """A provider that calls the ``build_model`` of core_v0.19.0's training/models/gpt.py, line 255."""
 
     def provider(*, config: Any, pg_collection: Any, pre_process: bool, post_process: bool) -> Any:
         model.transformer = config
@@ -121,8 +121,8 @@ def _provider_of(model: Any) -> Callable[..., Any]:
 
 
 def layer_kinds(args: Any) -> tuple[str, ...]:
-    """Of a hybrid model the kind of each transformer layer, a letter each as in Megatron's patterns, cut where the
-    pattern says that a stage ends; empty of others. ``args``: as validated.
+    """The kinds of a hybrid model's transformer layers, one letter each as in Megatron's patterns, split where the
+    pattern says that a stage ends; empty for other models. ``args`` as validated.
 
     core_v0.16.1 core/ssm/mamba_hybrid_layer_allocation.py; from 0.17 on the pattern is all there is.
     """
@@ -137,10 +137,10 @@ def layer_kinds(args: Any) -> tuple[str, ...]:
 
 
 def kinds_of_chunk(original: Callable[..., Any], offset: int, count: int, *args: Any, **kwargs: Any) -> Any:
-    """What Megatron's hybrid stack is told that it is made of: ``count`` layers, with ``offset`` before them.
+    """The kinds of a chunk's layers for Megatron's hybrid stack: ``count`` layers, with ``offset`` before them.
 
-    0.16 asks for those of the whole model (``allocate_layers``), and later versions for those of a stage, of a pattern
-    that may have ends of stages in it (``select_pipeline_segment``), and how many come before.
+    0.16 asks for those of the whole model (``allocate_layers``). Later versions ask for those of a stage, from a
+    pattern that may contain ends of stages (``select_pipeline_segment``), and for the number of layers before them.
     """
     named = inspect.signature(original).bind(*args, **kwargs).arguments
     if "main_pattern" not in named:
@@ -149,8 +149,8 @@ def kinds_of_chunk(original: Callable[..., Any], offset: int, count: int, *args:
 
 
 def number_layers(layers: Any, offset: int) -> None:
-    """Each of a chunk's layers has its number in the model. 0.16's state spaces count from the first of a chunk where
-    there is one stage (core_v0.16.1 core/ssm/mamba_block.py, line 129).
+    """Give each of a chunk's layers its number in the model. With one stage 0.16's state spaces count from the first
+    layer of a chunk (core_v0.16.1 core/ssm/mamba_block.py, line 129).
     """
     for number, layer in enumerate(layers, start=offset + 1):
         if layer.layer_number != number:
@@ -158,7 +158,7 @@ def number_layers(layers: Any, offset: int) -> None:
 
 
 def name_of_final_norm(decoder: Any) -> str:
-    """Of the norm behind the last layer, in Megatron's block of layers or its hybrid stack."""
+    """The name of the norm behind the last layer, in Megatron's block of layers or its hybrid stack."""
     return "final_norm" if hasattr(decoder, "final_norm") else "final_layernorm"
 
 
@@ -170,27 +170,27 @@ def train_step_result(
     *,
     skipped: bool,
 ) -> tuple[Any, ...]:
-    """What ``megatron.training.training.train_step`` returns, the same from 0.16.1 to 0.19.0: losses, skipped, should
-    checkpoint, should exit, exit code, gradient norm, zeros in the gradient, largest attention logit.
+    """The result of ``megatron.training.training.train_step``, which is the same from 0.16.1 to 0.19.0: losses,
+    skipped, should checkpoint, should exit, exit code, gradient norm, zeros in the gradient, largest attention logit.
     """
-    # Megatron sums zeros in float32, and prints them so.
+    # Megatron sums zeros in float32, and prints a float.
     zeros = None if num_zeros_in_grad is None else float(num_zeros_in_grad)
     return losses, int(skipped), False, False, 0, grad_norm, zeros, max_attention_logit
 
 
 def check_microbatches(args: Any) -> None:
-    """Raises AssertionError where Megatron will, once it makes its calculator of microbatches from ``args``."""
+    """Raise AssertionError if Megatron would do so when it makes its microbatch calculator from ``args``."""
     from megatron.core import num_microbatches_calculator
 
     before = num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
-    nobody = -1  # rank 0 would say what it makes
+    nobody = -1  # rank 0 would print what it makes
     _count_microbatches(args, nobody, args.data_parallel_size, args.decrease_batch_size_if_needed)
     num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR = before
 
 
 def count_all_microbatches(args: Any, replicas: int) -> None:
-    """Megatron's calculator of microbatches counts those of the whole batch as this rank's, as far as ``replicas`` can
-    share them if --decrease-batch-size-if-needed is given.
+    """Make Megatron's microbatch calculator count the whole batch as this rank's; with --decrease-batch-size-if-needed
+    as much of the batch as ``replicas`` can share.
     """
     from megatron.core import num_microbatches_calculator
 
@@ -202,7 +202,7 @@ def count_all_microbatches(args: Any, replicas: int) -> None:
 
 
 def _count_microbatches(args: Any, rank: int, replicas: int, decreases: bool) -> None:
-    """From 0.18 on Megatron's calculator ignores a ramp-up, and knows a schedule (core_v0.18.2
+    """Set Megatron's microbatch calculator. From 0.18 on it ignores a ramp-up, and knows a schedule (core_v0.18.2
     core/num_microbatches_calculator.py, lines 80 and 264).
     """
     from megatron.core import num_microbatches_calculator
@@ -221,8 +221,8 @@ def _count_microbatches(args: Any, rank: int, replicas: int, decreases: bool) ->
 
 
 def optimizer_settings(args: Any, config: Any) -> tuple[Any, Any]:
-    """Megatron's OptimizerConfig, and what groups of parameters have otherwise: from 0.17 on also what MuP asks for in
-    the width of ``config`` (core_v0.19.0 training/training.py, line 2117).
+    """Megatron's OptimizerConfig, and overrides for parameter groups; from 0.17 on these include MuP's for the width of
+    ``config`` (core_v0.19.0 training/training.py, line 2117).
     """
     from megatron.core import optimizer
     from megatron.training import training
@@ -235,22 +235,22 @@ def optimizer_settings(args: Any, config: Any) -> tuple[Any, Any]:
 
 
 def is_muon(optimizer: str) -> bool:
-    """Whether this is one of Megatron's names of Muon."""
+    """Whether ``optimizer`` is one of Megatron's names for Muon."""
     return optimizer in MUON
 
 
 def optimizer_of(config: Any, chunks: list[Any], overrides: Any, groups: Any, *, of_layer: bool) -> Any:
-    """Megatron's optimizer, a chain, of ``chunks`` of a model: of one with its state spread over ranks that of which
-    each rank keeps all.
+    """Megatron's optimizer, a chain, for ``chunks`` of a model; the kind in which each rank keeps all of the state.
 
-    Muon is for matrices, and Adam for the rest (core_v0.16.1 core/optimizer/muon.py, line 165; from 0.18 on it is one
-    of the optimizers that ``get_megatron_optimizer`` makes). Both functions write into what they are given.
+    Muon is for matrices, and Adam for the rest (core_v0.16.1 core/optimizer/muon.py, line 165; from 0.18 on Muon is one
+    of the optimizers that ``get_megatron_optimizer`` makes). Both functions modify the config and overrides that they
+    are given.
 
     Args:
-        of_layer: the chunks are one layer, known to this rank alone, in which may be no matrix.
+        of_layer: the chunks are a single layer, known to this rank alone, which may have no matrix.
 
     Raises:
-        ConfigError: the package with Muon is not there.
+        ConfigError: the package that contains Muon is not installed.
     """
     from megatron.core import optimizer
 
@@ -283,13 +283,13 @@ def optimizer_of(config: Any, chunks: list[Any], overrides: Any, groups: Any, *,
 
 
 def _is_matrix(parameter: Any) -> bool:
-    """Whether it is Muon's."""
+    """Whether Muon steps this parameter."""
     is_end = getattr(parameter, "is_embedding_or_output_parameter", False)
     return parameter.dim() == 2 and not is_end and bool(parameter.requires_grad)
 
 
 def batch_on_this_cp_rank(batch: dict[str, Any]) -> dict[str, Any]:
-    """This rank's part of the sequences in ``batch``; from 0.18 on Megatron wants the group."""
+    """This rank's part of the sequences in ``batch``; from 0.18 on Megatron requires the group."""
     from megatron.core import parallel_state, utils
 
     function: Any = utils.get_batch_on_this_cp_rank
@@ -299,22 +299,22 @@ def batch_on_this_cp_rank(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def samples_until_batches_are_alike(calculator: Any) -> int:
-    """From how many consumed samples on a calculator of microbatches has one size for good."""
+    """The number of consumed samples from which a microbatch calculator keeps one batch size."""
     if schedule := getattr(calculator, "schedule", None):  # from 0.18 on: (samples, size)
         return int(schedule[-1][0])
     return int(getattr(calculator, "ramup_samples", -1)) + 1  # sic
 
 
 def steps_to_skip(args: Any) -> frozenset[int]:
-    """The steps of ``--iterations-to-skip``, from 0. 0.16 counts iterations so, too (core_v0.16.1 training/training.py,
-    line 2752), and 0.17 on from 1.
+    """The steps of ``--iterations-to-skip``, counted from 0. 0.16 counts iterations from 0, too (core_v0.16.1
+    training/training.py, line 2752); from 0.17 on they count from 1.
     """
     first = 0 if check_version().startswith("0.16.") else 1
     return frozenset(one - first for one in args.iterations_to_skip)
 
 
 def validates_by_single_samples() -> bool:
-    """Whether ``--full-validation`` takes a microbatch to be one sample, as from 0.18 on (core_v0.18.2
+    """Whether a microbatch of ``--full-validation`` is one sample, as from 0.18 on (core_v0.18.2
     training/datasets/data_samplers.py, line 44).
     """
     from megatron.training.datasets import data_samplers
@@ -323,7 +323,7 @@ def validates_by_single_samples() -> bool:
 
 
 def generators_of(dataset: Any) -> list[Any]:
-    """What ``--fim-data`` draws from, in ``dataset`` or in those that it blends (core_v0.16.1
+    """The random generators of ``--fim-data``, in ``dataset`` or in the data sets that it blends (core_v0.16.1
     training/datasets/fim_dataset.py, line 70; core/datasets/blended_dataset.py, line 73).
     """
     from megatron.training.datasets.fim_dataset import GPTFIMDataset
@@ -333,13 +333,13 @@ def generators_of(dataset: Any) -> list[Any]:
 
 
 def append_to_progress_log(function: Callable[..., None], save_dir: str, text: str) -> None:
-    """``function`` is Megatron's, without its barrier; from 0.18 on it wants the folder."""
+    """Call ``function``, Megatron's, without its barrier; from 0.18 on it requires the folder."""
     folder = (save_dir,) if "save_dir" in inspect.signature(function).parameters else ()
     function(*folder, text, barrier=False)
 
 
 def aux_losses() -> dict[str, tuple[Any, bool]]:
-    """What routers have added up of each auxiliary loss, by layer; and whether each rank of a cell has a part of it.
+    """The routers' sums of each auxiliary loss, by layer, and whether each rank of a cell has only a part of them.
 
     core_v0.16.1 transformer/moe/moe_utils.py, line 897; core_v0.18.2 transformer/moe/moe_logging.py, line 74.
     """
@@ -352,13 +352,13 @@ def aux_losses() -> dict[str, tuple[Any, bool]]:
 
 
 def clear_aux_losses() -> None:
-    """Forgets what :func:`aux_losses` gives."""
+    """Set the sums of :func:`aux_losses` to zero."""
     for values, _ in aux_losses().values():
         values.zero_()
 
 
 def set_aux_losses(losses: Mapping[str, Any]) -> None:
-    """What all routers of the job have added up, by layer, for Megatron's loop to log; no more is to be summed."""
+    """Set the sums of all routers of the job, by layer, for Megatron's loop to log without summing them further."""
     known = _aux_losses()
     known.clear()
     try:
@@ -375,8 +375,8 @@ def set_aux_losses(losses: Mapping[str, Any]) -> None:
 
 
 def router_of(layer: Any, config: Any, groups: Any) -> Any:
-    """One like that of a mixture of experts, of ``config``. Since 0.17 it is told whether it is multi-token
-    prediction's (core_v0.17.1 transformer/moe/moe_layer.py, line 238).
+    """A new router for a mixture of experts ``layer``, of ``config``. Since 0.17 a router is told whether it belongs to
+    multi-token prediction (core_v0.17.1 transformer/moe/moe_layer.py, line 238).
     """
     more = {"is_mtp_layer": layer.is_mtp_layer} if hasattr(layer, "is_mtp_layer") else {}
     return layer.submodules.router(config=config, pg_collection=groups, **more)
@@ -393,9 +393,9 @@ def blocks_ahead(block: Any) -> list[Any]:
 
 
 def future_token_sums() -> dict[str, str]:
-    """What multi-token prediction sums for the log -> where, in Megatron's tracker: the losses; from 0.19 on also how
-    many tokens were right, of how many (core_v0.16.1 transformer/multi_token_prediction.py, line 322; core_v0.19.0,
-    line 348).
+    """Kinds of sums that multi-token prediction makes for the log -> their keys in Megatron's tracker: the losses; from
+    0.19 on also the numbers of tokens that were right, and of all tokens (core_v0.16.1
+    transformer/multi_token_prediction.py, line 322; core_v0.19.0, line 348).
     """
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
@@ -405,7 +405,7 @@ def future_token_sums() -> dict[str, str]:
 
 
 def take_future_tokens() -> dict[str, Any]:
-    """What was summed, by depth, and is forgotten there; what was not summed is missing."""
+    """Remove and return the sums made so far, each by depth; kinds that were not summed are missing."""
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     known = MTPLossLoggingHelper.tracker
@@ -413,7 +413,7 @@ def take_future_tokens() -> dict[str, Any]:
 
 
 def set_future_tokens(sums: Mapping[str, Any]) -> None:
-    """What all microbatches have come to, for Megatron's loop to log; no more is to be summed."""
+    """Set the sums over all microbatches, for Megatron's loop to log without summing them further."""
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     names = future_token_sums()

@@ -1,8 +1,8 @@
-"""Every argument of Megatron-LM's that Odyssey has been taught, by its destination in the parsed arguments.
+"""All arguments of Megatron-LM's that Odyssey knows, by their destination in the parsed arguments.
 
-Three lists, which hold each argument of each tested version once (``tests/doctor/test_flags.py``): those that work and
-those that are moot are here, by the reason; those that are refused are in ``upstream/refused.py``. What is on none is
-refused as unknown. Needs neither torch nor megatron.
+Each argument of each tested version is on exactly one of three lists (``tests/doctor/test_flags.py``). The lists of
+those that work and those that are moot are here, grouped by reason; those that are refused are in
+``upstream/refused.py``. An argument on no list is refused as unknown. Needs neither torch nor megatron.
 """
 
 from __future__ import annotations
@@ -406,11 +406,11 @@ def _by_destination(groups: Mapping[str, str]) -> dict[str, str]:
 
 
 WORKS = _by_destination(_WORKS)
-"""Destination -> why it works: under test, or without a way to matter to who holds what."""
+"""Destination -> why it works: it is under test, or cannot matter to who holds what."""
 MOOT = _by_destination(_MOOT)
-"""Destination -> why it changes nothing: Odyssey does that itself, or what would read it is off, or refused."""
+"""Destination -> why it changes nothing: Odyssey does its work, or what would read it is off, or refused."""
 MUON = ("muon", "dist_muon")
-"""As values of --optimizer: its state on each rank, or spread over them."""
+"""Muon's values of --optimizer: with its state whole on each rank, or spread over them."""
 AS_ODYSSEY_DOES = {
     "ckpt_format": ("torch_dist",),
     "cuda_graph_impl": ("none",),
@@ -420,4 +420,4 @@ AS_ODYSSEY_DOES = {
     "num_workers": (0,),
     "timing_log_level": (0, 2),
 }
-"""Of what is moot, the values that leave nothing undone."""
+"""Moot destination -> the values that ask for what Odyssey does anyway."""

@@ -1,8 +1,9 @@
-"""Which of Megatron-LM's flags cannot work under failure, and what to do instead. Needs neither torch nor megatron.
+"""Finds the flags of Megatron-LM's that cannot work under failure, and says what to do instead. Needs neither torch nor
+megatron.
 
-They are known by their destination in the parsed arguments, whatever a version calls the flag, and looked at twice: as
-the user gave them, since Megatron's validation takes some of them back, and as validation has left them, since it
-derives others. What is decided by a value has a predicate; the others are refused if they are set.
+Flags are identified by their destination in the parsed arguments, whatever a version calls them. They are checked
+twice: as the user gave them, since Megatron's validation resets some of them, and as validation has left them, since it
+derives others. A flag whose value decides has a predicate; any other is refused if it is set.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from odyssey_megatron.upstream.refused import ROWS, SAID, SCRIPTS, TRIED, Decide
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parser:
-    """Megatron's own arguments, without those of the user's script; nothing of them: they are not known yet."""
+    """Megatron's own arguments, without those of the user's script; an empty one if they are not known yet."""
 
     flags: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Destination -> how it is spelled."""
+    """Destination -> the ways it is spelled."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     version: str = ""
 
     @classmethod
     def of(cls, parser: argparse.ArgumentParser, version: str) -> Parser:
-        """What ``parser`` knows by now."""
+        """The arguments that ``parser`` knows so far."""
         actions = [one for one in parser._actions if one.default != argparse.SUPPRESS]
         flags: dict[str, list[str]] = {}
         for one in actions:
@@ -38,32 +39,32 @@ class Parser:
         return cls(flags=flags, defaults={one.dest: one.default for one in actions}, version=version)
 
     def given(self, args: Any) -> Iterator[str]:
-        """The destinations that are not what they are without their flags."""
+        """The destinations whose value is not the default."""
         for name, default in self.defaults.items():
             if getattr(args, name, default) != default:
                 yield name
 
     def flag(self, name: str) -> str:
-        """How destination ``name`` is spelled."""
+        """The flag of destination ``name``."""
         return next(iter(self.flags.get(name, ())), "--" + name.replace("_", "-"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """An argument that would go wrong under failure, or silently do nothing that its user relies on."""
+    """An argument that would go wrong under failure, or silently fail to do what its user relies on."""
 
     dest: str
     flag: str
-    """As users know it."""
+    """The flag's usual name."""
     why: str
     since: str
     """The first version with which it could work; empty: it is refused for good."""
     remedy: str
     refuses: Decides | None
-    """Whether it is this value, of these arguments, that cannot work. None: any but the default."""
+    """Whether this value, with these arguments, cannot work. None: any but the default is refused."""
 
     def given(self, args: Any, parser: Parser) -> bool:
-        """Whether ``args`` have it, set by hand or by Megatron's validation."""
+        """Whether ``args`` have the refused value, set by hand or by Megatron's validation."""
         value = getattr(args, self.dest, None)
         if self.refuses is not None:
             return self.refuses(value, args)
@@ -71,12 +72,12 @@ class Refusal:
 
     @property
     def verdict(self) -> str:
-        """What is said of it behind its name."""
+        """What is said after the flag's name."""
         return "does not work with --odyssey yet" if self.since else "is refused with --odyssey"
 
     @property
     def reason(self) -> str:
-        """Why that is so, and when it could be otherwise."""
+        """Why the flag is refused, and from which version on it could work."""
         return f"{self.why} It could from {self.since} on." if self.since else self.why
 
 
@@ -92,17 +93,17 @@ REFUSALS = tuple(
     )
     for dest, why, since, remedy, refuses in ROWS
 )
-"""The table in docs/flags.md is made of these."""
+"""All refusals; the table in docs/flags.md is made from them."""
 REFUSED = frozenset(one.dest for one in REFUSALS)
 
 
 def refused(args: Any, parser: Parser) -> Iterator[Refusal]:
-    """The refusals that ``args`` meet with, before Megatron's validation or after it."""
+    """The refusals that apply to ``args``, before Megatron's validation or after it."""
     return (one for one in REFUSALS if one.given(args, parser))
 
 
 def unknown(args: Any, parser: Parser, accepted: Collection[str] = ()) -> Iterator[str]:
-    """The flags of ``args``, as the user gave them, that are Megatron's and on none of the lists."""
+    """The flags in ``args``, as the user gave them, that are Megatron's but on none of the lists."""
     for dest in parser.given(args):
         if dest not in WORKS and dest not in MOOT and dest not in REFUSED:
             flag = parser.flag(dest)
@@ -111,14 +112,14 @@ def unknown(args: Any, parser: Parser, accepted: Collection[str] = ()) -> Iterat
 
 
 def moot(args: Any, parser: Parser) -> Iterator[tuple[str, str]]:
-    """The flags of ``args``, as the user gave them, that change nothing, each with the reason."""
+    """The flags in ``args``, as the user gave them, that change nothing, each with the reason."""
     for dest in parser.given(args):
         if dest in MOOT and getattr(args, dest) not in AS_ODYSSEY_DOES.get(dest, ()):
             yield parser.flag(dest), MOOT[dest]
 
 
 def ignored(args: Any, parser: Parser) -> Iterator[tuple[str, str]]:
-    """As :func:`moot`, without what plain Megatron-LM would not read either: it sets some of that itself."""
+    """As :func:`moot`, without flags that plain Megatron-LM would not read either, some of which it sets itself."""
     yield from ((flag, why) for flag, why in moot(args, parser) if not why.startswith("read "))
     if with_muon(args):
         if args.optimizer == "dist_muon":
@@ -128,8 +129,8 @@ def ignored(args: Any, parser: Parser) -> Iterator[tuple[str, str]]:
 
 
 def cautions(args: Any) -> Iterator[tuple[str, str]]:
-    """The flags of ``args`` that work, where a loss may yet leave a trace in what the job computes, or not in all: each
-    with what, and the remedy.
+    """The flags in ``args`` that work with a caveat, each with the caveat and a remedy: a loss may leave a trace in
+    what the job computes, or the flag does only a part of its work.
     """
     if getattr(args, "timing_log_level", None) == 2:
         yield (
@@ -150,12 +151,12 @@ def cautions(args: Any) -> Iterator[tuple[str, str]]:
 def reasons(
     args: Any, parser: Parser, accepted: Collection[str] | None = None, *, strict: bool = False
 ) -> dict[str, str]:
-    """What is said of each flag that cannot work: its name first, the remedy last.
+    """Flag -> what is said of each flag that cannot work: its name first, the remedy last.
 
     Args:
-        accepted: of those that Odyssey does not know, the ones that the user vouches for; None: Megatron has derived
-            values of its own by now, and nothing is said of unknown ones.
-        strict: also of each that would be ignored.
+        accepted: the unknown flags that the user vouches for; None: Megatron has derived values of its own by now, so
+            unknown flags are not reported.
+        strict: report each flag that would be ignored, too.
     """
     lines = {}
     for one in refused(args, parser):
@@ -179,7 +180,9 @@ def reasons(
 def check(
     args: Any, parser: Parser, accepted: Collection[str] | None = None, *, strict: bool = False
 ) -> None:
-    """Raises ConfigError that names all flags that cannot work, before any GPU time is spent. As :func:`reasons`."""
+    """Raise ConfigError that names all flags that cannot work, before any GPU time is spent. Arguments as for
+    :func:`reasons`.
+    """
     lines = list(reasons(args, parser, accepted, strict=strict).values())
     if len(lines) == 1:
         raise ConfigError(lines[0])
@@ -188,7 +191,7 @@ def check(
 
 
 def script_refused(path: str) -> str | None:
-    """What is said of the script of a job that trains something else; None: it may work."""
+    """What is said of a script that trains something unsupported; None: it may work."""
     name = os.path.basename(path)
     if name not in SCRIPTS:
         return None
@@ -199,7 +202,9 @@ def script_refused(path: str) -> str | None:
 
 
 def _of_one_flag(words: Sequence[str]) -> Iterator[str]:
-    """Those that begin ``words``. Behind the first one a variable of a launch script may be flags."""
+    """The values at the start of ``words`` that belong to one flag. After the first value a launch script's variable
+    may be flags.
+    """
     for at, one in enumerate(words):
         if one.startswith("--") or (at > 0 and one.startswith("$")):
             return
@@ -207,13 +212,13 @@ def _of_one_flag(words: Sequence[str]) -> Iterator[str]:
 
 
 def _value(words: Sequence[str]) -> Any:
-    """As Megatron's parser would have it: None, one, or a list."""
+    """The value that Megatron's parser would make of ``words``: None, a single value, or a list."""
     values = [int(one) if one.isdigit() else one for one in words]
     return values if len(values) > 1 else values[0] if values else None
 
 
 def parsed(flags: Sequence[str], known: Mapping[str, tuple[str, Any]]) -> tuple[SimpleNamespace, list[str]]:
-    """A launch line as far as refusals look at it, and its flags that are not Megatron's.
+    """A launch line, parsed as far as refusals look at it, and its flags that are not Megatron's.
 
     Args:
         known: flag -> its destination, and the value that it sets if it takes none.

@@ -1,7 +1,8 @@
-"""Of each of Megatron-LM's flags that is refused: why, from which version on it could work, what to do instead.
+"""For each refused flag of Megatron-LM's: why, from which version on it could work, and what to do instead.
 
-By the first version that has what it would take, from which on it is Odyssey's own work that is missing. What Odyssey
-does itself, or what leaves nothing to recover, is refused for good. Needs neither torch nor megatron.
+Flags are grouped by the first version that has what they would need; from that version on only Odyssey's own work is
+missing. What Odyssey does itself, or what leaves nothing to recover, is refused for good. Needs neither torch nor
+megatron.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from typing import Any
 from odyssey_megatron.upstream.flags import MUON
 
 STATELESS = "tensorwise", "blockwise", "mxfp8"
-"""The recipes of fp8 by which a tensor is scaled by what is in it, and nothing is kept for the next one."""
+"""The fp8 recipes that scale a tensor by its contents alone, and keep nothing for the next one."""
 _SCALED = "fp16", "torch.float16", "fp8", "torch.uint8"
-"""As flags, and as Megatron's validation leaves them."""
+"""Types with scales, as flags, and as Megatron's validation leaves them."""
 _LEAVE_OUT = "Leave it out."
 _KINDS = "M*-E"
 _STACKS = "megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec"
@@ -27,7 +28,7 @@ Row = tuple[str, str, str, str, Decides | None]
 
 
 def is_hybrid(args: Any) -> bool:
-    """Whether ``--spec`` names a stack of Megatron's own; a launch line may have more than its first word."""
+    """Whether ``--spec`` names one of Megatron's own hybrid stacks; only the first word of its value counts."""
     spec = getattr(args, "spec", None)
     words = spec if isinstance(spec, list) else [str(spec)]
     module = words[0].strip("[]").split()[0] if words and words[0].strip("[] ") else ""
@@ -35,7 +36,7 @@ def is_hybrid(args: Any) -> bool:
 
 
 def with_muon(args: Any) -> bool:
-    """Whether matrices are stepped by Muon."""
+    """Whether Muon steps the matrices."""
     return getattr(args, "optimizer", None) in MUON
 
 
@@ -48,7 +49,7 @@ def _not_none(value: Any, args: Any) -> bool:
 
 
 def _number(value: Any, otherwise: float) -> float:
-    """``otherwise`` if ``value`` is not given, or is a variable of a launch script that only running it would tell."""
+    """``value``, or ``otherwise`` if it is not given, or a variable of a launch script whose value is unknown."""
     return value if isinstance(value, int) else otherwise
 
 
@@ -61,7 +62,7 @@ def _none_of(*usual: Any) -> Decides:
 
 
 def _any_but(*usual: str) -> Decides:
-    """Of a list, or one value alone."""
+    """Decides whether a list, or a single value, has any other element than ``usual``."""
     return lambda value, args: not {*([value] if isinstance(value, str) else value or ())} <= {*usual}
 
 
@@ -82,7 +83,7 @@ def _more_stages_than_layers(value: Any, args: Any) -> bool:
 
 
 def _more_shards_than(*sizes: str) -> Decides:
-    """Than the first of ``sizes`` that is given."""
+    """Decides whether the value is larger than the first of ``sizes`` that is given."""
 
     def decides(value: Any, args: Any) -> bool:
         ranks = next(filter(None, (getattr(args, one, None) for one in sizes)), None)
@@ -92,7 +93,9 @@ def _more_shards_than(*sizes: str) -> Decides:
 
 
 def _mlp_with_biases(value: Any, args: Any) -> bool:
-    """By megatron.core's own ``checkpoint``; Transformer Engine's, which fp8 and fp4 take, is another one."""
+    """Whether an MLP with biases is recomputed by megatron.core's own ``checkpoint``; fp8 and fp4 use Transformer
+    Engine's.
+    """
     return (
         "mlp" in (value or ())
         and getattr(args, "recompute_granularity", None) == "selective"
@@ -102,7 +105,7 @@ def _mlp_with_biases(value: Any, args: Any) -> bool:
 
 
 _Given = tuple[str, str, str] | tuple[str, str, str, Decides]
-"""Destination, or several; why; remedy; and what decides."""
+"""One or several destinations, why, remedy, and optionally what decides."""
 
 
 def _since(version: str, *given: _Given) -> Iterator[Row]:
@@ -320,7 +323,7 @@ SAID = {
     "perform_initialization": "--no-initialization",
     "non_persistent_ckpt_type": "--non-persistent-ckpt-type local",
 }
-"""Where a flag is not called like its destination."""
+"""Destination -> the flag, where the two differ."""
 SCRIPTS = {
     "pretrain_bert.py": "BERT, whose head is none of a language model's",
     "pretrain_ict.py": "two encoders, whose loss is of all samples of a batch together",
@@ -332,5 +335,5 @@ SCRIPTS = {
     "pretrain_vlm.py": "a model of images beside a language model",
     "train_rl.py": "in a loop with inference in it",
 }
-"""Of Megatron-LM's scripts those that train something else than a GPT or a hybrid model: what."""
+"""Megatron-LM's scripts that train something else than a GPT or a hybrid model, and what they train."""
 TRIED = "pretrain_gpt.py", "pretrain_mamba.py", "pretrain_hybrid.py"

@@ -1,5 +1,5 @@
-"""The seams that Odyssey uses. A row is added with the code that needs it, and compared with each tag's source
-(``tests/doctor/test_seam_table.py``, with the checkouts that it is given).
+"""The table of all seams that Odyssey uses. A row is added with the code that needs it, and compared with each tag's
+source (``tests/doctor/test_seam_table.py``, with the checkouts that it is given).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Seams: the names in Megatron that Odyssey replaces or calls, each a record that is checked before it is relied upon.
+"""Seams: the names in Megatron that Odyssey replaces or calls. Each has a record that is checked before it is relied
+upon.
 
 A seam is checked against the source (``check``: nothing is imported) or, when it is put to use, against the object
-(``apply``). What is missing or has changed stops the start with :class:`MegatronIncompatible`. The table is in
+(``apply``). A seam that is missing or has changed stops the start with :class:`MegatronIncompatible`. The table is in
 ``seam_table.py``.
 """
 
@@ -20,26 +21,30 @@ from odyssey_megatron.upstream import compat
 from odyssey_megatron.upstream.source import Source
 
 READ = ("core_v0.16.1", "core_v0.17.1", "core_v0.18.2", "core_v0.19.0")
-"""The tags that the records were compared with. Those that jobs ran with are ``compat.TESTED``."""
+"""The tags whose sources the records were compared with. The versions that jobs ran with are ``compat.TESTED``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seam:
-    """One name in Megatron."""
+    """One name in Megatron that Odyssey relies on."""
 
     target: str
-    """``module:name`` or ``module:Class.name``; where Megatron looks the name up, or where it is defined."""
+    """``module:name`` or ``module:Class.name``: where Megatron looks the name up, or where it is defined."""
     why: str
     signatures: Mapping[str, str | None]
-    """From this version (major.minor) on: the names of its parameters; None: the seam is not there and not needed."""
+    """Version (major.minor) -> the names of the parameters from this version on; None: the seam does not exist there,
+    and is not needed.
+    """
     open: bool = False
-    """The names must be among the parameters, there may be more: we pass everything on, or call it by keyword."""
+    """Whether there may be other parameters besides: we pass everything on, or call it by keyword."""
     only_if: str = ""
-    """Which jobs need it. It is checked when it is put to use, and not at the start of every job."""
+    """Which jobs need it; empty: all. If set, it is checked when it is put to use, not at the start of every job."""
     remedy: str = "Use a tested version of Megatron-LM, or train without --odyssey."
 
     def expected(self, version: str) -> tuple[str, ...] | None:
-        """The parameters that ``version`` should have, by the newest record that is not newer than it."""
+        """The parameters that ``version`` should have, by the newest record that is not newer; None: the seam is not
+        needed.
+        """
         known = [since for since in self.signatures if _major_minor(since) <= _major_minor(version)]
         if not known:
             return None
@@ -49,13 +54,13 @@ class Seam:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What a check of one seam saw."""
+    """The result of checking one seam."""
 
     seam: Seam
     version: str
     expected: tuple[str, ...] | None
     found: tuple[str, ...] | None
-    """The parameters; None if the target is not there."""
+    """Its parameters; None if the target does not exist."""
 
     @property
     def state(self) -> str:
@@ -68,7 +73,7 @@ class Finding:
         return "ok" if fits else "changed"
 
     def demand(self) -> None:
-        """Raises MegatronIncompatible unless the seam can be relied upon."""
+        """Raise MegatronIncompatible unless the seam can be relied upon."""
         if self.state in ("ok", "unused"):
             return
         among = "among its parameters" if self.seam.open else "the parameters"
@@ -82,14 +87,14 @@ class Finding:
 
 
 def check(seam: Seam, source: Source, version: str) -> Finding:
-    """Looks ``seam`` up in source code, which is not imported."""
+    """Look ``seam`` up in source code, which is not imported."""
     return Finding(
         seam=seam, version=version, expected=seam.expected(version), found=source.parameters(seam.target)
     )
 
 
 def check_live(seam: Seam, version: str) -> Finding:
-    """Looks ``seam`` up in the imported Megatron. Raises MegatronIncompatible: that cannot be imported."""
+    """Look ``seam`` up in the imported Megatron. Raises MegatronIncompatible if its module cannot be imported."""
     expected = seam.expected(version)
     found = None
     if expected is not None:
@@ -106,12 +111,12 @@ def check_live(seam: Seam, version: str) -> Finding:
                     "version asks for."
                 ) from error
         except (AttributeError, KeyError):
-            pass  # missing, which is what the finding says
+            pass  # missing: the finding says so
     return Finding(seam=seam, version=version, expected=expected, found=found)
 
 
 def demand_all(table: Iterable[Seam]) -> None:
-    """Every seam of ``table`` that all jobs need is there, and as recorded. Raises MegatronIncompatible."""
+    """Check that every seam of ``table`` that all jobs need is there as recorded. Raises MegatronIncompatible."""
     version = compat.check_version()
     for seam in table:
         if not seam.only_if:
@@ -119,18 +124,20 @@ def demand_all(table: Iterable[Seam]) -> None:
 
 
 _WITHOUT_COPIES = sys.stdlib_module_names | {"odyssey_megatron", "torch", "numpy", "scipy", "sympy", "mpmath"}
-"""Packages that import nothing of Megatron's, or mean the original. To look at a name is to write to its value's
-reference count: in a forked process each page of these is then copied, which took longer than building the model."""
+"""Packages that import nothing of Megatron's, or that mean the original, and so are not searched for copies. Looking at
+a name writes to its value's reference count, which in a forked process copies the page; for these packages that took
+longer than building the model.
+"""
 
 _applied: dict[str, tuple[Any, str, Any, Any]] = {}
-"""By target: module or class, name in it, what it held before, what it holds now."""
+"""Target -> module or class, name in it, the value before, the value now."""
 
 
 def apply(seam: Seam, replacement: Callable[..., Any]) -> None:
-    """Puts ``replacement`` in the place of ``seam`` and of every copy that a module has imported.
+    """Replace ``seam``, and every copy of it that a module has imported, by ``replacement``.
 
-    Copies in Odyssey's own modules stay: they mean the original. What this version neither has nor needs is left
-    alone. Raises MegatronIncompatible.
+    Copies in Odyssey's own modules stay: they mean the original. Nothing is done if this version neither has nor needs
+    the seam. Raises MegatronIncompatible.
     """
     if not is_needed(seam):
         return
@@ -145,7 +152,7 @@ def apply(seam: Seam, replacement: Callable[..., Any]) -> None:
 
 
 def wrap(seam: Seam, wrapper: Callable[..., Any]) -> None:
-    """As :func:`apply`; ``wrapper`` is called with the original function and then the arguments."""
+    """As :func:`apply`, but ``wrapper`` is called with the original function before the arguments."""
     if not is_needed(seam):
         return
     function = original(seam)
@@ -158,7 +165,7 @@ def wrap(seam: Seam, wrapper: Callable[..., Any]) -> None:
 
 
 def original(seam: Seam) -> Any:
-    """What Megatron has at ``seam``, whether or not it is replaced. Raises MegatronIncompatible."""
+    """Megatron's own value at ``seam``, whether it has been replaced or not. Raises MegatronIncompatible."""
     if seam.target in _applied:
         value = _applied[seam.target][2]
     else:
@@ -178,7 +185,7 @@ def is_needed(seam: Seam) -> bool:
 
 
 def undo_all() -> None:
-    """Megatron is as it was before the first :func:`apply`, in modules imported since then too."""
+    """Restore what Megatron had before the first :func:`apply`, also in modules that were imported since."""
     while _applied:
         owner, name, before, after = _applied.popitem()[1]
         _exchange(owner, name, after, before)
@@ -186,7 +193,7 @@ def undo_all() -> None:
 
 def _exchange(owner: Any, name: str, old: Any, new: Any) -> None:
     setattr(owner, name, new)
-    for module_name, module in list(sys.modules.items()):  # the user's script among them
+    for module_name, module in list(sys.modules.items()):  # includes the user's script
         if module_name.partition(".")[0] not in _WITHOUT_COPIES:
             for alias, value in list(getattr(module, "__dict__", {}).items()):
                 if value is old:
@@ -205,7 +212,7 @@ def _parameters_of(value: Any) -> tuple[str, ...]:
     if not inspect.isroutine(function):
         return ()
     parameters = inspect.signature(function).parameters.values()
-    return tuple(str(one).partition(":")[0].partition("=")[0] for one in parameters)  # with its stars
+    return tuple(str(one).partition(":")[0].partition("=")[0] for one in parameters)  # including its stars
 
 
 def _major_minor(version: str) -> tuple[int, ...]:

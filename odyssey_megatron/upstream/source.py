@@ -1,4 +1,4 @@
-"""Megatron's sources, read without importing them: under any Python, and for a checkout that nobody has run yet."""
+"""Reads Megatron's sources without importing them, with any Python, even from a checkout that nobody has run yet."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from pathlib import Path
 from odyssey_megatron.errors import ConfigError
 
 _MAX_HOPS = 8
-"""Re-exports followed from a name to its definition; Megatron's chains have two."""
+"""Largest number of re-exports to follow from a name to its definition; Megatron's chains have two."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Folders that hold Python packages, the first that has a module wins: as on ``sys.path``."""
+    """Folders that hold Python packages; as on ``sys.path``, the first one that has a module wins."""
 
     roots: tuple[Path, ...]
 
     def file_of(self, module: str) -> Path | None:
-        """The file of a module or package."""
+        """The file of a module or package; None if there is none."""
         for root in self.roots:
             base = root.joinpath(*module.split("."))
             for path in (base / "__init__.py", base.parent / f"{base.name}.py"):
@@ -31,7 +31,7 @@ class Source:
         return None
 
     def parameters(self, target: str) -> tuple[str, ...] | None:
-        """The parameter names of ``module:function`` or ``module:Class.method``; None if it is not there.
+        """The parameter names of ``module:function`` or ``module:Class.method``; None if it does not exist.
 
         ``*args`` and ``**kwargs`` keep their stars. What is not a function has no parameters. Raises ConfigError.
         """
@@ -42,7 +42,7 @@ class Source:
         return None if found is None else ()
 
     def version(self) -> str | None:
-        """What ``megatron.core`` says its version is; None if there is no megatron.core."""
+        """The version that ``megatron.core`` reports; None if there is no megatron.core."""
         file = self.file_of("megatron.core.package_info")
         if file is None:
             return None
@@ -57,9 +57,9 @@ class Source:
         return None if None in numbers else ".".join(map(str, numbers)) + str(values.get("PRE_RELEASE", ""))
 
     def needed_packages(self, module: str) -> dict[str, str]:
-        """Other packages that importing ``module`` cannot do without, each with a module that wants it.
+        """The other packages without which ``module`` cannot be imported, each with a module that imports it.
 
-        Followed are the imports that always happen; those inside functions, ``try`` and ``if`` are optional.
+        Only unconditional imports are followed; those inside functions, ``try`` and ``if`` are optional.
         """
         needed: dict[str, str] = {}
         seen: set[str] = set()
@@ -96,14 +96,14 @@ class Source:
 
 
 def _parse(file: Path) -> ast.Module:
-    """Raises ConfigError if ``file`` is not what a Python could run."""
+    """The syntax tree of ``file``. Raises ConfigError if it is not valid Python."""
     try:
         return _tree(file.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is no Python source ({error}). Restore it (git checkout).") from error
 
 
-@functools.lru_cache(maxsize=32)  # a tree is some megabytes
+@functools.lru_cache(maxsize=32)  # a tree takes some megabytes
 def _tree(text: bytes) -> ast.Module:
     return ast.parse(text)
 
@@ -129,7 +129,7 @@ def _imports(tree: ast.Module, package: list[str]) -> Iterator[str]:
 
 
 def _binding(body: list[ast.stmt], name: str) -> ast.stmt | None:
-    """The statement that defines ``name``, also under ``if`` and ``try``."""
+    """The statement that defines ``name``, also inside ``if`` and ``try``."""
     for node in body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             bound = {node.name}

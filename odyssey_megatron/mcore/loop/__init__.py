@@ -1,1 +1,1 @@
-"""Megatron-LM's training loop, which stays its own: set-up, steps, logs and checkpoints."""
+"""Odyssey's work inside Megatron-LM's training loop, which stays Megatron's: setup, steps, logs and checkpoints."""

@@ -46,7 +46,7 @@ def quiet_rebuilding() -> None:
 
 
 def say_moot(args: Any, parser: refusals.Parser, config: OdysseyConfig) -> None:
-    """On one rank, print a line for each flag that is given but ignored, or whose results a loss may affect."""
+    """On one rank, print a line for each flag that is given but ignored, and for each that works with a caveat."""
     if args.rank == 0:
         for flag, why in refusals.ignored(args, parser):
             sys.stderr.write(f"[odyssey] {flag} changes nothing with --odyssey: {why}.\n")

@@ -1,1 +1,1 @@
-"""What a worker computes with: its layers as Megatron's modules, their gradients, optimizer and random numbers."""
+"""What a worker computes with: its layers as Megatron's modules, their gradients, optimizers and random numbers."""
