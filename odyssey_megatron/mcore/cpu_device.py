@@ -59,13 +59,13 @@ def install() -> None:
     if importlib.util.find_spec("triton") is None:  # it takes a gigabyte, for kernels that need a GPU
         for name in _NEED_TRITON:
             sys.modules.setdefault(name, _Absent(name))
-    from odyssey_megatron.mcore import cpu_hybrid  # it knows redirected functions only
+    from odyssey_megatron.mcore import cpu_hybrid  # imported late: sees redirected names
 
     cpu_hybrid.offer_mamba_ssm()
     _compile_helpers()
     _let_norms_be_sequence_parallel()
     _let_routers_do_without_transformer_engine()
-    from odyssey_megatron.mcore import cpu_attention, cpu_collectives  # they know redirected functions only
+    from odyssey_megatron.mcore import cpu_attention, cpu_collectives  # imported late: sees redirected names
 
     cpu_attention.install()
     cpu_collectives.install()

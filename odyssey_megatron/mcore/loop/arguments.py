@@ -96,12 +96,12 @@ def prepare_hybrid(args: Any, config: Any) -> None:
 
 
 def is_packed(args: Any) -> bool:
-    """See ``ModelSpec``."""
+    """Whether samples are packed sequences: see ``ModelSpec.is_packed``."""
     return bool(args.sft or getattr(args, "dataloader_inter_document_masking", False))
 
 
 def has_masks(args: Any) -> bool:
-    """See ``ModelSpec``."""
+    """Whether samples come with masks: see ``ModelSpec.has_masks``."""
     return bool(args.reset_attention_mask and args.create_attention_mask_in_dataloader)
 
 

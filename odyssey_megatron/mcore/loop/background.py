@@ -124,7 +124,7 @@ class Saves:
         self.finalize()  # a rank may join before the next step
 
     def schedule(self, original: Any, request: Any) -> None:
-        """Megatron's ``schedule_async_save``."""
+        """Megatron's ``schedule_async_save``: begin to write this rank's part."""
         self._flight = _Flight(request, self._job.runtime.generation, self._job.runtime.committed)
 
     def finalize(self, original: Any = None, blocking: bool = False, terminate: bool = False) -> None:

@@ -37,7 +37,7 @@ class StepOutcome:
     sequences: tuple[float, float] | tuple[None, None] = (None, None)
     """Sum of the lengths of packed sequences, and sum of their squares; None where a sample is one sequence."""
     dealt: tuple[float, float] | None = None
-    """See ``Balance.seen``."""
+    """Costs of the most expensive route before and after dealing: see ``Balance.seen``."""
     max_attention_logit: float = 0.0
     """0 unless Megatron's ``log_max_attention_logit`` asks for it."""
     aux_losses: dict[str, list[float]] = field(default_factory=dict)

@@ -147,7 +147,7 @@ def replace_writer(args: Any, member: Member) -> SurvivingWriter | None:
         return None
 
     class Board(SurvivingWriter, SummaryWriter):
-        """Megatron's timers are written to nothing else than a SummaryWriter."""
+        """A SummaryWriter by type, since Megatron's timers write to nothing else."""
 
     board = global_vars._GLOBAL_TENSORBOARD_WRITER = Board(
         lambda: open_writer(folder, args.tensorboard_queue_size),

@@ -63,12 +63,12 @@ def of_one_rank(config: TransformerConfig) -> int:
 
 
 def in_whole(name: str, count: int) -> tuple[int, str]:
-    """Where a whole cell has the expert parameter ``name`` of a rank that has the experts of several expert-parallel
-    ranks.
+    """Translate the ``name`` of an expert's parameter, on a rank with several expert-parallel ranks' experts, to a
+    whole cell.
 
     Returns:
-        The number of the expert-parallel rank among these, each of which has ``count`` experts, and the parameter's
-        name there.
+        The number of the rank, among those several with ``count`` experts each, that has the expert in a whole cell,
+        and the parameter's name on it.
     """
     before, number, behind = _OF_ONE.fullmatch(name).groups()  # type: ignore[union-attr]
     rank, own = divmod(int(number), count)
@@ -94,7 +94,7 @@ def biases(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 class Routing:
-    """The records of a step."""
+    """The records of a step: what the routers of this rank have counted."""
 
     def __init__(self, config: TransformerConfig, groups: ProcessGroupCollection, seeds: LayerSeeds):
         """``seeds`` knows the microbatch at hand. Raises ConfigError."""

@@ -108,13 +108,14 @@ class Range(NamedTuple):
 
 
 def ranges(layer: Any, each: Each, spans: Iterable[Span], part: int | None = None) -> Iterator[Range]:
-    """The ranges of a held ``layer``'s parameters that lie in ``spans``; ``each`` says how much of the layer this rank
-    has.
-
-    Args:
-        part: yield only what the part of this number has; None: all parts.
+    """The ranges of a held ``layer``'s parameters that lie in ``spans``.
 
     Experts that are spread over ranks form a flat sequence of their own, since they have other holders.
+
+    Args:
+        each: how much of the layer this rank has.
+        spans: spans of each flat sequence.
+        part: yield only what the part of this number has; None: all parts.
     """
     spans = list(spans)
     for kinds, begins in _rows(layer, each):

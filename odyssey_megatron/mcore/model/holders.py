@@ -44,7 +44,7 @@ class Difference:
 
     @property
     def kind(self) -> str:
-        """In words."""
+        """Whether weights or optimizer state differ, in words."""
         return "weights" if self.span is None else "optimizer state"
 
     def said(self, num_layers: int) -> str:

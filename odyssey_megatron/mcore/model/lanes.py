@@ -1,7 +1,7 @@
 """Computes several lanes of a gang on one rank, where the gang has lost ranks.
 
-The rank computes the lanes' microbatches one after the other, each with the router inputs, auxiliary losses and random
-numbers that it would have on a rank of a whole gang.
+The rank computes the lanes' microbatches one after the other, each as a rank of a whole gang would: routers, their
+losses and random numbers depend on the same things.
 """
 
 from __future__ import annotations

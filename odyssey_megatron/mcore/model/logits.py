@@ -14,7 +14,7 @@ from megatron.core.transformer import TransformerConfig
 from odyssey_megatron.mcore.model.layers import HeldLayer
 
 _SEEN = "current_max_attn_logits"
-"""megatron core_v0.16.1 core/extensions/transformer_engine.py, line 1314."""
+"""Attribute for the logits seen so far: megatron core_v0.16.1 core/extensions/transformer_engine.py, line 1314."""
 
 
 class LargestLogit:

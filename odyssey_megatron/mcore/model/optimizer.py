@@ -141,7 +141,7 @@ class LayerOptimizer:
         take_over(self.param_groups, spec.loaded_groups)
         for megatron in self._megatron:
             megatron.grad_scaler = None  # one for all layers is kept elsewhere (``model/loss_scale.py``)
-            if megatron.optimizer is not None:  # there are parameters
+            if megatron.optimizer is not None:  # it has parameters
                 _create_state(megatron.optimizer, spec.moments)
         self._moments = spec.moments
         self._parkings = {

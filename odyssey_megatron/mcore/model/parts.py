@@ -1,11 +1,11 @@
 """The parts that a rank of a smaller cell has, as the job's tensor parallelism defines them.
 
 A job with tensor parallelism T cuts a layer into T parts. A cell that has lost ranks goes on with t of them, each with
-``tensor_each`` = T/t consecutive parts. Its modules are Megatron's own for tensor parallelism t: each tensor is the
-concatenation of those parts' tensors. Whatever leaves such a rank, or arrives there, goes part by part, with the names,
-shapes, order and flat buffers of a whole cell's rank. Where the cell only has fewer context-parallel ranks, t is T. A
-rank of a smaller gang has the experts of several consecutive expert-parallel ranks: each expert is in one part only,
-and everything else is the same in all of these parts.
+``tensor_each`` = T/t consecutive parts. Its modules are Megatron's own for tensor parallelism t: each of their tensors
+is composed of those parts' tensors (``flat.Cut``). Whatever leaves such a rank, or arrives there, goes part by part,
+with the names, shapes, order and flat buffers of a whole cell's rank. Where the cell only has fewer context-parallel
+ranks, t is T. A rank of a smaller gang has the experts of several consecutive expert-parallel ranks: each expert is in
+one part only, and everything else is the same in all of these parts.
 """
 
 from __future__ import annotations
