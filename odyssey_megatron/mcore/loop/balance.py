@@ -100,9 +100,9 @@ class Balance:
 
     Its totals of a step, summed over ranks, are: the number of ranks, the marks of their dealings, the squares of these
     marks, the nanoseconds that a microbatch takes whatever its lengths, the additional nanoseconds of one with
-    ``Lengths.longest``; then, for each place of the next step, (sum of squared lengths, route, number of microbatches).
-    A route is identified by the first of its places, counted from 1; 0: unknown. All totals are whole numbers below
-    2**53, so that their sums are exact.
+    ``Lengths.longest``; then, for each place of the next step, (sum of squared lengths of the microbatch with its
+    number, route, number of microbatches). A route is identified by the first of its places, counted from 1; 0:
+    unknown. All totals are whole numbers below 2**53, so that their sums are exact.
     """
 
     def __init__(self, places: int = 0, *, steps: int = 0, lengths: Lengths | None = None):
@@ -179,8 +179,8 @@ class Balance:
         return (self.dealt.natural, self.dealt.dearest) if self.dealt.order else None
 
     def look_ahead(self, step: int, places: Iterable[int], squares: Callable[[int], float]) -> None:
-        """Look up the lengths of the ``places`` of ``step`` that are not known yet; ``squares`` maps a place to its sum
-        of squared lengths.
+        """Look up what is not known yet of ``places`` of ``step``; ``squares`` maps a microbatch's number to its sum of
+        squared lengths.
         """
         if step != self._ahead_of:
             self._ahead, self._ahead_of = {}, step
@@ -272,7 +272,7 @@ def linear(squares: list[float], seconds: list[float]) -> tuple[float, float] | 
     always_s, each_s = cost(y, np.ones(len(y)), x)
     off_s = 1.4826 * float(
         np.median(np.abs(y - always_s - each_s * x))
-    )  # standard deviation, by a normal distribution's median
+    )  # standard deviation of a normal distribution, from its median
     return (always_s, each_s) if off_s / len(x) ** 0.5 <= _PRECISE * float(np.median(y)) else None
 
 
