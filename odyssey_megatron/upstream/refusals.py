@@ -77,7 +77,7 @@ class Refusal:
     @property
     def reason(self) -> str:
         """Why that is so, and when it could be otherwise."""
-        return f"{self.why} It could from {self.since} on." if self.since else self.why
+        return f"{self.why} It could work from {self.since} on." if self.since else self.why
 
 
 _WHOLE_MOMENTUM = "with Muon each holder of a layer keeps all of its optimizer state"
