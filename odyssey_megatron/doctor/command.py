@@ -157,9 +157,7 @@ def _host(checkout: Path | None) -> Host:
 
 
 def _gpus(folder: Path) -> Iterator[str]:
-    """Yield the models of the GPUs. The driver has a file for each, with a line ``Model: NVIDIA H100 80GB
-    HBM3``.
-    """
+    """Yield the models of the GPUs. The driver has a file for each, with a line ``Model: NVIDIA H100 80GB HBM3``."""
     with contextlib.suppress(OSError):
         for one in sorted(folder.glob("*/information")):
             yield from re.findall(r"^Model:\s*(.*\S)", one.read_text(errors="replace"), re.MULTILINE)

@@ -15,9 +15,7 @@ _CONSTANTS = {"True": True, "False": False}
 
 @functools.cache
 def recorded(tag: str) -> dict[str, tuple[str, Any]]:
-    """Return each flag of Megatron's own parser in ``tag``: its destination, and what it sets if it takes no
-    value.
-    """
+    """Return each flag of Megatron's own parser in ``tag``: its destination, and what it sets if it takes no value."""
     known = {}
     for line in (patch.data() / tag / "arguments.txt").read_text().splitlines():
         flag, _, rest = line.partition(" ")
@@ -34,8 +32,7 @@ def known_to(version: str | None) -> dict[str, tuple[str, Any]]:
 
 
 def looked_at(flags: Sequence[str], version: str | None) -> tuple[Any, refusals.Parser, list[str]]:
-    """Return ``flags`` as a job of ``version`` would parse them, its parser, and those that are not
-    Megatron's.
+    """Return ``flags`` as a job of ``version`` would parse them, its parser, and those that are not Megatron's.
 
     No default is known here: whatever is on the line counts as given.
     """
@@ -48,9 +45,7 @@ def looked_at(flags: Sequence[str], version: str | None) -> tuple[Any, refusals.
 
 
 def rows(job: Job, version: str | None) -> Iterator[Row]:
-    """Yield a row for each flag that a job would say something about. ``--odyssey observe`` would only say
-    it.
-    """
+    """Yield a row for each flag that a job would say something about. ``--odyssey observe`` would only say it."""
     args, parser, strange = looked_at(job.flags, version)
     state = WARNING if job.config.mode == "observe" else PROBLEM
     for one in refusals.refused(args, parser):

@@ -1,6 +1,4 @@
-"""What a job would say of a launch line, which is read from a launch script or from one of Megatron-LM's test
-cases.
-"""
+"""What a job would say of a launch line, read from a launch script or from one of Megatron-LM's test cases."""
 
 from __future__ import annotations
 
@@ -70,8 +68,9 @@ class Verdict:
 
 
 def judged(flags: Sequence[str], version: str | None = None, script: str = "") -> Verdict:
-    """Return what a job of ``script`` with ``flags`` would say. Raises ConfigError if one of Odyssey's own
-    flags is wrong.
+    """Return what a job of ``script`` with ``flags`` would say.
+
+    Raises ConfigError if one of Odyssey's own flags is wrong.
     """
     config = config_from_argv(flags)
     args, parser, strange = looked_at(flags, version)
@@ -127,8 +126,7 @@ def read_job(named: str) -> Line:
 
 
 def case_flags(case: Any) -> list[str]:
-    """Return the launch line of a case: ``{"args": {"--flag": value}}``, where ``true`` is a flag without a
-    value.
+    """Return the launch line of a case: ``{"args": {"--flag": value}}``, where ``true`` is a flag without a value.
 
     Raises ValueError.
     """

@@ -22,9 +22,7 @@ UNKNOWN = "$UNKNOWN"
 """Stands for what a command would print."""
 _SCRIPT = re.compile(r"\S+\.py")
 _MOST_WORDS = 100_000
-"""Limit for a line in which variables are replaced by their values, as a variable may stand for others many
-times over.
-"""
+"""Limit for a line in which variables are replaced: one may stand for others many times over."""
 
 Variables = dict[str, list[str]]
 
@@ -38,8 +36,10 @@ class Line(NamedTuple):
 
 
 def launch_line(text: str) -> Line:
-    """Return the Python script that shell script ``text`` runs, with its arguments; of several, the one with
-    most flags.
+    """Return the Python script that a shell script runs, with its arguments; of several, the one with most flags.
+
+    Args:
+        text: The shell script.
 
     Raises:
         ConfigError: It is not a shell script, or runs no Python script.

@@ -26,9 +26,7 @@ from odyssey_megatron.rebuild.abort import wait_all
 from odyssey_megatron.rebuild.transfer import Way
 
 _MOVES, _BESIDE = 2**29, 2**30
-"""The first tags for layers that move, and for messages beside a program. A program's messages have lower
-ones.
-"""
+"""The first tags for layers that move, and for messages beside a program. A program's messages have lower ones."""
 
 
 class Piece(NamedTuple):
@@ -152,8 +150,8 @@ class Channels:
         return {"group": self._between(transfer.source, transfer.target, rank)}
 
     def _ends_at(self, peer: int) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-        """Return the ranks of worker ``peer``, each with the pieces of an activation that it is sent, and
-        that it sends.
+        """Return each rank of worker ``peer`` with the pieces of an activation that this rank sends it, and
+        gets from it.
         """
         if peer not in self._ends:
             here, cuts = self._cell, self._cuts
@@ -168,9 +166,7 @@ class Channels:
         return self._shapes.get(worker, 1) == self._cell.each
 
     def send_beside(self, peer: int, tensor: torch.Tensor) -> Any:
-        """Send a message that belongs to no program to worker ``peer``, which is :meth:`alike`. Returns its
-        work.
-        """
+        """Send a message that belongs to no program to worker ``peer``, which is :meth:`alike`. Returns its work."""
         rank, where = self._beside(peer, self._cell.worker, peer)
         return self._post(tensor, rank, where)
 
@@ -199,9 +195,7 @@ class Channels:
         self._sent.clear()
 
     def _rows(self, tensor: torch.Tensor, pieces: tuple[int, ...]) -> list[torch.Tensor]:
-        """Return ``pieces`` of this rank's activation as views: one view for all pieces that lie side by
-        side.
-        """
+        """Return ``pieces`` of this rank's activation as views: one view for all pieces that lie side by side."""
         if pieces == self._own:
             return [tensor]
         each, found = tensor.shape[0] // len(self._own), list[list[int]]()

@@ -38,8 +38,8 @@ class Chronicle:
         self.speaks = False
         """True on the member with the lowest rank, which speaks for all."""
         self.stalled_s = 0.0
-        """Seconds that recoveries have cost, each from its detection until this rank trained again. Whoever
-        logs it resets it.
+        """Seconds that recoveries have cost, from detection until this rank trained again. Reset by whoever
+        logs it.
         """
         self._generation: Generation | None = None
         self._step, self._outcome, self._is_told, self.steps_here = -1, None, True, 0
@@ -50,7 +50,7 @@ class Chronicle:
     # -- from one generation to the next --------------------------------------------------------------------------
 
     def begin(self, generation: Generation) -> None:
-        """This rank enters ``generation``."""
+        """Begin the records of ``generation``, which this rank enters."""
         if generation.previous is not None and not generation.planned:
             self.way.clock.note_abort(self._member.heard_s)
         self._generation, self.steps_here, self.speaks = generation, 0, False
@@ -116,9 +116,7 @@ class Chronicle:
         self._step, self._outcome, self._is_told = step, outcome, False
 
     def log_last_step(self, step_s: float = -1.0) -> None:
-        """Write down the last committed step, unless this rank has. The rank that usually does so may have
-        died.
-        """
+        """Write down the last committed step, unless this rank has. The rank that usually does so may have died."""
         if self._is_told:
             return
         out: Any = self._outcome

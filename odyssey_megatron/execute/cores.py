@@ -18,8 +18,7 @@ def are_shared() -> bool:
 
 
 def queued() -> Callable[[], float] | None:
-    """Return a function that gives the seconds for which its calling thread has been ready to run without a
-    core, so far.
+    """Return a function that gives the seconds for which its thread has been ready to run without a core.
 
     None where the kernel does not say.
     """

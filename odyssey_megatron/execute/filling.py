@@ -13,8 +13,7 @@ from odyssey_megatron.rebuild.transfer import Moving, Spreading
 
 
 class Filling:
-    """The transfers of one rank in one generation: state that it lacks of its layers, and that others lack of
-    theirs.
+    """The transfers of one rank in one generation: of state that it lacks, or that others lack and it has.
 
     Collective over all members, as its parts are.
 
@@ -97,8 +96,7 @@ class Filling:
         return self._spreading is not None and self._spreading.has_part
 
     def spread(self) -> None:
-        """Start sending the weights of each slice from its first keeper to the holders that do not keep its
-        optimizer state.
+        """Start sending the weights of each slice from its first keeper to holders that lack its optimizer state.
 
         This runs beside what comes next. A rank that a failure cuts off here has committed the step all the
         same: the keepers have what it lacks, and the next generation begins by spreading once more.

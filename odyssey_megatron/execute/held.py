@@ -1,4 +1,4 @@
-"""Messages that are held back on links that are to be slow, as an injected fault asks. On a CPU only."""
+"""Messages that are held back, on links that an injected fault makes slow. On a CPU only."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ class Held:
 
 
 class SlowLinks:
-    """The slow links of one rank. Messages to one receiver leave one after the other, from a thread, so the
-    sender never waits.
+    """The slow links of one rank. A thread for each receiver sends the messages one after the other.
+
+    So the sender never waits.
 
     Args:
-        factors: Gives, for a step and a receiver, the factor by which its messages take longer.
+        factors: Gives for a step: receiver -> the factor by which messages to it take longer.
     """
 
     def __init__(self, factors: Callable[[int], Mapping[int, float]] = lambda step: {}) -> None:

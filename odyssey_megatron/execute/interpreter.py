@@ -64,9 +64,7 @@ class Compute(Protocol):
         ...
 
     def kept(self, microbatch: int, first: int, last: int) -> None:
-        """Note that the output of that forward has an alias from now on, so the model need not keep its
-        memory.
-        """
+        """Note that the output of that forward has an alias now, so the model need not keep its memory."""
         ...
 
     def input_grad(
@@ -83,8 +81,8 @@ class Compute(Protocol):
 
         Args:
             grad: The gradient of the output; None where ``last`` is behind the head.
-            word: A factor for what the model adds to gradients by itself: those of its loss and of the
-                routers' losses.
+            word: A factor for the gradients that begin in the model itself, from its loss and from those of
+                routers.
             passed: May be called on the way, with ever lower layers. All that this input gradient adds to the
                 gradients of that layer and those above has then been added, and their weight gradients can
                 run.
@@ -100,8 +98,7 @@ class Compute(Protocol):
         ...
 
     def gradients(self, first: int, last: int, part: int) -> Sequence[torch.Tensor]:
-        """Return the gradients of layers ``[first, last)`` of one block, 1-D each, to be summed over its
-        holders.
+        """Return the gradients of layers ``[first, last)`` of one block, 1-D each, to be summed over its holders.
 
         ``part`` is one of the rank's ``Cell.held_shards``. The gradients are laid out as on the ranks of
         whole cells. There they are given in place, and in a smaller cell as a copy.
@@ -129,14 +126,11 @@ class Compute(Protocol):
         ...
 
     def partial_gradients(self, first: int, last: int, part: int) -> Sequence[torch.Tensor]:
-        """Return views of those :meth:`gradients` of which each tensor-parallel rank has computed only its
-        part of a sum.
-        """
+        """Return views of those :meth:`gradients` of which each tensor-parallel rank has only a part of the sum."""
         ...
 
     def take_sums(self) -> None:
-        """Put what the copies of gradients hold, which were made in this step under this layout, where the
-        gradients are.
+        """Put into the gradients what the copies of them hold that were made in this step, under this layout.
 
         Called once more after a failure, when the copies hold the gradients of this worker alone again.
         """
@@ -207,8 +201,7 @@ class Interpreter:
         }
 
     def run(self, program: Sequence[Instr], trace: Trace, progress: Progress) -> None:
-        """Run everything before STEP, which spans all workers and is left to the caller (see
-        ``execute/rank.py``).
+        """Run everything before STEP, which spans all workers and is left to the caller (``execute/rank.py``).
 
         ``progress`` says what has been done of the step before, and is updated with what this does.
         """
@@ -239,11 +232,11 @@ class Interpreter:
             handler(instr)
 
     def _run_on(self, layer: int) -> None:
-        """Run the last instructions of the program, of layers from ``layer`` on, beside the input gradient
-        that has passed it.
+        """Run the end of the program, for layers from ``layer`` on, beside the input gradient that has passed it.
 
-        They stop quietly once the generation has ended. Whatever is run next raises Superseded for it: raised
-        here, it would cut off the input gradient, of which nobody would know what it had added.
+        These instructions stop quietly once the generation has ended. Whatever is run next raises Superseded
+        for it: raised here, it would cut off the input gradient, of which nobody would know what it had
+        added.
         """
         with contextlib.suppress(Superseded):
             while self._left and _may_begin(self._left[0], layer, self._num_layers):
@@ -251,9 +244,7 @@ class Interpreter:
                     self._next()
 
     def abandon(self) -> None:
-        """Let go of messages that will not come any more, which would keep their group's threads alive until
-        a collection.
-        """
+        """Let go of messages that will not come: they would keep their group's threads alive until a collection."""
         self._arriving.clear()
         self.channels.abandon()
         self._reduction.abandon()
@@ -280,9 +271,7 @@ class Interpreter:
     def _compute_forward(
         self, instr: Instr, activation: torch.Tensor | None, word: Word, *, ahead: bool = False
     ) -> tuple[torch.Tensor, Word]:
-        """Return the output, and the word that says whether it counts. Weights may arrive in the course of
-        it.
-        """
+        """Return the output, and the word that says whether it counts. Weights may arrive meanwhile."""
         needs = self._await if self._weights else None
         with self._trace.computing(instr):
             output = self._compute.forward(
@@ -374,8 +363,7 @@ class Interpreter:
 
 
 def _is_last(instr: Instr) -> bool:
-    """Whether ``instr`` is of the kind that ends a program, where no other worker waits for anything but
-    sums.
+    """Whether ``instr`` is of the kind that ends a program, where other workers wait for its sums only.
 
     See ``plan/reductions.py``.
     """

@@ -1,5 +1,4 @@
-"""How the survivors go on with a step that a failure has interrupted, once they have agreed on where they
-stand.
+"""How the survivors go on with a step that a failure has interrupted, once they know where they stand.
 
 What each worker has done of the step stays, where the new plan lets it (``plan/resume.py``). The survivors
 sum a table of that, and each works out the rest of its own program from the sum. Where that cannot be, all do
@@ -30,7 +29,7 @@ class Rest(NamedTuple):
     program: Program | None = None
     """What is left of the step for this rank's worker; None: the step begins anew."""
     taken_up: int = 0
-    """The number of eager forwards (of visits of a microbatch) that all workers together go on with."""
+    """The number of eager forwards that all workers together go on with."""
 
 
 def go_on(
@@ -71,8 +70,7 @@ def can_resume(
     progress: Progress,
     device: torch.device,
 ) -> bool:
-    """Return whether what ``worker`` has done of the interrupted step, if anything, can stay under the new
-    ``layout``.
+    """Return whether what ``worker`` has done of the interrupted step can stay under the new ``layout``.
 
     Collective over the ranks of its cell, which must be equally far. Without a group the cell has one rank.
     """
@@ -93,10 +91,9 @@ def what_is_left(
     compute: Compute,
     device: torch.device,
 ) -> tuple[Program | None, int]:
-    """Return the rest of the step's program for this rank's worker, or None if all must do the step again.
-    Collective.
+    """Return the rest of the step's program for this rank's worker; None if all must do the step again.
 
-    The second value is the number of eager forwards that all workers together go on with.
+    Collective. The second value is the number of eager forwards that all workers together go on with.
     """
     taken_up = take_up(cell_group, plan.layout, cell.worker, progress, compute, device)
     counted = torch.tensor([taken_up], dtype=torch.int32)
@@ -120,8 +117,7 @@ def take_up(
     compute: Compute,
     device: torch.device,
 ) -> int:
-    """Make the eager forwards of ``worker`` its own where the new layout gives it their visits; return their
-    number.
+    """Make the eager forwards of ``worker`` its own where the new layout does; return how many it does.
 
     Collective over its cell: an eager forward that one of its ranks has not finished is dropped on all.
     """

@@ -25,8 +25,7 @@ def leave_out(
     step: int,
     note: Callable[..., None],
 ) -> NoReturn:
-    """Make ranks whose numbers are wrong leave the job. Collective over ``group``, of all members; never
-    returns.
+    """Make ranks whose numbers are wrong leave the job. Collective over ``group``, of all members; never returns.
 
     Args:
         wrong: Worker -> what is wrong with its numbers. It is the same on all members.

@@ -1,6 +1,4 @@
-"""What a rank checks for on its way through a generation: whether it has ended, and whether to inject a
-fault.
-"""
+"""The checks of a rank on its way through a generation: has it ended, and is a fault to be injected?"""
 
 from __future__ import annotations
 
@@ -45,7 +43,7 @@ class Lookout:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """What the body computes is an evaluation."""
+        """Mark that the body computes an evaluation."""
         self._evaluating = True
         try:
             yield

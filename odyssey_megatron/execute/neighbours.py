@@ -43,7 +43,7 @@ class Neighbours:
         channels: Channels,
         holder_groups: HolderGroups,
     ):
-        """Workers with another number of ranks are left out.
+        """Find the neighbours in ``program`` and ``layout``. Workers with another number of ranks are left out.
 
         Args:
             layout: The layout as this worker knows it.
@@ -74,9 +74,7 @@ class Neighbours:
         """
 
     def exchange(self, message: torch.Tensor, now: Callable[[], Any]) -> Exchanged:
-        """Exchange messages with each of :attr:`order`, which do the same.
-
-        Nothing waits for a device.
+        """Exchange messages with each worker of :attr:`order`, which do the same. Nothing waits for a device.
 
         Args:
             message: A tensor of the size of an activation.

@@ -30,9 +30,7 @@ class PhaseClock:
         self.phase, self._began_s = phase, now_s
 
     def note_abort(self, heard_s: float) -> None:
-        """Note for how long the old step held this rank after it had heard the news; 0 if it was waiting for
-        them.
-        """
+        """Note for how long the old step held this rank after it had heard the news; 0 if it was waiting for them."""
         self._taken_s[Phase.ABORT] = max(0.0, self._began_s - heard_s)
 
     def taken_s(self, *phases: Phase) -> dict[str, float]:
@@ -94,9 +92,7 @@ class Recovered(NamedTuple):
 
 
 def _failure_before(generation: Generation) -> dict[str, Any] | None:
-    """Return what the journal says of the failure that ``generation`` goes on from; None if it began without
-    one.
-    """
+    """Return what the journal says of the failure that ``generation`` goes on from; None if it began without one."""
     if generation.previous is None or generation.planned:
         return None
     return {

@@ -17,17 +17,16 @@ G = TypeVar("G", bound=Closable)
 
 
 class Offers(Generic[G]):
-    """The offered generation that this rank prepares. The sums of all ranks' ballots tell whether all have
-    prepared it.
-    """
+    """The offered generation that this rank prepares. The sums of all ranks' ballots say if all have prepared it."""
 
     def __init__(self, decline: Callable[[int, str], None]):
         self._decline, self._lock, self._entered = decline, threading.Lock(), 0
         self._preparation: Preparation[G] | None = None
 
     def prepare(self, number: int, build: Callable[[], G]) -> None:
-        """Begin to prepare offered generation ``number``, in place of an earlier one, unless this rank enters
-        it already.
+        """Begin to prepare offered generation ``number``, in place of an earlier one.
+
+        Nothing is done if this rank enters it, or a later one, already.
         """
         with self._lock:
             if number <= self._entered:
@@ -40,10 +39,10 @@ class Offers(Generic[G]):
             before.drop()
 
     def take(self, number: int) -> G | None:
-        """Return the groups of generation ``number``, which this rank enters, once they are built; None if it
-        is not prepared.
+        """Return the groups of generation ``number``, which this rank enters; None if they are not prepared.
 
-        An earlier preparation is dropped. A later one, of which this rank may hear first, stays.
+        Waits until they are built. An earlier preparation is dropped. A later one, of which this rank may
+        hear first, stays.
 
         Raises:
             OdysseyError: The groups could not be built.
@@ -96,9 +95,7 @@ class Preparation(Generic[G]):
         return self._groups is not None
 
     def take(self) -> G:
-        """Return the groups once they are built; they are the caller's from then on. Raises what has kept
-        them from it.
-        """
+        """Return the groups once they are built; they are the caller's then. Raises what has kept them from it."""
         self._done.wait()
         with self._lock:
             groups, self._groups = self._groups, None

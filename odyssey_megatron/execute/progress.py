@@ -99,7 +99,7 @@ class Progress:
             self._noted.append(_Noted(instr, Op.EAGER_FORWARD, began, ended))
 
     def reached(self, instr: Instr, op: Op, began: Word = None, ended: Word = None) -> None:
-        """Note that ``op`` has run for the visit of ``instr``. With words, the device was only given it, and
+        """Note that ``op`` has run for the visit of ``instr``; with words, that a device was given it, and
         they will tell.
         """
         if began is None or ended is None:
@@ -132,8 +132,7 @@ class Progress:
             self.whole = False
 
     def hand_back(self, take: Callable[[], None]) -> None:
-        """Call ``take``, which puts the sums from the summed buffers into the gradients, if those buffers
-        were copies.
+        """Call ``take``, which puts summed buffers into the gradients, where those buffers are copies of them.
 
         It is called again in :meth:`bring_back`.
         """
@@ -153,9 +152,7 @@ class Progress:
         self._own.clear()
 
     def missing(self, device: torch.device) -> torch.Tensor:
-        """Return the number of instructions so far that have counted for nothing. The host does not wait for
-        it.
-        """
+        """Return the number of instructions so far that have counted for nothing. The host does not wait for it."""
         if not self._noted:
             return torch.zeros((), dtype=torch.float64, device=device)
         return (1.0 - torch.stack([one.ended for one in self._noted])).sum().double()

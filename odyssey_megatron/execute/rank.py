@@ -208,7 +208,7 @@ class RankRuntime:
         finished = agree.left_behind(standings)
         self._catch_up(standings)
         rest = Rest(begun=False)
-        if generation.planned:  # A planned generation begins between two steps.
+        if generation.planned:  # a planned generation begins between two steps
             self._at_hand.forget()
         else:
             cell_group = self._groups.within_cell(self._cell.ranks)
@@ -222,8 +222,7 @@ class RankRuntime:
         self.chronicle.goes_on(outcome, rest.taken_up)
 
     def _catch_up(self, standings: Sequence[Standing]) -> None:
-        """Bring this rank to where the others are: finish the piece of common work that others have finished,
-        or join.
+        """Bring this rank to where the others are: it finishes the piece of common work that they have, or joins.
 
         A rank that joins takes over the others' position, totals and loss scale.
         """
@@ -296,10 +295,10 @@ class RankRuntime:
         self._groups.entered.settle()
 
     def _fill(self) -> None:
-        """Wait for all state of the plan and the last step's weights, so that what the device is given from
-        now on sees them.
+        """Wait for all state of the plan and for the last step's weights.
 
-        Called before anything that changes weights, or that needs weights which other ranks send.
+        Called before anything that changes weights, or that needs weights which other ranks send: what the
+        device is given from now on sees them.
         """
         if self._filling is not None and (waited_s := self._filling.finish()) is not None:
             self.chronicle.filled(self.committed, waited_s)
@@ -341,9 +340,7 @@ class RankRuntime:
             raise Fenced("its node was asked to leave the job, and does behind this step")
 
     def _agreed(self, progress: Progress) -> torch.Tensor:
-        """Return the totals of all ranks, once all of them have reduced all gradients of the step. 1-D, on
-        the host.
-        """
+        """Return the totals of all ranks, once all gradients of the step are reduced everywhere. 1-D, on the host."""
         self.chronicle.samples(self.committed, self._model.samples_of_losses())
         self._fill()
         self._lookout.check("agreement")
@@ -382,9 +379,7 @@ class RankRuntime:
         return totals
 
     def _commit(self, totals: torch.Tensor) -> None:
-        """Apply the step. Nothing is sent and nothing can be cut short from here on: whoever has the totals
-        finishes (I5).
-        """
+        """Apply the step. From here on nothing is sent or cut short: whoever has the totals finishes (I5)."""
         step, lookout = self.committed, self._lookout
         if self._at_hand.progress is not None:
             self._at_hand.progress.agreed()
@@ -425,14 +420,12 @@ class RankRuntime:
         self._member.rest(behind_step=False)
 
     def check_holders(self, world: dist.ProcessGroup) -> None:
-        """Work for :meth:`together`: a worker whose bytes of a layer differ from those of most of its holders
-        leaves the job.
+        """Work for :meth:`together`: leave out workers whose bytes of a layer differ from those of most of
+        its holders.
         """
         self._leave_out(self._model.odd_holders(world, rank=self._cell.rank), self.committed - 1)
 
     def _leave_out(self, wrong: Mapping[int, str], step: int) -> None:
-        """Make the workers whose numbers are wrong leave the job, unless it cannot do without them.
-        Collective.
-        """
+        """Make the workers whose numbers are wrong leave, unless the job cannot do without them. Collective."""
         if wrong and dispensable(self._assigned.layout, wrong):
             leave_out(wrong, self._groups.world, self._cell, step, self.chronicle.event)

@@ -25,9 +25,7 @@ PIECE = 2**25
 """Number of elements that are summed at once: 128 MB of float32."""
 
 ROOM_BYTES = 2**29
-"""Bytes of copies at most. A sum for which there is no room waits for the oldest one, which then replaces its
-gradients.
-"""
+"""The most bytes of copies. A sum without room waits for the oldest one, which then replaces its gradients."""
 
 
 class _Piece(NamedTuple):
@@ -56,8 +54,8 @@ class Summed(NamedTuple):
 
 
 class Reduction:
-    """The sums of one worker. What each rank of its cell has computed in part is first summed over
-    ``tensor_group``.
+    """The sums of one worker. What the ranks of its cell have computed in part is summed over
+    ``tensor_group`` first.
     """
 
     def __init__(self, ledger: Ledger, tensor_group: dist.ProcessGroup | None):
@@ -66,7 +64,7 @@ class Reduction:
         self._scattered: list[tuple[Instr, Rows]] = []
         """Rows whose sums other ranks need, too, and get when all sums are made."""
         self._to_pass: list[tuple[Instr, Rows, torch.Tensor, range]] = []
-        """Rows whose sums other ranks get before the group's next sum: the sums of a range of each row."""
+        """Sums that other ranks get before the group's next sum. The range is the part of each rank's piece."""
         self._bytes = 0
 
     def start(
@@ -77,8 +75,8 @@ class Reduction:
         share: float,
         progress: Progress,
     ) -> None:
-        """Start to sum ``gradients``, multiplied by ``share``; ``partial`` are views of them that are first
-        summed in the cell.
+        """Start to sum ``gradients``, multiplied by ``share``. Their views ``partial`` are summed in the cell
+        first.
         """
         group = gradients.group
         in_cell = self._summed_in_cell(partial, share) if self._tensor_group is not None else []
@@ -129,8 +127,8 @@ class Reduction:
             self._scattered.append((instr, rows))
 
     def _pass_on(self, group: dist.ProcessGroup | None = None) -> None:
-        """Send the sums that are due in ``group``, or in any group, to the ranks that need them, in the order
-        of all buckets.
+        """Send the sums that are due in ``group``, or in any, to the ranks that need them, in the order of
+        all buckets.
         """
         waiting, self._to_pass = self._to_pass, []
         for one in waiting:

@@ -150,10 +150,9 @@ class Regrouping:
     def holders_of(
         self, assignment: Assignment, first: int, last: int, slot: int
     ) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
-        """Return the group of all ranks that have the same of block ``[first, last)`` as this one in ``slot``
-        (``Cell.slot``).
+        """Return the group of the ranks that have the same of block ``[first, last)`` as this one has in ``slot``.
 
-        The second value is the number of these ranks for each holder.
+        See ``Cell.slot``. The second value is the number of these ranks for each holder.
         """
         parts = self._cell.parts
         (block,) = (one for one in assignment.layout.blocks() if (one.first, one.last) == (first, last))

@@ -1,5 +1,4 @@
-"""Sums of gradients of which each holder needs some slices only: where they lie, and which ranks exchange
-them.
+"""Sums of gradients of which each holder needs some slices only: where they lie, and who exchanges them.
 
 The slices of a bucket's layers are put one behind the other, ordered by their first owner. So each holder has
 a row; all rows are as long as the longest. Where a holder has several ranks with the same gradients (context
@@ -47,8 +46,8 @@ class Rows:
         self._rows: list[list[_Piece]] = [[] for _ in ranks]
         lengths = [0] * len(ranks)
         self.passes_on = {*ranks} == {1} and max(len(one.owners) for one in slices) == 2
-        """Whether each rank's sums can be passed on piece by piece as they are: no slice has more than one
-        other owner.
+        """Whether each rank's sums can be passed on piece by piece as they are: each holder has one rank
+        here, and no slice more than one other owner.
         """
         for one in sorted(slices, key=lambda one: one.owners[1:] or (len(ranks),)):
             row = one.owners[0]
@@ -64,8 +63,9 @@ class Rows:
         return next(piece.view.element_size() for row in self._rows for piece in row)
 
     def _within(self, rank: int, low: int, high: int, keeper: int = -1) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (where, view) of what is in ``[low, high)`` of the piece of ``rank``, and is kept by
-        ``keeper``, if given.
+        """Yield (where, view) of what is in ``[low, high)`` of the piece of ``rank``, and is kept by ``keeper``.
+
+        A negative ``keeper`` stands for any.
         """
         row, number = self._places[rank]
         before = number * self.width
@@ -96,17 +96,14 @@ class Rows:
                 yield view, row[at : at + view.numel()]
 
     def sum(self, rows: torch.Tensor) -> tuple[torch.Tensor, dist.Work]:
-        """Return this rank's sums of what :meth:`packed` gave; they are there when the work returned has been
-        waited for.
-        """
+        """Return this rank's sums of what :meth:`packed` gave. They are there when the work has been waited for."""
         found = rows.new_empty(rows.shape[1])
         return found, _reduce_scatter(found, rows.view(-1), group=self.group, async_op=True)
 
     def pass_on(
         self, sums: torch.Tensor, low: int, high: int
     ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], dist.Work]:
-        """Send the ``sums`` that :meth:`sum` gives for ``[low, high)`` to the others that keep them.
-        Collective.
+        """Send the ``sums`` of ``[low, high)``, which :meth:`sum` gave, to the others that keep them. Collective.
 
         Only where :attr:`passes_on`. A device comes to it behind that sum, for which no host need have
         waited. Returns pairs of a gradient and its sum, which is there when the work returned has been waited

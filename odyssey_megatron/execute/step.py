@@ -47,8 +47,7 @@ class StepAtHand:
         return rest
 
     def take_stock(self, *, together: bool) -> None:
-        """Find out what the device has really done, now that the generation has ended and the device has
-        nothing left to do.
+        """Find out what the device has really done, as the generation has ended and the device is idle.
 
         Visits that counted for nothing are undone, to be done anew.
 
@@ -114,9 +113,7 @@ class StepRunner:
             self._run_once_more(rest, trace, progress)
 
     def run_exchanged(self, exchange: Exchange) -> Progress:
-        """Run all of the step once more, with microbatches exchanged, and return the progress of that
-        attempt.
-        """
+        """Run all of the step once more, with microbatches exchanged; return the progress of that attempt."""
         self._model.begin_step(self._position.committed)
         program, trial = renumbered(self._program_of_step(), exchange), new_progress(self._assignment)
         self._run_once_more(program, self._measured.trace(self._position.committed), trial)
@@ -140,8 +137,7 @@ class StepRunner:
             raise PeerFailed(f"no memory to go on with {step}: {error}") from error
 
     def evaluate(self, first: int, microbatches: int) -> None:
-        """Run ``microbatches`` microbatches, at most as many as the plan has, through the layers, forward
-        only.
+        """Run at most a plan's number of ``microbatches`` through the layers, forward only.
 
         ``first`` is the number of the first one.
         """
@@ -152,8 +148,7 @@ class StepRunner:
             self._interpreter.run([one for one in program if one.op in FORWARD_ONLY], trace, progress)
 
     def time_links(self) -> None:
-        """Time messages with the workers that exchange activations with this one, and sums with those that
-        hold its layers.
+        """Time messages and sums with the workers that exchange activations with this one, or hold its layers.
 
         All of these workers must call this, too.
         """
@@ -173,8 +168,6 @@ class StepRunner:
 
 
 def new_progress(assignment: Assignment, *, keeps: bool = False) -> Progress:
-    """Return the progress of a step, or an evaluation, of which nothing is done. ``keeps``: see
-    :class:`Progress`.
-    """
+    """Return the progress of a step, or an evaluation, that has not begun. ``keeps``: see :class:`Progress`."""
     layout = assignment.layout
     return Progress(layout.num_microbatches, layout.num_layers, keeps=keeps, alone=assignment.cell.size == 1)

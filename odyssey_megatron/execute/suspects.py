@@ -1,5 +1,4 @@
-"""Finding out why a step's numbers are not finite: does the model come to that, or does a worker compute
-wrongly?
+"""Whose fault it is that a step's numbers are not finite: the model's own, or a worker's that computes wrongly.
 
 Each worker has noted whether all that it made is finite (``Progress.sums``). So it is known where on the path
 of a microbatch the first number was made that is not: by a worker that was given finite ones. The step is
@@ -123,8 +122,7 @@ def renumbered(program: Program, exchange: Exchange) -> Program:
 
 
 class Inquiry:
-    """Finds the guilty among the suspects: all of a guilty worker's microbatches in question were finite
-    elsewhere.
+    """Finds out which suspects are guilty: those whose microbatches in question were all finite elsewhere.
 
     Args:
         before: The suspects of the attempt whose numbers are not finite.
@@ -171,10 +169,10 @@ def examine(
     progress: Progress,
     again: Callable[[Exchange], tuple[Progress, bool]],
 ) -> dict[int, str]:
-    """Return worker -> what is wrong with its numbers; empty if nobody's are. Collective over ``group``, of
-    all members.
+    """Return worker -> what is wrong with its numbers; empty if nobody's are. Collective.
 
     Args:
+        group: The group of all members.
         progress: The progress of the attempt whose numbers are not finite.
         again: Does the step once more with these microbatches exchanged. Returns the progress, and whether
             all totals are finite.

@@ -1,6 +1,4 @@
-"""What ran when, and how long it took: the executed schedule, and the measurements that the profile is made
-from.
-"""
+"""What ran when, and how long it took: the executed schedule, and the measurements that the profile is made from."""
 
 from __future__ import annotations
 
@@ -68,7 +66,7 @@ class OwnTime:
 
 
 class DeviceTime:
-    """The device's time, by events. Not run by this project's tests, which have no GPU."""
+    """The device's time, by events. Only ``tests/gpu.sh`` runs it, as all other tests do without a GPU."""
 
     device = "cuda"
 
@@ -124,7 +122,7 @@ class Trace:
 
     @contextlib.contextmanager
     def computing(self, instr: Instr) -> Iterator[None]:
-        """The body is the computing part of ``instr``, or one of several; its input is here."""
+        """Time the body as the computing part of ``instr``, or as one of several such parts; its input is here."""
         if instr.op not in COMPUTE or not (self.measured or self.slowness > 1.0):
             yield
             return
@@ -134,7 +132,7 @@ class Trace:
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """The body does not belong to the instruction in the middle of whose computing it runs."""
+        """Leave the body out of the computing of the instruction in the middle of which it runs."""
         instr = self._close()
         yield
         if instr:
@@ -186,7 +184,7 @@ class Trace:
 
 
 _PROBE_SIZE, _PROBE_SIZE_ON_GPU, _PROBES = 96, 1024, 5
-"""Sizes and number of the products, large enough that one takes longer than to start it."""
+"""The sizes and the number of the products. Each is large enough to take longer than its start does."""
 _ENOUGH = 4
 """The number of microbatches that tells how unlike they are."""
 _KEPT = 4
@@ -274,9 +272,7 @@ class Measurements:
 
 
 def _medians(step: int, trace: Trace) -> Iterator[Observation]:
-    """Yield one observation for each span of layers: medians, as anything may hold up a microbatch, but
-    hardly half of them.
-    """
+    """Yield one observation for each span of layers: medians, as something may hold up single microbatches."""
     took = trace.compute_s()
     of_microbatch = by_microbatch(took)
     spans: dict[tuple[int, int], tuple[list[float], list[float], list[float]]] = {}
@@ -304,9 +300,7 @@ def _medians(step: int, trace: Trace) -> Iterator[Observation]:
 
 
 def _uneven(step: int, trace: Trace) -> Iterator[UnevenSeen]:
-    """Yield how unlike the microbatches are that go the most common way through this rank, if there are
-    enough of them.
-    """
+    """Yield how unlike the microbatches are that take the most common way through this rank, if they are enough."""
     took = trace.compute_s()
     ways: dict[tuple[tuple[str, int, int], ...], list[tuple[float, float]]] = {}
     for own in by_microbatch(took).values():
@@ -334,8 +328,8 @@ def _probe(step: int, trace: Trace) -> Iterator[Observation]:
 
 
 _LONG_S = 0.06
-"""Seconds that a rank without work multiplies at most. Longer than a processor is mostly taken away at a
-time: the kernel's period for groups with a quota is 0.1 s.
+"""Seconds for which a rank without work multiplies at most. This is longer than a processor is mostly taken
+away at a time: the kernel's period for groups with a quota is 0.1 s.
 """
 
 
@@ -352,8 +346,7 @@ def _wall() -> Callable[[], float] | None:
 
 
 def _held(step: int, trace: Trace, wall: Callable[[], float]) -> HeldSeen:
-    """Return what was computed in the step. A rank that had nothing to compute multiplies matrices for a
-    while.
+    """Return what was computed in the step. A rank that had nothing to compute multiplies matrices for a while.
 
     It does so for at most half as long as the step took, as others wait for it.
     """

@@ -1,6 +1,4 @@
-"""The numbers that ride on a step's agreement besides the model's totals: sums over all ranks, and so the
-same on all.
-"""
+"""The numbers that are summed over all ranks, and so known to all, with a step's agreement."""
 
 from __future__ import annotations
 

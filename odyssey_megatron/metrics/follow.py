@@ -104,8 +104,8 @@ class Follower:
     def _drop_layouts(self, job: object, generation: int) -> None:
         """Drop the layouts of decisions before a generation that has started, but for the job's first one.
 
-        Only the first one is looked at again. The generation's own decision must have been read: it may come
-        later in the files than the news that the generation has started.
+        The first one is looked at again, and no others. Nothing is dropped until the generation's own
+        decision has been read, too: the files may show it later than its start.
         """
         planned = self._planned.get(job, [])
         if generation in [one["generation"] for one in planned]:

@@ -67,7 +67,7 @@ class Goodput:
 
     @property
     def share(self) -> float | None:
-        """The share of the time that has passed in which the job trained, at the ideal pace."""
+        """The productive share of the time that has passed."""
         return self.productive_s / self.elapsed_s if self.elapsed_s > 0 else None
 
 

@@ -158,9 +158,7 @@ def read_journal(run_dir: str | Path) -> Iterator[dict[str, Any]]:
 
 
 def event_of(row: bytes) -> dict[str, Any] | None:
-    """Return the event of a line; None if the line is torn or empty. Raises ValueError if it is something
-    else.
-    """
+    """Return the event of a line; None if the line is torn or empty. Raises ValueError if it is something else."""
     try:
         event = parsed(row.decode())
     except (json.JSONDecodeError, UnicodeDecodeError):

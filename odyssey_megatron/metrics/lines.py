@@ -7,9 +7,7 @@ import os
 
 
 class Lines:
-    """A file that whole lines are appended to, though the file, its folder or the disk space may go between
-    two of them.
-    """
+    """A file that whole lines are appended to, even if the file, its folder or its disk fails between two of them."""
 
     def __init__(self, path: str | os.PathLike[str]):
         self._path = os.fspath(path)

@@ -52,9 +52,7 @@ def spans_text(spans: Sequence[Span], num_layers: int) -> str:
 
 
 def short_span(first: int, last: int, num_layers: int) -> str:
-    """Return a stage's layers in few letters: ``E 1–4``, ``5``, ``13–16 H``. T is a weight that both ends
-    share.
-    """
+    """Return a stage's layers in few letters: ``E 1–4``, ``5``, ``13–16 H``. T is a weight that both ends share."""
     inner = [layer for layer in range(first, last) if 0 < layer < num_layers - 1]
     middle = (str(inner[0]) if len(inner) == 1 else f"{inner[0]}–{inner[-1]}") if inner else ""
     ends = ["E"] if first == 0 else []
@@ -63,9 +61,7 @@ def short_span(first: int, last: int, num_layers: int) -> str:
 
 
 def rows_of(state: Live) -> list[tuple[int, list[Place | None]]]:
-    """Return (stage, its places by replica). Stage -1, of workers without a place in the first plan, comes
-    last.
-    """
+    """Return (stage, its places by replica). Stage -1, of workers without a place in the first plan, comes last."""
     places = state.standing.places
     at = {(one.stage, one.replica): one for one in places}
     stages = [*range(state.standing.stages), *([-1] if any(one.stage < 0 for one in places) else [])]
@@ -194,9 +190,7 @@ def goodput_table(state: Live) -> str:
 
 
 def margin_rows(state: Live) -> list[tuple[str, str, str, str]]:
-    """Return (layers, living holders, more losses survived, more nodes survived), those that survive least
-    first.
-    """
+    """Return (layers, living holders, more losses survived, more nodes survived), those that survive least first."""
     alike: dict[tuple[int, int], list[int]] = {}
     for one in state.standing.margins:
         alike.setdefault((one.survives, one.survives_nodes), []).extend(range(one.first, one.last))
@@ -275,8 +269,6 @@ def suspect_list(state: Live) -> str:
 
 
 def excluded(state: Live) -> str:
-    """Return the nodes to exclude as Slurm's ``--exclude`` takes them. Names that Slurm cannot take are left
-    out.
-    """
+    """Return the nodes to exclude as Slurm's ``--exclude`` takes them. Names that Slurm cannot take are left out."""
     names = (one.node for one in state.suspects if one.is_to_exclude)
     return ",".join(one for one in names if re.fullmatch(r"[\w.-]+", one))

@@ -34,8 +34,8 @@ def say(text: str) -> None:
 
 
 def within(limit_s: float, work: Callable[[], T]) -> T:
-    """Return or raise what ``work`` does, run in a thread; TimeoutError if it hangs, and then only that
-    thread does.
+    """Return or raise what ``work`` does in a thread of its own. TimeoutError if it hangs, and then it does
+    so alone.
     """
     done: list[Callable[[], T]] = []
 

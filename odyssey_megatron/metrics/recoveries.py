@@ -15,9 +15,7 @@ from odyssey_megatron.metrics.timeline import JournalEvent, known
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
-    """One generation after the first. Durations are those of the slowest surviving rank; None: not in the
-    journal.
-    """
+    """One generation after the first. Durations are those of the slowest surviving rank; None: not in the journal."""
 
     generation: int
     step: int
@@ -39,8 +37,8 @@ class Recovery:
     groups_s: float | None
     transfer_s: float | None
     redo_s: float | None
-    """The time of the interrupted step, from when it went on, or began anew, until it was committed. It is
-    training, not stall.
+    """The time of the interrupted step, from when it went on or began anew until it was committed: training,
+    not stall.
     """
     eager_forwards: int
     """Number of the dead workers' forwards that others had run ahead, so that they were not done again."""
@@ -202,7 +200,7 @@ def _notices(told: _Told, dead: tuple[int, ...], generation: int) -> dict[int, J
 def _injection(told: _Told, rank: int, notice: JournalEvent, generation: int) -> JournalEvent | None:
     """Return the injection by which ``rank`` died, before ``generation``; None if its death was not injected.
 
-    It was written in a generation after the rank's death before the one of ``notice``.
+    It is looked for in the generations since the rank's death before the one that ``notice`` tells of.
     """
     earlier = [
         event["at_s"]
@@ -216,7 +214,7 @@ def _injection(told: _Told, rank: int, notice: JournalEvent, generation: int) ->
 
 
 def _decided_at_s(event: JournalEvent) -> float:
-    """Return when deciding began, for where nobody has died, so that nothing was noticed before."""
+    """Return when deciding began. It stands for the failure where nobody has died, so that nothing was noticed."""
     return float(event["at_s"] - event.get("decide_s", 0.0))
 
 

@@ -61,9 +61,7 @@ UNREADABLE = (KeyError, TypeError, ValueError, OverflowError, OdysseyError)
 
 
 def unreadable(folder: str | Path, error: Exception) -> ConfigError:
-    """Return ``error``, one of ``UNREADABLE``, in the words in which the user is told about the journal in
-    ``folder``.
-    """
+    """Return ``error``, one of ``UNREADABLE``, in words for the user of the journal in ``folder``."""
     return ConfigError(
         f"the journal in {folder} cannot be read: {type(error).__name__} {error}. Read it with the version of odyssey "
         "that wrote it: pip list says which one is here."

@@ -18,9 +18,7 @@ _MOST_RANKS = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """The place of one worker on the map. It is where the job's first plan put it, whatever the worker does
-    later.
-    """
+    """The place of one worker on the map. It is where the job's first plan put it, whatever the worker does later."""
 
     worker: int
     replica: int
@@ -99,8 +97,9 @@ class Standing:
 
 
 def standing(events: Sequence[JournalEvent], world_size: int) -> Standing:
-    """Return the standing by the newest decision that is being carried out. Raises ValueError if its layout
-    is invalid.
+    """Return the standing by the newest decision that is being carried out.
+
+    Raises ValueError if its layout is invalid.
     """
     decided = {event["generation"]: event for event in named(events, "decision") if event.get("layout")}
     if not decided:

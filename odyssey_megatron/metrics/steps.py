@@ -96,9 +96,7 @@ def committed_steps(events: Sequence[JournalEvent]) -> tuple[CommittedStep, ...]
 
 
 def loss_difference(run: Sequence[CommittedStep], reference: Sequence[CommittedStep]) -> LossDifference:
-    """Return the difference over the steps that both committed. NaN in only one of them is an infinite
-    difference.
-    """
+    """Return the difference over the steps that both committed. NaN in only one of them is an infinite difference."""
     ours, theirs = ({row.step: row.losses for row in rows} for rows in (run, reference))
     absolute: dict[int, float] = {}
     relative: dict[int, float] = {}

@@ -68,9 +68,7 @@ def suspects(events: Sequence[JournalEvent]) -> tuple[Suspect, ...]:
 
 
 def _incidents(events: Sequence[JournalEvent], found: _Evidence) -> None:
-    """Collect deaths and replacements, on the nodes where they were: later processes of a rank may be on
-    another node.
-    """
+    """Collect deaths and replacements, on the nodes where they were: a rank's later processes may be elsewhere."""
     injected = {event["rank"] for event in named(events, "injected")}
     nodes = nodes_of([*reversed(named(events, "rank_started"))])  # those of each rank's first process
     for event in events:
@@ -131,9 +129,7 @@ def slow_links(events: Sequence[JournalEvent]) -> list[tuple[str, tuple[int, ...
 
 
 def _slow_now(events: Sequence[JournalEvent]) -> list[tuple[str, tuple[int, ...], str]]:
-    """Return what is slow now, each finding as it was told: when a node is no longer slow, one of its ranks
-    may still be.
-    """
+    """Return what is slow now, each finding as it was told: a rank may be slow though its node no longer is."""
     found: dict[tuple[str, tuple[int, ...]], str] = {}
     for event in named(events, "slowness"):
         key = event["kind"], tuple(event.get("slow_ranks", ()))

@@ -16,17 +16,14 @@ from typing import Any
 JournalEvent = dict[str, Any]
 
 _AGREED = ("generation_started", "generation_agreed")
-"""The events that tell of that moment: the first is a member's, the second the coordinator's, whose host may
-have no member.
-"""
+"""The events that tell that moment: a member's, and that of the coordinator, whose host may have no member."""
 
 _Shifts = list[tuple[float, float]]
 """(``t_s``, what is to be added to it there), in order."""
 
 
 def last_job(events: Sequence[JournalEvent]) -> list[JournalEvent]:
-    """Return the events of the latest job of a folder, which may have been used again, in order and with
-    ``at_s``.
+    """Return the events of the latest job of a folder, which may have been used again, in order and with ``at_s``.
 
     ``at_s`` is in seconds since the epoch. It is counted by the first agent's clock from the job's start on,
     whatever its wall clock does later. It is NaN, and the event comes last, if nothing joins the event's
@@ -58,9 +55,7 @@ def clocks_of(events: Sequence[JournalEvent]) -> int:
 
 
 def _joined(reference: str, events: Sequence[JournalEvent]) -> dict[str, _Shifts]:
-    """Return for each clock what makes its times those of ``reference``. A clock may be joined through
-    others.
-    """
+    """Return for each clock what makes its times those of ``reference``. A clock may be joined through others."""
     agreed: dict[str, dict[int, float]] = {}
     for event in events:
         if event["event"] in _AGREED and event.get("agreed_s") is not None:

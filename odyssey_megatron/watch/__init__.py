@@ -1,3 +1,3 @@
-"""Looking at a job from outside, by its run folder: in a terminal, as a page, and as metrics. The job is not
-changed.
+"""Looking at a job from outside, by its run folder: in a terminal, as a page, and as metrics. Changes nothing
+in it.
 """

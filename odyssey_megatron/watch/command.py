@@ -87,9 +87,7 @@ def _follow(newest: Newest, every_s: float, *, colours: bool) -> int:
 
 
 def _serve(newest: Newest, args: Any) -> int:
-    """Serve until a signal. If a job's agent has started this, serve until its end of stdin is closed, as it
-    is gone then.
-    """
+    """Serve until a signal; for a job's agent, which has started this, until stdin ends, as the agent is gone then."""
     token = "" if is_loopback(args.bind) else os.environ.get(TOKEN) or secrets.token_hex(16)
     if args.page_port is not None:
         server = serve_page(newest, _listening(args.page_fd, args.bind, args.page_port, "--page-port"), token)

@@ -27,8 +27,7 @@ class Newest:
         self._state: Live | None = None
 
     def get(self) -> Live:
-        """Return the state. While another thread works it out, which takes long for a long journal, return
-        the one before.
+        """Return the state. While another thread works it out, which may take long, return the one before.
 
         Raises ConfigError if the journal cannot be read, or is not one.
         """

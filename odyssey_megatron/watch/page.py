@@ -1,6 +1,4 @@
-"""The page that follows a job: one document, and the part of it that changes. Nothing is loaded from
-elsewhere.
-"""
+"""The page that follows a job: one document, and the part of it that changes. Nothing is loaded from elsewhere."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""An HTTP server that answers GET for a few paths: the page, and the metrics. Nothing in a request is
-evaluated.
+"""An HTTP server that answers GET for a few paths: the page, and the metrics. Nothing in a request is evaluated.
 
 Without a token it should listen on loopback only, and it answers only requests that name a loopback host. So
 no page of another site that a browser shows can read it (DNS rebinding).
