@@ -1,5 +1,5 @@
 """``odyssey doctor``: what would keep a job from running here, or from surviving, before it is started.
 
-All modules but ``command`` are pure: environment, packages and paths are arguments. Neither torch nor
-Megatron is imported.
+Only ``command`` looks at this machine: for all other modules environment, packages and paths are arguments.
+Neither torch nor Megatron is imported.
 """

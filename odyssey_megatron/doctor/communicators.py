@@ -41,7 +41,7 @@ def rows(host: Host, job: Job) -> Iterator[Row]:
         return  # the job itself says which size is wrong
     ranks = next((int(host.environ[one]) for one in _WORLD if host.environ.get(one, "").isdecimal()), 0)
     known = ranks // (stages * cell.size)
-    pipelines = known or 2  # more pipelines than two take 2.6 ms each
+    pipelines = known or 2  # each further pipeline would take 2.6 ms
     layout = megatron_layout(
         num_layers=stages + 2,
         pipeline_size=stages,

@@ -78,7 +78,7 @@ def _launches(text: str, variables: Variables, depth: int = 0) -> Iterator[Line]
                 if _number_of_flags(arguments):
                     yield Line(word, arguments)
                 break
-            if ".py" in word and len(word.split()) > 1 and depth < 3:  # a command in quotes, as sh -c has
+            if ".py" in word and len(word.split()) > 1 and depth < 3:  # a command in quotes, as for sh -c
                 yield from _launches(word, variables, depth + 1)
 
 

@@ -100,8 +100,8 @@ def exchanged(layout: Layout, questions: Mapping[int, frozenset[int]]) -> Exchan
             ]
             if not free:
                 continue
-            # Rather one that goes past all suspects: what two of them make alike is taken for the model's
-            # own.
+            # Prefer one that avoids all suspects: what two of them get wrong alike would be taken for the
+            # model's own.
             other = min(free, key=lambda one: (len(through[one] & questions.keys()), one))
             places |= {microbatch: other, other: microbatch}
     return places

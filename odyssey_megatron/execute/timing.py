@@ -393,7 +393,7 @@ def link_times(group: dist.ProcessGroup, message: torch.Tensor, *, round_trips: 
                 work = post(tensor, group=group, **{"group_dst" if sends else "group_src": partner})
                 assert work is not None
                 work.wait()
-            tensor.reshape(-1)[0].item()  # on a device it is there only now
+            tensor.reshape(-1)[0].item()  # waits until a device has it
             times_s.append(time.monotonic() - began_s)
         best_s.append(min(times_s) / 2)
     return LinkTimes(message_bytes=message.nbytes, empty_s=best_s[0], message_s=best_s[1])

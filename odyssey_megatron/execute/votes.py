@@ -30,7 +30,7 @@ NUM_VOTES = len(Votes._fields)
 
 
 class Ballot:
-    """What this rank votes for. Whoever has an opinion says so here.
+    """What this rank votes for. Other parts of it set these attributes to have a say.
 
     Args:
         wants_end: Whether this rank wants the job to end after the step.

@@ -77,7 +77,7 @@ class Outlet(Generic[T]):
 
         Args:
             write: Raises if it cannot write the item.
-            resumed: Called, once all that waited is written again, with the number of items that were lost.
+            resumed: Called, once all that waited is written again, with the number of items that were lost, if any.
         """
         self._write, self._resumed = write, resumed
         self._complaints = _Complaints(name, kept_bytes)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, TypedDict
 from odyssey_megatron.inputs import FINITE, Between
 
 SCHEMA_VERSION = 2
-"""The version goes up when a field changes its meaning or goes away; new fields and events do not raise it."""
+"""Version of the journal. It goes up when a field changes its meaning or goes away, not for new fields or events."""
 
 COMMON_FIELDS = (
     "schema_version", "event", "t_s", "wall_s", "clock", "job", "source", "generation", "step", "rank",

@@ -50,7 +50,7 @@ class Margin:
     first: int
     last: int
     holders: int
-    """Number of living workers that have all of the layers' state."""
+    """Number of living workers that have the state; of its slices, the one with the fewest counts."""
     nodes: int
     """Number of nodes that these workers are on."""
 
@@ -97,7 +97,7 @@ class Standing:
 
 
 def standing(events: Sequence[JournalEvent], world_size: int) -> Standing:
-    """Return the standing by the newest decision that is being carried out.
+    """Return the standing by the newest decision that has begun to be carried out.
 
     Raises ValueError if its layout is invalid.
     """
