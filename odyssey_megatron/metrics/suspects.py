@@ -89,7 +89,7 @@ def _death(
 ) -> None:
     """Add a death to the evidence against the nodes of its ranks.
 
-    Ranks are left out that went with the rest of their cell, or because their node was asked to leave.
+    Not counted are ranks that went with the rest of their cell, or because their node was asked to leave.
     """
     dead, codes = ranks_of(event["dead"]), event.get("code")
     causes = event.get("causes") or [event.get("cause", "")] * len(dead)
