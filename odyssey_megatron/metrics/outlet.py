@@ -34,9 +34,7 @@ def say(text: str) -> None:
 
 
 def within(limit_s: float, work: Callable[[], T]) -> T:
-    """Return or raise what ``work`` does in a thread of its own. TimeoutError if it hangs, and then it does
-    so alone.
-    """
+    """Return or raise what ``work`` does, run in a thread of its own. TimeoutError if it takes longer."""
     done: list[Callable[[], T]] = []
 
     def run() -> None:

@@ -88,7 +88,7 @@ class Standing:
 
     @property
     def survives(self) -> int | None:
-        """The smallest number that any layer has."""
+        """The smallest :attr:`Margin.survives` of any layer."""
         return min((one.survives for one in self.margins), default=None)
 
     @property
