@@ -58,36 +58,42 @@ class OdysseyConfig:
 
     mode: str = _flag(
         "off",
-        "of an unmodified Megatron-LM job: recover survives failures (also when the flag has no value); observe says "
-        "what it would do, and changes nothing",
+        "what Odyssey does in an unmodified Megatron-LM job. recover: the job survives failures (also when the flag "
+        "has no value). observe: it logs what it would do, and changes nothing",
         choices=MODES,
         flag="--odyssey",
         bare="recover",
     )
-    policy: str = _flag("auto", "recovery policy", choices=policies)
+    policy: str = _flag(
+        "auto",
+        "how a job recovers. reroute: other holders take the lost microbatches. replan: layers move to new pipelines. "
+        "auto: whichever trains the most tokens",
+        choices=policies,
+    )
     device: str = _flag("cuda", "cpu runs Megatron on CPU tensors and gloo", choices=DEVICES)
     backend: str = _flag(
         "auto",
-        "what connects the ranks. auto: NCCL between GPUs, gloo between CPUs. gloo: GPUs, too, by way of their hosts' "
-        "memory, which is slow; but several ranks may share a GPU, which NCCL refuses",
+        "what ranks communicate by. auto: NCCL between GPUs, gloo between CPUs. gloo: also between GPUs, through "
+        "their hosts' memory. That is slow, but lets several ranks share a GPU, which NCCL refuses",
         choices=BACKENDS,
     )
     float64: str = _flag("off", "train in float64, to prove exactness", choices=("off", "on"))
     run_dir: str = _flag("odyssey-run", "folder for the journal, the profile and the report")
     bind: str = _flag(
         "",
-        "address of the first node's interface that the other nodes reach: where it listens for them (that of "
-        "--master-addr); of odyssey host's with --odyssey-job-host",
+        "address at which the first node (with --odyssey-job-host: the machine of odyssey host) listens for the other "
+        "nodes; by default that of --master-addr",
     )
     job_host: str = _flag(
         "",
-        "HOST:PORT where odyssey host hosts the coordinator and the store, in the place of the first node, so that no "
-        "node's loss ends the job; needs no GPU",
+        "HOST:PORT of odyssey host, which runs the coordinator and the store in place of the first node, so that "
+        "the job survives the loss of any node. That machine needs no GPU",
     )
     inject: str = _flag(
         "",
-        "faults to inject, ';'-separated: 'rank=5,step=7,at=backward[,signal=STOP or STUCK][,microbatch=3]"
-        "[,generation=2]'; steps and microbatches count from 0, so that step 7 is Megatron's iteration 8; at is one of "
+        "faults to inject, ';'-separated: 'rank=5,step=7,at=backward[,signal=STOP or "
+        "STUCK][,microbatch=3][,generation=2]'; steps and microbatches count from 0, so that step 7 is Megatron's "
+        "iteration 8; at is one of "
         + ", ".join(INJECTION_POINTS)
         + ". 'rank=5,step=20,slow=2.0,until=60': in steps 20 to 59 its layers take twice the time; "
         "'link=3>5,step=20,slow=4,until=60': messages from rank 3 to rank 5 take four times theirs (both on the CPU "
@@ -95,8 +101,8 @@ class OdysseyConfig:
     )
     accept: str = _flag(
         "",
-        "flags of Megatron-LM's, separated by commas and without their dashes, that Odyssey does not know and that are "
-        "to pass: of a newer version, or a fork's own",
+        "flags that Odyssey does not know and should let pass, separated by commas and without their dashes: those "
+        "of a newer Megatron-LM, or of a fork",
     )
     strict: str = _flag(
         "off",
@@ -107,89 +113,92 @@ class OdysseyConfig:
     )
     layout: str = _flag(
         "megatron",
-        "where the job starts. megatron: with the stages and pipelines of the launch line. spread: with these, but the "
-        "replicas of a stage, which Megatron puts side by side, on different nodes, so that the loss of one is "
-        "survived; their gradients are then summed between nodes. auto: with the best pipelines for the profile, if "
-        "they are faster and the loss of one worker is survived as before; spread, too; once costs are measured the "
-        "job moves, behind its steps, to a layout that is 3 % faster by them, if there is one",
+        "the layout that the job starts with. megatron: the stages and pipelines of the launch line. spread: the "
+        "same, but with the replicas of a stage on different nodes, so that the job survives the loss of a node; "
+        "Megatron puts them side by side. Gradients are then summed between nodes. auto: the best pipelines for the "
+        "profile, if they are faster and survive the loss of one worker as before; also spread. Once costs are "
+        "measured the job moves in the background to a layout that is 3 % faster by them, if there is one",
         choices=LAYOUTS,
     )
     redundancy: str = _flag(
         "off",
-        "state: layers without a second holder get one that computes nothing but stays current, so any single loss "
-        "is survived, without data parallelism too. compute: besides, holders run forwards ahead, in the pipeline's "
-        "bubbles, for the workers whose place they would take. auto: what costs least at the rate of failures",
+        "state: a layer with a single holder gets a second one, which computes nothing but stays current, so that "
+        "the job survives any single loss, also without data parallelism. compute: in addition, holders run "
+        "forwards ahead in the pipeline's bubbles for the workers that they would replace. auto: whichever costs "
+        "least at the rate of failures",
         choices=REDUNDANCIES,
     )
     redundancy_level: int = _flag(
         1,
-        "so many holders of a layer may be lost at once with --odyssey-redundancy state, compute or auto; so many of "
-        "those with its optimizer state with --use-distributed-optimizer",
+        "number of holders of a layer that may be lost at once: any of them with --odyssey-redundancy state, "
+        "compute or auto, and those that keep a slice of its optimizer state with --use-distributed-optimizer",
     )
     spare_state: str = _flag(
         "device",
-        "where optimizer state lies between steps that is kept for a failure only: the second copy of a slice's with "
-        "--use-distributed-optimizer, and that of shadows. host: it comes to the device for the step, layer by layer",
+        "where spare optimizer state lies between steps, that is, state that only a failure needs: second copies of "
+        "slices (--use-distributed-optimizer) and the state of shadows. host: it comes to the device layer by layer "
+        "for the optimizer's step",
         choices=SPARE_STATES,
     )
     respawn: int = _flag(
         0,
-        "start a dead rank again, at most so many times each: it joins the running job (0: never)",
+        "how often each dead rank is started again, to join the running job (0: never)",
         within=Between(0, 1_000_000, whole=True),
     )
     shrink: str = _flag(
         "auto",
-        "with --odyssey-respawn: what is left of a cell of tensor-, context- or expert-parallel ranks, of which one "
-        "has used up its starts, joins as a smaller cell, and trains where that pays; so does a cell that is slow by "
-        "one of its ranks, without it (--odyssey-rebalance auto). off: it stands by until the cell can be whole",
+        "with --odyssey-respawn: when one rank of a tensor-, context- or expert-parallel cell has used up its starts, "
+        "the others join as a smaller cell, and train where that pays. So does a cell that one slow rank holds up, "
+        "without that rank (--odyssey-rebalance auto). off: they stand by until the cell can be whole again",
         choices=SHRINKS,
     )
     rebalance: str = _flag(
         "off",
-        "workers that are slow, by what the ranks measure: auto gives them less to do, between two steps, where that "
-        "pays, and what they had once they have recovered. off only says what that would gain",
+        "what is done about workers that are slow by the ranks' measurements. auto: between two steps they get less "
+        "work where that pays, and their own share back once they have recovered. off: the log only says what that "
+        "would gain",
         choices=REBALANCES,
     )
     sequence_balance: str = _flag(
         "off",
-        "auto: where samples are packed sequences, a step's microbatches are dealt to the pipelines by what they "
-        "are expected to cost, so that the dearest pipeline is as little dear as can be; the global batch and its loss "
-        "stay what they are",
+        "auto: with packed sequences, each step's microbatches are dealt to the pipelines by their expected cost, "
+        "so that the slowest pipeline takes as little time as possible. The global batch and its loss do not change",
         choices=SEQUENCE_BALANCES,
     )
     time_links: str = _flag(
         "off",
-        "before each measured step (--odyssey-profile-steps) workers exchange messages with those next to them in "
-        "pipelines, for their times alone, so that slow links are found as well",
+        "on: before each measured step (--odyssey-profile-steps) workers that are neighbours in pipelines exchange "
+        "test messages, so that slow links are found as well",
         choices=("off", "on"),
     )
     page_port: int = _flag(
         0,
-        "the first node serves a page there that follows the job (0: none)",
+        "port at which the first node serves a page that follows the job (0: none)",
         within=Between(0, 65_535, whole=True),
     )
     metrics_port: int = _flag(
         0,
-        "the first node serves metrics for Prometheus there, at /metrics (0: none); needs prometheus_client",
+        "port at which the first node serves metrics for Prometheus, at /metrics (0: none); needs prometheus_client",
         within=Between(0, 65_535, whole=True),
     )
     page_bind: str = _flag(
         "127.0.0.1",
-        "address that these two are served at; another one than loopback wants a token of all who look, which the log "
-        "says",
+        "address that the page and the metrics are served at. Beyond loopback every visitor needs a token, which "
+        "the log names",
     )
     interrupted_step: str = _flag(
         "resume",
-        "resume: survivors keep what they have done of it, and only the dead rank's part is done again; for that, what "
-        "was sent stays in memory until the step's end. redo: all do it again",
+        "the step in which a rank is lost. resume: survivors keep what they have done, and only the lost rank's "
+        "part is done again; for that, messages stay in memory until the step's end. redo: all do the whole step "
+        "again",
         choices=INTERRUPTED_STEPS,
     )
     on_sigterm: str = _flag(
         "auto",
-        "what SIGTERM, SIGINT or SIGHUP to 'odyssey run' begins; a second one ends the job at once. save: all ranks "
-        "end behind the same step, with a checkpoint if --save is given. leave: this node's ranks leave behind their "
-        "step, or at once with the second one, and the others go on. stop: at once. auto: save if --save is given, "
-        "else stop",
+        "what 'odyssey run' does at SIGTERM, SIGINT or SIGHUP; a second signal ends the job at once. save: all "
+        "ranks end after the same step, with a checkpoint if --save is given. leave: this node's ranks leave after "
+        "their step, or at once at the second signal, and the others go on. stop: the job ends at once. auto: save "
+        "if --save is given, else stop",
         choices=ON_SIGTERM,
     )
     memory_headroom_percent: int = _flag(
@@ -197,16 +206,16 @@ class OdysseyConfig:
     )
     slower_for_memory_percent: float = _flag(
         0.2,
-        "a step may be so much longer if that leaves the fullest GPU more memory: of orders of a layout, and at the "
-        "start of layouts, that are so near to the fastest, the one that needs least is taken; after a loss, for which "
-        "ranks wait, from 0.5 on. 0: the fastest (in percent)",
+        "how much longer a step may take if that leaves the fullest GPU more memory (in percent; 0: none). Among "
+        "schedules of a layout, and at the start among layouts, that are this close to the fastest, the one that "
+        "needs the least memory is taken. After a loss, when ranks wait for the plan, this is done from 0.5 on",
         within=Between(0, 100),
     )
-    profile: str = _flag("", "start from this profile (JSON) in place of estimated layer costs")
-    profile_steps: int = _flag(5, "publish measured costs every so many steps")
+    profile: str = _flag("", "file (JSON) with the profile to start from, in place of estimated layer costs")
+    profile_steps: int = _flag(5, "number of steps from one measurement of costs to the next")
     trace_steps: int = _flag(
         2,
-        "journal the executed schedule for so many steps a generation",
+        "number of steps in each generation whose executed schedule goes into the journal",
         within=Between(0, 1_000_000, whole=True),
     )
     horizon_s: float = _flag(
@@ -217,9 +226,9 @@ class OdysseyConfig:
     )
     restart_s: float = _flag(
         0.0,
-        "what a restart from a checkpoint costs, with the steps that are done again: the price of a layout whose next "
-        "loss ends the job. 0: as this job's own start took, 100 s at the least, and half of what lies between two "
-        "--save-interval, or all that was trained if it saves nothing (in seconds)",
+        "cost of a restart from a checkpoint, including the steps that are done again (in seconds): the price of a "
+        "layout whose next loss ends the job. 0: the time that this job's own start took, at least 100 s, plus half "
+        "of the time between two checkpoints, or all the time trained so far without --save",
         within=Between(0, 1e9),
     )
     heartbeat_s: float = _flag(0.05, "interval of the heartbeat of each rank (in seconds)")

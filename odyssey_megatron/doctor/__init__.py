@@ -1,4 +1,5 @@
-"""``odyssey doctor``: what would keep a job from surviving here, before it is started.
+"""``odyssey doctor``: what would keep a job from running here, or from surviving, before it is started.
 
-Pure but for ``command``: environment, packages and paths are arguments, and neither torch nor Megatron is imported.
+Only ``command`` looks at this machine: for all other modules environment, packages and paths are arguments.
+Neither torch nor Megatron is imported.
 """

@@ -1,4 +1,4 @@
-"""The command: gathers the facts of this machine, prints the rows."""
+"""The command line of the doctor: it gathers the facts of this machine and prints the rows."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _ALWAYS_SHOWN = ("flags", communicators.AREA)
 
 
 def main(argv: Sequence[str]) -> int:
-    """``odyssey doctor``: 0 if a job can run here, 1 if not. Raises ConfigError."""
+    """Run ``odyssey doctor``; return 0 if a job can run here, 1 if not. Raises ConfigError."""
     rest = [one for one in argv if one not in ("--json", "--verbose")]
     if rest and rest[0] in ("-h", "--help"):
         print(_USAGE)
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _after(flag: str, rest: list[str]) -> str | None:
-    """Takes ``flag`` and its value out of ``rest``."""
+    """Take ``flag`` and its value out of ``rest``, and return the value."""
     if flag not in rest:
         return None
     at = rest.index(flag)
@@ -92,7 +92,7 @@ def _judge(named: str, checkout: Path | None, more: Sequence[str], *, as_json: b
 
 
 def diagnose(checkout: Path | None, job: Job, host: Host) -> list[Row]:
-    """All rows. Raises ConfigError: ``checkout`` is none."""
+    """Return all rows. Raises ConfigError if ``checkout`` is not a Megatron-LM checkout."""
     source = Source((*([checkout] if checkout else ()), *_installed()))
     if checkout is not None and not (checkout / "megatron").is_dir():
         raise ConfigError(
@@ -115,7 +115,10 @@ def diagnose(checkout: Path | None, job: Job, host: Host) -> list[Row]:
 
 
 def render(rows: Sequence[Row], *, everything: bool = False) -> str:
-    """The rows for people: by area, the remedy below, problems first; what is fine is counted unless ``everything``."""
+    """Return the rows for people: by area, problems first, each with its remedy below.
+
+    Rows that are fine are only counted, unless ``everything`` is set.
+    """
     lines = []
     area = ""
     order = (PROBLEM, WARNING, OK)
@@ -154,7 +157,7 @@ def _host(checkout: Path | None) -> Host:
 
 
 def _gpus(folder: Path) -> Iterator[str]:
-    """As the driver has them: a file for each, with a line ``Model: NVIDIA H100 80GB HBM3``."""
+    """Yield the models of the GPUs. The driver has a file for each, with a line ``Model: NVIDIA H100 80GB HBM3``."""
     with contextlib.suppress(OSError):
         for one in sorted(folder.glob("*/information")):
             yield from re.findall(r"^Model:\s*(.*\S)", one.read_text(errors="replace"), re.MULTILINE)
@@ -162,7 +165,7 @@ def _gpus(folder: Path) -> Iterator[str]:
 
 def _built_suffix(checkout: Path | None) -> str:
     command = ["python3-config", "--extension-suffix"]
-    # Where make will run it: pyenv's goes by the .python-version that a checkout has.
+    # Asked in the folder where make will run it: pyenv's follows the .python-version that a checkout has.
     there = checkout / "megatron" / "core" / "datasets" if checkout else None
     folder = there if there and there.is_dir() else None
     try:
@@ -173,7 +176,7 @@ def _built_suffix(checkout: Path | None) -> str:
 
 
 def _installed() -> Iterator[Path]:
-    """The folders that a Python here would find ``megatron`` in; nothing of it is imported."""
+    """Yield the folders in which this Python would find ``megatron``; nothing of it is imported."""
     spec = importlib.util.find_spec("megatron")
     for folder in spec.submodule_search_locations or () if spec else ():
         yield Path(folder).parent

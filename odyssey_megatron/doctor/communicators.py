@@ -1,4 +1,4 @@
-"""How many communicators each rank will have, as far as the flags say."""
+"""The number of communicators that each rank will have, as far as the flags say."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ _NO_COSTS = LayerCost(
 
 
 def rows(host: Host, job: Job) -> Iterator[Row]:
-    """Of a job on GPUs: those of the launch line's layout, healthy. How many layers a stage has makes no difference, so
-    it has one.
+    """Yield the number of communicators of a job on GPUs, in the launch line's layout with all ranks alive.
+
+    The number of layers of a stage makes no difference, so it has one.
     """
     if not job.config.uses_nccl:
         return
@@ -37,10 +38,10 @@ def rows(host: Host, job: Job) -> Iterator[Row]:
             expert_tensor=_size(job, "--expert-tensor-parallel-size", 0) or None,
         )
     except ValueError:
-        return  # a job says which one is wrong
+        return  # the job itself says which size is wrong
     ranks = next((int(host.environ[one]) for one in _WORLD if host.environ.get(one, "").isdecimal()), 0)
     known = ranks // (stages * cell.size)
-    pipelines = known or 2  # more take 2.6 ms each
+    pipelines = known or 2  # each further pipeline would take 2.6 ms
     layout = megatron_layout(
         num_layers=stages + 2,
         pipeline_size=stages,
@@ -62,6 +63,6 @@ def rows(host: Host, job: Job) -> Iterator[Row]:
 
 
 def _size(job: Job, flag: str, default: int = 1) -> int:
-    """Raises ValueError."""
+    """Return the value of ``flag`` as a size. Raises ValueError."""
     text = job.value_of(flag)
     return int(_SIZE.read(text)) if text else default

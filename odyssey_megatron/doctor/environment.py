@@ -1,4 +1,4 @@
-"""Variables and launchers with which a job dies where it could have lived."""
+"""Variables and launchers that let a job die where it could have survived."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _WATCHDOG_S = 480
 """torch's default of TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC. Source: torch 2.13 ProcessGroupNCCL.hpp."""
 
 _BLACKWELL = re.compile(r"\bG?B[123]\d\d\b|Blackwell")
-"""In the name of a GPU that Megatron's ``get_device_arch_version() < 10`` does not mean."""
+"""Matches the names of GPUs to which Megatron's ``get_device_arch_version() < 10`` does not apply."""
 
 
 def rows(host: Host, job: Job, *, patched: bool) -> Iterator[Row]:
-    """What the environment means for ``job``.
+    """Yield what the environment means for ``job``.
 
     Args:
-        patched: the checkout has Odyssey's lines (``odyssey patch``).
+        patched: The checkout has Odyssey's lines (``odyssey patch``).
     """
     yield _launcher(host, patched)
     yield _slurm(host)
@@ -42,7 +42,7 @@ def _row(name: str, state: str, found: str, remedy: str = "") -> Row:
 
 
 def _number(text: str) -> int | None:
-    """The whole number that a variable holds; None if it holds none."""
+    """Return the whole number that a variable holds; None if it holds something else."""
     return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None
 
 
@@ -143,7 +143,7 @@ def _launch_order(host: Host) -> Row:
 
 
 def _off(host: Host, name: str, default: str, why: str, remedy: str) -> Row:
-    """A variable that should be 0."""
+    """Return the row of a variable that should be 0."""
     value = host.environ.get(name) or default
     return _row(name, OK, "0") if value == "0" else _row(name, WARNING, f"{value}: {why}", remedy)
 

@@ -1,4 +1,4 @@
-"""The job's flags, as a job would look at them: which are refused, which change nothing, which are not Megatron's."""
+"""The job's flags as the job would see them: those that are refused, change nothing, or are not Megatron's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CONSTANTS = {"True": True, "False": False}
 
 @functools.cache
 def recorded(tag: str) -> dict[str, tuple[str, Any]]:
-    """Each flag of Megatron's own parser in ``tag``: its destination, and what it sets if it takes no value."""
+    """Return each flag of Megatron's own parser in ``tag``: its destination, and what it sets if it takes no value."""
     known = {}
     for line in (patch.data() / tag / "arguments.txt").read_text().splitlines():
         flag, _, rest = line.partition(" ")
@@ -25,14 +25,14 @@ def recorded(tag: str) -> dict[str, tuple[str, Any]]:
 
 
 def known_to(version: str | None) -> dict[str, tuple[str, Any]]:
-    """The flags of ``version``; those of all recorded ones together if it is none of them."""
+    """Return the flags of ``version``, or those of all recorded versions together if it is not one of them."""
     patches = patch.supported()
     tags = [one.tag for one in patches if one.version == version] or [one.tag for one in patches]
     return {flag: found for tag in tags for flag, found in recorded(tag).items()}
 
 
 def looked_at(flags: Sequence[str], version: str | None) -> tuple[Any, refusals.Parser, list[str]]:
-    """``flags`` as a job of ``version`` would parse them, and those that are not Megatron's.
+    """Return ``flags`` as a job of ``version`` would parse them, its parser, and those that are not Megatron's.
 
     No default is known here: whatever is on the line counts as given.
     """
@@ -45,7 +45,7 @@ def looked_at(flags: Sequence[str], version: str | None) -> tuple[Any, refusals.
 
 
 def rows(job: Job, version: str | None) -> Iterator[Row]:
-    """A row for each flag that a job would say something about; --odyssey observe would only say it."""
+    """Yield a row for each flag that a job would say something about. ``--odyssey observe`` would only say it."""
     args, parser, strange = looked_at(job.flags, version)
     state = WARNING if job.config.mode == "observe" else PROBLEM
     for one in refusals.refused(args, parser):

@@ -1,4 +1,4 @@
-"""What a job would say of a launch line: read from a launch script, or from one of Megatron-LM's own test cases."""
+"""What a job would say of a launch line, read from a launch script or from one of Megatron-LM's test cases."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ class Verdict:
     cautions: dict[str, str]
     """Flag -> what a loss may change with it."""
     unknown: tuple[str, ...]
-    """Not among Megatron-LM's flags; they pass if the script adds them."""
+    """Flags that are not Megatron-LM's. They pass if the script adds them."""
     unread: tuple[str, ...] = ()
-    """Words in which there may be more flags: what they stand for is known only when the script runs."""
+    """Words that may hold more flags: what they stand for is known only when the script runs."""
     script: str = ""
-    """If it is none that has been tried."""
+    """The name of the script, if it is not one that has been tried."""
 
     @property
     def starts(self) -> bool:
         return not self.refused
 
     def told(self, name: str) -> str:
-        """For people."""
+        """Return the verdict in words, for people."""
         if self.refused:
             head = "refused with --odyssey, because"
         elif self.ignored:
@@ -68,7 +68,10 @@ class Verdict:
 
 
 def judged(flags: Sequence[str], version: str | None = None, script: str = "") -> Verdict:
-    """What a job of ``script`` with ``flags`` would say. Raises ConfigError: of Odyssey's own flags one is wrong."""
+    """Return what a job of ``script`` with ``flags`` would say.
+
+    Raises ConfigError if one of Odyssey's own flags is wrong.
+    """
     config = config_from_argv(flags)
     args, parser, strange = looked_at(flags, version)
     ignored = dict(refusals.ignored(args, parser))
@@ -89,7 +92,7 @@ def judged(flags: Sequence[str], version: str | None = None, script: str = "") -
 
 
 def _unread(flags: Sequence[str], known: Mapping[str, tuple[str, Any]]) -> Iterator[str]:
-    """Variables and commands that are no flag's value."""
+    """Yield variables and commands that are not the value of a flag."""
     for before, word in pairwise(["", *flags]):
         is_value = before.startswith("--") and "=" not in before and known.get(before, ("", None))[1] is None
         if word.startswith("$") and not is_value:
@@ -97,7 +100,7 @@ def _unread(flags: Sequence[str], known: Mapping[str, tuple[str, Any]]) -> Itera
 
 
 def read_job(named: str) -> Line:
-    """The launch line in the file ``named``; ``FILE:NAME`` is one of several cases in it.
+    """Return the launch line in the file ``named``. ``FILE:NAME`` is one of several cases in the file.
 
     Raises ConfigError.
     """
@@ -123,7 +126,7 @@ def read_job(named: str) -> Line:
 
 
 def case_flags(case: Any) -> list[str]:
-    """The launch line of a case: ``{"args": {"--flag": value}}``, where ``true`` is a flag without a value.
+    """Return the launch line of a case: ``{"args": {"--flag": value}}``, where ``true`` is a flag without a value.
 
     Raises ValueError.
     """

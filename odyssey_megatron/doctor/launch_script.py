@@ -1,7 +1,8 @@
-"""The launch line in a shell script, without running it.
+"""The launch line in a shell script, found without running the script.
 
-As much of the shell as launch scripts use: variables, arrays, quotes, comments and continued lines. Of an ``if`` all
-branches are read, so that what is said of a job is said of all that its script may start.
+It understands as much of the shell as launch scripts use: variables, arrays, quotes, comments and continued
+lines. All branches of an ``if`` are read, so that what is said of a job holds for all jobs that its script
+may start.
 """
 
 from __future__ import annotations
@@ -18,27 +19,30 @@ _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:\[[@*]\])?(?::?-([^{}]*))?\})")
 _COMMENT = re.compile(r"(?:(?<=\s)|^)#.*", re.MULTILINE)
 _SEPARATORS = frozenset(";&|<>()\n")
 UNKNOWN = "$UNKNOWN"
-"""What a command would print."""
+"""Stands for what a command would print."""
 _SCRIPT = re.compile(r"\S+\.py")
 _MOST_WORDS = 100_000
-"""Of a line in which variables stand for their values: one may stand for others many times over."""
+"""Limit for a line in which variables are replaced: one may stand for others many times over."""
 
 Variables = dict[str, list[str]]
 
 
 class Line(NamedTuple):
-    """What starts a job."""
+    """The words of a command that starts a job."""
 
     script: str
-    """Empty if it is not known."""
+    """The path of the script; empty if it is not known."""
     flags: list[str]
 
 
 def launch_line(text: str) -> Line:
-    """The Python script that shell script ``text`` runs, with its arguments; of several, the one with most flags.
+    """Return the Python script that a shell script runs, with its arguments; of several, the one with most flags.
+
+    Args:
+        text: The shell script.
 
     Raises:
-        ConfigError: it is no shell script, or runs no Python script.
+        ConfigError: It is not a shell script, or runs no Python script.
     """
     try:
         found = list(_launches(text, {}))
@@ -60,12 +64,12 @@ def _number_of_flags(arguments: Sequence[str]) -> int:
 
 
 def _launches(text: str, variables: Variables, depth: int = 0) -> Iterator[Line]:
-    """Each Python script that is run with flags."""
+    """Yield each Python script that is run with flags."""
     for command in _commands(text, variables):
         words = list(_expanded(command, variables))
         for position, word in enumerate(words):
             if _SCRIPT.fullmatch(word):
-                # An array's word may be a flag with its value.
+                # A word of an array may be a flag together with its value.
                 arguments = [
                     part
                     for one in words[position + 1 :]
@@ -74,15 +78,18 @@ def _launches(text: str, variables: Variables, depth: int = 0) -> Iterator[Line]
                 if _number_of_flags(arguments):
                     yield Line(word, arguments)
                 break
-            if ".py" in word and len(word.split()) > 1 and depth < 3:  # as for sh -c
+            if ".py" in word and len(word.split()) > 1 and depth < 3:  # a command in quotes, as for sh -c
                 yield from _launches(word, variables, depth + 1)
 
 
 def _commands(text: str, variables: Variables) -> Iterator[list[str]]:
-    """The commands with their words, variables not yet replaced; assignments go to ``variables``."""
+    """Yield the commands as lists of words, with variables not yet replaced. Assignments are put into
+    ``variables``.
+    """
     command: list[str] = []
     array: str | None = None
-    words: list[str] = []  # of the array, which may have what it had before among them
+    # The words of the array, among which may be those that it had before.
+    words: list[str] = []
     before: Variables = {}
     for word in _words(text):
         assigned = _ASSIGNMENT.fullmatch(word)
@@ -121,7 +128,7 @@ def _words(text: str) -> Iterator[str]:
 
 
 def _without_commands(text: str) -> str:
-    """What ``$(...)`` and backquotes would print is not known."""
+    """Replace ``$(...)`` and backquotes by ``UNKNOWN``, as what they would print is not known."""
     kept, depth, start = [], 0, 0
     for found in re.finditer(r"\$\(|[()]", text):
         if depth:
@@ -135,14 +142,14 @@ def _without_commands(text: str) -> str:
 
 
 def _expanded(words: Sequence[str], variables: Mapping[str, list[str]]) -> Iterator[str]:
-    """``words`` with variables replaced: one that stands alone by as many words as its value has."""
+    """Yield ``words`` with variables replaced. A variable that is a whole word gives all words of its value."""
     for count, word in enumerate(words):
         alone = _VARIABLE.fullmatch(word)
         values = variables.get(alone[1] or alone[2]) if alone else None
         if values is None:
             parts = [_replaced(word, variables)]
         else:
-            # Whether it stands in quotes is not seen; a list of flags does not.
+            # Quotes are not seen here. A variable that holds a list of flags is taken to be unquoted.
             parts = values[0].split() if len(values) == 1 and "--" in values[0] else values
         if count + len(parts) > _MOST_WORDS:
             raise ValueError(f"a line has more than {_MOST_WORDS:,} words")

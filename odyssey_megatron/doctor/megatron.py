@@ -1,4 +1,4 @@
-"""What a Megatron-LM checkout is: its version, whether it is patched, and every seam."""
+"""What a Megatron-LM checkout is: its version, whether it is patched, and whether each seam is as expected."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from odyssey_megatron.upstream.source import Source
 
 
 def rows(source: Source, checkout: Path | None, host: Host) -> Iterator[Row]:
-    """Everything about the Megatron in ``source``, which has a megatron.core.
+    """Yield everything about the Megatron in ``source``, which has a megatron.core.
 
     Args:
-        checkout: the folder that the user named; None: what is installed.
+        checkout: The folder that the user named; None: Megatron is installed.
     """
     version = source.version()
     assert version is not None
@@ -40,7 +40,7 @@ def rows(source: Source, checkout: Path | None, host: Host) -> Iterator[Row]:
 
 
 def is_patched(checkout: Path | None) -> bool:
-    """Whether all of Odyssey's lines are in the checkout."""
+    """Return whether all of Odyssey's lines are in the checkout."""
     if checkout is None:
         return False
     try:
@@ -91,7 +91,11 @@ def _patch(checkout: Path) -> Row:
 
 
 def _dataset_helpers(source: Source, host: Host) -> Iterator[Row]:
-    """Megatron compiles them at its start, for the Python of ``python3-config``; a virtual environment has none."""
+    """Yield whether Megatron's data helpers are there.
+
+    Megatron compiles them when it starts, for the Python of ``python3-config``; a virtual environment has
+    none.
+    """
     name = "dataset helpers"
     caller = source.file_of("megatron.core.datasets.utils")
     if caller is None or (caller.parent / f"helpers_cpp{host.extension_suffix}").is_file():

@@ -8,20 +8,20 @@ from odyssey_megatron.doctor.rows import OK, PROBLEM, WARNING, Host, Job, Row
 from odyssey_megatron.launch.line import LEAST_TORCH
 
 _INSTALL = {"yaml": "PyYAML"}
-"""Distributions that are not called as they are imported."""
+"""Names of distributions that differ from the names by which they are imported."""
 _TORCH = LEAST_TORCH, (2, 13), (2, 14)
 """The versions that tests have run with (docs/versions.md)."""
 _PYTHON = (3, 11), (3, 12)
-"""The same of Python."""
+"""The same for Python."""
 _TE_READS_LATE = (2, 6)
-"""``te.READS_LATE`` of ``mcore/model/te.py``, which needs torch."""
+"""``te.READS_LATE`` of ``mcore/model/te.py``, which needs torch and so is not imported."""
 
 
 def rows(host: Host, job: Job, needed: Mapping[str, str]) -> Iterator[Row]:
-    """What is installed, held against what ``job`` needs.
+    """Yield what is installed, compared with what ``job`` needs.
 
     Args:
-        needed: what importing megatron.training needs, each with a module that wants it.
+        needed: The packages that importing megatron.training needs, each with a module that imports it.
     """
     yield _python(host)
     yield _torch(host)
@@ -95,7 +95,7 @@ def _transformer_engine(host: Host, job: Job) -> Row:
     if package is None:
         return _row(name, OK, "not installed; Megatron's own layers are used (--transformer-impl local)")
     core = [one for one in host.packages if one.startswith(name + "-cu")]
-    # A build from source has its libraries inside, or a version with the commit.
+    # A build from source has its libraries inside, or a version that ends with the commit.
     if package.compiled or core or "+" in package.version:
         if _numbers(package.version) < _TE_READS_LATE:
             return _row(

@@ -12,7 +12,7 @@ OK, WARNING, PROBLEM = "ok", "warning", "problem"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One thing that was looked at."""
+    """One thing that was looked at, and what was found."""
 
     area: str
     name: str
@@ -28,28 +28,28 @@ class Package:
 
     version: str
     compiled: bool
-    """It has shared objects of its own."""
+    """Whether it has shared objects of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """This machine and its Python, as far as they matter."""
+    """This machine and its Python, as far as they matter to a job."""
 
     environ: Mapping[str, str]
     python: tuple[int, int]
     packages: Mapping[str, Package]
-    """By normalized name: lower case, with dashes."""
+    """Installed distributions by normalized name: lower case, with dashes."""
     can_import: Callable[[str], bool]
     """Whether there is a top-level module of that name; it is not imported."""
     extension_suffix: str
-    """That of compiled modules for this Python."""
+    """The suffix of compiled modules for this Python."""
     built_suffix: str
-    """That of what ``python3-config`` builds for; '' without it."""
+    """The suffix for which ``python3-config`` builds; '' without it."""
     interfaces: tuple[str, ...]
     """Names of the network interfaces."""
     has_gpu: bool
     gpus: tuple[str, ...] = ()
-    """What the driver calls their models."""
+    """The GPU models by the driver's names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +58,10 @@ class Job:
 
     config: OdysseyConfig
     flags: tuple[str, ...]
-    """Megatron's and ours."""
+    """Megatron's flags and Odyssey's."""
 
     def value_of(self, flag: str) -> str:
-        """What follows ``flag`` on the command line, or ''."""
+        """Return what follows ``flag`` on the command line, or ''."""
         for position, one in enumerate(self.flags):
             if one.startswith(flag + "="):
                 return one.partition("=")[2]

@@ -1,1 +1,1 @@
-"""Carrying out a schedule: the interpreter, its messages, and the commit of a step. No Megatron."""
+"""Carrying out a schedule: the interpreter, its messages, and the commit of a step. Without Megatron."""

@@ -1,9 +1,9 @@
 """Messages between workers.
 
-A message is named by (kind, microbatch, boundary). On gloo all go through the generation's world group, told apart by
-their tag. NCCL knows no tags: there, one group of two for each (sender, receiver) keeps every channel first-in
-first-out, which is the order ``verify()`` has checked. Layers that move go the same way, before all messages; or
-beside them, where they have a group of their own.
+A message is named by (kind, microbatch, boundary). On gloo all messages go through the generation's world
+group and are told apart by their tags. NCCL knows no tags: there, each (sender, receiver) has a group of two,
+in which messages are first-in first-out, the order that ``verify()`` has checked. Layers that move go the
+same way, before all other messages; or beside them, where they have a group of their own.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from odyssey_megatron.rebuild.abort import wait_all
 from odyssey_megatron.rebuild.transfer import Way
 
 _MOVES, _BESIDE = 2**29, 2**30
-"""From each on, tags that no message of a program has."""
+"""The first tags for layers that move, and for messages beside a program. A program's messages have lower ones."""
 
 
 class Piece(NamedTuple):
-    """Of a message, from one of the ranks that it comes from."""
+    """The part of a message that comes from one rank of the sending worker."""
 
     work: Any
     arrives: torch.Tensor
     rooms: Sequence[torch.Tensor]
-    """Of the whole, in which it belongs; what arrives has a word behind it, if there are words."""
+    """Its places in the whole message. With words, what arrives has one at its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,8 @@ class Pending:
                 )
                 for room, part in zip(rooms, came, strict=True):
                     room.copy_(part.view(room.shape))
-        # One that was cut off holds anything, but then the groups hold no more, which counts first (``Ledger.word``).
+        # The word of a message that was cut off may be anything, but then the groups no longer hold, which
+        # ``Ledger.word`` looks at first.
         return self.tensor, torch.stack(words).prod() if words else None
 
 
@@ -72,11 +73,12 @@ class NamedGroups(Protocol):
 
 
 class Channels:
-    """The messages of one worker in one generation. ``groups`` as built for it (``plan/groups.py``).
+    """The messages of one worker in one generation, over its ``groups`` (``plan/groups.py``).
 
-    Between cells of unlike size there are several ranks on one side or the other. Where tensor-parallel ranks have the
-    whole of an activation, one receives it from the first of its counterparts, which all have the same. Where each has
-    a piece (``cuts``), and where context-parallel ranks have, what two have in common goes from one to the other.
+    Between cells of unlike size a rank may have several counterparts. Where each tensor-parallel rank has the
+    whole of an activation, a rank receives it from the first of its counterparts, which all have the same.
+    Where each has a piece (``cuts``), and with context parallelism, a rank sends each counterpart what both
+    have of it.
     """
 
     def __init__(
@@ -98,19 +100,21 @@ class Channels:
         self._ends = dict[int, list[tuple[int, tuple[int, ...], tuple[int, ...]]]]()
 
     def send(self, instr: Instr, tensor: torch.Tensor, word: Word) -> None:
-        """Starts sending; the storage is kept alive by an alias until :meth:`wait_sent`."""
+        """Start sending. An alias keeps the storage alive until :meth:`wait_sent`."""
         for rank, gives, _ in self._ends_at(instr.peer):
             if not gives:
-                continue  # another one of this cell sends it
+                continue  # another rank of this cell sends it
             rows = self._rows(tensor.detach(), gives)
             message = rows[0].contiguous() if len(rows) == 1 else torch.cat(rows)
             if word is not None:
-                # One message: a second one would wait for this one, and whatever is behind it, too.
+                # One message, as a second one would wait for the first, and all behind it would wait, too.
                 message = torch.cat([message.reshape(-1), word.to(message.dtype).reshape(1)])
             self._sent.append(self._checked(self._post(message, rank, self._where(instr, rank)), instr))
 
     def receive(self, instr: Instr, room: torch.Tensor, *, with_word: bool) -> Pending:
-        """Starts receiving what has the shape of ``room``, into it unless a word comes along."""
+        """Start receiving a message of the shape of ``room``. It arrives in ``room`` itself, unless a word
+        comes with it.
+        """
         pieces = []
         for rank, _, takes in self._ends_at(instr.peer):
             if not takes:
@@ -124,8 +128,9 @@ class Channels:
         return Pending(pieces, room, with_word)
 
     def of_transfer(self, transfer: Transfer, number: int) -> list[Way]:
-        """Of a layer that moves, the parts that go from or to this rank. Of the transfers between two workers each has
-        a ``number``.
+        """Return the parts of a layer that this rank sends or receives in ``transfer``.
+
+        ``number`` is the transfer's number among those between the same two workers.
         """
         here, sends = self._cell, transfer.source == self._cell.worker
         other = transfer.target if sends else transfer.source
@@ -145,7 +150,9 @@ class Channels:
         return {"group": self._between(transfer.source, transfer.target, rank)}
 
     def _ends_at(self, peer: int) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-        """The ranks of worker ``peer`` with the pieces of an activation that this one sends there, and gets."""
+        """Return each rank of worker ``peer`` with the pieces of an activation that this rank sends it, and
+        gets from it.
+        """
         if peer not in self._ends:
             here, cuts = self._cell, self._cuts
             self._ends[peer] = [
@@ -155,16 +162,16 @@ class Channels:
         return self._ends[peer]
 
     def alike(self, worker: int) -> bool:
-        """Whether ``worker`` has as many ranks as this one, so that each has one counterpart there."""
+        """Return whether ``worker`` has as many ranks as this one, so that each has one counterpart there."""
         return self._shapes.get(worker, 1) == self._cell.each
 
     def send_beside(self, peer: int, tensor: torch.Tensor) -> Any:
-        """A message to worker ``peer``, which is :meth:`alike`, that is none of a program. Returns its work."""
+        """Send a message that belongs to no program to worker ``peer``, which is :meth:`alike`. Returns its work."""
         rank, where = self._beside(peer, self._cell.worker, peer)
         return self._post(tensor, rank, where)
 
     def receive_beside(self, peer: int, room: torch.Tensor) -> Any:
-        """One from worker ``peer``, into ``room``."""
+        """Receive such a message from worker ``peer`` into ``room``. Returns its work."""
         rank, where = self._beside(peer, peer, self._cell.worker)
         return dist.irecv(room, rank, **where)
 
@@ -178,17 +185,17 @@ class Channels:
         return self._slow.post(rank, message.nbytes, lambda: dist.isend(message, rank, **where))
 
     def wait_sent(self) -> None:
-        """Returns when every message sent so far has left."""
+        """Return when every message sent so far has left."""
         wait_all([one.sent if isinstance(one, Held) else one for one in self._sent])
         self._sent.clear()
 
     def abandon(self) -> None:
-        """Lets go of what is still being sent."""
+        """Let go of what is still being sent."""
         self._slow.abandon()
         self._sent.clear()
 
     def _rows(self, tensor: torch.Tensor, pieces: tuple[int, ...]) -> list[torch.Tensor]:
-        """Of an activation those ``pieces`` of this rank's: views, one for all that lie side by side."""
+        """Return ``pieces`` of this rank's activation as views: one view for all pieces that lie side by side."""
         if pieces == self._own:
             return [tensor]
         each, found = tensor.shape[0] // len(self._own), list[list[int]]()

@@ -1,4 +1,4 @@
-"""What a rank writes down, and publishes, of its steps and of how it went from one generation to the next."""
+"""What a rank writes to the journal, and publishes, about its steps and about its way between generations."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from odyssey_megatron.recover import Phase
 
 
 class Chronicle:
-    """Of one rank.
+    """The records of one rank.
 
     Args:
-        on_commit: hears of each committed step on the rank that speaks for all.
-        trace_steps: so many steps of each generation are written down instruction by instruction.
+        on_commit: Called with each committed step and its outcome, on the rank that speaks for all.
+        trace_steps: The number of steps of each generation that are written down instruction by instruction.
     """
 
     def __init__(
@@ -38,15 +38,19 @@ class Chronicle:
         self.speaks = False
         """True on the member with the lowest rank, which speaks for all."""
         self.stalled_s = 0.0
-        """What recoveries have cost: from their detection until this rank trained again. Whoever logs it resets it."""
+        """Seconds that recoveries have cost, from detection until this rank trained again. Reset by whoever
+        logs it.
+        """
         self._generation: Generation | None = None
         self._step, self._outcome, self._is_told, self.steps_here = -1, None, True, 0
-        """Of this generation."""
+        """The last committed step and its outcome, whether they have been written down, and the number of
+        steps that this rank has been through in this generation.
+        """
 
     # -- from one generation to the next --------------------------------------------------------------------------
 
     def begin(self, generation: Generation) -> None:
-        """This rank enters it."""
+        """Begin the records of ``generation``, which this rank enters."""
         if generation.previous is not None and not generation.planned:
             self.way.clock.note_abort(self._member.heard_s)
         self._generation, self.steps_here, self.speaks = generation, 0, False
@@ -58,13 +62,13 @@ class Chronicle:
         self.way.agreed_s = self._member.agreed_s = time.monotonic()
 
     def goes_on(self, outcome: str, taken_up: int) -> None:
-        """With the interrupted step, so: ``redo``, ``finish`` or ``resume``."""
+        """Note how the interrupted step goes on: ``redo``, ``finish`` or ``resume``."""
         self.way.goes_on(outcome, taken_up)
         if self.speaks:
             self.speak()
 
     def started(self, step: int) -> None:
-        """The generation has its layers, or they are on their way."""
+        """Write down that the generation has its layers, or that they are on their way."""
         generation = self._generation
         assert generation is not None
         self.way.started(generation)
@@ -79,7 +83,7 @@ class Chronicle:
         )
 
     def filled(self, step: int, fill_s: float) -> None:
-        """All layers are here; training has waited so long for them."""
+        """Write down that all layers are here; training has waited ``fill_s`` seconds for them."""
         generation = self._generation
         assert generation is not None
         if generation.planned:
@@ -93,7 +97,7 @@ class Chronicle:
             )
 
     def trains(self, step: int) -> None:
-        """The next instruction is about to run."""
+        """Write down the recovery, if there was one, as the next instruction is about to run."""
         if (recovered := self.way.ended()) is None:
             return
         self._measured.regroup_s = recovered.regroup_s
@@ -103,7 +107,8 @@ class Chronicle:
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def samples(self, step: int, samples: Mapping[int, list[int]]) -> None:
-        # Before the agreement, since a rank may die right behind it. The attempt that counts is a step's last.
+        # Before the agreement, since a rank may die right after it. A step may be attempted several times:
+        # the last one counts.
         if samples:
             self.event("samples", step, microbatches=list(samples), samples=list(samples.values()))
 
@@ -111,7 +116,7 @@ class Chronicle:
         self._step, self._outcome, self._is_told = step, outcome, False
 
     def log_last_step(self, step_s: float = -1.0) -> None:
-        """Writes down the last committed step, unless this rank has; the one that usually does may have died."""
+        """Write down the last committed step, unless this rank has. The rank that usually does so may have died."""
         if self._is_told:
             return
         out: Any = self._outcome
@@ -132,7 +137,7 @@ class Chronicle:
         self._is_told = True
 
     def speak(self, step_s: float = -1.0) -> None:
-        """For all, of the last committed step, unless that is done."""
+        """Report the last committed step for all ranks, unless that is done."""
         if not self._is_told:
             self.log_last_step(step_s)
             self._on_commit(self._step, self._outcome)
@@ -146,8 +151,12 @@ class Chronicle:
         *,
         is_whole: bool = True,
     ) -> None:
-        """``step`` is over; ``state_bytes`` of each layer whose state is here. ``is_whole``: it had all microbatches of
-        the plan, and not fewer, as while batches grow: others, and the plan's simulation, are held against its time.
+        """Note that ``step`` is over.
+
+        Args:
+            state_bytes: Gives the bytes of state of each layer whose state is here.
+            is_whole: The step had all microbatches of the plan; it has fewer while the batch size ramps up.
+                Only whole steps are compared with others and with the simulation of the plan.
         """
         generation = self._generation
         assert generation is not None

@@ -1,4 +1,4 @@
-"""Whether the ranks of a node share its cores, and what a thread has waited for one that another rank has."""
+"""Whether the ranks of a node share its cores, and how long a thread has waited for a core."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import os
 from collections.abc import Callable
 
 _SCHEDSTAT = "/proc/thread-self/schedstat"
-"""Nanoseconds on a core, nanoseconds ready to run and without one, number of turns (the kernel's
-Documentation/scheduler/sched-stats.rst). What is stopped, or waits for a message, is not ready.
+"""Three numbers: nanoseconds on a core, nanoseconds ready to run but without a core, and the number of turns
+(the kernel's Documentation/scheduler/sched-stats.rst). A thread that is stopped, or waits for a message, is
+not ready.
 """
 
 
@@ -17,7 +18,7 @@ def are_shared() -> bool:
 
 
 def queued() -> Callable[[], float] | None:
-    """Gives for how many seconds the thread that calls this has been ready to run and has had no core, so far.
+    """Return a function that gives the seconds for which its thread has been ready to run without a core.
 
     None where the kernel does not say.
     """

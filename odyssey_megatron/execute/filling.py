@@ -1,4 +1,4 @@
-"""The state of layers on its way to where a generation's plan wants it, and of weights behind every step."""
+"""The transfer of layers to where a generation's plan wants them, and of weights after every step."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from odyssey_megatron.rebuild.transfer import Moving, Spreading
 
 
 class Filling:
-    """Of one rank in one generation: what it lacks of its layers, and what others lack of those that it has.
+    """The transfers of one rank in one generation: of state that it lacks, or that others lack and it has.
 
     Collective over all members, as its parts are.
 
     Args:
-        checkpoint: is called between layers, and raises Superseded when the generation has ended.
-        live: is called when all is here.
+        checkpoint: Called between layers; raises Superseded when the generation has ended.
+        live: Called when all state is here.
     """
 
     def __init__(
@@ -49,20 +49,23 @@ class Filling:
 
     @property
     def may_wait(self) -> bool:
-        """The first step can compute while layers arrive: it was not begun for a failure's sake, and does not need
-        them.
+        """Whether the first step can compute while layers arrive.
+
+        It can if no failure began the generation, and if the step does not need these layers at once.
         """
         arriving = self._moving.arriving if self._moving is not None else set()
         return self._assignment.generation.planned and arriving.isdisjoint(self._assignment.needed_at_once)
 
     def finish(self) -> float | None:
-        """All state of the plan is here when it returns, and all weights. Before anything that changes weights, or
-        needs those sent.
+        """Wait until all state of the plan is here, and all weights.
+
+        Called before anything that changes weights, or that needs weights which other ranks send.
 
         Returns:
-            The seconds that this rank has waited for it; None if it was here already.
+            The seconds that this rank has waited for the state; None if it was here already.
         """
-        if self._spreading is not None:  # first, as what moves may be newer than what was there to be spread
+        # Spread weights come first, as layers that move may be newer than what was there to be spread.
+        if self._spreading is not None:
             self._spreading.finish()
         if self._moving is None:
             return None
@@ -75,7 +78,7 @@ class Filling:
         return time.monotonic() - began_s
 
     def prepare_spreading(self) -> Spreading:
-        """From here on the weights of layers whose optimizer state not all holders keep can be spread."""
+        """Prepare to spread the weights of layers whose optimizer state not all holders keep."""
         self._spreading = Spreading(
             self._assignment.layout,
             self._assignment.buckets,
@@ -89,15 +92,14 @@ class Filling:
 
     @property
     def spreads(self) -> bool:
-        """This rank has a part in that."""
+        """Whether this rank has a part in the spreading of weights."""
         return self._spreading is not None and self._spreading.has_part
 
     def spread(self) -> None:
-        """From the first keeper of each slice to the holders that do not keep its optimizer state, beside what comes
-        next.
+        """Start sending the weights of each slice from its first keeper to holders that lack its optimizer state.
 
-        Whoever is cut off here by a failure is committed all the same: the keepers have what it lacks, and the next
-        generation begins with this.
+        This runs beside what comes next. A rank that a failure cuts off here has committed the step all the
+        same: the keepers have what it lacks, and the next generation begins by spreading once more.
         """
         if self._spreading is not None:
             self._spreading.begin()

@@ -1,4 +1,4 @@
-"""Messages that leave later than they could: of links that are to be slow, as was asked for. On a CPU only."""
+"""Messages that are held back, on links that an injected fault makes slow. On a CPU only."""
 
 from __future__ import annotations
 
@@ -10,44 +10,46 @@ from typing import Any
 from odyssey_megatron.policy.measured import LinkTimes
 
 _UNKNOWN = LinkTimes(message_bytes=1, empty_s=1e-3, message_s=1e-3)
-"""A rank that has come back has not timed its link."""
+"""What is assumed on a rank that has come back, as it has not timed its link."""
 
 
 class Held:
-    """A message on its way out."""
+    """A message that is held back."""
 
     def __init__(self, posted: Future[Any]):
         self._posted = posted
 
     def wait(self) -> None:
-        """Raises what the group raises."""
+        """Wait until it is sent. Raises what the group raises."""
         self.sent.wait()
 
     @property
     def sent(self) -> Any:
-        """Its work, once it has left."""
+        """The work of the message, once it has left."""
         return self._posted.result()
 
 
 class SlowLinks:
-    """Of one rank. To each receiver one message leaves after the other, from a thread: nobody waits for that who sends.
+    """The slow links of one rank. A thread for each receiver sends the messages one after the other.
+
+    So the sender never waits.
 
     Args:
-        factors: step -> receiver -> how many times their time its messages take.
+        factors: Gives for a step: receiver -> the factor by which messages to it take longer.
     """
 
     def __init__(self, factors: Callable[[int], Mapping[int, float]] = lambda step: {}) -> None:
         self.times = _UNKNOWN
-        """What a message takes."""
+        """What a message takes on a link that is not slow."""
         self._of_step, self._factors = factors, dict[int, float]()
         self._threads: dict[int, ThreadPoolExecutor] = {}
 
     def begin(self, step: int) -> None:
-        """From now on as in ``step``."""
+        """Use the factors of ``step`` from now on."""
         self._factors = dict(self._of_step(step))
 
     def post(self, receiver: int, num_bytes: int, send: Callable[[], Any]) -> Any:
-        """``send``, now or later."""
+        """Call ``send``, now or later."""
         factor = self._factors.get(receiver, 1.0)
         if factor == 1.0 and receiver not in self._threads:
             return send()
@@ -63,7 +65,7 @@ class SlowLinks:
         return Held(thread.submit(held))
 
     def abandon(self) -> None:
-        """Lets go of what has not left."""
+        """Let go of what has not left."""
         for thread in self._threads.values():
             thread.shutdown(wait=False, cancel_futures=True)
         self._threads.clear()

@@ -1,4 +1,4 @@
-"""The interpreter: a handler table and a loop. It carries out one worker's program and has no opinions."""
+"""The interpreter carries out one worker's program: a loop over a table of handlers. It takes no decisions."""
 
 from __future__ import annotations
 
@@ -23,13 +23,17 @@ from odyssey_megatron.plan.resume import Visit
 from odyssey_megatron.plan.schedule import Instr, Op
 
 Passed = Callable[[int], None]
-"""Called with a layer."""
+"""A callback that takes the number of a layer."""
 
 Needs = Callable[[int], None] | None
-"""Called with a layer before it computes; returns when its weights are here. None: all are."""
+"""A callback that takes the number of a layer that is about to be computed, and returns when the layer's
+weights are here. None: all weights are here.
+"""
 
 FORWARD_ONLY = frozenset({Op.FORWARD, Op.SEND_FORWARD, Op.RECV_FORWARD})
-"""What is left of a program in an evaluation. Taking the rest away cannot deadlock: it only removes waits."""
+"""The instructions of a program that are run in an evaluation. Leaving out the others cannot cause a
+deadlock, as it only removes waits.
+"""
 
 
 class Compute(Protocol):
@@ -45,18 +49,22 @@ class Compute(Protocol):
         ahead: bool = False,
         needs: Needs = None,
     ) -> torch.Tensor:
-        """Layers ``[first, last)``; ``activation`` is None where ``first`` is the embedding.
+        """Run layers ``[first, last)`` forward and return their output.
 
-        ``ahead``: for another worker. It counts for nothing, losses included, before :meth:`adopt`.
+        Args:
+            activation: The input; None where ``first`` is the embedding.
+            ahead: This is an eager forward, run for another worker. Neither it nor its losses count before
+                :meth:`adopt`.
+            needs: Called with each layer before it is computed.
         """
         ...
 
     def adopt(self, visits: Collection[Visit]) -> None:
-        """Of the forwards run ahead these are this worker's own from now on, and count; the others are let go of."""
+        """Make these eager forwards this worker's own, so that they count from now on, and drop all others."""
         ...
 
     def kept(self, microbatch: int, first: int, last: int) -> None:
-        """The output of that forward has an alias from now on; it need not keep its memory itself."""
+        """Note that the output of that forward has an alias now, so the model need not keep its memory."""
         ...
 
     def input_grad(
@@ -69,82 +77,94 @@ class Compute(Protocol):
         word: Word = None,
         passed: Passed | None = None,
     ) -> torch.Tensor | None:
-        """Gradient of the input; ``grad`` (of the output) is None where ``last`` is behind the head.
+        """Return the gradient of the input; None where ``first`` is the embedding.
 
-        Multiplied by ``word`` is what the model adds to gradients by itself: its loss, those of routers. ``passed`` may
-        be called on the way, ever lower down: from that layer on all that it adds to gradients has been added, and
-        weight gradients can run.
+        Args:
+            grad: The gradient of the output; None where ``last`` is behind the head.
+            word: A factor for the gradients that begin in the model itself, from its loss and from those of
+                routers.
+            passed: May be called on the way, with ever lower layers. All that this input gradient adds to the
+                gradients of that layer and those above has then been added, and their weight gradients can
+                run.
         """
         ...
 
     def weight_grad(self, microbatch: int, first: int, last: int) -> None:
-        """Adds the weight gradients of a microbatch whose input gradient has run, those of these layers."""
+        """Add the weight gradients of these layers, for a microbatch whose input gradient has run."""
         ...
 
     def undo(self, visits: Collection[Visit]) -> None:
-        """Forgets these forwards, and what has been counted of them: they are done anew, here or elsewhere."""
+        """Forget these forwards and all that was counted of them, as they are done anew, here or elsewhere."""
         ...
 
     def gradients(self, first: int, last: int, part: int) -> Sequence[torch.Tensor]:
-        """1-D, those of layers ``[first, last)`` of one block, to be summed over its holders: of ``part``, one of the
-        rank's ``Cell.held_shards``, as the ranks of whole cells have them, in place; in smaller cells in a copy.
+        """Return the gradients of layers ``[first, last)`` of one block, 1-D each, to be summed over its holders.
+
+        ``part`` is one of the rank's ``Cell.held_shards``. The gradients are laid out as on the ranks of
+        whole cells. There they are given in place, and in a smaller cell as a copy.
         """
         ...
 
     def expert_gradients(self, first: int, last: int, part: int) -> Sequence[torch.Tensor]:
-        """Of experts that are spread over ranks, which only those sum who have the same ones: of one of the parts that
-        this rank has of them.
+        """Return one part of the gradients of experts that are spread over ranks.
+
+        Only the ranks that have the same experts sum them.
         """
         ...
 
     def slices(self, first: int, last: int, part: int) -> Sequence[Slices]:
-        """Where not all who hold these layers need all sums, who needs what of :meth:`gradients`."""
+        """Return which holder needs which slices of :meth:`gradients`; empty if each of them needs all sums."""
         ...
 
     def expert_slices(self, first: int, last: int, part: int) -> Sequence[Slices]:
-        """The same of :meth:`expert_gradients`."""
+        """Return the same for :meth:`expert_gradients`."""
         ...
 
     @property
     def share(self) -> float:
-        """What gradients are multiplied with before they are summed; 1.0: nothing."""
+        """The factor by which gradients are multiplied before they are summed; 1.0 leaves them as they are."""
         ...
 
     def partial_gradients(self, first: int, last: int, part: int) -> Sequence[torch.Tensor]:
-        """Those within :meth:`gradients`, as views, of which each tensor-parallel rank has computed a part only."""
+        """Return views of those :meth:`gradients` of which each tensor-parallel rank has only a part of the sum."""
         ...
 
     def take_sums(self) -> None:
-        """What is in the copies that were made of gradients in this step, under this layout, are the gradients from
-        now on. Called again behind a failure, where the copies hold what the gradients were.
+        """Put into the gradients what the copies of them hold that were made in this step, under this layout.
+
+        Called once more after a failure, when the copies hold the gradients of this worker alone again.
         """
         ...
 
     def empty_message(self) -> torch.Tensor:
-        """Room for one activation or gradient that arrives."""
+        """Return an empty tensor for one activation or gradient to be received into."""
         ...
 
 
 class Weights(Protocol):
-    """Of which some may still be on their way when a step begins (``rebuild.transfer.Spreading``)."""
+    """Weights, some of which may still be on their way when a step begins (``rebuild.transfer.Spreading``)."""
 
     def __bool__(self) -> bool:
-        """Some are."""
+        """Whether some weights are still on their way."""
         ...
 
     def arrive(self, layer: int) -> None:
-        """Returns when those of ``layer`` are here."""
+        """Return when the weights of ``layer`` are here."""
         ...
 
 
 class Interpreter:
     """Runs programs over ``compute`` and ``channels``.
 
-    ``holder_groups(first, last)`` are those of these layers of one block, None where this rank is the only one;
-    ``tensor_group`` that of the worker's ranks that have the other parts, None if there are none.
-    ``checkpoint(point, microbatch)`` is called before each instruction; it raises Superseded when the generation
-    has ended, and is where faults are injected. Nothing here waits for a device: what it has really done its
-    ``ledger`` knows.
+    Nothing here waits for a device: ``ledger`` knows what the device has really done.
+
+    Args:
+        holder_groups: Called with the range ``(first, last)`` of layers of one block; gives the groups of
+            their holders, None where this rank is the only one.
+        weights: The weights that may still be on their way.
+        tensor_group: The group of the worker's tensor-parallel ranks; None if there is one rank only.
+        checkpoint: Called with ``(point, microbatch)`` before each instruction. It raises Superseded when the
+            generation has ended, and is where faults are injected.
     """
 
     def __init__(
@@ -166,7 +186,7 @@ class Interpreter:
         self._arriving: dict[tuple[Op, int, int], Pending] = {}
         self._progress, self._trace = Progress(0, 0, keeps=False), Trace()
         self._left: deque[Instr] = deque()
-        """Of the program at hand, what has not begun."""
+        """The instructions of the program at hand that have not begun."""
         self._handlers: dict[Op, tuple[str, Callable[[Instr], None]]] = {
             Op.FORWARD: ("forward", self._forward),
             Op.EAGER_FORWARD: ("", self._eager_forward),
@@ -181,9 +201,9 @@ class Interpreter:
         }
 
     def run(self, program: Sequence[Instr], trace: Trace, progress: Progress) -> None:
-        """Everything up to STEP, which is the caller's: it spans all workers (see ``execute/rank.py``).
+        """Run everything before STEP, which spans all workers and is left to the caller (``execute/rank.py``).
 
-        ``progress`` says what has been done of the step before, and afterwards what has.
+        ``progress`` says what has been done of the step before, and is updated with what this does.
         """
         self._progress, self._trace = progress, trace
         self._left = deque(takewhile(lambda instr: instr.op is not Op.STEP, program))
@@ -193,7 +213,8 @@ class Interpreter:
         for instr in self._reduction.finish(progress):
             trace.until_now(instr)
         progress.hand_back(self._compute.take_sums)
-        if progress.ahead:  # nobody has died
+        # The program is through without a failure, so nobody needs the eager forwards.
+        if progress.ahead:
             progress.ahead.clear()
             self._compute.adopt(())
         if self._arriving:
@@ -211,10 +232,11 @@ class Interpreter:
             handler(instr)
 
     def _run_on(self, layer: int) -> None:
-        """An input gradient has passed ``layer``: what stands behind it and is above runs beside the rest of it.
+        """Run the end of the program, for layers from ``layer`` on, beside the input gradient that has passed it.
 
-        Nothing more does once the generation has ended. Whoever comes next says so: an input gradient that is cut off
-        has added nobody knows what.
+        These instructions stop quietly once the generation has ended. Whatever is run next raises Superseded
+        for it: raised here, it would cut off the input gradient, of which nobody would know what it had
+        added.
         """
         with contextlib.suppress(Superseded):
             while self._left and _may_begin(self._left[0], layer, self._num_layers):
@@ -222,7 +244,7 @@ class Interpreter:
                     self._next()
 
     def abandon(self) -> None:
-        """Lets go of messages that will not come any more: they would keep their group's threads until a collection."""
+        """Let go of messages that will not come: they would keep their group's threads alive until a collection."""
         self._arriving.clear()
         self.channels.abandon()
         self._reduction.abandon()
@@ -238,7 +260,7 @@ class Interpreter:
         self._progress.reached(instr, Op.FORWARD, word, at_end)
 
     def _eager_forward(self, instr: Instr) -> None:
-        # This worker has made it, as the one before on the route.
+        # The input may be the output of this very worker, if it is also the one before on the route.
         activation, word = self._input(instr, Op.RECV_FORWARD, instr.first, none=not instr.first)
         output, at_end = self._compute_forward(instr, activation, word, ahead=True)
         left = output.detach()
@@ -249,7 +271,7 @@ class Interpreter:
     def _compute_forward(
         self, instr: Instr, activation: torch.Tensor | None, word: Word, *, ahead: bool = False
     ) -> tuple[torch.Tensor, Word]:
-        """What comes of it, and whether that counts: weights may come within."""
+        """Return the output, and the word that says whether it counts. Weights may arrive meanwhile."""
         needs = self._await if self._weights else None
         with self._trace.computing(instr):
             output = self._compute.forward(
@@ -263,7 +285,7 @@ class Interpreter:
 
     def _input_grad(self, instr: Instr) -> None:
         grad, word = self._input(instr, Op.RECV_BACKWARD, instr.last, none=instr.last == self._num_layers)
-        # It adds to gradients, too: those of weights that are not deferred.
+        # This adds to gradients, too: to those of weights whose gradients are not deferred.
         with self._trace.computing(instr), self._progress.adding():
             sums_beside = any(one.op is Op.REDUCE_GRAD for one in takewhile(_is_last, self._left))
             input_grad = self._compute.input_grad(
@@ -282,10 +304,14 @@ class Interpreter:
         self._progress.reached(instr, Op.INPUT_GRAD, word, at_end)
 
     def _input(self, instr: Instr, op: Op, edge: int, *, none: bool) -> tuple[torch.Tensor | None, Word]:
-        """What was received for ``instr``, or what the neighbouring visit on this worker has left for it; or ``none``.
-        And whether ``instr`` counts.
+        """Return the input of ``instr`` and the word that says whether ``instr`` counts.
+
+        The input is what was received, or what the neighbouring visit on this worker has left; with ``none``
+        there is no input.
         """
-        if none:  # before a loss there is what its forward came to, which counts for nothing if that did
+        # The input gradient behind the head begins from the losses of its forward: it counts for nothing if
+        # that did.
+        if none:
             return None, self._ledger.word(
                 self._progress.words.get((Op.SEND_FORWARD, instr.microbatch, edge))
             )
@@ -337,12 +363,16 @@ class Interpreter:
 
 
 def _is_last(instr: Instr) -> bool:
-    """Of what a worker ends with (``plan/reductions.py``): nobody waits for what is before it."""
+    """Whether ``instr`` is of the kind that ends a program, where other workers wait for its sums only.
+
+    See ``plan/reductions.py``.
+    """
     return instr.op is Op.WEIGHT_GRAD or instr.op is Op.REDUCE_GRAD
 
 
 def _may_begin(instr: Instr, layer: int, num_layers: int) -> bool:
-    """Whether the gradients that ``instr`` adds to, or sums, are those from ``layer`` on. The weight that embedding and
-    head share counts as behind all layers, but is done with the embedding.
+    """Whether ``instr`` adds to, or sums, only gradients of layers from ``layer`` on.
+
+    The weight that embedding and head share counts as behind all layers, but is done only with the embedding.
     """
     return _is_last(instr) and layer <= instr.first and instr.last <= num_layers

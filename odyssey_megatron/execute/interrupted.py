@@ -1,7 +1,8 @@
-"""How the survivors go on with a step that a failure has interrupted, once they have agreed on where they stand.
+"""How the survivors go on with a step that a failure has interrupted, once they know where they stand.
 
-What each worker has done of it stays where the new plan lets it (``plan/resume.py``). The survivors sum a table of
-that, and each works out the rest of its own program from it. Where that cannot be, all do the step again.
+What each worker has done of the step stays, where the new plan lets it (``plan/resume.py``). The survivors
+sum a table of that, and each works out the rest of its own program from the sum. Where that cannot be, all do
+the step again.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from odyssey_megatron.plan.smaller import StepPlan
 
 
 class Rest(NamedTuple):
-    """What the survivors make of an interrupted step; the same on all of them, but for the program."""
+    """What the survivors make of an interrupted step. It is the same on all of them, but for the program."""
 
     begun: bool
-    """Anybody had begun it."""
+    """Whether anybody had begun the step."""
     program: Program | None = None
-    """What is left of it for this rank's worker; None: it begins anew."""
+    """What is left of the step for this rank's worker; None: the step begins anew."""
     taken_up: int = 0
-    """With how many microbatches' visits it goes on with forwards that had been run ahead, everywhere."""
+    """The number of eager forwards that all workers together go on with."""
 
 
 def go_on(
@@ -42,14 +43,15 @@ def go_on(
     *,
     keep: bool,
 ) -> Rest:
-    """Where all are through with what came before the interrupted step: how they go on with it.
+    """Decide how all ranks go on with the interrupted step; all of them have finished what came before it.
 
-    Collective over ``group``, of all members, and over ``cell_group``, of the ranks of this cell (None: it is alone).
+    Collective over ``group``, which has all members, and over ``cell_group``, which has the ranks of this
+    cell; None if this rank is alone in it.
 
     Args:
-        plan: of the new generation, for this rank's worker.
-        progress: what this rank has done of the step.
-        keep: that may stay.
+        plan: The new generation's plan of the step, for this rank's worker.
+        progress: What this rank has done of the step.
+        keep: Whether that may stay.
     """
     resumable = keep and can_resume(cell_group, plan.layout, cell.worker, progress, device)
     flags = torch.tensor([progress.table.any(), not resumable], dtype=torch.int32)
@@ -68,9 +70,9 @@ def can_resume(
     progress: Progress,
     device: torch.device,
 ) -> bool:
-    """Whether what ``worker`` has done of the interrupted step, if anything, can stay under the new ``layout``.
+    """Return whether what ``worker`` has done of the interrupted step can stay under the new ``layout``.
 
-    Collective over its cell, whose ranks must be equally far; no group is a cell of one.
+    Collective over the ranks of its cell, which must be equally far. Without a group the cell has one rank.
     """
     alike = True
     if cell_group is not None:
@@ -89,9 +91,9 @@ def what_is_left(
     compute: Compute,
     device: torch.device,
 ) -> tuple[Program | None, int]:
-    """The program of the rest of the step for this rank's worker; None if all must do the step again. Collective.
+    """Return the rest of the step's program for this rank's worker; None if all must do the step again.
 
-    And of how many microbatches' visits it goes on with forwards that had been run ahead, everywhere.
+    Collective. The second value is the number of eager forwards that all workers together go on with.
     """
     taken_up = take_up(cell_group, plan.layout, cell.worker, progress, compute, device)
     counted = torch.tensor([taken_up], dtype=torch.int32)
@@ -115,9 +117,9 @@ def take_up(
     compute: Compute,
     device: torch.device,
 ) -> int:
-    """Makes the forwards that ``worker`` has run ahead its own, where the new layout does; returns how many those are.
+    """Make the eager forwards of ``worker`` its own where the new layout does; return how many it does.
 
-    Collective over its cell: what a rank of it was not through with is nobody's.
+    Collective over its cell: an eager forward that one of its ranks has not finished is dropped on all.
     """
     visits = usable(layout, worker, progress.table.tolist(), progress.ahead)
     if cell_group is not None:

@@ -25,17 +25,17 @@ def leave_out(
     step: int,
     note: Callable[..., None],
 ) -> NoReturn:
-    """Collective over ``group``, of all members; never returns.
+    """Make ranks whose numbers are wrong leave the job. Collective over ``group``, of all members; never returns.
 
     Args:
-        wrong: worker -> what is wrong with its numbers; the same on all members.
-        cell: of this rank.
-        step: in which they turned out to be.
-        note: writes down the event ``left_out`` of each rank that leaves; called on one that stays.
+        wrong: Worker -> what is wrong with its numbers. It is the same on all members.
+        cell: The cell of this rank.
+        step: The step in which the numbers turned out to be wrong.
+        note: Writes down the event ``left_out`` of each rank that leaves; called on one rank that stays.
 
     Raises:
-        LeftOut: on the ranks of these workers.
-        PeerFailed: on all others, to whom a generation without them will come.
+        LeftOut: On the ranks of these workers.
+        PeerFailed: On all others, for whom a generation without these workers will follow.
     """
     hosts = _hosts(group, cell.rank)
     why = {rank: text for worker, text in wrong.items() for rank in cell.numbers(worker) if rank in hosts}
@@ -46,7 +46,8 @@ def leave_out(
             say(f"[odyssey] {where}: {text}. The others go on without it.")
             note("left_out", step, target=rank, host=host, why=text)
     try:
-        dist.barrier(group=group)  # until here nobody has left, or some would not know why
+        # Nobody leaves before all are here; otherwise some would not know why.
+        dist.barrier(group=group)
     finally:
         if cell.rank in why:
             raise LeftOut(f"its numbers are wrong: {why[cell.rank]}. Have a look at its hardware")
@@ -54,12 +55,12 @@ def leave_out(
 
 
 def dispensable(layout: Layout, workers: Collection[int]) -> bool:
-    """Whether others have the state of each layer that ``workers`` have."""
+    """Return whether other workers have the state of each layer that ``workers`` have."""
     return not any(set(one) <= set(workers) for owners in layout.owners for one in owners)
 
 
 def _hosts(group: dist.ProcessGroup, rank: int) -> dict[int, str]:
-    """Rank -> the name of its host. Collective."""
+    """Return rank -> name of its host. Collective."""
     name = socket.gethostname().encode()[:_HOST_BYTES].ljust(_HOST_BYTES)
     mine = torch.tensor([rank, *name], dtype=torch.int64)
     everyone = [torch.empty_like(mine) for _ in range(group.size())]

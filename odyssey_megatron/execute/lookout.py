@@ -1,4 +1,4 @@
-"""What a rank looks out for on its way through a generation: that it has ended, and faults that are to be injected."""
+"""The checks of a rank on its way through a generation: has it ended, and is a fault to be injected?"""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from odyssey_megatron.execute.position import Position
 
 
 class Lookout:
-    """Of one rank."""
+    """The checks of one rank."""
 
     def __init__(self, member: Member, fault_point: FaultPoint, position: Position, chronicle: Chronicle):
         self._member, self._fault_point = member, fault_point
         self._position, self._chronicle = position, chronicle
         self.generation = 0
-        """The number of the one that this rank is in; 0: of none yet."""
+        """The number of the generation that this rank is in; 0 before the first."""
         self._evaluating = False
 
     def check(self, point: str, microbatch: int = -1) -> None:
-        """Before every instruction, of ``microbatch``, and before whatever else may be cut short.
+        """Check before every instruction, of ``microbatch``, and before whatever else may be cut short.
 
         Args:
-            point: where faults can be injected; "": nowhere.
+            point: The point at which a fault can be injected; "": none.
 
         Raises:
-            Superseded: a newer generation exists.
+            Superseded: A newer generation exists.
         """
         if self._member.look(self.generation):
             raise Superseded(f"generation {self.generation} has ended")
@@ -37,13 +37,13 @@ class Lookout:
             self.fault("evaluate" if self._evaluating else point, microbatch)
 
     def fault(self, point: str, microbatch: int = -1, *, step: int | None = None) -> None:
-        """A fault that was asked for happens here; ``step``: by default the next to be committed."""
+        """Inject a fault here, if one was asked for; ``step``: by default the next one to be committed."""
         step = self._position.committed if step is None else step
         self._fault_point(point, step=step, generation=self.generation, microbatch=microbatch)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """What the body computes is an evaluation."""
+        """Mark that the body computes an evaluation."""
         self._evaluating = True
         try:
             yield

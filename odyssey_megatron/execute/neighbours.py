@@ -1,5 +1,7 @@
-"""Messages and sums that are made for their times, between steps: with whom this worker exchanges activations, and with
-whom it holds layers.
+"""Messages and sums that are made between steps to be timed.
+
+The messages are exchanged with workers that this one exchanges activations with, and the sums are over the
+workers that hold the same layers.
 """
 
 from __future__ import annotations
@@ -18,20 +20,20 @@ from odyssey_megatron.plan.schedule import MESSAGE, SEND, Program
 
 HolderGroups = Callable[[int, int], Holders[dist.ProcessGroup | None]]
 _ROUNDS = 3
-"""The fastest counts: the first also waits until the other is there."""
+"""The fastest round counts, as the first also waits until the other side is there."""
 
 Exchanged = dict[int, list[tuple[tuple[Any, Any], tuple[Any, Any]]]]
-"""Worker -> of each round, when an empty message to it and one back began and were over; and the same where the first
-is as large as an activation.
+"""Worker -> for each round, the beginning and end of an empty message to it and one back, and the same with a
+first message as large as an activation.
 """
 
 
 Summed = dict[tuple[int, ...], list[tuple[Any, Any]]]
-"""Workers -> of each round, when a sum over them began, all of them being there, and was over."""
+"""Workers -> for each round, the beginning of a sum over them, when all were there, and its end."""
 
 
 class Neighbours:
-    """Of one worker in one generation: whom it exchanges messages with, in both directions."""
+    """The workers that one worker exchanges messages with in both directions, in one generation."""
 
     def __init__(
         self,
@@ -41,8 +43,11 @@ class Neighbours:
         channels: Channels,
         holder_groups: HolderGroups,
     ):
-        """``layout``: as this worker knows it; ``holder_groups``: see :class:`Interpreter`. Workers with another number
-        of ranks are left out.
+        """Find the neighbours in ``program`` and ``layout``. Workers with another number of ranks are left out.
+
+        Args:
+            layout: The layout as this worker knows it.
+            holder_groups: See :class:`Interpreter`.
         """
         self._worker, self._channels = cell.worker, channels
         self._holder_groups, self._blocks = holder_groups, dict[tuple[int, ...], Block]()
@@ -64,13 +69,16 @@ class Neighbours:
                 edge = min(blocks.index(first) for both in ways.values() for first in both)
                 order.append((edge % 2, edge, *sorted((cell.worker, peer)), peer))
         self.order = tuple(peer for *_, peer in sorted(order))
-        """All workers take links in one order, so that nobody waits in a circle; of a pipeline every other one first,
-        which do not wait for one another.
+        """The other ends of this worker's links. All workers take links in one order, so that nobody waits in
+        a circle. Every other link of a pipeline comes first, as those do not wait for one another.
         """
 
     def exchange(self, message: torch.Tensor, now: Callable[[], Any]) -> Exchanged:
-        """With each of them, who do the same. ``message``: of the size of an activation. Nothing is waited for on a
-        device; ``now`` takes a mark.
+        """Exchange messages with each worker of :attr:`order`, which do the same. Nothing waits for a device.
+
+        Args:
+            message: A tensor of the size of an activation.
+            now: Takes a mark of the time.
         """
         empty, found = message.new_zeros(1), Exchanged()
         for peer in self.order:
@@ -87,8 +95,9 @@ class Neighbours:
         return found
 
     def sums(self, message: torch.Tensor, now: Callable[[], Any]) -> Summed:
-        """Over those who hold the same layers, who do the same, in the order of the layers. Of each it is known to the
-        first of them.
+        """Sum over the holders of the same layers, which do the same, in the order of the layers.
+
+        The times of a sum are returned on the first of its holders only.
         """
         found = Summed()
         for holders, block in self._blocks.items():

@@ -1,4 +1,4 @@
-"""What a rank's runtime is put together from, as it sees it."""
+"""Interfaces of the parts that a rank's runtime is built from, as it sees them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from odyssey_megatron.rebuild.manifest import Tensors
 
 
 class LossScale(Protocol):
-    """What all ranks have alike besides layers (``mcore/model/loss_scale.py``)."""
+    """The loss scale, which is the same on all ranks (``mcore/model/loss_scale.py``)."""
 
     @property
     def blames_nobody(self) -> bool: ...
@@ -34,14 +34,16 @@ class Model(Compute, Protocol):
 
     @property
     def cuts_activations(self) -> bool:
-        """Each tensor-parallel rank has a piece of them, along the first dimension: of the job, not of this cell."""
+        """Whether the job, whatever this cell does, cuts activations along the first dimension into a piece
+        for each tensor-parallel rank.
+        """
         ...
 
     def create_layers(self, layers: tuple[int, ...], kept: Mapping[int, tuple[Span, ...]]) -> None: ...
     def moved_bytes(self, layer: int) -> int: ...
 
-    # Of ``part``, one of the rank's ``Cell.held_parts``: names, shapes and order as in a whole cell, whose ranks have
-    # one and give the tensors themselves.
+    # ``part`` is one of the rank's ``Cell.held_parts``. Names, shapes and order are those of a whole cell,
+    # whose ranks have one part each and give the tensors themselves.
     def weights_of(self, layer: int, part: int, spans: Sequence[Span]) -> dict[str, torch.Tensor]: ...
     def weights_arrived(self, layer: int, part: int, spans: Sequence[Span], weights: Tensors) -> None: ...
     def expect(self, kept: Mapping[int, tuple[Span, ...]]) -> None: ...
@@ -108,7 +110,7 @@ class Groups(Protocol):
 
 
 class NoGroups(dict[str, dist.ProcessGroup]):
-    """Implements :class:`Groups` of a generation that a rank is not in."""
+    """Implements :class:`Groups` for a generation that this rank is not in."""
 
     number = 0
     holds: torch.Tensor | None = None
@@ -124,6 +126,6 @@ class NoGroups(dict[str, dist.ProcessGroup]):
 
 
 GroupBuilder = Callable[[int, Mapping[str, tuple[int, ...]], Collection[Any] | None], Groups]
-"""(number, named, before): see ``rebuild.groups.build_groups``."""
+"""Called with (number, named, before); see ``rebuild.groups.build_groups``."""
 FaultPoint = Callable[..., None]
-"""(point, *, step, generation, microbatch): where faults are injected."""
+"""Called with (point, *, step, generation, microbatch) where a fault can be injected."""

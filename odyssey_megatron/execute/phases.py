@@ -1,4 +1,4 @@
-"""Where a rank stands between two generations, and how long each phase took it."""
+"""The phase of a rank on its way from one generation to the next, and the time that each phase took."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from odyssey_megatron.recover import NEXT, Phase
 
 
 class PhaseClock:
-    """Follows the phases of ``recover.py``."""
+    """Follows the phases of ``recover.py`` and notes the time that each takes."""
 
     def __init__(self) -> None:
         self.phase = Phase.ABORT
@@ -19,7 +19,7 @@ class PhaseClock:
         self._taken_s: dict[Phase, float] = {}
 
     def enter(self, phase: Phase) -> None:
-        """Raises OdysseyError if the transition is not in ``recover.NEXT``."""
+        """Enter ``phase``. Raises OdysseyError if the transition is not in ``recover.NEXT``."""
         if phase not in NEXT[self.phase]:
             raise OdysseyError(f"{self.phase} does not lead to {phase}: a bug in recover.py")
         now_s = time.monotonic()
@@ -30,11 +30,11 @@ class PhaseClock:
         self.phase, self._began_s = phase, now_s
 
     def note_abort(self, heard_s: float) -> None:
-        """How long the old step held on after this rank had heard the news; 0 if it was waiting for them."""
+        """Note for how long the old step held this rank after it had heard the news; 0 if it was waiting for them."""
         self._taken_s[Phase.ABORT] = max(0.0, self._began_s - heard_s)
 
     def taken_s(self, *phases: Phase) -> dict[str, float]:
-        """``NAME_s`` of each: how long it took, this time."""
+        """Return the seconds that each of ``phases`` took this time, under the name ``PHASE_s``."""
         return {f"{phase.value}_s": self._taken_s.get(phase, 0.0) for phase in phases}
 
 
@@ -44,21 +44,23 @@ class WayBack:
     def __init__(self) -> None:
         self.clock = PhaseClock()
         self.in_groups_s = self.agreed_s = 0.0
-        """When it was, on its own clock."""
+        """When this rank was in its groups, and when all had agreed, on its own monotonic clock."""
         self._outcome, self._eager_forwards = "", 0
         self._failure: dict[str, Any] | None = None
-        """That the generation at hand goes on from, until it is written down."""
+        """The failure that the generation at hand goes on from, until it is written down."""
 
     def goes_on(self, outcome: str, eager_forwards: int) -> None:
-        """With the interrupted step, so: ``redo``, ``finish`` or ``resume``."""
+        """Note how the interrupted step goes on: ``redo``, ``finish`` or ``resume``."""
         self._outcome, self._eager_forwards = outcome, eager_forwards
 
     def started(self, generation: Generation) -> None:
-        """It has its layers, or they are on their way."""
+        """Note that the generation has its layers, or that they are on their way."""
         self._failure = _failure_before(generation)
 
     def ended(self) -> Recovered | None:
-        """Once the first instruction is about to run behind a failure: all of it, once. Else None."""
+        """Return the record of a recovery, once, when the first instruction after it is about to run;
+        otherwise None.
+        """
         if self._failure is None or self.clock.phase is not Phase.TRAIN:
             return None
         failure, self._failure = self._failure, None
@@ -79,18 +81,18 @@ class WayBack:
 
 
 class Recovered(NamedTuple):
-    """A recovery, as one rank has seen it."""
+    """A recovery as one rank has seen it."""
 
     regroup_s: float
-    """Until it was known what to move."""
+    """Seconds until it was known what to move."""
     stalled_s: float
-    """From its detection until this rank trained again."""
+    """Seconds from the detection of the failure until this rank trained again."""
     record: dict[str, Any]
-    """As the journal has it."""
+    """The fields of the journal's event."""
 
 
 def _failure_before(generation: Generation) -> dict[str, Any] | None:
-    """What the journal says of the failure that ``generation`` goes on from; None if it began otherwise."""
+    """Return what the journal says of the failure that ``generation`` goes on from; None if it began without one."""
     if generation.previous is None or generation.planned:
         return None
     return {

@@ -11,61 +11,63 @@ from odyssey_megatron.rebuild.agree import Standing
 
 
 class Piece(enum.Enum):
-    """A piece of common work: what all ranks do together."""
+    """A piece of common work: something that all ranks do together."""
 
     STEP = "step"
     OTHER = "other"
-    """An evaluation, a checkpoint, a barrier."""
+    """An evaluation, a checkpoint or a barrier."""
 
 
 class Position:
     """What one rank has done of the job's common work, and what it knows of the last step.
 
     Args:
-        num_totals: how many numbers all ranks sum at the end of a step.
+        num_totals: The number of values that all ranks sum at the end of a step.
     """
 
     def __init__(self, first_step: int, num_totals: int):
         self.committed = first_step
-        """Steps committed so far; the next step's number."""
+        """Number of steps committed so far, which is the number of the next step."""
         self.done = 0
-        """Pieces of common work that the job has done."""
+        """Number of pieces of common work that the job has done."""
         self.own = 0
-        """Of those, how many this rank has had a part in."""
+        """Number of those that this rank had a part in."""
         self.joins = False
-        """This rank has just come: how far the job is it learns from the others."""
+        """This rank has just come, and learns from the others how far the job is."""
         self.complete: Piece | None = None
-        """The piece at hand, once this rank's part of it is complete: from there on others may be through with it, and
-        this rank can finish it by itself. Of a step: all its gradients are reduced.
+        """The piece at hand, once this rank's part of it is complete; for a step: once all its gradients are
+        reduced. From then on others may have finished it, and this rank can finish it by itself.
         """
         self.applies = False
-        """The optimizer steps: after an error now its state is neither the one before nor the one behind the step."""
+        """The optimizer is stepping: after an error now its state is neither the one before nor the one after
+        the step.
+        """
         self.totals = torch.zeros(num_totals, dtype=torch.float64)
-        """Of the last step that was agreed on; on the host, as the agreement is."""
+        """The totals of the last step that was agreed on; on the host, as the agreement is."""
         self.outcome: Any = None
-        """Of the last committed step."""
+        """The outcome of the last committed step."""
 
     def standing(self) -> Standing:
-        """What the other survivors must know of it."""
+        """Return what the other survivors must know of it."""
         return Standing(
             done=self.done, ready=self.complete is not None, committed=self.committed, joins=self.joins
         )
 
     def begin(self) -> None:
-        """The next piece of common work, or the one at hand once more: no part of it is complete."""
+        """Begin the next piece of common work, or the one at hand once more: no part of it is complete."""
         self.complete = None
 
     def take_over(self, ahead: Standing, totals: torch.Tensor) -> None:
-        """This rank joins where the others are."""
+        """Join at the position of the rank that is ahead, with the ``totals`` of the last step."""
         self.joins, self.done, self.committed = False, ahead.done, ahead.committed
         self.totals = totals.clone()
 
     def commit(self, totals: torch.Tensor) -> None:
-        """The step at hand is committed."""
+        """Commit the step at hand."""
         self.totals, self.committed = totals.clone(), self.committed + 1
         self.finish()
 
     def finish(self) -> None:
-        """The piece at hand is done."""
+        """Count the piece at hand as done."""
         self.done, self.own = self.done + 1, self.own + 1
         self.complete = None

@@ -1,4 +1,4 @@
-"""Getting ready for an offered generation while the current one trains: its groups are built in a thread."""
+"""Preparing an offered generation while the current one trains: its groups are built in a thread."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ G = TypeVar("G", bound=Closable)
 
 
 class Offers(Generic[G]):
-    """The offered generation that this rank prepares. Ballots, summed over all ranks, tell whether all have."""
+    """The offered generation that this rank prepares. The sums of all ranks' ballots say if all have prepared it."""
 
     def __init__(self, decline: Callable[[int, str], None]):
         self._decline, self._lock, self._entered = decline, threading.Lock(), 0
         self._preparation: Preparation[G] | None = None
 
     def prepare(self, number: int, build: Callable[[], G]) -> None:
-        """Begins with offered generation ``number``, in place of an earlier one, unless this rank enters it already."""
+        """Begin to prepare offered generation ``number``, in place of an earlier one.
+
+        Nothing is done if this rank enters it, or a later one, already.
+        """
         with self._lock:
             if number <= self._entered:
                 return
@@ -36,11 +39,13 @@ class Offers(Generic[G]):
             before.drop()
 
     def take(self, number: int) -> G | None:
-        """This rank enters generation ``number``: its groups, once they are built, if that is the one that is prepared.
-        An earlier one comes to nothing; a later one, of which this rank may hear first, stays.
+        """Return the groups of generation ``number``, which this rank enters; None if they are not prepared.
+
+        Waits until they are built. An earlier preparation is dropped. A later one, of which this rank may
+        hear first, stays.
 
         Raises:
-            OdysseyError: they could not be built.
+            OdysseyError: The groups could not be built.
         """
         with self._lock:
             self._entered, preparation = number, self._preparation
@@ -53,25 +58,27 @@ class Offers(Generic[G]):
         return None
 
     def ballot(self) -> tuple[int, int]:
-        """The number of what is ready, or 0; and its square."""
+        """Return the number of the generation that is ready, or 0, and its square."""
         preparation = self._preparation
         number = preparation.number if preparation is not None and preparation.ready else 0
         return number, number**2
 
 
 def elected(ballots: float, squares: float, size: int) -> int:
-    """From the sums of the ballots of ``size`` ranks: the generation that all have prepared; 0: none.
+    """Return the generation that all ``size`` ranks have prepared, from the sums of their ballots; 0: none.
 
-    It is the same one everywhere if the numbers have no variance.
+    All have prepared the same one if their numbers have no variance.
     """
     total = round(ballots)
     return total // size if total**2 == size * round(squares) else 0
 
 
 class Preparation(Generic[G]):
-    """The groups of offered generation ``number``, as soon as they are built.
+    """The groups of offered generation ``number``, which a thread builds.
 
-    ``declined(why)`` is called from the thread if they cannot be; nothing is if a newer generation ended it.
+    Args:
+        declined: Called from the thread with the reason if the groups cannot be built, unless a newer
+            generation has ended the preparation.
     """
 
     def __init__(self, number: int, build: Callable[[], G], declined: Callable[[str], None]):
@@ -88,7 +95,7 @@ class Preparation(Generic[G]):
         return self._groups is not None
 
     def take(self) -> G:
-        """The groups, which are the caller's from now on, once they are built. Raises what has kept them from it."""
+        """Return the groups once they are built; they are the caller's then. Raises what has kept them from it."""
         self._done.wait()
         with self._lock:
             groups, self._groups = self._groups, None
@@ -99,7 +106,7 @@ class Preparation(Generic[G]):
         return groups
 
     def drop(self) -> None:
-        """They are not needed."""
+        """Close the groups, now or once they are built, as they are not needed."""
         with self._lock:
             self._dropped, groups, self._groups = True, self._groups, None
         if groups is not None:

@@ -1,8 +1,10 @@
-"""One rank's way through a recovery and through a step: the doing behind ``recover.py``. No Megatron, no opinions.
+"""One rank's part in recoveries and training steps: the code that carries out what ``recover.py`` asks for.
 
-What it is put together from has files of its own: how far the rank is (``position.py``), its groups
-(``regrouping.py``), the step at hand (``step.py``, ``interrupted.py``), layers on their way (``filling.py``), what
-rides on a step's agreement (``votes.py``), and what is looked out for on the way (``lookout.py``).
+It knows nothing of Megatron and takes no decisions. Its components have files of their own: how far the rank
+is (``position.py``), its groups (``regrouping.py``), the step at hand (``step.py``, ``interrupted.py``),
+layers on their way (``filling.py``), the numbers that are summed along with a step's agreement
+(``votes.py``), and the check before each instruction for a newer generation and for faults to inject
+(``lookout.py``).
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ from odyssey_megatron.recover import Phase
 
 
 class RankRuntime:
-    """Implements ``recover.Rank``."""
+    """A rank's runtime: the implementation of ``recover.Rank``."""
 
     def __init__(
         self,
@@ -69,7 +71,11 @@ class RankRuntime:
         first_step: int = 0,
         device: str | None = None,
     ):
-        """``device``: where the model is, if not where ``config`` says."""
+        """Create a rank that is in no generation yet.
+
+        Args:
+            device: The device that the model is on; None: the one that ``config`` names.
+        """
         self._member, self._model, self._cell = member, model, cell or Cell(rank=member.rank)
         self._device, self._tagged = torch.device(device or config.device), tagged_messages
         stopwatch = stopwatch or (DeviceTime() if config.device == "cuda" else OwnTime())
@@ -86,21 +92,21 @@ class RankRuntime:
         )
         self.ballot = Ballot(wants_end=lambda: member.asked == Ask.END, prepared=self._groups.ballot)
         self._assignment: Assignment | None = None
-        """Of the generation that this rank is in, from GROUPS on."""
+        """The assignment of the generation that this rank is in, from the phase GROUPS on."""
         self._filling: Filling | None = None
         self._runner: StepRunner | None = None
-        """Of that generation, too, from TRANSFER on and until it is aborted."""
+        """The runner of that generation, from the phase TRANSFER on and until the generation is aborted."""
         member.on_offer(self._groups.prepare)
 
     # -- where it is ----------------------------------------------------------------------------------------------
 
     def begin_at(self, step: int) -> None:
-        """So many steps were committed before this job, whose checkpoint has been loaded."""
+        """Set the number of steps committed so far, as the checkpoint that has been loaded says."""
         self._position.committed = step
 
     @property
     def committed(self) -> int:
-        """See ``recover.Rank``, as of the next ones."""
+        """See ``recover.Rank``; the same goes for :attr:`done` and :attr:`own`."""
         return self._position.committed
 
     @property
@@ -125,22 +131,22 @@ class RankRuntime:
 
     @property
     def outcome(self) -> Any:
-        """Of the last committed step, as the model has it."""
+        """The outcome of the last committed step, as ``Model.apply`` returned it."""
         return self._position.outcome
 
     @property
     def votes(self) -> Votes:
-        """Of the last step."""
+        """The votes of the last step that was agreed on."""
         return Votes.of(self._position.totals)
 
     @property
     def generation(self) -> int:
-        """The number of the one that this rank is in; 0: none yet."""
+        """The number of the generation that this rank is in; 0 before the first."""
         return self._lookout.generation
 
     @property
     def plan(self) -> Plan:
-        """Of the generation that this rank is in."""
+        """The plan of the generation that this rank is in."""
         return self._assigned.plan
 
     @property
@@ -163,7 +169,8 @@ class RankRuntime:
         if isinstance(why, PeerFailed):
             self.chronicle.event("cut_short", self.committed, why=str(why))
         if self._groups.holds is not None:
-            # All end together, or others would take what is left for what was sent.
+            # All ranks must end the generation together; otherwise one that has not heard would take the
+            # leftovers of an aborted message for what was sent.
             self._member.await_newer(self._groups.entered.number, str(why))
         if self._runner is not None:
             self._runner.abandon()
@@ -176,7 +183,8 @@ class RankRuntime:
         self._model.discard_incoming()
 
     def build_groups(self, generation: Generation) -> None:
-        # Not verified once more: the coordinator did, and every rank would spend milliseconds of the stall on it.
+        # Not verified again: the coordinator has done so, and on every rank it would add milliseconds to the
+        # stall.
         self._assignment = assignment = Assignment(generation=generation, cell=self._cell)
         self._position.joins = assignment.is_fresh
         if assignment.is_fresh:
@@ -200,21 +208,23 @@ class RankRuntime:
         finished = agree.left_behind(standings)
         self._catch_up(standings)
         rest = Rest(begun=False)
-        if generation.planned:  # it begins between two steps
+        if generation.planned:  # a planned generation begins between two steps
             self._at_hand.forget()
         else:
             cell_group = self._groups.within_cell(self._cell.ranks)
             rest = self._at_hand.go_on(self._assigned, self.committed, self._groups.world, cell_group)
             self._groups.entered.settle()
         self._groups.all_have_entered()
-        self._position.begin()  # nobody is ahead any more, and the blocks with these gradients may go
+        # Nobody is ahead any more, and the blocks that hold these gradients may go.
+        self._position.begin()
         again = rest.begun and rest.program is None
         outcome = "redo" if again else "finish" if finished and not rest.begun else "resume"
         self.chronicle.goes_on(outcome, rest.taken_up)
 
     def _catch_up(self, standings: Sequence[Standing]) -> None:
-        """This rank finishes the piece of common work that others are through with; or it joins, and is as far as they
-        are.
+        """Bring this rank to where the others are: it finishes the piece of common work that they have, or joins.
+
+        A rank that joins takes over the others' position, totals and loss scale.
         """
         position, scale = self._position, self._model.loss_scale
         ahead = agree.furthest(standings)
@@ -256,11 +266,12 @@ class RankRuntime:
         )
         if not self._filling.may_wait:
             self._fill()
-        with torch.enable_grad():  # an evaluation, which runs without, may have been cut short
+        with torch.enable_grad():  # an evaluation runs without; it may have been cut short
             model.take_layout(assignment.layout, assignment.worker)
         interpreter = self._interpreter(channels, self._filling.prepare_spreading())
         self._runner = StepRunner(assignment, model, interpreter, self._position, self._measured)
-        self._spread_weights()  # some may have been cut off from those of the last step
+        # A failure may have cut some holders off from the weights of the last step.
+        self._spread_weights()
         self.chronicle.started(self.committed)
 
     def _interpreter(self, channels: Channels, weights: Weights) -> Interpreter:
@@ -277,15 +288,17 @@ class RankRuntime:
         )
 
     def settle(self) -> None:
-        """See ``recover.Rank``. The host waits for its device: what that has not come to would go with groups that are
-        left, or with the process.
+        """See ``recover.Rank``. The host waits for its device, as work that the device has not come to would
+        be lost with groups that are left, or with the process.
         """
         self._fill()
         self._groups.entered.settle()
 
     def _fill(self) -> None:
-        """All state of the plan is here, and the last step's weights, for what the device is given from now on. Before
-        anything that changes weights, or needs those that were sent.
+        """Wait for all state of the plan and for the last step's weights.
+
+        Called before anything that changes weights, or that needs weights which other ranks send: what the
+        device is given from now on sees them.
         """
         if self._filling is not None and (waited_s := self._filling.finish()) is not None:
             self.chronicle.filled(self.committed, waited_s)
@@ -322,17 +335,18 @@ class RankRuntime:
         if trace.measured:
             self._model.timed(trace.compute_s)
         if self._groups.boundary or self._member.asked == Ask.LEAVE:
-            self.settle()  # while all are there that send any
+            self.settle()  # while all who send something are still there
         if self._member.asked == Ask.LEAVE:
             raise Fenced("its node was asked to leave the job, and does behind this step")
 
     def _agreed(self, progress: Progress) -> torch.Tensor:
-        """All gradients of the step are reduced here: everyone's totals, once they are everywhere. 1-D, on the host."""
+        """Return the totals of all ranks, once all gradients of the step are reduced everywhere. 1-D, on the host."""
         self.chronicle.samples(self.committed, self._model.samples_of_losses())
         self._fill()
         self._lookout.check("agreement")
         own = self._model.local_totals()
-        # Here the host waits for its device, once a step: whoever enters the agreement has computed all of it.
+        # The host waits for its device here, once a step: whoever enters the agreement has computed all of
+        # the step.
         totals = self.ballot.cast(own, progress.missing(own.device))
         self._groups.entered.settle()
         self._position.complete = Piece.STEP
@@ -344,7 +358,10 @@ class RankRuntime:
         return totals
 
     def _examined(self, totals: torch.Tensor, progress: Progress) -> torch.Tensor:
-        """The totals to go on with, of a step whose numbers are not finite; whoever computes wrongly leaves the job."""
+        """Examine a step whose numbers are not finite, and return the totals to go on with.
+
+        Workers that are found to compute wrongly leave the job.
+        """
         assignment = self._assigned
         layout = self._member.with_all_routes(self.generation, assignment.layout)
         layout = smaller(layout, (), self._model.microbatches_of(self.committed)).layout
@@ -362,7 +379,7 @@ class RankRuntime:
         return totals
 
     def _commit(self, totals: torch.Tensor) -> None:
-        """From here to the end nothing is sent and nothing can be cut short: whoever has the totals finishes (I5)."""
+        """Apply the step. From here on nothing is sent or cut short: whoever has the totals finishes (I5)."""
         step, lookout = self.committed, self._lookout
         if self._at_hand.progress is not None:
             self._at_hand.progress.agreed()
@@ -403,10 +420,12 @@ class RankRuntime:
         self._member.rest(behind_step=False)
 
     def check_holders(self, world: dist.ProcessGroup) -> None:
-        """Work for :meth:`together`: whoever has other bytes of a layer than most of its holders leaves the job."""
+        """Work for :meth:`together`: leave out workers whose bytes of a layer differ from those of most of
+        its holders.
+        """
         self._leave_out(self._model.odd_holders(world, rank=self._cell.rank), self.committed - 1)
 
     def _leave_out(self, wrong: Mapping[int, str], step: int) -> None:
-        """Collective: whoever's numbers are wrong leaves the job, unless it cannot do without him."""
+        """Make the workers whose numbers are wrong leave, unless the job cannot do without them. Collective."""
         if wrong and dispensable(self._assigned.layout, wrong):
             leave_out(wrong, self._groups.world, self._cell, step, self.chronicle.event)

@@ -1,8 +1,9 @@
-"""The sums of gradients over their holders, beside what is left to compute.
+"""The sums of gradients over their holders, made beside what is left to compute.
 
-Nothing is added to the gradients themselves before a sum is whole: it is made in a copy, piece by piece. Where the
-program has ended the copies and the gradients change places. So a worker's own gradients are there until the step is
-committed, and a failure, whenever it comes, costs nobody what he has added up; unless memory was short.
+Nothing is added to the gradients themselves before a sum is complete: it is made in a copy, piece by piece.
+When the program has ended the copies and the gradients change places. So a worker's own gradients are kept
+until the step is committed, and a failure at any time costs no worker what it has added up, unless memory was
+short.
 """
 
 from __future__ import annotations
@@ -21,47 +22,49 @@ from odyssey_megatron.execute.scatter import Rows, Slices
 from odyssey_megatron.plan.schedule import Instr
 
 PIECE = 2**25
-"""Elements that are summed at once: 128 MB of float32."""
+"""Number of elements that are summed at once: 128 MB of float32."""
 
 ROOM_BYTES = 2**29
-"""Of copies. A sum for which there is no room waits for the oldest one, which then takes the place of the gradients."""
+"""The most bytes of copies. A sum without room waits for the oldest one, which then replaces its gradients."""
 
 
 class _Piece(NamedTuple):
-    """Of the gradients of ``instr``, on its way."""
+    """A sum of gradients of ``instr`` that is under way."""
 
     instr: Instr
     gradients: Sequence[torch.Tensor]
     totals: Sequence[torch.Tensor]
-    """What becomes of each."""
+    """The sum that each gradient becomes."""
     work: Any
     num_bytes: int
-    """Of all that is kept for it."""
+    """Bytes of all that is kept for the sum."""
 
 
 class Summed(NamedTuple):
-    """Gradients that are summed."""
+    """Gradients that are to be summed."""
 
     buffers: Sequence[torch.Tensor]
-    """1-D."""
+    """The gradients, 1-D."""
     group: dist.ProcessGroup | None
-    """Of their holders; None where there is one."""
+    """The group of their holders; None if there is only one."""
     slices: Sequence[Slices] = ()
-    """Where no holder needs all of the sums: all of ``buffers``."""
+    """All of ``buffers`` once more as slices, where no holder needs all of the sums."""
     ranks: Sequence[int] = (1,)
-    """Of each holder, in the group."""
+    """For each holder, the number of its ranks in the group."""
 
 
 class Reduction:
-    """Of one worker; over ``tensor_group`` is summed first what each rank of its cell has computed in part."""
+    """The sums of one worker. What the ranks of its cell have computed in part is summed over
+    ``tensor_group`` first.
+    """
 
     def __init__(self, ledger: Ledger, tensor_group: dist.ProcessGroup | None):
         self._ledger, self._tensor_group = ledger, tensor_group
         self._under_way: deque[_Piece] = deque()
         self._scattered: list[tuple[Instr, Rows]] = []
-        """Whose sums others need, too, and get when all are made."""
+        """Rows whose sums other ranks need, too, and get when all sums are made."""
         self._to_pass: list[tuple[Instr, Rows, torch.Tensor, range]] = []
-        """Those that others get before the next sum of their group: of which row pieces."""
+        """Sums that other ranks get before the group's next sum. The range is the part of each rank's piece."""
         self._bytes = 0
 
     def start(
@@ -72,7 +75,9 @@ class Reduction:
         share: float,
         progress: Progress,
     ) -> None:
-        """``gradients`` are multiplied with ``share`` before they are summed. ``partial`` are views of them."""
+        """Start to sum ``gradients``, multiplied by ``share``. Their views ``partial`` are summed in the cell
+        first.
+        """
         group = gradients.group
         in_cell = self._summed_in_cell(partial, share) if self._tensor_group is not None else []
         if group is None and share == 1.0 and not in_cell:
@@ -99,8 +104,9 @@ class Reduction:
         progress: Progress,
     ) -> None:
         each = max(1, PIECE // rows.group.size())
-        # On gloo operations of a group may overtake each other. Elsewhere what was summed in it last is passed on by
-        # now: not at once, as on one hardware queue whatever comes behind would wait for that sum.
+        # On gloo, operations of one group may overtake each other, so that nothing is passed on early there.
+        # Elsewhere the group's last sums are passed on now. Right behind those sums it would have been too
+        # early: on a single hardware queue everything behind would have waited for them.
         passes_on = rows.passes_on and bool(self._ledger)
         self._pass_on(rows.group)
         for low in range(0, rows.width, each):
@@ -121,7 +127,9 @@ class Reduction:
             self._scattered.append((instr, rows))
 
     def _pass_on(self, group: dist.ProcessGroup | None = None) -> None:
-        """Sends those sums to others that are under way in ``group``, or in any, in the order of all buckets."""
+        """Send the sums that are due in ``group``, or in any, to the ranks that need them, in the order of
+        all buckets.
+        """
         waiting, self._to_pass = self._to_pass, []
         for one in waiting:
             instr, rows, sums, where = one
@@ -139,19 +147,23 @@ class Reduction:
             self._end(self._under_way.popleft(), progress, keeps=False)
 
     def finish(self, progress: Progress) -> list[Instr]:
-        """Behind it the gradients are the sums, where this rank needs them. Returns what was still under way, once."""
+        """Wait for all sums. Then the gradients are the sums, where this rank needs them.
+
+        Returns:
+            The instructions whose sums were still under way, each once.
+        """
         self._pass_on()
         scattered, self._scattered = self._scattered, []
         found = dict.fromkeys([one.instr for one in self._under_way] + [instr for instr, _ in scattered])
         while self._under_way:
             self._end(self._under_way.popleft(), progress, keeps=True)
-        for instr, rows in scattered:  # in one order of all buckets
+        for instr, rows in scattered:  # in the one order of all buckets
             pairs = rows.exchange()
             self._put(instr, [one for one, _ in pairs], [total for _, total in pairs], progress, keeps=True)
         return [*found]
 
     def abandon(self) -> None:
-        """Lets go of sums that will not become whole."""
+        """Let go of sums that will not be completed."""
         self._under_way.clear()
         self._scattered.clear()
         self._to_pass.clear()
@@ -179,7 +191,7 @@ class Reduction:
             one.copy_(total if word is None else torch.where(word > 0, total, one))
 
     def _summed_in_cell(self, partial: Sequence[torch.Tensor], share: float) -> list[torch.Tensor]:
-        """First within each cell: then the sum over the holders leaves the same bytes on all of them."""
+        """Sum within the cell first: then the sum over the holders leaves the same bytes on all of its ranks."""
         if not partial:
             return []
         flat = _flatten_dense_tensors(partial) * share  # type: ignore[no-untyped-call]
@@ -188,7 +200,7 @@ class Reduction:
 
 
 def _overwrite(piece: torch.Tensor, total: torch.Tensor, view: torch.Tensor, values: torch.Tensor) -> None:
-    """Where ``view`` and ``piece`` overlap in memory, ``values`` go into ``total``, which is for ``piece``."""
+    """Write ``values`` into ``total``, the sum of ``piece``, where ``view`` and ``piece`` overlap in memory."""
     if view.untyped_storage().data_ptr() != piece.untyped_storage().data_ptr():
         return
     start = view.storage_offset() - piece.storage_offset()

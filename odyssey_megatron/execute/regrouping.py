@@ -1,4 +1,4 @@
-"""From one generation's groups to the next one's."""
+"""The change from one generation's groups to the next one's."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ from odyssey_megatron.plan.groups import WORLD
 
 
 class Regrouping:
-    """The groups that one rank is in: those of its generation; those of the one before, if this one was prepared, until
-    all members have left them; and those of the offered one, which a thread builds behind the steps.
+    """The groups that one rank is in.
+
+    These are the groups of its generation; those of the generation before, if this one was prepared, until
+    all members have left them; and those of an offered generation, which a thread builds while steps run.
 
     Args:
-        decline: is called, from that thread, with the number of an offered generation and why its groups cannot be
-            built.
-        on_groups: hears of the groups of each generation that this rank enters.
-        tagged: see ``Assignment.groups``.
+        decline: Called from that thread with the number of an offered generation and the reason why its
+            groups cannot be built.
+        on_groups: Called with the groups of each generation that this rank enters.
+        tagged: See ``Assignment.groups``.
     """
 
     def __init__(
@@ -49,26 +51,31 @@ class Regrouping:
     # -- an offered generation --------------------------------------------------------------------------------------
 
     def prepare(self, offered: Generation) -> None:
-        """Builds its groups behind the back of the steps, but for communicators that the generation has which the steps
-        are of: those are taken over. Any thread.
+        """Build the groups of an ``offered`` generation while steps run. May be called from any thread.
+
+        Communicators that the current generation has are not built, but taken over when the new one begins.
         """
-        if self._cell.rank not in offered.members:  # its cell leaves, once all others are ready
+        # The cell of this rank leaves, once all others are ready.
+        if self._cell.rank not in offered.members:
             self._offers.prepare(offered.number, NoGroups)
             return
         if (entered := self._entered) is None:
-            return  # all have been in the generation that it was to follow: this rank has left it, and nobody will
+            # This rank has left the generation that the offered one was to follow, so nobody will enter that.
+            return
         named = Assignment(generation=offered, cell=self._cell).groups(tagged=self._tagged)
         self._offers.prepare(
             offered.number, lambda: self._build(offered.number, named, entered.communicators)
         )
 
     def count(self, votes: Votes) -> None:
-        """Of a step: whether all members have prepared the same one."""
+        """Count the votes of a step: have all members prepared the same generation?"""
         self.boundary = elected(votes.ballots, votes.squares, self.world.size())
 
     def enter_prepared(self, number: int) -> bool:
-        """Generation ``number`` begins. Whether its groups were prepared; else those of the one before must be aborted,
-        and its own built. Raises Superseded.
+        """Enter generation ``number`` if its groups were prepared; return whether they were.
+
+        If not, the groups of the generation before must be aborted, and the new ones built. Raises
+        Superseded.
         """
         self.boundary = 0
         prepared = self._offers.take(number)
@@ -81,22 +88,23 @@ class Regrouping:
     # -- the generation that this rank is in ------------------------------------------------------------------------
 
     def build(self, assignment: Assignment) -> None:
-        """Raises as ``rebuild.groups.build_groups``."""
-        before = () if assignment.generation.planned else None  # of a planned one it has come to the others
+        """Build the groups of this rank's generation. Raises as ``rebuild.groups.build_groups``."""
+        # In a planned generation others may take over communicators; this rank has none to take over.
+        before = () if assignment.generation.planned else None
         self._entered = self._build(assignment.number, assignment.groups(tagged=self._tagged), before)
 
     def announce(self) -> None:
-        """This rank is in the groups of the generation."""
+        """Tell that this rank is in the groups of the generation."""
         self._on_groups(self.entered)
 
     def all_have_entered(self) -> None:
-        """Nobody is in the groups of the generation before any more."""
+        """Close the groups of the generation before, in which nobody is any more."""
         if self._left is not None:
             self._left.close()
             self._left = None
 
     def abort(self) -> None:
-        """Ends every operation; :meth:`leave` follows."""
+        """End every operation. :meth:`leave` must follow."""
         for groups in (self._entered, self._left):
             if groups is not None:
                 groups.abort()
@@ -111,39 +119,40 @@ class Regrouping:
 
     @property
     def has_entered(self) -> bool:
-        """This rank is in the groups of a generation."""
+        """Whether this rank is in the groups of a generation."""
         return self._entered is not None
 
     @property
     def holds(self) -> torch.Tensor | None:
-        """See ``execute/ledger.py``: None also where this rank is in no groups."""
+        """See ``execute/ledger.py``; None also where this rank is in no groups."""
         return None if self._entered is None else self._entered.holds
 
     @property
     def entered(self) -> Groups:
-        """Raises Superseded if there are none."""
+        """The groups of this rank's generation. Raises Superseded if there are none."""
         if self._entered is None:
             raise Superseded("no groups")
         return self._entered
 
     @property
     def world(self) -> dist.ProcessGroup:
-        """Of all members."""
+        """The group of all members."""
         return self.entered[WORLD]
 
     def within_cell(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """That of ``ranks`` of this rank's cell; None if it is the only one."""
+        """Return the group of ``ranks`` of this rank's cell; None if this rank is the only one."""
         return self.find(membership.cell_group_name(ranks))
 
     def find(self, name: str) -> dist.ProcessGroup | None:
-        """If this rank is in it."""
+        """Return the group of that name, if this rank is in it."""
         return self.entered[name] if name in self.entered else None
 
     def holders_of(
         self, assignment: Assignment, first: int, last: int, slot: int
     ) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
-        """The group of the holders of a block ``[first, last)``; of each all ranks that have the same of it as this one
-        in a ``slot`` (``Cell.slot``), and how many these are.
+        """Return the group of the ranks that have the same of block ``[first, last)`` as this one has in ``slot``.
+
+        See ``Cell.slot``. The second value is the number of these ranks for each holder.
         """
         parts = self._cell.parts
         (block,) = (one for one in assignment.layout.blocks() if (one.first, one.last) == (first, last))
@@ -152,5 +161,5 @@ class Regrouping:
 
     @property
     def are_over(self) -> bool:
-        """They are aborted, on a device that goes on with what that has left."""
+        """Whether the groups are aborted, on a device that goes on with what the abort has left there."""
         return self.holds is not None and not self.holds.item()

@@ -1,10 +1,11 @@
-"""Gradients of which each of their holders needs some slices only: where they lie, and who sends whom which sums.
+"""Sums of gradients of which each holder needs some slices only: where they lie, and who exchanges them.
 
-The slices of a bucket's layers are put one behind the other, those of the first owner first. So each holder has a row,
-as long as the longest; where a holder has several ranks with the same gradients (context parallelism), each of them has
-a piece of its row. A reduce-scatter of the rows sums them, and each rank has the sums of its piece. Then it sends them
-to the others who keep them: as they are, without waiting for them, where they lie in the order of those
-(:attr:`Rows.passes_on`). All who keep a slice have one rank's sums of it, and so the same bytes.
+The slices of a bucket's layers are put one behind the other, ordered by their first owner. So each holder has
+a row; all rows are as long as the longest. Where a holder has several ranks with the same gradients (context
+parallelism), each of them has a piece of its row. A reduce-scatter sums the rows and leaves each rank the
+sums of its piece. The rank then sends them to the others that keep them. Where they lie in the order of these
+others, they are sent as they are, without waiting for them (:attr:`Rows.passes_on`). All keepers of a slice
+have one rank's sums of it, and so the same bytes.
 """
 
 from __future__ import annotations
@@ -21,38 +22,40 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class Slices(NamedTuple):
-    """Of gradients: in the same order on all holders."""
+    """Slices of gradients that have the same owners, in the same order on all holders."""
 
     owners: tuple[int, ...]
-    """Numbers of holders, the first one first."""
+    """The numbers of the holders that keep these slices, the first owner first."""
     views: Sequence[torch.Tensor]
-    """1-D, of this rank's gradients."""
+    """This rank's gradients, as 1-D views."""
 
 
 class _Piece(NamedTuple):
     start: int
-    """In its row."""
+    """Its place in the row."""
     owners: tuple[int, ...]
     view: torch.Tensor
 
 
 class Rows:
-    """The gradients of one bucket in their rows, for one ``group`` of their ``holders``."""
+    """The gradients of one bucket in their rows, for one ``group`` of their holders."""
 
     def __init__(self, slices: Sequence[Slices], ranks: Sequence[int], group: dist.ProcessGroup):
-        """``ranks``: of each holder, how many it has in the ``group``."""
+        """Put the slices in rows; ``ranks``: for each holder, the number of its ranks in the ``group``."""
         self.group, self._places = group, places(ranks)
         self._rows: list[list[_Piece]] = [[] for _ in ranks]
         lengths = [0] * len(ranks)
         self.passes_on = {*ranks} == {1} and max(len(one.owners) for one in slices) == 2
-        """What each rank has summed goes to others piece by piece, none to several, if it is sent on at all."""
+        """Whether each rank's sums can be passed on piece by piece as they are: each holder has one rank
+        here, and no slice more than one other owner.
+        """
         for one in sorted(slices, key=lambda one: one.owners[1:] or (len(ranks),)):
             row = one.owners[0]
             for view in one.views:
                 self._rows[row].append(_Piece(lengths[row], one.owners, view))
                 lengths[row] += view.numel()
         self.width = max(-(-length // count) for length, count in zip(lengths, ranks, strict=True))
-        """Of what a rank sums."""
+        """Number of elements that one rank sums."""
         self._me = group.rank()
 
     @property
@@ -60,7 +63,10 @@ class Rows:
         return next(piece.view.element_size() for row in self._rows for piece in row)
 
     def _within(self, rank: int, low: int, high: int, keeper: int = -1) -> Iterator[tuple[int, torch.Tensor]]:
-        """(where, view) of what is in ``[low, high)`` of the piece of ``rank``, and is kept by ``keeper``, if any."""
+        """Yield (where, view) of what is in ``[low, high)`` of the piece of ``rank``, and is kept by ``keeper``.
+
+        A negative ``keeper`` stands for any.
+        """
         row, number = self._places[rank]
         before = number * self.width
         for piece in self._rows[row]:
@@ -71,7 +77,7 @@ class Rows:
                     yield start - before - low, piece.view[start - piece.start : stop - piece.start]
 
     def packed(self, low: int, high: int, share: float) -> torch.Tensor:
-        """What is in ``[low, high)`` of the piece of each rank, times ``share``: [ranks, high - low]."""
+        """Return what is in ``[low, high)`` of the piece of each rank, times ``share``: [ranks, high - low]."""
         some = next(piece.view for row in self._rows for piece in row)
         rows = some.new_zeros(self.group.size(), high - low)
         for rank, row in enumerate(rows):
@@ -80,26 +86,28 @@ class Rows:
         return rows
 
     def own(self, low: int, high: int) -> list[tuple[int, torch.Tensor]]:
-        """(where, view) of what this rank sums in ``[low, high)`` of its piece."""
+        """Return (where, view) of what this rank sums in ``[low, high)`` of its piece."""
         return [*self._within(self._me, low, high)]
 
     def views(self, rows: torch.Tensor, low: int, high: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Of what :meth:`packed` has given, pairs of a gradient and what it has become."""
+        """Yield pairs of a gradient and its place in ``rows``, which :meth:`packed` gave."""
         for rank, row in enumerate(rows):
             for at, view in self._within(rank, low, high):
                 yield view, row[at : at + view.numel()]
 
     def sum(self, rows: torch.Tensor) -> tuple[torch.Tensor, dist.Work]:
-        """This rank's sums of what :meth:`packed` has given, when the second has been waited for."""
+        """Return this rank's sums of what :meth:`packed` gave. They are there when the work has been waited for."""
         found = rows.new_empty(rows.shape[1])
         return found, _reduce_scatter(found, rows.view(-1), group=self.group, async_op=True)
 
     def pass_on(
         self, sums: torch.Tensor, low: int, high: int
     ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], dist.Work]:
-        """Sends the ``sums`` that :meth:`sum` gives for ``[low, high)`` to the others who keep them, if this
-        :attr:`passes_on`; collective. A device comes to it behind that sum, which no host need have waited for. Gives
-        pairs of a gradient and what its sum is when the second has been waited for.
+        """Send the ``sums`` of ``[low, high)``, which :meth:`sum` gave, to the others that keep them. Collective.
+
+        Only where :attr:`passes_on`. A device comes to it behind that sum, for which no host need have
+        waited. Returns pairs of a gradient and its sum, which is there when the work returned has been waited
+        for.
         """
         others = [other for other in range(self.group.size()) if other != self._me]
         sent, come = [0] * self.group.size(), [0] * self.group.size()
@@ -114,8 +122,10 @@ class Rows:
         return [*zip(views, torch.split(taken, [view.numel() for view in views]), strict=True)], work
 
     def exchange(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Sends the sums that this rank has to the others who keep them; collective. Gives pairs of a gradient and the
-        sum that has come from another rank. Nobody has changed anything yet.
+        """Send this rank's sums to the others that keep them; collective.
+
+        Returns pairs of a gradient and the sum of it that has come from another rank. The gradients are not
+        changed yet.
         """
         size = self.group.size()
         sent = [self._between(self._me, other) for other in range(size)]

@@ -1,4 +1,4 @@
-"""The step at hand, over as many generations as it takes; and how one generation carries it out."""
+"""The step at hand, which may take several generations, and how one generation carries it out."""
 
 from __future__ import annotations
 
@@ -20,37 +20,40 @@ from odyssey_megatron.plan.schedule import Program
 
 
 class StepAtHand:
-    """Of one rank: what it has done of the step, and what is left of it.
+    """What one rank has done of the step at hand, and what is left of it.
 
     Args:
-        device: where the model is.
-        keeps: what has been done of an interrupted step may stay.
+        device: The device that the model is on.
+        keeps: Whether what has been done of an interrupted step may stay.
     """
 
     def __init__(self, model: Model, device: torch.device, *, keeps: bool):
         self._model, self._device, self._keeps = model, device, keeps
         self.progress: Progress | None = None
-        """None where it has not begun, or must begin anew."""
+        """What has been done of the step; None if it has not begun, or must begin anew."""
         self._rest: Program | None = None
-        """What is left to do of it, if it goes on behind a failure."""
+        """What is left to do of a step that goes on after a failure; None: all of it."""
 
     def begin(self, assignment: Assignment, step: int) -> Progress:
-        """``step``, unless it goes on."""
+        """Begin ``step``, unless it is one that goes on; return its progress."""
         if self.progress is None:
             self._model.begin_step(step)
             self.progress = new_progress(assignment, keeps=self._keeps)
         return self.progress
 
     def take_rest(self) -> Program | None:
-        """What to carry out of it; None: all of the program."""
+        """Return, once, what is left of a step that goes on; None: run the whole program."""
         rest, self._rest = self._rest, None
         return rest
 
     def take_stock(self, *, together: bool) -> None:
-        """Its generation has ended, and the device has nothing left to do: what counted for nothing is done anew.
+        """Find out what the device has really done, as the generation has ended and the device is idle.
+
+        Visits that counted for nothing are undone, to be done anew.
 
         Args:
-            together: everybody who goes on heard of it in time, and nobody has counted what came of its end.
+            together: Whether all ranks that go on heard of the end in time, so that none of them took the
+                leftovers of an aborted message for data. If not, the step is done again.
         """
         if self.progress is not None:
             self._model.undo(self.progress.take_stock())
@@ -63,7 +66,10 @@ class StepAtHand:
         world: dist.ProcessGroup,
         cell_group: dist.ProcessGroup | None,
     ) -> Rest:
-        """In a new generation, with ``step`` where it was interrupted, or anew. See ``interrupted.go_on``."""
+        """Decide in a new generation whether ``step`` goes on where it was interrupted or begins anew.
+
+        See ``interrupted.go_on``.
+        """
         rest = go_on(
             world,
             cell_group,
@@ -80,7 +86,7 @@ class StepAtHand:
         return rest
 
     def forget(self) -> None:
-        """It is done, or has not begun."""
+        """Forget the step: it is done, or has not begun."""
         self.progress = self._rest = None
 
 
@@ -99,7 +105,7 @@ class StepRunner:
         self._position, self._measured = position, measured
 
     def run(self, at_hand: StepAtHand, trace: Trace) -> None:
-        """The program of the step, or what is left of it."""
+        """Run the program of the step, or what is left of it."""
         progress, rest = at_hand.begin(self._assignment, self._position.committed), at_hand.take_rest()
         if rest is None:
             self._interpreter.run(self._program_of_step(), trace, progress)
@@ -107,7 +113,7 @@ class StepRunner:
             self._run_once_more(rest, trace, progress)
 
     def run_exchanged(self, exchange: Exchange) -> Progress:
-        """All of the step once more, with microbatches exchanged; what came of that attempt."""
+        """Run all of the step once more, with microbatches exchanged; return the progress of that attempt."""
         self._model.begin_step(self._position.committed)
         program, trial = renumbered(self._program_of_step(), exchange), new_progress(self._assignment)
         self._run_once_more(program, self._measured.trace(self._position.committed), trial)
@@ -117,10 +123,10 @@ class StepRunner:
         return self._assignment.step(self._model.microbatches_of(self._position.committed)).program
 
     def _run_once_more(self, program: Program, trace: Trace, progress: Progress) -> None:
-        """Besides what has been done of the step.
+        """Run ``program`` in addition to what has been done of the step already.
 
         Raises:
-            PeerFailed: there is no memory for it, since what was in flight here came on top of what the plan keeps in
+            PeerFailed: Memory ran out, since what was in flight here came on top of what the plan keeps in
                 flight. Done again from its beginning, the step fits.
         """
         try:
@@ -131,7 +137,10 @@ class StepRunner:
             raise PeerFailed(f"no memory to go on with {step}: {error}") from error
 
     def evaluate(self, first: int, microbatches: int) -> None:
-        """So many ``microbatches``, at most those of a plan, from ``first`` on through the layers, forward only."""
+        """Run at most a plan's number of ``microbatches`` through the layers, forward only.
+
+        ``first`` is the number of the first one.
+        """
         self._model.begin_evaluation(first, microbatches)
         program = self._assignment.step(microbatches).program
         trace, progress = self._measured.trace(self._position.committed), new_progress(self._assignment)
@@ -139,8 +148,9 @@ class StepRunner:
             self._interpreter.run([one for one in program if one.op in FORWARD_ONLY], trace, progress)
 
     def time_links(self) -> None:
-        """Those to whoever this worker exchanges activations with, and sums with whoever it holds layers with; they do
-        the same.
+        """Time messages and sums with the workers that exchange activations with this one, or hold its layers.
+
+        All of these workers must call this, too.
         """
         interpreter, assignment = self._interpreter, self._assignment
         neighbours = Neighbours(
@@ -153,11 +163,11 @@ class StepRunner:
         self._measured.exchange(self._position.committed, neighbours, self._model.empty_message())
 
     def abandon(self) -> None:
-        """The generation has ended."""
+        """Let go of messages and sums under way, as the generation has ended."""
         self._interpreter.abandon()
 
 
 def new_progress(assignment: Assignment, *, keeps: bool = False) -> Progress:
-    """Of a step, or an evaluation, of which nothing is done; ``keeps``: see :class:`Progress`."""
+    """Return the progress of a step, or an evaluation, that has not begun. ``keeps``: see :class:`Progress`."""
     layout = assignment.layout
     return Progress(layout.num_microbatches, layout.num_layers, keeps=keeps, alone=assignment.cell.size == 1)

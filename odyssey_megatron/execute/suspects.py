@@ -1,9 +1,9 @@
-"""A step whose numbers are not finite: is that what the model comes to, or a worker that computes wrongly?
+"""Whose fault it is that a step's numbers are not finite: the model's own, or a worker's that computes wrongly.
 
-Each worker has noted of all that it made whether it is finite (``Progress.sums``). So it is known where on the path of
-a microbatch the first number was made that is not: by a worker that was given finite ones. The step is done once more,
-in the same schedule, with microbatches exchanged, such that those in question go through others. What is finite there
-was made wrongly here; what is not is the model's own.
+Each worker has noted whether all that it made is finite (``Progress.sums``). So it is known where on the path
+of a microbatch the first number was made that is not: by a worker that was given finite ones. The step is
+done once more, in the same schedule, with microbatches exchanged, such that those in question go through
+other workers. What is finite there was made wrongly here; what is not is the model's own.
 """
 
 from __future__ import annotations
@@ -21,38 +21,40 @@ from odyssey_megatron.plan.layout import Hop, Layout
 from odyssey_megatron.plan.schedule import Op, Program
 
 Exchange = Mapping[int, int]
-"""Microbatch -> the one that is computed in its place."""
+"""Microbatch -> the microbatch that is computed in its place."""
 
 _ATTEMPTS = 3
-"""More than one where a worker has computed more than half of all microbatches."""
+"""Attempts at most. More than one is needed where a worker has computed more than half of all microbatches."""
 
 Marks = frozenset[tuple[Op, int, int]]
-"""What is not finite: (SEND_FORWARD, microbatch, the last layer that made it), (SEND_BACKWARD, microbatch, the first
-layer that made it), (REDUCE_GRAD, worker, the first layer of the block).
+"""What is not finite: (SEND_FORWARD, microbatch, the last layer that made it), (SEND_BACKWARD, microbatch,
+the first layer that made it), (REDUCE_GRAD, worker, the first layer of the block).
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suspects:
-    """Whose numbers are the first on their path that are not finite."""
+    """The workers whose numbers are the first on their path that are not finite."""
 
     tainted: frozenset[int] = frozenset()
-    """Microbatches with a number on their path that is not."""
+    """Microbatches with a number on their path that is not finite."""
     by_path: dict[int, frozenset[int]] = field(default_factory=dict)
-    """Worker -> a microbatch of which it was given finite numbers, and made others."""
+    """Worker -> a microbatch for which it was given finite numbers, and made others."""
     by_gradient: dict[int, frozenset[int]] = field(default_factory=dict)
-    """Worker -> the microbatches, with nothing else on their paths, whose weight gradients it has added up to such."""
+    """Worker -> the microbatches whose weight gradients it has added up to numbers that are not finite,
+    though everything else on the paths of these microbatches is.
+    """
 
     @property
     def questions(self) -> dict[int, frozenset[int]]:
-        """Worker -> the microbatches that others must compute."""
+        """Worker -> the microbatches that other workers must compute, to tell whether it is to blame."""
         workers = self.by_path.keys() | self.by_gradient.keys()
         none = frozenset[int]()
         return {one: self.by_path.get(one, none) | self.by_gradient.get(one, none) for one in sorted(workers)}
 
 
 def suspects(layout: Layout, marks: Marks) -> Suspects:
-    """See :class:`Suspects`; ``layout`` has the routes that the microbatches took."""
+    """Return the suspects; ``layout`` has the routes that the microbatches took."""
     paths = _paths(layout)
     made: dict[int, set[int]] = {}
     for microbatch, hops in paths.items():
@@ -83,8 +85,9 @@ def suspects(layout: Layout, marks: Marks) -> Suspects:
 
 
 def exchanged(layout: Layout, questions: Mapping[int, frozenset[int]]) -> Exchange:
-    """Pairs of microbatches that change places, so that as many as possible of those in question go past the worker
-    that they ask about; others stay.
+    """Return pairs of microbatches that change places.
+
+    As many as possible of those in question go past the worker that they ask about; the others stay.
     """
     through = _through(layout)
     places: dict[int, int] = {}
@@ -97,14 +100,15 @@ def exchanged(layout: Layout, questions: Mapping[int, frozenset[int]]) -> Exchan
             ]
             if not free:
                 continue
-            # Rather past all suspects: what two of them make alike is taken for the model's own.
+            # Prefer one that avoids all suspects: what two of them get wrong alike would be taken for the
+            # model's own.
             other = min(free, key=lambda one: (len(through[one] & questions.keys()), one))
             places |= {microbatch: other, other: microbatch}
     return places
 
 
 def in_place(layout: Layout, exchange: Exchange) -> Layout:
-    """``layout`` with the routes that the microbatches take then."""
+    """Return ``layout`` with the routes that the microbatches take after the exchange."""
     routes = tuple(
         replace(route, microbatches=tuple(exchange.get(one, one) for one in route.microbatches))
         for route in layout.routes
@@ -113,15 +117,15 @@ def in_place(layout: Layout, exchange: Exchange) -> Layout:
 
 
 def renumbered(program: Program, exchange: Exchange) -> Program:
-    """``program`` with those microbatches in place of others."""
+    """Return ``program`` with the exchanged microbatches in place of each other."""
     return tuple(one._replace(microbatch=exchange.get(one.microbatch, one.microbatch)) for one in program)
 
 
 class Inquiry:
-    """Which of the suspects are to blame: those whose microbatches others have all computed, and nothing came of it.
+    """Finds out which suspects are guilty: those whose microbatches in question were all finite elsewhere.
 
     Args:
-        before: of the attempt whose numbers are not finite.
+        before: The suspects of the attempt whose numbers are not finite.
     """
 
     def __init__(self, layout: Layout, before: Suspects):
@@ -129,11 +133,17 @@ class Inquiry:
         self._open = before.questions
 
     def next_exchange(self) -> Exchange:
-        """For another attempt; empty if that could tell nothing more."""
+        """Return the exchange for another attempt; empty if that could tell nothing more."""
         return exchanged(self._layout, {worker: asked for worker, asked in self._open.items() if asked})
 
     def hear(self, layout: Layout, after: Suspects, *, finite: bool) -> None:
-        """What came of it: ``layout`` has the routes that the microbatches took, ``finite`` is what all came to."""
+        """Take in the result of an attempt.
+
+        Args:
+            layout: The layout with the routes that the microbatches took in it.
+            after: The suspects of that attempt.
+            finite: Whether all totals were finite.
+        """
         through = _through(layout)
         for worker, asked in list(self._open.items()):
             elsewhere = frozenset(one for one in asked if worker not in through[one])
@@ -148,7 +158,7 @@ class Inquiry:
 
     @property
     def guilty(self) -> list[int]:
-        """Workers that made what is not finite, where others did not."""
+        """The workers that made numbers which are not finite, where others did not."""
         return [worker for worker, asked in self._open.items() if not asked]
 
 
@@ -159,11 +169,13 @@ def examine(
     progress: Progress,
     again: Callable[[Exchange], tuple[Progress, bool]],
 ) -> dict[int, str]:
-    """Worker -> what is wrong with its numbers; empty if nobody's are. Collective over ``group``, of all members.
+    """Return worker -> what is wrong with its numbers; empty if nobody's are. Collective.
 
     Args:
-        progress: of the attempt whose numbers are not finite.
-        again: does the step once more, with these microbatches exchanged; and whether what all came to is finite.
+        group: The group of all members.
+        progress: The progress of the attempt whose numbers are not finite.
+        again: Does the step once more with these microbatches exchanged. Returns the progress, and whether
+            all totals are finite.
     """
     before = suspects(layout, _marks(layout, cell, group, progress))
     inquiry = Inquiry(layout, before)
@@ -181,7 +193,7 @@ def examine(
 
 
 def _marks(layout: Layout, cell: Cell, group: dist.ProcessGroup, progress: Progress) -> Marks:
-    """Of all members together; of a cell if it is so on any of its ranks."""
+    """Return the marks of all members together. A cell is marked if any of its ranks is."""
     width, height = len(layout.all_holders), layout.num_microbatches
     ops = {Op.SEND_FORWARD: 0, Op.SEND_BACKWARD: height, Op.REDUCE_GRAD: 2 * height}
     table = torch.zeros(2 * height + max(layout.workers) + 1, width, dtype=torch.int32)
@@ -209,7 +221,7 @@ def _paths(layout: Layout) -> dict[int, tuple[Hop, ...]]:
 
 
 def _through(layout: Layout) -> dict[int, set[int]]:
-    """Microbatch -> the workers on its path."""
+    """Return microbatch -> the workers on its path."""
     return {one: {hop.worker for hop in hops} for one, hops in _paths(layout).items()}
 
 

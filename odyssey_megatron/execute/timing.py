@@ -31,25 +31,27 @@ from odyssey_megatron.policy.profile import Observation
 
 
 class Stopwatch(Protocol):
-    """Times what a host asks for. Taking a mark waits for nothing."""
+    """A clock for what a host asks for. Taking a mark waits for nothing."""
 
     device: str
 
     def mark(self) -> Any:
-        """A place in the order of what has been asked for."""
+        """Take a mark in the order of what has been asked for; times between marks are of computing."""
         ...
 
     def now(self) -> Any:
-        """The same for what is waited for: the time between two of these is that on the wall."""
+        """Take a mark for what is waited for: the time between two of these is wall-clock time."""
         ...
 
     def between_s(self, began: Any, ended: Any) -> float:
-        """Of two marks of one kind, made before the step's agreement. Asked behind it, when all before it has run."""
+        """Return the seconds between two marks of one kind. They were made before the step's agreement, and
+        this is called after it, when all before it has run.
+        """
         ...
 
 
 class OwnTime:
-    """The thread's own time: waiting for a core that another rank has is not the layer's cost."""
+    """The thread's CPU time: waiting for a core that another rank has is not the layer's cost."""
 
     device = "cpu"
 
@@ -64,7 +66,7 @@ class OwnTime:
 
 
 class DeviceTime:
-    """The device's, by events. Not run by this project's tests, which have no GPU."""
+    """The device's time, by events. Only ``tests/gpu.sh`` runs it, as all other tests do without a GPU."""
 
     device = "cuda"
 
@@ -82,44 +84,45 @@ class DeviceTime:
 
 @dataclass(slots=True)
 class Trace:
-    """The instructions of one step with their start and end (monotonic clock of the host, seconds).
+    """The instructions of one step with their start and end, in seconds of the host's monotonic clock.
 
-    Of ``measured`` steps a stopwatch also times what computes, without what it waits for. Not every step, since on some
-    systems the thread's clock is slow (0.6 ms seen).
+    In ``measured`` steps a stopwatch also times what computes, without what it waits for. Not in every step,
+    since on some systems the thread's clock is slow (0.6 ms seen).
     """
 
     measured: bool = False
     stopwatch: Stopwatch = field(default_factory=OwnTime)
     slowness: float = 1.0
-    """Injected: so many times its time does each compute instruction take, by taking up the rest."""
+    """An injected factor: each compute instruction takes this many times its time, by busy waiting."""
     entries: list[tuple[Instr, float, float]] = field(default_factory=list)
     marks: list[tuple[Instr, Any, Any]] = field(default_factory=list)
     probes: list[tuple[Any, Any]] = field(default_factory=list)
-    """Of products that are the same on all ranks."""
+    """The beginning and end of matrix products that are the same on all ranks."""
     began_s: float = field(default_factory=time.monotonic)
     wall_s: float = 0.0
-    """That what computes has taken, by ``wall``."""
+    """Seconds that computing has taken by :attr:`wall`."""
     wall: Callable[[], float] = time.monotonic
-    """The clock on the wall, perhaps without what this thread waits for."""
+    """The wall clock, perhaps without the time that this thread waits for a core."""
 
     _open: tuple[Instr, Any, float] | None = None
-    """What computes, and since which mark, and when."""
+    """What is computing now, with the mark and the time of its beginning."""
 
     @contextlib.contextmanager
     def span(self, instr: Instr) -> Iterator[None]:
         at, start_s = len(self.entries), time.monotonic()
-        self.entries.append((instr, start_s, start_s))  # what runs within it stands behind it
+        # Appended at once, so that what runs within it stands behind it.
+        self.entries.append((instr, start_s, start_s))
         yield
         self.entries[at] = (instr, start_s, time.monotonic())
 
     def until_now(self, instr: Instr) -> None:
-        """``instr`` has gone on beside others, and ends now."""
+        """Note that ``instr``, which has gone on beside others, ends now."""
         at = next(at for at, (one, _, _) in enumerate(self.entries) if one == instr)
         self.entries[at] = (instr, self.entries[at][1], time.monotonic())
 
     @contextlib.contextmanager
     def computing(self, instr: Instr) -> Iterator[None]:
-        """The body is the part of ``instr`` that computes, or one of them; its input is here, or waited for before."""
+        """Time the body as the computing part of ``instr``, or as one of several such parts; its input is here."""
         if instr.op not in COMPUTE or not (self.measured or self.slowness > 1.0):
             yield
             return
@@ -129,7 +132,7 @@ class Trace:
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """The body does not belong to what computes, in the middle of which it runs."""
+        """Leave the body out of the computing of the instruction in the middle of which it runs."""
         instr = self._close()
         yield
         if instr:
@@ -147,7 +150,7 @@ class Trace:
         return instr
 
     def end_of(self, began: Any) -> Any:
-        """The mark behind what began with one, when it has been made as slow as it is to be: on a CPU only."""
+        """Return the mark behind what began at ``began``, after slowing it down as injected (on a CPU only)."""
         if self.slowness > 1.0:
             ends_s = began + self.slowness * (time.thread_time() - began)
             while time.thread_time() < ends_s:
@@ -155,7 +158,9 @@ class Trace:
         return self.stopwatch.mark()
 
     def probe(self) -> None:
-        """Products behind what a measured step computes: they tell how fast a rank is that has nothing to do."""
+        """Time matrix products after what a measured step computes: they tell the speed of a rank that has
+        nothing to do.
+        """
         if not self.measured:
             return
         device = self.stopwatch.device
@@ -167,31 +172,31 @@ class Trace:
             self.probes.append((began, self.end_of(began)))
 
     def compute_s(self) -> dict[Instr, float]:
-        """How long each instruction has computed. Behind the step's agreement."""
+        """Return the seconds that each instruction has computed. To be called after the step's agreement."""
         found: dict[Instr, float] = {}
         for instr, began, ended in self.marks:
             found[instr] = found.get(instr, 0.0) + self.stopwatch.between_s(began, ended)
         return found
 
     def to_jsonable(self) -> list[list[object]]:
-        """[[text, start_s, end_s], ...] as the journal has it."""
+        """Return [[text, start_s, end_s], ...], as the journal has it."""
         return [[str(instr), round(start, 6), round(end, 6)] for instr, start, end in self.entries]
 
 
 _PROBE_SIZE, _PROBE_SIZE_ON_GPU, _PROBES = 96, 1024, 5
-"""Of each, large enough that it takes longer than it takes to begin."""
+"""The sizes and the number of the products. Each is large enough to take longer than its start does."""
 _ENOUGH = 4
-"""Microbatches that say how unlike they are."""
+"""The number of microbatches that tells how unlike they are."""
 _KEPT = 4
-"""Measured steps that are published: whoever reads them now and then misses none."""
+"""The number of measured steps that are published, so that a reader who looks now and then misses none."""
 
 
 class Measurements:
     """What this rank has measured of the job so far.
 
     Args:
-        every: so many steps apart are those that are measured.
-        slowness: of a step, as it is injected.
+        every: Steps from one measured step to the next.
+        slowness: Gives the injected slowness of a step.
     """
 
     def __init__(
@@ -206,7 +211,7 @@ class Measurements:
         self._wall = _wall() if self._stopwatch.device == "cpu" else None
         self.link: LinkTimes | None = None
         self.regroup_s: float | None = None
-        """How long the last recovery took until it was known what to move."""
+        """Seconds that the last recovery took until it was known what to move."""
         self._steps: deque[tuple[Observation, ...]] = deque(maxlen=_KEPT)
         self._links: deque[tuple[LinkSeen, ...]] = deque(maxlen=_KEPT)
         self._sums: deque[tuple[SumSeen, ...]] = deque(maxlen=_KEPT)
@@ -216,11 +221,11 @@ class Measurements:
         self._exchanged: tuple[int, Exchanged, Summed] = (-1, {}, {})
 
     def measures(self, step: int) -> bool:
-        """Whether ``step`` is one of those; the same on all ranks."""
+        """Whether ``step`` is measured; it is the same on all ranks."""
         return step == 1 or step % self._every == 0
 
     def trace(self, step: int) -> Trace:
-        """For the instructions of ``step``."""
+        """Return a trace for the instructions of ``step``."""
         return Trace(
             measured=self.measures(step),
             stopwatch=self._stopwatch,
@@ -229,15 +234,18 @@ class Measurements:
         )
 
     def exchange(self, step: int, neighbours: Neighbours, message: torch.Tensor) -> None:
-        """Times messages to those that this worker exchanges some with, and sums, before ``step``."""
+        """Time messages and sums with this worker's neighbours, before ``step``."""
         now = self._stopwatch.now
         self._exchanged = step, neighbours.exchange(message, now), neighbours.sums(message, now)
 
     def with_step(
         self, step: int, trace: Trace, state_bytes: Mapping[int, int], took: StepSeen | None = None
     ) -> str:
-        """What is known after ``step``, which was measured, as it is published; ``state_bytes``: of each layer whose
-        state is here; ``took``: none where it says nothing of others.
+        """Return what is known after ``step``, which was measured, in the form in which it is published.
+
+        Args:
+            state_bytes: The bytes of state of each layer whose state is here.
+            took: The time of the step; None if it tells nothing about other steps.
         """
         self._took.extend([took] if took else [])
         self._steps.append((*_medians(step, trace), *_probe(step, trace)))
@@ -264,7 +272,7 @@ class Measurements:
 
 
 def _medians(step: int, trace: Trace) -> Iterator[Observation]:
-    """One observation a span of layers. One microbatch may be held up by anything; half of them are not."""
+    """Yield one observation for each span of layers: medians, as something may hold up single microbatches."""
     took = trace.compute_s()
     of_microbatch = by_microbatch(took)
     spans: dict[tuple[int, int], tuple[list[float], list[float], list[float]]] = {}
@@ -292,7 +300,7 @@ def _medians(step: int, trace: Trace) -> Iterator[Observation]:
 
 
 def _uneven(step: int, trace: Trace) -> Iterator[UnevenSeen]:
-    """Of those that go the usual way through this rank, if they are enough to say so."""
+    """Yield how unlike the microbatches are that take the most common way through this rank, if they are enough."""
     took = trace.compute_s()
     ways: dict[tuple[tuple[str, int, int], ...], list[tuple[float, float]]] = {}
     for own in by_microbatch(took).values():
@@ -304,14 +312,14 @@ def _uneven(step: int, trace: Trace) -> Iterator[UnevenSeen]:
     forwards, backwards = zip(*max(ways.values(), key=len, default=()), strict=True) if ways else ((), ())
     if len(forwards) >= _ENOUGH and min(map(len, map(set, (forwards, backwards)))) > 1:
         usual_s = statistics.median(forwards)
-        # 1.4826: a normal one's deviation, by its median
+        # 1.4826 times the median absolute deviation is the standard deviation of a normal distribution.
         spread = 1.4826 * statistics.median(abs(one / usual_s - 1) for one in forwards)
         together = statistics.correlation(forwards, backwards)
         yield UnevenSeen(step=step, spread=spread, together=together)
 
 
 def _probe(step: int, trace: Trace) -> Iterator[Observation]:
-    """The fastest product, as an empty span."""
+    """Yield the fastest product, as the observation of an empty span."""
     if trace.probes:
         probe_s = min(trace.stopwatch.between_s(*one) for one in trace.probes)
         yield Observation(
@@ -320,14 +328,16 @@ def _probe(step: int, trace: Trace) -> Iterator[Observation]:
 
 
 _LONG_S = 0.06
-"""Longer than a processor is mostly taken away at a time: the kernel's period for groups that have a share is 0.1 s."""
+"""Seconds for which a rank without work multiplies at most. This is longer than a processor is mostly taken
+away at a time: the kernel's period for groups with a quota is 0.1 s.
+"""
 
 
 def _wall() -> Callable[[], float] | None:
-    """The clock by which it is seen who does not get its processor; None: nobody is judged by it.
+    """Return the clock that shows which ranks do not get their processor; None: nobody is judged by it.
 
-    Where the ranks of a node share cores, they wait for each other's. Who waits for whom changes with what they do, and
-    is nobody's fault: without that, where the kernel says how long it is.
+    Where the ranks of a node share cores, they wait for each other. Which ones wait changes with what they
+    do, and is nobody's fault: this waiting is left out, where the kernel says how long it is.
     """
     if not cores.are_shared():
         return time.monotonic
@@ -336,7 +346,10 @@ def _wall() -> Callable[[], float] | None:
 
 
 def _held(step: int, trace: Trace, wall: Callable[[], float]) -> HeldSeen:
-    """Who had nothing to compute multiplies for a while, at most half as long as the step took: others wait for it."""
+    """Return what was computed in the step. A rank that had nothing to compute multiplies matrices for a while.
+
+    It does so for at most half as long as the step took, as others wait for it.
+    """
     if trace.marks:
         return HeldSeen(step=step, computed_s=sum(trace.compute_s().values()), wall_s=trace.wall_s)
     matrix, now_s = torch.ones(_PROBE_SIZE, _PROBE_SIZE), time.monotonic()
@@ -362,7 +375,10 @@ def _sums(step: int, summed: Summed, stopwatch: Stopwatch) -> Iterator[SumSeen]:
 
 
 def link_times(group: dist.ProcessGroup, message: torch.Tensor, *, round_trips: int = 5) -> LinkTimes | None:
-    """Ping-pong between neighbours of ``group``: all its members must call. None for one without a neighbour."""
+    """Time messages back and forth between pairs of neighbours in ``group``; all its members must call.
+
+    None for a rank without a neighbour.
+    """
     mine, size = group.rank(), group.size()
     partner = mine ^ 1
     if partner >= size:
@@ -377,7 +393,7 @@ def link_times(group: dist.ProcessGroup, message: torch.Tensor, *, round_trips: 
                 work = post(tensor, group=group, **{"group_dst" if sends else "group_src": partner})
                 assert work is not None
                 work.wait()
-            tensor.reshape(-1)[0].item()  # on a device it is there only now
+            tensor.reshape(-1)[0].item()  # waits until a device has it
             times_s.append(time.monotonic() - began_s)
         best_s.append(min(times_s) / 2)
     return LinkTimes(message_bytes=message.nbytes, empty_s=best_s[0], message_s=best_s[1])

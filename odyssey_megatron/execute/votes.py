@@ -1,4 +1,4 @@
-"""What rides on the agreement of a step besides the model's totals: sums over all ranks, and so the same on all."""
+"""The numbers that are summed over all ranks, and so known to all, with a step's agreement."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 
 
 class Votes(NamedTuple):
-    """Of one step, behind the model's totals of it."""
+    """The votes of one step. They come last in its totals."""
 
     end: float
-    """How many want the job to end."""
+    """The number of ranks that want the job to end."""
     writing: float
-    """How many write a checkpoint, beside training."""
+    """The number of ranks that write a checkpoint, beside training."""
     ballots: float
-    """See ``prepare.elected``."""
+    """See ``prepare.elected``; so for ``squares``."""
     squares: float
     missing: float
-    """Instructions that have counted for nothing."""
+    """The number of instructions that have counted for nothing."""
 
     @classmethod
     def of(cls, totals: torch.Tensor) -> Votes:
@@ -30,25 +30,25 @@ NUM_VOTES = len(Votes._fields)
 
 
 class Ballot:
-    """What this rank votes for; who has an opinion says so here.
+    """What this rank votes for. Other parts of it set these attributes to have a say.
 
     Args:
-        wants_end: whether this rank wants the job to end behind the step.
-        prepared: which offered generation it has prepared, see ``prepare.Offers.ballot``.
+        wants_end: Whether this rank wants the job to end after the step.
+        prepared: The offered generation that this rank has prepared; see ``prepare.Offers.ballot``.
     """
 
     def __init__(self, *, wants_end: Callable[[], bool], prepared: Callable[[], tuple[int, int]]):
         self.wants_end = wants_end
         self.writes: Callable[[], bool] = lambda: False
-        """Whether it writes a checkpoint, beside training."""
+        """Whether this rank writes a checkpoint, beside training."""
         self._prepared = prepared
 
     def cast(self, own: torch.Tensor, missing: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the sums, on the host, which waits here for its device.
+        """Return this rank's part of the sums, on the host, which waits here for its device.
 
         Args:
-            own: its part of the model's totals, 1-D.
-            missing: how many of its instructions have counted for nothing; a number on the device.
+            own: Its part of the model's totals, 1-D.
+            missing: The number of its instructions that have counted for nothing, as a number on the device.
         """
         votes = torch.tensor([self.wants_end(), self.writes(), *self._prepared()], dtype=own.dtype)
         own = torch.cat([own, missing.reshape(1)]).cpu()

@@ -1,4 +1,4 @@
-"""What waits to be written, and is counted where it is lost."""
+"""A queue of items that wait to be written, which counts those that are lost."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Backlog(Generic[T]):
         self._bytes = 0
         self.put_so_far = 0
         self.settled = 0
-        """How many of these have been written, or lost: the first ones."""
+        """The number of items, from the first one on, that have been written, or lost."""
         self.lost = 0
-        """Since somebody was told of it."""
+        """The number of items lost since somebody was told of it."""
 
     def __bool__(self) -> bool:
         """Whether anything waits."""
@@ -27,11 +27,13 @@ class Backlog(Generic[T]):
 
     @property
     def first(self) -> T:
-        """What is to be written next. It stays until it is :meth:`written`."""
+        """The item to be written next. It stays until it is :meth:`written`."""
         return self._waiting[0][0]
 
     def put(self, item: T, size_bytes: int) -> None:
-        """Also lets go of what is too old for all to wait; but not of the first, of which a part may be written."""
+        """Append an item, and drop the oldest ones if not all fit; but not the first, a part of which may be
+        written.
+        """
         self._waiting.append((item, size_bytes))
         self._bytes, self.put_so_far = self._bytes + size_bytes, self.put_so_far + 1
         while self._bytes > self.kept_bytes and len(self._waiting) > 1:
@@ -40,21 +42,21 @@ class Backlog(Generic[T]):
             self.lost, self.settled = self.lost + 1, self.settled + 1
 
     def written(self) -> None:
-        """The first is."""
+        """Remove the first item, which has been written."""
         _, size_bytes = self._waiting.popleft()
         self._bytes, self.settled = self._bytes - size_bytes, self.settled + 1
 
     @property
     def is_settled(self) -> bool:
-        """Nothing that was put waits."""
+        """Whether nothing that was put is waiting."""
         return self.settled == self.put_so_far
 
     @property
     def missing(self) -> int:
-        """How many are lost if nothing more is written."""
+        """The number of items that are lost if nothing more is written."""
         return self.lost + self.put_so_far - self.settled
 
     def take_lost(self) -> int:
-        """How many were lost since it was last asked."""
+        """Return the number of items lost since the last call."""
         lost, self.lost = self.lost, 0
         return lost

@@ -1,4 +1,4 @@
-"""The journal of a job that runs, read as it grows: each line once."""
+"""The journal of a running job, read as it grows: each line once."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from odyssey_megatron.metrics.journal import event_of
 from odyssey_megatron.metrics.timeline import JournalEvent, last_job
 
 _NOT_SHOWN = tuple(f'"event":"{name}"'.encode() for name in ("samples", "trace", "weights"))
-"""Most of a journal's bytes; only the report reads them."""
+"""Events that make up most of a journal's bytes. Only the report reads them."""
 _HEAD_BYTES = 64
-"""The name of a line's event is in its first ones."""
+"""The name of a line's event is within this many bytes from its beginning."""
 _AT_ONCE_BYTES = 64 << 20
 
 
@@ -24,16 +24,16 @@ class _File:
 
     at: int = 0
     latest_s: float = 0.0
-    """Its clock may have been set back."""
+    """The latest time so far; the process's clock may have been set back."""
     events: list[tuple[float, JournalEvent]] = field(default_factory=list)
     known: dict[tuple[object, ...], int] = field(default_factory=dict)
-    """What is said again and again -> its place among the events."""
+    """The index in ``events`` of an event that is replaced whenever it is written again."""
 
 
 class Follower:
     """Reads what is new in a run folder's journal.
 
-    Of what many ranks say alike, or what replaces what was said before, one line is kept.
+    Where many ranks say the same, or a line replaces an earlier one, one line is kept.
     """
 
     def __init__(self, run_dir: str | Path):
@@ -42,7 +42,7 @@ class Follower:
         self._files: dict[str, _File] = {}
         self._steps: set[tuple[object, ...]] = set()
         self._planned: dict[object, list[JournalEvent]] = {}
-        """By job, the decisions that have their layouts, the first one first."""
+        """For each job, the decisions that still have their layouts, in the order in which they were made."""
         if not (self.folder / "journal").is_dir():
             raise ConfigError(
                 f"{run_dir} has no journal folder, so it is not a run's folder. Give the folder that the job was "
@@ -50,16 +50,16 @@ class Follower:
             )
 
     def events(self) -> list[JournalEvent]:
-        """Of the folder's latest job, on one clock (``timeline.last_job``).
+        """Return the events of the folder's latest job, on one clock (``timeline.last_job``).
 
         Raises:
-            ConfigError: a file cannot be read, or has a line that is none of a journal.
+            ConfigError: A file cannot be read, or has a line that is not a journal's.
         """
         for path in sorted((self.folder / "journal").glob("*.jsonl")):
             file = self._files.setdefault(path.name, _File())
             try:
                 with path.open("rb") as stream:
-                    if stream.seek(0, 2) < file.at:  # another one under its name
+                    if stream.seek(0, 2) < file.at:  # another file under its name
                         self._forget()
                         return self.events()
                     for row in _new_lines(stream, file):
@@ -70,7 +70,8 @@ class Follower:
             except OSError as error:
                 raise ConfigError(f"{path} cannot be read ({error.strerror}).") from error
             except ValueError as error:
-                self._forget()  # or what stands behind it would be missing next time
+                # Read from the start next time, or the lines behind this one would be missing.
+                self._forget()
                 raise ConfigError(f"{path}: {error}.") from error
         rows = sorted((one for file in self._files.values() for one in file.events), key=lambda one: one[0])
         return last_job([event for _, event in rows])
@@ -83,7 +84,7 @@ class Follower:
         row = file.latest_s, event
         name, job = event["event"], event.get("job")
         if name in ("step_committed", "generation_started"):
-            # A clock's own: by these moments clocks are joined.
+            # One for each clock, as clocks are joined by these moments.
             key = name, job, event["generation"], event["step"], event.get("clock")
             if key in self._steps:
                 return
@@ -101,8 +102,10 @@ class Follower:
         file.events.append(row)
 
     def _drop_layouts(self, job: object, generation: int) -> None:
-        """Of those before a generation that has started, the first one's is looked at again, and no others'. What was
-        decided may have been read before it was.
+        """Drop the layouts of decisions before a generation that has started, but for the job's first one.
+
+        The first one is looked at again, and no others. Nothing is dropped until the generation's own
+        decision has been read, too: the files may show it later than its start.
         """
         planned = self._planned.get(job, [])
         if generation in [one["generation"] for one in planned]:
@@ -112,7 +115,7 @@ class Follower:
 
 
 def _new_lines(stream: BinaryIO, file: _File) -> Iterator[bytes]:
-    """Whole ones; what is torn is looked at again when there is more."""
+    """Yield whole lines; a torn one is looked at again when there is more."""
     stream.seek(file.at)
     while chunk := stream.read(_AT_ONCE_BYTES):
         end = chunk.rfind(b"\n") + 1

@@ -1,7 +1,8 @@
 """Where a job's time went: what trained, and what did not, by the buckets of Google's ML Goodput Measurement.
 
-A step is worth the job's ideal step time, or what it took if that is less. All else is lost, and each second of it is
-in one bucket, so that the sum is the time that has passed. What is lost in tokens is that time at the ideal pace.
+A step is worth the job's ideal step time, or what it took if that is less. All other time is lost, and each
+second of it is in one bucket, so that the sum is the time that has passed. The tokens lost are what the lost
+time would have trained at the ideal pace.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ BUCKETS = {
     SLOW: "steps while a rank was known to be slow",
     OTHER: "all else: steps that were longer than the ideal one, evaluation, the end",
 }
-"""Google's names (``BadputType`` in AI-Hypercomputer/ml-goodput-measurement), with their way of naming others."""
+"""Google's names (``BadputType`` in AI-Hypercomputer/ml-goodput-measurement), with their prefix for others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
-    """Time of one bucket that one cause took."""
+    """Time in one bucket that is lost by one cause."""
 
     bucket: str
     cause: str
@@ -54,19 +55,19 @@ class Lost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goodput:
-    """``productive_s`` and all that was ``lost`` are ``elapsed_s``."""
+    """The job's time: ``productive_s`` and all that was ``lost`` add up to ``elapsed_s``."""
 
     elapsed_s: float = 0.0
     productive_s: float = 0.0
     ideal_step_s: float | None = None
     tokens: int = 0
-    """Trained."""
+    """Tokens that were trained."""
     lost: tuple[Lost, ...] = ()
-    """The largest first."""
+    """The losses, the largest first."""
 
     @property
     def share(self) -> float | None:
-        """Of the time that has passed, what trained at the ideal pace."""
+        """The productive share of the time that has passed."""
         return self.productive_s / self.elapsed_s if self.elapsed_s > 0 else None
 
 
@@ -75,7 +76,7 @@ class _Slowness:
 
     def __init__(self, events: Sequence[JournalEvent]):
         self._since_s, self._ranks = [-math.inf], [""]
-        """Moments in order, and who is slow from each on; "": nobody."""
+        """Moments in order, and the ranks that are slow from each on; "": none."""
         slow: dict[str, None] = {}
         for event in named(events, "slowness"):
             if not event.get("slow_ranks"):
@@ -89,7 +90,7 @@ class _Slowness:
             self._ranks.append(next(iter(slow), ""))
 
     def between(self, since_s: float, until_s: float) -> str:
-        """Whoever was slow first in that time; "": nobody."""
+        """Return the ranks that were slow first in that time; "": none."""
         first = bisect.bisect_right(self._since_s, since_s) - 1
         behind = max(first + 1, bisect.bisect_left(self._since_s, until_s))
         return next(filter(None, self._ranks[first:behind]), "")
@@ -101,7 +102,7 @@ def goodput(
     recovered: Sequence[Recovery],
     switched: Sequence[Switch],
 ) -> Goodput:
-    """By the journal alone; what it does not time is not counted."""
+    """Return the job's goodput by the journal alone. What the journal does not time is not counted."""
     starts = known(event["at_s"] for event in named(events, "job_started"))
     rows = [row for row in steps if row.committed_wall_s == row.committed_wall_s]
     if not starts or not rows:
@@ -134,7 +135,7 @@ def goodput(
 
 
 class _Ledger:
-    """What was lost so far, and what is needed to say where to."""
+    """What was lost so far, and what is needed to tell the buckets and causes."""
 
     def __init__(
         self,
@@ -157,7 +158,7 @@ class _Ledger:
         self._whole = max((self._members[one] for one in sorted(self._members)[:1]), default=0)
         self._slow = _Slowness(events)
         self._usual_s = self._usual(rows)
-        """By generation, of steps in which nothing is known to have gone wrong."""
+        """For each generation, the median time of steps in which nothing is known to have gone wrong."""
         whole = [row for row in rows if self._members.get(row.generation, self._whole) >= self._whole]
         self.ideal_s = (
             self._usual(whole, whole=True).get(-1)
@@ -172,7 +173,7 @@ class _Ledger:
             self.lost_s[bucket, cause] = self.lost_s.get((bucket, cause), 0.0) + seconds
 
     def book(self, row: CommittedStep, before_s: float, lost_s: float, *, is_first: bool) -> None:
-        """``lost_s`` of a step that began at ``before_s``: first what is known to have taken part of it."""
+        """Book ``lost_s`` of a step that began at ``before_s``, to known causes first."""
         if is_first:
             return self.lose(STARTING, "first step", lost_s)
         failed = ""
@@ -198,7 +199,7 @@ class _Ledger:
             self.lose(OTHER, "longer steps", lost_s)
 
     def _usual(self, rows: Sequence[CommittedStep], *, whole: bool = False) -> dict[int, float]:
-        """The median step of each generation; ``whole``: of all together, as -1."""
+        """Return the median step time of each generation, or with ``whole`` of all together, under -1."""
         clean: dict[int, list[float]] = {}
         for row in rows:
             if row.interval_s and row.step not in self._stalls and row.step not in self._saves:
@@ -210,10 +211,11 @@ class _Ledger:
 def stalls(
     recovered: Iterable[Recovery], switched: Iterable[Switch]
 ) -> dict[int, list[tuple[str, str, float]]]:
-    """By the step that they are part of: (bucket, cause, seconds)."""
+    """Return (bucket, cause, seconds) of each stall, by the step that it is part of."""
     found: dict[int, list[tuple[str, str, float]]] = {}
     for one in recovered:
-        if one.stall_s is not None:  # else it is part of the next one's
+        # Otherwise the stall is part of the next one's.
+        if one.stall_s is not None:
             row = RECOVERING, one.cause or "fresh groups", one.stall_s
             found.setdefault(one.step, []).append(row)
     for change in switched:
@@ -228,7 +230,7 @@ def _ranks(kind: str, ranks: Sequence[int]) -> str:
 
 
 def by_bucket(lost: Iterable[Lost]) -> Mapping[str, float]:
-    """Seconds of each bucket, 0 where nothing was lost."""
+    """Return the seconds lost in each bucket, 0 where nothing was lost."""
     found = dict.fromkeys(BUCKETS, 0.0)
     for one in lost:
         found[one.bucket] += one.seconds

@@ -1,4 +1,6 @@
-"""The journal: one JSON object a line, one file a process, readable while the job runs and after it died."""
+"""The journal: one JSON object on each line, one file for each process, readable while the job runs and after
+it died.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ _ECHO_WIDTH = 120
 class Journal:
     """Appends events of one process to ``run_dir/journal/<source>.jsonl``.
 
-    A process killed at any moment leaves whole lines only, and all of them while the folder can be written to. When it
-    cannot, the process goes on (:class:`Outlet`).
+    A process that is killed at any moment leaves whole lines only, and all of them as long as the folder can
+    be written to. When it cannot, the process goes on (:class:`Outlet`).
     """
 
     def __init__(self, run_dir: str | Path, *, source: str, rank: int = -1, job: str = ""):
@@ -42,10 +44,10 @@ class Journal:
     def event(
         self, name: str, *, generation: int = -1, step: int = -1, echo: bool = False, **values: Any
     ) -> None:
-        """Writes one event; with ``echo`` also one line for people on stderr.
+        """Write one event; with ``echo`` also one line for people on stderr.
 
         Raises:
-            KeyError: the event or one of its fields is not in ``records.EVENTS``.
+            KeyError: The event, or one of its fields, is not in ``records.EVENTS``.
         """
         unknown = set(values) - set(EVENTS[name])
         if unknown:
@@ -69,16 +71,18 @@ class Journal:
             say(_one_line(name, generation, step, self._rank, values))
 
     def flush(self, limit_s: float) -> bool:
-        """Whether all events are written within ``limit_s``."""
+        """Return whether all events are written within ``limit_s``."""
         return self._outlet.flush(limit_s)
 
     def close(self) -> None:
-        """Writes what waits, within a limit; says how much is lost."""
+        """Write what waits, within a limit, and say how much is lost."""
         self._outlet.close()
 
 
 def clock() -> str:
-    """Names this process's monotonic clock: processes whose ``t_s`` cannot be compared have different ones."""
+    """Return a name of this process's monotonic clock: it differs between processes whose ``t_s`` cannot be
+    compared.
+    """
     names = [socket.gethostname()]
     with contextlib.suppress(OSError):
         names.append(Path("/proc/sys/kernel/random/boot_id").read_text())
@@ -116,18 +120,18 @@ def _short(value: Any) -> str:
 
 
 MAX_JOURNAL_BYTES = 8 * 2**30
-"""Of one process; more would not fit into the memory of most machines."""
+"""Size limit for the journal of one process; more would not fit into the memory of most machines."""
 
 
 def read_journal(run_dir: str | Path) -> Iterator[dict[str, Any]]:
-    """All events of a folder: those of one process in its order, else in order of ``wall_s``.
+    """Return all events of a folder: those of one process in its order, otherwise in order of ``wall_s``.
 
-    What is no JSON is left out: of a process that was killed, or a disk that was full or lost its power, a line may be
-    torn.
+    Lines that are not JSON are left out: a line may be torn if the process was killed, or if the disk was
+    full or lost its power.
 
     Raises:
-        ConfigError: a file cannot be read, was written by a newer, incompatible version, or has a line that is none of
-            a journal.
+        ConfigError: A file cannot be read, was written by a newer, incompatible version, or has a line that
+            is not a journal's.
     """
     events: list[tuple[float, dict[str, Any]]] = []
     try:
@@ -148,13 +152,13 @@ def read_journal(run_dir: str | Path) -> Iterator[dict[str, Any]]:
             except ValueError as error:
                 raise ConfigError(f"{path}, line {number}: {error}.") from error
             if event is not None:
-                latest_s = max(latest_s, event["wall_s"])  # its clock may have been set back
+                latest_s = max(latest_s, event["wall_s"])  # the clock may have been set back
                 events.append((latest_s, event))
     return (event for _, event in sorted(events, key=lambda one: one[0]))
 
 
 def event_of(row: bytes) -> dict[str, Any] | None:
-    """The event of a line; None if it is torn or empty. Raises ValueError if it is of something else."""
+    """Return the event of a line; None if the line is torn or empty. Raises ValueError if it is something else."""
     try:
         event = parsed(row.decode())
     except (json.JSONDecodeError, UnicodeDecodeError):

@@ -1,4 +1,4 @@
-"""A file of lines, for whom a part of a line is worse than none."""
+"""A file of lines in which a part of a line is worse than none."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ import os
 
 
 class Lines:
-    """A file that whole lines are appended to; it, its folder or its room may be gone between two of them."""
+    """A file that whole lines are appended to, even if the file, its folder or its disk fails between two of them."""
 
     def __init__(self, path: str | os.PathLike[str]):
         self._path = os.fspath(path)
         self._fd = -1
         self._begun: tuple[bytes, bytes] | None = None
-        """A line of which a part is written, and its rest."""
+        """A line that is written in part, and its rest."""
 
     def write(self, line: bytes) -> None:
-        """Raises OSError; a part may then be written, and the next call must be with the same line."""
+        """Append ``line``. Raises OSError; a part may then be written, and the next call must be with the
+        same line.
+        """
         try:
             if self._fd >= 0 and not os.fstat(self._fd).st_nlink:
-                self.close()  # deleted
+                self.close()  # the file was deleted
             rest = self._begun[1] if self._begun else line
             if self._fd < 0:
                 rest = self._open(line, rest)
@@ -31,7 +33,10 @@ class Lines:
             raise
 
     def _open(self, line: bytes, rest: bytes) -> bytes:
-        """What is left to write: a file that ends within a line ends within ours, or in that of a killed process."""
+        """Open the file and return what is left to write.
+
+        A file that ends within a line ends within this one, or within that of a process that was killed.
+        """
         os.makedirs(os.path.dirname(self._path), exist_ok=True)
         self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         size = os.fstat(self._fd).st_size

@@ -1,7 +1,7 @@
-"""What there is to see of a job, while it runs and when it has ended: one state, from its journal alone.
+"""The state of a job as people see it, while it runs and after it has ended, from its journal alone.
 
 The terminal (``watch/screen.py``), the page (``metrics/map.py``, ``watch/page.py``), Prometheus
-(``watch/exposition.py``) and the report show this.
+(``watch/exposition.py``) and the report show this state.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from odyssey_megatron.metrics.switches import switches
 from odyssey_megatron.metrics.timeline import JournalEvent, known
 
 _RECENT = 20
-"""Steps that say how fast the job is now."""
+"""The number of newest steps that tell how fast the job is now."""
 _SHOWN_STEPS = 240
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stall:
-    """A moment in which nobody trained."""
+    """A time in which nobody trained."""
 
     step: int
     generation: int
     cause: str
-    """``killed``, ``hang``, …; or why the plan changed."""
+    """``killed``, ``hang``, …; or the reason why the plan changed."""
     ranks: tuple[int, ...]
     policy: str
     outcome: str
     stall_s: float | None
-    """None: it is not over, or the next one began before it was."""
+    """The duration; None if it is not over, or the next one began before it was."""
     is_failure: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What makes steps longer than they need to be, and is not over."""
+    """A cause that makes steps longer than they need to be, and is not over."""
 
     kind: str
     ranks: tuple[int, ...]
@@ -51,7 +51,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What a piece of work takes on a healthy worker, as fitted to all measurements."""
+    """Seconds that a piece of work takes on a healthy worker, fitted to all measurements."""
 
     first: int
     last: int
@@ -61,31 +61,31 @@ class Cost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Live:
-    """Everything that is shown."""
+    """Everything that is shown of a job."""
 
     name: str
     job: str = ""
     world_size: int = 0
     started_s: float | None = None
-    """Seconds since the epoch, by the first agent's clock, as all times here."""
+    """Start of the job in seconds since the epoch, by the first agent's clock, as all times here."""
     heard_s: float | None = None
-    """Of the newest line of the journal."""
+    """Time of the newest line of the journal."""
     verdict: str | None = None
-    """None: it has not ended."""
+    """How the job ended; None: it has not."""
     steps: tuple[CommittedStep, ...] = ()
-    """The newest."""
+    """The newest steps."""
     committed: int = 0
-    """Steps in all."""
+    """Number of steps committed in all."""
     step_s: float | None = None
-    """Median of the newest."""
+    """Median time of the newest steps."""
     planned_step_s: float | None = None
-    """As the plan in force was weighed."""
+    """Step time that the decision expected of the plan in force."""
     tokens_per_s: float | None = None
     goodput: Goodput = field(default_factory=Goodput)
     stalls: tuple[Stall, ...] = ()
     standing: Standing = field(default_factory=Standing)
     decision: Decision | None = None
-    """The last one that weighed candidates."""
+    """The last decision that weighed candidates."""
     findings: tuple[Finding, ...] = ()
     costs: tuple[Cost, ...] = ()
     suspects: tuple[Suspect, ...] = ()
@@ -100,7 +100,7 @@ class Live:
 
     @property
     def status(self) -> str:
-        """In one word or two."""
+        """The status in a word."""
         if self.verdict is not None:
             return "ended"
         if self.standing.is_recovering:
@@ -109,7 +109,10 @@ class Live:
 
 
 def live(name: str, events: Sequence[JournalEvent]) -> Live:
-    """The state after ``events`` (``timeline.last_job``). Raises KeyError, TypeError or ValueError if they are none."""
+    """Return the state after ``events`` (``timeline.last_job``).
+
+    Raises KeyError, TypeError or ValueError if they are not a journal's events.
+    """
     steps, recovered, switched = committed_steps(events), recoveries(events), switches(events)
     decided = decisions(events)
     weighed = [one for one in decided if one.candidates]

@@ -1,4 +1,4 @@
-"""The state of a job as pieces of a page, for the live one and for the report. All text is escaped."""
+"""Parts of a page that show the state of a job, for the live page and for the report. All text is escaped."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ svg .bar { fill: var(--bar); } svg .slowbar { fill: var(--bad); } svg .axis { st
 svg.meter { width: 9rem; height: .6rem; } svg.meter .back { fill: var(--line); }
 """
 HEATS = (1.03, 1.06, 1.1, 1.25, 1.5)
-"""Up to these the colours get warmer."""
+"""The factors at which the colours get warmer."""
 _DENSE = 20
-"""With more columns only what is slow has its number."""
+"""With more columns than this, only slow workers have their number shown."""
 _SHOWN_SLOW = 1.1
 
 
 def heat(slowness: float) -> int:
-    """0 (as fast as others) to 5."""
+    """Return the colour for a slowness, from 0 (as fast as others) to 5."""
     return sum(slowness > one for one in HEATS)
 
 
@@ -52,7 +52,7 @@ def spans_text(spans: Sequence[Span], num_layers: int) -> str:
 
 
 def short_span(first: int, last: int, num_layers: int) -> str:
-    """``E 1–4``, ``5``, ``13–16 H``: the layers of a stage in few letters; T is a weight that both ends share."""
+    """Return a stage's layers in few letters: ``E 1–4``, ``5``, ``13–16 H``. T is a weight that both ends share."""
     inner = [layer for layer in range(first, last) if 0 < layer < num_layers - 1]
     middle = (str(inner[0]) if len(inner) == 1 else f"{inner[0]}–{inner[-1]}") if inner else ""
     ends = ["E"] if first == 0 else []
@@ -61,7 +61,7 @@ def short_span(first: int, last: int, num_layers: int) -> str:
 
 
 def rows_of(state: Live) -> list[tuple[int, list[Place | None]]]:
-    """(stage, its places by replica); stage -1, of those without a place in the first plan, comes last."""
+    """Return (stage, its places by replica). Stage -1, of workers without a place in the first plan, comes last."""
     places = state.standing.places
     at = {(one.stage, one.replica): one for one in places}
     stages = [*range(state.standing.stages), *([-1] if any(one.stage < 0 for one in places) else [])]
@@ -71,13 +71,13 @@ def rows_of(state: Live) -> list[tuple[int, list[Place | None]]]:
 
 
 def stage_spans(row: Iterable[Place | None]) -> tuple[Span, ...] | None:
-    """What all that train of a stage compute; None if they differ, or nobody trains."""
+    """Return the layers that all training workers of a stage compute; None if they differ, or none trains."""
     found = {one.spans for one in row if one is not None and one.status == TRAINS}
     return found.pop() if len(found) == 1 else None
 
 
 def span_seconds(costs: Iterable[Cost]) -> dict[Span, float]:
-    """Of one microbatch, all kinds of work together."""
+    """Return the seconds of one microbatch for each span, all kinds of work together."""
     found: dict[Span, float] = {}
     for one in costs:
         found[one.first, one.last] = found.get((one.first, one.last), 0.0) + one.seconds
@@ -85,7 +85,7 @@ def span_seconds(costs: Iterable[Cost]) -> dict[Span, float]:
 
 
 def cell_text(place: Place, *, dense: bool) -> str:
-    """A letter for those that do not train; how slow those are that do."""
+    """Return the text of a worker's cell: a letter if it does not train, else how slow it is."""
     if place.status != TRAINS:
         return {DEAD: "✕", JOINS: "+", SHADOW: "s", WAITS: "–"}[place.status]
     if place.slowness is None or (dense and place.slowness < _SHOWN_SLOW):
@@ -94,7 +94,7 @@ def cell_text(place: Place, *, dense: bool) -> str:
 
 
 def heat_map(state: Live) -> str:
-    """Stages × replicas."""
+    """Return the table of stages × replicas."""
     rows, seconds, total = rows_of(state), span_seconds(state.costs), state.standing.num_layers
     if not rows:
         return '<p class="muted">No plan yet.</p>'
@@ -136,7 +136,7 @@ def _cell(place: Place | None, dense: bool, num_layers: int) -> str:
 
 
 def step_bars(state: Live) -> str:
-    """Step times, the newest on the right; red where a failure or a change of plan was."""
+    """Return a chart of step times, the newest on the right; red at failures and changes of plan."""
     shown = [row for row in state.steps if row.interval_s is not None and row.interval_s > 0]
     if not shown:
         return ""
@@ -162,7 +162,7 @@ def step_bars(state: Live) -> str:
 
 
 def goodput_rows(state: Live) -> list[tuple[str, str, str, str]]:
-    """(bucket, cause, seconds with its share, tokens), the largest loss first."""
+    """Return (bucket, cause, seconds with its share, tokens), the largest loss first."""
     total = state.goodput.elapsed_s or 1.0
     return [
         (one.bucket, one.cause, f"{one.seconds:,.2f} s · {one.seconds / total:.2%}", f"{one.tokens:,.0f}")
@@ -190,7 +190,7 @@ def goodput_table(state: Live) -> str:
 
 
 def margin_rows(state: Live) -> list[tuple[str, str, str, str]]:
-    """(layers, living holders, more losses survived, more nodes survived); those that survive least first."""
+    """Return (layers, living holders, more losses survived, more nodes survived), those that survive least first."""
     alike: dict[tuple[int, int], list[int]] = {}
     for one in state.standing.margins:
         alike.setdefault((one.survives, one.survives_nodes), []).extend(range(one.first, one.last))
@@ -211,7 +211,7 @@ def margin_table(state: Live) -> str:
 
 
 def cost_table(state: Live) -> str:
-    """The fitted costs, a row for each span of layers."""
+    """Return a table of the fitted costs, with a row for each span of layers."""
     kinds = list(dict.fromkeys(one.kind for one in state.costs))
     spans: dict[Span, dict[str, float]] = {}
     for one in state.costs:
@@ -231,7 +231,12 @@ def cost_table(state: Live) -> str:
 
 
 def table(columns: Sequence[tuple[str, str]], rows: Iterable[Iterable[str]]) -> str:
-    """``columns``: (heading, class of its cells; ``n`` for numbers). ``rows`` of HTML."""
+    """Return a table.
+
+    Args:
+        columns: (heading, class of its cells); the class ``n`` is for numbers.
+        rows: Cells in HTML.
+    """
     classes = [f' class="{kind}"' if kind else "" for _, kind in columns]
     head = "".join(
         f"<th{kind}>{escape(title)}</th>" for kind, (title, _) in zip(classes, columns, strict=True)
@@ -264,6 +269,6 @@ def suspect_list(state: Live) -> str:
 
 
 def excluded(state: Live) -> str:
-    """As Slurm's ``--exclude`` takes it: only names that it can mean."""
+    """Return the nodes to exclude as Slurm's ``--exclude`` takes them. Names that Slurm cannot take are left out."""
     names = (one.node for one in state.suspects if one.is_to_exclude)
     return ",".join(one for one in names if re.fullmatch(r"[\w.-]+", one))

@@ -18,7 +18,7 @@ from odyssey_megatron.metrics.backlog import Backlog
 T = TypeVar("T")
 
 _PATIENCE_S = 0.2
-"""So long a caller waits until what it has put is written, unless something is wrong by then."""
+"""Seconds for which a caller waits until what it has put is written, unless something is wrong by then."""
 _RETRY_S = 1.0
 _HANGS_AFTER_S = 5.0
 _SAID_EVERY_S = 60.0
@@ -27,14 +27,14 @@ KEPT_BYTES = 4 << 20
 
 
 def say(text: str) -> None:
-    """A line for people. That their terminal or log is gone, or full, is no reason to end."""
+    """Print a line for people. If their terminal or log is gone, or full, that is no reason to end."""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(text + "\n")
         sys.stderr.flush()
 
 
 def within(limit_s: float, work: Callable[[], T]) -> T:
-    """What ``work`` returns or raises, done in a thread; TimeoutError if it hangs, and then it does so alone."""
+    """Return or raise what ``work`` does, run in a thread of its own. TimeoutError if it takes longer."""
     done: list[Callable[[], T]] = []
 
     def run() -> None:
@@ -71,27 +71,34 @@ class Outlet(Generic[T]):
         kept_bytes: int = KEPT_BYTES,
         resumed: Callable[[int], None] = lambda lost: None,
     ):
-        """``write`` raises if it cannot; ``resumed`` is told how many items were lost once it can again."""
+        """Create an outlet.
+
+        Args:
+            write: Raises if it cannot write the item.
+            resumed: Called, once all that waited is written again, with the number of items that were lost, if any.
+        """
         self._write, self._resumed = write, resumed
         self._complaints = _Complaints(name, kept_bytes)
         self._changed = threading.Condition()
-        """Guards all that follows."""
+        """Guards all attributes below."""
         self._backlog: Backlog[T] = Backlog(kept_bytes)
         self._writes_since_s = 0.0
-        """When the write at hand has begun; 0.0: there is none."""
+        """The time when the write at hand began; 0.0: there is none."""
         self._failures = 0
         self._pauses = False
         """An attempt has failed, and the next one has not begun."""
         self._behind = False
-        """An attempt has failed, and not all is written since: nobody waits."""
+        """An attempt has failed, and not all is written since: callers do not wait."""
         self._ends = False
-        """It is closed: the thread ends where nothing waits."""
+        """The outlet is closed: the thread ends when nothing waits."""
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
         atexit.register(self.close)
 
     def put(self, item: T, size_bytes: int) -> bool:
-        """Whether ``item`` is written, with all before it; else it will be later, or is lost."""
+        """Put ``item``; return whether it is written, with all before it. If not, it will be written later,
+        or is lost.
+        """
         with self._changed:
             self._start()
             self._backlog.put(item, size_bytes)
@@ -105,15 +112,16 @@ class Outlet(Generic[T]):
         return written
 
     def flush(self, limit_s: float = _FAREWELL_S) -> bool:
-        """Tries at once, for ``limit_s`` at most; whether all that was put is written."""
+        """Try to write at once, for ``limit_s`` at most; return whether all that was put is written."""
         if os.getpid() != self._process:
-            return False  # a fork has no thread, and its parent writes
+            # A fork has no thread, and its parent writes.
+            return False
         with self._changed:
             self._await(self._backlog.put_so_far, limit_s)
             return self._backlog.is_settled
 
     def close(self) -> None:
-        """Flushes; says what is lost for good."""
+        """Flush, and say what is lost for good."""
         atexit.unregister(self.close)
         if os.getpid() != self._process:
             return
@@ -126,7 +134,7 @@ class Outlet(Generic[T]):
             say(f"[odyssey] {self._complaints.name}: {missing} line(s) were lost.")
 
     def _await(self, number: int, limit_s: float) -> bool:
-        """Whether the first ``number`` items are settled; False as soon as an attempt has failed."""
+        """Return whether the first ``number`` items are settled; False as soon as an attempt has failed."""
         failures = self._failures
         if self._pauses:
             self._pauses = False  # try at once
@@ -180,16 +188,16 @@ class Outlet(Generic[T]):
 
 
 class _Complaints:
-    """What people are told of an outlet: once an outage, and not more often than they can read."""
+    """What people are told about an outlet: once in each outage, and not more often than they can read."""
 
     def __init__(self, name: str, kept_bytes: int):
         self.name, self._kept_bytes = name, kept_bytes
         self._said_s = -inf
         self._complained = False
-        """Of the outage at hand."""
+        """Whether people were told of the outage at hand."""
 
     def wrong(self, what: str, now_s: float) -> None:
-        """Its items are not written."""
+        """Say that the items are not written."""
         if self._complained or now_s - self._said_s < _SAID_EVERY_S:
             return
         self._complained, self._said_s = True, now_s
@@ -199,7 +207,7 @@ class _Complaints:
         )
 
     def mended(self, lost: int) -> None:
-        """All are, but for those that were lost."""
+        """Say that they are written again, but for those that were lost."""
         if self._complained:
             self._complained = False
             say(f"[odyssey] {self.name} is written again; {lost} line(s) were lost.")

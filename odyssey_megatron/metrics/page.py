@@ -56,7 +56,7 @@ img { width: 100%; height: auto; display: block; }
 
 
 def html(run: Run, reference: Run | None, pictures: Sequence[Picture]) -> str:
-    """The whole page."""
+    """Return the whole page."""
     named = {picture.name: picture for picture in pictures}
     schedules = [picture for picture in pictures if picture.name.startswith("schedule_")]
     parts = [
@@ -84,7 +84,7 @@ def html(run: Run, reference: Run | None, pictures: Sequence[Picture]) -> str:
 
 
 def document(title: str, parts: Iterable[str]) -> str:
-    """A whole page; "" among its parts is left out."""
+    """Return a page made of ``parts``, of which empty ones are left out."""
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -95,7 +95,7 @@ def document(title: str, parts: Iterable[str]) -> str:
 
 
 def section(title: str, caption: str, body: str) -> str:
-    """``body`` is HTML already."""
+    """Return a section; ``body`` is HTML already."""
     said = f'<p class="muted">{escape(caption)}</p>' if caption else ""
     return f"<section><h2>{escape(title)}</h2>{said}{body}</section>"
 
@@ -118,7 +118,7 @@ def _facts(run: Run, reference: Run | None) -> str:
 
 
 def fact_row(facts: Iterable[tuple[str, str, str]]) -> str:
-    """(value, label, class) of each."""
+    """Return a row of facts, each of (value, label, class)."""
     cells = (
         f'<div class="{kind}"><b>{escape(value)}</b><span>{escape(label)}</span></div>'
         for value, label, kind in facts
@@ -158,7 +158,7 @@ _NUMBERS = {"#", "iteration", *RECOVERY_COLUMNS[7:], "step (ms)", "transition (m
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], chosen: int | None = None) -> str:
-    """Text in rows, of which number ``chosen`` stands out."""
+    """Return a table of text, in which row number ``chosen`` stands out."""
     lines = [_row(columns, cells, chosen=at == chosen) for at, cells in enumerate(rows)]
     return f"<table>{_header(columns)}{''.join(lines)}</table>"
 
@@ -196,7 +196,7 @@ def _samples(run: Run) -> str:
 
 
 def sentence(line: str) -> str:
-    """With a capital letter and a full stop."""
+    """Return ``line`` with a capital letter and a full stop."""
     return line[:1].upper() + line[1:] + "." * bool(line)
 
 
@@ -220,7 +220,7 @@ def _decision(number: int, decision: Decision) -> str:
 
 
 def candidates_table(candidates: Sequence[dict[str, Any]]) -> str:
-    """Everything that was weighed."""
+    """Return a table of all candidates that were weighed."""
     columns = ("candidate", "step (ms)", "transition (ms)", "score (tokens)", "why")
     chosen = next((at for at, row in enumerate(candidates) if row.get("chosen")), None)
     return table(columns, map(_candidate, candidates), chosen)
@@ -238,7 +238,7 @@ def _candidate(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def figure(picture: Picture, more: str = "") -> str:
-    """In both themes; ``more`` is HTML."""
+    """Return a picture in both themes; ``more`` is HTML."""
     light, dark = (base64.b64encode(data).decode() for data in (picture.light, picture.dark))
     return (
         f'<section><h2>{escape(picture.title)}</h2><p class="muted">{escape(picture.caption)}</p>{more}<picture>'

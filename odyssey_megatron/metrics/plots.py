@@ -22,17 +22,17 @@ from odyssey_megatron.names import step_name
 
 _DPI = 160
 _SCHEDULES = 12
-"""As many schedules are drawn, of the first recoveries that have traces; each takes seconds."""
+"""The most schedules that are drawn, those of the first recoveries that have traces; each takes seconds."""
 _ROWS = 256
-"""Of a schedule; a picture of more workers would be longer than a PNG can be, and nobody could read it."""
+"""Rows of a schedule. A picture of more workers would be longer than a PNG can be, and nobody could read it."""
 _LABEL_WIDTH = 0.14
+"""Share of the plot's width for a mark's text. Where failures are closer, marks carry their number only."""
 _STEPS = "step (iteration - 1)"
-"""Of the plot. Where failures are closer, their marks carry only the number that the table has too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Theme:
-    """Colours of one background."""
+    """Colours for one background."""
 
     surface: str
     ink: str
@@ -74,7 +74,7 @@ KIND_COLOURS = {
     "OTHER": "#6b7280",
 }
 _HEIGHTS = {"COMM": 0.22, "OTHER": 0.22, "REDUCE_GRAD": 0.45}
-"""Of a row; what is mostly waiting is drawn thin."""
+"""Heights as a share of a row; what is mostly waiting is drawn thin."""
 KIND_NAMES = {
     "F": "F forward",
     "E": "E forward run ahead",
@@ -100,7 +100,7 @@ class Picture:
 
 
 def all_figures(run: Run, reference: Run | None) -> tuple[Picture, ...]:
-    """Loss, step time, and one schedule picture per recovery that has traces."""
+    """Return pictures of the loss, the step time, and the schedule of the first recoveries that have traces."""
     pictures = [
         _picture(
             "loss",
@@ -170,7 +170,7 @@ def _png(draw: Callable[[Theme], Figure], theme: Theme) -> bytes:
 
 
 def loss_figure(run: Run, reference: Run | None, theme: Theme) -> Figure:
-    """Both runs on one plot; with a reference, their difference below on a logarithmic scale."""
+    """Plot the losses of both runs; with a reference, their difference below, on a logarithmic scale."""
     figure = Figure(figsize=(9, 5.2 if reference else 3.9), layout="constrained")
     if reference:
         top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
@@ -217,7 +217,7 @@ def _difference_panel(axes: Any, run: Run, reference: Run, theme: Theme) -> None
 
 
 def step_time_figure(run: Run, reference: Run | None, theme: Theme) -> Figure:
-    """Milliseconds from commit to commit."""
+    """Plot the milliseconds from commit to commit."""
     figure = Figure(figsize=(9, 3.9), layout="constrained")
     axes = figure.subplots()
     shown: list[float] = []
@@ -247,7 +247,7 @@ def _series(axes: Any, points: Sequence[tuple[int, float]], colour: str, label: 
 def _mark_failures(
     axes: Any, recoveries: Sequence[Recovery], theme: Theme, notes: Sequence[str] = ()
 ) -> None:
-    """A dashed line at each failure's step, with its number (and, where there is room, what was lost)."""
+    """Draw a dashed line at each failure's step, with its number (and, where there is room, what was lost)."""
     by_step: dict[int, list[int]] = {}
     for i, row in enumerate(recoveries):
         by_step.setdefault(row.step, []).append(i)
@@ -290,13 +290,14 @@ def _mark_failures(
 
 
 def schedule_picture(title: str, caption: str, titled: Sequence[tuple[str, ExecutedStep]]) -> Picture:
-    """Of steps that are not a run's."""
+    """Return a picture of steps that are not those of a run."""
     return _picture("schedule", title, caption, lambda theme: schedule_figure(titled, theme, of="worker"))
 
 
 def schedule_figure(titled: Sequence[tuple[str, ExecutedStep]], theme: Theme, *, of: str = "rank") -> Figure:
-    """Gantt charts on one time scale, each with its title; what is gone since the first keeps a row. ``of``: what a row
-    is.
+    """Plot Gantt charts on one time scale, each with its title. What is gone since the first keeps a row.
+
+    ``of`` says what a row is.
     """
     first = titled[0][1]
     rows = []
@@ -325,7 +326,7 @@ def schedule_figure(titled: Sequence[tuple[str, ExecutedStep]], theme: Theme, *,
 
 
 def _shown(ranks: tuple[int, ...], struck: tuple[int, ...]) -> tuple[int, ...]:
-    """``ranks`` in their order, of too many ``struck`` and the first."""
+    """Return ``ranks`` in their order; if they are too many, ``struck`` and the first of the others."""
     others = [rank for rank in ranks if rank not in struck][: _ROWS - len(struck)]
     chosen = {*struck, *others}
     return tuple(rank for rank in ranks if rank in chosen)
@@ -340,7 +341,7 @@ def _gantt(
     theme: Theme,
     of: str,
 ) -> None:
-    """One row a worker, the first on top; a lost worker keeps an empty row at the bottom."""
+    """Draw one row for each worker, the first on top; a lost worker keeps an empty row at the bottom."""
     for y, rank in enumerate(rows):
         if rank in lost_ranks:
             axes.axhspan(y - 0.4, y + 0.4, color=theme.failure, alpha=0.13, linewidth=0)

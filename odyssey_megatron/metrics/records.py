@@ -1,4 +1,4 @@
-"""The events of a run, as they stand in the journal. One source for their names and fields."""
+"""The events of a run, as they stand in the journal: the one source of their names and fields."""
 
 from __future__ import annotations
 
@@ -7,26 +7,28 @@ from typing import Annotated, Any, TypedDict
 from odyssey_megatron.inputs import FINITE, Between
 
 SCHEMA_VERSION = 2
-"""Raised when a field changes its meaning or goes away; new fields and events do not raise it."""
+"""Version of the journal. It goes up when a field changes its meaning or goes away, not for new fields or events."""
 
 COMMON_FIELDS = (
     "schema_version", "event", "t_s", "wall_s", "clock", "job", "source", "generation", "step", "rank",
 )  # fmt: skip
-"""On every line. ``t_s``: monotonic clock of the node, comparable where ``clock`` is the same; ``wall_s``: seconds
-since the epoch, for people; ``job``: the same on all lines of a job, as a folder may be used again; ``source``:
-``rank3`` or ``agent0``; ``step``: the step being worked on, counted from 0; -1 where there is none."""
+"""Fields of every line. ``t_s``: the node's monotonic clock, comparable where ``clock`` is the same.
+``wall_s``: seconds since the epoch, for people. ``job``: the same on all lines of a job, as a folder may be
+used again. ``source``: ``rank3`` or ``agent0``. ``step``: the step being worked on, counted from 0; -1 where
+there is none.
+"""
 
 CLOCK_READINGS = ("agreed_s", "in_groups_s", "resumed_s")
-"""Fields that are ``t_s`` of some moment, and say nothing by themselves."""
+"""Fields that hold the ``t_s`` of some moment, and say nothing by themselves."""
 
 STALLS = {"recovered": ("decide_s", "abort_s", "groups_s", "agree_s", "transfer_s")}
-"""Event -> its durations in which this rank did not train, one after the other."""
+"""For each event, its durations in which this rank did not train, one after the other."""
 
 SLOW_LINK = "slow link"
 SLOW_SUMS = "slow sums"
 LINK_KINDS = (SLOW_LINK, "slow network", SLOW_SUMS)
-"""Kinds of ``slowness`` that are of messages: their ``slow_ranks`` are the ends of a link, whose network it is, or who
-sums.
+"""Kinds of ``slowness`` of messages. Their ``slow_ranks`` are the ends of a slow link, the ranks whose
+network is slow, or the ranks that sum.
 """
 
 EVENTS: dict[str, tuple[str, ...]] = {
@@ -93,36 +95,46 @@ EVENTS: dict[str, tuple[str, ...]] = {
     # -- all
     "lines_lost": ("count",),
 }
-"""Event name -> its own fields.
+"""For each event, the fields of its own.
 
-``generation_started``: ``agreed_s`` = ``t_s`` when all members had said how far they were, the same moment on all
-hosts (``timeline.py``); ``generation_agreed``: by the clock of the job's host. ``decision``: a ``planned`` one is
-offered, and counts once it was ``switched`` to.
-``recovered`` (one line a surviving rank): ``in_groups_s`` and ``resumed_s`` = ``t_s`` when the rank was in all its new
-groups, and when it ran the first instruction of the next step; the other ``*_s`` are durations, each by the clock of
-one process; ``outcome`` is ``resume`` (the interrupted step went on where it was),
-``redo`` (it was done again) or ``finish`` (it had been agreed on); ``eager_forwards``: how many forwards of the dead
-others had run ahead, so that they were not done again. ``redone``: how long the step took from there until
-it was committed. ``switched``: a generation that began between two steps; ``groups_s``, ``agree_s`` and ``transfer_s``
-stood still, while ``fill_s`` ran behind the first step. ``samples`` (the rank that ran a microbatch
-through the head): ``samples`` holds, for each of ``microbatches``, the list of its global sample indices.
-``saved``: before ``step`` all waited for ``save_s``, for a checkpoint. ``weights``: at the end of a rank, by layer.
-``step_committed``: ``loss`` is a dict of named losses; one that is ``skipped`` has changed no weight, as its loss scale
-was too large; ``step_s`` is -1 where it was not timed. ``step_dealt``: how many times
-its share the route would have cost that is dearest in the ``natural`` order of its microbatches, by what is expected of
-their sequences, and as ``dealt``. ``trace``: [[text, start_s, end_s], ...] on the monotonic
-clock. ``dead`` is a list of ranks everywhere, ``causes`` what each of them has died of (``cell``: another rank of its
-own has). ``left_out`` (of a rank that stays): rank ``target`` leaves, since its numbers are wrong.
-``cut_short``: how a message or another operation of this rank failed, be it since a peer has died.
-``slowness``: what makes steps longer, or does no more: ``slow_ranks`` of a slow worker, whose
-``speed`` is 1 if it is healthy. ``replaced``: slow ranks have left for fresh processes to take their place; ``cost_s``
-of training is what their slowness had cost; ``set_aside``: their cell has left, and goes on without them. ``measured``,
-now and then: ``factors`` are [worker, so many times what its work takes elsewhere], ``costs`` [first layer, behind the
-last one, kind of work, seconds on a healthy worker].
-``cell_size``: ranks of a whole worker; ``shapes``: [worker, places that each of its ranks fills] of smaller ones.
-``cell_shrinks``: what is left of a cell of ``whole`` ranks joins as ``ranks``. ``slowed``: the compute of this rank
-takes ``slow`` times its time from here on, as was asked for; ``link_slowed``: messages from it to rank ``receiver`` do.
-``lines_lost``: so many lines of this process, before this one, could not be written.
+A field means the same in each event: ``dead`` is a list of ranks everywhere, and ``causes`` says what each of
+them has died of (``cell``: another rank of its cell has).
+
+- ``decision``: one that is ``planned`` is an offer, and counts once it was ``switched`` to. ``cell_size``:
+  the number of ranks of a whole worker. ``shapes``: [worker, places that each of its ranks fills] for smaller
+  ones.
+- ``generation_agreed``: ``agreed_s`` by the clock of the job's host; see ``generation_started``.
+- ``cell_shrinks``: what is left of a cell of ``whole`` ranks joins as ``ranks``.
+- ``slowness``: something makes steps longer, or no longer does. ``slow_ranks``: those of a slow worker; its
+  ``speed`` is 1 if it is healthy.
+- ``replaced``: slow ranks have left for fresh processes to take their place. ``cost_s``: seconds of training
+  that their slowness had cost. ``set_aside``: their cell has left, and goes on without them.
+- ``measured``, now and then: ``factors`` are [worker, how many times as long its work takes as elsewhere],
+  ``costs`` are [first layer, the layer behind the last one, kind of work, seconds on a healthy worker].
+- ``slowed``: the compute of this rank takes ``slow`` times its time from here on, as was asked for.
+  ``link_slowed``: messages from this rank to rank ``receiver`` do.
+- ``generation_started``: ``agreed_s`` is the ``t_s`` when all members had said how far they were, which is
+  the same moment on all hosts (``timeline.py``).
+- ``recovered``, one line for each surviving rank: ``in_groups_s`` and ``resumed_s`` are the ``t_s`` when the
+  rank was in all its new groups, and when it ran the first instruction of the next step. The other ``*_s``
+  are durations, each by the clock of one process. ``outcome``: ``resume`` (the interrupted step went on where
+  it was), ``redo`` (it was done again) or ``finish`` (it had been agreed on). ``eager_forwards``: the number
+  of the dead workers' forwards that others had run ahead, so that they were not done again.
+- ``switched``: a generation that began between two steps. Training stood still for ``groups_s``, ``agree_s``
+  and ``transfer_s``, while ``fill_s`` ran behind the first step.
+- ``redone``: seconds from the recovery until the step was committed.
+- ``step_committed``: ``loss`` is a dict of named losses. A step that is ``skipped`` has changed no weight, as
+  its loss scale was too large. ``step_s`` is -1 where it was not timed.
+- ``step_dealt``: the cost of the dearest route, as a multiple of its share, in the ``natural`` order of the
+  microbatches and as ``dealt``, by what is expected of their sequences.
+- ``samples``, of the rank that ran a microbatch through the head: for each of ``microbatches``, the list of
+  its global sample indices.
+- ``trace``: [[text, start_s, end_s], ...] on the monotonic clock.
+- ``weights``: at the end of a rank, by layer.
+- ``saved``: before ``step`` all ranks waited ``save_s`` for a checkpoint.
+- ``left_out``, of a rank that stays: rank ``target`` leaves, since its numbers are wrong.
+- ``cut_short``: how a message or another operation of this rank failed, for example because a peer has died.
+- ``lines_lost``: the number of lines of this process, before this one, that could not be written.
 """
 
 _Id = Annotated[int, Between(-1, 2**53, whole=True)]
@@ -130,7 +142,7 @@ _Seconds = Annotated[float, FINITE]
 
 
 class _Line(TypedDict):
-    """What stands on every line; see ``COMMON_FIELDS``."""
+    """The fields of every line; see ``COMMON_FIELDS``."""
 
     schema_version: int
     event: str
@@ -143,7 +155,7 @@ class _Line(TypedDict):
 
 
 class Candidate(TypedDict, total=False):
-    """A row of ``decision``'s ``candidates``: ``plan.generation.CandidateRow``."""
+    """A row of the ``candidates`` of a ``decision``: ``plan.generation.CandidateRow``."""
 
     name: str
     step_s: float | None

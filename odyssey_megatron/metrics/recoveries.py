@@ -1,7 +1,7 @@
-"""Recoveries out of a journal: what each one cost, from the failure to the first instruction that ran after it.
+"""Recoveries out of a journal: what each one cost, from the failure to the first instruction after it.
 
-Times are compared on the job's one clock, ``at_s`` (``timeline.py``); a monotonic time converts to it exactly at the
-moment of its line.
+Times are compared on the job's one clock, ``at_s`` (``timeline.py``). A monotonic time converts to it exactly
+at the moment of its line.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from odyssey_megatron.metrics.timeline import JournalEvent, known
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
-    """One generation after the first. Durations are the slowest surviving rank's; None = not in the journal."""
+    """One generation after the first. Durations are those of the slowest surviving rank; None: not in the journal."""
 
     generation: int
     step: int
@@ -24,30 +24,35 @@ class Recovery:
     policy: str
     plan_hash: str
     outcome: str
-    """What became of the interrupted step: ``resume``, ``redo``, ``finish``; or ``superseded``: the next failure came
-    before this recovery was through."""
+    """What became of the interrupted step: ``resume``, ``redo`` or ``finish``; or ``superseded``: the next
+    failure came before this recovery was complete.
+    """
     failed_wall_s: float
-    """When the fault was injected, else when it was detected; by the first agent's clock."""
+    """The time when the fault was injected, otherwise when it was detected; by the first agent's clock."""
     detect_s: float | None
-    """Only where the fault was injected: from then to the agent's notice."""
+    """Only where the fault was injected: the time from then until the agent noticed."""
     decide_s: float | None
     abort_s: float | None
     agree_s: float | None
     groups_s: float | None
     transfer_s: float | None
     redo_s: float | None
-    """The interrupted step, from when it went on, or was begun anew, until it was committed; training, not stall."""
+    """The time of the interrupted step, from when it went on or began anew until it was committed: training,
+    not stall.
+    """
     eager_forwards: int
-    """Forwards of the dead that others had run ahead, so that they were not done again."""
+    """Number of the dead workers' forwards that others had run ahead, so that they were not done again."""
     in_groups_s: float | None
-    """From the failure until the last survivor was in all its new groups."""
+    """The time from the failure until the last survivor was in all its new groups."""
     stall_s: float | None
-    """From the failure (of the earliest superseded recovery, if any) to the last survivor's next instruction."""
+    """The time from the failure (of the earliest superseded recovery, if any) to the last survivor's next
+    instruction.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """Why a generation got the plan it has. ``candidates`` are ``plan.generation.CandidateRow`` as JSON."""
+    """The reason why a generation has its plan. ``candidates`` are ``plan.generation.CandidateRow`` as JSON."""
 
     generation: int
     dead: tuple[int, ...]
@@ -58,12 +63,12 @@ class Decision:
 
 
 def on_one_clock(event: JournalEvent, monotonic_s: float) -> float:
-    """A monotonic time of ``event``'s process as ``at_s``."""
+    """Convert a monotonic time of the process that wrote ``event`` to ``at_s``."""
     return float(monotonic_s + event["at_s"] - event["t_s"])
 
 
 def ranks_of(value: Any) -> tuple[int, ...]:
-    """A ``dead`` field: one rank or several."""
+    """Return the ranks of a ``dead`` field, which holds one rank or several."""
     return tuple(sorted(value)) if isinstance(value, (list, tuple)) else (int(value),)
 
 
@@ -81,11 +86,11 @@ def median(values: Iterable[float]) -> float | None:
 
 _Told = Mapping[str, list[JournalEvent]]
 _TOLD = ("decision", "generation_started", "failure_detected", "injected", "recovered", "redone")
-"""What is told of recoveries."""
+"""The events that tell of recoveries."""
 
 
 def decisions(events: Sequence[JournalEvent]) -> tuple[Decision, ...]:
-    """All decisions, by generation; the first is the plan that the job starts with."""
+    """Return all decisions, by generation; the first is the plan that the job starts with."""
     found = [
         Decision(
             generation=event["generation"],
@@ -101,15 +106,16 @@ def decisions(events: Sequence[JournalEvent]) -> tuple[Decision, ...]:
 
 
 def recoveries(events: Sequence[JournalEvent]) -> tuple[Recovery, ...]:
-    """One row for each generation after the first that a failure began."""
-    told = {name: named(events, name) for name in _TOLD}  # once: a long job has a million steps
+    """Return one row for each generation after the first that a failure began."""
+    # Collected once, as a long job has a million steps.
+    told = {name: named(events, name) for name in _TOLD}
     decided = {event["generation"]: event for event in told["decision"] if not event.get("planned")}
     recovered, redone = (_by_generation(told[name]) for name in ("recovered", "redone"))
     generations = sorted(set(decided) | set(recovered))
     began = (*told["decision"], *told["generation_started"])
     first = min((event["generation"] for event in began), default=0)
     rows = []
-    waiting_since: float | None = None  # failure of a recovery that was superseded
+    waiting_since: float | None = None  # when the failure of a superseded recovery was
     for generation in generations:
         if generation <= first:
             continue
@@ -178,8 +184,9 @@ def _recovery(
 
 
 def _notices(told: _Told, dead: tuple[int, ...], generation: int) -> dict[int, JournalEvent]:
-    """The last ``failure_detected`` about each dead rank before ``generation``: it may have died before, and may die
-    again.
+    """Return the last ``failure_detected`` about each dead rank before ``generation``.
+
+    A rank may have died before, and may die again.
     """
     return {
         rank: event
@@ -191,8 +198,9 @@ def _notices(told: _Told, dead: tuple[int, ...], generation: int) -> dict[int, J
 
 
 def _injection(told: _Told, rank: int, notice: JournalEvent, generation: int) -> JournalEvent | None:
-    """What ``rank`` wrote before the death of ``notice``, in a generation after its death before that one; None: it was
-    not injected.
+    """Return the injection by which ``rank`` died, before ``generation``; None if its death was not injected.
+
+    It is looked for in the generations since the rank's death before the one that ``notice`` tells of.
     """
     earlier = [
         event["at_s"]
@@ -206,7 +214,7 @@ def _injection(told: _Told, rank: int, notice: JournalEvent, generation: int) ->
 
 
 def _decided_at_s(event: JournalEvent) -> float:
-    """When deciding began: where nobody has died, nothing was noticed before."""
+    """Return when deciding began. It stands for the failure where nobody has died, so that nothing was noticed."""
     return float(event["at_s"] - event.get("decide_s", 0.0))
 
 

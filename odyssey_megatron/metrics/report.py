@@ -12,7 +12,7 @@ from odyssey_megatron.metrics.run import Run, read_run, summary, text_summary
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the subcommand; returns its exit code. Raises ConfigError."""
+    """Run the subcommand and return its exit code. Raises ConfigError."""
     parser = Parser(prog="odyssey report", description=__doc__)
     parser.add_argument("run_dir", help="the job's --odyssey-run-dir")
     parser.add_argument("--reference", metavar="RUN_DIR", help="the same job without failures")
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def write(run: Run, reference: Run | None, out: Path) -> Path:
-    """Writes ``index.html``, ``summary.json`` and the PNGs into ``out``; returns the page's path.
+    """Write ``index.html``, ``summary.json`` and the PNGs into ``out``; return the page's path.
 
     Raises:
         ConfigError: matplotlib is missing, or ``out`` cannot be written.

@@ -36,7 +36,7 @@ class Run:
     name: str
     world_size: int
     clocks: int
-    """By how many hosts' clocks its events are timed."""
+    """The number of hosts' clocks that time its events."""
     verdict: str
     steps: tuple[CommittedStep, ...]
     recoveries: tuple[Recovery, ...]
@@ -45,11 +45,11 @@ class Run:
     traced: tuple[ExecutedStep, ...]
     samples: SampleCheck
     state: Live
-    """Its last one."""
+    """The last state of the job."""
 
     @property
     def without_recovery(self) -> str:
-        """What there is to say where there was none."""
+        """What the report says where there was no recovery."""
         lost = sorted(self.state.standing.dead)
         return (
             f"rank(s) {', '.join(map(str, lost))} were lost, and nobody went on" if lost else "nothing failed"
@@ -57,11 +57,11 @@ class Run:
 
 
 UNREADABLE = (KeyError, TypeError, ValueError, OverflowError, OdysseyError)
-"""What comes of events that contradict one another."""
+"""Errors that events which contradict one another lead to."""
 
 
 def unreadable(folder: str | Path, error: Exception) -> ConfigError:
-    """``error``, one of ``UNREADABLE``, as the user is told of the journal in ``folder``."""
+    """Return ``error``, one of ``UNREADABLE``, in words for the user of the journal in ``folder``."""
     return ConfigError(
         f"the journal in {folder} cannot be read: {type(error).__name__} {error}. Read it with the version of odyssey "
         "that wrote it: pip list says which one is here."
@@ -69,7 +69,7 @@ def unreadable(folder: str | Path, error: Exception) -> ConfigError:
 
 
 def read_run(run_dir: str | Path) -> Run:
-    """Raises ConfigError if there is no usable journal in ``run_dir``."""
+    """Read the run of a folder. Raises ConfigError if there is no usable journal in ``run_dir``."""
     folder = Path(run_dir)
     if not (folder / "journal").is_dir():
         raise ConfigError(
@@ -104,12 +104,12 @@ def read_run(run_dir: str | Path) -> Run:
 
 
 def name_of(folder: Path) -> str:
-    """What a run is called."""
+    """Return the name of a run: that of its folder."""
     return os.fsencode(folder.resolve().name).decode(errors="replace")
 
 
 def summary(run: Run, reference: Run | None) -> dict[str, Any]:
-    """What ``odyssey report --json`` prints. Infinite and undefined numbers become null."""
+    """Return what ``odyssey report --json`` prints. Infinite and undefined numbers become null."""
     difference = loss_difference(run.steps, reference.steps) if reference else None
     return finite(
         {
@@ -135,11 +135,11 @@ RECOVERY_COLUMNS = (
     "#", "iteration", "lost", "cause", "policy", "plan", "outcome", "detect", "decide", "abort", "agree",
     "groups", "transfer", "stall", "redo",
 )  # fmt: skip
-"""Of the table of recoveries; the durations are in milliseconds."""
+"""Columns of the table of recoveries. The durations are in milliseconds."""
 
 
 def recovery_cells(number: int, row: Recovery) -> tuple[str, ...]:
-    """One line of the table of recoveries, as text."""
+    """Return one line of the table of recoveries, as text."""
     durations = (row.detect_s, row.decide_s, row.abort_s, row.agree_s, row.groups_s, row.transfer_s)
     return (
         str(number),
@@ -168,7 +168,7 @@ def milliseconds(value_s: float | None) -> str:
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns padded to their widest cell; numbers to the right."""
+    """Return a table whose columns are padded to their widest cell, with numbers to the right."""
     rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
     right = [all(row[i][:1].isdigit() or row[i] == "–" for row in rows) for i in range(len(header))]
@@ -183,7 +183,7 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def text_summary(run: Run, reference: Run | None) -> str:
-    """The table of recoveries and one line each on losses and samples."""
+    """Return the table of recoveries, and one line each on losses and samples."""
     rows = [recovery_cells(i, row) for i, row in enumerate(run.recoveries, 1)]
     table = text_table(RECOVERY_COLUMNS, rows) if rows else f"no recoveries: {run.without_recovery}"
     lines = [
@@ -206,12 +206,12 @@ SWITCH_COLUMNS = ("iteration", "why", "policy", "plan", "stall")
 
 
 def switch_cells(row: Switch) -> tuple[str, ...]:
-    """One line of the table of switches, as text."""
+    """Return one line of the table of switches, as text."""
     return (str(row.step + 1), row.why, row.policy, row.plan_hash[:8], milliseconds(row.stall_s))
 
 
 def switch_lines(rows: Sequence[Switch]) -> list[str]:
-    """The table of changes between two steps, if there are any."""
+    """Return the table of changes between two steps, if there are any."""
     if not rows:
         return []
     title = f"changes between two steps ({len(rows)}; stall in ms, of the slowest rank that trained)"
@@ -225,7 +225,7 @@ def samples_line(check: SampleCheck) -> str:
 
 
 def clocks_line(run: Run) -> str:
-    """What times between hosts rest on; "" where there is one clock."""
+    """Return what times between hosts rest on; "" where there is one clock."""
     if run.clocks < 2:
         return ""
     return (
@@ -248,7 +248,7 @@ def difference_line(difference: LossDifference) -> str:
 
 
 def finite(value: Any) -> Any:
-    """JSON has no infinity and no NaN."""
+    """Return ``value`` with null in place of infinity and NaN, which JSON does not have."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Who stands where: the place of each worker, what it does now, and how many more losses each layer survives."""
+"""Where each worker stands: its place, what it does now, and how many more losses each layer survives."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from odyssey_megatron.plan.layout import Layout
 TRAINS, SHADOW, WAITS, JOINS, DEAD = "trains", "shadow", "waits", "joins", "dead"
 Span = tuple[int, int]
 _MOST_RANKS = 1 << 20
-"""More is a damaged journal."""
+"""A journal with more ranks is damaged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """One worker, where the job's first plan put it: it stays there on the map, whatever it does later."""
+    """The place of one worker on the map. It is where the job's first plan put it, whatever the worker does later."""
 
     worker: int
     replica: int
     stage: int
-    """-1: the first plan had no use for it."""
+    """The stage; -1: the first plan had no use for the worker."""
     ranks: tuple[int, ...]
     node: str
     status: str
     slowness: float | None
-    """So many times what the same work takes elsewhere; None: not measured."""
+    """The factor by which its work takes longer than the same work elsewhere; None: not measured."""
     spans: tuple[Span, ...]
-    """Layers that it computes."""
+    """The layers that it computes."""
     microbatches: int
-    """Of a step, that it computes some layers of."""
+    """Number of a step's microbatches for which it computes some layers."""
     whole: int
-    """Ranks of a whole cell: this one may have fewer, and train on."""
+    """Number of ranks of a whole cell. This one may have fewer, and train on."""
 
     @property
     def ranks_text(self) -> str:
-        """Which, and how many of a whole cell's, where some are lost for good."""
+        """The ranks, and how many of a whole cell's they are, where some are lost for good."""
         text = f"rank {self.ranks[0]}" + (f"–{self.ranks[-1]}" if len(self.ranks) > 1 else "")
         return text if len(self.ranks) == self.whole else f"{text}, {len(self.ranks)} of {self.whole} ranks"
 
@@ -50,13 +50,13 @@ class Margin:
     first: int
     last: int
     holders: int
-    """Living workers with all of its state."""
+    """Number of living workers that have the state; of its slices, the one with the fewest counts."""
     nodes: int
-    """On so many nodes."""
+    """Number of nodes that these workers are on."""
 
     @property
     def survives(self) -> int:
-        """So many of the living may be lost at once, whichever they are; -1: it is gone."""
+        """Number of living workers that may be lost at once, whichever they are; -1: the layers are lost."""
         return self.holders - 1
 
     @property
@@ -66,15 +66,15 @@ class Margin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """The job's newest plan, and who of it is left."""
+    """The job's newest plan, and which of its ranks are left."""
 
     generation: int = 0
     num_layers: int = 0
     cell_size: int = 1
     is_recovering: bool = False
-    """Somebody has died, or asked for fresh groups, and the next plan is not in force yet."""
+    """Some rank has died, or asked for fresh groups, and the next plan is not in force yet."""
     dead: frozenset[int] = frozenset()
-    """Ranks."""
+    """The dead ranks."""
     places: tuple[Place, ...] = ()
     margins: tuple[Margin, ...] = ()
 
@@ -88,7 +88,7 @@ class Standing:
 
     @property
     def survives(self) -> int | None:
-        """Of the layer that survives least."""
+        """The smallest :attr:`Margin.survives` of any layer."""
         return min((one.survives for one in self.margins), default=None)
 
     @property
@@ -97,7 +97,10 @@ class Standing:
 
 
 def standing(events: Sequence[JournalEvent], world_size: int) -> Standing:
-    """By the newest decision that has begun to be carried out. Raises ValueError if its layout is none."""
+    """Return the standing by the newest decision that has begun to be carried out.
+
+    Raises ValueError if its layout is invalid.
+    """
     decided = {event["generation"]: event for event in named(events, "decision") if event.get("layout")}
     if not decided:
         return Standing()
@@ -130,7 +133,7 @@ def standing(events: Sequence[JournalEvent], world_size: int) -> Standing:
 
 
 def nodes_of(events: Sequence[JournalEvent]) -> dict[int, str]:
-    """The name of the host of each rank, or "node 3": of its newest process."""
+    """Return the name of the host of each rank's newest process, or "node 3" where it is not known."""
     found = {}
     for event in named(events, "rank_started"):
         number = str(event.get("source", "")).removeprefix("agent")
@@ -139,7 +142,7 @@ def nodes_of(events: Sequence[JournalEvent]) -> dict[int, str]:
 
 
 def _dead(events: Sequence[JournalEvent]) -> tuple[set[int], set[int]]:
-    """Ranks that are dead, and those that are back but in no plan yet."""
+    """Return the ranks that are dead, and those that are back but in no plan yet."""
     dead, joining = set[int](), set[int]()
     for event in events:
         if event["event"] == "failure_detected":
@@ -154,7 +157,7 @@ def _dead(events: Sequence[JournalEvent]) -> tuple[set[int], set[int]]:
 
 
 def _slowness(events: Sequence[JournalEvent]) -> dict[int, float]:
-    """By worker, as measured last."""
+    """Return the slowness of each worker, as measured last."""
     measured = named(events, "measured")
     return {int(worker): float(factor) for worker, factor in measured[-1]["factors"]} if measured else {}
 
@@ -207,7 +210,9 @@ def _places(
 
 
 def _margins(layout: Layout, gone: frozenset[int], nodes: Mapping[int, str]) -> tuple[Margin, ...]:
-    """Runs of layers whose state the same workers have: of its slices what the one with the fewest has."""
+    """Return runs of layers whose state the same workers have; of the layers' slices, the one with the fewest
+    counts.
+    """
     found: list[Margin] = []
     before: frozenset[tuple[int, ...]] | None = None
     for layer, owners in enumerate(layout.owners):

@@ -20,16 +20,16 @@ class CommittedStep:
     step: int
     generation: int
     losses: dict[str, float]
-    """By the names that the user's loss function gives them; the first is the one that is drawn."""
+    """The losses by the names that the user's loss function gives them. The first one is plotted."""
     grad_norm: float | None
     step_s: float | None
-    """The committed attempt alone; None if nobody who timed it lived to tell."""
+    """The time of the committed attempt alone; None if no rank that timed it survived."""
     interval_s: float | None
-    """Since the previous step's commit: includes aborted attempts and recovery."""
+    """The time since the previous step's commit, with aborted attempts and recovery."""
     committed_wall_s: float
-    """By the first agent's clock."""
+    """The time of the commit, by the first agent's clock."""
     is_left_out: bool = False
-    """It took samples, and trained on none of them: one of ``--iterations-to-skip``."""
+    """The step took samples, and trained on none of them: it is one of ``--iterations-to-skip``."""
 
     @property
     def loss(self) -> float:
@@ -38,21 +38,21 @@ class CommittedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossDifference:
-    """How far a run's losses (all that are named) are from a failure-free run's."""
+    """How far all named losses of a run are from those of a run without failures."""
 
     steps: int
-    """Steps that both runs committed."""
+    """Number of steps that both runs committed."""
     max_absolute: float
     max_relative: float
     at_step: int
-    """Of ``max_relative``."""
+    """The step of ``max_relative``."""
     only_here: tuple[int, ...]
     only_in_reference: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleCheck:
-    """Invariant I1 on what the committed attempts really consumed."""
+    """Invariant I1, checked on what the committed attempts have consumed."""
 
     samples: int
     first: int
@@ -65,7 +65,10 @@ class SampleCheck:
 
 
 def committed_steps(events: Sequence[JournalEvent]) -> tuple[CommittedStep, ...]:
-    """Ascending by step. A step may be reported by several ranks; the time of its commit is the first report's."""
+    """Return the committed steps, ascending.
+
+    Several ranks may report a step; the time of its commit is that of the first report.
+    """
     latest: dict[int, list[JournalEvent]] = {}
     for event in named(events, "step_committed"):
         reports = latest.setdefault(event["step"], [])
@@ -93,7 +96,7 @@ def committed_steps(events: Sequence[JournalEvent]) -> tuple[CommittedStep, ...]
 
 
 def loss_difference(run: Sequence[CommittedStep], reference: Sequence[CommittedStep]) -> LossDifference:
-    """Over the steps that both committed; NaN in only one of them counts as an infinite difference."""
+    """Return the difference over the steps that both committed. NaN in only one of them is an infinite difference."""
     ours, theirs = ({row.step: row.losses for row in rows} for rows in (run, reference))
     absolute: dict[int, float] = {}
     relative: dict[int, float] = {}
@@ -115,7 +118,7 @@ def loss_difference(run: Sequence[CommittedStep], reference: Sequence[CommittedS
 
 
 def _gap(ours: float, theirs: float) -> tuple[float, float]:
-    """Absolute and relative difference."""
+    """Return the absolute and the relative difference."""
     if ours == theirs or (math.isnan(ours) and math.isnan(theirs)):
         return 0.0, 0.0
     gap = abs(ours - theirs)
@@ -123,11 +126,12 @@ def _gap(ours: float, theirs: float) -> tuple[float, float]:
 
 
 def check_samples(events: Sequence[JournalEvent], steps: Sequence[CommittedStep]) -> SampleCheck:
-    """Are the samples of the committed steps, in order of step and microbatch, consecutive from the first on?
+    """Check that the samples of the committed steps, in order of step and microbatch, are consecutive.
 
-    An aborted attempt may have fetched samples too: what counts is the last generation, up to that of the
-    commit, that fetched any for the step. (A step that was agreed on before the failure is finished, not
-    redone, so its commit may carry a later generation than its samples.) Those of a step that is left out are missing.
+    An aborted attempt may have fetched samples, too. What counts is the last generation, up to that of the
+    commit, that fetched any for the step. (A step that was agreed on before the failure is finished and not
+    redone, so its commit may carry a later generation than its samples.) The samples of a step that is left
+    out are missing.
     """
     problems: list[str] = []
     runs: list[list[int]] = [[]]

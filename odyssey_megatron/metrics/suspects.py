@@ -1,4 +1,4 @@
-"""Which nodes to leave out of the next job, and what speaks against each."""
+"""Which nodes to leave out of the next job, and the evidence against each."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from odyssey_megatron.metrics.timeline import JournalEvent
 from odyssey_megatron.names import step_name
 
 _DEATHS = 2
-"""One death may be anything; from so many incidents on a node is a lemon. Source: Meta's RSC study, arXiv 2410.21680,
-where few nodes have most failures."""
+"""The number of incidents from which on a node is a lemon; a single death may have any cause. Source: Meta's
+RSC study, arXiv 2410.21680, where few nodes have most failures.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suspect:
-    """A node that something speaks against."""
+    """A node that some evidence is against."""
 
     node: str
     is_to_exclude: bool
@@ -27,7 +28,7 @@ class Suspect:
 
 
 class _Evidence:
-    """What speaks against each node."""
+    """The evidence against each node."""
 
     def __init__(self) -> None:
         self.against: dict[str, list[str]] = {}
@@ -41,8 +42,10 @@ class _Evidence:
 
 
 def suspects(events: Sequence[JournalEvent]) -> tuple[Suspect, ...]:
-    """Those to exclude first. A node is to be excluded that was lost, computed wrong numbers, has a slow rank or
-    network now, or had ranks die, or be so slow that they were replaced, in two incidents.
+    """Return the suspects, those to exclude first.
+
+    A node is to be excluded if it was lost, computed wrong numbers, or has a slow rank or network now; or if
+    in two incidents its ranks died, or were so slow that they were replaced.
     """
     found, nodes = _Evidence(), nodes_of(events)
     _incidents(events, found)
@@ -65,9 +68,9 @@ def suspects(events: Sequence[JournalEvent]) -> tuple[Suspect, ...]:
 
 
 def _incidents(events: Sequence[JournalEvent], found: _Evidence) -> None:
-    """Deaths and replacements, where they were: others may have come in their place since, on another node."""
+    """Collect deaths and replacements, on the nodes where they were: a rank's later processes may be elsewhere."""
     injected = {event["rank"] for event in named(events, "injected")}
-    nodes = nodes_of([*reversed(named(events, "rank_started"))])  # of the first process of each
+    nodes = nodes_of([*reversed(named(events, "rank_started"))])  # those of each rank's first process
     for event in events:
         if event["event"] == "rank_started":
             nodes |= nodes_of([event])
@@ -84,13 +87,16 @@ def _incidents(events: Sequence[JournalEvent], found: _Evidence) -> None:
 def _death(
     event: JournalEvent, nodes: Mapping[int, str], injected: Collection[int], found: _Evidence
 ) -> None:
-    """Nothing speaks against the node of who goes with the rest of a cell, or as its node was asked to."""
+    """Add a death to the evidence against the nodes of its ranks.
+
+    Not counted are ranks that went with the rest of their cell, or because their node was asked to leave.
+    """
     dead, codes = ranks_of(event["dead"]), event.get("code")
     causes = event.get("causes") or [event.get("cause", "")] * len(dead)
     codes = codes if isinstance(codes, list) else [codes] * len(dead)
     hit: dict[str, dict[int, str]] = {}
     for rank, cause, code in zip(dead, causes, codes, strict=False):
-        # ``left_out`` says of whom is corrupt, with the reason.
+        # The event ``left_out`` names the corrupt ones, with the reason.
         if cause not in ("cell", "corrupt") and code != EXIT_FENCED:
             hit.setdefault(nodes.get(rank, "?"), {})[rank] = cause
     for node, ranks in hit.items():
@@ -105,24 +111,25 @@ def _slowness(events: Sequence[JournalEvent], nodes: Mapping[int, str], found: _
         found.add(nodes.get(rank, "?"), f"rank {rank} is slow: it {why}", certain=True)
     for kind, whose, why in slow_links(events):
         ends = {nodes.get(rank, "?") for rank in whose}
-        certain = kind != SLOW_LINK and len(ends) == 1  # of two ends either may be at fault
+        # Of a link, either end may be at fault.
+        certain = kind != SLOW_LINK and len(ends) == 1
         for node in sorted(ends) if kind != SLOW_SUMS or len(ends) == 1 else ():
             found.add(node, f"{kind} of rank(s) {', '.join(map(str, whose))}: {why}", certain=certain)
 
 
 def slow_ranks(events: Sequence[JournalEvent]) -> dict[int, str]:
-    """Those that are slow now, with the evidence."""
+    """Return the ranks that are slow now, with the evidence."""
     found = ((whose, why) for kind, whose, why in _slow_now(events) if kind not in LINK_KINDS)
     return {rank: why for whose, why in found for rank in whose}
 
 
 def slow_links(events: Sequence[JournalEvent]) -> list[tuple[str, tuple[int, ...], str]]:
-    """(kind, ranks, evidence) of those that are slow now."""
+    """Return (kind, ranks, evidence) of links, networks and sums that are slow now."""
     return [one for one in _slow_now(events) if one[0] in LINK_KINDS]
 
 
 def _slow_now(events: Sequence[JournalEvent]) -> list[tuple[str, tuple[int, ...], str]]:
-    """Each as it was told: of a node that is not slow any more some rank may still be."""
+    """Return what is slow now, each finding as it was told: a rank may be slow though its node no longer is."""
     found: dict[tuple[str, tuple[int, ...]], str] = {}
     for event in named(events, "slowness"):
         key = event["kind"], tuple(event.get("slow_ranks", ()))
@@ -133,5 +140,5 @@ def _slow_now(events: Sequence[JournalEvent]) -> list[tuple[str, tuple[int, ...]
 
 
 def _once_each(events: Sequence[JournalEvent]) -> list[JournalEvent]:
-    """All ranks that stay write the same."""
+    """Return one event of each rank and generation, as all ranks that stay write the same."""
     return list({(event["target"], event["generation"]): event for event in events}.values())

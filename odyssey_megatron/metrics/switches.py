@@ -11,22 +11,24 @@ from odyssey_megatron.metrics.timeline import JournalEvent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Switch:
-    """One generation that began because it had been offered. Durations are the slowest rank's of those that trained."""
+    """A generation that began because it had been offered. Durations are those of the slowest rank that
+    trained before.
+    """
 
     generation: int
     step: int
-    """The first one of it."""
+    """The generation's first step."""
     why: str
     policy: str
     plan_hash: str
     joined: tuple[int, ...]
-    """Ranks that came back with it."""
+    """The ranks that came back with this generation."""
     stall_s: float
-    """From the end of the step before it to the first instruction of its own."""
+    """The time from the end of the step before to the generation's first instruction."""
 
 
 def switches(events: Sequence[JournalEvent]) -> tuple[Switch, ...]:
-    """In the order of their generations."""
+    """Return the switches in the order of their generations."""
     decided = {event["generation"]: event for event in named(events, "decision")}
     began = {event["generation"]: set(event["members"]) for event in named(events, "generation_started")}
     entered: dict[int, list[JournalEvent]] = {}

@@ -1,9 +1,9 @@
-"""The latest job of a folder, its events on one clock.
+"""The latest job of a folder, with its events on one clock.
 
-Hosts' clocks differ, and wall clocks jump, so that no time of one host is ever subtracted from another's. ``t_s`` is
-comparable where ``clock`` is the same. What joins two clocks is what ranks under both have seen at the same moment:
-the end of a generation's agreement, a collective of all its members (``agreed_s``). Its last message arrives
-everywhere within milliseconds, and that is how exact differences between two hosts are.
+Hosts' clocks differ, and wall clocks jump, so no time of one host is ever subtracted from another's. ``t_s``
+is comparable where ``clock`` is the same. Two clocks are joined by what ranks under both have seen at the
+same moment: the end of a generation's agreement, a collective of all its members (``agreed_s``). Its last
+message arrives everywhere within milliseconds, and that is how exact differences between two hosts are.
 """
 
 from __future__ import annotations
@@ -16,22 +16,24 @@ from typing import Any
 JournalEvent = dict[str, Any]
 
 _AGREED = ("generation_started", "generation_agreed")
-"""Of a member; of the coordinator, whose host may have none."""
+"""The events that tell that moment: a member's, and that of the coordinator, whose host may have no member."""
 
 _Shifts = list[tuple[float, float]]
 """(``t_s``, what is to be added to it there), in order."""
 
 
 def last_job(events: Sequence[JournalEvent]) -> list[JournalEvent]:
-    """Of a folder that may have been used again: the events of its latest job, in order, with ``at_s``.
+    """Return the events of the latest job of a folder, which may have been used again, in order and with ``at_s``.
 
-    ``at_s``: seconds since the epoch as the first agent's clock counts from the job's start on, whatever its wall clock
-    does later. Of what a host wrote whose clock nothing joins to that one it is NaN, and comes last.
+    ``at_s`` is in seconds since the epoch. It is counted by the first agent's clock from the job's start on,
+    whatever its wall clock does later. It is NaN, and the event comes last, if nothing joins the event's
+    clock to that one.
     """
     starts = [number for number, event in enumerate(events) if event["event"] == "job_started"]
     mine = list(events[starts[-1] :] if starts else events)
     head = mine[0] if mine else {}
-    if "job" not in head or "clock" not in head:  # of a version that wrote wall clocks alone
+    # Written by a version that had wall clocks alone.
+    if "job" not in head or "clock" not in head:
         return [event | {"at_s": event["wall_s"]} for event in mine]
     mine = [event | {} for event in events if event.get("job") == head["job"]]
     joined = _joined(head["clock"], mine)
@@ -43,17 +45,17 @@ def last_job(events: Sequence[JournalEvent]) -> list[JournalEvent]:
 
 
 def known(times_s: Iterable[float]) -> list[float]:
-    """Without those that are on no common clock."""
+    """Return the times without those that are on no common clock."""
     return [one for one in times_s if not math.isnan(one)]
 
 
 def clocks_of(events: Sequence[JournalEvent]) -> int:
-    """How many clocks a job's events were written by."""
+    """Return the number of clocks that a job's events were timed by."""
     return len({event.get("clock", "") for event in events})
 
 
 def _joined(reference: str, events: Sequence[JournalEvent]) -> dict[str, _Shifts]:
-    """By clock: what makes its times those of ``reference``. A clock may be joined through others."""
+    """Return for each clock what makes its times those of ``reference``. A clock may be joined through others."""
     agreed: dict[str, dict[int, float]] = {}
     for event in events:
         if event["event"] in _AGREED and event.get("agreed_s") is not None:
@@ -73,6 +75,6 @@ def _joined(reference: str, events: Sequence[JournalEvent]) -> dict[str, _Shifts
 
 
 def _nearest(shifts: _Shifts, t_s: float) -> float:
-    """At the moment nearest to ``t_s``: clocks drift apart by a second in a day."""
+    """Return the shift at the moment nearest to ``t_s``, as clocks drift apart by a second in a day."""
     place = bisect.bisect(shifts, (t_s, 0.0))
     return min(shifts[max(place - 1, 0) : place + 1], key=lambda one: abs(one[0] - t_s))[1]

@@ -16,7 +16,7 @@ from odyssey_megatron.plan.simulate import Timeline
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
-    """One instruction as it ran; seconds from the start of the step on any worker."""
+    """One instruction as it ran. Times are in seconds from the earliest start of the step on any worker."""
 
     rank: int
     kind: str
@@ -37,7 +37,7 @@ class ExecutedStep:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Pipeline by pipeline and along each pipeline, as far as the microbatches tell."""
+        """The ranks, pipeline by pipeline and along each pipeline, as far as the microbatches tell."""
         keys = {box.rank: (1 << 30, 1 << 30) for box in self.boxes}
         for box in self.boxes:
             if box.kind == "F":
@@ -49,12 +49,12 @@ class ExecutedStep:
         return max(box.end_s for box in self.boxes)
 
     def layers_of(self, rank: int) -> tuple[tuple[int, int], ...]:
-        """The spans that ``rank`` ran forwards of, ascending."""
+        """Return the spans that ``rank`` ran forwards of, ascending."""
         return tuple(sorted({(b.first, b.last) for b in self.boxes if b.rank == rank and b.kind == "F"}))
 
 
 def executed_steps(events: Sequence[JournalEvent]) -> tuple[ExecutedStep, ...]:
-    """All traced attempts, by generation and step."""
+    """Return all traced attempts, by generation and step."""
     attempts: dict[tuple[int, int], list[JournalEvent]] = {}
     for event in named(events, "trace"):
         if event["instructions"] and not math.isnan(event["at_s"]):
@@ -68,9 +68,9 @@ def executed_steps(events: Sequence[JournalEvent]) -> tuple[ExecutedStep, ...]:
 def before_and_after(
     recovery: Recovery, traced: Sequence[ExecutedStep], steps: Sequence[CommittedStep]
 ) -> tuple[ExecutedStep | None, ExecutedStep | None]:
-    """The last committed traced step before ``recovery`` and the last one in its generation.
+    """Return the last committed traced step before ``recovery``, and the last one in its generation.
 
-    The last: the first step of a generation also warms up caches and connections.
+    The last one, since the first step of a generation also warms up caches and connections.
     """
     committed = {(row.generation, row.step) for row in steps}
     whole = [one for one in traced if (one.generation, one.step) in committed]
@@ -89,7 +89,7 @@ def _boxes(traces: Sequence[JournalEvent]) -> tuple[Box, ...]:
 
 
 def planned_step(schedule: Schedule, timeline: Timeline) -> ExecutedStep:
-    """A step that nobody has run, as it is simulated; its ranks are workers."""
+    """Return a step that has not been run, as it is simulated; its ranks are workers."""
     spans = dict(timeline.spans)
     boxes = [
         _box(worker, str(instr), start_s, end_s)
@@ -105,7 +105,8 @@ def _box(rank: int, text: str, start_s: float, end_s: float) -> Box:
     try:
         instr = parse_instr(text)
     except ScheduleInvalid:
-        pass  # a journal may hold more than instructions; it is drawn all the same
+        # A journal may hold more than instructions; it is drawn all the same.
+        pass
     else:
         microbatch, first, last = instr.microbatch, instr.first, instr.last
         kind = "COMM" if instr.op in MESSAGE else instr.op.value

@@ -133,11 +133,12 @@ class Kind:
 
     def program(self, head: str, seat: int, sums: Sequence[tuple[int, int]]) -> str:
         """Of the worker in this place, which has this head and these buckets to sum."""
-        parts = [head]
+        parts, op = [head], Op.WEIGHT_GRAD.value
         for first, last in sums:
-            for place, a, b in self.tails[seat]:
-                if max(a, first) < min(b, last):
-                    parts.append(f"{Op.WEIGHT_GRAD.value}{{{place}}}[{max(a, first)}:{min(b, last)}]")
+            for place, start, stop in self.tails[seat]:
+                low, high = max(start, first), min(stop, last)
+                if low < high:
+                    parts.append(f"{op}{{{place}}}[{low}:{high}]")
             parts.append(_sum((first, last)))
         return _text([*parts, "STEP"])
 

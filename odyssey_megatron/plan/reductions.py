@@ -11,8 +11,10 @@ then begins within it, as soon as it has passed the layers of a bucket and one m
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 from odyssey_megatron.plan.costs import Costs
@@ -147,8 +149,17 @@ class Tail:
 
     def within_s(self, costs: Costs, first: int, last: int) -> float:
         """How long their parts in these layers take."""
-        parts = ((max(a, first), min(b, last)) for a, b in self.spans)
-        return sum(costs.spans.weight_grad_s(a, b) for a, b in parts if a < b) / self.speed
+        seconds, weight_grad_s = 0.0, costs.spans.weight_grad_s
+        for (start, stop), times in self._counted:
+            low, high = max(start, first), min(stop, last)
+            if low < high:
+                seconds += times * weight_grad_s(low, high)
+        return seconds / self.speed
+
+    @cached_property
+    def _counted(self) -> tuple[tuple[tuple[int, int], int], ...]:
+        """Each span, and how often it is there: dozens of microbatches have one or two between them."""
+        return tuple(Counter(self.spans).items())
 
 
 NO_TAIL = Tail((), 1.0)

@@ -157,9 +157,10 @@ def ring_of(
     had = set(places)
     new = [worker for worker in holders if worker not in had]
     if places.count(NOBODY) == len(new):
+        free = [place for place, taken in enumerate(places) if taken == NOBODY]
         for worker in new:
-            free = [place for place, taken in enumerate(places) if taken == NOBODY]
-            best = min(free, key=lambda at: (_neighbours(places, at, nodes[worker], nodes, copies), at))
+            best = _best_place(free, places, nodes[worker], nodes, copies)
+            free.remove(best)
             places[best] = worker
     else:
         places = [worker for worker in places if worker != NOBODY] + new
@@ -180,6 +181,22 @@ def _dealt(holders: Sequence[int], nodes: Mapping[int, int], copies: int) -> tup
         return tuple(grouped)
     order = [place for turn in range(copies) for place in range(turn, len(grouped), copies)]
     return tuple(worker for _, worker in sorted(zip(order, grouped, strict=True)))
+
+
+def _best_place(
+    free: Sequence[int], places: Sequence[int], node: int, nodes: Mapping[int, int], copies: int
+) -> int:
+    """The first of the ``free`` places with the fewest neighbours on ``node``. The search ends at one that has none: a
+    thousand new holders of a layer would look at half a million places otherwise.
+    """
+    best, fewest = free[0], len(places)
+    for at in free:
+        found = _neighbours(places, at, node, nodes, copies)
+        if found < fewest:
+            best, fewest = at, found
+        if not fewest:
+            break
+    return best
 
 
 def _neighbours(places: Sequence[int], at: int, node: int, nodes: Mapping[int, int], copies: int) -> int:

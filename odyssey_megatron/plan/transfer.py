@@ -74,14 +74,18 @@ class _Loads:
 
     def __init__(self) -> None:
         self._sent: dict[int, int] = defaultdict(int)
-        self._heaps: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-        """(bytes when last looked at, worker): bytes only grow, so an entry that is still true is the least."""
+        self._heaps: dict[int, tuple[tuple[int, ...], list[tuple[int, int]]]] = {}
+        """By the identity of a tuple of sources, which is there too: to hash a thousand workers for each transfer takes
+        longer than all else. In a heap are (bytes when last looked at, worker): bytes only grow, so an entry that is
+        still true is the least.
+        """
 
     def least(self, sources: tuple[int, ...], size_bytes: int) -> int:
         """The one of ``sources`` that sends least so far, and these bytes from now on."""
-        heap = self._heaps.get(sources)
-        if heap is None:
-            heap = self._heaps[sources] = [(0, one) for one in sources]
+        known = self._heaps.get(id(sources))
+        if known is None:
+            known = self._heaps[id(sources)] = sources, [(0, one) for one in sources]
+        heap = known[1]
         while (now := self._sent[heap[0][1]]) != heap[0][0]:
             heapreplace(heap, (now, heap[0][1]))
         source = heap[0][1]

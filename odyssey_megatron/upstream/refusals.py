@@ -78,7 +78,7 @@ class Refusal:
     @property
     def reason(self) -> str:
         """Why the flag is refused, and from which version on it could work."""
-        return f"{self.why} It could from {self.since} on." if self.since else self.why
+        return f"{self.why} It could work from {self.since} on." if self.since else self.why
 
 
 _WHOLE_MOMENTUM = "with Muon each holder of a layer keeps all of its optimizer state"

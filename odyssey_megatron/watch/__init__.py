@@ -1,1 +1,3 @@
-"""A job looked at from outside, by its run folder: in a terminal, as a page, and as metrics. Changes nothing of it."""
+"""Looking at a job from outside, by its run folder: in a terminal, as a page, and as metrics. Changes nothing
+in it.
+"""

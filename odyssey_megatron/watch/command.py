@@ -34,7 +34,7 @@ _HTML = "text/html; charset=utf-8"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the subcommand; returns its exit code. Raises ConfigError."""
+    """Run the subcommand and return its exit code. Raises ConfigError."""
     parser = Parser(prog="odyssey top", description=__doc__)
     parser.add_argument("run_dir", type=Path, help="the job's --odyssey-run-dir")
     parser.add_argument("--once", action="store_true", help="print one frame, and end")
@@ -49,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--bind", default="127.0.0.1", help="address to serve at (127.0.0.1); others want a token"
     )
-    for name in ("--page-fd", "--metrics-fd"):  # sockets that listen already
+    # Sockets that listen already.
+    for name in ("--page-fd", "--metrics-fd"):
         parser.add_argument(name, type=Between(-1, 1 << 20, whole=True), default=-1, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     newest = Newest(args.run_dir)
@@ -67,13 +68,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _follow(newest: Newest, every_s: float, *, colours: bool) -> int:
-    """Until the job has ended, or somebody presses Ctrl-C."""
+    """Show frames until the job has ended, or somebody presses Ctrl-C."""
     sys.stdout.write(_HIDE + _CLEAR)
     try:
         while True:
             state, size = newest.get(), shutil.get_terminal_size()
             text = frame(state, now_s=time.time(), width=size.columns, colours=colours)
-            if state.is_over:  # all of it, to stay there
+            if state.is_over:  # all of it, as it stays on the screen
                 sys.stdout.write(_HOME + _CLEAR + text + "\n")
                 return 0
             lines = text.splitlines()[: size.lines - 1]
@@ -86,7 +87,7 @@ def _follow(newest: Newest, every_s: float, *, colours: bool) -> int:
 
 
 def _serve(newest: Newest, args: Any) -> int:
-    """Until a signal; of a job's own, until the other end of stdin is gone, and so the agent that has started this."""
+    """Serve until a signal; for a job's agent, which has started this, until stdin ends, as the agent is gone then."""
     token = "" if is_loopback(args.bind) else os.environ.get(TOKEN) or secrets.token_hex(16)
     if args.page_port is not None:
         server = serve_page(newest, _listening(args.page_fd, args.bind, args.page_port, "--page-port"), token)
@@ -108,7 +109,7 @@ def _listening(fd: int, host: str, port: int, flag: str) -> socket.socket:
 
 
 def serve_page(newest: Newest, listening: socket.socket, token: str) -> Server:
-    """``/``, and ``/part``, which it asks for every second."""
+    """Serve the page at ``/``, and at ``/part`` its part that changes, which it asks for every second."""
     answers: Mapping[str, Answer] = {
         "/": lambda: (_HTML, page.document(newest.get()).encode(errors="replace")),
         "/part": lambda: (_HTML, page.part(newest.get()).encode(errors="replace")),
@@ -117,14 +118,14 @@ def serve_page(newest: Newest, listening: socket.socket, token: str) -> Server:
 
 
 def metrics_answers(newest: Newest) -> Mapping[str, Answer]:
-    """Raises ConfigError without prometheus_client."""
+    """Return what is served at each path. Raises ConfigError without prometheus_client."""
     exposition = prometheus_text()
     kind = "text/plain; version=0.0.4; charset=utf-8"
     return {"/metrics": lambda: (kind, exposition(newest.get()))}
 
 
 def prometheus_text() -> Callable[[Live], bytes]:
-    """``exposition.exposition``. Raises ConfigError without prometheus_client."""
+    """Return ``exposition.exposition``. Raises ConfigError without prometheus_client."""
     try:
         from odyssey_megatron.watch.exposition import exposition
     except ModuleNotFoundError as error:
@@ -138,7 +139,7 @@ def prometheus_text() -> Callable[[Live], bytes]:
 
 
 def address(listening: socket.socket, token: str) -> str:
-    """What to type into a browser."""
+    """Return the address to type into a browser."""
     host, port = listening.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
         host = socket.gethostname()

@@ -15,7 +15,7 @@ from odyssey_megatron.names import layer_name
 
 
 def exposition(state: Live) -> bytes:
-    """What a scrape is answered."""
+    """Return the answer to a scrape."""
 
     class Collected:
         def collect(self) -> Iterator[Any]:
@@ -35,7 +35,7 @@ def _families(state: Live) -> Iterator[Any]:
 
 
 def _gauge(name: str, text: str, value: float | None, **labels: str) -> Iterator[Any]:
-    """Nothing where there is no value."""
+    """Yield a gauge, or nothing where there is no value."""
     if value is not None:
         family = GaugeMetricFamily(f"odyssey_{name}", text, labels=list(labels))
         family.add_metric(list(labels.values()), value)

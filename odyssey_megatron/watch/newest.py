@@ -1,4 +1,4 @@
-"""The state of a job, looked at by several now and then."""
+"""The newest state of a job, shared by all who look at it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from odyssey_megatron.metrics.run import UNREADABLE, name_of, unreadable
 
 _AT_MOST_EVERY_S = 0.5
 _SHARE = 0.05
-"""Of a core: a long journal is read less often."""
+"""The share of a core that reading may take: a long journal is read less often."""
 
 
 class Newest:
-    """Works out the state when somebody asks, unless it just has."""
+    """Works out the state when somebody asks, unless it has just been worked out."""
 
     def __init__(self, run_dir: str | Path):
-        """Raises ConfigError if ``run_dir`` is no run's folder."""
+        """Follow the job of a folder. Raises ConfigError if ``run_dir`` is not a run's folder."""
         self._follower = Follower(run_dir)
         self._name = name_of(self._follower.folder)
         self._lock = threading.Lock()
@@ -27,9 +27,9 @@ class Newest:
         self._state: Live | None = None
 
     def get(self) -> Live:
-        """While another thread works it out, which takes long where a journal is, the state before.
+        """Return the state. While another thread works it out, which may take long, return the one before.
 
-        Raises ConfigError if the journal cannot be read, or is none.
+        Raises ConfigError if the journal cannot be read, or is not one.
         """
         if (before := self._state) is not None and self._lock.locked():
             return before

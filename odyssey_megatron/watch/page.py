@@ -25,8 +25,9 @@ async function look() {
 }
 setTimeout(look, 1000);
 """
-"""What it gets is parsed as a document of its own, in which no script runs; all text of it was escaped where it was
-made."""
+"""Fetches the part that changes. It is parsed as a document of its own, in which no script runs; all text in
+it was escaped where it was made.
+"""
 _SCRIPT_HASH = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
 _STYLE = (
     STYLE
@@ -49,11 +50,11 @@ POLICY = (
     f"default-src 'none'; script-src 'sha256-{_SCRIPT_HASH}'; style-src 'sha256-{_STYLE_HASH}'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-"""For the header Content-Security-Policy: no script runs but the one above."""
+"""The header Content-Security-Policy: no script runs but the one above."""
 
 
 def document(state: Live) -> str:
-    """The whole page."""
+    """Return the whole page."""
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -64,7 +65,7 @@ def document(state: Live) -> str:
 
 
 def part(state: Live) -> str:
-    """What changes."""
+    """Return the part of the page that changes."""
     status = "recovering" if state.status == "recovering" else ""
     over = f" · {escape(state.verdict)}" if state.verdict else ""
     return (

@@ -20,13 +20,13 @@ from odyssey_megatron.metrics.run import milliseconds, text_table
 from odyssey_megatron.metrics.standing import DEAD, JOINS, SHADOW, TRAINS, WAITS, Place
 
 _HEAT = (22, 58, 136, 172, 202, 196)
-"""Of the 256 colours of terminals: backgrounds from as fast as others to half as fast and less."""
+"""Background colours, of the 256 that terminals have, from as fast as others to half as fast and less."""
 _STATUS = {DEAD: 232, JOINS: 24, SHADOW: 60, WAITS: 236, TRAINS: 238}
 _STALLS, _CANDIDATES, _MARGINS = 6, 6, 6
 
 
 def frame(state: Live, *, now_s: float, width: int = 100, colours: bool = True) -> str:
-    """All lines, without one behind the last."""
+    """Return all lines of the frame, without a line break behind the last."""
     return "\n".join(
         [
             *_head(state, now_s),
@@ -107,7 +107,7 @@ def _cell(place: Place | None, width: int, colours: bool) -> str:
     text = text[:width]
     if not colours:
         return f"{text:^{width}}"
-    # The last column of a cell stays free where there is room, so that cells are told apart.
+    # The last column of a cell stays free where there is room, so that cells can be told apart.
     gap = 1 if width > 1 else 0
     if place.status == TRAINS and place.slowness is not None:
         colour = _HEAT[heat(place.slowness)]

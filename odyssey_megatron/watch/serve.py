@@ -1,7 +1,7 @@
-"""Answers GET of a few paths over HTTP: the page, and the metrics. Nothing of a request is evaluated.
+"""An HTTP server that answers GET for a few paths: the page, and the metrics. Nothing in a request is evaluated.
 
-Without a secret it answers on loopback only, and there only who asks for it by a loopback name, so that no page of
-another site that a browser shows can read it (DNS rebinding).
+Without a token it should listen on loopback only, and it answers only requests that name a loopback host. So
+no page of another site that a browser shows can read it (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from odyssey_megatron.errors import ConfigError, OdysseyError
 
 COOKIE = "odyssey_page"
 _PATIENCE_S = 10.0
-"""For a request, however slowly it comes, and for one who reads the answer."""
+"""Seconds within which a request must have come, however slowly it is sent, and its answer must be read."""
 _AT_ONCE = 32
-"""Connections; more are closed unanswered."""
+"""Number of connections at once; more are closed unanswered."""
 
 Answer = Callable[[], tuple[str, bytes]]
-"""The type and the bytes of what is at a path."""
+"""Gives the content type and the bytes of what is at a path."""
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches that address."""
+    """Return whether only this machine reaches that address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -39,7 +39,7 @@ def is_loopback(host: str) -> bool:
 
 
 def listen(host: str, port: int, flag: str) -> socket.socket:
-    """A listening socket; 0 is any free port. Raises ConfigError, which names ``flag``."""
+    """Return a listening socket; port 0 is any free port. Raises ConfigError, which names ``flag``."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listening = socket.socket(found[0], found[1], found[2])
@@ -55,14 +55,19 @@ def listen(host: str, port: int, flag: str) -> socket.socket:
 
 
 class Server(ThreadingHTTPServer):
-    """Serves ``answers`` (by path) at ``listening`` from threads of its own."""
+    """Serves ``answers``, by their paths, at the socket ``listening`` from threads of its own."""
 
     daemon_threads = True
 
     def __init__(
         self, listening: socket.socket, answers: Mapping[str, Answer], *, token: str, policy: str = ""
     ):
-        """``token``: what everybody must know; "": nobody, as it is loopback."""
+        """Create a server.
+
+        Args:
+            token: The secret that every client must know; "": none, as only loopback is served.
+            policy: The header Content-Security-Policy; "": nothing may be loaded.
+        """
         super().__init__(listening.getsockname()[:2], _Handler, bind_and_activate=False)
         self.socket.close()
         self.socket, self.answers, self.token, self.policy = listening, answers, token, policy
@@ -85,7 +90,7 @@ class Server(ThreadingHTTPServer):
             self._room.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Whoever hangs up, or is no browser, is nobody's concern."""
+        """Ignore the error: a client that hangs up, or is no browser, is of no concern."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -95,13 +100,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         super().setup()
-        # The socket's own limit begins anew with each byte.
+        # The socket's own timeout starts again with each byte.
         self._limit = threading.Timer(self.timeout, self._hear_no_more)
         self._limit.daemon = True
         self._limit.start()
 
     def _hear_no_more(self) -> None:
-        with contextlib.suppress(OSError):  # it has gone
+        with contextlib.suppress(OSError):  # the client has gone
             self.connection.shutdown(socket.SHUT_RD)
 
     def finish(self) -> None:
@@ -120,7 +125,7 @@ class _Handler(BaseHTTPRequestHandler):
             given = parse_qs(asked.query).get("token", [""])[0]
             if not self._matches(given):
                 return self._say(HTTPStatus.UNAUTHORIZED, "The job's log has the address with its token.\n")
-            # So that it stays in no history, and is sent to nobody.
+            # The token goes into a cookie, so that it stays in no history and is sent to no other site.
             cookie = f"{COOKIE}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
             return self._say(HTTPStatus.SEE_OTHER, headers={"Set-Cookie": cookie, "Location": "./"})
         answer = self.server.answers.get(asked.path)
@@ -172,4 +177,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """The job's log is about the job."""
+        """Log nothing: the job's log is about the job."""

@@ -7,7 +7,10 @@ presets, a worker is one tensor-parallel cell, 2 x PP microbatches a pipeline. A
 (layer times with 2 % of noise, other ones each time), go on until the planner has worked out beside the job what
 decisions by such costs will look up, and then some die.
 
-Of ``--repeats`` incidents of a kind, each of other workers, the slowest counts. ``cpu_ms`` is the CPU of the
+Of ``--repeats`` incidents of a kind, each of other workers, the slowest counts. Where others use the machine even CPU
+time is not the planner's alone: two hardware threads share a core. So a fixed loop runs behind each decision, and where
+that takes more than 1.2 times its fastest of this run the incident is measured again, with what others did in ``slow``:
+three times at most, and then the fastest of them counts, whatever ``slow`` is. ``cpu_ms`` is the CPU of the
 coordinator's thread from the last death in its queue to the generation that is ready to be sent: measured costs,
 two-speed, hash, serialisation and seals included; other processes' load is not the planner's, so wall time is printed
 beside it. ``rank_bytes`` and ``rank_ms``: what each rank reads, and its CPU until it has its program and the groups
@@ -82,6 +85,9 @@ TAKEN_IN_S = 2.0
 """For what was published a second time: costs are as good as the same."""
 MOST_S = 900.0
 """To work out what decisions look up, or to decide."""
+SLOW = 1.2
+"""So many times its fastest the loop may take, or the machine was another's."""
+TRIES = 3
 TOKEN = "benchmark"
 GPUS_A_NODE = 8
 
@@ -171,7 +177,9 @@ def coordinate(pipe: Connection, config: OdysseyConfig, nodes: dict[int, int], f
     until(lambda: clocks.taken is not None)
     assert clocks.began is not None
     assert clocks.taken is not None
-    pipe.send([1e3 * (then - first) for first, then in zip(clocks.began, clocks.taken, strict=True)])
+    loop = min(loop_ms() for _ in range(3))
+    times_ms = [1e3 * (then - first) for first, then in zip(clocks.began, clocks.taken, strict=True)]
+    pipe.send((*times_ms, loop))
     assert pipe.recv() == "end"
     pipe.send((torch_mb, largest_mb()))
 
@@ -183,6 +191,14 @@ def until(found: Callable[[], bool]) -> None:
         if time.monotonic() > deadline_s:
             raise TimeoutError(f"the coordinator has not come to that in {MOST_S} s")
         time.sleep(0.005)
+
+
+def loop_ms() -> float:
+    """CPU of a fixed loop of what decisions mostly do: about 4 ms."""
+    began_s, found = time.thread_time(), dict[int, list[int]]()
+    for number in range(60_000):
+        found.setdefault(number * 7 % 4099, []).append(number)
+    return 1e3 * (time.thread_time() - began_s)
 
 
 def largest_mb() -> float:
@@ -343,7 +359,7 @@ def measure(
         lost = lost_workers(read(1, 0, tp, reader)[0].plan.layout, dead, repeat)
         ranks.die(lost)
         pipe.send("clocks")
-        cpu_ms, wall_ms = pipe.recv()
+        cpu_ms, wall_ms, after_ms = pipe.recv()
         workers = [one for one in range(gpus // tp) if one not in lost]
         several = [read(2, worker * tp, tp, reader) for worker in workers[:: max(1, len(workers) // 16)]]
         pipe.send("end")
@@ -363,12 +379,25 @@ def measure(
         "policy": generation.plan.policy,
         "cpu_ms": round(cpu_ms, 1),
         "wall_ms": round(wall_ms - 1e3 * COALESCE_S, 1),
+        "loop_ms": round(after_ms, 2),
         "rank_bytes": max(size for _, size, _ in several),
         "rank_ms": round(max(ms for _, _, ms in several), 1),
         "rehearsed_s": round(rehearsed_s, 1),
         "torch_mb": round(torch_mb),
         "coordinator_mb": round(most_mb),
     }
+
+
+def undisturbed(fastest_ms: float, *incident: Any) -> dict[str, object]:
+    """:func:`measure` of it, again where the machine was slow meanwhile."""
+    found: list[dict[str, object]] = []
+    while len(found) < TRIES:
+        row = measure(*incident)
+        row["slow"] = round(float(str(row.pop("loop_ms"))) / fastest_ms, 2)
+        found.append(row)
+        if float(str(row["slow"])) <= SLOW:
+            return row
+    return min(found, key=lambda one: float(str(one["cpu_ms"])))
 
 
 def main() -> int:
@@ -379,13 +408,14 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--most-gpus", type=int, default=16384)
     options = parser.parse_args()
-    rows, bars = [], []
+    rows, bars, fastest_ms = [], [], min(loop_ms() for _ in range(200))
     for model, gpus, tp, pp, limit_ms, limit_mb in CLUSTERS:
         layouts = LAYOUTS.get(gpus, ("megatron",))
         for layout, copies, dead in itertools.product(layouts, COPIES, DEAD):
             if gpus > options.most_gpus or not occurs(dead, gpus, tp, pp):
                 continue
-            several = [measure(model, gpus, tp, pp, copies, dead, layout, n) for n in range(options.repeats)]
+            incident = (model, gpus, tp, pp, copies, dead, layout)
+            several = [undisturbed(fastest_ms, *incident, number) for number in range(options.repeats)]
             row = max(several, key=lambda one: float(str(one["cpu_ms"])))
             rows.append(row)
             name = f"{gpus}_gpus_tp{tp}_{layout}_{copies}_copies_{dead}_dead"

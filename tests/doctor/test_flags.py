@@ -54,9 +54,9 @@ def test_a_refusal_says_why_and_from_which_version_on_it_could_work():
             assert one.since.split()[0] == first[one.dest], one.flag
     (line,) = said(["--fp4-format", "e2m1"])
     assert line.startswith("--fp4-format e2m1 does not work with --odyssey yet: ")
-    assert " It could from core_v0.16.1 with Transformer Engine 2.7 on. Use " in line
+    assert " It could work from core_v0.16.1 with Transformer Engine 2.7 on. Use " in line
     (line,) = said(["--freeze-all-layers"])
-    assert line.startswith("--freeze-all-layers is refused with --odyssey: Nothing is trained")
+    assert line.startswith("--freeze-all-layers is refused with --odyssey: The job trains nothing")
 
 
 def rows_of(*line):
