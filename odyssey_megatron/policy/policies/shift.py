@@ -51,8 +51,8 @@ def shift_layers(
     the maximum over stages of work / living speed, and among those move as little as possible. Source: ResiHP's layer
     repartition (arXiv 2605.06374), on top of rerouting.
 
-    ``in_whole``: take a stage to be as fast as the worker in it that has most to do, since microbatches are not shared
-    out in parts: if four microbatches are shared by two workers or by three, some worker has two either way.
+    ``in_whole``: take a stage to be as fast as the worker in it that has most to do, since microbatches are not
+    shared out in parts: two workers take as long for three microbatches as for four.
 
     Raises:
         PlanInfeasible: the stages are not the same on all routes, or the boundaries are where they should be.
