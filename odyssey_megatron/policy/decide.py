@@ -56,9 +56,8 @@ trains: the coordinator hears nothing meanwhile, for half a second at most.
 """
 
 _WAITED_FOR = 0.005
-"""A fraction of a step. After a loss an order that needs less memory is looked for only if
-``JobSpec.slower_for_memory`` is at least this: ranks would wait for it, 30 to 150 ms for 32 workers where it was not
-worked out before.
+"""A fraction of a step. After a loss, an order that needs less memory is looked for only if this much may be given for
+it: ranks would wait for that, 30 to 150 ms for 32 workers where it was not worked out before.
 """
 
 _MANY_WORKERS = 256
@@ -153,10 +152,10 @@ def scheduled(
     eager: bool = False,
     longest_s: float = 0.0,
 ) -> Plan:
-    """Return the verified plan of a layout that needs no choosing.
+    """Return the verified plan of a layout that needs no choosing. Raises PlanInfeasible if it does not fit.
 
-    If its step is shorter than ``longest_s``, an order that needs less memory is looked for, with a step of at most
-    ``longest_s``. Raises PlanInfeasible if the layout does not fit.
+    If its step is below ``longest_s``, an order is looked for that needs less memory in a step of at most
+    ``longest_s``.
     """
     speeds, shares, profile = worker_speeds(state), worker_shares(state), with_links(profile, state)
     caps = caps_for(layout, profile.costs, shares)
@@ -247,9 +246,8 @@ def decide(
 
 
 def at_once(direct: Decision, longest_s: float = math.inf) -> Options:
-    """Return those options of ``direct`` for which nothing needs to move, and whose step may be at most ``longest_s``.
-
-    ``direct`` was decided after a loss.
+    """Return the options of ``direct``, decided after a loss, for which nothing moves, with steps of at most
+    ``longest_s``.
     """
     found = without_transfers(direct.case, direct.options.tried, longest_s)
     return replace(direct.options, found=tuple(found), impossible=())
@@ -320,10 +318,9 @@ def _search(
 ) -> tuple[_Candidate | None, list[CandidateRow]]:
     """Find the best option by branch and bound, in order of the best score that each could have.
 
-    The first option in the order is made and laid out, if it is not yet, and put back by its new bound. If it comes
+    The first option in the order is made and laid out, if it is not yet, and put back by its new bound; if it comes
     first again, it is scheduled. The search ends when no option left can win. An option of the policy asked for comes
-    before all others, and if one can be had, no other policy's is scheduled. Returns the winner, and a row for
-    everything else.
+    before all others, and if one can be had, no other is scheduled. Returns the winner, and a row for everything else.
     """
 
     def wanted(option: Option) -> bool:
@@ -420,9 +417,7 @@ def _left_over(
 def _work_out(case: Case, option: Option, found: LaidOut, best: float, longest_s: float) -> _Candidate:
     """Schedule ``option`` and score it.
 
-    Raises:
-        PlanInfeasible: as soon as it turns out that its score cannot exceed ``best``, or that its step is longer than
-            ``longest_s``.
+    Raises PlanInfeasible as soon as its score cannot exceed ``best``, or its step is longer than ``longest_s``.
     """
     costs, layout = case.profile.costs, found.layout
     before_s = None

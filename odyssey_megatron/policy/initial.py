@@ -87,8 +87,8 @@ def _layouts(
     if job.virtual_stages > 1:
         yield from _turned(own, job, profile)
     if job.best_layout:
-        # If the launch line's layout survives the loss of a worker, only layouts that do so are considered, if there
-        # are any.
+        # If the launch line's layout survives the loss of a worker, only layouts that do so are tried, if one of them
+        # fits.
         for least in dict.fromkeys((min(2, min(map(len, own.holders))), 1)):
             yield from _better(own, job, profile, least)
             yield from _apart(own, job, state, profile, least, plans)

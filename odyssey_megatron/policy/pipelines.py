@@ -159,7 +159,8 @@ class Pipelines:
         more.
 
         Workers that are left over idle, so that a cluster with a few workers more is hardly ever slower. The reductions
-        of such pipelines do not wait for each other. :meth:`join` charges such waits to a length, and so to these, too.
+        of such pipelines do not wait for each other, so each counts as if it were alone: :meth:`join` charges the waits
+        of others to a length, which may be theirs.
         """
         if self.workers > MANY_WORKERS or not self.lengths:  # of so many, a few idle ones do not matter
             return None

@@ -24,7 +24,8 @@ def prepare(job: JobSpec, state: ClusterState, profile: Profile, *, is_measured:
     Optional; worth calling after each change of the profile or of the membership, off the critical path.
 
     Args:
-        is_measured: costs are measured. Only few steps use estimated ones, so that only likely losses are prepared for.
+        is_measured: whether costs are measured. Estimated ones are used for a few steps, so that only likely losses are
+            prepared for.
     """
     warm_up()
     costs = profile.costs

@@ -19,9 +19,7 @@ MAX_LAYERS = 1002
 """The most layers in a profile; the deepest model that was planned for has 128 transformer layers."""
 OPERATIONS = Annotated[float, Between(0, 1e30)]
 _COPIED_BYTES_PER_S = 1e12
-"""Rate at which a GPU copies: about half of an A100's memory bandwidth (its data sheet: 2 TB/s), as a copy reads and
-writes.
-"""
+"""Rate of a GPU's copies: about half of an A100's memory bandwidth (data sheet: 2 TB/s), as a copy reads and writes."""
 _LEAST_S = 1e-9
 """The least time of all layers for one microbatch: clocks are not finer, and a rate is one over it."""
 
@@ -192,9 +190,8 @@ def least_squares(
     start: list[float],
     least: list[float] | None = None,
 ) -> list[float]:
-    """Return the argmin over x >= least, or 0, of sum w (row x - seen)^2 + prior weight * |x - start|^2.
-
-    ``start`` and ``seen`` should have about the same magnitude.
+    """Return the argmin over x >= least, or 0, of sum w (row x - seen)^2 + prior weight * |x - start|^2. ``seen`` and
+    ``start`` should be about as large.
     """
     # Imported here, so that a profile can be read without SciPy.
     from scipy.optimize import nnls
@@ -291,9 +288,8 @@ class Attention:
         qk_pos_emb_head_dim: int,
         v_head_dim: int,
     ) -> Attention:
-        """Return multi-latent attention, whose keys and values come from ``kv_lora_rank`` numbers.
-
-        Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
+        """Return multi-latent attention, whose keys and values come from ``kv_lora_rank`` numbers (DeepSeek-V2, arXiv
+        2405.04434, section 2.1).
         """
         query, value = heads * (qk_head_dim + qk_pos_emb_head_dim), heads * v_head_dim
         asks = q_lora_rank * (hidden_size + query) if q_lora_rank else hidden_size * query
@@ -365,7 +361,7 @@ def estimated_profile(
     micro_batch_size: int,
     vocab_size: int,
     precision: Precision = Precision(),  # frozen
-    flops_per_s: float = 2e14,
+    flops_per_s: float = 2e14,  # achieved by one of a worker's GPUs
     link_latency_s: float = 2e-5,
     link_bytes_per_s: float = 2.5e10,
     memory_bytes: int | None = None,
@@ -373,25 +369,19 @@ def estimated_profile(
     context_parallel_size: int = 1,  # keys and values are exchanged while it computes
     sequence_parallel: bool = True,
     is_tied: bool = False,
-    is_gated: bool = True,
-    recomputed_share: float = 0.0,
+    is_gated: bool = True,  # MLPs have three products, as with SwiGLU, not two
+    recomputed_share: float = 0.0,  # share of layers that keep only their input for the backward
     experts: Experts | None = None,
     mtp_num_layers: int = 0,
-    unlike: Sequence[tuple[Attention, int]] = (),
+    unlike: Sequence[tuple[Attention, int]] = (),  # (attention, hidden units) of each layer
 ) -> Profile:
     """Return the costs of a decoder-only transformer, estimated from FLOPs.
 
-    A matrix product costs 2 FLOPs per weight and token, and as much for each of its two gradients. Attention scores
-    cost ``2 * 2 * seq / 2`` per token and number (causal: half), twice that in the input gradient, and nothing in the
-    weight gradient. Activations count what a fused attention keeps.
-
-    Args:
-        flops_per_s: what one of a worker's GPUs achieves.
-        sequence_parallel: a worker's GPUs share all that is kept. Without it each keeps the inputs of norms, and of
-            products after them, whole (Korthikanti et al., arXiv 2205.05198, section 4.2).
-        is_gated: MLPs have three products, as with SwiGLU, not two.
-        recomputed_share: share of layers that are run again in the backward, and keep only their input until then.
-        unlike: (attention, hidden units) of each layer, if they are not alike.
+    A matrix product costs 2 FLOPs per weight and token, its two gradients the same each. Attention scores cost ``2 * 2
+    * seq / 2`` per token and number (causal: half), twice that in the input gradient, nothing in the weight gradient.
+    Activations count what a fused attention keeps. With ``sequence_parallel`` a worker's GPUs share all that is kept;
+    without, each keeps the inputs of norms, and of products after them, whole (Korthikanti et al., arXiv 2205.05198,
+    section 4.2).
     """
     tokens, tp = seq_length * micro_batch_size // context_parallel_size, tensor_parallel_size
     words, products, parts = vocab_size * hidden_size, 3 if is_gated else 2, (experts and experts.parts) or tp
@@ -468,10 +458,8 @@ def _shapes(
     experts: Experts | None,
     unlike: Sequence[tuple[Attention, int]],
 ) -> list[tuple[Attention, int, int, int, int]]:
-    """Return the sizes of each transformer layer.
-
-    They are: attention, hidden units, hidden units of all experts, hidden units that a token passes, and the number of
-    experts to choose from.
+    """Return for each transformer layer: attention, hidden units, those of all experts, those that a token passes, and
+    the number of experts to choose from.
     """
     found = []
     for layer, (own, units) in enumerate(unlike or [(attention, ffn)] * num_transformer_layers, start=1):

@@ -26,7 +26,7 @@ connected, one while it is filled, one until it computes.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
-    """The cost of having some workers replaced. ``healthy_s``, ``kept_s`` and ``without_s`` are steps."""
+    """The cost of having some workers replaced. ``healthy_s``, ``kept_s`` and ``without_s`` are step times."""
 
     healthy_s: float
     """The step if nobody were slow."""
@@ -64,7 +64,7 @@ class Price:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Smaller:
-    """A slow cell without its slow ranks, which are ``without``."""
+    """A slow cell that goes on without its slow ranks."""
 
     without: tuple[int, ...]
     each: int

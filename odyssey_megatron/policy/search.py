@@ -147,7 +147,7 @@ class Search:
                     if sorts
                     else partition.ranked(self, workers, microbatches, thorough=thorough)
                 )
-            except Preempted:  # when it starts over it is to take the same way: orders are kept elsewhere
+            except Preempted:  # it is to take the same way when it starts over: orders are kept elsewhere
                 for search in (self, *self.turned):
                     for one in (search, *search._shared.values()):
                         one._pipelines.pop((workers, sorts, microbatches), None)

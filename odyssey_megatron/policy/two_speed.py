@@ -55,11 +55,10 @@ class TwoSpeed:
 
 
 def two_speed(direct: Decision, config: OdysseyConfig) -> TwoSpeed | None:
-    """Return the two-speed form of ``direct``, or None.
+    """Return the two-speed form of ``direct``; None if there is none that would be fast enough.
 
-    None if ``direct`` moves nothing, if nothing can go on without moving, or if no order of what can would be fast
-    enough. Expected tokens are integrals of the rate over the time without a failure, which is exponential with mean M
-    as in :mod:`odyssey_megatron.policy.score`.
+    There is none if ``direct`` moves nothing, or nothing can go on without moving. Expected tokens are integrals of the
+    rate over the time without a failure, exponential with mean M as in :mod:`odyssey_megatron.policy.score`.
     """
     if not direct.best.transfers:
         return None

@@ -18,8 +18,8 @@ from odyssey_megatron.policy.seating import place
 class Replan(Policy):
     """Proposes the best shapes over all living workers, or some of them.
 
-    Each slow worker gets a place that is cut for it, or is left out. Where many are slow, shapes are also cut as if all
-    workers were alike, and then for what each can do.
+    Each slow worker gets a place that is cut for it, or is left out. Where several are slow, shapes are also cut as if
+    all workers were alike, and then again for what each can do.
     """
 
     name, order, by_flag, many_shapes = "replan", 40, True, True
